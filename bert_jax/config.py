@@ -1,0 +1,403 @@
+"""The claim a run makes: frozen dataclasses, validated where they are built.
+
+An experiment file returns an `Experiment`; it is saved with the run as JSON. Sections are of two
+kinds. *Identity*: `Model`, `Corpus`, `Data`, `Optimizer`, the phases and the seed say what is
+computed; they may not change when a run is resumed. *Placement*: `Mesh` and `Run` say where and
+how; they may. Each module of the library is given its own section and sees no other.
+"""
+
+import contextvars
+import math
+import pathlib
+import runpy
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+
+class InputError(Exception):
+    """Bad input or usage. The message is one line: what is at fault, where, and what to do."""
+
+
+class Section:
+    """Base of the sections: a field is checked for its type, then `_validate` for its value."""
+
+    kind: ClassVar[Literal["identity", "placement"]]
+    label: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is ClassVar:
+                continue
+            value = getattr(self, name)
+            if hint is float and type(value) is int:
+                object.__setattr__(self, name, float(value))
+                continue
+            _check_type(f"{self.label}.{name}", value, hint)
+        self._validate()
+
+    def _validate(self) -> None:
+        """Raises InputError if values are impossible."""
+
+    def _require(self, holds: bool, name: str, why: str) -> None:
+        if not holds:
+            raise InputError(f"{self.label}.{name}={getattr(self, name)!r}: {why}")
+
+    def _require_at_least(self, least: float, *names: str) -> None:
+        for name in names:
+            self._require(getattr(self, name) >= least, name, f"must be at least {least}")
+
+    def _require_share(self, *names: str) -> None:
+        for name in names:
+            self._require(0.0 <= getattr(self, name) < 1.0, name, "must be in [0, 1)")
+
+
+def _check_type(where: str, value: object, hint: Any) -> None:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise InputError(f"{where}={value!r}: choose one of {', '.join(get_args(hint))}")
+    elif get_origin(hint) is tuple:
+        if not isinstance(value, tuple):
+            raise InputError(f"{where}={value!r}: expected a tuple")
+        for i, item in enumerate(value):
+            _check_type(f"{where}[{i}]", item, get_args(hint)[0])
+    elif type(value) is not hint:
+        raise InputError(f"{where}={value!r}: expected {hint.__name__}")
+    elif hint is float and not math.isfinite(value):
+        raise InputError(f"{where}={value!r}: must be a finite number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Section):
+    """The encoder and its two heads (Devlin et al. 2018, section 3 and appendix A.2)."""
+
+    kind = "identity"
+    label = "model"
+
+    vocab_size: int = 30_522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3_072
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    initializer_range: float = 0.02
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    # threefry8: noise is a function of the row alone, the same on any mesh; rbg16: fast on TPU,
+    # a function of the mesh.
+    dropout_rng: Literal["threefry8", "rbg16"] = "threefry8"
+
+    def _validate(self) -> None:
+        self._require_at_least(
+            1,
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "type_vocab_size",
+        )
+        # [PAD] [UNK] [CLS] [SEP] [MASK] and one piece to predict.
+        self._require_at_least(6, "vocab_size")
+        self._require_at_least(8, "max_position_embeddings")
+        self._require_share("hidden_dropout_prob", "attention_probs_dropout_prob")
+        self._require(self.type_vocab_size >= 2, "type_vocab_size", "pairs need two segments")
+        self._require(self.initializer_range > 0, "initializer_range", "must be positive")
+        self._require(
+            self.hidden_size % self.num_attention_heads == 0,
+            "num_attention_heads",
+            f"must divide model.hidden_size={self.hidden_size}",
+        )
+        if self.dropout_rng == "threefry8":
+            # Four 8-bit draws come from one 32-bit word.
+            self._require(
+                self.hidden_size % 4 == 0,
+                "hidden_size",
+                "must be a multiple of 4 with model.dropout_rng=threefry8",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus(Section):
+    """The text and how it becomes ids.
+
+    A source is `text:FOLDER_OR_GLOB`, `jsonl:FILE_OR_GLOB`, `tfds:NAME` or `tfds_dir:PATH`;
+    relative paths are relative to the current directory. `tokenizer` is "train", or a
+    `vocab.txt`, a `.model`, or a tokenizer folder of an earlier run.
+    """
+
+    kind = "identity"
+    label = "corpus"
+
+    sources: tuple[str, ...]
+    layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"
+    text_field: str = "text"
+    encoding: str = "utf-8"
+    language: str = "en"
+    repeated_documents: Literal["keep", "drop"] = "keep"
+    tokenizer: str = "train"
+    tokenizer_kind: Literal["wordpiece", "unigram", "bpe"] = "wordpiece"
+    case: Literal["uncased", "cased"] = "uncased"
+    validation_share: float = 0.005
+
+    def _validate(self) -> None:
+        self._require(len(self.sources) > 0, "sources", "name at least one source of text")
+        for source in self.sources:
+            word, colon, rest = source.partition(":")
+            if not colon or not rest or word not in ("text", "jsonl", "tfds", "tfds_dir"):
+                raise InputError(
+                    f"corpus.sources: {source!r} is not text:FOLDER_OR_GLOB, jsonl:FILE_OR_GLOB, "
+                    "tfds:NAME or tfds_dir:PATH"
+                )
+        self._require(
+            0.0 < self.validation_share < 1.0, "validation_share", "must be between 0 and 1"
+        )
+        try:
+            "".encode(self.encoding)
+        except LookupError as error:
+            raise InputError(
+                f"corpus.encoding={self.encoding!r}: Python knows no such encoding"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Section):
+    """How ids become examples (Devlin et al. 2018, section 3.1 and appendix A.1)."""
+
+    kind = "identity"
+    label = "data"
+
+    short_seq_prob: float = 0.1
+    masked_lm_prob: float = 0.15
+    masking: Literal["piece", "whole_word"] = "piece"
+    eval_sequence_length: int = 128
+    eval_max_predictions_per_seq: int = 20
+    eval_rows: int = 10_000
+
+    def _validate(self) -> None:
+        self._require_share("short_seq_prob", "masked_lm_prob")
+        self._require_at_least(8, "eval_sequence_length")
+        self._require_at_least(1, "eval_max_predictions_per_seq", "eval_rows")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase(Section):
+    """A stretch of training at one sequence length, with a data plan of its own."""
+
+    kind = "identity"
+    label = "phases"
+
+    steps: int
+    sequence_length: int
+    max_predictions_per_seq: int
+    batch_size: int = 256
+
+    def _validate(self) -> None:
+        self._require_at_least(1, "steps", "batch_size", "max_predictions_per_seq")
+        self._require_at_least(8, "sequence_length")
+        self._require(
+            self.max_predictions_per_seq < self.sequence_length,
+            "max_predictions_per_seq",
+            f"must be below the sequence length {self.sequence_length}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Section):
+    """The update (Devlin et al. 2018, appendix A.2; You et al. 2019 for LAMB).
+
+    `bert_adam` is the reference's Adam: no bias correction, decay added to the update.
+    `clip="per_replica"` cuts the batch into `reference_replicas` groups, clips each group's own
+    gradient and sums them, as the reference does on that many TPU cores.
+    """
+
+    kind = "identity"
+    label = "optimizer"
+
+    name: Literal["bert_adam", "adamw", "lamb"] = "bert_adam"
+    peak_learning_rate: float = 1e-4
+    warmup_steps: int = 10_000
+    # paper: linear decay from step 0, replaced by a linear warm-up that leaves a jump at its end.
+    schedule: Literal["paper", "linear", "cosine"] = "paper"
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    clip: Literal["global", "per_replica", "none"] = "global"
+    clip_norm: float = 1.0
+    reference_replicas: int = 1
+    gradient_reduction: Literal["float32", "bfloat16"] = "float32"
+    # This many non-finite steps in a row stop the run; each of them changes no parameter.
+    max_bad_steps_in_a_row: int = 10
+
+    def _validate(self) -> None:
+        self._require(self.peak_learning_rate > 0, "peak_learning_rate", "must be positive")
+        self._require_at_least(0, "warmup_steps", "weight_decay")
+        self._require_share("b1", "b2")
+        self._require(self.eps > 0, "eps", "must be positive")
+        self._require(self.clip_norm > 0, "clip_norm", "must be positive")
+        self._require_at_least(1, "reference_replicas", "max_bad_steps_in_a_row")
+        if self.clip != "per_replica":
+            self._require(
+                self.reference_replicas == 1,
+                "reference_replicas",
+                "has a meaning with optimizer.clip=per_replica only",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(Section):
+    """How the step is laid over devices. May change on resume."""
+
+    kind = "placement"
+    label = "mesh"
+
+    parallelism: Literal["replicated", "zero1", "zero3"] = "replicated"
+    accumulation: int = 1
+    remat: Literal["none", "dots", "full"] = "none"
+    layer_loop: Literal["scan", "unroll"] = "scan"
+
+    def _validate(self) -> None:
+        self._require_at_least(1, "accumulation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Section):
+    """What happens beside the steps, every so many of them. May change on resume."""
+
+    kind = "placement"
+    label = "run"
+
+    log_every: int = 100
+    eval_every: int = 10_000
+    eval_batch_size: int = 256
+    checkpoint_every: int = 1_000
+    keep_checkpoints: int = 3
+    prefetch_batches: int = 4
+    data_workers: int = 0
+    # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
+    corpus_dir: str = ""
+
+    def _validate(self) -> None:
+        self._require_at_least(
+            1, "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "keep_checkpoints"
+        )
+        self._require_at_least(1, "prefetch_batches")
+        self._require_at_least(0, "data_workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Section):
+    """One runnable claim: all a run needs to know."""
+
+    kind = "identity"
+    label = "experiment"
+
+    name: str
+    seed: int = 0
+    model: Model = field(default_factory=Model)
+    corpus: Corpus
+    data: Data = field(default_factory=Data)
+    phases: tuple[Phase, ...]
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    mesh: Mesh = field(default_factory=Mesh)
+    run: Run = field(default_factory=Run)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all phases together; the learning-rate schedule runs over their sum."""
+        return sum(phase.steps for phase in self.phases)
+
+    def _validate(self) -> None:
+        self._require(
+            bool(self.name) and not set(self.name) & set("/\\ \0") and self.name[0] != ".",
+            "name",
+            "must be usable as a folder name, without blanks or slashes",
+        )
+        self._require(0 <= self.seed < 2**32, "seed", "must be in [0, 2**32)")
+        self._require(len(self.phases) > 0, "phases", "name at least one phase")
+        lengths = {
+            f"phases.{i}.sequence_length": p.sequence_length for i, p in enumerate(self.phases)
+        }
+        lengths["data.eval_sequence_length"] = self.data.eval_sequence_length
+        for where, length in lengths.items():
+            if length > self.model.max_position_embeddings:
+                raise InputError(
+                    f"{where}={length}: longer than the position table, "
+                    f"model.max_position_embeddings={self.model.max_position_embeddings}"
+                )
+            if length % 4 and self.model.dropout_rng == "threefry8":
+                raise InputError(
+                    f"{where}={length}: must be a multiple of 4 with model.dropout_rng=threefry8"
+                )
+        for i, phase in enumerate(self.phases):
+            where = f"phases.{i}.batch_size={phase.batch_size}"
+            if phase.batch_size % self.mesh.accumulation:
+                raise InputError(
+                    f"{where}: not a multiple of mesh.accumulation={self.mesh.accumulation}"
+                )
+            if phase.batch_size % self.optimizer.reference_replicas:
+                raise InputError(
+                    f"{where}: not a multiple of "
+                    f"optimizer.reference_replicas={self.optimizer.reference_replicas}"
+                )
+            if phase.steps * phase.batch_size >= 2**32:
+                raise InputError(f"phases.{i}.steps={phase.steps}: over 2**32 rows in one phase")
+        if self.optimizer.clip == "per_replica":
+            if self.mesh.accumulation != 1:
+                raise InputError(
+                    f"mesh.accumulation={self.mesh.accumulation}: optimizer.clip=per_replica "
+                    "already takes one backward pass a replica; set mesh.accumulation=1"
+                )
+            if self.mesh.parallelism == "zero3":
+                raise InputError(
+                    "mesh.parallelism=zero3: its gradients arrive summed, so "
+                    "optimizer.clip=per_replica cannot clip each replica's own; use clip=global"
+                )
+        if self.optimizer.warmup_steps >= self.total_steps:
+            raise InputError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps}: must be below the "
+                f"{self.total_steps} steps of all phases"
+            )
+
+
+_folder: contextvars.ContextVar[pathlib.Path] = contextvars.ContextVar("folder of experiment file")
+
+
+def load_file(path: pathlib.Path) -> Experiment:
+    """Runs an experiment file and returns what its `experiment()` returns.
+
+    Raises:
+      InputError: the file raises, has no `experiment`, or returns something else.
+    """
+    token = _folder.set(path.parent)
+    try:
+        value = runpy.run_path(str(path), run_name=path.stem)["experiment"]()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except Exception as error:
+        lines = [
+            f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)
+        ]
+        line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+        place = f"{path}:{line}" if line else str(path)
+        if isinstance(error, KeyError) and error.args == ("experiment",) and not lines:
+            raise InputError(f"{path}: defines no experiment() -> Experiment") from error
+        raise InputError(f"{place}: {type(error).__name__}: {error}") from error
+    finally:
+        _folder.reset(token)
+    if not isinstance(value, Experiment):
+        raise InputError(
+            f"{path}: experiment() returned {type(value).__name__}, not bert_jax.config.Experiment"
+        )
+    return value
+
+
+def parent(name: str) -> Experiment:
+    """The claim in the file `name` beside the experiment file that calls this, to be varied."""
+    path = _folder.get() / name
+    if not path.is_file():
+        raise InputError(f"parent({name!r}): no such experiment file in {_folder.get()}")
+    return load_file(path)

@@ -1,0 +1,1 @@
+"""Ids to NumPy batches: corpus, stream, pairs, masks. Never imports jax."""

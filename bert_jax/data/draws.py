@@ -1,0 +1,271 @@
+"""Where random choices come from. The rules that use them stand once, in pairs and masking.
+
+Two kinds of answer: `Sequential` consumes one `random.Random` in the order of calls of
+google-research/bert (create_pretraining_data.py), for conformance; `Counter` computes every draw
+from (key, row, column, purpose), so that a batch depends on which rows it holds and on nothing
+else. The plan of an epoch takes its scalars from a `random.Random` in both.
+
+Shape letters: B rows, N candidates, P predictions.
+"""
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+# What a replaced token becomes (Devlin et al. 2018, section 3.1).
+MASK, KEEP, RANDOM = 0, 1, 2
+
+# Purposes: the last word of the counter.
+_FRONT_CUTS_A, _FRONT_CUTS_B, _CANDIDATES, _REPLACEMENTS, _PERMUTATION = range(5)
+
+# Counters handled at once: enough to hide NumPy's overhead, few enough for the cache.
+_BLOCK = 1 << 14
+
+
+@dataclass(frozen=True)
+class Victims:
+    """Which side loses a token, in order, when pairs are truncated (`truncate_seq_pair`).
+
+    The longer side loses `lead` tokens, then B and A in turn lose `rest`, B first, since a tie
+    takes from B.
+
+    Attributes:
+      a_leads: bool [B], A is the longer side.
+      lead: int64 [B].
+      rest: int64 [B].
+    """
+
+    a_leads: np.ndarray
+    lead: np.ndarray
+    rest: np.ndarray
+
+    @property
+    def from_a(self) -> np.ndarray:
+        """Tokens that A loses, int64 [B]."""
+        return np.where(self.a_leads, self.lead, 0) + self.rest // 2
+
+    @property
+    def from_b(self) -> np.ndarray:
+        """Tokens that B loses, int64 [B]."""
+        return np.where(self.a_leads, 0, self.lead) + (self.rest + 1) // 2
+
+
+class ArrayDraws(Protocol):
+    """Draws for B rows at once."""
+
+    def front_cuts(self, victims: Victims) -> tuple[np.ndarray, np.ndarray]:
+        """How many of the tokens lost by A and by B go from the front; int64 [B] each."""
+
+    def candidate_order(self, counts: np.ndarray) -> np.ndarray:
+        """A random order of each row's candidates, int64 [B, max(counts)].
+
+        Entries of row r from counts[r] on have no meaning.
+        """
+
+    def replacements(self, counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """What becomes of each row's chosen tokens: kind uint8 [B, P] and a random id [B, P]."""
+
+
+class Scalars:
+    """The choices of a plan, one at a time (`create_instances_from_document`)."""
+
+    def __init__(self, rng: random.Random):
+        self._rng = rng
+
+    def document_order(self, documents: int) -> list[int]:
+        """A shuffled list of document numbers."""
+        order = list(range(documents))
+        self._rng.shuffle(order)
+        return order
+
+    def target_length(self, max_num_tokens: int, short_seq_prob: float) -> int:
+        """Tokens to aim at: the most, or with `short_seq_prob` anything from 2."""
+        if self._rng.random() < short_seq_prob:
+            return self._rng.randint(2, max_num_tokens)
+        return max_num_tokens
+
+    def split_point(self, sentences: int) -> int:
+        """How many sentences of a chunk make A."""
+        return self._rng.randint(1, sentences - 1) if sentences >= 2 else 1
+
+    def is_random(self) -> bool:
+        """Whether B comes from another document."""
+        return self._rng.random() < 0.5
+
+    def other_document(self, documents: int, this: int) -> int:
+        """Place of another document in the order; after ten vain draws, this one."""
+        for _ in range(10):
+            other = self._rng.randint(0, documents - 1)
+            if other != this:
+                break
+        return other
+
+    def start(self, sentences: int) -> int:
+        """The sentence at which a random B starts."""
+        return self._rng.randint(0, sentences - 1)
+
+
+class Sequential(Scalars):
+    """All draws from one generator in the reference's order, for one row at a time (B = 1)."""
+
+    def front_cuts(self, victims: Victims) -> tuple[np.ndarray, np.ndarray]:
+        """See `ArrayDraws`: one `random()` a victim, in the order in which they fall."""
+        lead, rest = int(victims.lead[0]), int(victims.rest[0])
+        sides = [bool(victims.a_leads[0])] * lead + [bool(i % 2) for i in range(rest)]
+        cuts = {True: 0, False: 0}
+        for from_a in sides:
+            cuts[from_a] += self._rng.random() < 0.5
+        return np.array([cuts[True]]), np.array([cuts[False]])
+
+    def candidate_order(self, counts: np.ndarray) -> np.ndarray:
+        """See `ArrayDraws`: `shuffle`."""
+        order = list(range(int(counts[0])))
+        self._rng.shuffle(order)
+        return np.array([order])
+
+    def replacements(self, counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `ArrayDraws`: `random`, `random`, `randint`, as far as each is needed."""
+        kinds, ids = [], []
+        for _ in range(int(counts[0])):
+            kind, token = MASK, 0
+            if self._rng.random() >= 0.8:
+                kind = KEEP if self._rng.random() < 0.5 else RANDOM
+                if kind == RANDOM:
+                    token = self._rng.randint(0, vocab_size - 1)
+            kinds.append(kind)
+            ids.append(token)
+        return np.array([kinds], np.uint8), np.array([ids], np.int64)
+
+    def instance_order(self, instances: int) -> list[int]:
+        """The final shuffle of all instances."""
+        order = list(range(instances))
+        self._rng.shuffle(order)
+        return order
+
+
+class Counter:
+    """Draws as a function of (key, row, column, purpose), for any rows in any order.
+
+    Args:
+      key: as made by `key_of`.
+      rows: int64 or uint64 [B], the rows' numbers in their phase.
+    """
+
+    def __init__(self, key: tuple[int, int], rows: np.ndarray):
+        self._key = key
+        self._rows = np.asarray(rows, np.uint64)
+
+    def front_cuts(self, victims: Victims) -> tuple[np.ndarray, np.ndarray]:
+        """See `ArrayDraws`: a random bit a victim, counted; exactly binomial."""
+        return (
+            self._binomial(_FRONT_CUTS_A, victims.from_a),
+            self._binomial(_FRONT_CUTS_B, victims.from_b),
+        )
+
+    def candidate_order(self, counts: np.ndarray) -> np.ndarray:
+        """See `ArrayDraws`: candidates in the order of one random word each."""
+        columns = int(counts.max())
+        keys = self._words(_CANDIDATES, columns).astype(np.uint64) << np.uint64(32)
+        column = np.arange(columns, dtype=np.uint64)
+        keys |= column
+        keys[column >= counts[:, None].astype(np.uint64)] = np.iinfo(np.uint64).max
+        # Sorting words that carry their column is several times faster than argsort, and stable.
+        keys.sort(axis=1)
+        return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
+
+    def replacements(self, counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `ArrayDraws`: two words a token, one for its kind and one for a random id."""
+        columns = int(counts.max())
+        words = self._words(_REPLACEMENTS, 2 * columns)
+        kind, token = words[:, :columns], words[:, columns:]
+        kinds = np.full(kind.shape, MASK, np.uint8)
+        kinds[kind >= np.uint32(0.8 * 2**32)] = KEEP
+        kinds[kind >= np.uint32(0.9 * 2**32)] = RANDOM
+        # Multiply and shift: of 2**32 words, an id gets at most one more than another.
+        ids = (token.astype(np.uint64) * np.uint64(vocab_size)) >> np.uint64(32)
+        return kinds, ids.astype(np.int64)
+
+    def _words(self, purpose: int, columns: int) -> np.ndarray:
+        """uint32 [B, columns]."""
+        blocks = -(-columns // 4)
+        out = np.empty((len(self._rows), blocks, 4), np.uint32)
+        step = max(1, _BLOCK // blocks)
+        column = np.arange(blocks, dtype=np.uint64)
+        for start in range(0, len(self._rows), step):
+            rows = self._rows[start : start + step, None]
+            low, high = rows & _LOW, rows >> np.uint64(32)
+            out[start : start + step] = philox(column, low, high, purpose, self._key)
+        return out.reshape(len(self._rows), 4 * blocks)[:, :columns]
+
+    def _binomial(self, purpose: int, trials: np.ndarray) -> np.ndarray:
+        """Binomial(trials, 1/2), int64 [B]: the set bits among the first `trials` of the row's."""
+        # A flat list of (row, word): sentences of any length, without padding to the longest.
+        words = -(-trials // 32)
+        blocks = -(-words // 4)
+        row = np.repeat(np.arange(len(trials)), blocks)
+        block = np.arange(len(row)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+        number = self._rows[row]
+        low, high = number & _LOW, number >> np.uint64(32)
+        bits = philox(block.astype(np.uint64), low, high, purpose, self._key)
+        wanted = trials[row, None] - 32 * (4 * block[:, None] + np.arange(4))
+        wanted = np.clip(wanted, 0, 32).astype(np.uint64)
+        bits = bits.astype(np.uint64) & ((np.uint64(1) << wanted) - np.uint64(1))
+        counts = np.bitwise_count(bits).sum(axis=1, dtype=np.int64)
+        return np.bincount(row, counts, minlength=len(trials)).astype(np.int64)
+
+
+def permutation(key: tuple[int, int], epoch: int, count: int) -> np.ndarray:
+    """A random order of `count` rows, int64: the stable argsort of one Philox word each."""
+    blocks = np.arange(-(-count // 4), dtype=np.uint64)
+    words = np.empty((len(blocks), 4), np.uint32)
+    for start in range(0, len(blocks), _BLOCK):
+        part = blocks[start : start + _BLOCK]
+        words[start : start + _BLOCK] = philox(part, np.uint64(epoch), 0, _PERMUTATION, key)
+    return np.argsort(words.reshape(-1)[:count], kind="stable")
+
+
+def key_of(*names: object) -> tuple[int, int]:
+    """A Philox key from names: the first 64 bits of their SHA-256, as two 32-bit words."""
+    digest = hashlib.sha256("/".join(map(str, names)).encode()).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+
+
+_LOW = np.uint64(0xFFFFFFFF)
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(
+    c0: np.ndarray | np.uint64,
+    c1: np.ndarray | np.uint64,
+    c2: np.ndarray | np.uint64 | int,
+    c3: np.ndarray | np.uint64 | int,
+    key: tuple[int, int],
+) -> np.ndarray:
+    """Philox4x32-10 (Salmon et al. 2011) of counters that broadcast against each other.
+
+    Args:
+      c0: the four counter words, below 2**32, uint64.
+      c1: see c0.
+      c2: see c0.
+      c3: see c0.
+      key: two words below 2**32.
+
+    Returns:
+      uint32 [..., 4].
+    """
+    c0, c1, c2, c3 = (
+        np.asarray(c, np.uint64) for c in np.broadcast_arrays(c0, c1, c2, c3, subok=False)
+    )
+    k0, k1 = key
+    shift = np.uint64(32)
+    for _ in range(10):
+        # The product of two 32-bit words fits 64 bits: its halves are the new words.
+        p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c2 = (p1 >> shift) ^ c1 ^ np.uint64(k0), (p0 >> shift) ^ c3 ^ np.uint64(k1)
+        c1, c3 = p1 & _LOW, p0 & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)

@@ -1,0 +1,1 @@
+"""Batches to losses: the encoder, its heads, the fused loss."""

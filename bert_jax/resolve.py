@@ -1,0 +1,183 @@
+"""Experiments from and to text: `--set` strings, JSON, and lists of differences."""
+
+import dataclasses
+import difflib
+import json
+import pathlib
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from bert_jax.config import Experiment, InputError, Section, load_file
+
+FORMAT_VERSION = 1
+
+
+def load(path: str) -> Experiment:
+    """Reads EXPERIMENT: a .py file that defines `experiment()`, or a resolved config as JSON."""
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise InputError(f"{path}: no such experiment file")
+    if file.suffix == ".py":
+        return load_file(file)
+    if file.suffix == ".json":
+        return from_json(file.read_text(encoding="utf-8", errors="replace"), path)
+    raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
+
+
+def override(experiment: Experiment, settings: Sequence[str]) -> Experiment:
+    """Applies `--set` strings like `model.hidden_size=128` or `phases.0.steps=10`, all at once.
+
+    Raises:
+      InputError: a string without "=", an unknown field (the nearest is suggested), a value of
+        another type, or a combination that validation refuses.
+    """
+    tree = _plain(experiment)
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals:
+            raise InputError(
+                f"--set {setting}: write it as FIELD=VALUE, e.g. model.hidden_size=128"
+            )
+        _assign(tree, path.strip(), text, setting)
+    return _build(Experiment, tree, "")
+
+
+def _assign(tree: dict, path: str, text: str, setting: str) -> None:
+    node: Any = tree
+    hint: Any = Experiment
+    keys = path.split(".")
+    for depth, key in enumerate(keys):
+        where = ".".join(keys[:depth])
+        if get_origin(hint) is tuple:
+            if not (key.isdecimal() and key.isascii() and int(key) < len(node)):
+                raise InputError(
+                    f"--set {setting}: {where or 'experiment'} has entries 0 to {len(node) - 1}"
+                )
+            key, hint = int(key), get_args(hint)[0]
+        elif dataclasses.is_dataclass(hint):
+            hints = _field_types(hint)
+            if key not in hints:
+                raise InputError(f"--set {setting}: {_unknown(key, where, hints)}")
+            hint = hints[key]
+        else:
+            raise InputError(f"--set {setting}: {where} is a single value, it has no field {key!r}")
+        if depth == len(keys) - 1:
+            node[key] = _parse(text, hint, setting)
+        else:
+            node = node[key]
+
+
+def _parse(text: str, hint: Any, setting: str) -> object:
+    if dataclasses.is_dataclass(hint):
+        raise InputError(f"--set {setting}: names a whole section; set one of its fields")
+    if hint is str or get_origin(hint) is Literal:
+        return text
+    if get_origin(hint) is tuple and get_args(hint)[0] is str and not text.startswith("["):
+        return [part for part in text.split(",") if part]
+    try:
+        if hint is int:
+            return int(text)
+        if hint is float:
+            return float(text)
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        kind = getattr(hint, "__name__", "list")
+        raise InputError(f"--set {setting}: {text!r} is not of type {kind}") from error
+
+
+def to_json(experiment: Experiment) -> str:
+    """The resolved experiment as readable JSON, with its format version."""
+    return json.dumps({"format_version": FORMAT_VERSION, **_plain(experiment)}, indent=2) + "\n"
+
+
+def from_json(text: str, where: str) -> Experiment:
+    """Reads what `to_json` wrote. `where` names the file in errors.
+
+    Raises:
+      InputError: not JSON, another format version, an unknown, missing or impossible field.
+    """
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({error})") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{where}: expected a JSON object, a resolved experiment")
+    version = tree.pop("format_version", None)
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{where}: format_version {version!r}, this version reads {FORMAT_VERSION}"
+        )
+    try:
+        return _build(Experiment, tree, "")
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+def differences(old: Experiment, new: Experiment, kind: str) -> list[str]:
+    """Fields of sections of `kind` whose values differ, as `path: old -> new`."""
+    lines = []
+    olds, news = dict(flatten(old, kind)), dict(flatten(new, kind))
+    for path in sorted(olds.keys() | news.keys()):
+        a, b = olds.get(path, "absent"), news.get(path, "absent")
+        if a != b:
+            lines.append(f"{path}: {a!r} -> {b!r}")
+    return lines
+
+
+def flatten(section: Any, kind: str = "all", path: str = "") -> list[tuple[str, object]]:
+    """(path, value) of every field, in order; `kind` keeps identity or placement fields only."""
+    rows: list[tuple[str, object]] = []
+    for f in dataclasses.fields(section):
+        value, where = getattr(section, f.name), f"{path}{f.name}"
+        if isinstance(value, Section):
+            rows += flatten(value, kind, where + ".")
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            for i, item in enumerate(value):
+                rows += flatten(item, kind, f"{where}.{i}.")
+        elif kind in ("all", section.kind):
+            rows.append((where, value))
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts, tuples as lists: what JSON holds."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _build(hint: Any, value: Any, where: str) -> Any:
+    """The inverse of `_plain`, checking as it goes."""
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise InputError(f"{where or 'experiment'}: expected an object")
+        hints = _field_types(hint)
+        prefix = f"{where}." if where else ""
+        for key in value:
+            if key not in hints:
+                raise InputError(_unknown(key, where, hints))
+        for f in dataclasses.fields(hint):
+            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+            if required and f.name not in value:
+                raise InputError(f"{prefix}{f.name}: missing")
+        return hint(**{k: _build(hints[k], v, prefix + k) for k, v in value.items()})
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise InputError(f"{where}: expected a list")
+        item = get_args(hint)[0]
+        return tuple(_build(item, v, f"{where}.{i}") for i, v in enumerate(value))
+    return value
+
+
+def _field_types(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(typing.cast(Any, cls))}
+
+
+def _unknown(key: str, where: str, known: Sequence[str] | dict) -> str:
+    close = difflib.get_close_matches(key, list(known), n=1)
+    hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
+    return f"{where or 'experiment'} has no field {key!r}; {hint}"

@@ -1,0 +1,1 @@
+"""Text to ids: documents, sentences, tokenizers. Never imports jax."""

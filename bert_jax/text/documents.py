@@ -1,0 +1,256 @@
+"""Text files, JSON lines and TFDS datasets to documents.
+
+Encodings: bytes are decoded strictly with `Corpus.encoding`; the first bad byte is an error that
+names the file and its offset. A byte-order mark is dropped. Nothing is guessed: a folder of mixed
+encodings is converted first.
+
+Repeats: documents are compared by their text, not by their names. `repeated_documents=drop` leaves
+out every document whose whole text stood before; `keep` keeps them and counts them in the manifest.
+Either way equal texts fall into the same split.
+"""
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any, Literal
+
+import zstandard
+
+from bert_jax.config import Corpus, InputError
+from bert_jax.text import tfds_files
+
+# Longest line of a text that somebody wrapped by hand or by program.
+_WRAPPED_LINE = 200
+# A layout word is held against files of more lines than this.
+_LINES_TO_JUDGE = 100
+
+_SUFFIXES = {
+    "text": (".txt", ".txt.gz", ".txt.zst"),
+    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
+}
+
+Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: where it comes from, its text, and how its lines are to be read."""
+
+    name: str
+    text: str
+    layout: Layout
+
+    def paragraphs(self) -> list[str]:
+        """The text as paragraphs, or as sentences if the layout gives one a line."""
+        if self.layout == "wrapped":
+            blocks = re.split(r"\n[^\S\n]*\n", self.text)
+            lines = [" ".join(block.split("\n")) for block in blocks]
+        else:
+            lines = self.text.split("\n")
+        return [line for line in map(str.strip, lines) if line]
+
+
+def read(corpus: Corpus) -> Iterator[Document]:
+    """Yields the documents of all sources in order; those without any text are passed over.
+
+    Raises:
+      InputError: a source without files, undecodable bytes, damaged compression or JSON, or a file
+        whose lines contradict the layout word.
+    """
+    for source in corpus.sources:
+        word, _, place = source.partition(":")
+        if word in ("tfds", "tfds_dir"):
+            folder = tfds_files.find(place) if word == "tfds" else place
+            texts = _dataset_texts(str(folder), corpus)
+        else:
+            reader = _file_texts if word == "text" else _json_texts
+            texts = (pair for path in files(source) for pair in reader(path, corpus))
+        for name, text in texts:
+            if text.strip():
+                layout = decide_layout(text) if corpus.layout == "per_file" else corpus.layout
+                yield Document(name, text, layout)
+
+
+def files(source: str) -> list[str]:
+    """Files of a `text:` or `jsonl:` source, sorted.
+
+    Raises:
+      InputError: no such folder, an empty glob, or a folder without files of this kind.
+    """
+    word, _, place = source.partition(":")
+    if os.path.isdir(place):
+        found = [
+            os.path.join(folder, name)
+            for folder, _, names in os.walk(place)
+            for name in names
+            if name.endswith(_SUFFIXES[word])
+        ]
+        if not found:
+            raise InputError(
+                f"corpus.sources: {source}: the folder holds no {', '.join(_SUFFIXES[word])} file"
+            )
+        return sorted(found)
+    found = sorted(path for path in glob.glob(place, recursive=True) if os.path.isfile(path))
+    if not found:
+        what = "the pattern matches no file" if glob.has_magic(place) else "no such file or folder"
+        raise InputError(f"corpus.sources: {source}: {what} (in {os.getcwd()})")
+    return found
+
+
+def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:
+    """What the sources hold: name, bytes and SHA-256 of each file (of its metadata for TFDS).
+
+    A TFDS dataset is recognised by its dataset_info.json, which carries the sizes of its shards.
+    """
+    rows = []
+    for source in corpus.sources:
+        word, _, place = source.partition(":")
+        if word in ("text", "jsonl"):
+            paths = files(source)
+        else:
+            folder = tfds_files.find(place) if word == "tfds" else place
+            paths = [os.path.join(folder, "dataset_info.json")]
+        for path in paths:
+            try:
+                with open(path, "rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise InputError(f"corpus.sources: {path}: {error.strerror}") from error
+            rows.append({"file": path, "bytes": os.path.getsize(path), "sha256": digest})
+    return rows
+
+
+def decide_layout(text: str) -> Layout:
+    """`wrapped` if the longest line is at most 200 characters, else `paragraphs_by_line`."""
+    longest = max((len(line) for line in text.split("\n")), default=0)
+    return "wrapped" if longest <= _WRAPPED_LINE else "paragraphs_by_line"
+
+
+def contradiction(text: str, layout: Layout) -> str | None:
+    """Why a file of over 100 lines cannot be in this layout, or None."""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    if len(lines) <= _LINES_TO_JUDGE:
+        return None
+    long = sum(len(line) > _WRAPPED_LINE for line in lines) / len(lines)
+    longest = max(map(len, lines))
+    # Words broken off at a line's end go on in lower case; sentences and paragraphs seldom do.
+    continued = sum(line[0].islower() for line in lines) / len(lines)
+    if layout == "wrapped" and long > 0.5:
+        return f"{long:.0%} of its lines are over {_WRAPPED_LINE} characters: paragraphs_by_line?"
+    if layout == "paragraphs_by_line" and longest <= 100 and continued > 0.3:
+        return f"{continued:.0%} of its lines go on in lower case, none is over 100: wrapped?"
+    if layout == "sentences_by_line" and continued > 0.3:
+        return f"{continued:.0%} of its lines go on in lower case: wrapped?"
+    return None
+
+
+def _file_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
+    """One document a file, or in sentences_by_line one a block of lines."""
+    if corpus.layout != "sentences_by_line":
+        text = _normal_newlines("".join(_lines(path, corpus.encoding)))
+        if corpus.layout != "per_file":
+            _refuse_contradiction(path, text, corpus.layout)
+        yield path, text
+        return
+    block: list[str] = []
+    start = 1
+    head: list[str] = []
+    for number, line in enumerate(_lines(path, corpus.encoding), 1):
+        if len(head) <= 10 * _LINES_TO_JUDGE:
+            head.append(line)
+            if len(head) == 10 * _LINES_TO_JUDGE:
+                _refuse_contradiction(path, "".join(head), corpus.layout)
+        if line.strip():
+            block.append(line)
+        else:
+            if block:
+                yield f"{path}:{start}", "".join(block)
+            block, start = [], number + 1
+    if len(head) < 10 * _LINES_TO_JUDGE:
+        _refuse_contradiction(path, "".join(head), corpus.layout)
+    if block:
+        yield f"{path}:{start}", "".join(block)
+
+
+def _refuse_contradiction(path: str, text: str, layout: Layout) -> None:
+    why = contradiction(text, layout)
+    if why:
+        raise InputError(f"{path}: does not look like corpus.layout={layout}: {why}")
+
+
+def _json_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(_lines(path, corpus.encoding), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}:{number}: not JSON ({error})") from error
+        text = record.get(corpus.text_field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise InputError(
+                f"{path}:{number}: no text in field {corpus.text_field!r}; name it with "
+                "--set corpus.text_field=..."
+            )
+        yield f"{path}:{number}", _normal_newlines(text)
+
+
+def _dataset_texts(folder: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
+    for number, record in enumerate(tfds_files.records(folder)):
+        value = record.get(corpus.text_field)
+        if isinstance(value, bytes):  # stored datasets give bytes, mocked ones str
+            try:
+                value = value.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise InputError(f"{folder}: record {number}: not UTF-8 ({error})") from error
+        if not isinstance(value, str):
+            raise InputError(
+                f"{folder}: no text in field {corpus.text_field!r}; it has {', '.join(record)}"
+            )
+        yield f"{folder}:{number}", _normal_newlines(value)
+
+
+def _lines(path: str, encoding: str) -> Iterator[str]:
+    """Decoded lines, split on \\n alone, without a byte-order mark."""
+    try:
+        with _open(path) as raw, io.TextIOWrapper(raw, encoding, newline="\n") as file:
+            for number, line in enumerate(file):
+                yield line.removeprefix("\ufeff") if number == 0 else line
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: byte {_first_bad_byte(path, encoding)} is not {encoding}; convert the file, "
+            "or name its encoding with --set corpus.encoding=..."
+        ) from error
+    except (gzip.BadGzipFile, EOFError, zstandard.ZstdError) as error:
+        raise InputError(f"{path}: damaged compressed file ({error})") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _open(path: str) -> IO[bytes]:
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")
+    if path.endswith(".zst"):
+        return zstandard.open(path, "rb")
+    return open(path, "rb")
+
+
+def _first_bad_byte(path: str, encoding: str) -> int:
+    """Offset in the uncompressed file: decoding reports it relative to a buffer."""
+    with _open(path) as file:
+        data = file.read()
+    try:
+        data.decode(encoding)
+    except UnicodeDecodeError as error:
+        return error.start
+    return len(data)
+
+
+def _normal_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")

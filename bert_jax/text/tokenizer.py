@@ -1,0 +1,314 @@
+"""Sentences to ids: the reference's WordPiece, and SentencePiece models.
+
+A tokenizer folder holds tokenizer.json (kind, case, ids of the specials) and vocab.txt or
+sentencepiece.model. Text never yields a special id but that of [UNK].
+"""
+
+import hashlib
+import json
+import re
+import string
+import unicodedata
+from typing import ClassVar, Literal, Protocol
+
+import numpy as np
+import sentencepiece
+from etils import epath
+
+from bert_jax.config import InputError
+from bert_jax.text import vocabulary
+from bert_jax.workdir import read_json, write_atomic
+
+FORMAT_VERSION = 1
+
+# Words longer than this are [UNK] (tokenization.py, WordpieceTokenizer).
+_MAX_WORD = 200
+# Words held with their ids; a corpus of web text would otherwise fill the memory.
+_CACHED_WORDS = 500_000
+
+Case = Literal["uncased", "cased"]
+
+
+class Tokenizer(Protocol):
+    """What the rest of the system knows of a tokenizer."""
+
+    kind: str
+    case: Case
+    size: int  # ids are in [0, size)
+    pad_id: int
+    unk_id: int
+    cls_id: int
+    sep_id: int
+    mask_id: int
+    sha256: str  # of all that decides the ids
+    continues: np.ndarray  # bool [size]: the piece goes on a word, for whole-word masks
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without specials around it."""
+
+    def piece(self, token_id: int) -> str:
+        """How the piece is written in the vocabulary."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Readable text; spaces are restored as well as the vocabulary allows."""
+
+    def save(self, folder: epath.Path) -> None:
+        """Writes a tokenizer folder."""
+
+
+class WordPiece:
+    """The reference's FullTokenizer (google-research/bert, tokenization.py), id for id.
+
+    Words are looked up whole in a cache; pure ASCII text takes a shorter way to the same words.
+    """
+
+    kind = "wordpiece"
+
+    def __init__(self, vocab: list[str], case: Case):
+        self.case = case
+        self.vocab = vocab
+        self.size = len(vocab)
+        self._ids = {piece: i for i, piece in enumerate(vocab)}
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
+            self._ids[name] for name in vocabulary.SPECIALS
+        )
+        self.continues = np.array([piece.startswith("##") for piece in vocab])
+        self.sha256 = _digest("wordpiece", case, "\n".join(vocab).encode())
+        self._cache: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without specials around it."""
+        cache = self._cache
+        ids: list[int] = []
+        for word in basic_tokens(text, self.case):
+            pieces = cache.get(word)
+            if pieces is None:
+                if len(cache) >= _CACHED_WORDS:
+                    cache.clear()
+                pieces = cache[word] = self._word_pieces(word)
+            ids += pieces
+        return ids
+
+    def piece(self, token_id: int) -> str:
+        """How the piece is written in the vocabulary."""
+        return self.vocab[token_id]
+
+    def decode(self, ids: list[int]) -> str:
+        """Pieces joined by blanks, continuations to the piece before."""
+        return " ".join(self.vocab[i] for i in ids).replace(" ##", "")
+
+    def save(self, folder: epath.Path) -> None:
+        """Writes a tokenizer folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "vocab.txt", "\n".join(self.vocab) + "\n")
+        _save_json(folder, self)
+
+    def _word_pieces(self, word: str) -> list[int]:
+        """Greedy longest match first; a word that does not come out whole is [UNK]."""
+        if len(word) > _MAX_WORD:
+            return [self.unk_id]
+        pieces: list[int] = []
+        start = 0
+        while start < len(word):
+            prefix = "##" if start else ""
+            for end in range(len(word), start, -1):
+                token_id = self._ids.get(prefix + word[start:end])
+                if token_id is not None:
+                    break
+            else:
+                return [self.unk_id]
+            pieces.append(token_id)
+            start = end
+        return pieces
+
+
+class SentencePiece:
+    """A SentencePiece model. Specials it lacks are appended behind its last id."""
+
+    kind = "sentencepiece"
+
+    _NAMES: ClassVar = {
+        "pad": ("[PAD]", "<pad>"),
+        "cls": ("[CLS]", "<cls>"),
+        "sep": ("[SEP]", "<sep>"),
+        "mask": ("[MASK]", "<mask>"),
+    }
+
+    def __init__(self, model: bytes, case: Case):
+        self.case = case
+        self._model = model
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        count = self._processor.get_piece_size()
+        self._pieces = [self._processor.id_to_piece(i) for i in range(count)]
+        specials = {}
+        self.appended: list[str] = []
+        for role, names in self._NAMES.items():
+            found = vocabulary.find_special(self._pieces, names)
+            if found is None:
+                found = len(self._pieces)
+                self._pieces.append(names[0])
+                self.appended.append(names[0])
+            specials[role] = found
+        self.pad_id, self.cls_id = specials["pad"], specials["cls"]
+        self.sep_id, self.mask_id = specials["sep"], specials["mask"]
+        self.unk_id = self._processor.unk_id()
+        self._specials = frozenset(specials.values())
+        self.size = len(self._pieces)
+        self.continues = np.array(
+            [
+                not piece.startswith("\u2581") and i not in self._specials and i != self.unk_id
+                for i, piece in enumerate(self._pieces)
+            ]
+        )
+        self.sha256 = _digest("sentencepiece", case, model)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without specials around it."""
+        ids = self._processor.encode(text.lower() if self.case == "uncased" else text)
+        if self._specials.isdisjoint(ids):
+            return ids
+        # A user-defined symbol of the model that serves as a special: text must not yield it.
+        return [self.unk_id if i in self._specials else i for i in ids]
+
+    def piece(self, token_id: int) -> str:
+        """How the piece is written in the model."""
+        return self._pieces[token_id]
+
+    def decode(self, ids: list[int]) -> str:
+        """Pieces joined, word marks as blanks; specials are written by name."""
+        return "".join(
+            f" {piece} " if i in self._specials else piece.replace("\u2581", " ")
+            for i in ids
+            for piece in [self._pieces[i]]
+        ).strip()
+
+    def save(self, folder: epath.Path) -> None:
+        """Writes a tokenizer folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sentencepiece.model").write_bytes(self._model)
+        _save_json(folder, self)
+
+
+def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
+    """Reads a tokenizer folder, a BERT `vocab.txt` or a SentencePiece `.model`.
+
+    Args:
+      path: file or folder. A folder knows its own case.
+      case: for a file: whether text is lower-cased first.
+
+    Raises:
+      InputError: no such file, damaged, or without a special.
+    """
+    path = epath.Path(path)
+    if path.is_dir():
+        record = read_json(path / "tokenizer.json", FORMAT_VERSION)
+        if record.get("case") not in ("uncased", "cased"):
+            raise InputError(f"{path / 'tokenizer.json'}: case {record.get('case')!r} is unknown")
+        files = {"wordpiece": "vocab.txt", "sentencepiece": "sentencepiece.model"}
+        if record.get("kind") not in files:
+            raise InputError(f"{path / 'tokenizer.json'}: kind {record.get('kind')!r} is unknown")
+        tokenizer = load(path / files[record["kind"]], record["case"])
+        if tokenizer.sha256 != record.get("sha256"):
+            raise InputError(
+                f"{path}: {files[record['kind']]} is not the one tokenizer.json was written for; "
+                "a vocabulary must not be edited once text was tokenized with it"
+            )
+        return tokenizer
+    if not path.exists():
+        raise InputError(f"{path}: no such tokenizer (a folder, a vocab.txt or a .model)")
+    if path.suffix == ".model":
+        try:
+            return SentencePiece(path.read_bytes(), case)
+        except RuntimeError as error:
+            raise InputError(f"{path}: not a SentencePiece model, or damaged") from error
+    return WordPiece(vocabulary.read_vocab(path), case)
+
+
+def basic_tokens(text: str, case: Case) -> list[str]:
+    """Words and punctuation marks of a text, before WordPiece (tokenization.py, BasicTokenizer).
+
+    Control characters go; blanks stand around CJK ideographs and punctuation; uncased text is
+    lower-cased, decomposed (NFD) and stripped of its combining marks.
+    """
+    if text.isascii():
+        text = text.translate(_ASCII_CONTROLS)
+        return _ASCII_TOKEN.findall(text.lower() if case == "uncased" else text)
+    text = text.translate(_CLEAN)
+    if case == "uncased":
+        text = unicodedata.normalize("NFD", text.lower()).translate(_UNACCENTED)
+    return text.translate(_APART).split()
+
+
+_ASCII_CONTROLS = {code: None for code in [*range(32), 127] if chr(code) not in "\t\n\r"}
+_ASCII_TOKEN = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}]")
+
+
+class _Table(dict):
+    """A `str.translate` table that decides a character when it is first met."""
+
+    def __init__(self, decide):
+        super().__init__()
+        self._decide = decide
+
+    def __missing__(self, code: int) -> str:
+        self[code] = value = self._decide(chr(code))
+        return value
+
+
+def _clean(char: str) -> str:
+    if char in "\t\n\r" or unicodedata.category(char) == "Zs":
+        return " "
+    if char in "\0\ufffd" or unicodedata.category(char) in ("Cc", "Cf"):
+        return ""
+    return f" {char} " if _is_cjk(char) else char
+
+
+def _unaccented(char: str) -> str:
+    return "" if unicodedata.category(char) == "Mn" else char
+
+
+def _apart(char: str) -> str:
+    return f" {char} " if _is_punctuation(char) else char
+
+
+def _is_punctuation(char: str) -> bool:
+    return char in string.punctuation or unicodedata.category(char).startswith("P")
+
+
+# Blocks of CJK ideographs (tokenization.py, _is_chinese_char): no kana, no hangul.
+_CJK = (
+    (0x4E00, 0x9FFF),
+    (0x3400, 0x4DBF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
+    (0x2B820, 0x2CEAF),
+    (0xF900, 0xFAFF),
+    (0x2F800, 0x2FA1F),
+)
+
+
+def _is_cjk(char: str) -> bool:
+    return any(low <= ord(char) <= high for low, high in _CJK)
+
+
+_CLEAN, _UNACCENTED, _APART = _Table(_clean), _Table(_unaccented), _Table(_apart)
+
+
+def _digest(kind: str, case: Case, content: bytes) -> str:
+    return hashlib.sha256(f"{kind}/{case}/".encode() + content).hexdigest()
+
+
+def _save_json(folder: epath.Path, tokenizer: Tokenizer) -> None:
+    record = {
+        "format_version": FORMAT_VERSION,
+        "kind": tokenizer.kind,
+        "case": tokenizer.case,
+        "size": tokenizer.size,
+        "specials": {
+            name: getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")
+        },
+        "appended": getattr(tokenizer, "appended", []),
+        "sha256": tokenizer.sha256,
+    }
+    write_atomic(folder / "tokenizer.json", json.dumps(record, indent=2) + "\n")

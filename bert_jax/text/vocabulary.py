@@ -1,0 +1,138 @@
+"""Vocabularies: read from a BERT `vocab.txt`, or trained on a corpus."""
+
+import collections
+import io
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import sentencepiece
+import tokenizers
+from etils import epath
+
+from bert_jax.config import InputError
+
+PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+# Characters kept as pieces of their own when a vocabulary is trained; rarer ones become [UNK].
+_ALPHABET = 1_000
+# Sentences a SentencePiece model is trained on at most, drawn from the whole corpus.
+_SENTENCEPIECE_SENTENCES = 5_000_000
+
+
+def read_vocab(path: epath.PathLike) -> list[str]:
+    """Pieces of a `vocab.txt`, one a line; the line number is the id, as in the reference.
+
+    Raises:
+      InputError: not UTF-8, or one of [PAD] [UNK] [CLS] [SEP] [MASK] is missing.
+    """
+    try:
+        lines = epath.Path(path).read_bytes().decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start} is not UTF-8") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if lines and not lines[-1]:
+        lines.pop()
+    vocab = [line.strip() for line in lines]
+    missing = [name for name in SPECIALS if name not in vocab]
+    if missing:
+        raise InputError(f"{path}: no {' '.join(missing)} among its {len(vocab)} lines")
+    return vocab
+
+
+def train_wordpiece(read_texts: Callable[[], Iterable[str]], vocab_size: int) -> list[str]:
+    """Trains a WordPiece vocabulary, the specials first, in ids 0 to 4.
+
+    The same texts give the same vocabulary. The trainer numbers the pieces `##c` in the order of a
+    randomly seeded hash map and breaks ties between merges by these numbers, so the alphabet is
+    counted here and handed over in a fixed order, as if it were special.
+
+    Args:
+      read_texts: gives the texts anew at each call: blank-separated basic tokens, normalised as
+        they will be when encoding.
+      vocab_size: number of pieces, specials included.
+
+    Raises:
+      InputError: the text is too small for that many pieces.
+    """
+    alphabet, continuing = _alphabet(read_texts())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token=UNK))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        special_tokens=[*SPECIALS, *alphabet, *continuing],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(read_texts(), trainer)
+    by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    vocab = [piece for piece, _ in by_id]
+    if len(vocab) != vocab_size:
+        raise InputError(
+            f"model.vocab_size={vocab_size}: training on this text gives {len(vocab)} pieces; "
+            f"set it to {len(vocab)}, or change the text"
+        )
+    return vocab
+
+
+def _alphabet(texts: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The commonest characters, at most 1,000, and those of them that ever go on a word.
+
+    Both in the order of their code points; the second as pieces, `##c`.
+    """
+    counts: collections.Counter[int] = collections.Counter()
+    within: set[int] = set()
+    for text in texts:
+        codes = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
+        counts.update(dict(zip(*(a.tolist() for a in np.unique_counts(codes)), strict=True)))
+        within.update(np.unique(codes[1:][codes[:-1] != ord(" ")]).tolist())
+    counts.pop(ord(" "), None)
+    commonest = sorted(counts, key=lambda code: (-counts[code], code))[:_ALPHABET]
+    characters = sorted(commonest)
+    return [chr(c) for c in characters], [f"##{chr(c)}" for c in characters if c in within]
+
+
+def train_sentencepiece(sentences: Iterable[str], vocab_size: int, kind: str) -> bytes:
+    """Trains a SentencePiece model (`unigram` or `bpe`) and returns it serialised.
+
+    The specials stand in ids 0 to 4 as control pieces, which text never yields.
+
+    Raises:
+      InputError: the text is too small for that many pieces.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size,
+            pad_id=0,
+            unk_id=1,
+            bos_id=-1,
+            eos_id=-1,
+            pad_piece=PAD,
+            unk_piece=UNK,
+            control_symbols=[CLS, SEP, MASK],
+            input_sentence_size=_SENTENCEPIECE_SENTENCES,
+            shuffle_input_sentence=True,
+            num_threads=os.cpu_count() or 1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().split("] ")[-1]
+        raise InputError(
+            f"model.vocab_size={vocab_size}: SentencePiece cannot train on this text: {reason}"
+        ) from error
+    return model.getvalue()
+
+
+def find_special(pieces: Sequence[str], names: Sequence[str]) -> int | None:
+    """Id of the first of `names` among the pieces, or None."""
+    for name in names:
+        if name in pieces:
+            return pieces.index(name)
+    return None

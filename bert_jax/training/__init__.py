@@ -1,0 +1,1 @@
+"""Losses to checkpoints: the step, the loop, the state."""
