@@ -1,0 +1,161 @@
+"""BERT's encoder: embeddings and post-norm transformer layers (Devlin et al. 2018, section 3).
+
+Numerics and layout follow google-research/bert, modeling.py. The layers' parameters are stacked
+along a first dimension L and scanned.
+
+Shape letters: B batch, S sequence, D width, F feed-forward, H heads, L layers, V vocabulary.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bert_jax.config import Model
+from bert_jax.model import layers
+
+# Rows of the vocabulary's tables are a multiple of this on every mesh, so that they can be
+# sharded anywhere and a checkpoint fits everywhere.
+VOCAB_MULTIPLE = 1_024
+
+
+class Loop(NamedTuple):
+    """How the layers are run: what is kept for the backward pass, and scanned or unrolled."""
+
+    remat: Literal["none", "dots", "full"] = "none"
+    layers: Literal["scan", "unroll"] = "scan"
+
+
+def padded_vocab_size(cfg: Model) -> int:
+    """Rows of the word embeddings and of the output bias."""
+    return -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def initializer(cfg: Model) -> nnx.Initializer:
+    """Normal, cut off at two standard deviations and not widened for it: as the reference."""
+    return jax.nn.initializers.truncated_normal(cfg.initializer_range)
+
+
+class Embedding(nnx.Module):
+    """A table of vectors, `embedding` [rows, D]; rows beyond `used` are zero."""
+
+    def __init__(
+        self, used: int, width: int, init: nnx.Initializer, *, rngs: nnx.Rngs, rows: int = 0
+    ):
+        table = init(rngs.params(), (used, width), jnp.float32)
+        self.embedding = nnx.Param(jnp.pad(table, ((0, max(rows - used, 0)), (0, 0))))
+
+
+class Embeddings(nnx.Module):
+    """Token + segment + position, normalised."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        init, width = initializer(cfg), cfg.hidden_size
+        self.word = Embedding(cfg.vocab_size, width, init, rngs=rngs, rows=padded_vocab_size(cfg))
+        self.position = Embedding(cfg.max_position_embeddings, width, init, rngs=rngs)
+        self.segment = Embedding(cfg.type_vocab_size, width, init, rngs=rngs)
+        self.layer_norm = layers.LayerNorm(width)
+
+    def __call__(self, input_ids: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """int32 [B, S] each -> float32 [B, S, D]."""
+        word = jnp.take(self.word.embedding[...], input_ids, axis=0)
+        position = self.position.embedding[: input_ids.shape[1]]
+        # A product with one-hot rows: its gradient is a product too, not a scatter into two rows.
+        one_hot = jax.nn.one_hot(segment_ids, self.segment.embedding.shape[0], dtype=jnp.float32)
+        segment = layers.matmul(one_hot, self.segment.embedding[...])
+        return self.layer_norm(word + position + segment)
+
+
+class Layer(nnx.Module):
+    """Attention and feed-forward, each followed by dropout, the residual and a layer norm."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        init, width, inner = initializer(cfg), cfg.hidden_size, cfg.intermediate_size
+        self.query = layers.Dense(width, width, init, rngs=rngs)
+        self.key = layers.Dense(width, width, init, rngs=rngs)
+        self.value = layers.Dense(width, width, init, rngs=rngs)
+        self.attention_output = layers.Dense(width, width, init, rngs=rngs)
+        self.attention_layer_norm = layers.LayerNorm(width)
+        self.intermediate = layers.Dense(width, inner, init, rngs=rngs)
+        self.output = layers.Dense(inner, width, init, rngs=rngs)
+        self.output_layer_norm = layers.LayerNorm(width)
+
+
+def run_layer(
+    layer: Layer, cfg: Model, x: jax.Array, input_mask: jax.Array, noise: layers.Noise | None
+) -> jax.Array:
+    """[B, S, D] in the compute type -> the same."""
+    at = (lambda site: None) if noise is None else noise.at
+    b, s, d = x.shape
+    heads = (b, s, cfg.num_attention_heads, d // cfg.num_attention_heads)
+    query, key, value = (
+        dense(x).astype(x.dtype).reshape(heads) for dense in (layer.query, layer.key, layer.value)
+    )
+    context = layers.attend(query, key, value, input_mask, at(0), cfg.attention_probs_dropout_prob)
+    attended = layer.attention_output(context.astype(x.dtype).reshape(b, s, d))
+    attended = layers.dropout(attended, at(1), cfg.hidden_dropout_prob)
+    x = layer.attention_layer_norm(x + attended).astype(x.dtype)
+    inner = layers.activation(cfg.hidden_act, layer.intermediate(x)).astype(x.dtype)
+    outer = layers.dropout(layer.output(inner), at(2), cfg.hidden_dropout_prob)
+    return layer.output_layer_norm(x + outer).astype(x.dtype)
+
+
+class Encoder(nnx.Module):
+    """Embeddings and L layers.
+
+    Attributes:
+      layers: one `Layer` whose parameters carry a first dimension L.
+    """
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        self.embeddings = Embeddings(cfg, rngs=rngs)
+        keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
+        self.layers = jax.vmap(lambda key: Layer(cfg, rngs=nnx.Rngs(params=key)))(keys)
+
+
+def encode(
+    encoder: Encoder,
+    cfg: Model,
+    input_ids: jax.Array,
+    segment_ids: jax.Array,
+    input_mask: jax.Array,
+    noise: layers.Noise | None,
+    loop: Loop,
+    outputs: Literal["last", "all"] = "last",
+) -> jax.Array:
+    """Runs the encoder.
+
+    Args:
+      encoder: its parameters.
+      cfg: its shape.
+      input_ids: int32 [B, S].
+      segment_ids: int32 [B, S].
+      input_mask: int32 [B, S], 0 for padding.
+      noise: of dropout; None drops nothing.
+      loop: how the layers are run.
+      outputs: `last`, or `all`: the embeddings and every layer.
+
+    Returns:
+      [B, S, D] or [L + 1, B, S, D], in the compute type.
+    """
+    dtype = jnp.dtype(cfg.compute_dtype)
+    x = encoder.embeddings(input_ids, segment_ids)
+    embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
+    x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
+
+    def body(x: jax.Array, stacked: tuple[Layer, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        layer, number = stacked
+        x = run_layer(layer, cfg, x, input_mask, None if noise is None else noise.at(number))
+        return x, x if outputs == "all" else None
+
+    if loop.remat != "none":
+        policy = {
+            "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            "full": jax.checkpoint_policies.nothing_saveable,
+        }[loop.remat]
+        body = jax.checkpoint(body, policy=policy, prevent_cse=loop.layers == "unroll")
+    numbers = jnp.arange(cfg.num_hidden_layers)
+    unroll = cfg.num_hidden_layers if loop.layers == "unroll" else 1
+    last, every = jax.lax.scan(body, x, (encoder.layers, numbers), unroll=unroll)
+    return last if outputs == "last" else jnp.concatenate([x[None], every])

@@ -1,0 +1,111 @@
+"""The two heads of pre-training, over the encoder they share it with.
+
+Shape letters: B batch, S sequence, P predictions, D width, V vocabulary rows (padded).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bert_jax.config import Model
+from bert_jax.model import layers
+from bert_jax.model.encoder import (
+    Encoder,
+    Loop,
+    encode,
+    initializer,
+    padded_vocab_size,
+)
+
+# Rows of the vocabulary that stand for no piece get no probability.
+_NO_PIECE = -1e9
+
+Params = dict[str, Any]
+
+
+class MaskedLM(nnx.Module):
+    """Transform and output bias; the output weights are the word embeddings."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        self.transform = layers.Dense(cfg.hidden_size, cfg.hidden_size, initializer(cfg), rngs=rngs)
+        self.layer_norm = layers.LayerNorm(cfg.hidden_size)
+        self.output_bias = nnx.Param(jnp.zeros(padded_vocab_size(cfg), jnp.float32))
+
+
+class Pretrainer(nnx.Module):
+    """All parameters of pre-training. Their paths in the tree are their names everywhere."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        self.encoder = Encoder(cfg, rngs=rngs)
+        self.pooler = layers.Dense(cfg.hidden_size, cfg.hidden_size, initializer(cfg), rngs=rngs)
+        self.masked_lm = MaskedLM(cfg, rngs=rngs)
+        self.next_sentence = layers.Dense(cfg.hidden_size, 2, initializer(cfg), rngs=rngs)
+
+
+def init_params(cfg: Model, key: jax.Array) -> Params:
+    """Fresh parameters as nested dicts of float32 arrays."""
+    module = Pretrainer(cfg, rngs=nnx.Rngs(params=key))
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def merge(cfg: Model, params: Params) -> Pretrainer:
+    """The module that holds these parameters."""
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Pretrainer(cfg, rngs=nnx.Rngs(params=jax.random.key(0)))),
+        nnx.Param,
+    )
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+
+def masked_lm_logits(
+    model: Pretrainer, cfg: Model, hidden: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Scores of all pieces at the masked positions; elsewhere they are never computed.
+
+    Args:
+      model: its parameters.
+      cfg: its shape.
+      hidden: [B, S, D], the last layer's output.
+      positions: int32 [B, P].
+
+    Returns:
+      float32 [B, P, V].
+    """
+    gathered = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)
+    transformed = layers.activation(cfg.hidden_act, model.masked_lm.transform(gathered))
+    transformed = model.masked_lm.layer_norm(transformed).astype(hidden.dtype)
+    table = model.encoder.embeddings.word.embedding[...]
+    bias = model.masked_lm.output_bias[...]
+    bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _NO_PIECE)
+    return layers.matmul(transformed, table.T) + bias
+
+
+def next_sentence_logits(model: Pretrainer, hidden: jax.Array) -> jax.Array:
+    """Scores of "B follows A" and "B is random" from [CLS]; [B, S, D] -> float32 [B, 2]."""
+    pooled = jnp.tanh(model.pooler(hidden[:, 0])).astype(hidden.dtype)
+    return model.next_sentence(pooled)
+
+
+def pretraining_logits(
+    cfg: Model,
+    params: Params,
+    batch: dict[str, jax.Array],
+    noise: layers.Noise | None,
+    loop: Loop,
+) -> tuple[jax.Array, jax.Array]:
+    """Both heads' scores for a batch as data.batches makes it: [B, P, V] and [B, 2], float32."""
+    model = merge(cfg, params)
+    hidden = encode(
+        model.encoder,
+        cfg,
+        batch["input_ids"],
+        batch["segment_ids"],
+        batch["input_mask"],
+        noise,
+        loop,
+    )
+    masked_lm = masked_lm_logits(model, cfg, hidden, batch["masked_lm_positions"])
+    return masked_lm, next_sentence_logits(model, hidden)

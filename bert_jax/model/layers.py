@@ -1,0 +1,175 @@
+"""The few primitives of the encoder, with their numerics, and its noise.
+
+Matrix products run in the type of their input and add up in float32; biases, normalisation,
+softmax and activations are float32. A layer returns float32 and its caller rounds.
+
+Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads.
+"""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+# The reference adds this to scores of padding (modeling.py, attention_layer).
+_MASKED_SCORE = -10_000.0
+_LAYER_NORM_EPS = 1e-12
+
+
+class Dense(nnx.Module):
+    """y = x W + b, kernel [inputs, outputs], bias [outputs]."""
+
+    def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., inputs] in any float type -> float32 [..., outputs]."""
+        # A bias added in bfloat16 has a gradient summed over all tokens in bfloat16.
+        return matmul(x, self.kernel[...]) + self.bias[...]
+
+
+def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """[..., N] x [N, M] in the type of x -> float32 [..., M]."""
+    contract = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, kernel.astype(x.dtype), contract, preferred_element_type=jnp.float32)
+
+
+class LayerNorm(nnx.Module):
+    """Biased variance, eps 1e-12; scale and bias [D]."""
+
+    def __init__(self, width: int):
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(width, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] -> float32 [..., D]."""
+        x = x.astype(jnp.float32)
+        centred = x - x.mean(axis=-1, keepdims=True)
+        variance = jnp.square(centred).mean(axis=-1, keepdims=True)
+        return centred * lax.rsqrt(variance + _LAYER_NORM_EPS) * self.scale[...] + self.bias[...]
+
+
+def activation(name: str, x: jax.Array) -> jax.Array:
+    """GELU: `gelu` by erf (the paper's checkpoints), `gelu_tanh` by its approximation."""
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    input_mask: jax.Array,
+    noise: "Noise | None",
+    rate: float,
+) -> jax.Array:
+    """Scaled dot-product attention with dropout on the probabilities.
+
+    Args:
+      query: [B, S, H, D / H].
+      key: as query.
+      value: as query.
+      input_mask: [B, S], 1 for real tokens, 0 for padding.
+      noise: of the probabilities; None drops nothing.
+      rate: share of probabilities dropped.
+
+    Returns:
+      float32 [B, S, H, D / H].
+    """
+    scale = 1.0 / math.sqrt(query.shape[-1])
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    padding = (1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE
+    probs = jax.nn.softmax(scores * scale + padding[:, None, None, :], axis=-1)
+    probs = probs.astype(value.dtype)
+    if noise is not None and rate:
+        b, h, q, k = probs.shape
+        # Bits are drawn in [B, H, K, Q] order and their scale is folded into the values: so the
+        # TPU compiler needs no copy into another layout, and for v6e it compiles at all.
+        keep = jnp.swapaxes(noise.keep((b, h, k, q), rate), 2, 3)
+        probs = jnp.where(keep, probs, jnp.zeros_like(probs))
+        value = value * jnp.asarray(noise.scale(rate), value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", probs, value, preferred_element_type=jnp.float32)
+
+
+def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:
+    """Zeroes a share of x and scales the rest up; with `noise` None nothing happens."""
+    if noise is None or not rate:
+        return x
+    return jnp.where(noise.keep(x.shape, rate), x * noise.scale(rate), jnp.zeros_like(x))
+
+
+# --- noise ------------------------------------------------------------------------------------
+
+
+class Noise(Protocol):
+    """Random bits for dropout. Where they are used is told apart by folding in numbers."""
+
+    def at(self, place: int | jax.Array) -> "Noise":
+        """Noise of its own for a layer, or for a site within it."""
+
+    def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """bool `shape` = [B, ...], False for about `rate` of it."""
+
+    def scale(self, rate: float) -> float:
+        """One over the probability with which `keep` is really True."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowNoise:
+    """`threefry8`: 8 bits an element, from a key a row: the same on any mesh and micro-batch.
+
+    Attributes:
+      keys: threefry keys [B].
+    """
+
+    keys: jax.Array
+
+    @classmethod
+    def of(cls, key: jax.Array, rows: jax.Array) -> "RowNoise":
+        """Noise for the rows with these numbers, uint32 [B]."""
+        return cls(jax.vmap(lambda row: jax.random.fold_in(key, row))(rows))
+
+    def at(self, place: int | jax.Array) -> "RowNoise":
+        """See `Noise`."""
+        return RowNoise(jax.vmap(lambda key: jax.random.fold_in(key, place))(self.keys))
+
+    def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """See `Noise`. The last dimension is a multiple of 4."""
+        # Whole words, taken apart: asking for 8-bit draws is ten times slower.
+        words = (*shape[1:-1], shape[-1] // 4)
+        bits = jax.vmap(lambda key: jax.random.bits(key, words, jnp.uint32))(self.keys)
+        bits = lax.bitcast_convert_type(bits, jnp.uint8).reshape(shape)
+        return bits >= jnp.uint8(round(rate * 256))
+
+    def scale(self, rate: float) -> float:
+        """See `Noise`."""
+        return 256 / (256 - round(rate * 256))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShardNoise:
+    """`rbg16`: 16 bits an element from one generator a shard; fast on TPU, depends on the mesh.
+
+    Attributes:
+      key: an rbg key, the shard's own.
+    """
+
+    key: jax.Array
+
+    def at(self, place: int | jax.Array) -> "ShardNoise":
+        """See `Noise`."""
+        return ShardNoise(jax.random.fold_in(self.key, place))
+
+    def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """See `Noise`."""
+        return jax.random.bits(self.key, shape, jnp.uint16) >= jnp.uint16(round(rate * 65_536))
+
+    def scale(self, rate: float) -> float:
+        """See `Noise`."""
+        return 65_536 / (65_536 - round(rate * 65_536))

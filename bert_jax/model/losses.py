@@ -1,0 +1,58 @@
+"""The fused pre-training loss as sums and counts, all in float32.
+
+Shape letters: B batch, P predictions, V vocabulary rows, C classes.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# {name: float32 [2]}, a sum and the count to divide it by. Added across micro-batches, devices
+# and steps; divided once, by whoever reads them.
+Metrics = dict[str, jax.Array]
+
+# The reference's guard against a batch without predictions (run_pretraining.py).
+MASKED_LM_EPS = 1e-5
+
+
+def classification(
+    logits: jax.Array, labels: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy and accuracy.
+
+    Args:
+      logits: float32 [..., C].
+      labels: int32 [...].
+      weights: float32 [...]; 0 leaves an entry out.
+
+    Returns:
+      (sum of weighted losses in nats, sum of weights) and (weighted hits, sum of weights).
+    """
+    label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
+    hits = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    count = weights.sum()
+    return jnp.stack([(weights * nll).sum(), count]), jnp.stack([(weights * hits).sum(), count])
+
+
+def pretraining(
+    masked_lm: jax.Array, next_sentence: jax.Array, batch: dict[str, jax.Array]
+) -> Metrics:
+    """Losses and accuracies of both tasks (Devlin et al. 2018, section 3.1).
+
+    Args:
+      masked_lm: float32 [B, P, V].
+      next_sentence: float32 [B, 2].
+      batch: as data.batches makes it.
+    """
+    mlm_loss, mlm_accuracy = classification(
+        masked_lm, batch["masked_lm_ids"], batch["masked_lm_weights"]
+    )
+    nsp_loss, nsp_accuracy = classification(
+        next_sentence, batch["next_sentence_labels"], batch["row_weights"]
+    )
+    return {
+        "masked_lm_loss": mlm_loss,
+        "masked_lm_accuracy": mlm_accuracy,
+        "next_sentence_loss": nsp_loss,
+        "next_sentence_accuracy": nsp_accuracy,
+    }

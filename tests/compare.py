@@ -1,0 +1,32 @@
+"""Comparing trees of arrays, in the one norm of the project."""
+
+import jax
+import numpy as np
+
+
+def difference(a, b) -> dict[str, float]:
+    """max|a-b| / max(max|b|, 1e-3 * the largest entry of the tree), by path."""
+    ours = {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree.leaves_with_path(a)}
+    theirs = {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree.leaves_with_path(b)}
+    assert ours.keys() == theirs.keys()
+    largest = max(float(np.abs(v).max()) for v in theirs.values())
+    return {
+        k: float(np.abs(ours[k] - theirs[k]).max())
+        / max(float(np.abs(theirs[k]).max()), 1e-3 * largest)
+        for k in ours
+    }
+
+
+def assert_close(a, b, tolerance: float) -> None:
+    found = difference(a, b)
+    worst = max(found, key=found.get)
+    assert found[worst] <= tolerance, f"{worst}: {found[worst]:.2e} > {tolerance:.0e}"
+
+
+def assert_identical(a, b) -> None:
+    ours, theirs = jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b)
+    assert [k for k, _ in ours] == [k for k, _ in theirs]
+    for (path, x), (_, y) in zip(ours, theirs, strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.dtype == y.dtype, path
+        assert x.tobytes() == y.tobytes(), f"{jax.tree_util.keystr(path)} differs"
