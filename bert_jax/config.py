@@ -229,8 +229,6 @@ class Optimizer(Section):
     clip_norm: float = 1.0
     reference_replicas: int = 1
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
-    # This many non-finite steps in a row stop the run; each of them changes no parameter.
-    max_bad_steps_in_a_row: int = 10
 
     def _validate(self) -> None:
         self._require(self.peak_learning_rate > 0, "peak_learning_rate", "must be positive")
@@ -238,7 +236,7 @@ class Optimizer(Section):
         self._require_share("b1", "b2")
         self._require(self.eps > 0, "eps", "must be positive")
         self._require(self.clip_norm > 0, "clip_norm", "must be positive")
-        self._require_at_least(1, "reference_replicas", "max_bad_steps_in_a_row")
+        self._require_at_least(1, "reference_replicas")
         if self.clip != "per_replica":
             self._require(
                 self.reference_replicas == 1,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bert_jax.config import Experiment, InputError, Section, load_file
+from bert_jax.workdir import Workdir
 
 FORMAT_VERSION = 1
 
@@ -23,6 +24,17 @@ def load(path: str) -> Experiment:
     if file.suffix == ".json":
         return from_json(file.read_text(encoding="utf-8", errors="replace"), path)
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
+
+
+def load_saved(workdir: Workdir) -> Experiment:
+    """The experiment that a run was started with.
+
+    Raises:
+      InputError: no run here.
+    """
+    if not workdir.experiment.exists():
+        raise InputError(f"{workdir.root}: no run here (no experiment.json)")
+    return from_json(workdir.experiment.read_text(), str(workdir.experiment))
 
 
 def override(experiment: Experiment, settings: Sequence[str]) -> Experiment:

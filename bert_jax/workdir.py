@@ -58,10 +58,11 @@ class Workdir:
                 f"{self.root}: holds other files and no run; choose another folder with --workdir"
             )
 
-    def require_run(self) -> None:
-        """Raises InputError unless a run was started here."""
-        if not self.experiment.exists():
-            raise InputError(f"{self.root}: no run here (no experiment.json)")
+    def has_checkpoints(self) -> bool:
+        """Whether any step was saved here."""
+        return self.checkpoints.exists() and any(
+            path.name.isdecimal() for path in self.checkpoints.iterdir()
+        )
 
 
 def write_atomic(path: epath.Path, text: str) -> None:

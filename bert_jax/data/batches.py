@@ -157,7 +157,8 @@ class TrainBatches:
         rows_per_epoch: int,
     ):
         self._stream, self._ids, self._data, self._shape = stream, ids, data, shape
-        self._seed, self._phase, self._rows_per_epoch = seed, phase, rows_per_epoch
+        self._seed, self._phase = seed, phase
+        self.rows_per_epoch = rows_per_epoch
         self._key = draws.key_of(seed, "train", phase)
         self._plans: dict[int, concurrent.futures.Future] = {}
         self._planner: concurrent.futures.ThreadPoolExecutor | None = None
@@ -173,7 +174,7 @@ class TrainBatches:
         """
         row = np.int64(step) * self._shape.batch_size + np.asarray(indices, np.int64)
         planned = np.empty(len(row), pairs.ROW_DTYPE)
-        epochs, slots = np.divmod(row, self._rows_per_epoch)
+        epochs, slots = np.divmod(row, self.rows_per_epoch)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             planned[here] = self._plan(int(epoch))[slots[here]]
@@ -203,11 +204,18 @@ class TrainBatches:
             del self._plans[old]
         return self._plans[epoch].result()
 
-    def _make(self, epoch: int) -> np.ndarray:
+    def rows_planned(self, epoch: int) -> int:
+        """Rows of the epoch's plan; those beyond R are dropped, those wanting are repeated."""
+        return len(self._planned(epoch))
+
+    def _planned(self, epoch: int) -> np.ndarray:
         names = (self._seed, "train", self._phase, epoch)
-        plan = make_plan(self._stream, names, self._shape.sequence_length, self._data)
+        return make_plan(self._stream, names, self._shape.sequence_length, self._data)
+
+    def _make(self, epoch: int) -> np.ndarray:
+        plan = self._planned(epoch)
         order = draws.permutation(self._key, epoch, len(plan))
-        return plan[np.resize(order, self._rows_per_epoch)]
+        return plan[np.resize(order, self.rows_per_epoch)]
 
 
 def rows_per_epoch(

@@ -16,8 +16,8 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import io
 import json
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -129,13 +129,11 @@ def _require_same(
     new_files = {row["file"]: row["sha256"] for row in sources}
     for file in sorted(old_files.keys() | new_files.keys()):
         if old_files.get(file) != new_files.get(file):
-            change = (
-                "is new"
-                if file not in old_files
-                else "is gone"
-                if file not in new_files
-                else "has changed"
-            )
+            change = "has changed"
+            if file not in old_files:
+                change = "is new"
+            elif file not in new_files:
+                change = "is gone"
             raise InputError(f"{folder}: {file} {change} since this corpus was prepared; {mend}")
 
 
@@ -224,9 +222,9 @@ class _Survey:
         wanted = max(LEAST_VALIDATION_DOCUMENTS, round(corpus.validation_share * len(unique)))
         if len(unique) < 2 * LEAST_VALIDATION_DOCUMENTS:
             raise InputError(
-                f"corpus.sources: {len(unique)} different documents; "
-                f"{2 * LEAST_VALIDATION_DOCUMENTS} are needed, {LEAST_VALIDATION_DOCUMENTS} of them "
-                "to hold out. Is one file one document here? (corpus.layout)"
+                f"corpus.sources: {len(unique)} different documents, but "
+                f"{2 * LEAST_VALIDATION_DOCUMENTS} are needed, to hold out "
+                f"{LEAST_VALIDATION_DOCUMENTS}. Is one file one document here? (corpus.layout)"
             )
         if wanted > len(unique) // 2:
             raise InputError(
@@ -345,17 +343,6 @@ def _write_dataset(
         data_dir=folder / "dataset",
         file_format=tfds.core.FileFormat.ARRAY_RECORD,
     )
-    with _quiet("absl"):
+    # TFDS prints of downloads, and there are none.
+    with contextlib.redirect_stdout(io.StringIO()):
         builder.download_and_prepare()
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Holds back the log lines of a library while it works."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -1,0 +1,250 @@
+"""`bert-jax COMMAND`: thin functions over the library, and the table of exit codes."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from bert_jax import __version__
+from bert_jax.config import Experiment, InputError
+
+FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
+
+_EXIT_CODES = """\
+exit codes:
+  0    finished
+  1    failure
+  2    bad input or usage
+  75   stopped on request with the state saved; run again to go on
+  130  second Ctrl-C
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except InputError as error:
+        if args.debug:
+            raise
+        print(f"bert-jax: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bert-jax",
+        description="Plain text in, a pre-trained BERT out.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"bert-jax {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(
+        name: str, function: Callable[[argparse.Namespace], int], what: str
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=what,
+            description=what[0].upper() + what[1:] + ".",
+            epilog=_EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(command=function)
+        sub.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+        return sub
+
+    def takes_experiment(sub: argparse.ArgumentParser, saved: bool = False) -> None:
+        sub.add_argument(
+            "experiment",
+            metavar="EXPERIMENT",
+            nargs="?" if saved else None,
+            help="a .py file that defines experiment(), or a resolved config as .json"
+            + ("; left out: the config saved in --workdir" if saved else ""),
+        )
+        sub.add_argument("--workdir", metavar="W", help="where the run lives [runs/NAME]")
+        sub.add_argument(
+            "--set",
+            metavar="FIELD=VALUE",
+            action="append",
+            default=[],
+            help="change a field of the experiment, e.g. phases.0.steps=100; may be repeated",
+        )
+
+    takes_experiment(add("prepare", _prepare, "make the corpus: tokenizer, ids, splits"))
+    sub = add("pretrain", _pretrain, "pre-train; run again to go on where it stopped")
+    takes_experiment(sub)
+    sub.add_argument(
+        "--extend",
+        action="store_true",
+        help="go on with more steps in the last phase; the learning-rate schedule changes",
+    )
+    takes_experiment(
+        add("evaluate", _evaluate, "score the newest checkpoint on held-out text"), True
+    )
+    sub = add("show", _show, "decode the batch of a step: text, masks, labels")
+    takes_experiment(sub, saved=True)
+    sub.add_argument("--step", type=int, default=0, metavar="N", help="steps done before it [0]")
+    sub.add_argument("--rows", type=int, default=4, metavar="K", help="rows to show [4]")
+    takes_experiment(add("config", _config, "print the resolved experiment as JSON"), True)
+
+    sub = add("predict", _predict, "fill [MASK], and say whether B follows A")
+    sub.add_argument("--workdir", metavar="W", required=True, help="a run")
+    sub.add_argument("text", metavar="TEXT", nargs="*", help="A; left out: lines of A or A<tab>B")
+    sub.add_argument("--next", metavar="B", help="a second text; with one TEXT")
+    sub.add_argument("--top", type=int, default=5, metavar="K", help="pieces a mask [5]")
+
+    sub = add("tokenize", _tokenize, "lines of text from standard input to lines of ids")
+    sub.add_argument(
+        "--tokenizer", metavar="FILE_OR_FOLDER", required=True, help="vocab.txt, .model or folder"
+    )
+    sub.add_argument("--cased", action="store_true", help="for a file: do not lower-case")
+    return parser
+
+
+# --- commands ---------------------------------------------------------------------------------
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from bert_jax.data import corpus
+
+    experiment, workdir = _claim(args)
+    workdir.create()
+    manifest = corpus.prepare(
+        experiment.corpus, experiment.model.vocab_size, workdir.corpus, _console_say()
+    )
+    tokens = manifest["splits"]["train"]["tokens"]
+    _console_say()(f"corpus: {workdir.corpus} is ready, {tokens} tokens to train on")
+    return FINISHED
+
+
+def _pretrain(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from bert_jax.training import session
+    from bert_jax.training.progress import Progress
+
+    experiment, workdir = _claim(args)
+    progress = Progress(Console())
+    extend = "extend" if args.extend else "keep"
+    outcome = session.pretrain(experiment, workdir, extend, progress)
+    return {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}[outcome]
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from bert_jax.predict import load_params
+    from bert_jax.training import evaluate, runner, step
+    from bert_jax.training import mesh as mesh_lib
+
+    experiment, workdir = _claim(args)
+    prepared = runner.Prepared.open(workdir.corpus)
+    mesh = mesh_lib.make_mesh(experiment.mesh)
+    params, done = load_params(experiment, workdir)
+    found = evaluate.evaluate(
+        prepared.held_out(experiment, mesh),
+        params,
+        step.make_eval_step(experiment.model, experiment.mesh, mesh),
+        mesh,
+    )
+    print(f"step {done}: {evaluate.summary(found)}")
+    print(json.dumps({"step": done, **found}))
+    return FINISHED
+
+
+def _show(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from bert_jax import show
+    from bert_jax.training import runner
+
+    experiment, workdir = _claim(args)
+    console = Console()
+    prepared = runner.Prepared.open(workdir.corpus)
+    for line in show.show(experiment, prepared, args.step, args.rows):
+        console.print(line, soft_wrap=not console.is_terminal)
+    return FINISHED
+
+
+def _config(args: argparse.Namespace) -> int:
+    from bert_jax import resolve
+
+    print(resolve.to_json(_claim(args)[0]), end="")
+    return FINISHED
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from bert_jax import predict, resolve
+    from bert_jax.show import printable
+    from bert_jax.training import runner
+    from bert_jax.workdir import Workdir
+
+    if args.next is not None and len(args.text) != 1:
+        raise InputError("--next: give exactly one TEXT with it")
+    if args.top < 1:
+        raise InputError(f"--top {args.top}: must be at least 1")
+    workdir = Workdir(args.workdir)
+    experiment = resolve.load_saved(workdir)
+    workdir = Workdir(args.workdir, experiment.run.corpus_dir)
+    prepared = runner.Prepared.open(workdir.corpus)
+    params, _ = predict.load_params(experiment, workdir)
+    predictor = predict.Predictor(experiment.model, params, prepared.tokenizer)
+    pairs = [(text, args.next) for text in args.text]
+    if not pairs:
+        lines = sys.stdin.buffer.read().decode("utf-8", "replace").splitlines()
+        pairs = [(a, b if tab else None) for a, tab, b in (x.partition("\t") for x in lines)]
+    for a, b in pairs:
+        answer = predictor.predict(a, b, args.top)
+        print(printable(a if b is None else f"{a}\n{b}"))
+        for number, pieces in enumerate(answer.masks, 1):
+            words = "  ".join(f"{printable(piece)} {p:.3f}" for piece, p in pieces)
+            print(f"  [MASK] {number}: {words}")
+        if answer.is_next is not None:
+            print(f"  B follows A: {answer.is_next:.3f}")
+    return FINISHED
+
+
+def _tokenize(args: argparse.Namespace) -> int:
+    from bert_jax.text import tokenizer
+
+    tok = tokenizer.load(args.tokenizer, "cased" if args.cased else "uncased")
+    out = sys.stdout.buffer
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            text = line.removesuffix(b"\n").decode("utf-8")
+        except UnicodeDecodeError as error:
+            out.flush()
+            raise InputError(
+                f"standard input:{number}: byte {error.start} of the line is not UTF-8"
+            ) from error
+        out.write(" ".join(map(str, tok.encode(text))).encode() + b"\n")
+    out.flush()
+    return FINISHED
+
+
+# --- what commands share ------------------------------------------------------------------------
+
+
+def _claim(args: argparse.Namespace):
+    """The experiment that the arguments name, and its workdir."""
+    from bert_jax import resolve
+    from bert_jax.workdir import Workdir
+
+    if args.experiment is not None:
+        experiment: Experiment = resolve.load(args.experiment)
+    elif args.workdir:
+        experiment = resolve.load_saved(Workdir(args.workdir))
+    else:
+        raise InputError("name an EXPERIMENT, or the --workdir of a run")
+    experiment = resolve.override(experiment, args.set)
+    root = args.workdir or f"runs/{experiment.name}"
+    return experiment, Workdir(root, experiment.run.corpus_dir)
+
+
+def _console_say() -> Callable[[str], None]:
+    return lambda line: print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

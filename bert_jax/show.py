@@ -1,0 +1,72 @@
+"""A step's batch as a person reads it: text, masks, labels, where its rows come from."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from rich.text import Text
+
+from bert_jax.config import Experiment, InputError
+from bert_jax.data.batches import Batch
+from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.training.runner import Prepared, phase_of
+
+
+def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> Iterator[Text]:
+    """Lines about the first `rows` rows of the step after `done` steps.
+
+    Raises:
+      InputError: the run has no such step.
+    """
+    if not 0 <= done < experiment.total_steps:
+        raise InputError(f"--step {done}: the run has steps 0 to {experiment.total_steps - 1}")
+    phase, first = phase_of(experiment, done)
+    spec = experiment.phases[phase]
+    train = prepared.train_batches(experiment, phase)
+    batch = train.batch(done - first, np.arange(spec.batch_size))
+    epochs, slots = np.divmod(batch["rows"].astype(np.int64), train.rows_per_epoch)
+    yield Text(
+        f"step {done}: phase {phase}, step {done - first} of {spec.steps} there, "
+        f"{spec.batch_size} rows of {spec.sequence_length}"
+    )
+    for epoch in np.unique(epochs):
+        planned = train.rows_planned(int(epoch))
+        change = planned - train.rows_per_epoch
+        note = "all of its plan once"
+        if change > 0:
+            note = f"{change} of {planned} planned rows dropped"
+        elif change < 0:
+            note = f"{-change} of {planned} planned rows repeated"
+        yield Text(f"epoch {epoch}: {train.rows_per_epoch} rows, {note}")
+    for i in range(min(rows, spec.batch_size)):
+        label = "is random" if batch["next_sentence_labels"][i] else "follows"
+        yield Text(f"\nrow {batch['rows'][i]} (epoch {epochs[i]}, slot {slots[i]}): B {label}")
+        yield row_text(batch, i, prepared.tokenizer)
+
+
+def row_text(batch: Batch, i: int, tokenizer: Tokenizer) -> Text:
+    """One row's pieces; a predicted one is written {what stands there|what stood there}."""
+    predicted = {
+        int(p): int(label)
+        for p, label, w in zip(
+            batch["masked_lm_positions"][i],
+            batch["masked_lm_ids"][i],
+            batch["masked_lm_weights"][i],
+            strict=True,
+        )
+        if w
+    }
+    text = Text()
+    for position in range(int(batch["input_mask"][i].sum())):
+        piece = printable(tokenizer.piece(int(batch["input_ids"][i, position])))
+        if position in predicted:
+            stood = printable(tokenizer.piece(predicted[position]))
+            text.append(f"{{{piece}|{stood}}}", style="bold")
+        else:
+            text.append(piece)
+        text.append(" ")
+    return text
+
+
+def printable(text: str) -> str:
+    """Text with control characters shown as escapes: a corpus may hold terminal commands."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,117 @@
+"""Batches to devices. Grain carries them; it holds no state of ours.
+
+A batch is a function of its step (data.batches), so the feed starts at any step and a checkpoint
+need not know of it.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+
+import grain
+import jax
+import numpy as np
+from absl import flags
+from jax.sharding import NamedSharding
+
+from bert_jax.data.batches import Batch
+
+MakeBatch = Callable[[int, np.ndarray], Batch]
+
+
+class Feed:
+    """Iterates over the global batches of steps [first, last), each cut over the devices.
+
+    Args:
+      make_batch: `(step, rows) -> batch` of those rows of that step, on the host.
+      first: the first step.
+      last: one past the last step.
+      batch_size: global rows a step.
+      sharding: how rows lie over devices.
+      prefetch: batches made ahead.
+      workers: processes that make them; 0 makes them in a thread.
+    """
+
+    def __init__(
+        self,
+        make_batch: MakeBatch,
+        first: int,
+        last: int,
+        batch_size: int,
+        sharding: NamedSharding,
+        prefetch: int,
+        workers: int,
+    ):
+        self._sharding = sharding
+        self._batch_size = batch_size
+        self._rows = local_rows(sharding, batch_size)
+        rows = self._rows
+
+        def host_batch(step: int) -> Batch:
+            return make_batch(int(step), rows)
+
+        steps = grain.MapDataset.range(first, last).map(host_batch)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+        dataset = steps.to_iter_dataset(options)
+        if workers:
+            if not flags.FLAGS.is_parsed():  # Grain's workers read absl flags
+                flags.FLAGS.mark_as_parsed()
+            dataset = dataset.mp_prefetch(
+                grain.MultiprocessingOptions(workers, per_worker_buffer_size=prefetch),
+                worker_init_fn=_die_with_parent,
+            )
+        self._iterator = iter(dataset)
+
+    def __iter__(self) -> Iterator[dict[str, jax.Array]]:
+        return self
+
+    def __next__(self) -> dict[str, jax.Array]:
+        return place(next(self._iterator), self._rows, self._batch_size, self._sharding)
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._iterator.close()
+
+
+def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
+    """Numbers of the rows that this process's devices hold, rising; they need not be one range."""
+    slices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[s] for s in slices]))
+
+
+def place(
+    host: Batch, rows: np.ndarray, batch_size: int, sharding: NamedSharding
+) -> dict[str, jax.Array]:
+    """This process's rows of a batch as parts of global arrays.
+
+    Args:
+      host: arrays [len(rows), ...].
+      rows: which rows of the global batch they are.
+      batch_size: rows of the global batch.
+      sharding: how rows lie over devices.
+    """
+    devices = sharding.addressable_devices_indices_map((batch_size,))
+    placed = {}
+    for name, values in host.items():
+        parts = [
+            jax.device_put(values[np.searchsorted(rows, np.arange(batch_size)[index])], device)
+            for device, index in devices.items()
+        ]
+        shape = (batch_size, *values.shape[1:])
+        placed[name] = jax.make_array_from_single_device_arrays(shape, sharding, parts)
+    return placed
+
+
+def place_all(batches: Sequence[Batch], sharding: NamedSharding) -> Iterator[dict[str, jax.Array]]:
+    """Whole host batches, each process taking its rows."""
+    for batch in batches:
+        size = len(batch["row_weights"])
+        rows = local_rows(sharding, size)
+        yield place({k: v[rows] for k, v in batch.items()}, rows, size, sharding)
+
+
+def _die_with_parent(index: int, count: int) -> None:
+    """Asks the kernel to kill this worker when its parent dies, however it dies."""
+    del index, count
+    ctypes.CDLL("libc.so.6").prctl(1, 9)

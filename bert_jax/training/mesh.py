@@ -1,0 +1,60 @@
+"""How arrays lie over devices.
+
+Data axes are named data_0, data_1, ...; together they are DATA. The batch is cut along DATA, the
+state is whole on every device.
+"""
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from bert_jax.config import InputError, Mesh
+
+
+def make_mesh(cfg: Mesh) -> jax.sharding.Mesh:
+    """A mesh of all devices of all processes.
+
+    Raises:
+      InputError: a kind of parallelism that does not exist yet.
+    """
+    if cfg.parallelism != "replicated":
+        raise InputError(
+            f"mesh.parallelism={cfg.parallelism}: sharded state is not built yet; "
+            "use --set mesh.parallelism=replicated"
+        )
+    return jax.make_mesh((jax.device_count(),), ("data_0",), axis_types=(AxisType.Auto,))
+
+
+def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """DATA: the names of all axes the batch is cut along."""
+    return tuple(name for name in mesh.axis_names if name.startswith("data_"))
+
+
+def data_shards(mesh: jax.sharding.Mesh) -> int:
+    """Into how many parts the batch is cut."""
+    size = 1
+    for axis in data_axes(mesh):
+        size *= mesh.shape[axis]
+    return size
+
+
+def batch_spec(mesh: jax.sharding.Mesh) -> PartitionSpec:
+    """Rows over DATA."""
+    return PartitionSpec(data_axes(mesh))
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Rows over DATA."""
+    return NamedSharding(mesh, batch_spec(mesh))
+
+
+def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def require_divisible(batch_size: int, where: str, mesh: jax.sharding.Mesh, parts: int = 1) -> None:
+    """Raises InputError unless the batch can be cut over DATA, each shard into `parts`."""
+    shards = data_shards(mesh)
+    if batch_size % (shards * parts):
+        cuts = f"{shards} devices" + (f" x mesh.accumulation={parts}" if parts > 1 else "")
+        raise InputError(f"{where}={batch_size}: not a multiple of {cuts}")

@@ -1,0 +1,73 @@
+"""Metrics from sums on devices to lines in a file.
+
+metrics.jsonl is a function of experiment, corpus and step alone: two runs of the same claim, one
+of them killed and resumed as often as you like, write the same bytes. What depends on the machine
+and the hour stands in timings.jsonl.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from bert_jax.config import InputError
+from bert_jax.workdir import named_errors, write_atomic
+
+Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
+
+
+def fetch(window: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Waits for the device and reads the sums."""
+    return jax.device_get(window)
+
+
+def means(sums: Sums) -> dict[str, float]:
+    """Each sum divided by its count; what was never counted is left out."""
+    return {name: float(s) / float(n) for name, (s, n) in sorted(sums.items()) if n}
+
+
+def next_sentence_error(accuracy: float, count: float) -> float:
+    """Standard error of an accuracy over `count` independent pairs."""
+    return math.sqrt(max(accuracy * (1 - accuracy), 0.0) / count)
+
+
+class Lines:
+    """A file of JSON lines, each with a `step`, flushed as it is written."""
+
+    def __init__(self, path: epath.Path):
+        self._path = path
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Adds a line, with numbers that read back as the same bits."""
+        with named_errors(self._path), self._path.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines; a last one cut off by a kill is left out.
+
+        Raises:
+          InputError: another line is not JSON.
+        """
+        if not self._path.exists():
+            return []
+        raw = self._path.read_text().split("\n")
+        lines = []
+        for number, text in enumerate(raw[:-1], 1):
+            try:
+                lines.append(json.loads(text))
+            except ValueError as error:
+                raise InputError(f"{self._path}:{number}: not JSON ({error})") from error
+        return lines
+
+    def forget_after(self, step: int) -> None:
+        """Drops lines of steps that will be done again."""
+        lines = [line for line in self.read() if line["step"] <= step]
+        if self._path.exists():
+            write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -1,0 +1,111 @@
+"""Updates and learning-rate schedules.
+
+`bert_adam` is google-research/bert's AdamWeightDecayOptimizer (optimization.py): no bias
+correction, decay beside the update. `adamw` is Loshchilov and Hutter 2019, `lamb` You et al. 2019;
+both as optax has them, but for LAMB's trust ratio, which here knows that layers are stacked.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bert_jax.config import Optimizer
+
+Tree = Any
+
+# Neither biases nor layer norms decay, as in the reference.
+_NO_DECAY = ("bias", "scale", "output_bias")
+# Leaves below this path carry a first dimension of layers, each a tensor of its own.
+_STACKED = "layers"
+
+
+def make(cfg: Optimizer) -> optax.GradientTransformation:
+    """The update for a learning rate of 1, as a descent direction: p <- p - lr * update."""
+    if cfg.name == "bert_adam":
+        moments = scale_by_bert_adam(cfg.b1, cfg.b2, cfg.eps)
+    else:
+        moments = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
+    chain = [moments, optax.add_decayed_weights(cfg.weight_decay, mask=decays)]
+    if cfg.name == "lamb":
+        chain.append(scale_by_stacked_trust_ratio())
+    return optax.chain(*chain)
+
+
+def schedule(cfg: Optimizer, total_steps: int, step: jax.Array) -> jax.Array:
+    """The learning rate of a step.
+
+    `paper`: linear decay from step 0 to the end, replaced by a linear rise from 0 during warm-up:
+    at its end the rate falls from near the peak to peak * (1 - warm-up / total), as in the
+    reference (optimization.py, create_optimizer). `linear` and `cosine` decay from the peak.
+    """
+    step = step.astype(jnp.float32)
+    peak, warmup = cfg.peak_learning_rate, cfg.warmup_steps
+    rise = peak * step / max(warmup, 1)
+    done = jnp.clip((step - warmup) / (total_steps - warmup), 0.0, 1.0)
+    fall = {
+        "paper": peak * (1.0 - jnp.clip(step / total_steps, 0.0, 1.0)),
+        "linear": peak * (1.0 - done),
+        "cosine": peak * 0.5 * (1.0 + jnp.cos(jnp.pi * done)),
+    }[cfg.schedule]
+    return jnp.where(step < warmup, rise, fall)
+
+
+def clip(gradient: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
+    """Scales a gradient down to `max_norm` at most; returns it and the norm it had."""
+    norm = optax.global_norm(gradient)
+    # A norm that is not finite is left to spoil the gradient: the step will be skipped.
+    factor = max_norm / jnp.maximum(norm, max_norm)
+    return jax.tree.map(lambda g: g * factor, gradient), norm
+
+
+def decays(params: Tree) -> Tree:
+    """Which leaves weight decay applies to: all but biases and layer norms."""
+    return jax.tree.map_with_path(lambda path, _: path[-1].key not in _NO_DECAY, params)
+
+
+def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """Adam without bias correction: m / (sqrt(v) + eps)."""
+
+    def init(params: Tree) -> optax.ScaleByAdamState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optax.ScaleByAdamState(
+            count=jnp.zeros([], jnp.int32), mu=zeros, nu=jax.tree.map(jnp.copy, zeros)
+        )
+
+    def update(
+        gradient: Tree, state: optax.ScaleByAdamState, params: Tree = None
+    ) -> tuple[Tree, optax.ScaleByAdamState]:
+        del params
+        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, gradient)
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, gradient)
+        direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
+        return direction, optax.ScaleByAdamState(count=state.count + 1, mu=mu, nu=nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_stacked_trust_ratio() -> optax.GradientTransformation:
+    """LAMB's |p| / |update| for every tensor of every layer; 1 for what does not decay.
+
+    optax's own takes one norm a leaf, which for stacked layers would be one for all of them.
+    """
+
+    def scale(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
+        if path[-1].key in _NO_DECAY:
+            return update
+        first = 1 if any(key.key == _STACKED for key in path) else 0
+        axes = tuple(range(first, param.ndim))
+
+        def norm(x: jax.Array) -> jax.Array:
+            return jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True))
+
+        param_norm, update_norm = norm(param), norm(update)
+        usable = (param_norm > 0) & (update_norm > 0)
+        return update * jnp.where(usable, param_norm / jnp.where(usable, update_norm, 1.0), 1.0)
+
+    def apply(updates: Tree, state: optax.EmptyState, params: Tree) -> tuple[Tree, Any]:
+        return jax.tree.map_with_path(scale, updates, params), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), apply)

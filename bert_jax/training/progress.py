@@ -1,0 +1,83 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+
+class Progress:
+    """Shows lines and, on a terminal, a bar with the time left.
+
+    Text is never read as markup: it would swallow `[SEP]`.
+    """
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._bar: Bar | None = None
+        self._total = self._first = 0
+        self._since = 0.0
+
+    def say(self, line: str) -> None:
+        """Shows a line."""
+        self._console.print(Text(line), soft_wrap=True)
+
+    @contextlib.contextmanager
+    def bar(self, done: int, total: int) -> Iterator[None]:
+        """Shows steps `done` to `total` while entered."""
+        self._total, self._first, self._since = total, done, time.monotonic()
+        if not self._console.is_terminal:
+            yield
+            return
+        self._bar = Bar(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._bar.add_task("step", total=total, completed=done)
+        with self._bar:
+            yield
+        self._bar = None
+
+    def train(self, line: dict[str, float], seconds: dict[str, float]) -> None:
+        """Shows a training line of metrics.jsonl and its timings."""
+        bad = line.get("bad_steps", 0.0)
+        words = [
+            f"step {line['step']}/{self._total}",
+            *(
+                f"{label} {line[name]:.3f}"
+                for label, name in (
+                    ("masked LM", "masked_lm_loss"),
+                    ("next sentence", "next_sentence_loss"),
+                )
+                if name in line
+            ),
+            f"{seconds['tokens_per_second']:,.0f} tokens/s",
+        ]
+        if bad:
+            words.append(f"{bad:.0%} of steps skipped, not finite")
+        if self._bar is not None:
+            self._bar.update(
+                self._bar.task_ids[0], completed=line["step"], description="  ".join(words[1:])
+            )
+        else:
+            self.say("  ".join([*words, f"{self._left(line['step'])} left"]))
+
+    def _left(self, done: float) -> str:
+        pace = (time.monotonic() - self._since) / max(done - self._first, 1)
+        minutes, seconds = divmod(round(pace * (self._total - done)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

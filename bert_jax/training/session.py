@@ -1,0 +1,79 @@
+"""Starting, going on with and extending a run in its workdir."""
+
+from typing import Literal
+
+from bert_jax import resolve
+from bert_jax.config import Experiment, InputError
+from bert_jax.data import corpus
+from bert_jax.training import evaluate, metrics, runner
+from bert_jax.training.progress import Progress
+from bert_jax.training.signals import StopRequest
+from bert_jax.workdir import Workdir, lock, write_atomic
+
+
+def pretrain(
+    experiment: Experiment,
+    workdir: Workdir,
+    length: Literal["keep", "extend"],
+    progress: Progress,
+) -> runner.Outcome:
+    """Runs the experiment in its workdir to its end, or until asked to stop.
+
+    Args:
+      experiment: the claim; a run that is there already must have made the same.
+      workdir: where it lives.
+      length: `extend` allows more steps in the last phase than the run was started with.
+      progress: shows what happens.
+
+    Raises:
+      InputError: bad settings, bad text, or a workdir of another run.
+    """
+    workdir.create()
+    with lock(workdir.root), StopRequest() as stop:
+        _require_same_claim(experiment, workdir, length, progress)
+        corpus.prepare(experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say)
+        trainer = runner.Trainer(experiment, workdir, progress)
+        write_atomic(workdir.experiment, resolve.to_json(experiment))
+        outcome = trainer.run(stop)
+    if outcome == "failed":
+        progress.say(f"failed: {trainer.failed}")
+        return outcome
+    lines = metrics.Lines(workdir.metrics).read()
+    done = max((line["step"] for line in lines), default=0)
+    if outcome == "stopped":
+        progress.say(f"stopped at step {trainer.done}, saved; run the same command again")
+        return outcome
+    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    progress.say(f"finished: step {done}; {evaluate.summary(evaluations[-1])}")
+    progress.say(
+        f"{workdir.root} holds the finished run; to start anew choose another --workdir, to go "
+        "on raise the last phase's steps with --extend"
+    )
+    return outcome
+
+
+def _require_same_claim(
+    experiment: Experiment, workdir: Workdir, length: str, progress: Progress
+) -> None:
+    """Raises InputError if checkpoints here belong to another claim."""
+    if not workdir.experiment.exists() or not workdir.has_checkpoints():
+        return
+    saved = resolve.load_saved(workdir)
+    changed = resolve.differences(saved, experiment, "identity")
+    if length == "extend":
+        last = f"phases.{len(saved.phases) - 1}.steps:"
+        if experiment.total_steps < saved.total_steps:
+            raise InputError(
+                f"--extend: the run has {saved.total_steps} steps already, "
+                f"not {experiment.total_steps}"
+            )
+        if any(line.startswith(last) for line in changed):
+            progress.say("extend: the learning-rate schedule now ends later, and so changes")
+        changed = [line for line in changed if not line.startswith(last)]
+    if changed:
+        raise InputError(
+            f"{workdir.root}: this run was started with other settings ({'; '.join(changed)}); "
+            "give it the old ones, or choose another --workdir"
+        )
+    for line in resolve.differences(saved, experiment, "placement"):
+        progress.say(f"resume: {line}")

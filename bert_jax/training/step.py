@@ -1,0 +1,244 @@
+"""One training step and one evaluation step, over the devices of a mesh.
+
+The gradient part is a `shard_map`, manual over the data axes: each shard goes through its
+micro-batches, then one reduction adds up the gradients of all. What the compiler would have to
+guess is written down.
+
+State, the whole of what a run remembers:
+    step            int32 [], steps done
+    params          nested dict, float32
+    optimizer       optax state
+    skipped_steps   int32 [64], steps that only count; -1 where unused
+    bad_in_a_row    int32 [], steps since the last one whose loss and gradient were finite
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from bert_jax.config import Mesh, Model, Optimizer
+from bert_jax.model import heads, layers, losses
+from bert_jax.model.encoder import Loop
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import optimizer as optimizer_lib
+
+State = dict[str, Any]
+Batch = dict[str, jax.Array]
+Metrics = losses.Metrics
+
+SKIPPED_STEPS = 64
+
+# What a step reports, each as (sum, count).
+METRIC_NAMES = (
+    "masked_lm_loss",
+    "masked_lm_accuracy",
+    "next_sentence_loss",
+    "next_sentence_accuracy",
+    "gradient_norm",
+    "learning_rate",
+    "filled",
+    "bad_steps",
+)
+
+
+def init_state(model: Model, optimizer: Optimizer, seed: int) -> State:
+    """The state before the first step, a function of the seed alone."""
+    params = heads.init_params(model, jax.random.key(seed, impl="threefry2x32"))
+    return {
+        "step": jnp.zeros([], jnp.int32),
+        "params": params,
+        "optimizer": optimizer_lib.make(optimizer).init(params),
+        "skipped_steps": jnp.full(SKIPPED_STEPS, -1, jnp.int32),
+        "bad_in_a_row": jnp.zeros([], jnp.int32),
+    }
+
+
+def empty_window() -> Metrics:
+    """Sums of no steps."""
+    return {name: jnp.zeros(2, jnp.float32) for name in METRIC_NAMES}
+
+
+def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
+    """The key of a phase's dropout."""
+    impl = {"threefry8": "threefry2x32", "rbg16": "rbg"}[model.dropout_rng]
+    # Offset by one: the bare seed is the key of the parameters.
+    return jax.random.fold_in(jax.random.key(seed, impl=impl), phase + 1)
+
+
+def make_train_step(
+    model: Model,
+    optimizer: Optimizer,
+    layout: Mesh,
+    total_steps: int,
+    mesh: jax.sharding.Mesh,
+) -> Callable[[State, Metrics, Batch, jax.Array], tuple[State, Metrics]]:
+    """Compiles `(state, window, batch, phase key) -> (state, window)`.
+
+    The state and the window are donated. The window is the running sum of the metrics since it
+    was last emptied.
+    """
+    tx = optimizer_lib.make(optimizer)
+    whole = PartitionSpec()
+    gradients = jax.shard_map(
+        functools.partial(_gradients, model, optimizer, layout, mesh),
+        mesh=mesh,
+        in_specs=(whole, whole, mesh_lib.batch_spec(mesh), whole),
+        out_specs=(whole, whole),
+        axis_names=set(mesh_lib.data_axes(mesh)),
+        check_vma=False,
+    )
+
+    def train_step(
+        state: State, window: Metrics, batch: Batch, key: jax.Array
+    ) -> tuple[State, Metrics]:
+        gradient, metrics = gradients(state["params"], state["step"], batch, key)
+        if optimizer.clip == "global":
+            gradient, norm = optimizer_lib.clip(gradient, optimizer.clip_norm)
+        else:
+            norm = optax.global_norm(gradient)
+        rate = optimizer_lib.schedule(optimizer, total_steps, state["step"])
+        update, opt_state = tx.update(gradient, state["optimizer"], state["params"])
+        params = jax.tree.map(lambda p, u: p - rate * u, state["params"], update)
+
+        loss = metrics["masked_lm_loss"][0] + metrics["next_sentence_loss"][0]
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        wanted = jnp.all(state["skipped_steps"] != state["step"])
+        keep = functools.partial(jnp.where, finite & wanted)
+        new = {
+            "step": state["step"] + 1,
+            "params": jax.tree.map(keep, params, state["params"]),
+            "optimizer": jax.tree.map(keep, opt_state, state["optimizer"]),
+            "skipped_steps": state["skipped_steps"],
+            "bad_in_a_row": jnp.where(finite | ~wanted, 0, state["bad_in_a_row"] + 1),
+        }
+        one = jnp.ones([])
+        metrics |= {
+            "gradient_norm": jnp.stack([norm, one]),
+            "learning_rate": jnp.stack([rate, one]),
+            "bad_steps": jnp.stack([1.0 - finite, one]),
+        }
+        # A step that is not finite is counted, and kept out of the means of the others.
+        seen = {k: v if k == "bad_steps" else jnp.where(finite, v, 0.0) for k, v in metrics.items()}
+        return new, jax.tree.map(jnp.add, window, seen)
+
+    return jax.jit(train_step, donate_argnums=(0, 1))
+
+
+def make_eval_step(
+    model: Model, layout: Mesh, mesh: jax.sharding.Mesh
+) -> Callable[[Any, Metrics, Batch], Metrics]:
+    """Compiles `(params, sums, batch) -> sums` with the metrics of the batch added."""
+
+    def shard(params: Any, batch: Batch) -> Metrics:
+        loop = Loop(layers=layout.layer_loop)
+        logits = heads.pretraining_logits(model, params, batch, None, loop)
+        return lax.psum(losses.pretraining(*logits, batch), mesh_lib.data_axes(mesh))
+
+    sharded = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), mesh_lib.batch_spec(mesh)),
+        out_specs=PartitionSpec(),
+        axis_names=set(mesh_lib.data_axes(mesh)),
+        check_vma=False,
+    )
+
+    def eval_step(params: Any, sums: Metrics, batch: Batch) -> Metrics:
+        return jax.tree.map(jnp.add, sums, sharded(params, batch))
+
+    return jax.jit(eval_step)
+
+
+# --- inside shard_map: one shard's part of the batch -------------------------------------------
+
+
+def _gradients(
+    model: Model,
+    optimizer: Optimizer,
+    layout: Mesh,
+    mesh: jax.sharding.Mesh,
+    params: Any,
+    step: jax.Array,
+    batch: Batch,
+    key: jax.Array,
+) -> tuple[Any, Metrics]:
+    """The gradient of the whole batch and its metrics, from this shard's rows, then reduced.
+
+    `clip="per_replica"` computes what the reference computes on `reference_replicas` TPU cores:
+    each has its own denominators and its own clip, and the optimizer's wrapper adds the cores'
+    gradients without dividing by their number. Otherwise the denominators are global: they are
+    known from the data, so that micro-batches and shards only add.
+    """
+    axes = mesh_lib.data_axes(mesh)
+    per_replica = optimizer.clip == "per_replica"
+    total = None if per_replica else lax.psum(_denominators(batch), axes)
+
+    def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
+        predictions, rows = _denominators(micro) if per_replica else total
+
+        def loss(params: Any) -> tuple[jax.Array, Metrics]:
+            metrics = _forward(model, layout, axes, params, step, micro, number, key)
+            masked_lm = metrics["masked_lm_loss"][0] / (predictions + losses.MASKED_LM_EPS)
+            return masked_lm + metrics["next_sentence_loss"][0] / rows, metrics
+
+        gradient, metrics = jax.grad(loss, has_aux=True)(params)
+        if per_replica:
+            gradient, _ = optimizer_lib.clip(gradient, optimizer.clip_norm)
+        return gradient, metrics
+
+    shards = mesh_lib.data_shards(mesh)
+    parts = optimizer.reference_replicas // shards if per_replica else layout.accumulation
+    sums, metrics = _add_up(gradient, batch, parts)
+    reduced = jnp.dtype(optimizer.gradient_reduction)
+    sums = jax.tree.map(lambda g: lax.psum(g.astype(reduced), axes).astype(jnp.float32), sums)
+    return sums, lax.psum(metrics, axes)
+
+
+def _denominators(batch: Batch) -> tuple[jax.Array, jax.Array]:
+    return batch["masked_lm_weights"].sum(), batch["row_weights"].sum()
+
+
+def _forward(
+    model: Model,
+    layout: Mesh,
+    axes: tuple[str, ...],
+    params: Any,
+    step: jax.Array,
+    micro: Batch,
+    number: jax.Array,
+    key: jax.Array,
+) -> Metrics:
+    """Metrics of a micro-batch, with noise."""
+    if model.dropout_rng == "threefry8":
+        noise: layers.Noise = layers.RowNoise.of(key, micro["rows"])
+    else:
+        for value in (step, number, lax.axis_index(axes)):
+            key = jax.random.fold_in(key, value)
+        noise = layers.ShardNoise(key)
+    loop = Loop(layout.remat, layout.layer_loop)
+    logits = heads.pretraining_logits(model, params, micro, noise, loop)
+    real = micro["input_mask"].astype(jnp.float32)
+    filled = jnp.stack([real.sum(), jnp.float32(real.size)])
+    return losses.pretraining(*logits, micro) | {"filled": filled}
+
+
+def _add_up(
+    gradient: Callable[[Batch, jax.Array], tuple[Any, Metrics]], batch: Batch, parts: int
+) -> tuple[Any, Metrics]:
+    """Sums of gradients and metrics over consecutive parts of the shard's rows."""
+    if parts == 1:
+        return gradient(batch, jnp.zeros([], jnp.int32))
+    cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], cut), jnp.int32(0))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def body(sums: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, gradient(*part)), None
+
+    return lax.scan(body, zeros, (cut, jnp.arange(parts)))[0]
