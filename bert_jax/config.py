@@ -110,6 +110,14 @@ class Model(Section):
             "num_attention_heads",
             f"must divide model.hidden_size={self.hidden_size}",
         )
+        steps = 256 if self.dropout_rng == "threefry8" else 65_536
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            drawn = round(getattr(self, name) * steps)
+            self._require(
+                0 < drawn < steps or getattr(self, name) == 0.0,
+                name,
+                f"model.dropout_rng={self.dropout_rng} draws in steps of 1/{steps}",
+            )
         if self.dropout_rng == "threefry8":
             # Four 8-bit draws come from one 32-bit word.
             self._require(

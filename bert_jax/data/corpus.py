@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,15 @@ from etils import epath
 from bert_jax.config import Corpus, InputError
 from bert_jax.data import stream
 from bert_jax.text import documents, sentences, tokenizer, vocabulary
-from bert_jax.workdir import is_complete, lock, mark_complete, named_errors, read_json, write_atomic
+from bert_jax.workdir import (
+    COMPLETE,
+    is_complete,
+    lock,
+    mark_complete,
+    named_errors,
+    read_json,
+    write_atomic,
+)
 
 FORMAT_VERSION = 1
 
@@ -64,6 +73,7 @@ def prepare(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> di
     """
     with named_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        _require_ours(folder)
         with lock(folder):
             if is_complete(folder):
                 manifest = open_manifest(folder)
@@ -115,7 +125,10 @@ def _require_same(
         old = manifest["settings"].get(name)
         if old != value:
             raise InputError(f"{folder}: prepared with {name}={old!r}, now {value!r}; {mend}")
-    if corpus.tokenizer != "train":
+    if corpus.tokenizer != "train" and not epath.Path(corpus.tokenizer).exists():
+        # A corpus may be carried to a machine that has neither its text nor its vocabulary file.
+        say(f"corpus: used as prepared; there is no {corpus.tokenizer} to compare with")
+    elif corpus.tokenizer != "train":
         now = tokenizer.load(corpus.tokenizer, corpus.case).sha256
         if now != manifest["tokenizer"]["sha256"]:
             raise InputError(f"{folder}: {corpus.tokenizer} has changed since; {mend}")
@@ -137,18 +150,34 @@ def _require_same(
             raise InputError(f"{folder}: {file} {change} since this corpus was prepared; {mend}")
 
 
+# What `prepare` writes; `write_atomic` adds files beside.
+_OURS = {"manifest.json", "tokenizer", "dataset", "stream", "plans.json", "lock"}
+_BESIDE = re.compile(r"\.(manifest\.json|plans\.json|COMPLETE)\.\d+\.tmp")
+
+
+def _require_ours(folder: epath.Path) -> None:
+    """Raises InputError if `prepare` never was here and something else lies here.
+
+    Every `prepare` leaves its lock, so without one even a `dataset` is somebody else's.
+    """
+    names = {path.name for path in folder.iterdir()}
+    if names and not names & {"lock", COMPLETE}:
+        _refuse_strange(folder, min(names))
+
+
 def _remove_leftovers(folder: epath.Path) -> None:
     """Clears what a killed `prepare` left; anything else is not ours to remove."""
-    ours = {"manifest.json", "tokenizer", "dataset", "stream", "plans.json", "lock"}
     names = {path.name for path in folder.iterdir()}
-    strange = sorted(name for name in names - ours if not name.endswith(".tmp"))
-    if strange:
-        raise InputError(
-            f"{folder}: holds {strange[0]}, which is no part of a corpus; move it away"
-        )
+    for name in sorted(names - _OURS):
+        if not _BESIDE.fullmatch(name):
+            _refuse_strange(folder, name)
     for name in names - {"lock"}:
         path = folder / name
         path.rmtree() if path.is_dir() else path.unlink()
+
+
+def _refuse_strange(folder: epath.Path, name: str) -> None:
+    raise InputError(f"{folder}: holds {name}, which `prepare` did not make; move it away")
 
 
 def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class Counter:
         """uint32 [B, columns]."""
         blocks = -(-columns // 4)
         out = np.empty((len(self._rows), blocks, 4), np.uint32)
-        step = max(1, _BLOCK // blocks)
+        step = max(1, _BLOCK // max(1, blocks))
         column = np.arange(blocks, dtype=np.uint64)
         for start in range(0, len(self._rows), step):
             rows = self._rows[start : start + step, None]

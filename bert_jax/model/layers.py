@@ -35,8 +35,11 @@ class Dense(nnx.Module):
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """[..., N] x [N, M] in the type of x -> float32 [..., M]."""
-    contract = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, kernel.astype(x.dtype), contract, preferred_element_type=jnp.float32)
+    # As one tall matrix: CPU compilers take neither of the two gradients' products otherwise.
+    rows = x.reshape(-1, x.shape[-1])
+    contract = (((1,), (0,)), ((), ()))
+    y = lax.dot_general(rows, kernel.astype(x.dtype), contract, preferred_element_type=jnp.float32)
+    return y.reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 class LayerNorm(nnx.Module):

@@ -5,6 +5,7 @@ Shape letters: B batch, P predictions, V vocabulary rows, C classes.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # {name: float32 [2]}, a sum and the count to divide it by. Added across micro-batches, devices
 # and steps; divided once, by whoever reads them.
@@ -29,7 +30,8 @@ def classification(
     """
     label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
-    hits = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    # Not an argmax, which compilers for CPUs do one element at a time; they differ in ties alone.
+    hits = (label_logits >= lax.stop_gradient(logits).max(axis=-1)).astype(jnp.float32)
     count = weights.sum()
     return jnp.stack([(weights * nll).sum(), count]), jnp.stack([(weights * hits).sum(), count])
 

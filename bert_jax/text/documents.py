@@ -13,6 +13,7 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from bert_jax.text import tfds_files
 _WRAPPED_LINE = 200
 # A layout word is held against files of more lines than this.
 _LINES_TO_JUDGE = 100
+_SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
 
 _SUFFIXES = {
     "text": (".txt", ".txt.gz", ".txt.zst"),
@@ -72,7 +74,9 @@ def read(corpus: Corpus) -> Iterator[Document]:
             reader = _file_texts if word == "text" else _json_texts
             texts = (pair for path in files(source) for pair in reader(path, corpus))
         for name, text in texts:
-            if text.strip():
+            # Blank lines around a text do not make it another one.
+            text = text.strip()
+            if text:
                 layout = decide_layout(text) if corpus.layout == "per_file" else corpus.layout
                 yield Document(name, text, layout)
 
@@ -139,14 +143,16 @@ def contradiction(text: str, layout: Layout) -> str | None:
         return None
     long = sum(len(line) > _WRAPPED_LINE for line in lines) / len(lines)
     longest = max(map(len, lines))
-    # Words broken off at a line's end go on in lower case; sentences and paragraphs seldom do.
-    continued = sum(line[0].islower() for line in lines) / len(lines)
+    # A sentence broken off at a line's end goes on in lower case; whole ones end in a mark.
+    pairs = itertools.pairwise(lines)
+    broken = sum(b[0].islower() and a[-1] not in _SENTENCE_ENDS for a, b in pairs)
+    continued = broken / len(lines)
     if layout == "wrapped" and long > 0.5:
         return f"{long:.0%} of its lines are over {_WRAPPED_LINE} characters: paragraphs_by_line?"
     if layout == "paragraphs_by_line" and longest <= 100 and continued > 0.3:
-        return f"{continued:.0%} of its lines go on in lower case, none is over 100: wrapped?"
+        return f"{continued:.0%} of its lines go on in the next, none is over 100: wrapped?"
     if layout == "sentences_by_line" and continued > 0.3:
-        return f"{continued:.0%} of its lines go on in lower case: wrapped?"
+        return f"{continued:.0%} of its lines go on in the next: wrapped?"
     return None
 
 
@@ -170,12 +176,12 @@ def _file_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
             block.append(line)
         else:
             if block:
-                yield f"{path}:{start}", "".join(block)
+                yield f"{path}:{start}", "".join(block).replace("\r\n", "\n")
             block, start = [], number + 1
     if len(head) < 10 * _LINES_TO_JUDGE:
         _refuse_contradiction(path, "".join(head), corpus.layout)
     if block:
-        yield f"{path}:{start}", "".join(block)
+        yield f"{path}:{start}", "".join(block).replace("\r\n", "\n")
 
 
 def _refuse_contradiction(path: str, text: str, layout: Layout) -> None:
@@ -198,6 +204,8 @@ def _json_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
                 f"{path}:{number}: no text in field {corpus.text_field!r}; name it with "
                 "--set corpus.text_field=..."
             )
+        # JSON can spell halves of surrogate pairs, which no encoding can: they become U+FFFD.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         yield f"{path}:{number}", _normal_newlines(text)
 
 
@@ -237,8 +245,48 @@ def _open(path: str) -> IO[bytes]:
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
-        return zstandard.open(path, "rb")
+        return io.BufferedReader(_Zstd(path), 1 << 17)
     return open(path, "rb")
+
+
+class _Zstd(io.RawIOBase):
+    """Bytes of a zst file. The library's own reader takes a file cut short for a whole one."""
+
+    def __init__(self, path: str):
+        self._chunks = _zstd_chunks(path)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = memoryview(chunk)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+    def close(self) -> None:
+        self._chunks.close()
+        super().close()
+
+
+def _zstd_chunks(path: str) -> Iterator[bytes]:
+    frame = None
+    with open(path, "rb") as file:
+        # Small reads: a few bytes may unpack to much.
+        while data := file.read(1 << 13):
+            while data:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(data)
+                data = frame.unused_data
+                if frame.eof:
+                    frame = None
+    if frame:
+        raise zstandard.ZstdError("it ends in the middle")
 
 
 def _first_bad_byte(path: str, encoding: str) -> int:

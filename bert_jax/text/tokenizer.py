@@ -217,8 +217,11 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
     if not path.exists():
         raise InputError(f"{path}: no such tokenizer (a folder, a vocab.txt or a .model)")
     if path.suffix == ".model":
+        model = path.read_bytes()
         try:
-            return SentencePiece(path.read_bytes(), case)
+            if not model:  # taken for "no model given"
+                raise RuntimeError("empty")
+            return SentencePiece(model, case)
         except RuntimeError as error:
             raise InputError(f"{path}: not a SentencePiece model, or damaged") from error
     return WordPiece(vocabulary.read_vocab(path), case)

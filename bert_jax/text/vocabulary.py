@@ -2,7 +2,6 @@
 
 import collections
 import io
-import os
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -18,6 +17,8 @@ PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MAS
 _ALPHABET = 1_000
 # Sentences a SentencePiece model is trained on at most, drawn from the whole corpus.
 _SENTENCEPIECE_SENTENCES = 5_000_000
+# Fixed: the trainer adds up what each thread counted, so the model depends on their number.
+_SENTENCEPIECE_THREADS = 16
 
 
 def read_vocab(path: epath.PathLike) -> list[str]:
@@ -119,7 +120,7 @@ def train_sentencepiece(sentences: Iterable[str], vocab_size: int, kind: str) ->
             control_symbols=[CLS, SEP, MASK],
             input_sentence_size=_SENTENCEPIECE_SENTENCES,
             shuffle_input_sentence=True,
-            num_threads=os.cpu_count() or 1,
+            num_threads=_SENTENCEPIECE_THREADS,
             minloglevel=2,
         )
     except RuntimeError as error:

@@ -224,10 +224,15 @@ class Trainer:
                 if self.done % run.log_every == 0 or last:
                     self.pending = (self.done, window, clock.lap())
                     window = self.empty_window()
-                if self.done % run.eval_every == 0 or last:
+                evaluates = self.done % run.eval_every == 0 or last
+                saves = self.done % run.checkpoint_every == 0 or last
+                if evaluates or saves:
+                    # Both wait for the steps under way, which is no time of theirs.
+                    jax.block_until_ready(state["step"])
+                if evaluates:
                     with clock.waiting("evaluation"):
                         self._evaluate(state)
-                if self.done % run.checkpoint_every == 0 or last:
+                if saves:
                     with clock.waiting("checkpoint"):
                         self._save(saved, state, window)
         self._write_pending()

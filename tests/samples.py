@@ -1,0 +1,84 @@
+"""Small things to train on."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from bert_jax.config import Data, Mesh, Model, Optimizer
+from bert_jax.data import batches, stream
+from bert_jax.training import feed, step
+from bert_jax.training import mesh as mesh_lib
+
+MODEL = Model(
+    vocab_size=100,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=64,
+    max_position_embeddings=32,
+)
+IDS = batches.Ids(0, 2, 3, 4, 100, np.zeros(100, bool))
+SHAPE = batches.Shape(sequence_length=16, max_predictions=3, batch_size=8)
+# The gradient of a key bias is zero but for rounding, which Adam with a small eps would blow up
+# into a parameter: nothing to compare.
+OPTIMIZER = Optimizer(
+    name="adamw", peak_learning_rate=1e-2, warmup_steps=2, schedule="linear", eps=1e-4
+)
+TOTAL = 100
+
+
+def small_stream(documents: int = 12, seed: int = 0) -> stream.Stream:
+    """Documents of sentences whose pieces depend on the one before: there is something to learn."""
+    rng = np.random.default_rng(seed)
+
+    def sentence():
+        first = int(rng.integers(5, 95))
+        return [5 + (first + i) % 95 for i in range(int(rng.integers(2, 9)))]
+
+    return stream.from_documents(
+        [[sentence() for _ in range(int(rng.integers(3, 12)))] for _ in range(documents)]
+    )
+
+
+def train_batches(shape: batches.Shape = SHAPE, phase: int = 0) -> batches.TrainBatches:
+    small = small_stream()
+    rows = len(batches.make_plan(small, (0, "train", phase, 0), shape.sequence_length, Data()))
+    return batches.TrainBatches(small, IDS, Data(), shape, 0, phase, rows)
+
+
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(
+        (devices,),
+        ("data_0",),
+        devices=jax.devices()[:devices],
+        axis_types=(jax.sharding.AxisType.Auto,),
+    )
+
+
+def run(
+    steps: int,
+    devices: int = 1,
+    model: Model = MODEL,
+    optimizer: Optimizer = OPTIMIZER,
+    layout: Mesh | None = None,
+    shape: batches.Shape = SHAPE,
+) -> tuple[dict, list[dict[str, np.ndarray]]]:
+    """Trains from seed 0; returns the final state and each step's metric sums."""
+    mesh = mesh_of(devices)
+    state = jax.device_put(step.init_state(model, optimizer, 0), mesh_lib.replicated(mesh))
+    train_step = step.make_train_step(model, optimizer, layout or Mesh(), TOTAL, mesh)
+    train = train_batches(shape)
+    sharding = mesh_lib.batch_sharding(mesh)
+    rows = np.arange(shape.batch_size)
+    seen = []
+    for number in range(steps):
+        batch = feed.place(train.batch(number, rows), rows, shape.batch_size, sharding)
+        window = jax.device_put(step.empty_window(), mesh_lib.replicated(mesh))
+        state, window = train_step(state, window, batch, step.phase_key(model, 0, 0))
+        seen.append(jax.device_get(window))
+    return jax.device_get(state), seen
+
+
+def without_dropout(model: Model = MODEL) -> Model:
+    return dataclasses.replace(model, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

@@ -1,0 +1,92 @@
+"""A run small enough to be started many times: text, an experiment file, and the command."""
+
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import jax
+from etils import epath
+
+from bert_jax import resolve
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.runner import abstract_state
+
+EXPERIMENT = """
+from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Phase, Run
+
+
+def experiment():
+    return Experiment(
+        name="small",
+        model=Model(vocab_size=45, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                    intermediate_size=32, max_position_embeddings=32),
+        corpus=Corpus(sources=("text:{folder}/text",), layout="sentences_by_line",
+                      tokenizer="{folder}/vocab.txt", validation_share=0.3),
+        data=Data(eval_sequence_length=16, eval_max_predictions_per_seq=3, eval_rows=20),
+        phases=(
+            Phase(steps=14, sequence_length=16, max_predictions_per_seq=3, batch_size=8),
+            Phase(steps=8, sequence_length=24, max_predictions_per_seq=4, batch_size=4),
+        ),
+        optimizer=Optimizer(name="adamw", peak_learning_rate=1e-2, warmup_steps=3),
+        run=Run(log_every=3, eval_every=6, eval_batch_size=8, checkpoint_every=4,
+                corpus_dir="{folder}/corpus"),
+    )
+"""
+
+
+def write_text(folder: pathlib.Path, documents: int = 27) -> pathlib.Path:
+    """Text, its vocabulary and the experiment file in `folder`; returns the experiment file."""
+    rng = random.Random(0)
+    words = [f"w{chr(97 + i)}" for i in range(20)] + [f"x{chr(97 + i)}" for i in range(19)]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *words]
+    (folder / "text").mkdir(parents=True)
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+
+    def sentence():
+        return " ".join(rng.choice(words) for _ in range(rng.randint(2, 7))) + " ."
+
+    blocks = ["\n".join(sentence() for _ in range(rng.randint(4, 8))) for _ in range(documents)]
+    (folder / "text" / "all.txt").write_text("\n\n".join(blocks) + "\n")
+    file = folder / "small.py"
+    file.write_text(EXPERIMENT.replace("{folder}", str(folder)))
+    return file
+
+
+def command(*args: object, devices: int = 1, stdin: bytes = b"") -> subprocess.CompletedProcess:
+    """Runs `python ARGS` as a user would, with compiled programs shared between runs."""
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        env=environment(devices),
+        timeout=300,
+        check=False,
+    )
+
+
+def bert_jax(*args: object, **options) -> subprocess.CompletedProcess:
+    """Runs `bert-jax ARGS`."""
+    return command("-m", "bert_jax.cli", *args, **options)
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+    cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
+    """The newest checkpoint of a run: its step and its whole state."""
+    experiment = resolve.from_json((workdir / "experiment.json").read_text(), "experiment")
+    abstract = abstract_state(experiment, mesh_lib.make_mesh(experiment.mesh))
+    with Checkpoints(epath.Path(workdir / "checkpoints"), keep=3) as saved:
+        step = saved.latest_step
+        return step, jax.device_get(saved.restore(step, abstract)[0])

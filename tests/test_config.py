@@ -1,0 +1,184 @@
+"""Experiments as values: validation, --set, JSON, files."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert_jax import resolve
+from bert_jax.config import (
+    Corpus,
+    Experiment,
+    InputError,
+    Mesh,
+    Model,
+    Optimizer,
+    Phase,
+    load_file,
+)
+
+EXPERIMENT = Experiment(
+    name="x",
+    corpus=Corpus(sources=("text:a", "jsonl:b")),
+    phases=(
+        Phase(steps=90_000, sequence_length=128, max_predictions_per_seq=20),
+        Phase(steps=10_000, sequence_length=512, max_predictions_per_seq=77),
+    ),
+)
+
+
+def test_json_round_trip():
+    assert resolve.from_json(resolve.to_json(EXPERIMENT), "f") == EXPERIMENT
+
+
+def test_set_changes_fields_of_every_type():
+    changed = resolve.override(
+        EXPERIMENT,
+        [
+            "model.hidden_size=1024",
+            "model.num_attention_heads=16",
+            "phases.1.steps=5",
+            "optimizer.peak_learning_rate=3e-4",
+            "corpus.sources=text:c,text:d",
+            "corpus.case=cased",
+            "seed=3",
+        ],
+    )
+    assert changed.model.hidden_size == 1024
+    assert [p.steps for p in changed.phases] == [90_000, 5]
+    assert changed.optimizer.peak_learning_rate == 3e-4
+    assert changed.corpus.sources == ("text:c", "text:d")
+    assert (changed.corpus.case, changed.seed) == ("cased", 3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("model.hiden_size=3", ["hiden_size", "did you mean hidden_size"]),
+        ("modle.hidden_size=3", ["modle", "did you mean model"]),
+        ("model.hidden_size=x", ["'x'", "int"]),
+        ("model.hidden_size=1.5", ["int"]),
+        ("model.hidden_size", ["FIELD=VALUE"]),
+        ("model=3", ["whole section"]),
+        ("model.hidden_size.deep=3", ["single value"]),
+        ("phases.2.steps=1", ["entries 0 to 1"]),
+        ("phases.-1.steps=1", ["entries 0 to 1"]),
+        ("phases=[]", ["phases", "at least one"]),
+        ("model.num_attention_heads=7", ["num_attention_heads", "hidden_size=768"]),
+        ("model.max_position_embeddings=256", ["phases.1.sequence_length=512", "position table"]),
+        ("model.hidden_act=relu", ["gelu, gelu_tanh"]),
+        ("model.hidden_dropout_prob=1.0", ["hidden_dropout_prob", "[0, 1)"]),
+        ("model.hidden_dropout_prob=0.001", ["hidden_dropout_prob", "256"]),
+        ("optimizer.eps=nan", ["finite"]),
+        ("optimizer.eps=0", ["positive"]),
+        ("optimizer.warmup_steps=200000", ["warmup_steps", "100000 steps"]),
+        ("optimizer.reference_replicas=4", ["per_replica"]),
+        ("corpus.sources=novels", ["novels", "text:"]),
+        ("corpus.encoding=utf-99", ["utf-99"]),
+        ("corpus.validation_share=0", ["validation_share"]),
+        ("mesh.accumulation=3", ["batch_size=256", "accumulation=3"]),
+        ("seed=-1", ["seed"]),
+        ("name=a/b", ["folder name"]),
+        ("phases.0.steps=17000000", ["2**32"]),
+    ],
+)
+def test_bad_settings_are_named_in_one_line(setting, words):
+    with pytest.raises(InputError) as caught:
+        resolve.override(EXPERIMENT, [setting])
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_combinations_that_cannot_be_are_refused():
+    clip = Optimizer(clip="per_replica", reference_replicas=32)
+    with pytest.raises(InputError, match=r"mesh.accumulation=4.*per_replica"):
+        dataclasses.replace(EXPERIMENT, optimizer=clip, mesh=Mesh(accumulation=4))
+    with pytest.raises(InputError, match=r"mesh.parallelism=zero3"):
+        dataclasses.replace(EXPERIMENT, optimizer=clip, mesh=Mesh(parallelism="zero3"))
+    with pytest.raises(InputError, match=r"not a multiple of optimizer.reference_replicas=3"):
+        dataclasses.replace(EXPERIMENT, optimizer=dataclasses.replace(clip, reference_replicas=3))
+
+
+def test_a_section_refuses_wrong_types_when_it_is_built():
+    with pytest.raises(InputError, match=r"model.hidden_size='768'"):
+        Model(hidden_size="768")
+    assert Optimizer(eps=1).eps == 1.0
+
+
+def test_differences_tell_identity_from_placement():
+    changed = resolve.override(EXPERIMENT, ["seed=2", "run.log_every=7", "phases.0.steps=80000"])
+    assert resolve.differences(EXPERIMENT, changed, "identity") == [
+        "phases.0.steps: 90000 -> 80000",
+        "seed: 0 -> 2",
+    ]
+    assert resolve.differences(EXPERIMENT, changed, "placement") == ["run.log_every: 100 -> 7"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def experiment(): return 3", ["returned int"]),
+        ("x = 1", ["defines no experiment()"]),
+        ("def experiment():\n    return 1 / 0", [":2: ZeroDivisionError"]),
+        ("def experiment(:", ["SyntaxError"]),
+        ("import no_such_module", ["no_such_module"]),
+        (
+            "from bert_jax.config import Model\ndef experiment(): return Model(hidden_size=5)",
+            ["num_attention_heads"],
+        ),
+        (
+            "from bert_jax import config\ndef experiment(): return config.parent('none.py')",
+            ["none.py", "no such experiment file"],
+        ),
+        ("import sys\nsys.exit(3)", ["SystemExit"]),
+    ],
+)
+def test_bad_experiment_files_are_named(code, words, tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text(code)
+    with pytest.raises(InputError) as caught:
+        load_file(file)
+    assert str(file) in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["not JSON"]),
+        ("[]", ["object"]),
+        ("{}", ["format_version"]),
+        ('{"format_version": 99}', ["format_version 99"]),
+        ('{"format_version": 1}', ["name: missing"]),
+        ('{"format_version": 1, "nam": "x"}', ["nam", "did you mean name"]),
+    ],
+)
+def test_bad_json_is_named(text, words):
+    with pytest.raises(InputError) as caught:
+        resolve.from_json(text, "some.json")
+    for word in ["some.json", *words]:
+        assert word in str(caught.value)
+
+
+@given(st.text(max_size=40))
+def test_any_set_string_is_taken_or_refused_by_name(text):
+    try:
+        resolve.override(EXPERIMENT, [text])
+    except InputError:
+        pass
+
+
+PATHS = [path for path, _ in resolve.flatten(EXPERIMENT)]
+
+
+@given(st.sampled_from(PATHS), st.one_of(st.text(max_size=20), st.integers(), st.floats()))
+def test_any_value_of_any_field_is_taken_or_refused_by_name(path, value):
+    try:
+        changed = resolve.override(EXPERIMENT, [f"{path}={value}"])
+    except InputError:
+        return
+    assert resolve.from_json(resolve.to_json(changed), "f") == changed

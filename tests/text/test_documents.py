@@ -1,0 +1,251 @@
+"""Files to documents: layouts, encodings, compression, and what is refused."""
+
+import gzip
+import json
+
+import pytest
+import zstandard
+
+from bert_jax.config import Corpus, InputError
+from bert_jax.text import documents, sentences
+
+WRAPPED = "The first paragraph is broken\nover two lines. It has two sentences.\n\nThe second.\n"
+
+
+def read(source, **settings):
+    return list(documents.read(Corpus(sources=(source,), **settings)))
+
+
+def write(path, text, encoding="utf-8"):
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def test_wrapped_lines_are_joined_and_blank_lines_end_paragraphs(tmp_path):
+    write(tmp_path / "a.txt", WRAPPED + "  \t\nThe third\nends.\n")
+    (document,) = read(f"text:{tmp_path}", layout="wrapped")
+    assert document.paragraphs() == [
+        "The first paragraph is broken over two lines. It has two sentences.",
+        "The second.",
+        "The third ends.",
+    ]
+    assert sentences.split(document, "en") == [
+        "The first paragraph is broken over two lines.",
+        "It has two sentences.",
+        "The second.",
+        "The third ends.",
+    ]
+
+
+def test_each_line_is_a_paragraph_in_paragraphs_by_line(tmp_path):
+    write(tmp_path / "a.txt", "One here. Two here.\n\n  Three here.  \n")
+    (document,) = read(f"text:{tmp_path}", layout="paragraphs_by_line")
+    assert document.paragraphs() == ["One here. Two here.", "Three here."]
+    assert sentences.split(document, "en") == ["One here.", "Two here.", "Three here."]
+
+
+def test_blank_lines_part_documents_in_sentences_by_line(tmp_path):
+    path = write(tmp_path / "a.txt", "\n\nOne. Not two.\nTwo.\n \t\n\nThree.\n")
+    found = read(f"text:{tmp_path}", layout="sentences_by_line")
+    assert [d.name for d in found] == [f"{path}:3", f"{path}:7"]
+    # A line is taken at its word, although it might be split.
+    assert [sentences.split(d, "en") for d in found] == [["One. Not two.", "Two."], ["Three."]]
+
+
+@pytest.mark.parametrize("layout", ["wrapped", "paragraphs_by_line", "per_file"])
+def test_a_file_is_one_document_in_the_other_layouts(tmp_path, layout):
+    write(tmp_path / "a.txt", "One.\n\n\nTwo.\n")
+    write(tmp_path / "b.txt", "Three.\n")
+    assert len(read(f"text:{tmp_path}", layout=layout)) == 2
+
+
+@pytest.mark.parametrize(
+    ("longest", "layout"), [(200, "wrapped"), (201, "paragraphs_by_line"), (1, "wrapped")]
+)
+def test_per_file_decides_by_the_longest_line(tmp_path, longest, layout):
+    write(tmp_path / "a.txt", "a\n" + "b" * longest + "\nc\n")
+    (document,) = read(f"text:{tmp_path}")
+    assert document.layout == layout
+
+
+def test_per_file_decides_for_each_file(tmp_path):
+    write(tmp_path / "a.txt", WRAPPED)
+    write(tmp_path / "b.txt", "word " * 100)
+    assert [d.layout for d in read(f"text:{tmp_path}")] == ["wrapped", "paragraphs_by_line"]
+
+
+@pytest.mark.parametrize("layout", ["wrapped", "sentences_by_line"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_byte_order_marks_are_stripped(tmp_path, layout, encoding):
+    start = "\ufeff" if encoding == "utf-8" else ""
+    write(tmp_path / "a.txt", start + "Größe.\n", encoding)
+    (document,) = read(f"text:{tmp_path}", layout=layout, encoding=encoding)
+    assert document.paragraphs() == ["Größe."]
+
+
+def test_compressed_files_read_as_plain_ones(tmp_path):
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "a.txt", WRAPPED)
+    (tmp_path / "b" / "b.txt.gz").write_bytes(gzip.compress(WRAPPED.encode()))
+    # Two frames after one another: what `cat` of two files gives.
+    half = len(WRAPPED) // 2
+    frames = [zstandard.compress(part.encode()) for part in (WRAPPED[:half], WRAPPED[half:])]
+    (tmp_path / "c.txt.zst").write_bytes(b"".join(frames))
+    write(tmp_path / "notes.md", "no text file")
+    found = read(f"text:{tmp_path}")
+    assert [d.name.rsplit("/", 1)[1] for d in found] == ["a.txt", "b.txt.gz", "c.txt.zst"]
+    assert len({d.text for d in found}) == 1
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("damage", ["cut short", "changed", "never compressed"])
+def test_a_damaged_compressed_file_is_refused_by_name(tmp_path, suffix, damage):
+    text = "".join(f"line {i * 7919 % 1009}\n" for i in range(3000)).encode()
+    whole = gzip.compress(text) if suffix == "gz" else zstandard.compress(text)
+    middle = len(whole) // 2
+    content = {
+        "cut short": whole[:middle],
+        "changed": whole[:middle] + bytes(~b & 255 for b in whole[middle : middle + 9]),
+        "never compressed": text,
+    }[damage]
+    if damage == "changed":
+        content += whole[middle + 9 :]
+    (tmp_path / f"a.txt.{suffix}").write_bytes(content)
+    with pytest.raises(InputError, match=rf"a\.txt\.{suffix}: damaged compressed file"):
+        read(f"text:{tmp_path}")
+
+
+def test_text_is_taken_from_the_field_named(tmp_path):
+    rows = [{"text": "no", "body": "One\r\ntwo."}, {"body": " "}, {"body": "Three."}]
+    lines = "\n\n".join(json.dumps(row) for row in rows)
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(lines.encode()))
+    found = read(f"jsonl:{path}", text_field="body", layout="wrapped")
+    assert [(d.name, d.paragraphs()) for d in found] == [
+        (f"{path}:1", ["One two."]),
+        (f"{path}:5", ["Three."]),
+    ]
+
+
+@pytest.mark.parametrize("line", ['{"body": "x"}', '{"text": 3}', '["text"]', '"text"'])
+def test_a_line_without_the_text_field_is_named(tmp_path, line):
+    write(tmp_path / "a.jsonl", '{"text": "fine"}\n' + line)
+    with pytest.raises(InputError, match=r"a\.jsonl:2: no text in field 'text'"):
+        read(f"jsonl:{tmp_path}")
+
+
+@pytest.mark.parametrize("line", ['{"text": "fine"', "[" * 100_000])
+def test_a_line_that_is_no_json_is_named(tmp_path, line):
+    write(tmp_path / "a.jsonl", '{"text": "fine"}\n' + line)
+    with pytest.raises(InputError, match=r"a\.jsonl:2: not JSON"):
+        read(f"jsonl:{tmp_path}")
+
+
+def test_half_of_a_surrogate_pair_in_json_becomes_a_replacement_character(tmp_path):
+    # JSON can spell what no encoding can; tokenizers would fail on it in the middle of a corpus.
+    write(tmp_path / "a.jsonl", r'{"text": "half \ud83d here, whole \ud83d\ude00 there"}')
+    (document,) = read(f"jsonl:{tmp_path}")
+    assert document.text == "half \ufffd here, whole 😀 there"
+
+
+@pytest.mark.parametrize("before", [0, 5, 100_000])
+@pytest.mark.parametrize("layout", ["wrapped", "sentences_by_line"])
+def test_an_undecodable_byte_is_named_by_file_and_offset(tmp_path, before, layout):
+    (tmp_path / "a.txt").write_bytes(b"Abc def.\n" * before + b"caf\xe9\n" + b"more\n" * 9)
+    with pytest.raises(InputError, match=rf"a\.txt: byte {9 * before + 3} is not utf-8"):
+        read(f"text:{tmp_path}", layout=layout)
+
+
+def test_the_offset_in_a_compressed_file_counts_uncompressed_bytes(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 50_000 + b"\xff"))
+    with pytest.raises(InputError, match=r"a\.txt\.gz: byte 50000 is not utf-8"):
+        read(f"text:{tmp_path}")
+
+
+def test_another_encoding_is_read_when_named(tmp_path):
+    write(tmp_path / "a.txt", "Größe.", "latin-1")
+    (document,) = read(f"text:{tmp_path}", encoding="latin-1")
+    assert document.text == "Größe."
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("none/*.txt", "the pattern matches no file"),
+        ("none", "no such file or folder"),
+        ("", r"the folder holds no \.txt, \.txt\.gz, \.txt\.zst file"),
+    ],
+)
+def test_a_source_without_files_is_refused_by_name(tmp_path, place, why):
+    write(tmp_path / "a.jsonl", '{"text": "x"}')
+    with pytest.raises(InputError, match=why) as caught:
+        read(f"text:{tmp_path / place}")
+    assert f"text:{tmp_path / place}" in str(caught.value)
+
+
+def test_a_pattern_takes_files_of_any_name_in_order(tmp_path):
+    for name in ("b.text", "a.md", "c.rst"):
+        write(tmp_path / name, name)
+    assert [d.text for d in read(f"text:{tmp_path}/?.*t*")] == ["b.text", "c.rst"]
+
+
+CONTRADICTIONS = {
+    "wrapped": "".join(f"Paragraph {i} " + "is long " * 40 + "\n" for i in range(150)),
+    "paragraphs_by_line": "".join(f"{'The' if i % 3 else 'goes'} line {i}\n" for i in range(150)),
+    "sentences_by_line": "".join(f"{'The' if i % 3 else 'goes'} line {i}\n" for i in range(150)),
+}
+
+
+@pytest.mark.parametrize("layout", list(CONTRADICTIONS))
+def test_a_file_of_over_100_lines_that_contradicts_the_layout_is_refused(tmp_path, layout):
+    lines = CONTRADICTIONS[layout].splitlines(keepends=True)
+    path = write(tmp_path / "a.txt", "".join(lines[:100]))
+    assert read(f"text:{path}", layout=layout)
+    write(path, "".join(lines))
+    with pytest.raises(InputError, match=rf"a\.txt: does not look like corpus\.layout={layout}"):
+        read(f"text:{path}", layout=layout)
+    assert read(f"text:{path}")  # per_file decides for itself
+
+
+def test_a_long_file_that_contradicts_sentences_by_line_is_refused(tmp_path):
+    # Only its beginning is judged.
+    write(tmp_path / "a.txt", CONTRADICTIONS["sentences_by_line"] * 10)
+    with pytest.raises(InputError, match="does not look like"):
+        read(f"text:{tmp_path}", layout="sentences_by_line")
+
+
+@pytest.mark.parametrize("layout", ["wrapped", "paragraphs_by_line", "sentences_by_line"])
+def test_a_file_in_its_own_layout_is_not_refused(tmp_path, layout):
+    text = {
+        "wrapped": "The first line of a paragraph\ngoes on here.\n\n" * 200,
+        "paragraphs_by_line": ("A paragraph. " * 20 + "\n") * 200,
+        "sentences_by_line": "A sentence stands here.\nAnd another.\n\n" * 600,
+    }[layout]
+    write(tmp_path / "a.txt", text)
+    assert read(f"text:{tmp_path}", layout=layout)
+
+
+def test_empty_documents_are_passed_over(tmp_path):
+    for name, text in {"a": "", "b": "\ufeff", "c": " \n\t\r\n", "d": "x\n"}.items():
+        write(tmp_path / f"{name}.txt", text)
+    for layout in ("per_file", "wrapped", "sentences_by_line"):
+        assert [d.text for d in read(f"text:{tmp_path}", layout=layout)] == ["x"]
+
+
+@pytest.mark.parametrize("layout", ["wrapped", "paragraphs_by_line", "sentences_by_line"])
+@pytest.mark.parametrize("end", ["\r\n", "\n"])
+def test_line_ends_do_not_make_another_text(tmp_path, layout, end):
+    text = "One.\nTwo.\n\nThree.\n"
+    expected = read(f"text:{write(tmp_path / 'a.txt', text)}", layout=layout)
+    # The last line may lack its end.
+    for other in (text.replace("\n", end), text.strip().replace("\n", end)):
+        found = read(f"text:{write(tmp_path / 'b.txt', other)}", layout=layout)
+        assert [d.text for d in found] == [d.text for d in expected]
+
+
+def test_sources_are_read_in_the_order_named(tmp_path):
+    write(tmp_path / "a.txt", "text")
+    write(tmp_path / "a.jsonl", '{"text": "json"}')
+    corpus = Corpus(sources=(f"jsonl:{tmp_path}", f"text:{tmp_path}"))
+    assert [d.text for d in documents.read(corpus)] == ["json", "text"]
+    assert [row["bytes"] for row in documents.fingerprint(corpus)] == [16, 4]

@@ -1,0 +1,188 @@
+"""Ready TFDS datasets, in both formats, without TensorFlow and without running their code."""
+
+import json
+import os
+import pathlib
+import struct
+import subprocess
+import sys
+
+import pytest
+import tensorflow_datasets as tfds
+
+from bert_jax.config import Corpus, InputError
+from bert_jax.text import documents, tfds_files
+
+ARTICLES = [
+    {"title": f"Title {i}", "text": f"Heading\n\nArticle {i} é.\nIt goes on."} for i in range(300)
+]
+
+
+class Wiki(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Articles as in the dataset `wikipedia`."""
+
+    name = "wiki"
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        text = tfds.features.Text()
+        features = tfds.features.FeaturesDict({"title": text, "text": text})
+        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {"train": enumerate(ARTICLES)}
+
+    def _generate_examples(self, examples):
+        yield from examples
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tfds")
+    tfds.disable_progress_bar()
+    Wiki(data_dir=root, file_format="array_record").download_and_prepare()
+    return root
+
+
+@pytest.fixture(scope="module")
+def array_record(data_dir):
+    return data_dir / "wiki" / "1.0.0"
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
+    return crc ^ 0xFFFFFFFF
+
+
+def as_tfrecord(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    """The same dataset in a TFRecord file, framed here: TFDS needs TensorFlow to write one."""
+    assert crc32c(b"123456789") == 0xE3069283  # RFC 3720
+
+    def masked_crc(data: bytes) -> bytes:
+        crc = crc32c(data)
+        return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    target.mkdir()
+    features = tfds.builder_from_directory(source).info.features
+    with (target / "wiki-train.tfrecord-00000-of-00001").open("wb") as file:
+        for article in ARTICLES:
+            record = features.serialize_example(features.encode_example(article))
+            length = struct.pack("<Q", len(record))
+            file.write(length + masked_crc(length) + record + masked_crc(record))
+    (target / "features.json").write_text((source / "features.json").read_text())
+    info = json.loads((source / "dataset_info.json").read_text())
+    info["fileFormat"] = "tfrecord"
+    (target / "dataset_info.json").write_text(json.dumps(info).replace("array_record", "tfrecord"))
+    return target
+
+
+@pytest.fixture(scope="module")
+def tfrecord(array_record, tmp_path_factory):
+    return as_tfrecord(array_record, tmp_path_factory.mktemp("tfrecord") / "1.0.0")
+
+
+@pytest.mark.parametrize("kind", ["array_record", "tfrecord"])
+def test_articles_are_read_from_either_format(kind, request):
+    folder = request.getfixturevalue(kind)
+    found = list(documents.read(Corpus(sources=(f"tfds_dir:{folder}",), layout="wrapped")))
+    assert [d.text for d in found] == [article["text"] for article in ARTICLES]
+    assert found[7].name == f"{folder}:7"
+    titles = documents.read(Corpus(sources=(f"tfds_dir:{folder}",), text_field="title"))
+    assert [d.text for d in titles] == [article["title"] for article in ARTICLES]
+
+
+def test_a_dataset_is_found_by_name_at_its_latest_version(data_dir, array_record, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
+    found = documents.read(Corpus(sources=("tfds:wiki",)))
+    assert [d.text for d in found] == [article["text"] for article in ARTICLES]
+    assert tfds_files.find("wiki:1.0.0") == tfds_files.find("wiki")
+    for name in ("wiki:2.0.0", "other"):
+        with pytest.raises(InputError, match=r"no prepared dataset in .*TFDS_DATA_DIR"):
+            tfds_files.find(name)
+
+
+def test_versions_are_compared_as_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    for version in ("9.0.0", "10.0.0", "10.0.0.incompleteABC"):
+        (tmp_path / "x" / version).mkdir(parents=True)
+        (tmp_path / "x" / version / "dataset_info.json").touch()
+    assert tfds_files.find("x").name == "10.0.0"
+
+
+@pytest.mark.parametrize("kind", ["array_record", "tfrecord"])
+def test_reading_imports_no_tensorflow(kind, request):
+    folder = request.getfixturevalue(kind)
+    code = """
+import sys
+from bert_jax.config import Corpus
+from bert_jax.text import documents
+found = list(documents.read(Corpus(sources=(f"tfds_dir:{sys.argv[1]}",))))
+assert len(found) == 300, len(found)
+assert "tensorflow" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=100)
+
+
+PLANTED = [
+    lambda name: {"pythonClassName": name, "text": {}},
+    lambda name: {"type": name, "content": {}},  # how older versions of TFDS wrote it
+    lambda name: {
+        "pythonClassName": "tensorflow_datasets.core.features.features_dict.FeaturesDict",
+        "featuresDict": {"features": {"text": {"python_class_name": name, "text": {}}}},
+    },
+    lambda name: {
+        "type": "tensorflow_datasets.core.features.text_feature.Text",
+        "proto_cls": name,
+        "content": {},
+    },
+]
+
+
+@pytest.mark.parametrize("features", PLANTED)
+def test_a_feature_class_of_another_module_is_refused_and_not_imported(
+    features, array_record, tmp_path, monkeypatch
+):
+    (tmp_path / "planted.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Feature: pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for path in array_record.iterdir():
+        os.link(path, folder / path.name)
+    (folder / "features.json").unlink()
+    (folder / "features.json").write_text(json.dumps(features("planted.Feature")))
+    with pytest.raises(InputError, match=r"features\.json: feature class 'planted\.Feature'"):
+        list(tfds_files.records(folder))
+    assert "planted" not in sys.modules
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_without_a_dataset_is_named(tmp_path):
+    with pytest.raises(InputError, match="no TFDS dataset here"):
+        list(tfds_files.records(tmp_path))
+    with pytest.raises(InputError, match=r"dataset_info\.json"):
+        documents.fingerprint(Corpus(sources=(f"tfds_dir:{tmp_path}",)))
+
+
+def test_damaged_metadata_is_named(array_record, tmp_path):
+    for name in ("features.json", "dataset_info.json"):
+        (tmp_path / name).write_text((array_record / name).read_text())
+    (tmp_path / "dataset_info.json").write_text("{")
+    with pytest.raises(InputError, match="damaged TFDS metadata"):
+        list(tfds_files.records(tmp_path))
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(InputError, match="TFDS cannot read it"):
+        list(tfds_files.records(tmp_path))
+
+
+def test_a_split_or_field_that_is_not_there_is_named(array_record):
+    with pytest.raises(InputError, match="no split 'test'; it has train"):
+        list(tfds_files.records(array_record, "test"))
+    corpus = Corpus(sources=(f"tfds_dir:{array_record}",), text_field="body")
+    with pytest.raises(InputError, match="no text in field 'body'; it has"):
+        list(documents.read(corpus))

@@ -1,0 +1,442 @@
+"""Text to ids, against the reference, another implementation, and itself."""
+
+import gzip
+import io
+import json
+import os
+import pathlib
+import string
+import subprocess
+import sys
+import unicodedata
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax.config import InputError
+from bert_jax.text import tokenizer, vocabulary
+
+DATA = pathlib.Path(__file__).parents[1] / "data"
+ROWS = json.loads((DATA / "tokenization_uncased_vocab.json").read_text())
+CASES = ("uncased", "cased")
+
+
+@pytest.fixture(scope="module")
+def vocab_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_bytes(gzip.decompress((DATA / "bert_base_uncased_vocab.txt.gz").read_bytes()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def bert(vocab_file):
+    return {case: tokenizer.load(vocab_file, case) for case in CASES}
+
+
+def newer_characters(text):
+    """Characters that Python 3.11's tables (Unicode 14) do not know."""
+    return [c for c in text if unicodedata.ucd_3_2_0.category(c) == "Cn" and too_new(c)]
+
+
+def too_new(char):
+    return unicodedata.category(char) == "Cn"
+
+
+# --- The reference ---
+
+
+def test_ids_equal_the_references(bert):
+    assert bert["uncased"].size == 30_522
+    for row in ROWS:
+        assert bert["uncased"].encode(row["text"]) == row["lower"], row["text"]
+        cased = bert["cased"]
+        assert [cased.piece(i) for i in cased.encode(row["text"])] == row["cased_tokens"], row
+
+
+def test_no_golden_row_has_characters_newer_than_the_tables():
+    # Were there one, another Python would tokenize it in another way: it would be listed here.
+    assert [row["text"] for row in ROWS if newer_characters(row["text"])] == []
+
+
+# --- A second implementation, one character at a time, from the description of BasicTokenizer ---
+
+
+def slow_tokens(text, case):
+    cleaned = ""
+    for char in text:
+        category = unicodedata.category(char)
+        if char in "\t\n\r" or category == "Zs":
+            cleaned += " "
+        elif char in "\0\ufffd" or category in ("Cc", "Cf"):
+            continue
+        elif is_ideograph(ord(char)):
+            cleaned += " " + char + " "
+        else:
+            cleaned += char
+    words = []
+    for token in cleaned.split():
+        if case == "uncased":
+            decomposed = unicodedata.normalize("NFD", token.lower())
+            token = "".join(c for c in decomposed if unicodedata.category(c) != "Mn")
+        word = ""
+        for char in token:
+            if is_mark(char):
+                words += [word, char]
+                word = ""
+            else:
+                word += char
+        words.append(word)
+    return " ".join(words).split()
+
+
+def is_ideograph(code):
+    return (
+        0x4E00 <= code <= 0x9FFF
+        or 0x3400 <= code <= 0x4DBF
+        or 0x20000 <= code <= 0x2A6DF
+        or 0x2A700 <= code <= 0x2B73F
+        or 0x2B740 <= code <= 0x2B81F
+        or 0x2B820 <= code <= 0x2CEAF
+        or 0xF900 <= code <= 0xFAFF
+        or 0x2F800 <= code <= 0x2FA1F
+    )
+
+
+def is_mark(char):
+    code = ord(char)
+    ascii_mark = 33 <= code <= 47 or 58 <= code <= 64 or 91 <= code <= 96 or 123 <= code <= 126
+    return ascii_mark or unicodedata.category(char)[0] == "P"
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(text=st.text(st.characters(max_codepoint=127)))
+def test_the_short_way_of_ascii_gives_the_words_of_the_long_one(case, text):
+    words = tokenizer.basic_tokens(text, case)
+    assert words == slow_tokens(text, case)
+    # An ideograph at the end sends the text the general way.
+    assert tokenizer.basic_tokens(text + " \u4e00", case) == [*words, "\u4e00"]
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=200)
+@given(text=st.text())
+def test_words_of_any_text_are_those_of_the_slow_implementation(case, text):
+    assert tokenizer.basic_tokens(text, case) == slow_tokens(text, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_character_is_taken_as_by_the_slow_implementation(case):
+    # Between letters, so that a blank, a mark and nothing at all differ.
+    chars = [chr(c) for c in range(sys.maxunicode + 1) if not 0xD800 <= c < 0xE000]
+    chars = [c for c in chars if ord(c) < 0x30000 and not too_new(c)]
+    for start in range(0, len(chars), 997):
+        text = " ".join(f"a{c}B" for c in chars[start : start + 997])
+        assert tokenizer.basic_tokens(text, case) == slow_tokens(text, case)
+
+
+# --- An implementation nobody here wrote ---
+
+ALPHABET = (
+    string.ascii_letters + string.digits + string.punctuation + " \n\t" + "éÅñüßø" + "中文日本"
+)
+
+
+@pytest.fixture(scope="module")
+def other(bert):
+    vocab = {piece: i for i, piece in enumerate(bert["uncased"].vocab)}
+    made = tokenizers.BertWordPieceTokenizer(vocab, lowercase=True)
+    # It has the specials recognised in text; ours, as the reference, does not.
+    raw = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    raw.normalizer, raw.pre_tokenizer = made.normalizer, made.pre_tokenizer
+    raw.model.max_input_chars_per_word = 200
+    return raw
+
+
+@settings(max_examples=300)
+@given(text=st.text(ALPHABET, max_size=120))
+def test_ids_equal_those_of_the_tokenizers_library(bert, other, text):
+    assert bert["uncased"].encode(text) == other.encode(text, add_special_tokens=False).ids
+
+
+def test_ids_of_prose_equal_those_of_the_tokenizers_library(bert, other):
+    for line in (DATA / "sample_text.txt").read_text().splitlines():
+        assert bert["uncased"].encode(line) == other.encode(line, add_special_tokens=False).ids
+
+
+# --- WordPiece ---
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(text=st.lists(st.sampled_from([*vocabulary.SPECIALS, "x", " ", "."])).map("".join))
+def test_text_gives_no_special_id(bert, case, text):
+    ids = bert[case].encode(text)
+    assert not {*ids} & {0, 101, 102, 103}
+
+
+def test_a_literal_separator_is_three_pieces(bert):
+    small = tokenizer.WordPiece([*vocabulary.SPECIALS, "[", "]", "sep", "mask"], "uncased")
+    assert [small.piece(i) for i in small.encode("[SEP][MASK]")] == [
+        "[",
+        "sep",
+        "]",
+        "[",
+        "mask",
+        "]",
+    ]
+    assert bert["uncased"].encode("[SEP]")[0] == bert["uncased"].vocab.index("[")
+
+
+def test_a_word_of_over_200_characters_is_unknown(bert):
+    wordpiece = bert["uncased"]
+    assert wordpiece.unk_id not in wordpiece.encode("a" * 200)
+    assert wordpiece.encode("a" * 201) == [wordpiece.unk_id]
+    # Counted after accents went.
+    assert wordpiece.unk_id not in wordpiece.encode("á" * 200)
+
+
+def test_pieces_that_go_on_a_word_are_marked(bert):
+    wordpiece = bert["uncased"]
+    ids = wordpiece.encode("unaffable day")
+    assert wordpiece.continues[ids].tolist() == [False, True, True, False]
+    assert wordpiece.decode(ids) == "unaffable day"
+
+
+def test_the_cache_changes_no_ids(bert, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_CACHED_WORDS", 3)
+    small = tokenizer.WordPiece(bert["uncased"].vocab, "uncased")
+    text = (DATA / "sample_text.txt").read_text()
+    assert small.encode(text) == bert["uncased"].encode(text)
+
+
+# --- Training ---
+
+
+def prose(lines=250):
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdeéf"), rng.integers(1, 7))) for _ in range(150)]
+    return [" ".join(rng.choice(words, 9)) + " ." for _ in range(lines)]
+
+
+def test_training_twice_gives_the_same_vocabulary_in_any_process(tmp_path):
+    code = """
+import json, sys
+from bert_jax.text import vocabulary
+lines = json.load(sys.stdin)
+print(json.dumps(vocabulary.train_wordpiece(lambda: lines, 200)))
+"""
+    seeds = ("0", "1", "2")
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        for seed in seeds
+    ]
+    texts = json.dumps(prose()).encode()
+    vocabs = [json.loads(process.communicate(texts, timeout=100)[0]) for process in running]
+    here = vocabulary.train_wordpiece(prose, 200)
+    assert vocabs == [here] * len(seeds)
+    assert vocabulary.train_wordpiece(prose, 200) == here
+
+
+def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():
+    vocab = vocabulary.train_wordpiece(prose, 200)
+    assert len(vocab) == len(set(vocab)) == 200
+    assert tuple(vocab[:5]) == vocabulary.SPECIALS
+    trained = tokenizer.WordPiece(vocab, "cased")
+    for line in prose():
+        assert trained.unk_id not in trained.encode(line)
+        assert trained.decode(trained.encode(line)) == line
+
+
+def test_a_vocabulary_too_large_for_the_text_is_refused_by_name():
+    with pytest.raises(InputError, match=r"model\.vocab_size=9000: .* gives \d+ pieces; set it to"):
+        vocabulary.train_wordpiece(prose, 9000)
+    for kind in ("unigram", "bpe"):
+        with pytest.raises(InputError, match=r"model\.vocab_size=9000: .*<= \d+"):
+            vocabulary.train_sentencepiece(prose(), 9000, kind)
+
+
+@pytest.fixture(scope="module", params=["unigram", "bpe"])
+def sentence_model(request):
+    return request.param, vocabulary.train_sentencepiece(prose(), 100, request.param)
+
+
+def test_sentencepiece_training_is_deterministic_on_any_number_of_cores(
+    sentence_model, monkeypatch
+):
+    kind, model = sentence_model
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert vocabulary.train_sentencepiece(prose(), 100, kind) == model
+
+
+def test_specials_of_a_trained_sentencepiece_model_are_ids_0_to_4(sentence_model):
+    trained = tokenizer.SentencePiece(sentence_model[1], "uncased")
+    assert trained.size == 100
+    assert [trained.piece(i) for i in range(5)] == list(vocabulary.SPECIALS)
+    ids = (trained.pad_id, trained.unk_id, trained.cls_id, trained.sep_id, trained.mask_id)
+    assert ids == (0, 1, 2, 3, 4)
+    assert trained.appended == []
+    assert not trained.continues[:5].any()
+
+
+def test_text_gives_no_special_id_of_a_sentencepiece_model(sentence_model):
+    trained = tokenizer.SentencePiece(sentence_model[1], "cased")
+    ids = {*trained.encode(" ".join(vocabulary.SPECIALS) + " abcde"), *trained.encode("[MASK]")}
+    assert not ids & {0, 2, 3, 4}
+    line = prose()[0]
+    assert trained.decode(trained.encode(line)) == line
+
+
+# --- SentencePiece models from elsewhere ---
+
+
+def foreign_model(**options):
+    """As others train them: <unk>, <s>, </s>, and what the options say."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(prose()),
+        model_writer=model,
+        vocab_size=90,
+        num_threads=1,
+        minloglevel=2,
+        **options,
+    )
+    return model.getvalue()
+
+
+def test_a_model_without_specials_gets_them_appended_and_recorded(tmp_path):
+    (tmp_path / "x.model").write_bytes(foreign_model())
+    loaded = tokenizer.load(tmp_path / "x.model", "cased")
+    names = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+    ids = [loaded.pad_id, loaded.cls_id, loaded.sep_id, loaded.mask_id]
+    assert ids == [90, 91, 92, 93]
+    assert loaded.size == len(loaded.continues) == 94
+    assert [loaded.piece(i) for i in ids] == names
+    # Id 0 is <unk> here; padding with it would make padding look like text.
+    assert loaded.unk_id == 0
+    loaded.save(tmp_path / "folder")
+    record = json.loads((tmp_path / "folder" / "tokenizer.json").read_text())
+    assert record["appended"] == names
+    assert record["specials"] == {"pad": 90, "unk": 0, "cls": 91, "sep": 92, "mask": 93}
+
+
+def test_specials_that_a_model_has_are_used():
+    loaded = tokenizer.SentencePiece(
+        foreign_model(pad_id=3, control_symbols=["[CLS]", "[SEP]"]), "cased"
+    )
+    assert loaded.piece(loaded.pad_id) == "<pad>"
+    assert loaded.pad_id == 3
+    assert [loaded.piece(i) for i in (loaded.cls_id, loaded.sep_id)] == ["[CLS]", "[SEP]"]
+    assert loaded.appended == ["[MASK]"]
+    assert loaded.mask_id == 90
+
+
+def test_a_special_that_is_a_user_defined_symbol_is_not_given_by_text():
+    model = foreign_model(user_defined_symbols=["[MASK]", "[SEP]", "[CLS]"])
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    loaded = tokenizer.SentencePiece(model, "cased")
+    assert loaded.appended == ["[PAD]"]
+    assert loaded.mask_id == processor.piece_to_id("[MASK]")
+    assert loaded.mask_id in processor.encode("abc [MASK] abc")
+    ids = loaded.encode("abc [MASK] abc [SEP][CLS]")
+    assert not {*ids} & {loaded.mask_id, loaded.sep_id, loaded.cls_id, loaded.pad_id}
+    assert ids.count(loaded.unk_id) >= 3
+
+
+# --- Folders and files ---
+
+
+@pytest.fixture(params=["wordpiece", "unigram", "foreign"])
+def any_tokenizer(request):
+    if request.param == "wordpiece":
+        return tokenizer.WordPiece(vocabulary.train_wordpiece(prose, 200), "cased")
+    model = (
+        foreign_model()
+        if request.param == "foreign"
+        else vocabulary.train_sentencepiece(prose(), 100, "unigram")
+    )
+    return tokenizer.SentencePiece(model, "cased")
+
+
+def test_a_saved_tokenizer_loads_as_it_was(any_tokenizer, tmp_path):
+    any_tokenizer.save(tmp_path / "folder")
+    loaded = tokenizer.load(tmp_path / "folder", "uncased")  # the folder knows its case
+    for name in ("kind", "case", "size", "sha256", "pad_id", "unk_id", "cls_id", "mask_id"):
+        assert getattr(loaded, name) == getattr(any_tokenizer, name), name
+    np.testing.assert_array_equal(loaded.continues, any_tokenizer.continues)
+    for line in [*prose(), "Éx [SEP] ü 中"]:
+        assert loaded.encode(line) == any_tokenizer.encode(line)
+
+
+def test_case_decides_the_digest(bert):
+    assert bert["cased"].sha256 != bert["uncased"].sha256
+
+
+def test_an_edited_vocabulary_is_refused(any_tokenizer, tmp_path):
+    any_tokenizer.save(tmp_path)
+    if any_tokenizer.kind == "wordpiece":
+        lines = (tmp_path / "vocab.txt").read_text().split("\n")
+        lines[7], lines[8] = lines[8], lines[7]
+        (tmp_path / "vocab.txt").write_text("\n".join(lines))
+    else:
+        model = vocabulary.train_sentencepiece(prose(), 101, "unigram")
+        (tmp_path / "sentencepiece.model").write_bytes(model)
+    with pytest.raises(InputError, match="is not the one tokenizer.json was written for"):
+        tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"kind": "other"}, "kind 'other' is unknown"),
+        ({"case": None}, "case None is unknown"),
+        ({"format_version": 2}, "format_version 2, this version reads 1"),
+    ],
+)
+def test_a_record_that_is_not_understood_is_refused(tmp_path, change, why):
+    tokenizer.WordPiece([*vocabulary.SPECIALS, "a"], "cased").save(tmp_path)
+    record = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**record, **change}))
+    with pytest.raises(InputError, match=why):
+        tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", vocabulary.SPECIALS)
+def test_a_vocabulary_without_a_special_is_refused_by_name(tmp_path, name):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join([*(s for s in vocabulary.SPECIALS if s != name), "a"]))
+    with pytest.raises(InputError, match=rf"vocab\.txt: no \[{name[1:-1]}\] among its 5 lines"):
+        tokenizer.load(path)
+
+
+def test_a_vocabulary_may_end_its_lines_in_either_way(tmp_path):
+    pieces = [*vocabulary.SPECIALS, "a", "##b"]
+    for end in ("\n", "\r\n"):
+        (tmp_path / "vocab.txt").write_bytes(end.join(pieces).encode())
+        assert vocabulary.read_vocab(tmp_path / "vocab.txt") == pieces
+
+
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path):
+    with pytest.raises(InputError, match=r"none\.txt: no such tokenizer"):
+        tokenizer.load(tmp_path / "none.txt")
+    with pytest.raises(InputError, match=r"tokenizer\.json: no such file"):
+        tokenizer.load(tmp_path)
+    (tmp_path / "vocab.txt").write_bytes(b"[PAD]\n\xff")
+    with pytest.raises(InputError, match="byte 6 is not UTF-8"):
+        tokenizer.load(tmp_path / "vocab.txt")
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "text", "zeros"])
+def test_a_damaged_model_is_refused_by_name(tmp_path, damage):
+    model = foreign_model()
+    content = {"empty": b"", "half": model[: len(model) // 2], "text": b"text", "zeros": bytes(99)}
+    (tmp_path / "x.model").write_bytes(content[damage])
+    with pytest.raises(InputError, match=r"x\.model: not a SentencePiece model, or damaged"):
+        tokenizer.load(tmp_path / "x.model")

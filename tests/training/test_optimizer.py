@@ -1,0 +1,143 @@
+"""Updates against the papers, written out in NumPy float64, and a trajectory made elsewhere."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close
+
+from bert_jax.config import Optimizer
+from bert_jax.training import optimizer as optimizer_lib
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "paper_adam_trajectory.npz"
+
+
+def tree(seed):
+    """Leaves that decay and leaves that do not, one of them stacked."""
+    rng = np.random.default_rng(seed)
+    return {
+        "encoder": {
+            "layers": {
+                "query": {"kernel": rng.normal(size=(3, 4, 5)), "bias": rng.normal(size=(3, 5))},
+                "output_layer_norm": {"scale": rng.normal(size=(3, 4))},
+            }
+        },
+        "masked_lm": {"output_bias": rng.normal(size=7)},
+        "word": {"embedding": rng.normal(size=(7, 4))},
+    }
+
+
+def decays(path):
+    return path.endswith(("kernel", "embedding"))
+
+
+def flat(nested, prefix=""):
+    if isinstance(nested, dict):
+        return {k: v for n, x in nested.items() for k, v in flat(x, f"{prefix}{n}/").items()}
+    return {prefix.rstrip("/"): np.asarray(nested, np.float64)}
+
+
+def by_hand(cfg, params, gradients, rate):
+    """Kingma and Ba 2015; Devlin et al. 2018; Loshchilov and Hutter 2019; You et al. 2019."""
+    params, m, v = flat(params), {}, {}
+    for t, gradient in enumerate(map(flat, gradients), 1):
+        for k, g in gradient.items():
+            m[k] = cfg.b1 * m.get(k, 0) + (1 - cfg.b1) * g
+            v[k] = cfg.b2 * v.get(k, 0) + (1 - cfg.b2) * g * g
+            if cfg.name == "bert_adam":
+                update = m[k] / (np.sqrt(v[k]) + cfg.eps)
+            else:
+                update = m[k] / (1 - cfg.b1**t) / (np.sqrt(v[k] / (1 - cfg.b2**t)) + cfg.eps)
+            if decays(k):
+                update = update + cfg.weight_decay * params[k]
+                if cfg.name == "lamb":
+                    tensors = list(params[k]) if "layers" in k else [params[k]]
+                    updates = list(update) if "layers" in k else [update]
+                    ratios = [
+                        np.linalg.norm(p.ravel()) / np.linalg.norm(u.ravel())
+                        for p, u in zip(tensors, updates, strict=True)
+                    ]
+                    scaled = [r * u for r, u in zip(ratios, updates, strict=True)]
+                    update = np.stack(scaled) if "layers" in k else scaled[0]
+            params[k] = params[k] - rate * update
+    return params
+
+
+@pytest.mark.parametrize("name", ["bert_adam", "adamw", "lamb"])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_updates_equal_the_papers(name, steps):
+    cfg = Optimizer(name=name, weight_decay=0.03)
+    tx = optimizer_lib.make(cfg)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree(0))
+    state = tx.init(params)
+    gradients = [tree(seed) for seed in range(1, steps + 1)]
+    for gradient in gradients:
+        gradient = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), gradient)
+        update, state = tx.update(gradient, state, params)
+        params = jax.tree.map(lambda p, u: p - 0.01 * u, params, update)
+    assert_close(flat(params), by_hand(cfg, tree(0), gradients, 0.01), 1e-6 if steps == 1 else 1e-5)
+
+
+def test_paper_trajectory_is_reproduced():
+    golden = np.load(GOLDEN)
+    cfg = Optimizer(name="bert_adam", peak_learning_rate=1e-2, warmup_steps=5, schedule="paper")
+    tx = optimizer_lib.make(cfg)
+
+    def ours(prefix, step=None):
+        """Their names end in bias or LayerNorm...; ours in bias, scale or kernel."""
+        found = {}
+        for name in golden.files:
+            if name.startswith(prefix + "."):
+                value = golden[name] if step is None else golden[name][step]
+                leaf = "bias" if "bias" in name or "LayerNorm" in name else "kernel"
+                found[name.removeprefix(prefix + ".")] = {leaf: jnp.asarray(value, jnp.float32)}
+        return found
+
+    params = ours("init")
+    state = tx.init(params)
+    steps = len(golden["learning_rate"])
+    for number in range(steps):
+        gradient, _ = optimizer_lib.clip(ours("grads", number), cfg.clip_norm)
+        rate = optimizer_lib.schedule(cfg, steps, jnp.int32(number))
+        np.testing.assert_allclose(rate, golden["learning_rate"][number], rtol=1e-6)
+        update, state = tx.update(gradient, state, params)
+        params = jax.tree.map(lambda p, u, r=rate: p - r * u, params, update)
+        assert_close(params, ours("params", number), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # (step, share of the peak): a warm-up of 10 of 100 steps.
+        ("paper", [(0, 0.0), (5, 0.5), (9, 0.9), (10, 0.9), (55, 0.45), (100, 0.0)]),
+        ("linear", [(0, 0.0), (5, 0.5), (10, 1.0), (55, 0.5), (100, 0.0)]),
+        ("cosine", [(0, 0.0), (5, 0.5), (10, 1.0), (55, 0.5), (100, 0.0)]),
+    ],
+)
+def test_schedules(schedule, expected):
+    cfg = Optimizer(schedule=schedule, peak_learning_rate=0.02, warmup_steps=10)
+    for step, share in expected:
+        rate = optimizer_lib.schedule(cfg, 100, jnp.int32(step))
+        np.testing.assert_allclose(rate, 0.02 * share, atol=1e-9)
+
+
+def test_clip_scales_down_and_never_up():
+    gradient = {"a": jnp.array([3.0, 4.0])}
+    clipped, norm = optimizer_lib.clip(gradient, 1.0)
+    np.testing.assert_allclose(clipped["a"], [0.6, 0.8], rtol=1e-6)
+    assert float(norm) == 5.0
+    same, _ = optimizer_lib.clip(gradient, 10.0)
+    np.testing.assert_array_equal(same["a"], gradient["a"])
+
+
+def test_lamb_differs_between_layers_of_a_stack():
+    """One norm for a whole stacked leaf would scale both layers alike."""
+    cfg = dataclasses.replace(Optimizer(name="lamb"), weight_decay=0.0)
+    tx = optimizer_lib.make(cfg)
+    params = {"layers": {"kernel": jnp.stack([jnp.ones((2, 2)), 10 * jnp.ones((2, 2))])}}
+    update, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    first, second = update["layers"]["kernel"]
+    np.testing.assert_allclose(second / first, 10.0, rtol=1e-5)

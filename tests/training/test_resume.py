@@ -1,0 +1,122 @@
+"""A run that is killed and started again is the run that was never killed."""
+
+import json
+import pathlib
+import signal
+
+import pytest
+from compare import assert_identical
+from small_run import bert_jax, command, final_state, write_text
+
+KILL_AT = pathlib.Path(__file__).parent / "kill_at.py"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    file = write_text(folder)
+    done = bert_jax("pretrain", file, "--workdir", folder / "undisturbed")
+    assert done.returncode == 0, done.stderr.decode()
+    return folder, file, done.stdout.decode()
+
+
+def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
+    assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
+    (a_step, a_state), (b_step, b_state) = final_state(a), final_state(b)
+    assert a_step == b_step
+    assert_identical(a_state, b_state)
+
+
+def test_resume_is_bit_exact(undisturbed):
+    """Killed before, at and after an epoch's end and the switch of phases, with dropout on."""
+    folder, file, _ = undisturbed
+    rows = list(json.loads((folder / "corpus" / "plans.json").read_text())["rows"].values())
+    epoch_end = rows[0] // 8
+    assert 2 < epoch_end < 12, "the first phase must cross an epoch's end"
+    steps = sorted({epoch_end - 1, epoch_end, epoch_end + 1, 13, 14, 15})
+    for step in steps:
+        killed = command(
+            KILL_AT, step, signal.SIGKILL, "pretrain", file, "--workdir", folder / "killed"
+        )
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    done = bert_jax("pretrain", file, "--workdir", folder / "killed")
+    assert done.returncode == 0, done.stderr.decode()
+    assert "resume: from step" in done.stdout.decode()
+    assert_same_run(folder / "killed", folder / "undisturbed")
+
+
+def test_sigterm_saves_and_the_run_goes_on(undisturbed):
+    """Stopped at a step that is no multiple of the log or checkpoint interval."""
+    folder, file, _ = undisturbed
+    workdir = folder / "stopped"
+    stopped = command(KILL_AT, 10, signal.SIGTERM, "pretrain", file, "--workdir", workdir)
+    assert stopped.returncode == 75, stopped.stderr.decode()
+    last = stopped.stdout.decode().splitlines()[-1]
+    assert last == "stopped at step 11, saved; run the same command again"
+    assert (workdir / "checkpoints" / "11").exists()
+    interrupted = command(KILL_AT, 16, signal.SIGINT, "pretrain", file, "--workdir", workdir)
+    assert interrupted.returncode == 75, interrupted.stderr.decode()
+    done = bert_jax("pretrain", file, "--workdir", workdir)
+    assert done.returncode == 0, done.stderr.decode()
+    assert_same_run(workdir, folder / "undisturbed")
+
+
+def test_a_finished_run_says_so(undisturbed):
+    folder, file, output = undisturbed
+    again = bert_jax("pretrain", file, "--workdir", folder / "undisturbed")
+    assert again.returncode == 0
+    for text in (output, again.stdout.decode()):
+        assert "finished: step 22; held-out masked LM" in text
+        assert "to start anew choose another --workdir" in text
+
+
+def test_other_settings_are_refused_on_resume(undisturbed):
+    folder, file, _ = undisturbed
+    before = (folder / "undisturbed" / "experiment.json").read_bytes()
+    refused = bert_jax(
+        "pretrain", file, "--workdir", folder / "undisturbed", "--set", "seed=7",
+        "--set", "optimizer.b1=0.8",
+    )  # fmt: skip
+    assert refused.returncode == 2
+    message = refused.stderr.decode()
+    assert "seed: 0 -> 7" in message and "optimizer.b1: 0.9 -> 0.8" in message
+    assert len(message.splitlines()) == 1
+    assert (folder / "undisturbed" / "experiment.json").read_bytes() == before
+
+
+def test_extend_goes_on_and_says_that_the_schedule_changes(undisturbed):
+    folder, file, _ = undisturbed
+    workdir = folder / "extended"
+    assert bert_jax("pretrain", file, "--workdir", workdir).returncode == 0
+    more = ("--set", "phases.1.steps=10", "--workdir", workdir)
+    assert bert_jax("pretrain", file, *more).returncode == 2
+    done = bert_jax("pretrain", file, "--extend", *more)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "schedule" in done.stdout.decode()
+    assert final_state(workdir)[0] == 24
+
+
+def test_a_second_interrupt_leaves_at_once(undisturbed, tmp_path):
+    _, file, _ = undisturbed
+    driver = tmp_path / "twice.py"
+    driver.write_text(
+        KILL_AT.read_text().replace(
+            "os.kill(os.getpid(), SIGNAL)",
+            "os.kill(os.getpid(), SIGNAL); os.kill(os.getpid(), SIGNAL)",
+        )
+    )
+    left = command(driver, 5, signal.SIGINT, "pretrain", file, "--workdir", tmp_path / "run")
+    assert left.returncode == 130
+
+
+def test_two_runs_in_one_workdir_are_refused(undisturbed):
+    from etils import epath
+
+    from bert_jax.workdir import lock
+
+    folder, file, _ = undisturbed
+    workdir = folder / "undisturbed"
+    with lock(epath.Path(workdir)):
+        refused = bert_jax("pretrain", file, "--workdir", workdir)
+    assert refused.returncode == 2
+    assert "in use by process" in refused.stderr.decode()

@@ -1,0 +1,205 @@
+"""One step is one step, however it is laid out."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import samples
+from compare import assert_close, assert_identical, difference
+
+from bert_jax.config import Mesh
+from bert_jax.data import batches
+from bert_jax.model import heads
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return samples.run(STEPS)
+
+
+def assert_same_run(run, reference, tolerance=1e-5):
+    """Losses of every step and parameters at the end, with dropout on."""
+    (state, seen), (ref_state, ref_seen) = run, reference
+    for ours, theirs in zip(seen, ref_seen, strict=True):
+        for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
+            assert ours[name][1] == theirs[name][1]
+            np.testing.assert_allclose(ours[name][0], theirs[name][0], rtol=tolerance)
+    assert_close(state["params"], ref_state["params"], tolerance)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_do_not_change_the_losses(devices, reference):
+    assert_same_run(samples.run(STEPS, devices=devices), reference)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_accumulation_equals_the_whole_batch(devices, reference):
+    layout = Mesh(accumulation=4)
+    assert_same_run(samples.run(STEPS, devices=devices, layout=layout), reference)
+
+
+def test_unrolled_equals_scanned(reference):
+    assert_same_run(samples.run(STEPS, layout=Mesh(layer_loop="unroll")), reference)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_nothing(remat, reference):
+    assert_same_run(samples.run(STEPS, layout=Mesh(remat=remat)), reference)
+
+
+@pytest.fixture(scope="module")
+def per_replica():
+    optimizer = dataclasses.replace(
+        samples.OPTIMIZER, clip="per_replica", reference_replicas=4, clip_norm=0.5
+    )
+    return optimizer, samples.run(STEPS, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_per_replica_clip_is_the_same_on_any_devices(devices, per_replica):
+    optimizer, reference = per_replica
+    assert_same_run(samples.run(STEPS, devices=devices, optimizer=optimizer), reference)
+
+
+def test_per_replica_clip_sums_the_clipped_gradients_of_the_groups(per_replica):
+    """Against each group alone, with its own denominators, clipped in NumPy."""
+    optimizer, (_, seen) = per_replica
+    model = samples.MODEL
+    params = heads.init_params(model, jax.random.key(0, impl="threefry2x32"))
+    whole = samples.train_batches().batch(0, np.arange(8))
+    key = step.phase_key(model, 0, 0)
+    total = None
+    for group in range(4):
+        part = {k: jnp.asarray(v[2 * group : 2 * group + 2]) for k, v in whole.items()}
+        gradient = jax.device_get(jax.grad(_reference_loss)(params, model, part, key))
+        norm = np.sqrt(
+            sum(float((g.astype(np.float64) ** 2).sum()) for g in jax.tree.leaves(gradient))
+        )
+        assert norm > optimizer.clip_norm
+        clipped = jax.tree.map(lambda g, n=norm: g * (optimizer.clip_norm / n), gradient)
+        total = clipped if total is None else jax.tree.map(np.add, total, clipped)
+    norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in jax.tree.leaves(total)))
+    np.testing.assert_allclose(seen[0]["gradient_norm"][0], norm, rtol=1e-5)
+
+
+def _reference_loss(params, model, part, key):
+    from bert_jax.model import layers, losses
+    from bert_jax.model.encoder import Loop
+
+    noise = layers.RowNoise.of(key, part["rows"])
+    sums = losses.pretraining(*heads.pretraining_logits(model, params, part, noise, Loop()), part)
+    (mlm, weights), (nsp, rows) = sums["masked_lm_loss"], sums["next_sentence_loss"]
+    return mlm / (weights + 1e-5) + nsp / rows
+
+
+def test_rows_of_weight_zero_change_nothing():
+    """Evaluation fills its last batch up with such rows."""
+    model, mesh = samples.MODEL, samples.mesh_of(1)
+    evaluate = step.make_eval_step(model, Mesh(), mesh)
+    params = heads.init_params(model, jax.random.key(0))
+    batch = samples.train_batches().batch(0, np.arange(8))
+    zero = {name: jnp.zeros(2) for name in step.METRIC_NAMES[:4]}
+    alone = evaluate(params, zero, {k: v[:5] for k, v in batch.items()})
+    batch["row_weights"][5:] = 0
+    batch["masked_lm_weights"][5:] = 0
+    assert_close(evaluate(params, zero, batch), alone, 1e-6)
+
+
+def test_a_step_that_is_not_finite_changes_no_parameter():
+    mesh = samples.mesh_of(2)
+    state = step.init_state(samples.MODEL, samples.OPTIMIZER, 0)
+    state["step"] = jnp.int32(5)
+    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 100, mesh)
+    batch = samples.train_batches().batch(0, np.arange(8))
+    batch["masked_lm_weights"][3, 0] = np.nan
+    before = jax.device_get(state)
+    new, window = jax.device_get(
+        train_step(state, step.empty_window(), batch, step.phase_key(samples.MODEL, 0, 0))
+    )
+    assert new["step"] == 6 and new["bad_in_a_row"] == 1
+    assert_identical(new["params"], before["params"])
+    assert_identical(new["optimizer"], before["optimizer"])
+    assert window["bad_steps"].tolist() == [1.0, 1.0]
+    assert window["masked_lm_loss"].tolist() == [0.0, 0.0]
+
+
+def test_a_skipped_step_does_nothing_but_count():
+    state = step.init_state(samples.MODEL, samples.OPTIMIZER, 0)
+    state |= {"step": jnp.int32(7), "skipped_steps": state["skipped_steps"].at[3].set(7)}
+    before = jax.device_get(state)
+    mesh = samples.mesh_of(1)
+    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 100, mesh)
+    batch = samples.train_batches().batch(0, np.arange(8))
+    new, _ = jax.device_get(
+        train_step(state, step.empty_window(), batch, step.phase_key(samples.MODEL, 0, 0))
+    )
+    assert new["step"] == 8 and new["bad_in_a_row"] == 0
+    assert_identical(new["params"], before["params"])
+
+
+def test_vocabulary_padding_stays_zero(reference):
+    params = reference[0]["params"]
+    assert not params["encoder"]["embeddings"]["word"]["embedding"][100:].any()
+    assert not params["masked_lm"]["output_bias"][100:].any()
+    assert params["masked_lm"]["output_bias"][:100].any()
+
+
+def test_losses_fall(reference):
+    def loss(sums):
+        return sums["masked_lm_loss"][0] / sums["masked_lm_loss"][1]
+
+    assert loss(reference[1][-1]) < loss(reference[1][0]) - 0.2
+
+
+def test_bfloat16_follows_float32(reference):
+    """Compute and gradient reduction in bfloat16, parameters in float32."""
+    model = dataclasses.replace(samples.MODEL, compute_dtype="bfloat16")
+    optimizer = dataclasses.replace(samples.OPTIMIZER, gradient_reduction="bfloat16")
+    state, seen = samples.run(STEPS, devices=2, model=model, optimizer=optimizer)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state["params"])} == {np.dtype("float32")}
+    for ours, theirs in zip(seen, reference[1], strict=True):
+        np.testing.assert_allclose(
+            ours["masked_lm_loss"][0], theirs["masked_lm_loss"][0], rtol=0.02
+        )
+
+
+def test_rbg_dropout_trains_and_differs_between_shards():
+    model = dataclasses.replace(samples.MODEL, dropout_rng="rbg16")
+    _, seen = samples.run(3, devices=2, model=model)
+    assert all(np.isfinite(sums["masked_lm_loss"]).all() for sums in seen)
+
+
+def test_no_logits_of_every_position_exist():
+    """No array of the compiled step has sequence and vocabulary dimensions."""
+    shape = batches.Shape(sequence_length=20, max_predictions=3, batch_size=8)
+    batch = samples.train_batches(shape).batch(0, np.arange(8))
+    mesh = samples.mesh_of(1)
+    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 100, mesh)
+    state = step.init_state(samples.MODEL, samples.OPTIMIZER, 0)
+    key = step.phase_key(samples.MODEL, 0, 0)
+    text = train_step.lower(state, step.empty_window(), batch, key).as_text()
+    assert "8x3x1024xf32" in text or "24x1024xf32" in text
+    assert "20x1024xf32" not in text and "160x1024xf32" not in text
+
+
+def test_state_and_window_are_donated():
+    mesh = samples.mesh_of(1)
+    state = jax.device_put(
+        step.init_state(samples.MODEL, samples.OPTIMIZER, 0), mesh_lib.replicated(mesh)
+    )
+    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 100, mesh)
+    batch = samples.train_batches().batch(0, np.arange(8))
+    kernel = state["params"]["pooler"]["kernel"]
+    train_step(state, step.empty_window(), batch, step.phase_key(samples.MODEL, 0, 0))
+    assert kernel.is_deleted()
+
+
+def test_the_norm_of_comparison_sees_a_difference():
+    """The tests above stand on it."""
+    assert max(difference({"a": np.ones(3)}, {"a": np.ones(3) * 1.01}).values()) > 9e-3
