@@ -196,7 +196,8 @@ def _predict(args: argparse.Namespace) -> int:
         pairs = [(a, b if tab else None) for a, tab, b in (x.partition("\t") for x in lines)]
     for a, b in pairs:
         answer = predictor.predict(a, b, args.top)
-        print(printable(a if b is None else f"{a}\n{b}"))
+        for text in (a,) if b is None else (a, b):
+            print(printable(text))
         for number, pieces in enumerate(answer.masks, 1):
             words = "  ".join(f"{printable(piece)} {p:.3f}" for piece, p in pieces)
             print(f"  [MASK] {number}: {words}")

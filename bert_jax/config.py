@@ -7,64 +7,13 @@ how; they may. Each module of the library is given its own section and sees no o
 """
 
 import contextvars
-import math
 import pathlib
 import runpy
 import traceback
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
-
-class InputError(Exception):
-    """Bad input or usage. The message is one line: what is at fault, where, and what to do."""
-
-
-class Section:
-    """Base of the sections: a field is checked for its type, then `_validate` for its value."""
-
-    kind: ClassVar[Literal["identity", "placement"]]
-    label: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            if get_origin(hint) is ClassVar:
-                continue
-            value = getattr(self, name)
-            if hint is float and type(value) is int:
-                object.__setattr__(self, name, float(value))
-                continue
-            _check_type(f"{self.label}.{name}", value, hint)
-        self._validate()
-
-    def _validate(self) -> None:
-        """Raises InputError if values are impossible."""
-
-    def _require(self, holds: bool, name: str, why: str) -> None:
-        if not holds:
-            raise InputError(f"{self.label}.{name}={getattr(self, name)!r}: {why}")
-
-    def _require_at_least(self, least: float, *names: str) -> None:
-        for name in names:
-            self._require(getattr(self, name) >= least, name, f"must be at least {least}")
-
-    def _require_share(self, *names: str) -> None:
-        for name in names:
-            self._require(0.0 <= getattr(self, name) < 1.0, name, "must be in [0, 1)")
-
-
-def _check_type(where: str, value: object, hint: Any) -> None:
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise InputError(f"{where}={value!r}: choose one of {', '.join(get_args(hint))}")
-    elif get_origin(hint) is tuple:
-        if not isinstance(value, tuple):
-            raise InputError(f"{where}={value!r}: expected a tuple")
-        for i, item in enumerate(value):
-            _check_type(f"{where}[{i}]", item, get_args(hint)[0])
-    elif type(value) is not hint:
-        raise InputError(f"{where}={value!r}: expected {hint.__name__}")
-    elif hint is float and not math.isfinite(value):
-        raise InputError(f"{where}={value!r}: must be a finite number")
+from bert_jax.section import InputError, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,7 +332,7 @@ def load_file(path: pathlib.Path) -> Experiment:
         value = runpy.run_path(str(path), run_name=path.stem)["experiment"]()
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [
             f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)
         ]

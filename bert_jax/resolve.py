@@ -8,7 +8,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from bert_jax.config import Experiment, InputError, Section, load_file
+from bert_jax.config import Experiment, InputError, load_file
+from bert_jax.section import Section
 from bert_jax.workdir import Workdir
 
 FORMAT_VERSION = 1

@@ -14,8 +14,9 @@ MODULES = {
 }
 # Each may import itself and what is named; `config` and `workdir` stand below all.
 ALLOWED = {
-    "config": set(),
-    "resolve": {"config", "workdir"},
+    "section": set(),
+    "config": {"section"},
+    "resolve": {"section", "config", "workdir"},
     "workdir": {"config"},
     "text": {"config", "workdir"},
     "data": {"config", "workdir", "text"},

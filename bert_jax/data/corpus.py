@@ -191,8 +191,6 @@ def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
     counts = {split: SplitCounts() for split in SPLITS}
     _write_dataset(corpus, chosen, survey, folder, counts)
     for split in SPLITS:
-        if not counts[split].tokens:
-            raise InputError(f"corpus.sources: no text is left for the {split} split")
         open_stream(folder, split)
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -364,6 +362,8 @@ def _write_dataset(
             total.unknown_tokens += int((flat == chosen.unk_id).sum())
             lengths = np.array([len(sentence) for sentence in ids], np.uint32)
             yield index, {"ids": flat, "sentence_lengths": lengths}
+        if not total.tokens:  # here, since TFDS fails on an empty split
+            raise InputError(f"corpus.sources: no text is left for the {split} split")
 
     tfds.disable_progress_bar()
     builder = BertCorpus(

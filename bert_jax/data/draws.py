@@ -180,7 +180,8 @@ class Counter:
         """See `ArrayDraws`: two words a token, one for its kind and one for a random id."""
         columns = int(counts.max())
         words = self._words(_REPLACEMENTS, 2 * columns)
-        kind, token = words[:, :columns], words[:, columns:]
+        # In turn: a word's place must not depend on how many tokens other rows have.
+        kind, token = words[:, ::2], words[:, 1::2]
         kinds = np.full(kind.shape, MASK, np.uint8)
         kinds[kind >= np.uint32(0.8 * 2**32)] = KEEP
         kinds[kind >= np.uint32(0.9 * 2**32)] = RANDOM

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import time
 from typing import Any, Literal
 
@@ -123,7 +124,6 @@ class Trainer:
     def __init__(self, experiment: Experiment, workdir: Workdir, progress: Progress):
         self.experiment, self.workdir, self.progress = experiment, workdir, progress
         self.mesh = mesh_lib.make_mesh(experiment.mesh)
-        require_runnable(experiment, self.mesh)
         self.prepared = Prepared.open(workdir.corpus)
         self.metrics = metrics.Lines(workdir.metrics)
         self.timings = metrics.Lines(workdir.timings)
@@ -261,6 +261,12 @@ class Trainer:
     def _evaluate(self, state: step.State) -> None:
         self._write_pending()
         found = evaluate_lib.evaluate(self.held_out, state["params"], self.eval_step, self.mesh)
+        if not math.isfinite(found["loss"]):
+            self.failed = (
+                f"the held-out loss of step {self.done} is not finite: the parameters have run "
+                "away; lower optimizer.peak_learning_rate"
+            )
+            return
         line = {"step": self.done, "kind": "evaluation", **found}
         self.metrics.append(line)
         self.progress.say(f"step {self.done}: {evaluate_lib.summary(line)}")

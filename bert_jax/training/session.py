@@ -8,6 +8,7 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.data import corpus
 from bert_jax.training import evaluate, metrics, runner
+from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import StopRequest
 from bert_jax.workdir import Workdir, lock, write_atomic
@@ -33,6 +34,7 @@ def pretrain(
     Raises:
       InputError: bad settings, bad text, or a workdir of another run.
     """
+    runner.require_runnable(experiment, mesh_lib.make_mesh(experiment.mesh))
     _keep_freed_memory()
     workdir.create()
     with lock(workdir.root), StopRequest() as stop:

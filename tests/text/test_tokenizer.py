@@ -24,6 +24,10 @@ DATA = pathlib.Path(__file__).parents[1] / "data"
 ROWS = json.loads((DATA / "tokenization_uncased_vocab.json").read_text())
 CASES = ("uncased", "cased")
 
+# A busy machine is slow now and then, which is no failure.
+settings.register_profile("patient", deadline=None, database=None)
+settings.load_profile("patient")
+
 
 @pytest.fixture(scope="module")
 def vocab_file(tmp_path_factory):
@@ -37,12 +41,8 @@ def bert(vocab_file):
     return {case: tokenizer.load(vocab_file, case) for case in CASES}
 
 
-def newer_characters(text):
-    """Characters that Python 3.11's tables (Unicode 14) do not know."""
-    return [c for c in text if unicodedata.ucd_3_2_0.category(c) == "Cn" and too_new(c)]
-
-
 def too_new(char):
+    """Whether the Unicode tables of this Python do not know the character."""
     return unicodedata.category(char) == "Cn"
 
 
@@ -59,7 +59,7 @@ def test_ids_equal_the_references(bert):
 
 def test_no_golden_row_has_characters_newer_than_the_tables():
     # Were there one, another Python would tokenize it in another way: it would be listed here.
-    assert [row["text"] for row in ROWS if newer_characters(row["text"])] == []
+    assert [row["text"] for row in ROWS if any(map(too_new, row["text"]))] == []
 
 
 # --- A second implementation, one character at a time, from the description of BasicTokenizer ---
@@ -388,7 +388,7 @@ def test_an_edited_vocabulary_is_refused(any_tokenizer, tmp_path):
     else:
         model = vocabulary.train_sentencepiece(prose(), 101, "unigram")
         (tmp_path / "sentencepiece.model").write_bytes(model)
-    with pytest.raises(InputError, match="is not the one tokenizer.json was written for"):
+    with pytest.raises(InputError, match=r"is not the one tokenizer\.json was written for"):
         tokenizer.load(tmp_path)
 
 

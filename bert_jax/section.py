@@ -1,0 +1,56 @@
+"""Sections of configuration: dataclasses whose fields are checked where they are built."""
+
+import math
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+
+class InputError(Exception):
+    """Bad input or usage. The message is one line: what is at fault, where, and what to do."""
+
+
+class Section:
+    """Base of the sections: a field is checked for its type, then `_validate` for its value."""
+
+    kind: ClassVar[Literal["identity", "placement"]]
+    label: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is ClassVar:
+                continue
+            value = getattr(self, name)
+            if hint is float and type(value) is int:
+                object.__setattr__(self, name, float(value))
+                continue
+            _check_type(f"{self.label}.{name}", value, hint)
+        self._validate()
+
+    def _validate(self) -> None:
+        """Raises InputError if values are impossible."""
+
+    def _require(self, holds: bool, name: str, why: str) -> None:
+        if not holds:
+            raise InputError(f"{self.label}.{name}={getattr(self, name)!r}: {why}")
+
+    def _require_at_least(self, least: float, *names: str) -> None:
+        for name in names:
+            self._require(getattr(self, name) >= least, name, f"must be at least {least}")
+
+    def _require_share(self, *names: str) -> None:
+        for name in names:
+            self._require(0.0 <= getattr(self, name) < 1.0, name, "must be in [0, 1)")
+
+
+def _check_type(where: str, value: object, hint: Any) -> None:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise InputError(f"{where}={value!r}: choose one of {', '.join(get_args(hint))}")
+    elif get_origin(hint) is tuple:
+        if not isinstance(value, tuple):
+            raise InputError(f"{where}={value!r}: expected a tuple")
+        for i, item in enumerate(value):
+            _check_type(f"{where}[{i}]", item, get_args(hint)[0])
+    elif type(value) is not hint:
+        raise InputError(f"{where}={value!r}: expected {hint.__name__}")
+    elif hint is float and not math.isfinite(value):
+        raise InputError(f"{where}={value!r}: must be a finite number")

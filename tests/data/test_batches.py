@@ -1,0 +1,303 @@
+"""Batches as a function of (step, rows): the same in any order, batch size, process."""
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+
+from bert_jax.config import Data, InputError
+from bert_jax.data import batches, draws, pairs, stream
+
+LENGTH, PREDICTIONS = 32, 5
+CONTINUES = np.arange(100) % 4 == 1
+CONTINUES[:5] = False
+IDS = batches.Ids(pad=0, cls=2, sep=3, mask=4, vocab_size=100, continues=CONTINUES)
+DTYPES = {
+    "rows": np.uint32,
+    "row_weights": np.float32,
+    "input_ids": np.int32,
+    "segment_ids": np.int32,
+    "input_mask": np.int32,
+    "masked_lm_positions": np.int32,
+    "masked_lm_ids": np.int32,
+    "masked_lm_weights": np.float32,
+    "next_sentence_labels": np.int32,
+}
+
+
+def make_stream(documents=30, seed=0):
+    rng = np.random.default_rng(seed)
+    return stream.from_documents(
+        [
+            [rng.integers(5, 100, rng.integers(1, 25)).tolist() for _ in range(rng.integers(2, 12))]
+            for _ in range(documents)
+        ]
+    )
+
+
+SMALL = make_stream()
+
+
+def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, length=LENGTH):
+    data = data or Data()
+    if rows is None:
+        rows = len(batches.make_plan(small, (seed, "train", phase, 0), length, data))
+    shape = batches.Shape(length, PREDICTIONS, batch_size)
+    return batches.TrainBatches(small, IDS, data, shape, seed, phase, rows)
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def take(batch, indices):
+    return {name: value[indices] for name, value in batch.items()}
+
+
+def whole(train, step, size=8):
+    return train.batch(step, np.arange(size))
+
+
+def test_a_batch_has_the_shapes_and_types_it_says():
+    batch = whole(make(), 3)
+    widths = {"input_ids": LENGTH, "segment_ids": LENGTH, "input_mask": LENGTH}
+    for name, dtype in DTYPES.items():
+        assert batch[name].dtype == dtype, name
+        width = widths.get(name, PREDICTIONS if name.startswith("masked") else None)
+        assert batch[name].shape == ((8,) if width is None else (8, width)), name
+    assert batch.keys() == DTYPES.keys()
+    assert batch["rows"].tolist() == list(range(24, 32))
+    assert (batch["row_weights"] == 1).all()
+
+
+def test_a_row_reads_cls_a_sep_b_sep():
+    data = Data(masked_lm_prob=0.0)  # still one, as in the reference
+    train = make(64, data=data)
+    batch = whole(train, 0, 64)
+    text = SMALL.ids.tolist()
+    for row in range(64):
+        ids = batch["input_ids"][row].copy()
+        at = batch["masked_lm_positions"][row, 0]
+        ids[at] = batch["masked_lm_ids"][row, 0]
+        length = int(batch["input_mask"][row].sum())
+        assert batch["input_mask"][row].tolist() == [1] * length + [0] * (LENGTH - length)
+        assert (ids[length:] == 0).all()
+        middle = 1 + ids.tolist().index(3)
+        assert (ids[0], ids[middle - 1], ids[length - 1]) == (2, 3, 3)
+        segments = [0] * middle + [1] * (length - middle) + [0] * (LENGTH - length)
+        assert batch["segment_ids"][row].tolist() == segments
+        for part in (ids[1 : middle - 1].tolist(), ids[middle : length - 1].tolist()):
+            assert part
+            assert any(text[i : i + len(part)] == part for i in range(len(text)))
+
+
+@pytest.mark.parametrize("masking", ["piece", "whole_word"])
+def test_batch_is_the_same_for_any_host_count(masking):
+    train = make(64, data=Data(masking=masking))
+    rng = np.random.default_rng(0)
+    for step in (0, 1, 7):
+        full = whole(train, step, 64)
+        for hosts in (2, 4, 64):
+            for part in np.split(np.arange(64), hosts):
+                assert_equal(train.batch(step, part), take(full, part))
+        # A TPU host's rows need not be one range, nor in order.
+        for size in (1, 5, 64):
+            part = rng.permutation(64)[:size]
+            assert_equal(train.batch(step, part), take(full, part))
+
+
+@pytest.mark.parametrize("masking", ["piece", "whole_word"])
+def test_a_row_depends_on_its_number_and_not_on_the_batch_size(masking):
+    data = Data(masking=masking)
+    large, small = make(8, data=data), make(4, data=data)
+    for step in (0, 5):
+        full = whole(large, step)
+        for half in (0, 1):
+            part = take(full, np.arange(4 * half, 4 * half + 4))
+            assert_equal(whole(small, 2 * step + half, 4), part)
+
+
+def test_steps_may_be_asked_for_in_any_order():
+    forward, backward = make(), make()
+    steps = [0, 3, 40, 41, 200, 1]
+    first = [whole(forward, step) for step in steps]
+    second = [whole(backward, step) for step in reversed(steps)]
+    for a, b in zip(first, reversed(second), strict=True):
+        assert_equal(a, b)
+
+
+def planned_rows(train, epoch):
+    """The epoch's rows as they are planned, in their order."""
+    return train._make(epoch)
+
+
+def test_the_first_epoch_takes_every_planned_pair_once():
+    train = make()
+    plan = batches.make_plan(SMALL, (0, "train", 0, 0), LENGTH, Data())
+    assert train.rows_per_epoch == train.rows_planned(0) == len(plan)
+    assert sorted(planned_rows(train, 0).tolist()) == sorted(plan.tolist())
+    assert planned_rows(train, 0).tolist() != plan.tolist()
+
+
+def test_each_epoch_takes_as_many_rows_as_the_first():
+    train = make()
+    seen = {train.rows_planned(epoch) for epoch in range(12)}
+    # Plans are longer and shorter than the first: both ways are tried here.
+    assert min(seen) < train.rows_per_epoch < max(seen)
+    for epoch in range(12):
+        rows = planned_rows(train, epoch)
+        assert len(rows) == train.rows_per_epoch
+        plan = train._planned(epoch).tolist()
+        assert set(rows.tolist()) <= set(plan)
+        if len(plan) < len(rows):  # wraps to its own start
+            assert rows[len(plan) :].tolist() == rows[: len(rows) - len(plan)].tolist()
+
+
+def test_epochs_differ():
+    train = make(rows=50, batch_size=50)
+    epochs = [whole(train, epoch, 50) for epoch in range(4)]
+    assert len({batch["input_ids"].tobytes() for batch in epochs}) == 4
+    assert len({planned_rows(train, epoch).tobytes() for epoch in range(4)}) == 4
+
+
+def test_a_batch_over_the_end_of_an_epoch_takes_rows_of_both():
+    train = make(8, rows=50)
+    other = make(1, rows=50)
+    batch = whole(train, 6)  # rows 48 to 55
+    for i in range(8):
+        assert_equal(other.batch(48 + i, np.array([0])), take(batch, [i]))
+
+
+def test_a_batch_may_be_larger_than_an_epoch():
+    train = make(64, rows=20)
+    batch = whole(train, 1, 64)
+    part = make(8, rows=20)
+    for i in range(8):
+        assert_equal(whole(part, 8 + i), take(batch, np.arange(8 * i, 8 * i + 8)))
+
+
+@pytest.mark.parametrize("change", [{"phase": 1}, {"seed": 1}])
+def test_phases_and_seeds_differ(change):
+    a, b = whole(make(rows=50), 0), whole(make(rows=50, **change), 0)
+    assert a["input_ids"].tobytes() != b["input_ids"].tobytes()
+    assert_equal(b, whole(make(rows=50, **change), 0))
+
+
+def test_whole_word_masks_keep_words_together():
+    train = make(64, data=Data(masking="whole_word"))
+    batch = whole(train, 0, 64)
+    original = batch["input_ids"].copy()
+    for row, n in enumerate(batch["masked_lm_weights"].sum(axis=1).astype(int)):
+        positions = batch["masked_lm_positions"][row, :n]
+        original[row, positions] = batch["masked_lm_ids"][row, :n]
+        for position in positions.tolist():
+            after = position + 1
+            if original[row, after] not in (2, 3) and CONTINUES[original[row, after]]:
+                assert after in positions
+    assert batch["masked_lm_weights"].any()
+
+
+def compute(pickled, step):
+    return whole(pickle.loads(pickled), step)
+
+
+def test_a_pickled_source_gives_the_same_batch_in_another_process(tmp_path):
+    # A stream on disk travels as its folder, one in memory as its arrays.
+    on_disk = tmp_path / "stream"
+    on_disk.mkdir()
+    arrays = {}
+    for field in ("ids", "sentence_offsets", "document_offsets"):
+        array = getattr(SMALL, field)
+        (on_disk / f"{field}.bin").write_bytes(array.tobytes())
+        arrays[field] = [array.dtype.name, len(array)]
+    meta = {"format_version": 1, "arrays": arrays}
+    (on_disk / "stream.json").write_text(json.dumps(meta))
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
+        for small in (SMALL, stream.Stream.open(on_disk)):
+            train = make(small=small)
+            expected = whole(train, 20)  # the plan and its thread are there when it is pickled
+            pickled = pickle.dumps(train)
+            assert_equal(pool.submit(compute, pickled, 20).result(timeout=100), expected)
+    assert len(pickle.dumps(make(small=stream.Stream.open(on_disk)))) < 10_000
+
+
+def test_the_number_of_rows_is_remembered(tmp_path, monkeypatch):
+    plans = batches.epath.Path(tmp_path / "plans.json")
+
+    def rows(**changes):
+        asked = {"length": LENGTH, "seed": 0, "phase": 0, "data": Data(), **changes}
+        return batches.rows_per_epoch(SMALL, plans=plans, **asked)
+
+    expected = len(batches.make_plan(SMALL, (0, "train", 0, 0), LENGTH, Data()))
+    assert rows() == expected
+    others = [rows(length=16), rows(seed=1), rows(phase=1), rows(data=Data(short_seq_prob=0.9))]
+    monkeypatch.setattr(batches, "make_plan", None)
+    assert rows() == expected
+    assert [rows(length=16), rows(seed=1), rows(phase=1)] == others[:3]
+    plans.write_text("{}")
+    with pytest.raises(InputError, match=r"plans\.json: format_version None"):
+        rows()
+
+
+# --- Held-out rows ---
+
+EVAL = Data(eval_sequence_length=LENGTH, eval_max_predictions_per_seq=PREDICTIONS)
+
+
+def real_rows(found):
+    """All rows of weight 1, one after another."""
+    return {
+        name: np.concatenate([b[name][b["row_weights"] == 1] for b in found]) for name in DTYPES
+    }
+
+
+def test_evaluation_rows_are_the_same_at_every_batch_size():
+    reference, count = batches.eval_batches(SMALL, IDS, EVAL, 0, 1)
+    expected = real_rows(reference)
+    for size in (3, 8, 1000):
+        found, real = batches.eval_batches(SMALL, IDS, EVAL, 0, size)
+        assert real == count
+        assert all(len(batch["rows"]) == size for batch in found)
+        assert_equal(real_rows(found), expected)
+
+
+def test_evaluation_rows_stand_in_the_order_of_the_plan():
+    found, count = batches.eval_batches(SMALL, IDS, EVAL, 0, 8)
+    plan = batches.make_plan(SMALL, (0, "validation", "eval", 0), LENGTH, EVAL)
+    rows = real_rows(found)
+    assert count == len(plan)
+    assert rows["rows"].tolist() == list(range(count))
+    assert rows["next_sentence_labels"].tolist() == plan["is_random_next"].astype(int).tolist()
+    cut = pairs.truncate(plan, LENGTH, draws.Counter((0, 0), np.arange(count)))
+    lengths = cut.a_length + cut.b_length + 3
+    assert rows["input_mask"].sum(axis=1).tolist() == lengths.tolist()
+
+
+def test_rows_that_fill_up_the_last_batch_weigh_nothing():
+    found, count = batches.eval_batches(SMALL, IDS, EVAL, 0, 64)
+    assert count % 64
+    last = found[-1]
+    assert last["row_weights"].tolist() == [1.0] * (count % 64) + [0.0] * (64 - count % 64)
+    assert not last["masked_lm_weights"][count % 64 :].any()
+    assert sum(batch["row_weights"].sum() for batch in found) == count
+
+
+def test_at_most_eval_rows_are_evaluated():
+    all_rows = real_rows(batches.eval_batches(SMALL, IDS, EVAL, 0, 8)[0])
+    few = dataclasses.replace(EVAL, eval_rows=11)
+    found, count = batches.eval_batches(SMALL, IDS, few, 0, 8)
+    assert (count, len(found)) == (11, 2)
+    assert_equal(real_rows(found), take(all_rows, np.arange(11)))
+
+
+def test_masks_of_evaluation_are_not_those_of_training():
+    train = whole(make(data=EVAL), 0)
+    held_out = batches.eval_batches(SMALL, IDS, EVAL, 0, 8)[0][0]
+    assert train["input_ids"].tobytes() != held_out["input_ids"].tobytes()

@@ -1,0 +1,541 @@
+"""Preparing a corpus: splits, recognition, refusals, and being killed in the middle."""
+
+import dataclasses
+import gzip
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from etils import epath
+
+from bert_jax.config import Corpus, Data, InputError
+from bert_jax.data import batches, corpus, stream
+from bert_jax.text import sentences, tokenizer, vocabulary
+
+VOCAB = [*vocabulary.SPECIALS, *"abcdefghij.", *(f"##{c}" for c in "abcdefghij")]
+SIZE = len(VOCAB)
+
+
+def quiet(line):
+    del line
+
+
+def document(number, sentence_count=4):
+    rng = np.random.default_rng(number)
+    words = ["".join(rng.choice(list("abcdefghij"), 3)) for _ in range(5 * sentence_count)]
+    return "".join(" ".join(words[i::sentence_count]) + ".\n" for i in range(sentence_count))
+
+
+def write_texts(folder, count=24):
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (folder / f"{number:03}.txt").write_text(document(number))
+    return folder
+
+
+def write_vocab(path, vocab=VOCAB):
+    path.write_text("\n".join(vocab) + "\n")
+    return path
+
+
+@dataclasses.dataclass
+class Place:
+    """Text, a vocabulary, and where the corpus goes; all its own."""
+
+    root: pathlib.Path
+
+    def __post_init__(self):
+        self.text = write_texts(self.root / "text")
+        self.vocab = write_vocab(self.root / "vocab.txt")
+        self.folder = epath.Path(self.root / "corpus")
+        self.settings = Corpus(
+            sources=(f"text:{self.text}",),
+            layout="sentences_by_line",
+            tokenizer=str(self.vocab),
+            validation_share=0.1,
+        )
+
+    def prepare(self, vocab_size=SIZE, say=quiet, **changes):
+        settings = dataclasses.replace(self.settings, **changes)
+        return corpus.prepare(settings, vocab_size, self.folder, say)
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def prepared_once(tmp_path_factory):
+    made = Place(tmp_path_factory.mktemp("prepared"))
+    made.prepare()
+    return made
+
+
+@pytest.fixture
+def prepared(prepared_once, place):
+    """A prepared corpus to change, with its text: a copy, since preparing takes longer."""
+    shutil.copytree(prepared_once.folder, place.folder)
+    manifest = (place.folder / "manifest.json").read_text()
+    here = manifest.replace(str(prepared_once.root), str(place.root))
+    (place.folder / "manifest.json").write_text(here)
+    return place
+
+
+def texts(folder, split):
+    """Each document of a split, as text again."""
+    opened = corpus.open_stream(folder, split)
+    loaded = corpus.open_tokenizer(folder, corpus.open_manifest(folder))
+    bounds = opened.sentence_offsets[opened.document_offsets.astype(np.int64)].tolist()
+    return [
+        loaded.decode(opened.ids[start:end].tolist()) for start, end in itertools.pairwise(bounds)
+    ]
+
+
+def state(folder):
+    """Every file with its content and time, but the lock, which each `prepare` takes."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in pathlib.Path(folder).rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def content(folder):
+    """What decides batches: ids, tokenizer, counts."""
+    folder = pathlib.Path(folder)
+    names = ["manifest.json", *(f"tokenizer/{p.name}" for p in (folder / "tokenizer").iterdir())]
+    names += [str(p.relative_to(folder)) for p in sorted((folder / "stream").rglob("*.bin"))]
+    assert len([name for name in names if name.endswith(".bin")]) == 6
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+# --- What is made ---
+
+
+def test_prepare_makes_both_splits_of_all_documents(prepared_once):
+    train = texts(prepared_once.folder, "train")
+    validation = texts(prepared_once.folder, "validation")
+    assert len(validation) == corpus.LEAST_VALIDATION_DOCUMENTS
+    expected = [document(n).replace("\n", " ").replace(".", " .").split() for n in range(24)]
+    assert sorted(t.split() for t in train + validation) == sorted(expected)
+    manifest = corpus.open_manifest(prepared_once.folder)
+    assert manifest["splits"]["train"] == {
+        "documents": 16,
+        "sentences": 64,
+        "tokens": 16 * 4 * (5 * 3 + 1),
+        "unknown_tokens": 0,
+    }
+    assert manifest["layouts"] == {"sentences_by_line": 24}
+    assert len(manifest["sources"]) == 24
+
+
+def test_documents_stand_in_the_order_of_the_text(prepared_once):
+    expected = [document(n).replace("\n", " ").replace(".", " .").split() for n in range(24)]
+    numbers = [expected.index(t.split()) for t in texts(prepared_once.folder, "train")]
+    assert numbers == sorted(numbers)
+
+
+def test_sentences_keep_their_bounds(prepared_once):
+    opened = corpus.open_stream(prepared_once.folder, "train")
+    assert opened.ids.dtype == np.uint16
+    assert set(np.diff(opened.sentence_offsets.astype(np.int64)).tolist()) == {16}
+    assert (opened.ids[opened.sentence_offsets[1:].astype(np.int64) - 1] == VOCAB.index(".")).all()
+    counts = opened.unigrams(SIZE)
+    assert counts.sum() == len(opened.ids)
+    assert counts[VOCAB.index(".")] == 64
+
+
+def test_a_larger_share_holds_out_more_documents(place):
+    place.prepare(validation_share=0.5)
+    assert len(texts(place.folder, "validation")) == 12
+
+
+@pytest.fixture(scope="module")
+def repeats(tmp_path_factory):
+    """Every text three times: under other names, at other places, with and without a line end."""
+    made = Place(tmp_path_factory.mktemp("repeats"))
+    for number in range(24):
+        (made.text / f"x{number}.txt").write_text("\n" + document(number).rstrip("\n"))
+        (made.text / f"y{number}.txt").write_bytes(document(number).replace("\n", "\r\n").encode())
+    return made
+
+
+@pytest.mark.parametrize("repeated", ["keep", "drop"])
+def test_equal_texts_share_a_split_and_nothing_is_in_both(repeats, repeated):
+    repeats.folder = epath.Path(repeats.root / repeated)
+    manifest = repeats.prepare(repeated_documents=repeated)
+    assert manifest["documents_repeated"] == 48
+    train, validation = (texts(repeats.folder, split) for split in corpus.SPLITS)
+    assert not set(train) & set(validation)
+    assert len(set(train)) + len(set(validation)) == 24
+    times = 3 if repeated == "keep" else 1
+    assert len(train) + len(validation) == 24 * times
+    assert all(train.count(text) == times for text in train)
+    assert len(set(validation)) == corpus.LEAST_VALIDATION_DOCUMENTS
+
+
+def test_the_order_of_files_does_not_change_who_is_held_out(prepared_once, place):
+    for number in range(24):
+        (place.text / f"{number:03}.txt").rename(place.text / f"{99 - number:03}_.txt")
+    place.prepare()
+    for split in corpus.SPLITS:
+        assert sorted(texts(place.folder, split)) == sorted(texts(prepared_once.folder, split))
+
+
+def test_preparing_twice_from_scratch_gives_the_same_bytes(prepared_once, place):
+    place.prepare()
+    ours, others = content(place.folder), content(prepared_once.folder)
+    assert ours.keys() == others.keys()
+    for name in ours:
+        assert (
+            ours[name].replace(str(place.root).encode(), str(prepared_once.root).encode())
+            == (others[name])
+        ), name
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_a_tokenizer_is_trained_on_the_text(place, kind):
+    manifest = place.prepare(50, tokenizer="train", tokenizer_kind=kind)
+    loaded = corpus.open_tokenizer(place.folder, manifest)
+    assert loaded.size == 50
+    assert manifest["splits"]["train"]["unknown_tokens"] == 0
+    first = content(place.folder)
+    place.folder.rmtree()
+    place.prepare(50, tokenizer="train", tokenizer_kind=kind)
+    assert content(place.folder) == first
+
+
+def test_over_65536_ids_take_32_bits(place):
+    vocab = [*VOCAB, *(f"piece{i}" for i in range(2**16 + 1 - SIZE - 1)), "zzz"]
+    assert len(vocab) == 2**16 + 1
+    write_vocab(place.vocab, vocab)
+    for number in range(24):
+        (place.text / f"{number:03}.txt").write_text(f"zzz {document(number)}")
+    place.prepare(len(vocab))
+    opened = corpus.open_stream(place.folder, "train")
+    assert opened.ids.dtype == np.uint32
+    assert opened.ids[0] == 2**16
+    write_vocab(place.vocab, [*vocab[1:-1], "[PAD]"])
+    place.folder.rmtree()
+    place.prepare(2**16)
+    assert corpus.open_stream(place.folder, "train").ids.dtype == np.uint16
+
+
+def test_a_sentence_of_70000_tokens_survives(place):
+    for number in range(24):
+        (place.text / f"{number:03}.txt").write_text(f"{document(number)}{'a ' * 70_000}{number}\n")
+    place.prepare()
+    opened = corpus.open_stream(place.folder, "train")
+    lengths = np.diff(opened.sentence_offsets.astype(np.int64))
+    assert lengths.max() == 70_001
+    # And a batch can be made of it.
+    data = Data()
+    rows = batches.rows_per_epoch(opened, data, 32, 0, 0, place.folder / "plans.json")
+    ids = batches.Ids.of(tokenizer.load(place.vocab))
+    shape = batches.Shape(32, 5, rows)
+    batch = batches.TrainBatches(opened, ids, data, shape, 0, 0, rows).batch(0, np.arange(rows))
+    assert batch["input_mask"].sum(axis=1).max() == 32
+
+
+# --- Coming back ---
+
+
+def test_running_it_twice_changes_no_file(prepared):
+    before = state(prepared.folder)
+    lines = []
+    assert prepared.prepare(say=lines.append) == corpus.open_manifest(prepared.folder)
+    assert state(prepared.folder) == before
+    assert lines == []
+
+
+def change_text(place):
+    (place.text / "003.txt").write_text("other text.\n")
+    return {}, r"003\.txt has changed since"
+
+
+def add_text(place):
+    (place.text / "0030.txt").write_text("other text.\n")
+    return {}, r"0030\.txt is new since"
+
+
+def remove_text(place):
+    (place.text / "003.txt").unlink()
+    return {}, r"003\.txt is gone since"
+
+
+def change_tokenizer(place):
+    write_vocab(place.vocab, [*VOCAB[:-1], "##z"])
+    return {}, r"vocab\.txt has changed since"
+
+
+def name_another_tokenizer(place):
+    other = write_vocab(place.root / "other.txt")
+    return {"tokenizer": str(other)}, r"prepared with tokenizer='.*', now '.*other\.txt'"
+
+
+CHANGES = {
+    "text changed": change_text,
+    "text added": add_text,
+    "text removed": remove_text,
+    "tokenizer changed": change_tokenizer,
+    "another tokenizer": name_another_tokenizer,
+    "case": lambda place: ({"case": "cased"}, "prepared with case='uncased', now 'cased'"),
+    "layout": lambda place: ({"layout": "wrapped"}, "prepared with layout='sentences_by_line'"),
+    "share": lambda place: ({"validation_share": 0.2}, "prepared with validation_share=0.1"),
+    "repeats": lambda place: ({"repeated_documents": "drop"}, "prepared with repeated_documents="),
+    "vocab_size": lambda place: ({"vocab_size": 30}, f"prepared with vocab_size={SIZE}, now 30"),
+    "sources": lambda place: ({"sources": ("text:other",)}, r"prepared with sources=\['text:"),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_other_text_or_settings_are_refused_and_nothing_is_touched(prepared, change):
+    settings, why = CHANGES[change](prepared)
+    before = state(prepared.folder)
+    with pytest.raises(InputError, match=why) as caught:
+        prepared.prepare(**settings)
+    assert "choose another --workdir, or remove" in str(caught.value)
+    assert state(prepared.folder) == before
+
+
+def test_a_corpus_whose_text_is_gone_is_used_as_prepared(prepared):
+    before = state(prepared.folder)
+    shutil.rmtree(prepared.text)
+    prepared.vocab.unlink()
+    lines = []
+    prepared.prepare(say=lines.append)
+    assert state(prepared.folder) == before
+    assert len(lines) == 2
+    assert all("used as prepared" in line for line in lines)
+
+
+# --- Killed in the middle ---
+
+KILLED = """
+import os, signal, sys
+from etils import epath
+from bert_jax.config import Corpus
+from bert_jax.data import corpus
+from bert_jax.text import sentences
+split, calls = sentences.split, []
+
+def killing(*arguments):
+    calls.append(1)
+    if len(calls) == int(sys.argv[5]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return split(*arguments)
+
+sentences.split = killing
+settings = Corpus(
+    sources=(sys.argv[1],), layout="sentences_by_line", tokenizer=sys.argv[2], validation_share=0.1
+)
+corpus.prepare(settings, int(sys.argv[4]), epath.Path(sys.argv[3]), print)
+"""
+
+
+@pytest.mark.parametrize("calls", [9, 20], ids=["in the first split", "in the second"])
+def test_a_killed_prepare_leaves_nothing_complete_and_the_next_one_finishes(
+    prepared_once, place, calls
+):
+    arguments = [place.settings.sources[0], place.vocab, place.folder, SIZE, calls]
+    command = [sys.executable, "-c", KILLED, *map(str, arguments)]
+    killed = subprocess.run(command, timeout=100, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert list(pathlib.Path(place.folder).rglob("*"))
+    with pytest.raises(InputError, match="no prepared corpus here"):
+        corpus.open_manifest(place.folder)
+    assert_finishes(place, prepared_once)
+
+
+def assert_finishes(place, undisturbed):
+    place.prepare()
+    here, there = str(place.root).encode(), str(undisturbed.root).encode()
+    ours = {name: text.replace(here, there) for name, text in content(place.folder).items()}
+    assert ours == content(undisturbed.folder)
+    left = {path.name for path in place.folder.iterdir()}
+    assert left == {"manifest.json", "tokenizer", "dataset", "stream", "lock", "COMPLETE"}
+    assert not list(pathlib.Path(place.folder).rglob("*incomplete*"))
+
+
+STATIONS = {
+    "surveying": (corpus._Survey, "take"),
+    "generating": (sentences, "split"),
+    "unrolling": (stream, "write"),
+    "writing the manifest": (corpus, "write_atomic"),
+    "finishing": (corpus, "mark_complete"),
+}
+
+
+@pytest.mark.parametrize("station", list(STATIONS))
+def test_a_prepare_that_fails_leaves_nothing_complete(prepared_once, place, monkeypatch, station):
+    def fail(*arguments, **more):
+        raise RuntimeError("disturbed")
+
+    monkeypatch.setattr(*STATIONS[station], fail)
+    with pytest.raises(RuntimeError, match="disturbed"):
+        place.prepare()
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="no prepared corpus here"):
+        corpus.open_manifest(place.folder)
+    assert_finishes(place, prepared_once)
+
+
+def test_two_at_once_are_refused(place):
+    place.folder.mkdir()
+    with (
+        corpus.lock(place.folder),
+        pytest.raises(InputError, match=f"in use by process {os.getpid()}"),
+    ):
+        place.prepare()
+    place.prepare()
+
+
+# --- What is not ours ---
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "notes.tmp", "dataset", "tokenizer", "stream"])
+def test_a_foreign_file_is_never_deleted(place, name):
+    place.folder.mkdir()
+    foreign = pathlib.Path(place.folder / name)
+    if "." not in name:
+        foreign.mkdir()
+        foreign = foreign / "mine"
+    foreign.write_text("mine")
+    for _ in range(2):  # nor at the second attempt, when something of ours might lie there too
+        with pytest.raises(InputError, match=f"holds {name}, which `prepare` did not make"):
+            place.prepare()
+        assert foreign.read_text() == "mine"
+
+
+def test_a_foreign_file_among_leftovers_is_not_deleted(place):
+    place.folder.mkdir()
+    (place.folder / "lock").touch()
+    (place.folder / "tokenizer").mkdir()
+    (place.folder / ".manifest.json.123.tmp").touch()
+    (place.folder / "notes.tmp").write_text("mine")
+    with pytest.raises(InputError, match=r"holds notes\.tmp"):
+        place.prepare()
+    (place.folder / "notes.tmp").unlink()
+    place.prepare()
+    assert not (place.folder / ".manifest.json.123.tmp").exists()
+
+
+def test_a_foreign_file_in_a_complete_corpus_stays(prepared):
+    (prepared.folder / "notes.txt").write_text("mine")
+    prepared.prepare()
+    assert (prepared.folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_where_the_folder_should_be_is_named(place):
+    place.folder.write_text("mine")
+    with pytest.raises(InputError, match="is a file where a folder is needed"):
+        place.prepare()
+    assert place.folder.read_text() == "mine"
+
+
+# --- Bad input ---
+
+
+def test_too_few_documents_are_refused_by_name(place):
+    for number in range(15, 24):
+        (place.text / f"{number:03}.txt").unlink()
+    with pytest.raises(InputError, match=r"15 different documents, but 16 are needed"):
+        place.prepare()
+    # Repeats do not count.
+    (place.text / "repeat.txt").write_text(document(0))
+    with pytest.raises(InputError, match="15 different documents"):
+        place.prepare()
+    (place.text / "another.txt").write_text(document(99))
+    place.prepare()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"validation_share": 0.9}, r"validation_share=0\.9: would hold out 22 of 24"),
+        ({"vocab_size": 77}, rf"has {SIZE} ids and model\.vocab_size=77; set .*={SIZE}"),
+        ({"tokenizer": "none/vocab.txt"}, "no such tokenizer"),
+        ({"tokenizer": "train", "vocab_size": 5000}, r"model\.vocab_size=5000: training on this"),
+        ({"sources": ("text:none",)}, "no such file or folder"),
+    ],
+)
+def test_bad_settings_are_refused_by_name_and_can_be_mended(place, changes, why):
+    with pytest.raises(InputError, match=why):
+        place.prepare(**changes)
+    place.prepare()
+
+
+def test_documents_without_a_token_are_refused_where_none_is_left(place):
+    for number in range(24):
+        # Zero-width spaces: text, but nothing that becomes a token.
+        (place.text / f"{number:03}.txt").write_text("\u200b" * (number + 1))
+    with pytest.raises(InputError, match="no text is left for the train split"):
+        place.prepare()
+
+
+def test_a_tokenizer_folder_of_the_other_case_is_refused(place):
+    tokenizer.load(place.vocab, "cased").save(epath.Path(place.root / "folder"))
+    with pytest.raises(InputError, match=r"is cased; set corpus\.case=cased"):
+        place.prepare(tokenizer=str(place.root / "folder"))
+    place.prepare(tokenizer=str(place.root / "folder"), case="cased")
+
+
+# --- The stream ---
+
+
+def test_a_missing_stream_is_made_anew(prepared):
+    before = content(prepared.folder)
+    shutil.rmtree(prepared.folder / "stream")
+    for split in corpus.SPLITS:
+        corpus.open_stream(prepared.folder, split)
+    assert content(prepared.folder) == before
+
+
+def test_a_stream_that_was_being_made_is_made_anew(prepared):
+    before = content(prepared.folder)
+    (prepared.folder / "stream" / "train" / "COMPLETE").unlink()
+    (prepared.folder / "stream" / "train" / "ids.bin").write_bytes(b"")
+    corpus.open_stream(prepared.folder, "train")
+    assert content(prepared.folder) == before
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "sentence_offsets.bin", "document_offsets.bin"])
+def test_a_truncated_stream_is_refused_by_name(prepared, name):
+    path = pathlib.Path(prepared.folder / "stream" / "train" / name)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(InputError, match=rf"train/{name}: missing or damaged.*remove"):
+        corpus.open_stream(prepared.folder, "train")
+    path.unlink()
+    with pytest.raises(InputError, match=rf"train/{name}: missing or damaged.*remove"):
+        corpus.open_stream(prepared.folder, "train")
+
+
+def test_an_exchanged_tokenizer_is_refused(prepared):
+    write_vocab(prepared.root / "other.txt", [*VOCAB[:-1], "##z"])
+    tokenizer.load(prepared.root / "other.txt").save(prepared.folder / "tokenizer")
+    with pytest.raises(InputError, match="not the tokenizer this corpus was made with"):
+        corpus.open_tokenizer(prepared.folder, corpus.open_manifest(prepared.folder))
+
+
+def test_a_manifest_of_another_format_is_refused(prepared):
+    manifest = corpus.open_manifest(prepared.folder)
+    (prepared.folder / "manifest.json").write_text(json.dumps({**manifest, "format_version": 0}))
+    with pytest.raises(InputError, match="format_version 0, this version reads 1"):
+        prepared.prepare()
+
+
+def test_a_corpus_is_prepared_from_compressed_json(prepared_once, place):
+    rows = [json.dumps({"body": document(n)}) for n in range(24)]
+    path = place.root / "all.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(rows).encode()))
+    place.prepare(sources=(f"jsonl:{path}",), text_field="body")
+    for split in corpus.SPLITS:
+        assert texts(place.folder, split) == texts(prepared_once.folder, split)

@@ -1,0 +1,159 @@
+"""Random choices: the generator, its independence from the batch, and the laws of the answers."""
+
+import numpy as np
+import pytest
+
+from bert_jax.data import draws
+
+KEY = draws.key_of("test")
+
+# What this version draws.
+KEY_OF_TRAIN = (2273245784, 3022185559)
+PERMUTATION = [2, 3, 1, 6, 5, 7, 0, 4]
+FRONT_CUTS = [[3, 31], [21, 0]]
+ORDER = [[0, 1, 2, 5, 4, 3], [3, 5, 1, 4, 0, 2]]
+RANDOM_IDS = [[14317, 10480, 16783], [7698, 18482, 8919]]
+
+
+def counter(rows):
+    return draws.Counter(KEY, np.asarray(rows))
+
+
+def victims(from_a, from_b):
+    """Victims of which A and B lose so many, where A's lead is what B loses less."""
+    from_a, from_b = np.asarray(from_a), np.asarray(from_b)
+    return draws.Victims(from_a > from_b, np.abs(from_a - from_b), 2 * np.minimum(from_a, from_b))
+
+
+@pytest.mark.parametrize(
+    ("counter_words", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([2**32 - 1] * 4, [2**32 - 1] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        # Digits of pi, as all of Random123's test vectors.
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_gives_the_published_vectors(counter_words, key, expected):
+    words = draws.philox(*map(np.uint64, counter_words), tuple(key))
+    assert " ".join(f"{word:08x}" for word in words) == expected
+
+
+def answers(rows):
+    """All arrays that a Counter gives for these rows, each row's parameters by its number."""
+    rows = np.asarray(rows)
+    c = counter(rows)
+    lengths, chosen = 3 + rows % 40, 1 + rows % 5
+    front_a, front_b = c.front_cuts(victims(rows % 700, rows % 7))
+    order = c.candidate_order(lengths)
+    kinds, ids = c.replacements(chosen, 1000)
+    return [
+        (a, b, o[:n].tolist(), k[:m].tolist(), t[:m].tolist())
+        for a, b, o, n, k, t, m in zip(
+            front_a, front_b, order, lengths, kinds, ids, chosen, strict=True
+        )
+    ]
+
+
+def test_answers_depend_on_the_row_alone():
+    rows = np.random.default_rng(0).permutation(3000)[:500]
+    whole = dict(zip(rows.tolist(), answers(rows), strict=True))
+    for part in (rows[::-1], rows[:1], rows[100:103], np.sort(rows)[::7]):
+        assert answers(part) == [whole[row] for row in part.tolist()]
+
+
+def test_rows_beyond_32_bits_have_draws_of_their_own():
+    orders = counter([5, 5 + 2**32]).candidate_order(np.array([50, 50]))
+    assert orders[0].tolist() != orders[1].tolist()
+
+
+def test_how_many_rows_are_handled_at_once_changes_nothing(monkeypatch):
+    rows = np.arange(200)
+    whole = answers(rows)
+    monkeypatch.setattr(draws, "_BLOCK", 3)
+    assert answers(rows) == whole
+    order = draws.permutation(KEY, 1, 1001)
+    monkeypatch.undo()
+    assert order.tolist() == draws.permutation(KEY, 1, 1001).tolist()
+
+
+def test_seeds_splits_phases_and_purposes_have_other_draws():
+    keys = {draws.key_of(s, split, p) for s in (0, 1) for split in "tv" for p in (0, 1)}
+    assert len(keys) == 8
+    assert all(0 <= word < 2**32 for key in keys for word in key)
+    words = [counter([0])._words(purpose, 8).tolist() for purpose in range(5)]
+    assert len({str(w) for w in words}) == 5
+
+
+@pytest.mark.parametrize("trials", [0, 1, 31, 32, 33, 127, 128, 129, 1000])
+def test_front_cuts_are_binomial(trials):
+    n = 4000
+    lost = np.full(n, trials)
+    a, b = counter(np.arange(n)).front_cuts(victims(lost, lost))
+    for cuts in (a, b):
+        assert cuts.min() >= 0
+        assert cuts.max() <= trials
+        sigma = np.sqrt(trials / 4)
+        assert abs(cuts.mean() - trials / 2) <= 4 * sigma / np.sqrt(n)
+        # The variance of a variance: (mu4 - sigma**4) / n, and mu4 <= 3 sigma**4.
+        assert abs(cuts.var() - trials / 4) <= 4 * sigma**2 * np.sqrt(2 / n)
+    if trials:
+        assert abs(np.corrcoef(a, b)[0, 1]) < 4 / np.sqrt(n)
+
+
+def test_candidate_order_is_a_permutation_for_each_row():
+    counts = np.random.default_rng(1).integers(1, 130, 300)
+    order = counter(np.arange(300)).candidate_order(counts)
+    assert order.shape == (300, counts.max())
+    for row, count in zip(order, counts, strict=True):
+        assert sorted(row[:count].tolist()) == list(range(count))
+
+
+def test_each_candidate_is_first_equally_often():
+    n, candidates = 20_000, 10
+    first = counter(np.arange(n)).candidate_order(np.full(n, candidates))[:, 0]
+    share = np.bincount(first, minlength=candidates) / n
+    assert np.abs(share - 0.1).max() <= 4 * np.sqrt(0.1 * 0.9 / n)
+
+
+def test_replacements_are_80_10_10_within_4_sigma():
+    rows, columns, vocab_size = 5000, 20, 50
+    kinds, ids = counter(np.arange(rows)).replacements(np.full(rows, columns), vocab_size)
+    n = rows * columns
+    for kind, share in {draws.MASK: 0.8, draws.KEEP: 0.1, draws.RANDOM: 0.1}.items():
+        assert abs((kinds == kind).mean() - share) <= 4 * np.sqrt(share * (1 - share) / n)
+    found = np.bincount(ids[kinds == draws.RANDOM], minlength=vocab_size)
+    assert len(found) == vocab_size
+    expected = found.sum() / vocab_size
+    # Chi-squared with 49 degrees of freedom: 49 on average, sigma 9.9.
+    assert ((found - expected) ** 2 / expected).sum() < 49 + 4 * 9.9
+
+
+def test_no_tokens_chosen_in_any_row_is_no_error():
+    kinds, ids = counter([0, 1]).replacements(np.array([0, 0]), 100)
+    assert kinds.shape == ids.shape == (2, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 1000])
+def test_permutation_is_a_permutation_and_always_the_same(count):
+    order = draws.permutation(KEY, 3, count)
+    assert sorted(order.tolist()) == list(range(count))
+    assert order.tolist() == draws.permutation(KEY, 3, count).tolist()
+    if count == 1000:
+        assert order.tolist() != draws.permutation(KEY, 4, count).tolist()
+        assert order.tolist() != draws.permutation(draws.key_of("other"), 3, count).tolist()
+        assert (order == np.arange(count)).sum() < 10
+
+
+def test_the_draws_of_this_version_are_those_of_the_last():
+    # Other words would change the batches of every run that is resumed.
+    assert draws.key_of(0, "train", 0) == KEY_OF_TRAIN
+    assert draws.permutation(KEY, 0, 8).tolist() == PERMUTATION
+    c = counter([0, 2**40])
+    assert [a.tolist() for a in c.front_cuts(victims([9, 50], [40, 3]))] == FRONT_CUTS
+    assert c.candidate_order(np.array([6, 6])).tolist() == ORDER
+    assert c.replacements(np.array([3, 3]), 30_522)[1].tolist() == RANDOM_IDS

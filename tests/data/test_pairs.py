@@ -1,0 +1,247 @@
+"""Pairs: the reference's own, the laws of a plan, and truncation."""
+
+import gzip
+import json
+import pathlib
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax.config import Data
+from bert_jax.data import batches, draws, pairs, stream
+from bert_jax.text import tokenizer
+
+FOLDER = pathlib.Path(__file__).parent
+GOLDEN = sorted(path.name for path in FOLDER.glob("instances_*.jsonl.gz"))
+
+# A busy machine is slow now and then, which is no failure.
+settings.register_profile("patient", deadline=None, database=None)
+settings.load_profile("patient")
+
+
+# --- The reference ---
+
+
+@pytest.fixture(scope="module")
+def reference_corpus(tmp_path_factory):
+    vocab = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    vocab.write_bytes(gzip.decompress((FOLDER / "bert_base_uncased_vocab.txt.gz").read_bytes()))
+    loaded = tokenizer.load(vocab, "uncased")
+    documents = [[]]
+    for line in (FOLDER / "sample_text.txt").read_text("utf-8").split("\n"):
+        if line.strip():
+            documents[-1].append(loaded.encode(line))
+        else:
+            documents.append([])
+    documents = [[ids for ids in document if ids] for document in documents]
+    small = stream.from_documents([document for document in documents if document])
+    return small, batches.Ids.of(loaded)
+
+
+def instances(small, ids, settings):
+    """What the reference's create_training_instances gives, by our rules and its random draws."""
+    draw = draws.Sequential(random.Random(settings["random_seed"]))
+    data = Data(
+        short_seq_prob=settings["short_seq_prob"],
+        masked_lm_prob=settings["masked_lm_prob"],
+        masking="whole_word" if settings["whole_word_mask"] else "piece",
+    )
+    length, predictions = settings["max_seq_length"], settings["max_predictions_per_seq"]
+    found = []
+    order = draw.document_order(len(small.document_offsets) - 1)
+    for _ in range(settings["dupe_factor"]):
+        # One row is planned, executed, and only then the next: they share one generator.
+        for row in pairs.plan(small, order, length, data.short_seq_prob, draw):
+            rows = np.array([row], pairs.ROW_DTYPE)
+            found.append(batches.execute(small, rows, draw, ids, data, length, predictions))
+    return [found[i] for i in draw.instance_order(len(found))]
+
+
+def as_written(batch):
+    """One instance as the reference writes it, without padding."""
+    length, predicted = int(batch["input_mask"].sum()), int(batch["masked_lm_weights"].sum())
+    assert not batch["input_ids"][0, length:].any()
+    assert not batch["masked_lm_positions"][0, predicted:].any()
+    return {
+        "input_ids": batch["input_ids"][0, :length].tolist(),
+        "segment_ids": batch["segment_ids"][0, :length].tolist(),
+        "masked_lm_positions": batch["masked_lm_positions"][0, :predicted].tolist(),
+        "masked_lm_ids": batch["masked_lm_ids"][0, :predicted].tolist(),
+        "next_sentence_label": int(batch["next_sentence_labels"][0]),
+    }
+
+
+def test_there_are_three_golden_files():
+    assert len(GOLDEN) == 3
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_instances_equal_the_references(reference_corpus, name):
+    lines = gzip.decompress((FOLDER / name).read_bytes()).decode().splitlines()
+    settings, *golden = map(json.loads, lines)
+    assert len(golden) == settings["instances"]
+    found = instances(*reference_corpus, settings)
+    assert [as_written(batch) for batch in found] == golden
+
+
+# --- The laws of a plan ---
+
+corpora = st.lists(
+    st.lists(st.integers(1, 12), min_size=1, max_size=9), min_size=1, max_size=6
+)  # lengths of sentences, by document
+
+
+def of_lengths(corpus):
+    """A stream whose ids are their own places."""
+    numbers = iter(range(10**6))
+    return stream.from_documents(
+        [[[next(numbers) for _ in range(n)] for n in document] for document in corpus], np.uint32
+    )
+
+
+def plan(small, seed=0, length=16, short_seq_prob=0.3):
+    scalars = draws.Scalars(random.Random(seed))
+    order = scalars.document_order(len(small.document_offsets) - 1)
+    return list(pairs.plan(small, order, length, short_seq_prob, scalars))
+
+
+def document_of(small, offset):
+    """The document in which a place in `ids` lies."""
+    starts = small.sentence_offsets[small.document_offsets[:-1].astype(np.int64)]
+    return int(np.searchsorted(starts, offset, "right")) - 1
+
+
+@settings(max_examples=200)
+@given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
+def test_pairs_are_whole_sentences_of_one_document_each(corpus, seed, length):
+    small = of_lengths(corpus)
+    bounds = set(small.sentence_offsets.tolist())
+    for row in plan(small, seed, length):
+        for offset, size in ((row.a_offset, row.a_length), (row.b_offset, row.b_length)):
+            assert size > 0
+            assert {offset, offset + size} <= bounds
+            assert document_of(small, offset) == document_of(small, offset + size - 1)
+
+
+@settings(max_examples=200)
+@given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
+def test_an_actual_next_follows_directly_and_a_random_one_is_of_another_document(
+    corpus, seed, length
+):
+    small = of_lengths(corpus)
+    for row in plan(small, seed, length):
+        if not row.is_random_next:
+            assert row.b_offset == row.a_offset + row.a_length
+        if not row.is_random_next or len(corpus) == 1:
+            assert document_of(small, row.a_offset) == document_of(small, row.b_offset)
+
+
+def test_a_random_next_is_of_another_document():
+    # With few documents the reference's ten draws may all be vain; with 40 they are not.
+    small = of_lengths([[3, 4, 5]] * 40)
+    rows = [row for seed in range(20) for row in plan(small, seed) if row.is_random_next]
+    assert len(rows) > 500
+    assert all(document_of(small, row.a_offset) != document_of(small, row.b_offset) for row in rows)
+
+
+@settings(max_examples=200)
+@given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
+def test_unused_sentences_are_put_back(corpus, seed, length):
+    small = of_lengths(corpus)
+    used = np.zeros(len(small.ids), int)
+    for row in plan(small, seed, length):
+        used[row.a_offset : row.a_offset + row.a_length] += 1
+        if not row.is_random_next:
+            used[row.b_offset : row.b_offset + row.b_length] += 1
+    # Not only at least once: a sentence serves once as A or as an actual next.
+    assert used.tolist() == [1] * len(used)
+
+
+@settings(max_examples=100)
+@given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
+def test_a_pair_reaches_the_target_and_no_sentence_more(corpus, seed, length):
+    small = of_lengths(corpus)
+    target = length - pairs.SPECIAL_TOKENS
+    for row in plan(small, seed, length, short_seq_prob=0.0):
+        total = row.a_length + row.b_length
+        last = small.sentence_offsets.tolist()
+        end = row.b_offset + row.b_length
+        last_sentence = end - last[last.index(end) - 1]
+        # Without its last sentence the pair is short of the target, or B is that sentence alone.
+        assert total - last_sentence < target or row.b_length == last_sentence
+        document_end = end in small.sentence_offsets[small.document_offsets.astype(np.int64)]
+        assert total >= target or document_end
+
+
+def test_the_plan_is_the_same_for_the_same_names():
+    small = of_lengths([[3, 4, 5, 6]] * 20)
+    first = batches.make_plan(small, (0, "train", 0, 0), 16, Data())
+    assert first.dtype == pairs.ROW_DTYPE
+    np.testing.assert_array_equal(first, batches.make_plan(small, (0, "train", 0, 0), 16, Data()))
+    for other in [(1, "train", 0, 0), (0, "validation", 0, 0), (0, "train", 1, 0)]:
+        assert first.tobytes() != batches.make_plan(small, other, 16, Data()).tobytes()
+
+
+def test_a_sentence_of_70000_tokens_is_one_pair_s_a():
+    small = of_lengths([[70_000], [3, 4]])
+    rows = [row for row in plan(small) if row.a_length == 70_000]
+    assert [(row.a_offset, row.is_random_next) for row in rows] == [(0, True)]
+
+    # --- Truncation ---
+
+    def __init__(self, fronts):
+        self.fronts = fronts
+
+    def front_cuts(self, victims):
+        self.victims = victims
+        return tuple(np.array([f]) for f in self.fronts)
+
+
+def slow_truncate(a, b, most, random_draw):
+    """truncate_seq_pair, token by token."""
+    a, b = list(a), list(b)
+    while len(a) + len(b) > most:
+        victim = a if len(a) > len(b) else b
+        if random_draw() < 0.5:
+            del victim[0]
+        else:
+            victim.pop()
+    return a, b
+
+
+@settings(max_examples=500)
+@given(
+    a=st.integers(1, 60), b=st.integers(1, 60), length=st.integers(8, 70), seed=st.integers(0, 99)
+)
+def test_truncation_equals_the_loop_over_tokens(a, b, length, seed):
+    row = np.array([(100, a, 500, b, False)], pairs.ROW_DTYPE)
+    generator = random.Random(seed)
+    slow = slow_truncate(range(100, 100 + a), range(500, 500 + b), length - 3, generator.random)
+    draw = draws.Sequential(random.Random(seed))
+    cut = pairs.truncate(row, length, draw)
+    for expected, start, size in (
+        (slow[0], cut.a_start, cut.a_length),
+        (slow[1], cut.b_start, cut.b_length),
+    ):
+        assert list(range(start[0], start[0] + size[0])) == expected
+    # And it drew as many numbers.
+    assert draw._rng.random() == generator.random()
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=20),
+    length=st.integers(8, 130),
+)
+def test_many_rows_are_truncated_as_one(lengths, length):
+    rows = np.array([(1000, a, 5000, b, True) for a, b in lengths], pairs.ROW_DTYPE)
+    cut = pairs.truncate(rows, length, draws.Counter((1, 2), np.arange(len(rows))))
+    for i, (a, b) in enumerate(lengths):
+        slow = slow_truncate(range(a), range(b), length - 3, lambda: 0.0)
+        assert (cut.a_length[i], cut.b_length[i]) == (len(slow[0]), len(slow[1]))
+        assert cut.a_start[i] >= 1000
+        assert cut.a_start[i] + cut.a_length[i] <= 1000 + a
+        assert cut.b_start[i] >= 5000
+        assert cut.b_start[i] + cut.b_length[i] <= 5000 + b

@@ -1,0 +1,158 @@
+"""Properties of the encoder and its noise."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import samples
+from compare import assert_close
+
+from bert_jax.model import heads, layers, losses
+from bert_jax.model.encoder import Loop, encode, padded_vocab_size
+
+CFG = samples.MODEL
+
+
+@pytest.fixture(scope="module")
+def params():
+    return heads.init_params(CFG, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return {k: jnp.asarray(v) for k, v in samples.train_batches().batch(0, np.arange(8)).items()}
+
+
+def noise(rows, seed=1):
+    return layers.RowNoise.of(jax.random.key(seed), rows)
+
+
+def test_padding_never_leaks(params, batch):
+    """A padded batch is each row alone, cut to its length."""
+    model = heads.merge(CFG, params)
+    names = ("input_ids", "segment_ids", "input_mask")
+    together = encode(model.encoder, CFG, *(batch[n] for n in names), None, Loop())
+    lengths = np.asarray(batch["input_mask"].sum(axis=1))
+    assert lengths.min() < lengths.max() or lengths.min() < 16
+    for row, length in enumerate(lengths):
+        alone = (batch[n][row : row + 1, :length] for n in names)
+        hidden = encode(model.encoder, CFG, *alone, None, Loop())
+        assert_close({"h": together[row, :length]}, {"h": hidden[0]}, 1e-5)
+
+
+def test_initial_values_are_the_reference_s():
+    cfg = dataclasses.replace(CFG, hidden_size=256, vocab_size=2000)
+    params = heads.init_params(cfg, jax.random.key(3))
+    word = params["encoder"]["embeddings"]["word"]["embedding"][:2000]
+    # A normal of 0.02 cut off at two deviations and not widened: 0.01759 (reference_semantics 5).
+    assert abs(float(word.std()) - 0.017592) < 1e-4
+    assert float(jnp.abs(word).max()) <= 0.04
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = path[-1].key
+        if name in ("bias", "output_bias"):
+            assert not leaf.any()
+        if name == "scale":
+            assert (leaf == 1).all()
+        if "layers" in jax.tree_util.keystr(path) and name == "kernel":
+            assert not np.array_equal(leaf[0], leaf[1])
+
+
+def test_vocabulary_rows_are_a_multiple_of_1024():
+    for size, rows in ((30_522, 30_720), (1024, 1024), (1025, 2048), (6, 1024)):
+        assert padded_vocab_size(dataclasses.replace(CFG, vocab_size=size)) == rows
+
+
+def test_padded_vocabulary_gets_no_probability(params, batch):
+    logits, _ = heads.pretraining_logits(CFG, params, batch, None, Loop())
+    probabilities = jax.nn.softmax(logits)
+    assert logits.shape[-1] == 1024
+    assert float(probabilities[..., 100:].max()) == 0.0
+
+
+def test_gelu_tanh_is_another_function(params, batch):
+    tanh = dataclasses.replace(CFG, hidden_act="gelu_tanh")
+    exact, _ = heads.pretraining_logits(CFG, params, batch, None, Loop())
+    approximate, _ = heads.pretraining_logits(tanh, params, batch, None, Loop())
+    difference = float(jnp.abs(exact - approximate)[..., :100].max())
+    assert 0 < difference < 1e-3
+    x = np.linspace(-4, 4, 101)
+    by_hand = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    np.testing.assert_allclose(layers.activation("gelu_tanh", jnp.asarray(x)), by_hand, atol=1e-6)
+
+
+def test_loss_equals_numpy(params, batch):
+    masked_lm, next_sentence = heads.pretraining_logits(CFG, params, batch, None, Loop())
+    found = losses.pretraining(masked_lm, next_sentence, batch)
+
+    def by_hand(logits, labels, weights):
+        logits = np.asarray(logits, np.float64).reshape(-1, logits.shape[-1])
+        labels, weights = np.asarray(labels).ravel(), np.asarray(weights, np.float64).ravel()
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        log_probs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+        nll = -log_probs[np.arange(len(labels)), labels]
+        hits = logits.argmax(axis=1) == labels
+        return (weights * nll).sum(), (weights * hits).sum(), weights.sum()
+
+    for task, logits, labels, weights in (
+        ("masked_lm", masked_lm, "masked_lm_ids", "masked_lm_weights"),
+        ("next_sentence", next_sentence, "next_sentence_labels", "row_weights"),
+    ):
+        nll, hits, count = by_hand(logits, batch[labels], batch[weights])
+        np.testing.assert_allclose(found[f"{task}_loss"], [nll, count], rtol=1e-6)
+        np.testing.assert_allclose(found[f"{task}_accuracy"], [hits, count])
+
+
+def test_dropout_of_a_row_is_the_row_s_own():
+    """The same bits whatever other rows stand beside it, in any order."""
+    rows = jnp.arange(40, dtype=jnp.uint32)
+    all_rows = noise(rows).at(3).keep((40, 6, 8), 0.1)
+    some = jnp.array([7, 3, 31], jnp.uint32)
+    np.testing.assert_array_equal(noise(some).at(3).keep((3, 6, 8), 0.1), all_rows[some])
+
+
+def test_dropout_differs_by_site_layer_row_and_seed():
+    rows = jnp.arange(2, dtype=jnp.uint32)
+    draws = [
+        noise(rows, seed).at(layer).at(site).keep((2, 64), 0.5)[row].tobytes()
+        for seed in (1, 2)
+        for layer in (0, 1)
+        for site in (0, 1, 2)
+        for row in (0, 1)
+    ]
+    assert len(set(draws)) == len(draws)
+
+
+@pytest.mark.parametrize("kind", ["threefry8", "rbg16"])
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_keeps_the_mean(kind, rate):
+    if kind == "threefry8":
+        drawn = noise(jnp.arange(64, dtype=jnp.uint32))
+        probability = round(rate * 256) / 256
+    else:
+        drawn = layers.ShardNoise(jax.random.key(5, impl="rbg"))
+        probability = round(rate * 65_536) / 65_536
+    x = jnp.ones((64, 32, 32))
+    dropped = layers.dropout(x, drawn, rate)
+    deviation = np.sqrt(probability * (1 - probability) / x.size)
+    assert abs(float((dropped == 0).mean()) - probability) < 5 * deviation
+    assert abs(float(dropped.mean()) - 1) < 6 * deviation / (1 - probability)
+
+
+def test_no_noise_or_no_rate_drops_nothing():
+    x = jnp.ones((2, 4))
+    assert layers.dropout(x, None, 0.5) is x
+    assert layers.dropout(x, noise(jnp.arange(2, dtype=jnp.uint32)), 0.0) is x
+
+
+def test_attention_dropout_zeroes_probabilities_and_scales_the_rest():
+    """With one value per key, the context is the mean of what is kept, scaled up."""
+    b, s, h, d = 4, 16, 2, 4
+    query = jnp.zeros((b, s, h, d))
+    value = jnp.ones((b, s, h, d))
+    drawn = noise(jnp.arange(b, dtype=jnp.uint32))
+    context = layers.attend(query, query, value, jnp.ones((b, s)), drawn, 0.25)
+    keep = jnp.swapaxes(drawn.keep((b, h, s, s), 0.25), 2, 3)
+    expected = keep.mean(axis=-1) * drawn.scale(0.25)
+    np.testing.assert_allclose(context[..., 0], jnp.swapaxes(expected, 1, 2), rtol=1e-5)

@@ -1,0 +1,237 @@
+"""The commands, as a user types them."""
+
+import io
+import json
+import sys
+
+import pytest
+from small_run import write_text
+
+from bert_jax import cli, predict, resolve
+from bert_jax.text import tokenizer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run: (folder, experiment file, workdir)."""
+    folder = tmp_path_factory.mktemp("cli")
+    file = write_text(folder)
+    workdir = folder / "run"
+    assert cli.main(["pretrain", str(file), "--workdir", str(workdir)]) == 0
+    return folder, file, workdir
+
+
+def call(capsys, *args, stdin: bytes = b"", monkeypatch=None):
+    """Exit code, standard output, standard error."""
+    if monkeypatch is not None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, write_through=True))
+        code = cli.main([str(arg) for arg in args])
+        return code, raw.getvalue(), capsys.readouterr().err
+    capsys.readouterr()
+    code = cli.main([str(arg) for arg in args])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_help_shows_the_exit_codes(capsys):
+    for args in (["--help"], ["pretrain", "--help"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(args)
+        assert left.value.code == 0
+        text = capsys.readouterr().out
+        assert "exit codes" in text and "75" in text
+
+
+def test_usage_errors_exit_2(capsys):
+    for args in ([], ["fly"], ["pretrain"], ["predict", "x"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(args)
+        assert left.value.code == 2
+
+
+def test_evaluate_gives_the_run_s_own_last_evaluation(run, capsys):
+    """From the workdir alone, with its saved config; another batch size changes nothing."""
+    _, _, workdir = run
+    code, out, _ = call(capsys, "evaluate", "--workdir", workdir, "--set", "run.eval_batch_size=4")
+    assert code == 0
+    found = json.loads(out.splitlines()[-1])
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    saved = [line for line in lines if line["kind"] == "evaluation"][-1]
+    for name in ("masked_lm_loss", "next_sentence_accuracy", "unigram_loss", "rows"):
+        assert found[name] == pytest.approx(saved[name], rel=1e-5)
+    assert found["step"] == 22
+
+
+def test_metrics_lines_are_complete(run):
+    _, _, workdir = run
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    train = [line["step"] for line in lines if line["kind"] == "train"]
+    evaluation = [line["step"] for line in lines if line["kind"] == "evaluation"]
+    assert train == [3, 6, 9, 12, 15, 18, 21, 22]
+    assert evaluation == [6, 12, 18, 22]
+    timings = [json.loads(x) for x in (workdir / "timings.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in timings] == train
+    assert all(line["tokens_per_second"] > 0 for line in timings)
+
+
+def test_show_decodes_the_batch_that_was_trained_on(run, capsys):
+    _, file, workdir = run
+    code, out, _ = call(capsys, "show", file, "--workdir", workdir, "--step", "9", "--rows", "2")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("step 9: phase 0, step 9 of 14 there, 8 rows of 16")
+    assert any(line.startswith("epoch 1: ") for line in lines)
+    text = [line for line in lines if line.startswith("[CLS] ")]
+    assert len(text) == 2
+    for line in text:
+        assert line.count("[SEP]") == 2 and "|" in line
+    assert sum("B is random" in x or "B follows" in x for x in lines) == 2
+
+
+def test_show_refuses_a_step_that_is_not_there(run, capsys):
+    _, _, workdir = run
+    code, _, err = call(capsys, "show", "--workdir", workdir, "--step", "22")
+    assert code == 2 and "steps 0 to 21" in err
+
+
+def test_config_prints_what_the_run_was(run, capsys):
+    _, file, workdir = run
+    code, out, _ = call(capsys, "config", "--workdir", workdir)
+    assert code == 0
+    assert resolve.from_json(out, "out") == resolve.load(str(file))
+    code, out, _ = call(capsys, "config", file, "--set", "seed=4")
+    assert resolve.from_json(out, "out").seed == 4
+
+
+def test_a_resolved_config_is_an_experiment(run, capsys, tmp_path):
+    _, _, workdir = run
+    copy = tmp_path / "claim.json"
+    copy.write_text((workdir / "experiment.json").read_text())
+    code, out, _ = call(capsys, "pretrain", copy, "--workdir", workdir)
+    assert code == 0 and "finished" in out
+
+
+def test_predict_fills_masks_and_judges_pairs(run, capsys):
+    _, _, workdir = run
+    code, out, _ = call(
+        capsys, "predict", "--workdir", workdir, "--top", "3",
+        "wa [MASK] wb [MASK] .", "--next", "[MASK] xa",
+    )  # fmt: skip
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[:2] == ["wa [MASK] wb [MASK] .", "[MASK] xa"]
+    assert [line.split(":")[0] for line in lines[2:5]] == [f"  [MASK] {i}" for i in (1, 2, 3)]
+    assert len(lines[2].split(":")[1].split()) == 6
+    assert lines[5].startswith("  B follows A: 0.")
+
+
+def test_predict_reads_lines_and_pairs(run, capsys, monkeypatch):
+    _, _, workdir = run
+    code, out, _ = call(
+        capsys, "predict", "--workdir", workdir, stdin=b"wa [MASK]\nwa\twb\n",
+        monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert code == 0
+    assert out.decode().count("[MASK] 1:") == 1 and out.decode().count("B follows A") == 1
+
+
+def test_predictions_do_not_depend_on_padding(run):
+    """A text of 20 pieces is padded to 32; the same text before more padding says the same."""
+    _, _, workdir = run
+    experiment = resolve.load(str(workdir / "experiment.json"))
+    from bert_jax.training.runner import Prepared
+    from bert_jax.workdir import Workdir
+
+    place = Workdir(workdir, experiment.run.corpus_dir)
+    params, step = predict.load_params(experiment, place)
+    assert step == 22
+    predictor = predict.Predictor(experiment.model, params, Prepared.open(place.corpus).tokenizer)
+    short = predictor.predict("wa [MASK] wb", None, 3)
+    predict_step, predict._LENGTH_STEP = predict._LENGTH_STEP, 5
+    try:
+        padded_less = predictor.predict("wa [MASK] wb", None, 3)
+    finally:
+        predict._LENGTH_STEP = predict_step
+    for (a, p), (b, q) in zip(short.masks[0], padded_less.masks[0], strict=True):
+        assert a == b and p == pytest.approx(q, rel=1e-5)
+
+
+def test_predict_refuses_text_longer_than_the_model(run, capsys):
+    _, _, workdir = run
+    code, _, err = call(capsys, "predict", "--workdir", workdir, "wa " * 40)
+    assert code == 2 and "32 at most" in err
+
+
+def test_tokenize_writes_ids_line_for_line(run, capsys, monkeypatch):
+    folder, _, _ = run
+    text = "wa wb\n\nzz\u2028wa\r\n[SEP]".encode()
+    code, out, _ = call(
+        capsys, "tokenize", "--tokenizer", folder / "vocab.txt", stdin=text,
+        monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert code == 0
+    tok = tokenizer.load(folder / "vocab.txt")
+    lines = [tok.encode(line) for line in ("wa wb", "", "zz\u2028wa\r", "[SEP]")]
+    assert out == "".join(" ".join(map(str, ids)) + "\n" for ids in lines).encode()
+    assert tok.sep_id not in lines[3]
+    folder_code, folder_out, _ = call(
+        capsys, "tokenize", "--tokenizer", folder / "corpus" / "tokenizer", stdin=text,
+        monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert (folder_code, folder_out) == (0, out)
+
+
+def test_tokenize_names_the_line_that_is_not_utf8(run, capsys, monkeypatch):
+    folder, _, _ = run
+    code, _, err = call(
+        capsys, "tokenize", "--tokenizer", folder / "vocab.txt", stdin=b"wa\nw\xff\n",
+        monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert code == 2 and "standard input:2: byte 1" in err
+
+
+def test_prepare_alone_and_twice(run, capsys, tmp_path):
+    _, file, _ = run
+    args = ("prepare", file, "--workdir", tmp_path / "w", "--set", "run.corpus_dir=")
+    assert call(capsys, *args)[0] == 0
+    code, out, _ = call(capsys, *args)
+    assert code == 0 and out.count("\n") == 1 and "is ready" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["pretrain", "none.py"], ["none.py", "no such experiment file"]),
+        (["pretrain", "setup.cfg"], ["setup.cfg", ".py"]),
+        (["evaluate", "--workdir", "/nowhere/at/all"], ["/nowhere/at/all", "no run here"]),
+        (["evaluate"], ["EXPERIMENT", "--workdir"]),
+        (["predict", "--workdir", "/nowhere/at/all", "x"], ["no run here"]),
+        (["tokenize", "--tokenizer", "/nowhere"], ["/nowhere", "no such tokenizer"]),
+        (["config", "experiments/tiny.py", "--set", "model.width=3"], ["model", "width"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(args, words, capsys):
+    code, _, err = call(capsys, *args)
+    assert code == 2
+    assert len(err.splitlines()) == 1 and err.startswith("bert-jax: ")
+    for word in words:
+        assert word in err
+
+
+def test_a_workdir_of_something_else_is_refused(run, capsys, tmp_path):
+    _, file, _ = run
+    (tmp_path / "thesis.txt").write_text("mine")
+    code, _, err = call(capsys, "pretrain", file, "--workdir", tmp_path)
+    assert code == 2 and "holds other files and no run" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_anything_is_made(run, capsys, tmp_path):
+    _, file, _ = run
+    code, _, err = call(
+        capsys, "pretrain", file, "--workdir", tmp_path / "w", "--set", "phases.0.batch_size=6"
+    )
+    assert code == 2 and "phases.0.batch_size=6: not a multiple of 4 devices" in err
+    assert not (tmp_path / "w").exists()

@@ -1,0 +1,96 @@
+"""Every experiment file runs, shrunk, and its resolved form is reviewed text."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import samples
+
+from bert_jax import resolve
+from bert_jax.config import InputError
+from bert_jax.data import batches
+from bert_jax.training import feed, runner, step
+from bert_jax.training import mesh as mesh_lib
+
+EXPERIMENTS = sorted((pathlib.Path(__file__).parents[1] / "experiments").glob("*.py"))
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+PODS = ("bert_base_pod", "bert_large_pod")
+
+
+def describe(experiment) -> str:
+    """The resolved config, and every parameter with its shape, type and place."""
+    lines = [f"{path} = {value!r}" for path, value in resolve.flatten(experiment)]
+    shapes = jax.eval_shape(
+        lambda: step.init_state(experiment.model, experiment.optimizer, 0)["params"]
+    )
+    lines += ["", "parameters"]
+    total = 0
+    for path, leaf in jax.tree.leaves_with_path(shapes):
+        total += leaf.size
+        name = "/".join(key.key for key in path)
+        lines.append(f"{name} {list(leaf.shape)} {leaf.dtype} {experiment.mesh.parallelism}")
+    return "\n".join([*lines, f"in all {total:,}", ""])
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_resolved_experiment_is_as_reviewed(file):
+    """After a change that is meant: write describe() to the golden file and read the diff."""
+    experiment = resolve.load(str(file))
+    assert experiment.name == file.stem
+    assert describe(experiment) == (GOLDEN / f"{file.stem}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["bert_base", "bert_large", *PODS])
+def test_the_paper_s_experiments_run_two_shrunk_steps(name):
+    experiment = resolve.load(str(EXPERIMENTS[0].with_name(f"{name}.py")))
+    settings = [
+        "model.vocab_size=100",
+        "model.hidden_size=16",
+        "model.num_hidden_layers=2",
+        "model.num_attention_heads=2",
+        "model.intermediate_size=32",
+        "model.max_position_embeddings=32",
+        "data.eval_sequence_length=16",
+        "phases.0.sequence_length=16",
+        "phases.0.max_predictions_per_seq=3",
+        "phases.1.sequence_length=32",
+        "phases.1.max_predictions_per_seq=5",
+    ]
+    if name in PODS:
+        settings.append("mesh.parallelism=replicated")
+    experiment = resolve.override(experiment, settings)
+    mesh = mesh_lib.make_mesh(experiment.mesh)
+    runner.require_runnable(experiment, mesh)
+    state = step.init_state(experiment.model, experiment.optimizer, experiment.seed)
+    for number, phase in enumerate(experiment.phases):
+        shape = batches.Shape(
+            phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size
+        )
+        train = samples.train_batches(shape, number)
+        train_step = step.make_train_step(
+            experiment.model, experiment.optimizer, experiment.mesh, experiment.total_steps, mesh
+        )
+        key = step.phase_key(experiment.model, experiment.seed, number)
+        rows = np.arange(phase.batch_size)
+        sharding = mesh_lib.batch_sharding(mesh)
+        batch = feed.place(train.batch(0, rows), rows, phase.batch_size, sharding)
+        state, window = train_step(state, step.empty_window(), batch, key)
+        assert np.isfinite(window["masked_lm_loss"]).all() and window["bad_steps"][0] == 0
+    assert int(state["step"]) == 2
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_sharded_state_is_refused_by_name_until_it_is_built(name):
+    experiment = resolve.load(str(EXPERIMENTS[0].with_name(f"{name}.py")))
+    with pytest.raises(InputError, match=r"mesh\.parallelism=zero3"):
+        mesh_lib.make_mesh(experiment.mesh)
+
+
+def test_the_sizes_are_the_paper_s():
+    """110M and 340M (Devlin et al. 2018), less the padding of the vocabulary."""
+    for name, parameters in (("bert_base", 110_106_428), ("bert_large", 336_226_108)):
+        text = (GOLDEN / f"{name}.txt").read_text()
+        found = int(text.split("in all ")[1].replace(",", ""))
+        width = 768 if name == "bert_base" else 1024
+        assert found - (30_720 - 30_522) * (width + 1) == parameters

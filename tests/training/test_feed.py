@@ -1,0 +1,65 @@
+"""Batches on devices are the batches of the data engine."""
+
+import hashlib
+
+import jax
+import numpy as np
+import pytest
+import samples
+
+from bert_jax.training import feed
+from bert_jax.training import mesh as mesh_lib
+
+
+def digest(batches) -> list[str]:
+    return [
+        hashlib.sha256(b"".join(np.asarray(v).tobytes() for _, v in sorted(b.items()))).hexdigest()
+        for b in batches
+    ]
+
+
+def global_batches(devices: int, first: int, last: int, workers: int = 0):
+    sharding = mesh_lib.batch_sharding(samples.mesh_of(devices))
+    train = samples.train_batches()
+    with feed.Feed(train.batch, first, last, 8, sharding, 2, workers) as batches:
+        return [jax.device_get(batch) for batch in batches]
+
+
+def test_global_batches_are_the_same_on_1_2_and_4_devices():
+    host = samples.train_batches()
+    expected = digest(host.batch(step, np.arange(8)) for step in range(5))
+    for devices in (1, 2, 4):
+        assert digest(global_batches(devices, 0, 5)) == expected
+
+
+def test_the_feed_starts_at_any_step():
+    assert digest(global_batches(2, 3, 6)) == digest(global_batches(2, 0, 6))[3:]
+
+
+def test_worker_processes_give_the_same_batches():
+    assert digest(global_batches(2, 0, 4, workers=2)) == digest(global_batches(2, 0, 4))
+
+
+def test_rows_of_a_process_need_not_be_one_range():
+    """Devices in another order, as a torus gives them: rows follow the sharding."""
+    devices = [jax.devices()[i] for i in (2, 0, 3, 1)]
+    mesh = jax.sharding.Mesh(np.array(devices), ("data_0",))
+    sharding = mesh_lib.batch_sharding(mesh)
+    batch = samples.train_batches().batch(0, np.arange(8))
+    placed = feed.place(batch, np.arange(8), 8, sharding)
+    for name, values in batch.items():
+        np.testing.assert_array_equal(np.asarray(placed[name]), values)
+    shard = next(s for s in placed["rows"].addressable_shards if s.device == devices[0])
+    assert shard.data.tolist() == [0, 1]
+
+
+def test_an_error_in_a_batch_reaches_the_loop():
+    def broken(step, rows):
+        raise ValueError("no such row")
+
+    sharding = mesh_lib.batch_sharding(samples.mesh_of(1))
+    with (
+        feed.Feed(broken, 0, 2, 8, sharding, 2, 0) as batches,
+        pytest.raises(ValueError, match="no such row"),
+    ):
+        next(batches)
