@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from bert_jax import __version__
 from bert_jax.config import Experiment, InputError
 
-FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
+FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 
 _EXIT_CODES = """\
 exit codes:
@@ -16,7 +17,7 @@ exit codes:
   1    failure
   2    bad input or usage
   75   stopped on request with the state saved; run again to go on
-  130  second Ctrl-C
+  130  Ctrl-C before training, or a second one during it
 """
 
 
@@ -30,6 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"bert-jax: {error}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        print("bert-jax: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left, and the interpreter must not write to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

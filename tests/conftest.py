@@ -2,9 +2,11 @@ import os
 import pathlib
 import sys
 
-# Four devices on a CPU, before jax starts: what shards here shards on a pod.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-).strip()
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+TESTS = pathlib.Path(__file__).parent
+sys.path.insert(0, str(TESTS))
+
+import small_run  # noqa: E402
+
+# Before jax starts. Four devices on a CPU: what shards here shards on a pod. Tests compile the
+# same small programs again and again, so they share what is compiled.
+os.environ.update(small_run.settings(devices=4))

@@ -6,14 +6,6 @@ import random
 import subprocess
 import sys
 
-import jax
-from etils import epath
-
-from bert_jax import resolve
-from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.runner import abstract_state
-
 EXPERIMENT = """
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Phase, Run
 
@@ -61,7 +53,7 @@ def command(*args: object, devices: int = 1, stdin: bytes = b"") -> subprocess.C
         [sys.executable, *map(str, args)],
         input=stdin,
         capture_output=True,
-        env=environment(devices),
+        env=os.environ | settings(devices),
         timeout=300,
         check=False,
     )
@@ -72,9 +64,10 @@ def bert_jax(*args: object, **options) -> subprocess.CompletedProcess:
     return command("-m", "bert_jax.cli", *args, **options)
 
 
-def environment(devices: int = 1) -> dict[str, str]:
+def settings(devices: int) -> dict[str, str]:
+    """Environment of jax: virtual devices, and a folder of compiled programs."""
     cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"
-    return os.environ | {
+    return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -85,6 +78,15 @@ def environment(devices: int = 1) -> dict[str, str]:
 
 def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
     """The newest checkpoint of a run: its step and its whole state."""
+    # Not above: conftest reads this module before jax may start.
+    import jax
+    from etils import epath
+
+    from bert_jax import resolve
+    from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training.checkpoint import Checkpoints
+    from bert_jax.training.runner import abstract_state
+
     experiment = resolve.from_json((workdir / "experiment.json").read_text(), "experiment")
     abstract = abstract_state(experiment, mesh_lib.make_mesh(experiment.mesh))
     with Checkpoints(epath.Path(workdir / "checkpoints"), keep=3) as saved:

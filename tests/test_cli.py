@@ -235,3 +235,29 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_is_made(run, ca
     )
     assert code == 2 and "phases.0.batch_size=6: not a multiple of 4 devices" in err
     assert not (tmp_path / "w").exists()
+
+
+def test_an_interrupt_while_preparing_leaves_nothing_that_reads_as_complete(
+    run, capsys, tmp_path, monkeypatch
+):
+    from bert_jax.data import corpus
+    from bert_jax.workdir import COMPLETE
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    _, file, _ = run
+    monkeypatch.setattr(corpus, "_write_dataset", interrupted)
+    args = ("pretrain", file, "--workdir", tmp_path / "w", "--set", "run.corpus_dir=")
+    code, _, err = call(capsys, *args)
+    assert code == 130 and err == "bert-jax: interrupted\n"
+    assert not (tmp_path / "w" / "corpus" / COMPLETE).exists()
+
+
+def test_a_reader_that_leaves_is_no_error_of_ours(run):
+    import subprocess
+
+    _, _, workdir = run
+    command = f"{sys.executable} -m bert_jax.cli show --workdir {workdir} --rows 8 | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
+    assert b"Traceback" not in done.stderr

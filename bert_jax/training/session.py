@@ -37,12 +37,14 @@ def pretrain(
     runner.require_runnable(experiment, mesh_lib.make_mesh(experiment.mesh))
     _keep_freed_memory()
     workdir.create()
-    with lock(workdir.root), StopRequest() as stop:
+    with lock(workdir.root):
         _require_same_claim(experiment, workdir, length, progress)
+        # A signal ends this at once: a corpus half made is made anew.
         corpus.prepare(experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say)
-        trainer = runner.Trainer(experiment, workdir, progress)
-        write_atomic(workdir.experiment, resolve.to_json(experiment))
-        outcome = trainer.run(stop)
+        with StopRequest() as stop:
+            trainer = runner.Trainer(experiment, workdir, progress)
+            write_atomic(workdir.experiment, resolve.to_json(experiment))
+            outcome = trainer.run(stop)
     if outcome == "failed":
         progress.say(f"failed: {trainer.failed}")
         return outcome
