@@ -44,7 +44,7 @@ def load_params(experiment: Experiment, workdir: Workdir) -> tuple[Any, int]:
     mesh = mesh_lib.make_mesh(experiment.mesh)
     if not workdir.checkpoints.exists():
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-    with Checkpoints(workdir.checkpoints, experiment.run.keep_checkpoints) as saved:
+    with Checkpoints(workdir.checkpoints, experiment.run.keep_checkpoints, "read") as saved:
         if saved.latest_step is None:
             raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
         wanted = {"params": abstract_state(experiment, mesh)["params"]}

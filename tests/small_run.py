@@ -89,6 +89,6 @@ def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
 
     experiment = resolve.from_json((workdir / "experiment.json").read_text(), "experiment")
     abstract = abstract_state(experiment, mesh_lib.make_mesh(experiment.mesh))
-    with Checkpoints(epath.Path(workdir / "checkpoints"), keep=3) as saved:
+    with Checkpoints(epath.Path(workdir / "checkpoints"), 3, "read") as saved:
         step = saved.latest_step
         return step, jax.device_get(saved.restore(step, abstract)[0])

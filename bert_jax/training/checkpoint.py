@@ -8,7 +8,7 @@ are those of an uninterrupted one.
 import importlib.metadata
 import os
 import platform
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from absl import logging
@@ -27,10 +27,10 @@ class Checkpoints:
     """The checkpoints of one run, the newest `keep` of them.
 
     Saving is asynchronous: the state is copied, written behind the next steps, and counts only
-    once it is whole.
+    once it is whole. Opened to `read`, nothing is touched: a run may be saving meanwhile.
     """
 
-    def __init__(self, folder: epath.Path, keep: int):
+    def __init__(self, folder: epath.Path, keep: int, access: Literal["read", "write"]):
         logging.set_verbosity(logging.ERROR)
         saving = ocp.options.ArrayOptions.Saving(use_compression=False)
         loading = ocp.options.PyTreeOptions.Loading(partial_load=True)
@@ -43,7 +43,7 @@ class Checkpoints:
                 folder.absolute(),
                 context=context,
                 preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=access == "write",
             )
         self._folder = folder
 

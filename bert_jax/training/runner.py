@@ -138,7 +138,9 @@ class Trainer:
 
     def run(self, stop: StopRequest) -> Outcome:
         """Trains; returns how it ended. The state is saved unless it failed."""
-        with Checkpoints(self.workdir.checkpoints, self.experiment.run.keep_checkpoints) as saved:
+        with Checkpoints(
+            self.workdir.checkpoints, self.experiment.run.keep_checkpoints, "write"
+        ) as saved:
             state, window = self._start(saved)
             total = self.experiment.total_steps
             with self.progress.bar(self.done, total):

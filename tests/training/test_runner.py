@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from small_run import write_text
 
-from bert_jax import resolve
+from bert_jax import predict, resolve
 from bert_jax.config import InputError
 from bert_jax.training import metrics, runner, session, step
 from bert_jax.training.progress import Progress
@@ -78,6 +78,18 @@ def test_saved_steps_are_the_newest_few(text, tmp_path):
     pretrain(file, tmp_path / "w", "run.keep_checkpoints=2")
     kept = {path.name for path in (tmp_path / "w" / "checkpoints").iterdir()}
     assert kept == {"20", "22"}
+
+
+def test_reading_a_run_leaves_a_save_under_way_alone(text, tmp_path):
+    _, file = text
+    pretrain(file, tmp_path / "w")
+    under_way = tmp_path / "w" / "checkpoints" / "99.orbax-checkpoint-tmp"
+    under_way.mkdir()
+    (under_way / "half").write_text("x")
+    experiment = resolve.load(str(file))
+    place = Workdir(tmp_path / "w", experiment.run.corpus_dir)
+    assert predict.load_params(experiment, place)[1] == 22
+    assert (under_way / "half").exists()
 
 
 def test_another_corpus_under_a_run_is_refused(text, tmp_path):
