@@ -1,23 +1,28 @@
 # `make pretrain` and `make test` are all a fresh machine needs; both make the environment first.
 
-PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: all pretrain test lint clean
+# Which interpreter: the one named, else that of the environment that is there, else python3.
+MADE_WITH := $(shell cat $(VENV)/made-with 2>/dev/null)
+PYTHON ?= $(or $(MADE_WITH),python3)
+ifneq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null),True)
+  $(error PYTHON=$(PYTHON) does not run, or is older than 3.11)
+endif
+
+.PHONY: all pretrain test lint clean another-interpreter
 
 all: $(STAMP)
 
-# The interpreter is part of the environment: another PYTHON makes it anew.
-$(VENV)/python-is-$(subst /,_,$(PYTHON)):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
-	  || { echo "make: PYTHON=$(PYTHON) does not run, or is older than 3.11" >&2; exit 1; }
+$(VENV)/made-with: $(if $(filter-out $(MADE_WITH),$(PYTHON)),another-interpreter)
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	@touch $@
+	@echo '$(PYTHON)' > $@
 
-$(STAMP): setup.cfg pyproject.toml constraints.txt $(VENV)/python-is-$(subst /,_,$(PYTHON))
+another-interpreter:
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt $(VENV)/made-with
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch $@

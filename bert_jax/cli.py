@@ -129,13 +129,11 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _pretrain(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from bert_jax.training import session
-    from bert_jax.training.progress import Progress
+    from bert_jax.training.progress import LineConsole, Progress
 
     experiment, workdir = _claim(args)
-    progress = Progress(Console())
+    progress = Progress(LineConsole())
     extend = "extend" if args.extend else "keep"
     outcome = session.pretrain(experiment, workdir, extend, progress)
     return {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}[outcome]
@@ -143,13 +141,14 @@ def _pretrain(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from bert_jax.predict import load_params
-    from bert_jax.training import evaluate, runner, step
+    from bert_jax.training import evaluate, step
     from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training.prepared import Prepared
 
     experiment, workdir = _claim(args)
-    prepared = runner.Prepared.open(workdir.corpus)
+    prepared = Prepared.open(workdir.corpus)
     mesh = mesh_lib.make_mesh(experiment.mesh)
-    params, done = load_params(experiment, workdir)
+    params, done = load_params(experiment, workdir, prepared, mesh)
     found = evaluate.evaluate(
         prepared.held_out(experiment, mesh),
         params,
@@ -165,11 +164,13 @@ def _show(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from bert_jax import show
-    from bert_jax.training import runner
+    from bert_jax.training.prepared import Prepared
 
     experiment, workdir = _claim(args)
+    if args.rows < 1:
+        raise InputError(f"--rows {args.rows}: must be at least 1")
     console = Console()
-    prepared = runner.Prepared.open(workdir.corpus)
+    prepared = Prepared.open(workdir.corpus)
     for line in show.show(experiment, prepared, args.step, args.rows):
         console.print(line, soft_wrap=not console.is_terminal)
     return FINISHED
@@ -185,7 +186,8 @@ def _config(args: argparse.Namespace) -> int:
 def _predict(args: argparse.Namespace) -> int:
     from bert_jax import predict, resolve
     from bert_jax.show import printable
-    from bert_jax.training import runner
+    from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training.prepared import Prepared
     from bert_jax.workdir import Workdir
 
     if args.next is not None and len(args.text) != 1:
@@ -195,12 +197,14 @@ def _predict(args: argparse.Namespace) -> int:
     workdir = Workdir(args.workdir)
     experiment = resolve.load_saved(workdir)
     workdir = Workdir(args.workdir, experiment.run.corpus_dir)
-    prepared = runner.Prepared.open(workdir.corpus)
-    params, _ = predict.load_params(experiment, workdir)
+    prepared = Prepared.open(workdir.corpus)
+    mesh = mesh_lib.make_mesh(experiment.mesh)
+    params, _ = predict.load_params(experiment, workdir, prepared, mesh)
     predictor = predict.Predictor(experiment.model, params, prepared.tokenizer)
     pairs = [(text, args.next) for text in args.text]
     if not pairs:
-        lines = sys.stdin.buffer.read().decode("utf-8", "replace").splitlines()
+        lines = sys.stdin.buffer.read().decode("utf-8", "replace").split("\n")
+        lines = [line for line in lines if line.strip()]
         pairs = [(a, b if tab else None) for a, tab, b in (x.partition("\t") for x in lines)]
     for a, b in pairs:
         answer = predictor.predict(a, b, args.top)
@@ -209,6 +213,8 @@ def _predict(args: argparse.Namespace) -> int:
         for number, pieces in enumerate(answer.masks, 1):
             words = "  ".join(f"{printable(piece)} {p:.3f}" for piece, p in pieces)
             print(f"  [MASK] {number}: {words}")
+        if not answer.masks and answer.is_next is None:
+            print("  nothing to say: write [MASK] in the text, or give a second one")
         if answer.is_next is not None:
             print(f"  B follows A: {answer.is_next:.3f}")
     return FINISHED

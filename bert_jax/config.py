@@ -46,7 +46,6 @@ class Model(Section):
             "num_hidden_layers",
             "num_attention_heads",
             "intermediate_size",
-            "type_vocab_size",
         )
         # [PAD] [UNK] [CLS] [SEP] [MASK] and one piece to predict.
         self._require_at_least(6, "vocab_size")
@@ -265,6 +264,15 @@ class Experiment(Section):
         """Steps of all phases together; the learning-rate schedule runs over their sum."""
         return sum(phase.steps for phase in self.phases)
 
+    def phase_at(self, done: int) -> tuple[int, int]:
+        """Number of the phase of the step after `done` steps, and the first step of that phase."""
+        first = 0
+        for number, phase in enumerate(self.phases):
+            if done < first + phase.steps:
+                return number, first
+            first += phase.steps
+        raise ValueError(f"{done} steps are all of them")
+
     def _validate(self) -> None:
         self._require(
             bool(self.name) and not set(self.name) & set("/\\ \0") and self.name[0] != ".",
@@ -276,16 +284,17 @@ class Experiment(Section):
         lengths = {
             f"phases.{i}.sequence_length": p.sequence_length for i, p in enumerate(self.phases)
         }
+        for where, length in lengths.items():
+            if length % 4 and self.model.dropout_rng == "threefry8":
+                raise InputError(
+                    f"{where}={length}: must be a multiple of 4 with model.dropout_rng=threefry8"
+                )
         lengths["data.eval_sequence_length"] = self.data.eval_sequence_length
         for where, length in lengths.items():
             if length > self.model.max_position_embeddings:
                 raise InputError(
                     f"{where}={length}: longer than the position table, "
                     f"model.max_position_embeddings={self.model.max_position_embeddings}"
-                )
-            if length % 4 and self.model.dropout_rng == "threefry8":
-                raise InputError(
-                    f"{where}={length}: must be a multiple of 4 with model.dropout_rng=threefry8"
                 )
         for i, phase in enumerate(self.phases):
             where = f"phases.{i}.batch_size={phase.batch_size}"

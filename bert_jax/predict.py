@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Model
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.text.vocabulary import MASK
-from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.runner import abstract_state
+from bert_jax.training.prepared import Prepared
 from bert_jax.workdir import Workdir
 
 # Inputs are padded to a multiple of this, so that lengths share compiled programs.
@@ -35,20 +36,29 @@ class Prediction:
     is_next: float | None
 
 
-def load_params(experiment: Experiment, workdir: Workdir) -> tuple[Any, int]:
+def load_params(
+    experiment: Experiment, workdir: Workdir, prepared: Prepared, mesh: jax.sharding.Mesh
+) -> tuple[Any, int]:
     """Parameters of the newest checkpoint, and its step.
 
     Raises:
-      InputError: there is none.
+      InputError: there is none, or it belongs to another experiment or corpus.
     """
-    mesh = mesh_lib.make_mesh(experiment.mesh)
     if not workdir.checkpoints.exists():
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     with Checkpoints(workdir.checkpoints, experiment.run.keep_checkpoints, "read") as saved:
         if saved.latest_step is None:
             raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-        wanted = {"params": abstract_state(experiment, mesh)["params"]}
-        state, _ = saved.restore(saved.latest_step, wanted)
+        changed = resolve.differences(saved.claim(saved.latest_step), experiment, "identity")
+        if changed:
+            raise InputError(
+                f"{workdir.root}: was trained with other settings ({'; '.join(changed)})"
+            )
+        abstract = step.abstract_state(
+            experiment.model, experiment.optimizer, experiment.seed, mesh
+        )
+        state, metadata = saved.restore(saved.latest_step, {"params": abstract["params"]})
+        prepared.require_same(metadata)
         return state["params"], saved.latest_step
 
 

@@ -35,7 +35,9 @@ def load_saved(workdir: Workdir) -> Experiment:
     """
     if not workdir.experiment.exists():
         raise InputError(f"{workdir.root}: no run here (no experiment.json)")
-    return from_json(workdir.experiment.read_text(), str(workdir.experiment))
+    return from_json(
+        workdir.experiment.read_bytes().decode("utf-8", "replace"), str(workdir.experiment)
+    )
 
 
 def override(experiment: Experiment, settings: Sequence[str]) -> Experiment:

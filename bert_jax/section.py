@@ -20,7 +20,13 @@ class Section:
                 continue
             value = getattr(self, name)
             if hint is float and type(value) is int:
-                object.__setattr__(self, name, float(value))
+                try:
+                    object.__setattr__(self, name, float(value))
+                except OverflowError as error:
+                    where = f"{self.label}.{name}"
+                    raise InputError(
+                        f"{where}: must be a finite number, not one so large"
+                    ) from error
                 continue
             _check_type(f"{self.label}.{name}", value, hint)
         self._validate()

@@ -8,7 +8,7 @@ from rich.text import Text
 from bert_jax.config import Experiment, InputError
 from bert_jax.data.batches import Batch
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training.runner import Prepared, phase_of
+from bert_jax.training.prepared import Prepared
 
 
 def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> Iterator[Text]:
@@ -19,7 +19,7 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
     """
     if not 0 <= done < experiment.total_steps:
         raise InputError(f"--step {done}: the run has steps 0 to {experiment.total_steps - 1}")
-    phase, first = phase_of(experiment, done)
+    phase, first = experiment.phase_at(done)
     spec = experiment.phases[phase]
     train = prepared.train_batches(experiment, phase)
     batch = train.batch(done - first, np.arange(spec.batch_size))

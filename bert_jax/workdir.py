@@ -58,12 +58,6 @@ class Workdir:
                 f"{self.root}: holds other files and no run; choose another folder with --workdir"
             )
 
-    def has_checkpoints(self) -> bool:
-        """Whether any step was saved here."""
-        return self.checkpoints.exists() and any(
-            path.name.isdecimal() for path in self.checkpoints.iterdir()
-        )
-
 
 def write_atomic(path: epath.Path, text: str) -> None:
     """Replaces the file's text in one step, flushed to disk."""
@@ -122,6 +116,8 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise InputError(f"{path}: is a file where a folder is needed") from error
         raise
+    except ImportError as error:
+        raise InputError(f"{path}: reading it needs the [gcs] extra ({error})") from error
 
 
 @contextlib.contextmanager

@@ -85,10 +85,12 @@ def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
     from bert_jax import resolve
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.checkpoint import Checkpoints
-    from bert_jax.training.runner import abstract_state
+    from bert_jax.training.step import abstract_state
 
     experiment = resolve.from_json((workdir / "experiment.json").read_text(), "experiment")
-    abstract = abstract_state(experiment, mesh_lib.make_mesh(experiment.mesh))
+    abstract = abstract_state(
+        experiment.model, experiment.optimizer, experiment.seed, mesh_lib.make_mesh(experiment.mesh)
+    )
     with Checkpoints(epath.Path(workdir / "checkpoints"), 3, "read") as saved:
         step = saved.latest_step
         return step, jax.device_get(saved.restore(step, abstract)[0])

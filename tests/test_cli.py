@@ -9,6 +9,9 @@ from small_run import write_text
 
 from bert_jax import cli, predict, resolve
 from bert_jax.text import tokenizer
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.prepared import Prepared
+from bert_jax.workdir import Workdir
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +144,12 @@ def test_predictions_do_not_depend_on_padding(run):
     """A text of 20 pieces is padded to 32; the same text before more padding says the same."""
     _, _, workdir = run
     experiment = resolve.load(str(workdir / "experiment.json"))
-    from bert_jax.training.runner import Prepared
-    from bert_jax.workdir import Workdir
-
     place = Workdir(workdir, experiment.run.corpus_dir)
-    params, step = predict.load_params(experiment, place)
+    prepared = Prepared.open(place.corpus)
+    mesh = mesh_lib.make_mesh(experiment.mesh)
+    params, step = predict.load_params(experiment, place, prepared, mesh)
     assert step == 22
-    predictor = predict.Predictor(experiment.model, params, Prepared.open(place.corpus).tokenizer)
+    predictor = predict.Predictor(experiment.model, params, prepared.tokenizer)
     short = predictor.predict("wa [MASK] wb", None, 3)
     predict_step, predict._LENGTH_STEP = predict._LENGTH_STEP, 5
     try:
@@ -261,3 +263,25 @@ def test_a_reader_that_leaves_is_no_error_of_ours(run):
     command = f"{sys.executable} -m bert_jax.cli show --workdir {workdir} --rows 8 | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "setting", ["seed=4", "model.num_attention_heads=1", "model.hidden_size=32"]
+)
+def test_evaluate_refuses_other_settings_than_the_run_s(setting, run, capsys):
+    _, _, workdir = run
+    code, _, err = call(capsys, "evaluate", "--workdir", workdir, "--set", setting)
+    assert code == 2 and "was trained with other settings" in err
+    assert setting.split("=")[0] in err
+
+
+def test_a_config_that_is_not_text_is_named(run, capsys, tmp_path):
+    (tmp_path / "experiment.json").write_bytes(b"\xff\xfe{")
+    code, _, err = call(capsys, "config", "--workdir", tmp_path)
+    assert code == 2 and "experiment.json: not JSON" in err
+
+
+def test_predict_says_when_there_is_nothing_to_fill(run, capsys):
+    _, _, workdir = run
+    code, out, _ = call(capsys, "predict", "--workdir", workdir, "wa wb")
+    assert code == 0 and "write [MASK]" in out

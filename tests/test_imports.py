@@ -22,7 +22,7 @@ ALLOWED = {
     "data": {"config", "workdir", "text"},
     "model": {"config"},
     "training": {"config", "resolve", "workdir", "text", "data", "model"},
-    "predict": {"config", "workdir", "text", "data", "model", "training"},
+    "predict": {"config", "resolve", "workdir", "text", "data", "model", "training"},
     "show": {"config", "workdir", "text", "data", "model", "training"},
 }
 

@@ -11,6 +11,13 @@ from jax import lax
 # and steps; divided once, by whoever reads them.
 Metrics = dict[str, jax.Array]
 
+NAMES = (
+    "masked_lm_loss",
+    "masked_lm_accuracy",
+    "next_sentence_loss",
+    "next_sentence_accuracy",
+)
+
 # The reference's guard against a batch without predictions (run_pretraining.py).
 MASKED_LM_EPS = 1e-5
 
@@ -52,9 +59,4 @@ def pretraining(
     nsp_loss, nsp_accuracy = classification(
         next_sentence, batch["next_sentence_labels"], batch["row_weights"]
     )
-    return {
-        "masked_lm_loss": mlm_loss,
-        "masked_lm_accuracy": mlm_accuracy,
-        "next_sentence_loss": nsp_loss,
-        "next_sentence_accuracy": nsp_accuracy,
-    }
+    return dict(zip(NAMES, (mlm_loss, mlm_accuracy, nsp_loss, nsp_accuracy), strict=True))

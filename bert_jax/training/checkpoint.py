@@ -5,9 +5,12 @@ ran on, and the metrics summed since the last line was written, so that the line
 are those of an uninterrupted one.
 """
 
+import contextlib
 import importlib.metadata
+import json
 import os
 import platform
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -15,7 +18,8 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from bert_jax.config import InputError
+from bert_jax import resolve
+from bert_jax.config import Experiment, InputError
 from bert_jax.workdir import named_errors
 
 FORMAT_VERSION = 1
@@ -55,14 +59,30 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
         """Begins to save; an earlier save is finished first."""
-        with named_errors(self._folder):
-            metadata = {"format_version": FORMAT_VERSION, **metadata}
+        metadata = {"format_version": FORMAT_VERSION, **metadata}
+        with _disk_errors(self._folder):
             self._checkpointer.save_async(step, state, force=True, custom_metadata=metadata)
 
-    def wait(self) -> None:
-        """Returns when the last save is on disk."""
-        with named_errors(self._folder):
-            self._checkpointer.wait()
+    def metadata(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state.
+
+        Raises:
+          InputError: the checkpoint is damaged or of another format.
+        """
+        with self._damage(step):
+            found = self._checkpointer.metadata(step).custom_metadata
+        if not found or found.get("format_version") != FORMAT_VERSION:
+            version = (found or {}).get("format_version")
+            raise InputError(
+                f"{self._folder / str(step)}: format_version {version!r}, this version reads "
+                f"{FORMAT_VERSION}; or the checkpoint is damaged"
+            )
+        return found
+
+    def claim(self, step: int) -> Experiment:
+        """The experiment that the checkpoint belongs to."""
+        where = f"{self._folder / str(step)}"
+        return resolve.from_json(json.dumps(self.metadata(step)["experiment"]), where)
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """The state of a step, laid out as `abstract_state` says, and its metadata.
@@ -73,28 +93,27 @@ class Checkpoints:
             tree restores that part.
 
         Raises:
-          InputError: the checkpoint is of another format or does not fit.
+          InputError: the checkpoint is damaged or of another format.
         """
-        where = self._folder / str(step)
-        metadata = self._checkpointer.metadata(step).custom_metadata or {}
-        if metadata.get("format_version") != FORMAT_VERSION:
-            raise InputError(
-                f"{where}: format_version {metadata.get('format_version')!r}, "
-                f"this version reads {FORMAT_VERSION}"
-            )
+        metadata = self.metadata(step)
+        with self._damage(step):
+            return self._checkpointer.load(step, abstract_state), metadata
+
+    @contextlib.contextmanager
+    def _damage(self, step: int) -> Iterator[None]:
+        """Orbax raises many kinds of error; each means that the folder cannot be read."""
         try:
-            state = self._checkpointer.load(step, abstract_state)
-        except Exception as error:  # Orbax raises many kinds; each means it cannot be read
+            yield
+        except Exception as error:
             reason = str(error).split("\n")[0][:200]
             raise InputError(
-                f"{where}: cannot be restored ({reason}); remove this folder to go on from the "
-                "checkpoint before it"
+                f"{self._folder / str(step)}: damaged, cannot be restored ({reason}); move this "
+                "folder away to go on from the checkpoint before it"
             ) from error
-        return state, metadata
 
     def close(self) -> None:
         """Finishes what is being saved."""
-        with named_errors(self._folder):
+        with _disk_errors(self._folder):
             self._checkpointer.close()
 
     def __enter__(self) -> "Checkpoints":
@@ -102,6 +121,21 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _disk_errors(folder: epath.Path) -> Iterator[None]:
+    """Names a full disk, which reaches us from below Orbax as an error of another kind."""
+    try:
+        with named_errors(folder):
+            yield
+    except (ValueError, RuntimeError) as error:
+        if "os_error_code='28'" in str(error) or "RESOURCE_EXHAUSTED" in str(error):
+            raise InputError(
+                f"{folder}: the disk is full; the checkpoints before this one are whole: free "
+                "some space and run again"
+            ) from error
+        raise
 
 
 def environment() -> dict[str, Any]:
@@ -112,6 +146,11 @@ def environment() -> dict[str, Any]:
         "processes": jax.process_count(),
         "cpu": _cpu_model(),
         "threads": len(os.sched_getaffinity(0)),
+        "flags": {
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+            "jax_threefry_partitionable": jax.config.jax_threefry_partitionable,
+            "jax_default_matmul_precision": str(jax.config.jax_default_matmul_precision),
+        },
     }
 
 

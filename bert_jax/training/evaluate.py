@@ -19,13 +19,6 @@ from bert_jax.model import losses
 from bert_jax.training import feed, metrics
 from bert_jax.training import mesh as mesh_lib
 
-_NAMES = (
-    "masked_lm_loss",
-    "masked_lm_accuracy",
-    "next_sentence_loss",
-    "next_sentence_accuracy",
-)
-
 
 @dataclasses.dataclass
 class HeldOut:
@@ -78,7 +71,7 @@ def evaluate(
     mesh: jax.sharding.Mesh,
 ) -> dict[str, float]:
     """Means over the held-out rows, the two baselines, and the standard error of NSP."""
-    sums = {name: jnp.zeros(2, jnp.float32) for name in _NAMES}
+    sums = {name: jnp.zeros(2, jnp.float32) for name in losses.NAMES}
     sums = jax.device_put(sums, mesh_lib.replicated(mesh))
     for batch in feed.place_all(held_out.batches, mesh_lib.batch_sharding(mesh)):
         sums = eval_step(params, sums, batch)

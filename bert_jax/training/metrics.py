@@ -1,8 +1,8 @@
 """Metrics from sums on devices to lines in a file.
 
-metrics.jsonl is a function of experiment, corpus and step alone: two runs of the same claim, one
-of them killed and resumed as often as you like, write the same bytes. What depends on the machine
-and the hour stands in timings.jsonl.
+metrics.jsonl is a function of experiment (its logging intervals included), corpus and step alone:
+two runs of the same claim, one of them killed and resumed as often as you like, write the same
+bytes. What depends on the machine and the hour stands in timings.jsonl.
 """
 
 import json
@@ -21,9 +21,9 @@ from bert_jax.workdir import named_errors, write_atomic
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
 
 
-def fetch(window: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Waits for the device and reads the sums."""
-    return jax.device_get(window)
+def fetch(arrays: Any) -> Any:
+    """Waits for the device and reads a tree of sums."""
+    return jax.device_get(arrays)
 
 
 def means(sums: Sums) -> dict[str, float]:
@@ -64,6 +64,8 @@ class Lines:
                 lines.append(json.loads(text))
             except ValueError as error:
                 raise InputError(f"{self._path}:{number}: not JSON ({error})") from error
+            if not isinstance(lines[-1], dict) or not isinstance(lines[-1].get("step"), int):
+                raise InputError(f"{self._path}:{number}: not a line of a run (no step)")
         return lines
 
     def forget_after(self, step: int) -> None:

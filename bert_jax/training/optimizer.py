@@ -55,8 +55,8 @@ def schedule(cfg: Optimizer, total_steps: int, step: jax.Array) -> jax.Array:
 def clip(gradient: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
     """Scales a gradient down to `max_norm` at most; returns it and the norm it had."""
     norm = optax.global_norm(gradient)
-    # A norm that is not finite is left to spoil the gradient: the step will be skipped.
-    factor = max_norm / jnp.maximum(norm, max_norm)
+    # A norm that is not finite spoils the whole gradient, so that the step will be skipped.
+    factor = jnp.where(jnp.isfinite(norm), max_norm / jnp.maximum(norm, max_norm), jnp.nan)
     return jax.tree.map(lambda g: g * factor, gradient), norm
 
 

@@ -1,6 +1,8 @@
 """What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -14,6 +16,15 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 from rich.text import Text
+
+
+class LineConsole(Console):
+    """A console whose reader may leave: the run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        """Says nothing more; rich would end the process, and lose the steps since the last save."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Progress:

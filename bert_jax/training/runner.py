@@ -6,92 +6,31 @@ log, evaluate, save.
 """
 
 import contextlib
-import dataclasses
-import hashlib
 import json
 import math
 import time
-from typing import Any, Literal
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
-from bert_jax.data import batches, corpus
-from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluate as evaluate_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, step
 from bert_jax.training.checkpoint import Checkpoints, environment
 from bert_jax.training.feed import Feed
+from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import StopRequest
-from bert_jax.workdir import Workdir
+from bert_jax.workdir import Workdir, write_atomic
 
 Outcome = Literal["finished", "stopped", "failed"]
 
-
-@dataclasses.dataclass
-class Prepared:
-    """A corpus, opened."""
-
-    manifest: dict[str, Any]
-    tokenizer: Tokenizer
-    ids: batches.Ids
-    folder: epath.Path
-
-    @classmethod
-    def open(cls, folder: epath.Path) -> "Prepared":
-        """Opens a complete corpus folder."""
-        manifest = corpus.open_manifest(folder)
-        tokenizer = corpus.open_tokenizer(folder, manifest)
-        return cls(manifest, tokenizer, batches.Ids.of(tokenizer), folder)
-
-    @property
-    def sha256(self) -> str:
-        """Of the manifest: what the corpus was made from and with."""
-        text = json.dumps(self.manifest, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def train_batches(self, experiment: Experiment, phase: int) -> batches.TrainBatches:
-        """The batches of a phase."""
-        spec = experiment.phases[phase]
-        stream = corpus.open_stream(self.folder, "train")
-        rows = batches.rows_per_epoch(
-            stream,
-            experiment.data,
-            spec.sequence_length,
-            experiment.seed,
-            phase,
-            self.folder / "plans.json",
-        )
-        shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
-        return batches.TrainBatches(
-            stream, self.ids, experiment.data, shape, experiment.seed, phase, rows
-        )
-
-    def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluate_lib.HeldOut:
-        """The evaluation rows."""
-        return evaluate_lib.HeldOut.of(
-            corpus.open_stream(self.folder, "train"),
-            corpus.open_stream(self.folder, "validation"),
-            self.ids,
-            experiment.data,
-            experiment.run,
-            experiment.seed,
-            mesh,
-        )
-
-
-def abstract_state(experiment: Experiment, mesh: jax.sharding.Mesh) -> step.State:
-    """Shapes, types and shardings of the state; nothing is computed."""
-    shapes = jax.eval_shape(
-        lambda: step.init_state(experiment.model, experiment.optimizer, experiment.seed)
-    )
-    sharding = mesh_lib.replicated(mesh)
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+# After this many steps in a row without a finite loss and gradient a run has failed.
+_HOPELESS = 50
 
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
@@ -108,22 +47,18 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
         mesh_lib.require_divisible(phase.batch_size, where, mesh, experiment.mesh.accumulation)
 
 
-def phase_of(experiment: Experiment, done: int) -> tuple[int, int]:
-    """(phase, first step of it) for the step after `done` steps."""
-    first = 0
-    for number, phase in enumerate(experiment.phases):
-        if done < first + phase.steps:
-            return number, first
-        first += phase.steps
-    raise ValueError(f"{done} steps are all of them")
-
-
 class Trainer:
     """One run on this machine's devices, from its newest checkpoint to its end."""
 
-    def __init__(self, experiment: Experiment, workdir: Workdir, progress: Progress):
-        self.experiment, self.workdir, self.progress = experiment, workdir, progress
-        self.mesh = mesh_lib.make_mesh(experiment.mesh)
+    def __init__(
+        self,
+        experiment: Experiment,
+        workdir: Workdir,
+        mesh: jax.sharding.Mesh,
+        progress: Progress,
+    ):
+        self.experiment, self.workdir, self.mesh = experiment, workdir, mesh
+        self.progress = progress
         self.prepared = Prepared.open(workdir.corpus)
         self.metrics = metrics.Lines(workdir.metrics)
         self.timings = metrics.Lines(workdir.timings)
@@ -131,8 +66,8 @@ class Trainer:
         self.eval_step = step.make_eval_step(experiment.model, experiment.mesh, self.mesh)
         replicated = mesh_lib.replicated(self.mesh)
         self.empty_window = jax.jit(step.empty_window, out_shardings=replicated)
-        # (step, window, seconds) of a log line whose numbers are still on the device.
-        self.pending: tuple[int, dict[str, jax.Array], dict[str, float]] | None = None
+        # (step, window, bad steps in a row, seconds) of a line whose numbers are on the device.
+        self.pending: tuple[int, dict[str, jax.Array], jax.Array, dict[str, float]] | None = None
         self.failed = ""  # why, once it has
         self.done = 0  # steps
 
@@ -142,6 +77,8 @@ class Trainer:
             self.workdir.checkpoints, self.experiment.run.keep_checkpoints, "write"
         ) as saved:
             state, window = self._start(saved)
+            # Only now: a claim that was refused must not stand in the workdir.
+            write_atomic(self.workdir.experiment, resolve.to_json(self.experiment))
             total = self.experiment.total_steps
             with self.progress.bar(self.done, total):
                 while self.done < total and not stop.requested and not self.failed:
@@ -154,24 +91,23 @@ class Trainer:
 
     def _start(self, saved: Checkpoints) -> tuple[step.State, dict[str, jax.Array]]:
         """The newest checkpoint, or the state before the first step; sets `done`."""
-        abstract = abstract_state(self.experiment, self.mesh)
+        experiment = self.experiment
+        abstract = step.abstract_state(
+            experiment.model, experiment.optimizer, experiment.seed, self.mesh
+        )
         shardings = jax.tree.map(lambda s: s.sharding, abstract)
+        # Times of lost steps are kept; a line cut off by a kill is not.
+        self.timings.forget_after(experiment.total_steps)
         done = saved.latest_step
         if done is None:
             self.metrics.forget_after(-1)
             make = jax.jit(
-                lambda: step.init_state(
-                    self.experiment.model, self.experiment.optimizer, self.experiment.seed
-                ),
+                lambda: step.init_state(experiment.model, experiment.optimizer, experiment.seed),
                 out_shardings=shardings,
             )
             return make(), self.empty_window()
         state, metadata = saved.restore(done, abstract)
-        if metadata["corpus_sha256"] != self.prepared.sha256:
-            raise InputError(
-                f"{self.workdir.corpus}: not the corpus this run was trained on; put that one "
-                "back, or start anew with another --workdir"
-            )
+        self.prepared.require_same(metadata)
         for name, value in environment().items():
             if metadata["environment"].get(name) != value:
                 self.progress.say(
@@ -194,7 +130,7 @@ class Trainer:
     ) -> tuple[step.State, dict[str, jax.Array]]:
         """Steps of the phase that is on, until its end or a request to stop."""
         experiment, run = self.experiment, self.experiment.run
-        phase, first = phase_of(experiment, self.done)
+        phase, first = experiment.phase_at(self.done)
         spec = experiment.phases[phase]
         train_step = step.make_train_step(
             experiment.model,
@@ -224,7 +160,9 @@ class Trainer:
                 self._write_pending()
                 last = self.done == experiment.total_steps
                 if self.done % run.log_every == 0 or last:
-                    self.pending = (self.done, window, clock.lap())
+                    # A copy: the state is given away to the next step.
+                    bad = jnp.copy(state["bad_in_a_row"])
+                    self.pending = (self.done, window, bad, clock.lap())
                     window = self.empty_window()
                 evaluates = self.done % run.eval_every == 0 or last
                 saves = self.done % run.checkpoint_every == 0 or last
@@ -244,16 +182,16 @@ class Trainer:
         """Writes the line of the last full window: by now the device is a step further."""
         if self.pending is None:
             return
-        (done, window, seconds), self.pending = self.pending, None
-        sums = metrics.fetch(window)
+        (done, window, bad, seconds), self.pending = self.pending, None
+        sums, bad_in_a_row = metrics.fetch((window, bad))
         line = {"step": done, "kind": "train", **metrics.means(sums)}
-        if "masked_lm_loss" not in line:
-            self.failed = (
-                f"no finite loss in the steps up to {done}: the update was skipped at each; lower "
-                "optimizer.peak_learning_rate, or look at `bert-jax show --step`"
-            )
-        else:
+        if "masked_lm_loss" in line:
             line["loss"] = line["masked_lm_loss"] + line["next_sentence_loss"]
+        if bad_in_a_row >= _HOPELESS:
+            self.failed = (
+                f"no finite loss or gradient in the {bad_in_a_row} steps up to {done}, whose "
+                "updates were skipped; start anew with a lower optimizer.peak_learning_rate"
+            )
         self.metrics.append(line)
         if "filled" in line:
             seconds["real_tokens_per_second"] = seconds["tokens_per_second"] * line["filled"]
@@ -266,7 +204,7 @@ class Trainer:
         if not math.isfinite(found["loss"]):
             self.failed = (
                 f"the held-out loss of step {self.done} is not finite: the parameters have run "
-                "away; lower optimizer.peak_learning_rate"
+                "away; start anew with a lower optimizer.peak_learning_rate"
             )
             return
         line = {"step": self.done, "kind": "evaluation", **found}

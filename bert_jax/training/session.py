@@ -9,9 +9,10 @@ from bert_jax.config import Experiment, InputError
 from bert_jax.data import corpus
 from bert_jax.training import evaluate, metrics, runner
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import StopRequest
-from bert_jax.workdir import Workdir, lock, write_atomic
+from bert_jax.workdir import Workdir, lock
 
 # M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: nothing goes back; M_ARENA_MAX: one pool.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
@@ -34,7 +35,8 @@ def pretrain(
     Raises:
       InputError: bad settings, bad text, or a workdir of another run.
     """
-    runner.require_runnable(experiment, mesh_lib.make_mesh(experiment.mesh))
+    mesh = mesh_lib.make_mesh(experiment.mesh)
+    runner.require_runnable(experiment, mesh)
     _keep_freed_memory()
     workdir.create()
     with lock(workdir.root):
@@ -42,19 +44,17 @@ def pretrain(
         # A signal ends this at once: a corpus half made is made anew.
         corpus.prepare(experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say)
         with StopRequest() as stop:
-            trainer = runner.Trainer(experiment, workdir, progress)
-            write_atomic(workdir.experiment, resolve.to_json(experiment))
+            trainer = runner.Trainer(experiment, workdir, mesh, progress)
             outcome = trainer.run(stop)
     if outcome == "failed":
         progress.say(f"failed: {trainer.failed}")
         return outcome
-    lines = metrics.Lines(workdir.metrics).read()
-    done = max((line["step"] for line in lines), default=0)
     if outcome == "stopped":
         progress.say(f"stopped at step {trainer.done}, saved; run the same command again")
         return outcome
-    evaluations = [line for line in lines if line["kind"] == "evaluation"]
-    progress.say(f"finished: step {done}; {evaluate.summary(evaluations[-1])}")
+    lines = metrics.Lines(workdir.metrics).read()
+    evaluations = [evaluate.summary(line) for line in lines if line["kind"] == "evaluation"]
+    progress.say("; ".join([f"finished: step {trainer.done}", *evaluations[-1:]]))
     progress.say(
         f"{workdir.root} holds the finished run; to start anew choose another --workdir, to go "
         "on raise the last phase's steps with --extend"
@@ -77,10 +77,13 @@ def _keep_freed_memory() -> None:
 def _require_same_claim(
     experiment: Experiment, workdir: Workdir, length: str, progress: Progress
 ) -> None:
-    """Raises InputError if checkpoints here belong to another claim."""
-    if not workdir.experiment.exists() or not workdir.has_checkpoints():
+    """Raises InputError if the newest checkpoint here belongs to another claim."""
+    if not workdir.checkpoints.exists():
         return
-    saved = resolve.load_saved(workdir)
+    with Checkpoints(workdir.checkpoints, experiment.run.keep_checkpoints, "read") as checkpoints:
+        if checkpoints.latest_step is None:
+            return
+        saved = checkpoints.claim(checkpoints.latest_step)
     changed = resolve.differences(saved, experiment, "identity")
     if length == "extend":
         last = f"phases.{len(saved.phases) - 1}.steps:"

@@ -6,6 +6,7 @@ from types import FrameType
 
 # A second Ctrl-C does not wait.
 IMPATIENT = 130
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopRequest:
@@ -27,8 +28,12 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self.requested = True
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
+                if os.isatty(1):
+                    os.write(1, _SHOW_CURSOR)  # the progress bar hides it
                 os._exit(IMPATIENT)
+        if not self.requested:
+            os.write(2, b"stopping after this step; Ctrl-C again leaves at once, unsaved\n")
+        self.requested = True

@@ -33,18 +33,10 @@ Batch = dict[str, jax.Array]
 Metrics = losses.Metrics
 
 SKIPPED_STEPS = 64
+_DROPOUT = 0x64726F70
 
 # What a step reports, each as (sum, count).
-METRIC_NAMES = (
-    "masked_lm_loss",
-    "masked_lm_accuracy",
-    "next_sentence_loss",
-    "next_sentence_accuracy",
-    "gradient_norm",
-    "learning_rate",
-    "filled",
-    "bad_steps",
-)
+METRIC_NAMES = (*losses.NAMES, "gradient_norm", "learning_rate", "filled", "bad_steps")
 
 
 def init_state(model: Model, optimizer: Optimizer, seed: int) -> State:
@@ -59,6 +51,13 @@ def init_state(model: Model, optimizer: Optimizer, seed: int) -> State:
     }
 
 
+def abstract_state(model: Model, optimizer: Optimizer, seed: int, mesh: jax.sharding.Mesh) -> State:
+    """Shapes, types and shardings of the state; nothing is computed."""
+    shapes = jax.eval_shape(lambda: init_state(model, optimizer, seed))
+    sharding = mesh_lib.replicated(mesh)
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+
+
 def empty_window() -> Metrics:
     """Sums of no steps."""
     return {name: jnp.zeros(2, jnp.float32) for name in METRIC_NAMES}
@@ -67,8 +66,8 @@ def empty_window() -> Metrics:
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
     """The key of a phase's dropout."""
     impl = {"threefry8": "threefry2x32", "rbg16": "rbg"}[model.dropout_rng]
-    # Offset by one: the bare seed is the key of the parameters.
-    return jax.random.fold_in(jax.random.key(seed, impl=impl), phase + 1)
+    # The parameters' keys are folded from the bare seed by small numbers.
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=impl), _DROPOUT), phase)
 
 
 def make_train_step(

@@ -3,17 +3,24 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 import time
 
 import jax
+import numpy as np
 import pytest
+from etils import epath
 from rich.console import Console
 from small_run import write_text
 
 from bert_jax import predict, resolve
 from bert_jax.config import InputError
-from bert_jax.training import metrics, runner, session, step
+from bert_jax.data import batches
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import metrics, session, step
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
 from bert_jax.workdir import Workdir
 
@@ -61,7 +68,7 @@ def test_the_host_reads_the_device_once_a_log_interval(text, tmp_path, monkeypat
     steps_with_reads = [i for i in range(1, 14) if in_phase[i] > in_phase[i - 1]]
     # Before step i the loop has dispatched steps 1 to i; lines are due at 3, 6, 9, 12.
     assert steps_with_reads == [4, 7, 10, 13]
-    window = len(step.METRIC_NAMES)
+    window = len(step.METRIC_NAMES) + 1  # and the bad steps in a row
     assert all(in_phase[i] - in_phase[i - 1] == window for i in steps_with_reads)
 
 
@@ -71,8 +78,8 @@ def test_a_run_whose_loss_is_never_finite_fails_by_name(text, tmp_path):
     outcome, shown = pretrain(file, tmp_path / "a", rate)
     assert outcome == "failed"
     assert "failed: the held-out loss of step 6" in shown and "peak_learning_rate" in shown
-    outcome, shown = pretrain(file, tmp_path / "b", rate, "run.eval_every=100")
-    assert outcome == "failed" and "failed: no finite loss" in shown
+    outcome, shown = pretrain(file, tmp_path / "b", rate, "run.eval_every=99", "phases.0.steps=70")
+    assert outcome == "failed" and "failed: no finite loss or gradient in the 5" in shown
 
 
 def test_saved_steps_are_the_newest_few(text, tmp_path):
@@ -90,7 +97,8 @@ def test_reading_a_run_leaves_a_save_under_way_alone(text, tmp_path):
     (under_way / "half").write_text("x")
     experiment = resolve.load(str(file))
     place = Workdir(tmp_path / "w", experiment.run.corpus_dir)
-    assert predict.load_params(experiment, place)[1] == 22
+    mesh = mesh_lib.make_mesh(experiment.mesh)
+    assert predict.load_params(experiment, place, Prepared.open(place.corpus), mesh)[1] == 22
     # Orbax clears up in the background: what a writer would have removed is gone by then.
     time.sleep(1.5)
     assert (under_way / "half").exists()
@@ -117,8 +125,6 @@ def test_text_in_brackets_is_shown_as_it_is(capsys):
 
 
 def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path):
-    from etils import epath
-
     lines = metrics.Lines(epath.Path(tmp_path / "m.jsonl"))
     for number in (1, 2, 3):
         lines.append({"step": number, "x": 0.1})
@@ -131,11 +137,113 @@ def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path):
 
 def test_phase_of_a_step(text):
     experiment = resolve.load(str(text[1]))
-    assert [runner.phase_of(experiment, n) for n in (0, 13, 14, 21)] == [
+    assert [experiment.phase_at(n) for n in (0, 13, 14, 21)] == [
         (0, 0),
         (0, 0),
         (1, 14),
         (1, 14),
     ]
     with pytest.raises(ValueError):
-        runner.phase_of(experiment, 22)
+        experiment.phase_at(22)
+
+
+def test_one_bad_step_is_skipped_whatever_the_log_interval(text, tmp_path, monkeypatch):
+    """Its line says so and has no loss; the run goes on."""
+    _, file = text
+    good = batches.TrainBatches.batch
+
+    def poisoned(self, number, rows):
+        batch = good(self, number, rows)
+        if number == 4 and self.rows_per_epoch and batch["input_ids"].shape[1] == 16:
+            batch["masked_lm_weights"][:] = np.nan
+        return batch
+
+    monkeypatch.setattr(batches.TrainBatches, "batch", poisoned)
+    outcome, shown = pretrain(file, tmp_path / "w", "run.log_every=1")
+    assert outcome == "finished" and "100% of steps skipped" in shown
+    lines = metrics.Lines(Workdir(tmp_path / "w").metrics).read()
+    bad = [line for line in lines if line.get("bad_steps")]
+    assert [line["step"] for line in bad] == [5] and "loss" not in bad[0]
+
+
+def test_a_refused_resume_leaves_the_run_s_config(text, tmp_path):
+    _, file = text
+    pretrain(file, tmp_path / "w")
+    before = (tmp_path / "w" / "experiment.json").read_bytes()
+    other = tmp_path / "other"
+    shutil.copytree(text[0] / "corpus", other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps(manifest | {"documents_repeated": 9}))
+    with pytest.raises(InputError):
+        pretrain(file, tmp_path / "w", f"run.corpus_dir={other}")
+    assert (tmp_path / "w" / "experiment.json").read_bytes() == before
+
+
+def test_the_checkpoint_knows_its_claim(text, tmp_path):
+    """Without experiment.json too: another seed must not go on from it."""
+    _, file = text
+    pretrain(file, tmp_path / "w")
+    (tmp_path / "w" / "experiment.json").unlink()
+    with pytest.raises(InputError, match="seed: 0 -> 5"):
+        pretrain(file, tmp_path / "w", "seed=5")
+
+
+def test_a_finished_run_without_its_lines_is_still_finished(text, tmp_path):
+    _, file = text
+    pretrain(file, tmp_path / "w")
+    (tmp_path / "w" / "metrics.jsonl").unlink()
+    outcome, shown = pretrain(file, tmp_path / "w")
+    assert outcome == "finished" and "finished: step 22\n" in shown
+
+
+@pytest.mark.parametrize("damage", ["empty", "no metadata", "cut off"])
+def test_a_damaged_checkpoint_is_named(damage, text, tmp_path):
+    _, file = text
+    pretrain(file, tmp_path / "w")
+    newest = tmp_path / "w" / "checkpoints" / "22"
+    if damage == "empty":
+        shutil.rmtree(newest)
+        newest.mkdir()
+    elif damage == "no metadata":
+        (newest / "_CHECKPOINT_METADATA").unlink()
+    else:
+        for path in newest.rglob("*"):
+            if path.is_file() and "metadata" not in path.name.lower():
+                path.write_bytes(path.read_bytes()[:10])
+    with pytest.raises(InputError, match=r"checkpoints/22: .*damaged"):
+        pretrain(file, tmp_path / "w")
+
+
+def test_a_full_disk_under_a_checkpoint_is_named(text, tmp_path, monkeypatch):
+    """As tensorstore reports it, a ValueError from below Orbax."""
+    folder = tmp_path / "checkpoints"
+    with (
+        pytest.raises(InputError, match="the disk is full"),
+        Checkpoints(epath.Path(folder), 3, "write") as saved,
+    ):
+
+        def full(*_, **__):
+            raise ValueError("RESOURCE_EXHAUSTED: Error writing [os_error_code='28']")
+
+        monkeypatch.setattr(saved._checkpointer, "save_async", full)
+        saved.save(1, {"x": jax.numpy.zeros(3)}, {})
+
+
+def test_a_line_cut_off_in_timings_is_not_glued_to_the_next(text, tmp_path):
+    _, file = text
+    pretrain(file, tmp_path / "w")
+    timings = tmp_path / "w" / "timings.jsonl"
+    with timings.open("a") as out:
+        out.write('{"step": 22, "ti')
+    shutil.rmtree(tmp_path / "w" / "checkpoints" / "22")
+    pretrain(file, tmp_path / "w")
+    assert metrics.Lines(epath.Path(timings)).read()[-1]["step"] == 22
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(text, tmp_path):
+    _, file = text
+    run = f"{sys.executable} -m bert_jax.cli pretrain {file} --workdir {tmp_path / 'w'}"
+    command = f"{run} | head -2 >/dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n", done.stderr
+    assert (tmp_path / "w" / "checkpoints" / "22").exists()

@@ -1,0 +1,74 @@
+"""A prepared corpus, opened for training and evaluation."""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import jax
+from etils import epath
+
+from bert_jax.config import Experiment, InputError
+from bert_jax.data import batches, corpus
+from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.training import evaluate as evaluate_lib
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A corpus, opened."""
+
+    manifest: dict[str, Any]
+    tokenizer: Tokenizer
+    ids: batches.Ids
+    folder: epath.Path
+
+    @classmethod
+    def open(cls, folder: epath.Path) -> "Prepared":
+        """Opens a complete corpus folder."""
+        manifest = corpus.open_manifest(folder)
+        tokenizer = corpus.open_tokenizer(folder, manifest)
+        return cls(manifest, tokenizer, batches.Ids.of(tokenizer), folder)
+
+    @property
+    def sha256(self) -> str:
+        """Of the manifest: what the corpus was made from and with."""
+        text = json.dumps(self.manifest, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def require_same(self, metadata: dict[str, Any]) -> None:
+        """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
+        if metadata["corpus_sha256"] != self.sha256:
+            raise InputError(
+                f"{self.folder}: not the corpus this run was trained on; put that one back, or "
+                "start anew with another --workdir"
+            )
+
+    def train_batches(self, experiment: Experiment, phase: int) -> batches.TrainBatches:
+        """The batches of a phase."""
+        spec = experiment.phases[phase]
+        stream = corpus.open_stream(self.folder, "train")
+        rows = batches.rows_per_epoch(
+            stream,
+            experiment.data,
+            spec.sequence_length,
+            experiment.seed,
+            phase,
+            self.folder / "plans.json",
+        )
+        shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
+        return batches.TrainBatches(
+            stream, self.ids, experiment.data, shape, experiment.seed, phase, rows
+        )
+
+    def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluate_lib.HeldOut:
+        """The evaluation rows."""
+        return evaluate_lib.HeldOut.of(
+            corpus.open_stream(self.folder, "train"),
+            corpus.open_stream(self.folder, "validation"),
+            self.ids,
+            experiment.data,
+            experiment.run,
+            experiment.seed,
+            mesh,
+        )
