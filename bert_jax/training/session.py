@@ -14,8 +14,8 @@ from bert_jax.training.progress import Progress
 from bert_jax.training.signals import StopRequest
 from bert_jax.workdir import Workdir, lock
 
-# M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: a GiB is kept; M_ARENA_MAX: one pool.
-_MALLOPT = ((-4, 0), (-1, 2**30), (-8, 1))
+# M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
+_MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
 
 
 def pretrain(
