@@ -28,8 +28,8 @@ def experiment() -> Experiment:
         ),
         data=Data(eval_rows=2_000),
         phases=(
-            Phase(steps=1_600, sequence_length=64, max_predictions_per_seq=10, batch_size=64),
-            Phase(steps=200, sequence_length=128, max_predictions_per_seq=20, batch_size=32),
+            Phase(steps=1_400, sequence_length=64, max_predictions_per_seq=10, batch_size=64),
+            Phase(steps=150, sequence_length=128, max_predictions_per_seq=20, batch_size=32),
         ),
         optimizer=Optimizer(
             name="adamw", peak_learning_rate=2e-3, warmup_steps=200, schedule="linear"
