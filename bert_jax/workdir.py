@@ -16,7 +16,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from etils import epath
 
@@ -36,15 +36,10 @@ class Workdir:
         self.metrics = self.root / "metrics.jsonl"
         self.timings = self.root / "timings.jsonl"
 
-    def create(self) -> None:
-        """Makes the folder.
-
-        Raises:
-          InputError: it cannot be written, or holds other things and no run.
-        """
+    def require_ours(self) -> None:
+        """Raises InputError if the folder is there, and holds other things and no run."""
         with named_errors(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-            names = {path.name for path in self.root.iterdir()}
+            names = {path.name for path in self.root.iterdir()} if self.root.exists() else set()
         ours = {
             "experiment.json",
             "corpus",
@@ -61,14 +56,19 @@ class Workdir:
 
 def write_atomic(path: epath.Path, text: str) -> None:
     """Replaces the file's text in one step, flushed to disk."""
+    beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with named_errors(path):
-        beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
-        with beside.open("w") as file:
-            file.write(text)
-            file.flush()
-            with contextlib.suppress(AttributeError, OSError):
-                os.fsync(file.fileno())
-        beside.replace(path)
+        try:
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                with contextlib.suppress(AttributeError, OSError):
+                    os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
 
 
 def read_json(path: epath.Path, format_version: int) -> dict[str, Any]:
@@ -78,13 +78,15 @@ def read_json(path: epath.Path, format_version: int) -> dict[str, Any]:
       InputError: unreadable, not a JSON object, or of another format version.
     """
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
     except (ValueError, RecursionError, OSError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error}); is it damaged?") from error
+        raise InputError(
+            f"{path}: damaged, not readable as JSON ({error}); put the whole file back"
+        ) from error
     if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object")
+        raise InputError(f"{path}: damaged, not a JSON object; put the whole file back")
     if value.get("format_version") != format_version:
         raise InputError(
             f"{path}: format_version {value.get('format_version')!r}, "
@@ -108,6 +110,8 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
     """Turns the file system's refusals into one line that names the path."""
     try:
         yield
+    except BrokenPipeError:  # the reader of our output has left, and no file is at fault
+        raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise InputError(f"{path}: the disk is full; free some space and run again") from error
@@ -115,31 +119,72 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
             raise InputError(f"{path}: cannot be written ({error.strerror})") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise InputError(f"{path}: is a file where a folder is needed") from error
-        raise
+        raise InputError(f"{error.filename or path}: {error.strerror or error}") from error
     except ImportError as error:
         raise InputError(f"{path}: reading it needs the [gcs] extra ({error})") from error
 
 
 @contextlib.contextmanager
 def lock(folder: epath.Path) -> Iterator[None]:
-    """Holds the folder for this process; the system frees it when the process dies.
+    """Holds the folder, made if need be, for this process; the system frees it when it dies.
+
+    If what is done meanwhile fails, a folder made here and left empty is gone again.
 
     Raises:
-      InputError: another process holds it.
+      InputError: another process holds it, or it cannot be written.
     """
     path = folder / "lock"
-    with named_errors(path):
-        file = open(os.fspath(path), "a+")  # noqa: SIM115
-    with file:
+    with made(folder):
+        with named_errors(path):
+            is_new = not path.exists()
+            file = _held(path)
+        try:
+            with file:
+                yield
+        except BaseException:
+            with contextlib.suppress(OSError):
+                if is_new and [other.name for other in folder.iterdir()] == ["lock"]:
+                    path.unlink()
+            raise
+
+
+@contextlib.contextmanager
+def made(folder: epath.Path) -> Iterator[None]:
+    """Makes the folder and those above; on failure removes those of them that are empty."""
+    missing: list[epath.Path] = []
+    try:
+        with named_errors(folder):
+            missing = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                if not any(path.iterdir()):
+                    path.rmdir()
+        raise
+
+
+def _held(path: epath.Path) -> IO[bytes]:
+    """The lock file, opened and locked."""
+    while True:
+        file = open(os.fspath(path), "a+b", buffering=0)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A holder that fails removes its lock: what we opened may be no longer the one there.
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                file.truncate(0)
+                file.write(str(os.getpid()).encode())
+                return file
         except BlockingIOError as error:
             file.seek(0)
+            holder = file.read().decode(errors="replace").strip()
+            file.close()
             raise InputError(
-                f"{folder}: in use by process {file.read().strip() or '?'}; "
+                f"{path.parent}: in use by process {holder or '?'}; "
                 "wait for it, or choose another folder with --workdir"
             ) from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+        except BaseException:
+            file.close()
+            raise
+        file.close()

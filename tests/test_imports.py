@@ -23,7 +23,7 @@ ALLOWED = {
     "model": {"config"},
     "training": {"config", "resolve", "workdir", "text", "data", "model"},
     "predict": {"config", "resolve", "workdir", "text", "data", "model", "training"},
-    "show": {"config", "workdir", "text", "data", "model", "training"},
+    "show": {"section", "config", "workdir", "text", "data", "model", "training"},
 }
 
 

@@ -26,6 +26,9 @@ from bert_jax.workdir import read_json, write_atomic
 
 PLANS_VERSION = 1
 
+# Numbers of rows there can be: they are numbered with 32 bits.
+_ROWS = range(1, 2**32)
+
 Batch = dict[str, np.ndarray]
 
 
@@ -99,6 +102,8 @@ def execute(
         np.where(in_b, pair.b_start[:, None] + column - a_end - 1, 0),
     )
     input_ids = stream.ids[source].astype(np.int32)
+    if input_ids.size and input_ids.max() >= ids.vocab_size:
+        raise stream.damaged("ids")  # a device would take another id without a word
     input_ids[~(in_a | in_b)] = ids.pad
     input_ids[:, 0] = ids.cls
     np.put_along_axis(input_ids, a_end, ids.sep, 1)
@@ -224,6 +229,8 @@ def rows_per_epoch(
     """R of a phase: the rows in its first plan, remembered in the file `plans`."""
     key = f"{seed}/train/{phase}/length={length}/short_seq_prob={data.short_seq_prob}"
     known = read_json(plans, PLANS_VERSION) if plans.exists() else {"rows": {}}
+    if not isinstance(known.get("rows"), dict) or known["rows"].get(key, 1) not in _ROWS:
+        raise InputError(f"{plans}: damaged; remove it, it is made anew")
     if key not in known["rows"]:
         rows = len(make_plan(stream, (seed, "train", phase, 0), length, data))
         known = {"format_version": PLANS_VERSION, "rows": {**known["rows"], key: rows}}

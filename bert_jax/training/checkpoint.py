@@ -71,11 +71,12 @@ class Checkpoints:
         """
         with self._damage(step):
             found = self._checkpointer.metadata(step).custom_metadata
-        if not found or found.get("format_version") != FORMAT_VERSION:
-            version = (found or {}).get("format_version")
+            if not found:
+                raise ValueError("nothing says what run it belongs to")
+        if found.get("format_version") != FORMAT_VERSION:
             raise InputError(
-                f"{self._folder / str(step)}: format_version {version!r}, this version reads "
-                f"{FORMAT_VERSION}; or the checkpoint is damaged"
+                f"{self._folder / str(step)}: format_version {found.get('format_version')!r}, "
+                f"this version reads {FORMAT_VERSION}"
             )
         return found
 

@@ -4,6 +4,8 @@ Data axes are named data_0, data_1, ...; together they are DATA. The batch is cu
 state is whole on every device.
 """
 
+import os
+
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -14,14 +16,24 @@ def make_mesh(cfg: Mesh) -> jax.sharding.Mesh:
     """A mesh of all devices of all processes.
 
     Raises:
-      InputError: a kind of parallelism that does not exist yet.
+      InputError: a kind of parallelism that does not exist yet, or no device of the kind that
+        JAX_PLATFORMS asks for.
     """
     if cfg.parallelism != "replicated":
         raise InputError(
             f"mesh.parallelism={cfg.parallelism}: sharded state is not built yet; "
             "use --set mesh.parallelism=replicated"
         )
-    return jax.make_mesh((jax.device_count(),), ("data_0",), axis_types=(AxisType.Auto,))
+    try:
+        devices = jax.device_count()
+    except RuntimeError as error:  # of jax: it starts its backends here
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        reason = str(error).split("\n")[0][:200]
+        raise InputError(
+            f"JAX_PLATFORMS={asked}: no such device can be used here ({reason}); set "
+            "JAX_PLATFORMS=cpu to run without one"
+        ) from error
+    return jax.make_mesh((devices,), ("data_0",), axis_types=(AxisType.Auto,))
 
 
 def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:

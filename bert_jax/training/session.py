@@ -38,7 +38,7 @@ def pretrain(
     mesh = mesh_lib.make_mesh(experiment.mesh)
     runner.require_runnable(experiment, mesh)
     _keep_freed_memory()
-    workdir.create()
+    workdir.require_ours()
     with lock(workdir.root):
         _require_same_claim(experiment, workdir, length, progress)
         # A signal ends this at once: a corpus half made is made anew.
