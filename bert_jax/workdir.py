@@ -24,6 +24,8 @@ from bert_jax.config import InputError
 
 COMPLETE = "COMPLETE"
 
+_FULL = "{}: the disk is full; free some space and run again"
+
 
 class Workdir:
     """Names of the files of one run."""
@@ -114,12 +116,16 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InputError(f"{path}: the disk is full; free some space and run again") from error
+            raise InputError(_FULL.format(path)) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise InputError(f"{path}: cannot be written ({error.strerror})") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise InputError(f"{path}: is a file where a folder is needed") from error
         raise InputError(f"{error.filename or path}: {error.strerror or error}") from error
+    except (RuntimeError, ValueError) as error:  # as libraries in C++ pass it on
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise InputError(_FULL.format(path)) from error
     except ImportError as error:
         raise InputError(f"{path}: reading it needs the [gcs] extra ({error})") from error
 
@@ -140,6 +146,9 @@ def lock(folder: epath.Path) -> Iterator[None]:
             file = _held(path)
         try:
             with file:
+                with named_errors(path):
+                    file.truncate(0)
+                    file.write(str(os.getpid()).encode())
                 yield
         except BaseException:
             with contextlib.suppress(OSError):
@@ -173,8 +182,6 @@ def _held(path: epath.Path) -> IO[bytes]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A holder that fails removes its lock: what we opened may be no longer the one there.
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                file.truncate(0)
-                file.write(str(os.getpid()).encode())
                 return file
         except BlockingIOError as error:
             file.seek(0)

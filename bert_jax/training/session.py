@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Literal
 
 from bert_jax import resolve
@@ -39,7 +40,7 @@ def pretrain(
     runner.require_runnable(experiment, mesh)
     _keep_freed_memory()
     workdir.require_ours()
-    with lock(workdir.root):
+    with lock(workdir.root), _nothing_without_checkpoint(workdir):
         _require_same_claim(experiment, workdir, length, progress)
         # A signal ends this at once: a corpus half made is made anew.
         corpus.prepare(experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say)
@@ -60,6 +61,20 @@ def pretrain(
         "on raise the last phase's steps with --extend"
     )
     return outcome
+
+
+@contextlib.contextmanager
+def _nothing_without_checkpoint(workdir: Workdir) -> Iterator[None]:
+    """A run that is refused before its first checkpoint leaves none of the files it began."""
+    files = (workdir.experiment, workdir.metrics, workdir.timings)
+    begun = [path for path in files if not path.exists()]
+    try:
+        yield
+    except InputError:
+        if not workdir.checkpoints.exists():
+            for path in begun:
+                path.unlink(missing_ok=True)
+        raise
 
 
 def _keep_freed_memory() -> None:
