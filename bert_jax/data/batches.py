@@ -26,9 +26,6 @@ from bert_jax.workdir import read_json, write_atomic
 
 PLANS_VERSION = 1
 
-# Numbers of rows there can be: they are numbered with 32 bits.
-_ROWS = range(1, 2**32)
-
 Batch = dict[str, np.ndarray]
 
 
@@ -229,7 +226,10 @@ def rows_per_epoch(
     """R of a phase: the rows in its first plan, remembered in the file `plans`."""
     key = f"{seed}/train/{phase}/length={length}/short_seq_prob={data.short_seq_prob}"
     known = read_json(plans, PLANS_VERSION) if plans.exists() else {"rows": {}}
-    if not isinstance(known.get("rows"), dict) or known["rows"].get(key, 1) not in _ROWS:
+    # Every row of a plan takes a sentence at least.
+    possible = range(1, len(stream.sentence_offsets))
+    rows = known["rows"].get(key, 1) if isinstance(known.get("rows"), dict) else None
+    if type(rows) is not int or rows not in possible:
         raise InputError(f"{plans}: damaged; remove it, it is made anew")
     if key not in known["rows"]:
         rows = len(make_plan(stream, (seed, "train", phase, 0), length, data))
