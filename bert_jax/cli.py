@@ -1,6 +1,7 @@
 """`bert-jax COMMAND`: thin functions over the library, and the table of exit codes."""
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -50,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _complain(error: Exception) -> int:
     """Says in one line what is at fault; returns the exit code."""
     if isinstance(error, OSError):
-        if error.filename is None and _output_is_full():
+        if error.filename is None and error.errno == errno.ENOSPC:
+            error.filename = "standard output"  # all other files are named where they are written
             _drop_output()
-            error.filename = "standard output"
         if error.filename is not None:
             error = InputError(f"{error.filename}: {error.strerror}")
     if isinstance(error, InputError):
@@ -65,14 +66,6 @@ def _complain(error: Exception) -> int:
         file=sys.stderr,
     )
     return FAILED
-
-
-def _output_is_full() -> bool:
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
 
 
 def _drop_output() -> None:

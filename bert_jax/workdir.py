@@ -134,7 +134,8 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
 def lock(folder: epath.Path) -> Iterator[None]:
     """Holds the folder, made if need be, for this process; the system frees it when it dies.
 
-    If what is done meanwhile fails, a folder made here and left empty is gone again.
+    If what is done meanwhile fails and leaves nothing, the lock and the folder go too, where they
+    were not there before.
 
     Raises:
       InputError: another process holds it, or it cannot be written.
@@ -142,7 +143,7 @@ def lock(folder: epath.Path) -> Iterator[None]:
     path = folder / "lock"
     with made(folder):
         with named_errors(path):
-            is_new = not path.exists()
+            before = {other.name for other in folder.iterdir()}
             file = _held(path)
         try:
             with file:
@@ -152,7 +153,7 @@ def lock(folder: epath.Path) -> Iterator[None]:
                 yield
         except BaseException:
             with contextlib.suppress(OSError):
-                if is_new and [other.name for other in folder.iterdir()] == ["lock"]:
+                if {other.name for other in folder.iterdir()} - before == {"lock"}:
                     path.unlink()
             raise
 

@@ -44,7 +44,7 @@ def pretrain(
         _require_same_claim(experiment, workdir, length, progress)
         # A signal ends this at once: a corpus half made is made anew.
         corpus.prepare(experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say)
-        with StopRequest() as stop:
+        with StopRequest() as stop, mesh_lib.named_memory():
             trainer = runner.Trainer(experiment, workdir, mesh, progress)
             outcome = trainer.run(stop)
     if outcome == "failed":
