@@ -34,7 +34,8 @@ def make_mesh(cfg: Mesh) -> jax.sharding.Mesh:
         reason = str(error).split("\n")[0][:200]
         raise InputError(
             f"JAX_PLATFORMS={asked}: no such device can be used here"
-            f"{f' ({reason})' if reason else ''}; set JAX_PLATFORMS=cpu to run without one"
+            f"{f' ({reason})' if reason else ''}; install the extra [tpu] "
+            "or [gpu] for it, or set JAX_PLATFORMS=cpu to run without one"
         ) from error
     return jax.make_mesh((devices,), ("data_0",), axis_types=(AxisType.Auto,))
 
