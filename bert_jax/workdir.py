@@ -145,17 +145,17 @@ def lock(folder: epath.Path) -> Iterator[None]:
         with named_errors(path):
             before = {other.name for other in folder.iterdir()}
             file = _held(path)
-        try:
-            with file:
+        with file:
+            try:
                 with named_errors(path):
                     file.truncate(0)
                     file.write(str(os.getpid()).encode())
                 yield
-        except BaseException:
-            with contextlib.suppress(OSError):
-                if {other.name for other in folder.iterdir()} - before == {"lock"}:
-                    path.unlink()
-            raise
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    if {other.name for other in folder.iterdir()} - before == {"lock"}:
+                        path.unlink()  # while it is held: later it may be another's
+                raise
 
 
 @contextlib.contextmanager
@@ -169,9 +169,8 @@ def made(folder: epath.Path) -> Iterator[None]:
         yield
     except BaseException:
         for path in missing:
-            with contextlib.suppress(OSError):
-                if not any(path.iterdir()):
-                    path.rmdir()
+            with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
+                path.rmdir()
         raise
 
 

@@ -124,11 +124,10 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Else a full disk would stay full. Nothing is being saved any more."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # epath's word for a folder not empty
             for path in self._folder.glob("*.orbax-checkpoint-tmp"):
                 path.rmtree()
-            if not any(self._folder.iterdir()):
-                self._folder.rmdir()
+            self._folder.rmdir()
 
     def __enter__(self) -> "Checkpoints":
         return self
