@@ -14,7 +14,7 @@ FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 _EXIT_CODES = """\
 exit codes:
   0    finished
-  1    failure
+  1    failure; of doctor: a problem was found
   2    bad input or usage
   75   stopped on request with the state saved; run again to go on
   130  Ctrl-C before training, or a second one during it
@@ -104,6 +104,21 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--next", metavar="B", help="a second text; with one TEXT")
     sub.add_argument("--top", type=int, default=5, metavar="K", help="pieces a mask [5]")
 
+    sub = add("doctor", _doctor, "look for what is wrong with text, a prepared corpus or a run")
+    sub.add_argument(
+        "path",
+        metavar="PATH",
+        help="a run's workdir, a corpus folder, a file or folder of .txt or .jsonl, or an "
+        "EXPERIMENT, whose sources are looked at",
+    )
+    sub.add_argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        help="change a field of the EXPERIMENT, e.g. corpus.sources=text:my_folder",
+    )
+
     sub = add("tokenize", _tokenize, "lines of text from standard input to lines of ids")
     sub.add_argument(
         "--tokenizer", metavar="FILE_OR_FOLDER", required=True, help="vocab.txt, .model or folder"
@@ -185,7 +200,7 @@ def _config(args: argparse.Namespace) -> int:
 
 def _predict(args: argparse.Namespace) -> int:
     from bert_jax import predict, resolve
-    from bert_jax.show import printable
+    from bert_jax.text.printable import printable
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.prepared import Prepared
     from bert_jax.workdir import Workdir
@@ -218,6 +233,21 @@ def _predict(args: argparse.Namespace) -> int:
         if answer.is_next is not None:
             print(f"  B follows A: {answer.is_next:.3f}")
     return FINISHED
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from bert_jax import doctor
+    from bert_jax.text.printable import printable
+
+    found = doctor.examine(args.path, args.set)
+    for finding in found:
+        print(f"{finding.severity}: {printable(finding.what)}")
+        for name in ("example", "effect", "remedy"):
+            if getattr(finding, name):
+                print(f"  {name:8} {printable(getattr(finding, name))}")
+    problems = sum(finding.severity == "problem" for finding in found)
+    print(f"{problems} problems, {len(found) - problems} notes")
+    return FAILED if problems else FINISHED
 
 
 def _tokenize(args: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ ALLOWED = {
     "model": {"config"},
     "training": {"config", "resolve", "workdir", "text", "data", "model"},
     "predict": {"config", "resolve", "workdir", "text", "data", "model", "training"},
+    "doctor": {"config", "resolve", "workdir", "text", "data", "training"},
     "show": {"config", "workdir", "text", "data", "model", "training"},
 }
 
@@ -91,6 +92,9 @@ def test_no_tensorflow_or_torch_at_run_time():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_data_loads_without_jax():
-    code = "import sys, bert_jax.data.batches, bert_jax.data.stream; sys.exit('jax' in sys.modules)"
+def test_data_and_the_doctor_of_text_load_without_jax():
+    code = (
+        "import sys, bert_jax.data.batches, bert_jax.data.stream, bert_jax.doctor;"
+        "sys.exit('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
