@@ -35,7 +35,9 @@ def imports(path: pathlib.Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            # Whoever takes modules out of a package takes nothing of the package's own.
+            found |= names if names <= MODULES.keys() else names | {node.module}
     return found
 
 

@@ -3,14 +3,15 @@
 Memory stays bounded: ids are read in blocks, and of many documents or rows a sample is planned.
 """
 
+import dataclasses
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from bert_jax.config import Data
 from bert_jax.data import corpus as corpus_lib
 from bert_jax.data import draws, pairs
 from bert_jax.data.stream import Stream
@@ -33,20 +34,21 @@ _LONG = 512
 _LONG_SHARE, _LONG_NOTE = 0.1, 0.01
 # Sentences or documents looked at at once.
 _BLOCK = 1 << 20
+# Pieces decoded for an example.
+_SHOWN = 30
+
+TextAt = Callable[[int], str]  # the text from a piece of the stream on
 # The rows of one document are no independent draws: few documents, whatever the number of rows,
 # leave a score to chance.
 _HELD_OUT_DOCUMENTS = 30
 
 
-def examine(
-    folder: epath.Path, lengths: tuple[int, ...] = (128, 512), data: Data | None = None
-) -> list[Finding]:
+def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[Finding]:
     """Findings on a prepared corpus.
 
     Args:
       folder: the corpus folder.
       lengths: sequence lengths to plan for; the paper's by default.
-      data: how pairs are made; the defaults if left out.
 
     Raises:
       InputError: not complete, or damaged.
@@ -56,21 +58,27 @@ def examine(
     train = corpus_lib.open_stream(folder, "train")
     validation = corpus_lib.open_stream(folder, "validation")
 
-    def text_at(stream: Stream, start: int) -> str:
-        return tokenizer.decode(stream.ids[start : start + 30].tolist())
+    def text_at(start: int) -> str:
+        return tokenizer.decode(train.ids[start : start + _SHOWN].tolist())
+
+    def held_out_at(start: int) -> str:
+        return tokenizer.decode(validation.ids[start : start + _SHOWN].tolist())
 
     causes = [_one_sentence(manifest, train, text_at), _long_sentences(train, text_at)]
     found = [*causes, _repeated(manifest), _dominating(train, text_at), _few_held_out(validation)]
     found += vocabulary.findings(train, tokenizer)
-    found.append(splits.near_duplicates(train, validation, text_at))
+    found.append(splits.near_duplicates(train, validation, held_out_at))
     # What a plan looks like follows from its sentences; told once, by its cause.
     if not any(cause and cause.severity == "problem" for cause in causes):
         for length in lengths:
-            found += _plan(train, length, data or Data(), text_at)
+            plan = _Plan.make(train, length)
+            # Short examples are needed, long ones may be left out.
+            padding = plan.padding(_PADDING if length == min(lengths) else 1.0)
+            found += [plan.random(), plan.lost(text_at), padding]
     return [finding for finding in found if finding]
 
 
-def _one_sentence(manifest: dict[str, Any], train: Stream, text_at: Any) -> Finding | None:
+def _one_sentence(manifest: dict[str, Any], train: Stream, text_at: TextAt) -> Finding | None:
     ones, first, documents = 0, None, len(train.document_offsets) - 1
     for start in range(0, documents, _BLOCK):
         offsets = train.document_offsets[start : start + _BLOCK + 1]
@@ -81,11 +89,11 @@ def _one_sentence(manifest: dict[str, Any], train: Stream, text_at: Any) -> Find
     if first is None:
         return None
     at = int(train.sentence_offsets[train.document_offsets[first]])
-    where = example(f"train document {first}", text_at(train, at))
+    where = example(f"train document {first}", text_at(at))
     return shape.one_sentence(ones, documents, manifest["settings"]["layout"], where)
 
 
-def _long_sentences(train: Stream, text_at: Any) -> Finding | None:
+def _long_sentences(train: Stream, text_at: TextAt) -> Finding | None:
     count = pieces = longest = at = 0
     for start in range(0, len(train.sentence_offsets) - 1, _BLOCK):
         offsets = train.sentence_offsets[start : start + _BLOCK + 1]
@@ -102,7 +110,7 @@ def _long_sentences(train: Stream, text_at: Any) -> Finding | None:
         severity(value, _LONG_SHARE),
         f"{count:,} sentences are longer than {_LONG} pieces and hold {share(value)} of the text "
         f"(the longest {longest:,})",
-        example("the longest", text_at(train, at)),
+        example("the longest", text_at(at)),
         "no example holds them: most of each is cut off",
         "if they are several sentences, the splitter did not see it: is corpus.language right, do "
         "quotation marks match? corpus.layout=sentences_by_line takes your own sentences",
@@ -115,11 +123,11 @@ def _repeated(manifest: dict[str, Any]) -> Finding | None:
     return shape.repeated(manifest["documents_repeated"], documents, handling, "")
 
 
-def _dominating(train: Stream, text_at: Any) -> Finding | None:
+def _dominating(train: Stream, text_at: TextAt) -> Finding | None:
     starts = train.sentence_offsets[train.document_offsets]
     lengths = np.diff(starts)
     longest = int(lengths.argmax())
-    where = example(f"train document {longest}", text_at(train, int(starts[longest])))
+    where = example(f"train document {longest}", text_at(int(starts[longest])))
     return shape.dominating(lengths, "pieces", where)
 
 
@@ -137,62 +145,94 @@ def _few_held_out(validation: Stream) -> Finding | None:
     )
 
 
-def _plan(train: Stream, length: int, data: Data, text_at: Any) -> list[Finding]:
-    """On the rows of a plan at one sequence length."""
-    rows, scope = _rows(train, length, data)
-    room = length - pairs.SPECIAL_TOKENS
-    wanted = rows["a_length"].astype(np.int64) + rows["b_length"]
-    used = np.minimum(wanted, room)
-    random_share = float(rows["is_random_next"].mean())
-    lost = 1 - float(used.sum() / wanted.sum())
-    padding = 1 - float((used + pairs.SPECIAL_TOKENS).mean() / length)
-    where = f" at length {length}{scope}"
-    found = []
-    # Sentences that overflow an example have no next either: told once, by their cause.
-    if random_share > _RANDOM_NOTE and lost <= _LOST:
-        found.append(
-            Finding(
-                severity(random_share, _RANDOM),
-                f"{share(random_share)} of next sentences are random{where}",
-                "",
-                "a chunk of one sentence has no next of its own; always saying `random` is right "
-                "as often",
-                "longer documents, shorter sentences (corpus.layout, corpus.language) or a longer "
-                "phases.N.sequence_length",
-            )
-        )
-    if lost > _LOST_NOTE:
-        at = rows["a_offset"][rows["a_length"].argmax()]
-        found.append(
-            Finding(
-                severity(lost, _LOST),
-                f"{share(lost)} of the pieces of pairs are cut off{where}",
-                example(f"{rows['a_length'].max():,} pieces", text_at(train, int(at))),
-                "sentences are longer than an example: text is lost, and pairs have no beginning "
-                "and end",
-                "a longer phases.N.sequence_length; are there sentences at all (corpus.layout, "
-                "corpus.language)?",
-            )
-        )
-    if padding > _PADDING_NOTE:
-        found.append(
-            Finding(
-                severity(padding, _PADDING),
-                f"{share(padding)} of examples is padding{where}",
-                "",
-                "time and memory are spent on positions that hold nothing",
-                "a shorter phases.N.sequence_length, or longer documents",
-            )
-        )
-    return found
+@dataclasses.dataclass
+class _Plan:
+    """Rows of a plan of the training split at one sequence length.
 
+    Attributes:
+      rows: pairs.ROW_DTYPE.
+      length: specials included.
+      where: length and, if it is a sample, how large, in words.
+    """
 
-def _rows(train: Stream, length: int, data: Data) -> tuple[np.ndarray, str]:
-    """Rows of a plan, and words for how many if not all."""
-    rng = random.Random(0)
-    documents = len(train.document_offsets) - 1
-    order = rng.sample(range(documents), min(documents, _DOCUMENTS))
-    plan = pairs.plan(train, order, length, data.short_seq_prob, draws.Scalars(rng))
-    rows = np.fromiter(itertools.islice(plan, _ROWS), pairs.ROW_DTYPE)
-    whole = len(order) == documents and next(plan, None) is None
-    return rows, "" if whole else f" (in a sample of {len(rows):,} rows)"
+    rows: np.ndarray
+    length: int
+    where: str
+
+    @classmethod
+    def make(cls, train: Stream, length: int) -> "_Plan":
+        """Plans all documents, or a sample of many."""
+        rng = random.Random(0)
+        documents = len(train.document_offsets) - 1
+        order = rng.sample(range(documents), min(documents, _DOCUMENTS))
+        # No short pairs: whether a long document is cut into them is chance, anew in each epoch,
+        # and would hide what the text is like.
+        plan = pairs.plan(train, order, length, 0.0, draws.Scalars(rng))
+        rows = np.fromiter(itertools.islice(plan, _ROWS), pairs.ROW_DTYPE)
+        whole = len(order) == documents and next(plan, None) is None
+        sample = "" if whole else f" (in a sample of {len(rows):,} rows)"
+        return cls(rows, length, f"at length {length}{sample}")
+
+    @property
+    def wanted(self) -> np.ndarray:
+        """Pieces of each pair before truncation, int64 [rows]."""
+        return self.rows["a_length"].astype(np.int64) + self.rows["b_length"]
+
+    @property
+    def used(self) -> np.ndarray:
+        """Pieces of each pair after it."""
+        return np.minimum(self.wanted, self.length - pairs.SPECIAL_TOKENS)
+
+    @property
+    def lost_share(self) -> float:
+        """Of pieces, by truncation."""
+        return 1 - float(self.used.sum() / self.wanted.sum())
+
+    def random(self) -> Finding | None:
+        """On too many random next sentences."""
+        value = float(self.rows["is_random_next"].mean())
+        # Sentences that overflow an example have no next either: told once, by their cause.
+        if value <= _RANDOM_NOTE or self.lost_share > _LOST:
+            return None
+        return Finding(
+            severity(value, _RANDOM),
+            f"{share(value)} of next sentences are random {self.where}",
+            "",
+            "a chunk of one sentence has no next of its own; always saying `random` is right as "
+            "often",
+            "longer documents, shorter sentences (corpus.layout, corpus.language) or a longer "
+            "phases.N.sequence_length",
+        )
+
+    def lost(self, text_at: TextAt) -> Finding | None:
+        """On text cut off."""
+        value = self.lost_share
+        if value <= _LOST_NOTE:
+            return None
+        # The middle one, since the longest is an exception.
+        middle = self.rows[np.argsort(self.wanted, kind="stable")[len(self.rows) // 2]]
+        return Finding(
+            severity(value, _LOST),
+            f"{share(value)} of the pieces of pairs are cut off {self.where}",
+            example(
+                f"a pair of {middle['a_length']:,} and {middle['b_length']:,} pieces",
+                text_at(int(middle["a_offset"])),
+            ),
+            "sentences are longer than an example: text is lost, and pairs have no beginning and "
+            "end",
+            "a longer phases.N.sequence_length; are there sentences at all (corpus.layout, "
+            "corpus.language)?",
+        )
+
+    def padding(self, problem_over: float) -> Finding | None:
+        """On examples that text does not fill."""
+        value = 1 - float((self.used + pairs.SPECIAL_TOKENS).mean() / self.length)
+        if value <= _PADDING_NOTE:
+            return None
+        return Finding(
+            severity(value, problem_over),
+            f"{share(value)} of examples is padding {self.where}",
+            "",
+            "time and memory are spent on positions that hold nothing",
+            "a shorter phases.N.sequence_length, or longer documents",
+        )

@@ -45,7 +45,7 @@ def examine(workdir: Workdir) -> list[Finding]:
     found += [_skipped(train), *_time(timings), _repeated(timings)]
     if is_complete(workdir.corpus):
         lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
-        found += corpus.examine(workdir.corpus, lengths, experiment.data)
+        found += corpus.examine(workdir.corpus, lengths)
     else:
         found.append(_padding(train))
     return [finding for finding in found if finding]

@@ -23,9 +23,12 @@ _LEAKED_NOTE = 0.02
 
 
 def near_duplicates(
-    train: Stream, validation: Stream, text_at: Callable[[Stream, int], str]
+    train: Stream, validation: Stream, text_at: Callable[[int], str]
 ) -> Finding | None:
-    """On held-out documents whose sentences stand in the training split too."""
+    """On held-out documents whose sentences stand in the training split too.
+
+    `text_at` is the text from a piece of the validation split on.
+    """
     places, hashes = (np.concatenate(a) for a in zip(*_hashes(validation), strict=True))
     if not len(hashes):
         return None
@@ -46,7 +49,7 @@ def near_duplicates(
     # The first sentence of a duplicate, or of whatever is shared.
     shown = leaked & np.isin(documents, duplicates) if len(duplicates) else leaked
     first = int(places[shown.argmax()])
-    text = text_at(validation, int(validation.sentence_offsets[first]))
+    text = text_at(int(validation.sentence_offsets[first]))
     return Finding(
         severity(value, _LEAKED),
         f"{share(value)} of held-out sentences of {_LEAST} pieces or more are trained on too; "
