@@ -246,7 +246,11 @@ def _doctor(args: argparse.Namespace) -> int:
             if getattr(finding, name):
                 print(f"  {name:8} {printable(getattr(finding, name))}")
     problems = sum(finding.severity == "problem" for finding in found)
-    print(f"{problems} problems, {len(found) - problems} notes")
+    notes = len(found) - problems
+    print(
+        f"{problems or 'no'} problem{'s' if problems > 1 else ''}, "
+        f"{notes or 'no'} note{'s' if notes != 1 else ''}"
+    )
     return FAILED if problems else FINISHED
 
 

@@ -66,8 +66,11 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
 
     causes = [_one_sentence(manifest, train, text_at), _long_sentences(train, text_at)]
     found = [*causes, _repeated(manifest), _dominating(train, text_at), _few_held_out(validation)]
-    found += vocabulary.findings(train, tokenizer)
-    found.append(splits.near_duplicates(train, validation, held_out_at))
+    words = vocabulary.findings(train, tokenizer)
+    found += words
+    # Sentences of [UNK] or of letters are alike, and no duplicates.
+    if all(finding.severity == "note" for finding in words):
+        found.append(splits.near_duplicates(train, validation, held_out_at))
     # What a plan looks like follows from its sentences; told once, by its cause.
     if not any(cause and cause.severity == "problem" for cause in causes):
         for length in lengths:

@@ -3,6 +3,7 @@
 import codecs
 import dataclasses
 import gzip
+import os
 import re
 from typing import IO
 
@@ -11,8 +12,11 @@ import zstandard
 from bert_jax.config import Corpus
 from bert_jax.doctor.finding import Finding, example, share
 from bert_jax.text import documents
+from bert_jax.text.printable import printable
 
 _BLOCK = 1 << 20
+# Files named beside the example.
+_NAMED = 8
 # Text holds no NUL at all; UTF-16 is half of them. A stray one is left to the control characters.
 _BINARY_NULS = 0.001
 # Bytes above 127 that all make UTF-8 characters do so by chance once in thousands, if this many.
@@ -134,6 +138,15 @@ def findings(corpus: Corpus, files: list[Bytes]) -> list[Finding]:
     return [finding for finding in found if finding]
 
 
+def _also(files: list[Bytes]) -> str:
+    """The names of some more files than the first, since all of them want mending."""
+    names = [printable(os.path.basename(file.path)) for file in files[1 : 1 + _NAMED]]
+    more = len(files) - 1 - len(names)
+    if not names:
+        return ""
+    return f"; also {', '.join(names)}" + (f" and {more:,} more" if more else "")
+
+
 def _damaged(files: list[Bytes]) -> Finding | None:
     damaged = [file for file in files if file.damage]
     if not damaged:
@@ -141,7 +154,7 @@ def _damaged(files: list[Bytes]) -> Finding | None:
     return Finding(
         "problem",
         f"{len(damaged)} of {len(files)} files cannot be read",
-        example(damaged[0].path, damaged[0].damage),
+        example(damaged[0].path, damaged[0].damage) + _also(damaged),
         "`prepare` stops at the first of them",
         "fetch or compress them anew",
     )
@@ -155,6 +168,7 @@ def _undecodable(corpus: Corpus, files: list[Bytes]) -> Finding | None:
     good = [file for file in files if file.high and not file.bad and not file.damage]
     offset, line, around = first.where
     look = "they were looked at no further"
+    if_well = "if the example, shown as WINDOWS-1252, reads well"
     if any(file.utf16 for file in bad):
         guess = "some begin as UTF-16 does"
         remedy = f"convert them: `iconv -f UTF-16 -t UTF-8`; {look}"
@@ -163,18 +177,15 @@ def _undecodable(corpus: Corpus, files: list[Bytes]) -> Finding | None:
         remedy = f"find out which encoding it is, and name it with corpus.encoding; {look}"
     elif good:
         guess = f"the other {len(good)} files with characters beyond ASCII are"
-        remedy = (
-            "convert them: `iconv -f WINDOWS-1252 -t UTF-8` if the example reads well, which is "
-            f"shown so; {look}"
-        )
+        remedy = f"convert them: `iconv -f WINDOWS-1252 -t UTF-8` {if_well}; {look}"
     else:
         guess = "no file with characters beyond ASCII is"
-        remedy = f"corpus.encoding=windows-1252 if the example, shown so, reads well; {look}"
+        remedy = f"--set corpus.encoding=windows-1252 {if_well}; {look}"
     return Finding(
         "problem",
         f"{len(bad)} of {len(files)} files are not {encoding} "
         f"({sum(file.bad for file in bad):,} bytes; {guess})",
-        example(f"{first.path}:{line}, byte {offset}", around),
+        example(f"{first.path}:{line}, byte {offset}", around) + _also(bad),
         "`prepare` stops at the first of them",
         remedy,
     )
@@ -189,7 +200,7 @@ def _is_utf8(corpus: Corpus, files: list[Bytes]) -> Finding | None:
         "problem",
         f"{len(utf8)} of {high} files with characters beyond ASCII are UTF-8, and are read as "
         f"{corpus.encoding}",
-        example(utf8[0].path, f"{utf8[0].high:,} bytes beyond ASCII"),
+        example(utf8[0].path, f"{utf8[0].high:,} bytes beyond ASCII") + _also(utf8),
         "each such character becomes two or three strange ones",
         "leave corpus.encoding at utf-8"
         if len(utf8) == high
@@ -206,7 +217,7 @@ def _binary(files: list[Bytes]) -> Finding | None:
         "problem",
         f"{len(binary)} of {len(files)} files hold NUL bytes and are no text ({first.nuls:,} in "
         f"the first, {share(first.nuls / first.size)} of it)",
-        example(first.path, f"{first.size:,} bytes"),
+        example(first.path, f"{first.size:,} bytes") + _also(binary),
         "their characters come out as single letters or as nothing",
         "convert them if they are UTF-16 (`iconv -f UTF-16LE -t UTF-8`), else take them out",
     )

@@ -1,11 +1,12 @@
 """Lines read in a layout they were not written in, and sentences that come out too long."""
 
+import dataclasses
 import itertools
 import re
 
 from bert_jax.config import Corpus
 from bert_jax.doctor.finding import Finding, example, severity, share
-from bert_jax.text import documents
+from bert_jax.text import documents, sentences
 from bert_jax.text.documents import Document
 
 # Some 500 pieces: the longest example. Of a longer sentence the rest is never seen.
@@ -23,6 +24,9 @@ _ENDING = 0.8
 # Blank lines between documents of several lines; between paragraphs they stand after each line.
 _LINES_A_BLOCK = 2
 _SENTENCES_A_LINE = 1.2
+# Splitters differ on a few; paragraphs have several. Looked at in so many documents.
+_SENTENCES_A_LINE_NOTE = 1.5
+_SPLIT_DOCUMENTS = 5_000
 
 
 class Lines:
@@ -35,6 +39,8 @@ class Lines:
         self._longest = (0, "")
         self._flipped: list[str] = []
         self._by_sentence: list[str] = []
+        self._lines = self._sentences = 0  # in sentences_by_line
+        self._several = ""
 
     def add(self, document: Document, lines: list[str], split: list[str]) -> None:
         """Looks at a document, its lines, and its sentences."""
@@ -47,6 +53,16 @@ class Lines:
             self._flipped.append(example(document.place(0), document.text))
         if _is_by_sentence(document, lines, split):
             self._by_sentence.append(example(document.place(0), document.text))
+        if document.layout == "sentences_by_line" and self._documents <= _SPLIT_DOCUMENTS:
+            self._add_by_line(document, split)
+
+    def _add_by_line(self, document: Document, lines: list[str]) -> None:
+        paragraphs = dataclasses.replace(document, layout="paragraphs_by_line")
+        count = len(sentences.split(paragraphs, self._corpus.language))
+        self._lines += len(lines)
+        self._sentences += count
+        if count > _SENTENCES_A_LINE_NOTE * len(lines) and not self._several:
+            self._several = example(document.place(0), document.text)
 
     def _add_long(self, document: Document, sentence: str) -> None:
         self._long += 1
@@ -62,6 +78,17 @@ class Lines:
         found = []
         if self._long_characters > _LONG_NOTE * self._characters:
             found.append(self._long_sentences(scope))
+        if self._sentences > _SENTENCES_A_LINE_NOTE * self._lines:
+            found.append(
+                Finding(
+                    "note",
+                    f"lines hold {self._sentences / self._lines:.1f} sentences each{scope}, and "
+                    "are read as one",
+                    self._several,
+                    "pairs are made of few, long pieces, of which more is cut off",
+                    "--set corpus.layout=paragraphs_by_line, if lines are paragraphs",
+                )
+            )
         of = f"of {self._documents:,} documents{scope}"
         if self._flipped:
             found.append(

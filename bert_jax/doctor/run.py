@@ -37,8 +37,8 @@ def examine(workdir: Workdir) -> list[Finding]:
     workdir = Workdir(workdir.root, experiment.run.corpus_dir)
     lines = metrics.Lines(workdir.metrics).read()
     timings = metrics.Lines(workdir.timings).read()
-    train = [line for line in lines if line["kind"] == "train"]
-    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    train = [line for line in lines if line.get("kind") == "train"]
+    evaluations = [line for line in lines if line.get("kind") == "evaluation"]
     done = _done(workdir, train)
     found = [_unfinished(experiment, workdir, done), _warmup(experiment, done)]
     found += curves.findings(experiment, train, evaluations, done)

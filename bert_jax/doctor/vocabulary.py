@@ -27,17 +27,12 @@ def findings(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
     pieces = [tokenizer.piece(i) for i in range(tokenizer.size)]
     specials = {getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")}
     unknown = float(counts[tokenizer.unk_id] / counts.sum())
-    # Case is a cause of all the others.
-    case = _case(pieces, tokenizer, unknown)
-    found = (
-        [case]
-        if case
-        else [
-            _unknown(train, unknown, tokenizer),
-            _letters(counts, pieces),
-            _unused(counts, pieces, specials),
-        ]
-    )
+    found = [_case(pieces, tokenizer, unknown), _unknown(train, unknown, tokenizer)]
+    for cause in found:
+        # What else looks odd follows from it.
+        if cause and cause.severity == "problem":
+            return [cause]
+    found += [_letters(counts, pieces), _unused(counts, pieces, specials)]
     return [finding for finding in found if finding]
 
 
@@ -84,15 +79,14 @@ def _letters(counts: np.ndarray, pieces: list[str]) -> Finding | None:
     words = [piece.removeprefix("##").removeprefix("\u2581") for piece in pieces]
     lettered = np.array([word.isalpha() and not _without_blanks(word) for word in words])
     single = lettered & np.array([len(word) == 1 for word in words])
-    if not counts[lettered].sum():
-        return None
-    value = float(counts[single].sum() / counts[lettered].sum())
+    # Of all pieces: a few Latin letters in Chinese text are no fault.
+    value = float(counts[single].sum() / counts.sum())
     if value <= _LETTERS_NOTE:
         return None
     commonest = np.argsort(-np.where(single, counts, 0))[:10]
     return Finding(
         severity(value, _LETTERS),
-        f"{share(value)} of pieces of words are single letters",
+        f"{share(value)} of pieces are single letters",
         example("the commonest", " ".join(pieces[i] for i in commonest)),
         "words fall into letters: the vocabulary is of another language or script, and examples "
         "hold few words",

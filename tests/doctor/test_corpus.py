@@ -75,6 +75,10 @@ def unknown_words(folder):
     return examine(folder, docs)
 
 
+def another_script(folder):
+    return examine(folder, documents(), [".", *"αβγδεζηθικλμν"])
+
+
 def capitals_unknown(folder):
     docs = [[line.capitalize() for line in doc] for doc in documents()]
     return examine(folder, docs, case="cased")
@@ -109,9 +113,10 @@ FAULTS = [
     (repeated_documents, "80 of 480 documents (17%) repeat", ""),
     (one_long_document, "the longest of ", "train document "),
     (unknown_words, "of pieces are unknown", "[UNK] [UNK] [UNK]"),
+    (another_script, "of pieces are unknown", "[UNK] [UNK] [UNK]"),
     (capitals_unknown, "text is read as cased, and the vocabulary is in lower case", ""),
     (capitals_never_read, "text is read as uncased, and the vocabulary is cased (14%", ""),
-    (words_in_letters, "of pieces of words are single letters", "the commonest: "),
+    (words_in_letters, "of pieces are single letters", "the commonest: "),
     (near_duplicates, "held-out documents are near duplicates", "validation document "),
 ]
 
@@ -132,6 +137,16 @@ def test_a_planted_fault_is_the_one_problem_found(plant, what, where, tmp_path):
 
 def test_a_healthy_corpus_has_no_finding(tmp_path):
     assert examine(tmp_path, documents()) == []
+
+
+def test_text_without_blanks_is_not_called_letters(tmp_path):
+    """Ideographs are pieces of one character; the few Latin letters among them are letters."""
+    rng = random.Random(0)
+    signs = [chr(0x4E00 + n) for n in range(200)]
+    docs = [
+        ["".join(rng.choices([*signs, " a "], k=15)) + "。" for _ in range(80)] for _ in range(400)
+    ]
+    assert examine(tmp_path, docs, ["a", "。", *signs]) == []
 
 
 def test_few_held_out_documents_and_unused_pieces_are_notes(tmp_path):

@@ -217,6 +217,11 @@ def one_sentence_a_line(folder):
     files(folder, [blocks(documents(sentences=6, seed=n)) for n in range(20)])
 
 
+def paragraphs_a_line(folder):
+    files(folder, [blocks([[" ".join(doc[:4]), " ".join(doc[4:])] for doc in documents()])])
+    return {"layout": "sentences_by_line"}
+
+
 def byte_order_marks_inside(folder):
     files(folder, [content + "\ufeffThe next file.\n" for content in paragraphs()])
 
@@ -234,6 +239,7 @@ def a_third_in_one_document(folder):
     ("plant", "what"),
     [
         (one_sentence_a_line, "20 of 20 documents look like one sentence a line"),
+        (paragraphs_a_line, "lines hold 3.9 sentences each, and are read as one"),
         (byte_order_marks_inside, "byte-order marks stand inside the text: 24"),
         (a_few_repeats, "1 of 25 documents (4%) repeat"),
         (a_third_in_one_document, "the longest of 25 documents holds"),
@@ -241,8 +247,8 @@ def a_third_in_one_document(folder):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_may_be_meant_that_way_is_a_note(plant, what, tmp_path):
-    plant(tmp_path / "text")
-    found = examine(tmp_path / "text")
+    settings = plant(tmp_path / "text") or {}
+    found = examine(tmp_path / "text", **settings)
     assert [(f.severity, what in f.what) for f in found] == [("note", True)], found
 
 
