@@ -1,6 +1,7 @@
 """Is the text all right, is the run healthy: `examine` looks and tells.
 
-Plain text, a prepared corpus or a run; nothing is changed. A `problem` is what spoils training or
+Plain text, a prepared corpus or a run; none is changed (a corpus that was carried here without its
+`stream/` is unrolled, as training would). A `problem` is what spoils training or
 keeps it from starting; what may well be meant that way is a `note`.
 """
 
@@ -13,7 +14,7 @@ from bert_jax.config import Corpus, InputError
 from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import Finding
 from bert_jax.text import documents
-from bert_jax.workdir import Workdir
+from bert_jax.workdir import Workdir, is_complete
 
 __all__ = ["Finding", "examine"]
 
@@ -46,7 +47,7 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
 
         return run.examine(workdir)
     for folder in (workdir.root, workdir.corpus):
-        if (folder / "manifest.json").exists():
+        if is_complete(folder):
             return corpus.examine(folder)
     return text.examine(Corpus(sources=_sources(path)))
 

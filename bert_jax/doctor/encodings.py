@@ -35,7 +35,7 @@ class Bytes:
       path: its name.
       size: bytes, uncompressed.
       high: bytes above 127.
-      nuls: zero bytes.
+      nuls: NUL characters.
       bad: bytes that do not decode.
       where: offset and line of the first of them, and how Windows-1252 reads what is around.
       utf16: it begins with the mark of UTF-16.
@@ -80,7 +80,7 @@ def look(path: str, encoding: str) -> Bytes:
 def _scan(file: IO[bytes], encoding: str, found: Bytes) -> None:
     # Bytes that do not decode come out as lone surrogates, which no text holds.
     decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
-    utf8 = _Utf8() if codecs.lookup(encoding).name != "utf-8" else None
+    utf8 = None if codecs.lookup(encoding).name in ("utf-8", "utf-8-sig") else _Utf8()
     lines = 1
     held = 0  # bytes of a character cut in two by the end of the block before
     at_end = False
@@ -91,17 +91,17 @@ def _scan(file: IO[bytes], encoding: str, found: Bytes) -> None:
             found.utf16 = block.startswith(_UTF16_MARKS)
         start = found.size - held
         found.size += len(block)
-        found.nuls += block.count(0)
         if utf8:
             utf8.add(block)
         if not block.isascii():
             found.high += len(block) - len(block.translate(None, _HIGH))
         try:
             text = decoder.decode(block, at_end)
-        except UnicodeDecodeError as error:  # where bytes cannot be told from characters
+        except UnicodeError as error:  # of encodings in which bytes are no characters
             found.bad += 1
-            found.where = (start + error.start, lines, error.object[error.start :][:40].hex(" "))
+            found.where = (start + getattr(error, "start", 0), lines, str(error))
             return
+        found.nuls += text.count("\0")
         held = len(decoder.getstate()[0])
         bad = _BAD.findall(text) if not text.isascii() else ()
         if bad and not found.bad:
@@ -169,7 +169,9 @@ def _undecodable(corpus: Corpus, files: list[Bytes]) -> Finding | None:
     offset, line, around = first.where
     look = "they were looked at no further"
     if_well = "if the example, shown as WINDOWS-1252, reads well"
-    if any(file.utf16 for file in bad):
+    if all(file.utf8 for file in bad):
+        guess, remedy = "they are UTF-8", "leave corpus.encoding at utf-8"
+    elif any(file.utf16 for file in bad):
         guess = "some begin as UTF-16 does"
         remedy = f"convert them: `iconv -f UTF-16 -t UTF-8`; {look}"
     elif any(file.bad > _ANOTHER_SCRIPT * file.size for file in bad):

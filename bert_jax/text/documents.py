@@ -250,10 +250,13 @@ def _lines(path: str, encoding: str) -> Iterator[str]:
         with open_bytes(path) as raw, io.TextIOWrapper(raw, encoding, newline="\n") as file:
             for number, line in enumerate(file):
                 yield line.removeprefix("\ufeff") if number == 0 else line
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
+        # UTF-16 without its mark is no UnicodeDecodeError, and decodes when it is read whole.
+        marked = isinstance(error, UnicodeDecodeError)
+        byte = _first_bad_byte(path, encoding) if marked else 0
         raise InputError(
-            f"{path}: byte {_first_bad_byte(path, encoding)} is not {encoding}; convert the file, "
-            "or name its encoding with --set corpus.encoding=..."
+            f"{path}: byte {byte} is not {encoding}; convert the file, or name its encoding with "
+            "--set corpus.encoding=..."
         ) from error
     except (gzip.BadGzipFile, EOFError, zstandard.ZstdError) as error:
         raise InputError(f"{path}: damaged compressed file ({error})") from error

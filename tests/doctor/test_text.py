@@ -271,6 +271,20 @@ def test_the_shipped_sample_has_no_finding():
     assert doctor.examine("experiments/tiny.py") == []
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "shift_jis", "gbk"])
+def test_text_in_the_encoding_that_is_named_has_no_finding(encoding, tmp_path):
+    content = [one + "日本の文章、中国的文字。\n" for one in paragraphs(documents(sentences=60))]
+    files(tmp_path / "text", content, encoding)
+    assert examine(tmp_path / "text", encoding=encoding) == []
+
+
+def test_a_file_that_is_not_utf16_is_named_as_any_other(tmp_path):
+    files(tmp_path / "text", paragraphs(), "utf-16")
+    (tmp_path / "text" / "30.txt").write_text(paragraphs()[0])
+    (found,) = problems(examine(tmp_path / "text", encoding="utf-16"))
+    assert "1 of 25 files are not utf-16" in found.what and "30.txt:1, byte 0" in found.example
+
+
 def test_typography_of_other_languages_is_no_mojibake(tmp_path):
     """Guillemets behind no-break spaces, capitals before them, and letters that mojibake uses."""
     lines = (
