@@ -98,6 +98,21 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--rows", type=int, default=4, metavar="K", help="rows to show [4]")
     takes_experiment(add("config", _config, "print the resolved experiment as JSON"), True)
 
+    sub = add("report", _report, "write one HTML page about a run, or about several compared")
+    sub.add_argument("workdirs", metavar="W", nargs="+", help="a run; several are compared")
+    sub.add_argument(
+        "--out", metavar="FILE", help="the page [W/report.html; of several comparison.html]"
+    )
+    sub.add_argument(
+        "--follow", action="store_true", help="write it again and again while a run goes on"
+    )
+    sub.add_argument(
+        "--every", type=int, default=20, metavar="S", help="seconds between, with --follow [20]"
+    )
+    sub.add_argument(
+        "--tensorboard", action="store_true", help="write event files to W/tensorboard, too"
+    )
+
     sub = add("predict", _predict, "fill [MASK], and say whether B follows A")
     sub.add_argument("--workdir", metavar="W", required=True, help="a run")
     sub.add_argument("text", metavar="TEXT", nargs="*", help="A; left out: lines of A or A<tab>B")
@@ -144,13 +159,15 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _pretrain(args: argparse.Namespace) -> int:
+    from bert_jax import resolve
     from bert_jax.training import session
     from bert_jax.training.progress import LineConsole, Progress
 
-    experiment, workdir = _claim(args)
+    experiment, origin = resolve.load_with_origin(args.experiment, args.set)
+    workdir = _workdir(args, experiment)
     progress = Progress(LineConsole())
     extend = "extend" if args.extend else "keep"
-    outcome = session.pretrain(experiment, workdir, extend, progress)
+    outcome = session.pretrain(experiment, workdir, extend, progress, origin)
     return {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}[outcome]
 
 
@@ -198,10 +215,26 @@ def _config(args: argparse.Namespace) -> int:
     return FINISHED
 
 
+def _report(args: argparse.Namespace) -> int:
+    from bert_jax.report import write
+
+    if args.every < 1:
+        raise InputError(f"--every {args.every}: must be at least 1")
+    write.write(
+        args.workdirs,
+        args.out,
+        args.every if args.follow else None,
+        "events" if args.tensorboard else "page",
+        _console_say(),
+    )
+    return FINISHED
+
+
 def _predict(args: argparse.Namespace) -> int:
     from bert_jax import predict, resolve
     from bert_jax.text.printable import printable
     from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training.predictor import Predictor
     from bert_jax.training.prepared import Prepared
     from bert_jax.workdir import Workdir
 
@@ -215,14 +248,14 @@ def _predict(args: argparse.Namespace) -> int:
     prepared = Prepared.open(workdir.corpus)
     mesh = mesh_lib.make_mesh(experiment.mesh)
     params, _ = predict.load_params(experiment, workdir, prepared, mesh)
-    predictor = predict.Predictor(experiment.model, params, prepared.tokenizer)
+    predictor = Predictor(experiment.model, prepared.tokenizer)
     pairs = [(text, args.next) for text in args.text]
     if not pairs:
         lines = sys.stdin.buffer.read().decode("utf-8", "replace").split("\n")
         lines = [line for line in lines if line.strip()]
         pairs = [(a, b if tab else None) for a, tab, b in (x.partition("\t") for x in lines)]
     for a, b in pairs:
-        answer = predictor.predict(a, b, args.top)
+        answer = predictor.predict(params, a, b, args.top)
         for text in (a,) if b is None else (a, b):
             print(printable(text))
         for number, pieces in enumerate(answer.masks, 1):
@@ -287,8 +320,13 @@ def _claim(args: argparse.Namespace):
     else:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
     experiment = resolve.override(experiment, args.set)
-    root = args.workdir or f"runs/{experiment.name}"
-    return experiment, Workdir(root, experiment.run.corpus_dir)
+    return experiment, _workdir(args, experiment)
+
+
+def _workdir(args: argparse.Namespace, experiment: Experiment):
+    from bert_jax.workdir import Workdir
+
+    return Workdir(args.workdir or f"runs/{experiment.name}", experiment.run.corpus_dir)
 
 
 def _console_say() -> Callable[[str], None]:

@@ -20,10 +20,12 @@ ALLOWED = {
     "workdir": {"config"},
     "text": {"config", "workdir"},
     "data": {"config", "workdir", "text"},
+    "hardware": set(),
     "model": {"config"},
-    "training": {"config", "resolve", "workdir", "text", "data", "model"},
+    "training": {"config", "resolve", "workdir", "hardware", "text", "data", "model"},
     "predict": {"config", "resolve", "workdir", "text", "data", "model", "training"},
     "doctor": {"config", "resolve", "workdir", "text", "data", "training"},
+    "report": {"config", "resolve", "workdir", "text", "data", "training", "show"},
     "show": {"config", "workdir", "text", "data", "model", "training"},
 }
 

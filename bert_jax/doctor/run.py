@@ -1,9 +1,6 @@
 """A run: its losses and gradients, its time, and the corpus it was trained on."""
 
-import fcntl
-import itertools
 import math
-import os
 from typing import Any
 
 from bert_jax import resolve
@@ -11,7 +8,7 @@ from bert_jax.config import Experiment
 from bert_jax.doctor import corpus, curves
 from bert_jax.doctor.finding import Finding, severity, share
 from bert_jax.training import metrics
-from bert_jax.workdir import Workdir, is_complete
+from bert_jax.workdir import Workdir, in_use, is_complete
 
 # Waiting for data is time bought for nothing. A tenth is worth a setting, a third is a fault.
 _DATA, _DATA_NOTE = 0.3, 0.1
@@ -40,7 +37,7 @@ def examine(workdir: Workdir) -> list[Finding]:
     train = [line for line in lines if line.get("kind") == "train"]
     evaluations = [line for line in lines if line.get("kind") == "evaluation"]
     done = _done(workdir, train)
-    found = [_unfinished(experiment, workdir, done), _warmup(experiment, done)]
+    found = [_unfinished(experiment, workdir, timings, done), _warmup(experiment, done)]
     found += curves.findings(experiment, train, evaluations, done)
     found += [_skipped(train), *_time(timings), _repeated(timings)]
     if is_complete(workdir.corpus):
@@ -59,28 +56,20 @@ def _done(workdir: Workdir, train: list[dict[str, Any]]) -> int:
     return max(steps, default=0)
 
 
-def _unfinished(experiment: Experiment, workdir: Workdir, done: int) -> Finding | None:
-    if done >= experiment.total_steps or _is_running(workdir):
+def _unfinished(
+    experiment: Experiment, workdir: Workdir, timings: list[dict[str, Any]], done: int
+) -> Finding | None:
+    if done >= experiment.total_steps or in_use(workdir.root):
         return None
+    ends = [line["outcome"] for line in timings[-1:] if line.get("kind") == "end"]
     return Finding(
         "note",
-        f"the run stands at step {done:,} of {experiment.total_steps:,}, and nothing goes on",
+        f"the run {'has ' + ends[0] if ends else 'was killed'} at step {done:,} of "
+        f"{experiment.total_steps:,}",
         "",
         "the last part of the schedule, at low rates, brings much of what a run gains",
         "run the same command again; it goes on from the newest checkpoint",
     )
-
-
-def _is_running(workdir: Workdir) -> bool:
-    """Whether a process holds the run's lock."""
-    try:
-        with open(os.fspath(workdir.root / "lock")) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _warmup(experiment: Experiment, done: int) -> Finding | None:
@@ -122,6 +111,8 @@ def _skipped(train: list[dict[str, Any]]) -> Finding | None:
 
 def _time(timings: list[dict[str, Any]]) -> list[Finding]:
     """Where time went that was no training."""
+    # A start's seconds are for preparing and opening, which is paid for once.
+    timings = [line for line in timings if line.get("kind") != "start"]
     seconds = sum(line["seconds"] for line in timings)
     if not seconds:
         return []
@@ -149,19 +140,13 @@ def _time(timings: list[dict[str, Any]]) -> list[Finding]:
 
 def _repeated(timings: list[dict[str, Any]]) -> Finding | None:
     """On steps done again after a kill: timings.jsonl keeps the lines of lost steps."""
-    repeated, first = 0, ""
-    for before, line in itertools.pairwise(timings):
-        # A line's own steps, from its rate: the first after a restart covers fewer.
-        busy = (
-            line["seconds"]
-            - line.get("evaluation_seconds", 0.0)
-            - line.get("checkpoint_seconds", 0.0)
-        )
-        start = line["step"] - round(line["steps_per_second"] * busy)
-        if start < before["step"]:
-            repeated += before["step"] - start
-            first = first or f"timings.jsonl: from step {before['step']} back to {start}"
-    value = repeated / timings[-1]["step"] if timings else 0.0
+    repeated, before, first = 0, 0, ""
+    for line in timings:
+        if line.get("kind") == "start" and line["step"] < before:
+            repeated += before - line["step"]
+            first = first or f"timings.jsonl: from step {before} back to {line['step']}"
+        before = line["step"]
+    value = repeated / before if before else 0.0
     if value <= _REPEATED_NOTE:
         return None
     return Finding(

@@ -58,7 +58,8 @@ class Run:
 def healthy(steps=STEPS, every=EVERY, **claim):
     """Masked LM falls from 9 to about 4; next sentence is learned from the middle on."""
     rng = np.random.default_rng(0)
-    train, evaluations, timings = [], [], []
+    train, evaluations = [], []
+    timings = [{"step": 0, "kind": "start", "seconds": 30.0}]
     for step in range(every, steps + 1, every):
         loss = 4 + 5 * math.exp(-step / 2_500)
         guess = 1 / (1 + math.exp((step - 4_000) / 800))
@@ -69,13 +70,14 @@ def healthy(steps=STEPS, every=EVERY, **claim):
         }
         extra = {"bad_steps": 0.0, "filled": 0.95, "gradient_norm": 0.9 + rng.normal(0, 0.2)}
         train.append({"step": step, "kind": "train", **line, **extra})
-        timings.append({"step": step, "seconds": 50.0, "steps_per_second": every / 49.0})
+        timings.append({"step": step, "kind": "train", "steps": every, "seconds": 50.0})
         timings[-1] |= {"data_seconds": 0.5, "checkpoint_seconds": 0.5, "evaluation_seconds": 0.5}
         if step % (10 * every) == 0:
             line = dict(line, masked_lm_loss=loss + 0.1)
             lines = {"unigram_loss": UNIGRAM, "next_sentence_majority": 0.51, "rows": 5_000}
             evaluations.append({"step": step, "kind": "evaluation", **line, **lines})
             evaluations[-1]["next_sentence_error"] = 0.007
+    timings.append({"step": steps, "kind": "end", "seconds": 1.0, "outcome": "finished"})
     return Run(experiment(steps, **claim), train, evaluations, timings)
 
 
@@ -146,14 +148,15 @@ def warm_up_all_along():
 def waits_for_data():
     run = healthy()
     for line in run.timings:
-        line["data_seconds"] = 20.0
+        line["data_seconds"] = 20.0 if line["kind"] == "train" else 0.0
     return run
 
 
 def killed_again_and_again():
-    """Three kills, each back to step 3,000 from some way on; a line keeps its own steps."""
+    """Three kills around step 4,000, each back to the checkpoint of step 3,000."""
     run = healthy()
-    run.timings[30:30] = run.timings[30:40] * 3
+    start = {"step": 3_000, "kind": "start", "seconds": 30.0}
+    run.timings[41:41] = [start, *run.timings[31:41]] * 3
     return run
 
 
@@ -173,7 +176,7 @@ FAULTS = [
     (steps_not_finite, "400 of 10,000 steps were skipped", "40 of the 100 steps up to 3100"),
     (nothing_finite_at_the_end, "100 of 9,000 steps were skipped", "100 of the 100 steps up to"),
     (warm_up_all_along, "the learning rate warms up for 9,000 of 10,000 steps", ""),
-    (waits_for_data, "40% of the time went into waiting for data", "2,000 of 5,000 seconds"),
+    (waits_for_data, "40% of the time went into waiting for data", "2,000 of 5,001 seconds"),
     (killed_again_and_again, "3,000 steps were done twice", "from step 4000 back to 3000"),
     (padded, "60% of examples is padding", ""),
 ]
@@ -256,7 +259,10 @@ def stopped_while_warming_up():
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
-        (stands_still, ["nothing goes on", "has not fallen over the last 37 lines"]),
+        (
+            stands_still,
+            ["was killed at step 8,000 of 10,000", "has not fallen over the last 37 lines"],
+        ),
         (clipped, ["above optimizer.clip_norm=1 in 100% of lines after warm-up"]),
         (chance, ["next sentence is within chance of the majority (0.520 +- 0.007"]),
         (longer_than_trained, ["held-out examples are 512 long, and the run has seen none over"]),
@@ -264,7 +270,7 @@ def stopped_while_warming_up():
         (saves_often, ["of the time went into saving"]),
         (
             stopped_while_warming_up,
-            ["stands at step 400 of 10,000, and nothing", "warming up: step 400 of 500"],
+            ["was killed at step 400 of 10,000", "warming up: step 400 of 500"],
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -283,15 +289,26 @@ def test_a_run_under_way_is_not_called_stopped(tmp_path):
     with (tmp_path / "run" / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert run.examine(tmp_path) == []
-    assert [f.what for f in run.examine(tmp_path)] == [
-        "the run stands at step 3,000 of 10,000, and nothing goes on"
-    ]
+    (found,) = run.examine(tmp_path)
+    assert found.what == "the run was killed at step 3,000 of 10,000"
+    run.timings.append({"step": 3_000, "kind": "end", "seconds": 1.0, "outcome": "stopped"})
+    (found,) = run.examine(tmp_path)
+    assert found.what == "the run has stopped at step 3,000 of 10,000"
 
 
 def test_a_stop_on_request_repeats_no_step(tmp_path):
-    """The first line after it covers fewer steps."""
     run = healthy()
-    run.timings[40] |= {"steps_per_second": 30 / 49.0}
+    at = {"step": 4_000, "kind": "end", "seconds": 1.0, "outcome": "stopped"}
+    run.timings[41:41] = [at, dict(at, kind="start")]
+    assert run.examine(tmp_path) == []
+
+
+def test_a_run_of_an_older_version_is_read(tmp_path):
+    """Its timings have no kind, and say nothing of starts."""
+    run = healthy()
+    run.timings = [
+        {k: v for k, v in line.items() if k not in ("kind", "steps")} for line in run.timings[1:-1]
+    ]
     assert run.examine(tmp_path) == []
 
 
