@@ -75,6 +75,4 @@ def _hashes(stream: Stream):
         within = column < lengths[long, None]
         ids = stream.ids[np.where(within, index, 0)].astype(np.uint64) + np.uint64(1)
         hashes = (np.where(within, ids, 0) * weights).sum(1, dtype=np.uint64)
-        # The sum of products is even in the low bits of similar sentences; mix them.
-        hashes ^= hashes >> np.uint64(29)
         yield start + long, hashes + lengths[long].astype(np.uint64) * weights[0]

@@ -9,7 +9,7 @@ import pytest
 
 from bert_jax import doctor
 from bert_jax.config import Corpus, InputError
-from bert_jax.doctor import repeats, text
+from bert_jax.doctor import encodings, repeats, text
 
 SAMPLE = pathlib.Path(__file__).parents[2] / "experiments" / "sample_text"
 
@@ -310,6 +310,26 @@ def test_the_place_of_a_fault_is_its_line(tmp_path):
     files(tmp_path / "more", ["\n \n" + one for one in content])
     (found,) = examine(tmp_path / "more")
     assert found.example.startswith(f"{tmp_path}/more/02.txt:5: ")
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 64])
+def test_offsets_do_not_depend_on_how_a_file_is_read(block, tmp_path, monkeypatch):
+    """Characters of several bytes cut in two, before and at the byte that is wrong."""
+    (tmp_path / "a.txt").write_bytes("Één.\n日本語 🙂\n".encode() * 9 + "日".encode()[:2] + b"x")
+    whole = encodings.look(str(tmp_path / "a.txt"), "utf-8")
+    assert (whole.bad, whole.where[:2]) == (2, (9 * 22, 19))
+    monkeypatch.setattr(encodings, "_BLOCK", block)
+    parts = encodings.look(str(tmp_path / "a.txt"), "utf-8")
+    assert parts.where[:2] == whole.where[:2]
+    assert (parts.size, parts.high, parts.bad) == (whole.size, whole.high, whole.bad)
+
+
+def test_an_example_is_short_and_on_one_line(tmp_path):
+    one_long_document(tmp_path / "text")
+    (found,) = problems(examine(tmp_path / "text"))
+    place, _, excerpt = found.example.partition(': "')
+    assert place == f"{tmp_path}/text/24.txt:1"
+    assert len(excerpt) <= 71 and excerpt.endswith('..."')
 
 
 def test_hostile_text_is_shown_escaped(tmp_path):
