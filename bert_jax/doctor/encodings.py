@@ -2,12 +2,9 @@
 
 import codecs
 import dataclasses
-import gzip
 import os
 import re
 from typing import IO
-
-import zstandard
 
 from bert_jax.config import Corpus
 from bert_jax.doctor.finding import Finding, example, share
@@ -70,7 +67,7 @@ def look(path: str, encoding: str) -> Bytes:
     try:
         with documents.open_bytes(path) as file:
             _scan(file, encoding, found)
-    except (gzip.BadGzipFile, EOFError, zstandard.ZstdError) as error:
+    except documents.DAMAGED as error:
         found.damage = f"damaged compressed file ({error})"
     except OSError as error:
         found.damage = f"cannot be read ({error.strerror or error})"

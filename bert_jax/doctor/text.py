@@ -90,6 +90,9 @@ class _Survey:
         one = dataclasses.replace(self._corpus, sources=(source,))
         most = self._most_of_a_file if self._size > _MOST else _MOST
         before = self._read
+        if before > _MOST:
+            self._is_sample = True
+            return
         try:
             for document in documents.read(one):
                 if self._read > _MOST or self._read - before > most:

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
@@ -32,6 +33,8 @@ _WRAPPED_LINE = 200
 _LINES_TO_JUDGE = 100
 _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
 
+# Raised by reading a compressed file that is damaged.
+DAMAGED = (gzip.BadGzipFile, zlib.error, EOFError, zstandard.ZstdError)
 # What files of a source are called.
 SUFFIXES = {
     "text": (".txt", ".txt.gz", ".txt.zst"),
@@ -258,7 +261,7 @@ def _lines(path: str, encoding: str) -> Iterator[str]:
             f"{path}: byte {byte} is not {encoding}; convert the file, or name its encoding with "
             "--set corpus.encoding=..."
         ) from error
-    except (gzip.BadGzipFile, EOFError, zstandard.ZstdError) as error:
+    except DAMAGED as error:
         raise InputError(f"{path}: damaged compressed file ({error})") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error

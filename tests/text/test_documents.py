@@ -115,6 +115,15 @@ def test_a_damaged_compressed_file_is_refused_by_name(tmp_path, suffix, damage):
         read(f"text:{tmp_path}")
 
 
+def test_a_gz_file_whose_first_block_is_of_no_kind_is_refused_by_name(tmp_path):
+    """Seen by zlib itself, before any checksum."""
+    content = bytearray(gzip.compress(b"Some text.\n" * 99))
+    content[10] |= 0b110
+    (tmp_path / "a.txt.gz").write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.txt\.gz: damaged compressed file"):
+        read(f"text:{tmp_path}")
+
+
 def test_text_is_taken_from_the_field_named(tmp_path):
     rows = [{"text": "no", "body": "One\r\ntwo."}, {"body": " "}, {"body": "Three."}]
     lines = "\n\n".join(json.dumps(row) for row in rows)
