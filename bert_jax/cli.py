@@ -18,7 +18,7 @@ FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 _EXIT_CODES = """\
 exit codes:
   0    finished
-  1    failure
+  1    failure; of doctor: a problem was found
   2    bad input or usage
   75   stopped on request with the state saved; run again to go on
   130  Ctrl-C before training, or a second one during it
@@ -166,6 +166,21 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--next", metavar="B", help="a second text; with one TEXT")
     sub.add_argument("--top", type=int, default=5, metavar="K", help="pieces a mask [5]")
 
+    sub = add("doctor", _doctor, "look for what is wrong with text, a prepared corpus or a run")
+    sub.add_argument(
+        "path",
+        metavar="PATH",
+        help="a run's workdir, a corpus folder, a file or folder of .txt or .jsonl, or an "
+        "EXPERIMENT, whose sources are looked at",
+    )
+    sub.add_argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        help="change a field of the EXPERIMENT, e.g. corpus.sources=text:my_folder",
+    )
+
     sub = add("tokenize", _tokenize, "lines of text from standard input to lines of ids")
     sub.add_argument(
         "--tokenizer", metavar="FILE_OR_FOLDER", required=True, help="vocab.txt, .model or folder"
@@ -296,6 +311,25 @@ def _predict(args: argparse.Namespace) -> int:
         if answer.is_next is not None:
             print(f"  B follows A: {answer.is_next:.3f}")
     return FINISHED
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from bert_jax import doctor
+    from bert_jax.section import printable
+
+    found = doctor.examine(args.path, args.set)
+    for finding in found:
+        print(f"{finding.severity}: {printable(finding.what)}")
+        for name in ("example", "effect", "remedy"):
+            if getattr(finding, name):
+                print(f"  {name:8} {printable(getattr(finding, name))}")
+    problems = sum(finding.severity == "problem" for finding in found)
+    notes = len(found) - problems
+    print(
+        f"{problems or 'no'} problem{'s' if problems > 1 else ''}, "
+        f"{notes or 'no'} note{'s' if notes != 1 else ''}"
+    )
+    return FAILED if problems else FINISHED
 
 
 def _tokenize(args: argparse.Namespace) -> int:

@@ -226,6 +226,23 @@ def test_prepare_alone_and_twice(run, capsys, tmp_path):
     assert code == 0 and out.count("\n") == 1 and "is ready" in out
 
 
+def test_doctor_tells_its_findings_and_exits_1_if_one_is_a_problem(run, capsys, tmp_path):
+    folder, file, workdir = run
+    for path in (workdir, file):
+        code, out, _ = call(capsys, "doctor", path)
+        assert code == 0 and out.splitlines()[-1].startswith("no problem, "), out
+    one_a_document = "corpus.layout=paragraphs_by_line"
+    code, out, _ = call(capsys, "doctor", file, "--set", one_a_document)
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[0] == "problem: 1 different documents, and `prepare` needs 16"
+    assert [line.split()[0] for line in lines[1:4]] == ["example", "effect", "remedy"]
+    assert lines[-1] == "1 problem, no notes"
+    (tmp_path / "\x1b[31m.txt").write_text("\x1b[31m" + (folder / "text" / "all.txt").read_text())
+    code, out, _ = call(capsys, "doctor", tmp_path)
+    assert code == 1 and "\x1b" not in out
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -235,6 +252,8 @@ def test_prepare_alone_and_twice(run, capsys, tmp_path):
         (["evaluate"], ["EXPERIMENT", "--workdir"]),
         (["predict", "--workdir", "/nowhere/at/all", "x"], ["no run here"]),
         (["tokenize", "--tokenizer", "/nowhere"], ["/nowhere", "no such tokenizer"]),
+        (["doctor", "/nowhere/at/all"], ["/nowhere/at/all", "nothing to examine"]),
+        (["doctor", "experiments", "--set", "seed=1"], ["--set seed=1", "no experiment"]),
         (["config", "experiments/tiny.py", "--set", "model.width=3"], ["model", "width"]),
     ],
 )

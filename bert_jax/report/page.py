@@ -15,6 +15,8 @@ import markupsafe
 
 from bert_jax import resolve
 from bert_jax.config import InputError
+from bert_jax.doctor import run
+from bert_jax.doctor.finding import Finding
 from bert_jax.report import figures, times
 from bert_jax.report.records import Record
 from bert_jax.report.statistics import Statistics
@@ -90,6 +92,7 @@ def _detail(record: Record) -> dict[str, Any]:
     statistics, why = _statistics(record)
     starts = [line for line in record.timings if line.get("kind") == "start"]
     return {
+        "findings": _findings(record),
         "parts": [
             {"what": times.PARTS[name], "seconds": seconds, "share": seconds / total}
             for name, seconds in parts.items()
@@ -106,6 +109,11 @@ def _detail(record: Record) -> dict[str, Any]:
         "config": [(path, _text(value)) for path, value in resolve.flatten(record.experiment)],
         "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
     }
+
+
+def _findings(record: Record) -> list[Finding]:
+    found = run.examine_lines(record.experiment, record.workdir)
+    return sorted(found, key=lambda finding: finding.severity != "problem")
 
 
 @functools.lru_cache(maxsize=4)

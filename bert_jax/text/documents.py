@@ -33,7 +33,10 @@ _WRAPPED_LINE = 200
 _LINES_TO_JUDGE = 100
 _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
 
-_SUFFIXES = {
+# Raised by reading a compressed file that is damaged.
+DAMAGED = (gzip.BadGzipFile, zlib.error, EOFError, zstandard.ZstdError)
+# What files of a source are called.
+SUFFIXES = {
     "text": (".txt", ".txt.gz", ".txt.zst"),
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
 }
@@ -43,11 +46,28 @@ Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
 
 @dataclass(frozen=True)
 class Document:
-    """One document: where it comes from, its text, and how its lines are to be read."""
+    """One document.
+
+    Attributes:
+      name: the file; with a number behind it, the first line of a block or a record's number.
+      text: without blank lines around it.
+      layout: how its lines are to be read.
+      line: of the file, where the text begins; 0 in a record, whose text has no lines of a file.
+    """
 
     name: str
     text: str
     layout: Layout
+    line: int
+
+    def place(self, number: int) -> str:
+        """FILE:LINE of a line of the text, counted from 0; for a record its name."""
+        if not self.line:
+            return self.name
+        file = self.name
+        if self.layout == "sentences_by_line":
+            file = file.rpartition(":")[0]
+        return f"{file}:{self.line + number}"
 
     def paragraphs(self) -> list[str]:
         """The text as paragraphs, or as sentences if the layout gives one a line."""
@@ -73,13 +93,15 @@ def read(corpus: Corpus) -> Iterator[Document]:
             texts = _dataset_texts(str(folder), corpus)
         else:
             reader = _file_texts if word == "text" else _json_texts
-            texts = (pair for path in files(source) for pair in reader(path, corpus))
-        for name, text in texts:
+            texts = (found for path in files(source) for found in reader(path, corpus))
+        for name, line, whole in texts:
             # Blank lines around a text do not make it another one.
-            text = text.strip()
+            text = whole.strip()
             if text:
                 layout = decide_layout(text) if corpus.layout == "per_file" else corpus.layout
-                yield Document(name, text, layout)
+                if line:
+                    line += whole.count("\n", 0, len(whole) - len(whole.lstrip()))
+                yield Document(name, text, layout, line)
 
 
 def files(source: str) -> list[str]:
@@ -94,11 +116,11 @@ def files(source: str) -> list[str]:
             os.path.join(folder, name)
             for folder, _, names in os.walk(place)
             for name in names
-            if name.endswith(_SUFFIXES[word])
+            if name.endswith(SUFFIXES[word])
         ]
         if not found:
             raise InputError(
-                f"corpus.sources: {source}: the folder holds no {', '.join(_SUFFIXES[word])} file"
+                f"corpus.sources: {source}: the folder holds no {', '.join(SUFFIXES[word])} file"
             )
         return sorted(found)
     found = sorted(path for path in glob.glob(place, recursive=True) if os.path.isfile(path))
@@ -159,13 +181,13 @@ def contradiction(text: str, layout: Layout) -> str | None:
     return None
 
 
-def _file_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
+def _file_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
     """One document a file, or in sentences_by_line one a block of lines."""
     if corpus.layout != "sentences_by_line":
         text = _normal_newlines("".join(_lines(path, corpus.encoding)))
         if corpus.layout != "per_file":
             _refuse_contradiction(path, text, corpus.layout)
-        yield path, text
+        yield path, 1, text
         return
     block: list[str] = []
     start = 1
@@ -179,12 +201,12 @@ def _file_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
             block.append(line)
         else:
             if block:
-                yield f"{path}:{start}", "".join(block).replace("\r\n", "\n")
+                yield f"{path}:{start}", start, "".join(block).replace("\r\n", "\n")
             block, start = [], number + 1
     if len(head) < 10 * _LINES_TO_JUDGE:
         _refuse_contradiction(path, "".join(head), corpus.layout)
     if block:
-        yield f"{path}:{start}", "".join(block).replace("\r\n", "\n")
+        yield f"{path}:{start}", start, "".join(block).replace("\r\n", "\n")
 
 
 def _refuse_contradiction(path: str, text: str, layout: Layout) -> None:
@@ -193,7 +215,7 @@ def _refuse_contradiction(path: str, text: str, layout: Layout) -> None:
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {why}")
 
 
-def _json_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
+def _json_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
     for number, line in enumerate(_lines(path, corpus.encoding), 1):
         if not line.strip():
             continue
@@ -209,10 +231,10 @@ def _json_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
             )
         # JSON can spell halves of surrogate pairs, which no encoding can: they become U+FFFD.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        yield f"{path}:{number}", _normal_newlines(text)
+        yield f"{path}:{number}", 0, _normal_newlines(text)
 
 
-def _dataset_texts(folder: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
+def _dataset_texts(folder: str, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
     for number, record in enumerate(tfds_files.records(folder)):
         value = record.get(corpus.text_field)
         if isinstance(value, bytes):
@@ -224,13 +246,13 @@ def _dataset_texts(folder: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
             raise InputError(
                 f"{folder}: no text in field {corpus.text_field!r}; it has {', '.join(record)}"
             )
-        yield f"{folder}:{number}", _normal_newlines(value)
+        yield f"{folder}:{number}", 0, _normal_newlines(value)
 
 
 def _lines(path: str, encoding: str) -> Iterator[str]:
     """Decoded lines, split on \\n alone, without a byte-order mark."""
     try:
-        with _open(path) as raw, io.TextIOWrapper(raw, encoding, newline="\n") as file:
+        with open_bytes(path) as raw, io.TextIOWrapper(raw, encoding, newline="\n") as file:
             for number, line in enumerate(file):
                 yield line.removeprefix("\ufeff") if number == 0 else line
     except UnicodeDecodeError as error:
@@ -243,7 +265,7 @@ def _lines(path: str, encoding: str) -> Iterator[str]:
             f"{path}: is not {encoding} ({error}); convert the file, or name its encoding with "
             "--set corpus.encoding=..."
         ) from error
-    except (gzip.BadGzipFile, EOFError, zlib.error, zstandard.ZstdError) as error:
+    except DAMAGED as error:
         raise InputError(
             f"{path}: damaged compressed file ({error}); put the whole file back"
         ) from error
@@ -251,7 +273,8 @@ def _lines(path: str, encoding: str) -> Iterator[str]:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _open(path: str) -> IO[bytes]:
+def open_bytes(path: str) -> IO[bytes]:
+    """The bytes of a file, uncompressed if its name ends in .gz or .zst."""
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
@@ -301,7 +324,7 @@ def _zstd_chunks(path: str) -> Iterator[bytes]:
 
 def _first_bad_byte(path: str, encoding: str) -> int:
     """Offset in the uncompressed file: decoding reports it relative to a buffer."""
-    with _open(path) as file:
+    with open_bytes(path) as file:
         data = file.read()
     try:
         data.decode(encoding)

@@ -115,6 +115,15 @@ def test_a_damaged_compressed_file_is_refused_by_name(tmp_path, suffix, damage):
         read(f"text:{tmp_path}")
 
 
+def test_a_gz_file_whose_first_block_is_of_no_kind_is_refused_by_name(tmp_path):
+    """Seen by zlib itself, before any checksum."""
+    content = bytearray(gzip.compress(b"Some text.\n" * 99))
+    content[10] |= 0b110
+    (tmp_path / "a.txt.gz").write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.txt\.gz: damaged compressed file"):
+        read(f"text:{tmp_path}")
+
+
 def test_text_is_taken_from_the_field_named(tmp_path):
     rows = [{"text": "no", "body": "One\r\ntwo."}, {"body": " "}, {"body": "Three."}]
     lines = "\n\n".join(json.dumps(row) for row in rows)
@@ -160,6 +169,26 @@ def test_the_offset_in_a_compressed_file_counts_uncompressed_bytes(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 50_000 + b"\xff"))
     with pytest.raises(InputError, match=r"a\.txt\.gz: byte 50000 is not utf-8"):
         read(f"text:{tmp_path}")
+
+
+def test_a_file_without_the_mark_of_utf16_is_named(tmp_path):
+    write(tmp_path / "a.txt", "Plain text.\n")
+    with pytest.raises(InputError, match=r"a\.txt: is not utf-16"):
+        read(f"text:{tmp_path}", encoding="utf-16")
+
+
+def test_a_line_of_a_document_knows_its_place(tmp_path):
+    """Blank lines before a text are counted; a record has no lines of a file."""
+    path = write(tmp_path / "a.txt", "\n \nOne.\nTwo.\n\n\nThree.\nFour.\n")
+    (whole,) = read(f"text:{path}")
+    assert [whole.place(n) for n in (0, 5)] == [f"{path}:3", f"{path}:8"]
+    first, second = read(f"text:{path}", layout="sentences_by_line")
+    assert [first.place(1), second.place(0), second.place(1)] == [
+        f"{path}:{line}" for line in (4, 7, 8)
+    ]
+    path = write(tmp_path / "a.jsonl", '\n{"text": "\\nOne.\\nTwo."}\n')
+    (record,) = read(f"jsonl:{path}")
+    assert [record.place(0), record.place(1)] == [f"{path}:2"] * 2
 
 
 def test_another_encoding_is_read_when_named(tmp_path):

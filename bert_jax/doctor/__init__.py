@@ -1,0 +1,72 @@
+"""Is the text all right, is the run healthy: `examine` looks and tells.
+
+Plain text, a prepared corpus or a run; none is changed (a corpus that was carried here without its
+`stream/` is unrolled, as training would). A `problem` is what spoils training or
+keeps it from starting; what may well be meant that way is a `note`.
+"""
+
+import glob
+import os
+from collections.abc import Sequence
+
+from bert_jax import resolve
+from bert_jax.config import Corpus, InputError
+from bert_jax.doctor import corpus, text
+from bert_jax.doctor.finding import Finding
+from bert_jax.text import documents
+from bert_jax.workdir import Workdir, is_complete
+
+__all__ = ["Finding", "examine"]
+
+
+def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
+    """Findings on what lies at a path, problems first.
+
+    Args:
+      path: a run's workdir (its corpus is looked at too), a corpus folder, an experiment file (its
+        sources are looked at), or text: a file or folder of .txt or .jsonl, which may be .gz or
+        .zst.
+      settings: changes to an experiment, as `--set` takes them.
+
+    Raises:
+      InputError: none of these, or a damaged one.
+    """
+    found = _examine(path, settings)
+    return sorted(found, key=lambda finding: finding.severity != "problem")
+
+
+def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
+    if os.path.isfile(path) and path.endswith((".py", ".json")):
+        return text.examine(resolve.override(resolve.load(path), settings).corpus)
+    if settings:
+        raise InputError(f"--set {settings[0]}: {path} is no experiment, so nothing can be set")
+    workdir = Workdir(path)
+    if workdir.experiment.exists():
+        # Here, since it loads jax.
+        from bert_jax.doctor import run
+
+        return run.examine(workdir)
+    for folder in (workdir.root, workdir.corpus):
+        if is_complete(folder):
+            return corpus.examine(folder)
+    return text.examine(Corpus(sources=_sources(path)))
+
+
+def _sources(path: str) -> tuple[str, ...]:
+    """The sources in a file or folder of text, each of one kind."""
+    if os.path.isfile(path):
+        for word, suffixes in documents.SUFFIXES.items():
+            if path.endswith(suffixes):
+                return (f"{word}:{glob.escape(path)}",)
+    names = [name for _, _, names in os.walk(path) for name in names]
+    found = tuple(
+        f"{word}:{path}"
+        for word, suffixes in documents.SUFFIXES.items()
+        if any(name.endswith(suffixes) for name in names)
+    )
+    if not found:
+        raise InputError(
+            f"{path}: nothing to examine; name a run's workdir, a prepared corpus, an experiment "
+            "file, or a file or folder of .txt or .jsonl"
+        )
+    return found

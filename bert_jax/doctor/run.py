@@ -1,0 +1,186 @@
+"""A run: its losses and gradients, its time, and the corpus it was trained on."""
+
+import math
+from typing import Any
+
+from bert_jax import resolve
+from bert_jax.config import Experiment
+from bert_jax.doctor import corpus, curves
+from bert_jax.doctor.finding import Finding, severity, share
+from bert_jax.training import metrics
+from bert_jax.workdir import Workdir, in_use, is_complete
+
+# Waiting for data is time bought for nothing. A tenth is worth a setting, a third is a fault.
+_DATA, _DATA_NOTE = 0.3, 0.1
+# Evaluation and checkpoints are bought on purpose: only a remark.
+_EVALUATION_NOTE, _CHECKPOINT_NOTE = 0.3, 0.2
+# Steps done twice, after kills; stopping on request loses none.
+_REPEATED, _REPEATED_NOTE = 0.2, 0.02
+# A bad batch happens; one step in a hundred is the run on its way out.
+_SKIPPED = 0.01
+# As in doctor.corpus; measured, where the corpus is not here to be planned.
+_PADDING, _PADDING_NOTE = 0.5, 0.25
+# The paper warms up for 1% of its steps. With half, the peak is hardly used.
+_WARMUP = 0.5
+
+
+def examine(workdir: Workdir) -> list[Finding]:
+    """Findings on a run and, where it is at hand, on its corpus.
+
+    Raises:
+      InputError: no run here, or damaged files.
+    """
+    experiment = resolve.load_saved(workdir)
+    workdir = Workdir(workdir.root, experiment.run.corpus_dir)
+    found = examine_lines(experiment, workdir)
+    if is_complete(workdir.corpus):
+        lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
+        return found + corpus.examine(workdir.corpus, lengths)
+    padding = _padding(_of_kind(metrics.Lines(workdir.metrics).read(), "train"))
+    return found + ([padding] if padding else [])
+
+
+def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
+    """Findings on what a run has written down, without its corpus.
+
+    Raises:
+      InputError: a damaged file.
+    """
+    lines = metrics.Lines(workdir.metrics).read()
+    timings = metrics.Lines(workdir.timings).read()
+    train, evaluations = _of_kind(lines, "train"), _of_kind(lines, "evaluation")
+    done = _done(workdir, train)
+    found = [_unfinished(experiment, workdir, timings, done), _warmup(experiment, done)]
+    found += curves.findings(experiment, train, evaluations, done)
+    found += [_skipped(train), *_time(timings), _repeated(timings)]
+    return [finding for finding in found if finding]
+
+
+def _of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line.get("kind") == kind]
+
+
+def _done(workdir: Workdir, train: list[dict[str, Any]]) -> int:
+    """Steps done, by the newest checkpoint or the last line."""
+    steps = [line["step"] for line in train[-1:]]
+    if workdir.checkpoints.exists():
+        steps += [int(p.name) for p in workdir.checkpoints.iterdir() if p.name.isdecimal()]
+    return max(steps, default=0)
+
+
+def _unfinished(
+    experiment: Experiment, workdir: Workdir, timings: list[dict[str, Any]], done: int
+) -> Finding | None:
+    if done >= experiment.total_steps or in_use(workdir.root):
+        return None
+    ends = [line["outcome"] for line in timings[-1:] if line.get("kind") == "end"]
+    return Finding(
+        "note",
+        f"the run {'has ' + ends[0] if ends else 'was killed'} at step {done:,} of "
+        f"{experiment.total_steps:,}",
+        "",
+        "the last part of the schedule, at low rates, brings much of what a run gains",
+        "run the same command again; it goes on from the newest checkpoint",
+    )
+
+
+def _warmup(experiment: Experiment, done: int) -> Finding | None:
+    warmup, total = experiment.optimizer.warmup_steps, experiment.total_steps
+    if warmup > _WARMUP * total:
+        return Finding(
+            "problem",
+            f"the learning rate warms up for {warmup:,} of {total:,} steps",
+            "",
+            "the peak rate is reached when the run is nearly over: little is learned",
+            "a smaller optimizer.warmup_steps: a hundredth to a tenth of all steps",
+        )
+    if 0 < done < warmup:
+        return Finding(
+            "note",
+            f"the learning rate is still warming up: step {done:,} of {warmup:,}",
+            "",
+            "losses of this part say little of the rest",
+            "wait; or, if the run is meant to be short, a smaller optimizer.warmup_steps",
+        )
+    return None
+
+
+def _skipped(train: list[dict[str, Any]]) -> Finding | None:
+    steps = [line["step"] for line in train]
+    spans = [b - a for a, b in zip([0, *steps], steps, strict=False)]
+    bad = [round(line.get("bad_steps", 0.0) * n) for line, n in zip(train, spans, strict=True)]
+    if not sum(bad):
+        return None
+    first = next(number for number, count in enumerate(bad) if count)
+    return Finding(
+        severity(max(sum(bad) / steps[-1], bad[-1] / spans[-1]), _SKIPPED),
+        f"{sum(bad):,} of {steps[-1]:,} steps were skipped: loss or gradient not finite",
+        f"metrics.jsonl: {bad[first]} of the {spans[first]} steps up to {steps[first]}",
+        "their text taught nothing; many in a row are a run that has run away",
+        "a lower optimizer.peak_learning_rate or a longer optimizer.warmup_steps",
+    )
+
+
+def _time(timings: list[dict[str, Any]]) -> list[Finding]:
+    """Where time went that was no training."""
+    # A start's seconds are for preparing and opening, which is paid for once.
+    timings = [line for line in timings if line.get("kind") != "start"]
+    seconds = sum(line["seconds"] for line in timings)
+    if not seconds:
+        return []
+    kinds = (
+        ("data", _DATA, _DATA_NOTE, "waiting for data", "raise run.data_workers"),
+        ("evaluation", math.inf, _EVALUATION_NOTE, "evaluating", "raise run.eval_every, or lower "
+         "data.eval_rows in a new run"),
+        ("checkpoint", math.inf, _CHECKPOINT_NOTE, "saving", "raise run.checkpoint_every"),
+    )  # fmt: skip
+    found = []
+    for name, problem_over, note_over, words, remedy in kinds:
+        value = sum(line.get(f"{name}_seconds", 0.0) for line in timings) / seconds
+        if value > note_over:
+            found.append(
+                Finding(
+                    severity(value, problem_over),
+                    f"{share(value)} of the time went into {words}",
+                    f"timings.jsonl: {value * seconds:,.0f} of {seconds:,.0f} seconds",
+                    "the devices stand idle" if name == "data" else "no steps are done meanwhile",
+                    remedy,
+                )
+            )
+    return found
+
+
+def _repeated(timings: list[dict[str, Any]]) -> Finding | None:
+    """On steps done again after a kill: timings.jsonl keeps the lines of lost steps."""
+    repeated, before, first = 0, 0, ""
+    for line in timings:
+        if line.get("kind") == "start" and line["step"] < before:
+            repeated += before - line["step"]
+            first = first or f"timings.jsonl: from step {before} back to {line['step']}"
+        before = line["step"]
+    value = repeated / before if before else 0.0
+    if value <= _REPEATED_NOTE:
+        return None
+    return Finding(
+        severity(value, _REPEATED),
+        f"{repeated:,} steps were done twice, after the run was killed",
+        first,
+        f"{share(value)} more time; what is computed is the same",
+        "a smaller run.checkpoint_every; SIGTERM and Ctrl-C save first, SIGKILL does not",
+    )
+
+
+def _padding(train: list[dict[str, Any]]) -> Finding | None:
+    filled = [line["filled"] for line in train[-10:] if "filled" in line]
+    if not filled:
+        return None
+    value = 1 - sum(filled) / len(filled)
+    if value <= _PADDING_NOTE:
+        return None
+    return Finding(
+        severity(value, _PADDING),
+        f"{share(value)} of examples is padding in the last {len(filled)} lines",
+        "",
+        "time and memory are spent on positions that hold nothing",
+        "a shorter phases.N.sequence_length, or longer documents",
+    )

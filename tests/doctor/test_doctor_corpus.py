@@ -1,0 +1,194 @@
+"""Prepared corpora with one planted fault each; the doctor finds it and no other problem."""
+
+import random
+
+import pytest
+from etils import epath
+
+from bert_jax import doctor, resolve
+from bert_jax.config import Corpus
+from bert_jax.data import corpus, stream
+from bert_jax.doctor import splits
+from bert_jax.text import vocabulary
+
+LETTERS = "abcdefghijklmnop"
+WORDS = [f"{a}{b}{c}" for a in LETTERS for b in "aeiou" for c in LETTERS][:600]
+RARE = [f"x{a}{b}" for a in LETTERS for b in LETTERS]
+
+
+def sentence(rng, words=(8, 20)):
+    return " ".join(rng.choices(WORDS, k=rng.randint(*words))) + "."
+
+
+def documents(count=400, sentences=(60, 90), words=(8, 20), seed=0):
+    rng = random.Random(seed)
+    return [[sentence(rng, words) for _ in range(rng.randint(*sentences))] for _ in range(count)]
+
+
+def examine(folder, docs, pieces=(*WORDS, "."), **settings):
+    """Prepares documents with a vocabulary and examines the corpus."""
+    (folder / "text").mkdir(parents=True)
+    blocks = "\n\n".join("\n".join(doc) for doc in docs)
+    (folder / "text" / "all.txt").write_text(blocks + "\n")
+    vocab = [*vocabulary.SPECIALS, *pieces]
+    (folder / "vocab.txt").write_text("\n".join(vocab) + "\n")
+    settings = Corpus(
+        sources=(f"text:{folder / 'text'}",),
+        tokenizer=str(folder / "vocab.txt"),
+        **{"layout": "sentences_by_line", "validation_share": 0.1, **settings},
+    )
+    corpus.prepare(settings, len(vocab), epath.Path(folder / "w" / "corpus"), lambda line: None)
+    return doctor.examine(str(folder / "w"))
+
+
+def one_sentence_documents(folder):
+    docs = documents()
+    return examine(folder, docs[:100] + [[line] for doc in docs[100:] for line in doc[:3]])
+
+
+def endless_sentences(folder):
+    return examine(folder, documents(200, (3, 6), (600, 900)))
+
+
+def sentences_as_long_as_an_example(folder):
+    return examine(folder, documents(200, (20, 30), (125, 135)))
+
+
+def short_documents(folder):
+    return examine(folder, documents(800, (3, 4), (4, 8)))
+
+
+def repeated_documents(folder):
+    docs = documents()
+    return examine(folder, docs + docs[:80])
+
+
+def one_long_document(folder):
+    return examine(folder, documents(300) + documents(1, (40_000, 40_000), seed=9))
+
+
+def unknown_words(folder):
+    docs = documents()
+    for doc in docs:
+        for place in range(0, len(doc), 4):
+            doc[place] += " ω ψ χ."
+    return examine(folder, docs)
+
+
+def another_script(folder):
+    return examine(folder, documents(), [".", *"αβγδεζηθικλμν"])
+
+
+def capitals_unknown(folder):
+    docs = [[line.capitalize() for line in doc] for doc in documents()]
+    return examine(folder, docs, case="cased")
+
+
+def capitals_never_read(folder):
+    return examine(folder, documents(), [*WORDS, ".", *(w.capitalize() for w in WORDS[:100])])
+
+
+def words_in_letters(folder):
+    pieces = [*LETTERS, "e", "i", "u", *(f"##{c}" for c in LETTERS + "u"), *WORDS[:40], "."]
+    return examine(folder, documents(), list(dict.fromkeys(pieces)))
+
+
+def near_duplicates(folder):
+    """Every document twice, the second time with a sentence more; splits go by whole texts."""
+    docs = documents()
+    return examine(
+        folder, docs + [[*doc, sentence(random.Random(n))] for n, doc in enumerate(docs)]
+    )
+
+
+FAULTS = [
+    (one_sentence_documents, "documents (90%) have one sentence", "train document "),
+    (
+        endless_sentences,
+        "sentences are longer than 512 pieces and hold 100% of the text",
+        "the lon",
+    ),
+    (sentences_as_long_as_an_example, "of next sentences are random at length 128", ""),
+    (short_documents, "of examples is padding at length 128", ""),
+    (repeated_documents, "80 of 480 documents (17%) repeat", ""),
+    (one_long_document, "the longest of ", "train document "),
+    (unknown_words, "of pieces are unknown", "[UNK] [UNK] [UNK]"),
+    (another_script, "of pieces are unknown", "[UNK] [UNK] [UNK]"),
+    (capitals_unknown, "text is read as cased, and the vocabulary is in lower case", ""),
+    (capitals_never_read, "text is read as uncased, and the vocabulary is cased (14%", ""),
+    (words_in_letters, "of pieces are single letters", "the commonest: "),
+    (near_duplicates, "held-out documents are near duplicates", "validation document "),
+]
+
+
+def problems(found):
+    return [finding for finding in found if finding.severity == "problem"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "what", "where"), FAULTS, ids=[plant.__name__ for plant, _, _ in FAULTS]
+)
+def test_a_planted_fault_is_the_one_problem_found(plant, what, where, tmp_path):
+    found = problems(plant(tmp_path))
+    assert [what in finding.what for finding in found] == [True], found
+    assert where in found[0].example
+    assert found[0].effect and found[0].remedy
+
+
+def test_a_healthy_corpus_has_no_finding(tmp_path):
+    assert examine(tmp_path, documents()) == []
+
+
+def test_text_without_blanks_is_not_called_letters(tmp_path):
+    """Ideographs are pieces of one character; the few Latin letters among them are letters."""
+    rng = random.Random(0)
+    signs = [chr(0x4E00 + n) for n in range(200)]
+    docs = [
+        ["".join(rng.choices([*signs, " a "], k=15)) + "。" for _ in range(80)] for _ in range(400)
+    ]
+    assert examine(tmp_path, docs, ["a", "。", *signs]) == []
+
+
+def test_few_held_out_documents_and_unused_pieces_are_notes(tmp_path):
+    found = examine(tmp_path, documents(200), [*WORDS, ".", *RARE, *(f"{w}z" for w in RARE)])
+    assert [(f.severity, f.what) for f in found] == [
+        ("note", "20 documents are held out"),
+        ("note", "512 of 1,118 pieces (46%) never occur in the training split"),
+    ]
+
+
+def test_the_shipped_sample_prepared_has_no_problem(tmp_path):
+    settings = resolve.load("experiments/tiny.py")
+    corpus.prepare(settings.corpus, 8_000, epath.Path(tmp_path / "corpus"), lambda line: None)
+    assert [f.what for f in doctor.examine(str(tmp_path))] == ["12 documents are held out"]
+
+
+def sentences_of(ids):
+    return [list(range(first, first + 15)) for first in ids]
+
+
+def test_shared_sentences_are_found_wherever_they_stand():
+    """One in four held-out sentences; other blocks, and sentences of the same pieces moved."""
+    rng = random.Random(0)
+    train = [sentences_of(rng.sample(range(10_000), 20)) for _ in range(40)]
+    held_out = [sentences_of(range(20_000 + 50 * n, 20_020 + 50 * n)) for n in range(10)]
+    for doc in held_out:
+        doc[7:12] = train[11][3:8]
+        doc[0] = [5, *train[5][0][:-1]]  # the same pieces, one place on
+    found = splits.near_duplicates(
+        stream.from_documents(train),
+        stream.from_documents(held_out),
+        lambda at: str(at),
+    )
+    assert found.severity == "problem"
+    assert found.what.startswith("25% of held-out sentences")
+    assert "0 of 10 held-out documents are near duplicates" in found.what
+    assert found.example == f'validation document 0: "{7 * 15}"'
+
+
+def test_a_large_corpus_is_planned_by_a_sample(tmp_path, monkeypatch):
+    from bert_jax.doctor import corpus as examined
+
+    monkeypatch.setattr(examined, "_ROWS", 300)
+    (found,) = problems(sentences_as_long_as_an_example(tmp_path))
+    assert found.what.endswith("at length 128 (in a sample of 300 rows)")

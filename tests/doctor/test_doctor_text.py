@@ -1,0 +1,383 @@
+"""Text with one planted fault each; the doctor finds that fault and no other problem."""
+
+import gzip
+import json
+import pathlib
+import random
+
+import pytest
+
+from bert_jax import doctor
+from bert_jax.config import Corpus, InputError
+from bert_jax.doctor import encodings, repeats, text
+
+SAMPLE = pathlib.Path(__file__).parents[2] / "experiments" / "sample_text"
+
+
+def sentence(rng, words=9):
+    made = [
+        "".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(2, 8))) for _ in range(words)
+    ]
+    return " ".join(made).capitalize() + "."
+
+
+def documents(count=24, sentences=8, seed=0, words=9):
+    rng = random.Random(seed)
+    return [[sentence(rng, words) for _ in range(sentences)] for _ in range(count)]
+
+
+def blocks(docs, between="\n\n", within="\n"):
+    return between.join(within.join(doc) for doc in docs) + "\n"
+
+
+def files(folder, texts, encoding="utf-8", suffix=".txt"):
+    folder.mkdir(exist_ok=True)
+    for number, content in enumerate(texts):
+        data = content if isinstance(content, bytes) else content.encode(encoding)
+        (folder / f"{number:02}{suffix}").write_bytes(data)
+    return folder
+
+
+def records(folder, texts):
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"text": content}) + "\n" for content in texts]
+    (folder / "all.jsonl").write_text("".join(lines))
+    return folder
+
+
+def paragraphs(docs=None):
+    return [" ".join(doc) + "\n" + " ".join(doc[::-1]) + "\n" for doc in docs or documents()]
+
+
+def wrapped(doc, width=60):
+    lines, line = [], ""
+    for word in " ".join(doc).split():
+        if len(line) + len(word) > width:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return "\n".join([*lines, line]) + "\n"
+
+
+# --- faults: each writes its text and says how it is read --------------------------------------
+
+
+def blank_line_after_every_sentence(folder):
+    files(folder, [blocks(documents(), within="\n\n")])
+    return {"layout": "sentences_by_line"}
+
+
+def documents_of_one_sentence(folder):
+    docs = documents()
+    records(folder, [" ".join(d) for d in docs[:6]] + [d[0] for d in docs[6:]])
+
+
+def repeated_documents(folder):
+    docs = paragraphs()
+    files(folder, docs + docs[:6])
+
+
+def boilerplate(folder):
+    rng = random.Random(5)
+    licence = "".join(sentence(rng) + "\n" for _ in range(6))
+    files(folder, [licence + content for content in paragraphs()])
+
+
+def paragraphs_as_sentences(folder):
+    docs = documents(sentences=90)
+    lines = [[" ".join(doc[i : i + 45]) for i in (0, 45)] for doc in docs]
+    files(folder, [blocks(lines)])
+    return {"layout": "sentences_by_line"}
+
+
+def no_sentence_ends(folder):
+    """Words without end; long lines, so that they are not taken for wrapped."""
+    files(folder, [p.replace(".", "").lower() for p in paragraphs(documents(sentences=60))])
+
+
+def some_files_in_windows_1252(folder):
+    texts = [content + "He said: \u201cwell\u201d.\n" for content in paragraphs()]
+    files(folder, texts)
+    (folder / "07.txt").write_bytes(texts[7].encode("windows-1252"))
+
+
+def all_files_in_windows_1252(folder):
+    texts = [content + "He said: \u201cwell\u201d.\n" for content in paragraphs()]
+    files(folder, texts, "windows-1252")
+
+
+def utf8_read_as_latin1(folder):
+    files(folder, [content + "Café à la crème.\n" for content in paragraphs()])
+    return {"encoding": "latin-1"}
+
+
+def utf16(folder):
+    files(folder, paragraphs())
+    (folder / "30.txt").write_bytes(paragraphs(documents(1, seed=9))[0].encode("utf-16"))
+
+
+def utf16_without_a_mark(folder):
+    files(folder, paragraphs())
+    (folder / "30.txt").write_bytes(paragraphs(documents(1, seed=9))[0].encode("utf-16-le"))
+
+
+def truncated_gz(folder):
+    files(folder, paragraphs())
+    (folder / "30.txt.gz").write_bytes(gzip.compress(paragraphs()[3].encode())[:-20])
+
+
+def mojibake(folder):
+    damaged = "It’s the café’s “crème”.\n".encode().decode("windows-1252", "replace")
+    files(folder, [content + damaged.replace("\ufffd", "\x9d") for content in paragraphs()])
+
+
+def windows_read_as_latin1(folder):
+    damaged = "It’s “well”.\n".encode("windows-1252").decode("latin-1")
+    files(folder, [content + damaged for content in paragraphs()])
+
+
+def replacement_characters(folder):
+    files(folder, [content + "The caf\ufffd.\n" for content in paragraphs()])
+
+
+def control_characters(folder):
+    files(folder, [content + "\x1b[31mred\x1b[0m.\n" for content in paragraphs()])
+
+
+def markup(folder):
+    files(folder, [content + "<p>Here &amp; <i>there</i>.</p>\n" for content in paragraphs()])
+
+
+def wrapped_with_one_long_line(folder):
+    docs = documents(sentences=200)
+    files(folder, [wrapped(doc) + "x" * 300 + "\n" for doc in docs])
+
+
+def two_documents(folder):
+    files(folder, ["".join(paragraphs()[:12]), "".join(paragraphs()[12:])])
+
+
+def one_long_document(folder):
+    files(folder, [*paragraphs(), "\n".join(" ".join(d) for d in documents(60, seed=3))])
+
+
+def a_broken_record(folder):
+    records(folder, paragraphs())
+    with (folder / "all.jsonl").open("a") as file:
+        file.write('{"text": "cut\n')
+
+
+FAULTS = [
+    (blank_line_after_every_sentence, "192 of 192 documents (100%) have one sentence", "00.txt:1:"),
+    (documents_of_one_sentence, "18 of 24 documents (75%) have one sentence", "all.jsonl:7:"),
+    (repeated_documents, "6 of 30 documents (20%) repeat", "2 times, first in"),
+    (boilerplate, "one stands in 24 of 24 documents", "24 times, first in"),
+    (paragraphs_as_sentences, "longer than 2,000 characters and hold 100%", "00.txt:"),
+    (no_sentence_ends, "longer than 2,000 characters", ".txt:"),
+    (some_files_in_windows_1252, "1 of 24 files are not utf-8", "07.txt:3, byte "),
+    (all_files_in_windows_1252, "24 of 24 files are not utf-8", "00.txt:3, byte "),
+    (utf8_read_as_latin1, "24 of 24 files with characters beyond ASCII are UTF-8", "00.txt"),
+    (utf16, "begin as UTF-16 does", "30.txt:1, byte 0"),
+    (utf16_without_a_mark, "hold NUL bytes", "30.txt"),
+    (truncated_gz, "1 of 25 files cannot be read", "30.txt.gz"),
+    (mojibake, "UTF-8 was once read as Latin-1", "00.txt:3"),
+    (windows_read_as_latin1, "Windows-1252 was once read as Latin-1", "00.txt:3"),
+    (replacement_characters, "replacement characters (U+FFFD)", "00.txt:3"),
+    (control_characters, "control characters: 48 in 24 documents", "00.txt:3"),
+    (markup, "markup", "00.txt:3"),
+    (wrapped_with_one_long_line, "24 of 24 documents are wrapped", "00.txt:1"),
+    (two_documents, "2 different documents, and `prepare` needs 16", ".txt:1"),
+    (one_long_document, "the longest of 25 documents holds 5", "24.txt:1"),
+    (a_broken_record, "`prepare` refuses 1 files", "all.jsonl:25: not JSON"),
+]
+
+
+def examine(folder, **settings):
+    """What the doctor says of a folder read with these settings of the corpus."""
+    word = "jsonl" if (folder / "all.jsonl").exists() else "text"
+    return text.examine(Corpus(sources=(f"{word}:{folder}",), **settings))
+
+
+def problems(found):
+    return [finding for finding in found if finding.severity == "problem"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "what", "where"), FAULTS, ids=[plant.__name__ for plant, _, _ in FAULTS]
+)
+def test_a_planted_fault_is_the_one_problem_found(plant, what, where, tmp_path):
+    settings = plant(tmp_path / "text") or {}
+    found = problems(examine(tmp_path / "text", **settings))
+    assert [what in finding.what for finding in found] == [True], found
+    assert where in found[0].example
+    assert found[0].effect and found[0].remedy
+
+
+def one_sentence_a_line(folder):
+    files(folder, [blocks(documents(sentences=6, seed=n)) for n in range(20)])
+
+
+def paragraphs_a_line(folder):
+    files(folder, [blocks([[" ".join(doc[:4]), " ".join(doc[4:])] for doc in documents()])])
+    return {"layout": "sentences_by_line"}
+
+
+def byte_order_marks_inside(folder):
+    files(folder, [content + "\ufeffThe next file.\n" for content in paragraphs()])
+
+
+def a_few_repeats(folder):
+    docs = paragraphs()
+    files(folder, [*docs, docs[0]])
+
+
+def a_third_in_one_document(folder):
+    files(folder, [*paragraphs(), "\n".join(" ".join(d) for d in documents(20, seed=3))])
+
+
+@pytest.mark.parametrize(
+    ("plant", "what"),
+    [
+        (one_sentence_a_line, "20 of 20 documents look like one sentence a line"),
+        (paragraphs_a_line, "lines hold 3.9 sentences each, and are read as one"),
+        (byte_order_marks_inside, "byte-order marks stand inside the text: 24"),
+        (a_few_repeats, "1 of 25 documents (4%) repeat"),
+        (a_third_in_one_document, "the longest of 25 documents holds"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_may_be_meant_that_way_is_a_note(plant, what, tmp_path):
+    settings = plant(tmp_path / "text") or {}
+    found = examine(tmp_path / "text", **settings)
+    assert [(f.severity, what in f.what) for f in found] == [("note", True)], found
+
+
+def test_healthy_text_has_no_finding_in_any_layout(tmp_path):
+    docs = documents(sentences=60)
+    for layout, texts in {
+        "sentences_by_line": [blocks(docs)],
+        "wrapped": [wrapped(doc) for doc in docs],
+        "paragraphs_by_line": paragraphs(docs),
+    }.items():
+        folder = files(tmp_path / layout, texts)
+        assert examine(folder, layout=layout) == []
+        if layout != "sentences_by_line":
+            assert examine(folder) == []
+    assert examine(records(tmp_path / "records", paragraphs(docs))) == []
+
+
+def test_the_shipped_sample_has_no_finding():
+    assert doctor.examine(str(SAMPLE)) == []
+    assert doctor.examine("experiments/tiny.py") == []
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "shift_jis", "gbk"])
+def test_text_in_the_encoding_that_is_named_has_no_finding(encoding, tmp_path):
+    content = [one + "日本の文章、中国的文字。\n" for one in paragraphs(documents(sentences=60))]
+    files(tmp_path / "text", content, encoding)
+    assert examine(tmp_path / "text", encoding=encoding) == []
+
+
+def test_a_file_that_is_not_utf16_is_named_as_any_other(tmp_path):
+    files(tmp_path / "text", paragraphs(), "utf-16")
+    (tmp_path / "text" / "30.txt").write_text(paragraphs()[0])
+    (found,) = problems(examine(tmp_path / "text", encoding="utf-16"))
+    assert "1 of 25 files are not utf-16" in found.what and "30.txt:1, byte 0" in found.example
+
+
+def test_typography_of_other_languages_is_no_mojibake(tmp_path):
+    """Guillemets behind no-break spaces, capitals before them, and letters that mojibake uses."""
+    lines = (
+        "« Liberté\u00a0», dit-il\u00a0; «\u00a0ÉGALITÉ»\u00a0! Voilà «\u00a0l’été\u00a0».",
+        "NÃO À GUERRA: AMANHÃ, MAÇÃ. Ângela, Áurea e João têm pão.",
+        "Ðað er gott. Ñandú y ñoño. Πρώτη Ελλάδα. Это хорошо.",
+        "北京是中国的首都。日本語の文章です。🙂 👍🏽",
+    )
+    files(tmp_path / "text", [p + "\n".join(lines) + "\n" for p in paragraphs()])
+    assert [f.what for f in examine(tmp_path / "text") if "once read" in f.what] == []
+
+
+def test_the_place_of_a_fault_is_its_line(tmp_path):
+    """Blank lines before the text count, as do documents before it in its file."""
+    docs = documents()
+    docs[5][3] += " Caf\ufffd."
+    files(tmp_path / "text", ["\n\n" + blocks(docs)])
+    (found,) = examine(tmp_path / "text", layout="sentences_by_line")
+    line = (tmp_path / "text" / "00.txt").read_text().split("\n").index(docs[5][3]) + 1
+    assert found.example.startswith(f"{tmp_path}/text/00.txt:{line}: ")
+    content = paragraphs()
+    content[2] += "Caf\ufffd.\n"
+    files(tmp_path / "more", ["\n \n" + one for one in content])
+    (found,) = examine(tmp_path / "more")
+    assert found.example.startswith(f"{tmp_path}/more/02.txt:5: ")
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 64])
+def test_offsets_do_not_depend_on_how_a_file_is_read(block, tmp_path, monkeypatch):
+    """Characters of several bytes cut in two, before and at the byte that is wrong."""
+    (tmp_path / "a.txt").write_bytes("Één.\n日本語 🙂\n".encode() * 9 + "日".encode()[:2] + b"x")
+    whole = encodings.look(str(tmp_path / "a.txt"), "utf-8")
+    assert (whole.bad, whole.where[:2]) == (2, (9 * 22, 19))
+    monkeypatch.setattr(encodings, "_BLOCK", block)
+    parts = encodings.look(str(tmp_path / "a.txt"), "utf-8")
+    assert parts.where[:2] == whole.where[:2]
+    assert (parts.size, parts.high, parts.bad) == (whole.size, whole.high, whole.bad)
+
+
+def test_an_example_is_short_and_on_one_line(tmp_path):
+    one_long_document(tmp_path / "text")
+    (found,) = problems(examine(tmp_path / "text"))
+    place, _, excerpt = found.example.partition(': "')
+    assert place == f"{tmp_path}/text/24.txt:1"
+    assert len(excerpt) <= 71 and excerpt.endswith('..."')
+
+
+def test_hostile_text_is_shown_escaped(tmp_path):
+    files(tmp_path / "text", [content + "\x1b]0;pwned\x07 ok.\n" for content in paragraphs()])
+    (found,) = examine(tmp_path / "text")
+    assert "\\x1b]0;pwned\\x07" in found.example
+    assert found.example.isprintable()
+
+
+def test_of_much_text_a_sample_is_read_and_named(tmp_path, monkeypatch):
+    files(tmp_path / "text", [content + "<p>Here &amp; there.</p>\n" for content in paragraphs()])
+    size = sum(path.stat().st_size for path in (tmp_path / "text").iterdir())
+    monkeypatch.setattr(text, "_MOST", size // 2)
+    read = []
+    add = text.Characters.add
+    monkeypatch.setattr(
+        text.Characters, "add", lambda self, one: (read.append(one.name), add(self, one))
+    )
+    (found,) = problems(examine(tmp_path / "text"))
+    assert 10 <= len(read) <= 14
+    assert f"in {len(read)} documents (in a sample, 5" in found.what
+
+
+def test_repeats_are_counted_in_bounded_memory(monkeypatch):
+    """A sample of the different texts; the share of repeats is that of all, within chance."""
+    monkeypatch.setattr(repeats, "_HELD", 500)
+    seen = repeats.Repeats()
+    for number in range(20_000):
+        seen.add(f"text {number}", number, "")
+        if number % 4 == 0:
+            seen.add(f"text {number}", number, "")
+    texts, again, _, _ = seen.total()
+    assert seen.sampled >= 32 and len(seen._entries) <= 500
+    assert again / texts == pytest.approx(0.2, abs=0.06)
+    assert again * seen.sampled == pytest.approx(5_000, rel=0.3)
+
+
+def test_what_is_no_text_is_refused_by_name(tmp_path):
+    (tmp_path / "thesis.pdf").write_bytes(b"%PDF")
+    for path in (tmp_path, tmp_path / "thesis.pdf", tmp_path / "nowhere"):
+        with pytest.raises(InputError, match="nothing to examine"):
+            doctor.examine(str(path))
+    with pytest.raises(InputError, match=r"--set seed=1: .* is no experiment"):
+        doctor.examine(str(files(tmp_path / "text", paragraphs())), ["seed=1"])
+
+
+def test_one_file_of_text_is_examined_whatever_its_name(tmp_path):
+    path = tmp_path / "a[1].txt"
+    path.write_text(blocks(documents()))
+    (found,) = problems(doctor.examine(str(path)))
+    assert "1 different documents" in found.what and "a[1].txt:1" in found.example
