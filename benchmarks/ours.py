@@ -1,0 +1,84 @@
+"""Our training step, served to `step` and `torch_step`."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import shapes, worker
+from bert_jax.config import Mesh, Model, Optimizer
+from bert_jax.training import feed, step
+from bert_jax.training import mesh as mesh_lib
+
+OPTIMIZER = Optimizer(name="adamw", schedule="linear", warmup_steps=10)
+_TOTAL_STEPS = 1_000
+_MATMUL_WIDTH = 2_048
+
+
+def model_of(shape: shapes.Shape, dtype: str) -> Model:
+    """The model of a shape, with the paper's dropout."""
+    return Model(
+        vocab_size=shapes.VOCAB_SIZE,
+        hidden_size=shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.width,
+        compute_dtype=dtype,
+    )
+
+
+class Ours:
+    """Compiled steps by name, each with a state of its own."""
+
+    def __init__(self):
+        self._entries = {}
+
+    def build(self, entry: str, shape: str, dtype: str, layer_loop: str, sequence: int) -> float:
+        """Compiles a step, runs it twice and returns its first loss."""
+        size = shapes.sized(shape, sequence)
+        model = model_of(size, dtype)
+        mesh = mesh_lib.make_mesh(Mesh())
+        layout = Mesh(layer_loop=layer_loop)
+        state = jax.device_put(step.init_state(model, OPTIMIZER, 0), mesh_lib.replicated(mesh))
+        window = jax.device_put(step.empty_window(), mesh_lib.replicated(mesh))
+        rows = np.arange(size.batch)
+        batch = feed.place(
+            shapes.make_batch(size, 0), rows, size.batch, mesh_lib.batch_sharding(mesh)
+        )
+        run = step.make_train_step(model, OPTIMIZER, layout, _TOTAL_STEPS, mesh)
+        key = step.phase_key(model, 0, 0)
+        state, window = run(state, window, batch, key)
+        sums = jax.device_get(window)
+        self._entries[entry] = [run, state, window, batch, key]
+        self.step(entry, 1)
+        names = ("masked_lm_loss", "next_sentence_loss")
+        return float(sum(sums[name][0] / sums[name][1] for name in names))
+
+    def step(self, entry: str, count: int) -> float:
+        """CPU seconds of a step, the mean of `count`."""
+        run, state, window, batch, key = self._entries[entry]
+        start = time.process_time()
+        for _ in range(count):
+            state, window = run(state, window, batch, key)
+        jax.block_until_ready((state, window))
+        seconds = (time.process_time() - start) / count
+        self._entries[entry][1:3] = state, window
+        return seconds
+
+    def matmul(self, dtype: str) -> float:
+        """Floating-point operations a CPU second of a large product that adds up in float32."""
+        entry = f"matmul/{dtype}"
+        if entry not in self._entries:
+            product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+            side = jnp.ones((_MATMUL_WIDTH, _MATMUL_WIDTH), dtype)
+            jax.block_until_ready(product(side, side))
+            self._entries[entry] = product, side
+        product, side = self._entries[entry]
+        start = time.process_time()
+        jax.block_until_ready(product(side, side))
+        return 2 * _MATMUL_WIDTH**3 / (time.process_time() - start)
+
+
+if __name__ == "__main__":
+    worker.serve(Ours())
