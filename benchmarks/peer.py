@@ -52,7 +52,6 @@ class Peer:
         """Adds a way to the loss, runs it three times and returns its first loss."""
         function = {"stock": self._stock, "patched": self._patched}[kind]
         if how == "compiled":
-            torch._dynamo.reset()
             function = torch.compile(function)
         self._losses[entry] = function, DTYPES[dtype]
         first = self._step(entry)

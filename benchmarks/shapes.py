@@ -58,3 +58,12 @@ def make_batch(shape: Shape, seed: int) -> dict[str, np.ndarray]:
 def sized(name: str, sequence: int) -> Shape:
     """The shape of that name at another sequence length."""
     return dataclasses.replace(SHAPES[name], sequence=sequence)
+
+
+def useful_flops(shape: Shape) -> int:
+    """Multiplications and additions a step must make: products of forward, times three."""
+    s, d = shape.sequence, shape.width
+    layer = 2 * (4 * d * d + 2 * d * 4 * d) + 2 * 2 * s * d  # a token
+    prediction = 2 * d * d + 2 * d * VOCAB_SIZE
+    rows = shape.layers * s * layer + shape.predictions * prediction + 2 * d * d + 2 * d * 2
+    return 3 * shape.batch * rows

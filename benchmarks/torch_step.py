@@ -11,7 +11,7 @@ import itertools
 import sys
 from typing import Any
 
-from benchmarks import measure, shapes
+from benchmarks import measure
 from benchmarks.worker import Worker
 
 DTYPES = ("float32", "bfloat16")
