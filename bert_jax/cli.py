@@ -129,13 +129,15 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _pretrain(args: argparse.Namespace) -> int:
+    from bert_jax import resolve
     from bert_jax.training import session
     from bert_jax.training.progress import LineConsole, Progress
 
-    experiment, workdir = _claim(args)
+    experiment, origin = resolve.load_with_origin(args.experiment, args.set)
+    workdir = _workdir(args, experiment)
     progress = Progress(LineConsole())
     extend = "extend" if args.extend else "keep"
-    outcome = session.pretrain(experiment, workdir, extend, progress)
+    outcome = session.pretrain(experiment, workdir, extend, progress, origin)
     return {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}[outcome]
 
 
@@ -187,6 +189,7 @@ def _predict(args: argparse.Namespace) -> int:
     from bert_jax import predict, resolve
     from bert_jax.show import printable
     from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training.predictor import Predictor
     from bert_jax.training.prepared import Prepared
     from bert_jax.workdir import Workdir
 
@@ -200,14 +203,14 @@ def _predict(args: argparse.Namespace) -> int:
     prepared = Prepared.open(workdir.corpus)
     mesh = mesh_lib.make_mesh(experiment.mesh)
     params, _ = predict.load_params(experiment, workdir, prepared, mesh)
-    predictor = predict.Predictor(experiment.model, params, prepared.tokenizer)
+    predictor = Predictor(experiment.model, prepared.tokenizer)
     pairs = [(text, args.next) for text in args.text]
     if not pairs:
         lines = sys.stdin.buffer.read().decode("utf-8", "replace").split("\n")
         lines = [line for line in lines if line.strip()]
         pairs = [(a, b if tab else None) for a, tab, b in (x.partition("\t") for x in lines)]
     for a, b in pairs:
-        answer = predictor.predict(a, b, args.top)
+        answer = predictor.predict(params, a, b, args.top)
         for text in (a,) if b is None else (a, b):
             print(printable(text))
         for number, pieces in enumerate(answer.masks, 1):
@@ -253,8 +256,13 @@ def _claim(args: argparse.Namespace):
     else:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
     experiment = resolve.override(experiment, args.set)
-    root = args.workdir or f"runs/{experiment.name}"
-    return experiment, Workdir(root, experiment.run.corpus_dir)
+    return experiment, _workdir(args, experiment)
+
+
+def _workdir(args: argparse.Namespace, experiment: Experiment):
+    from bert_jax.workdir import Workdir
+
+    return Workdir(args.workdir or f"runs/{experiment.name}", experiment.run.corpus_dir)
 
 
 def _console_say() -> Callable[[str], None]:

@@ -231,6 +231,9 @@ class Run(Section):
     keep_checkpoints: int = 3
     prefetch_batches: int = 4
     data_workers: int = 0
+    # Texts with [MASK] whose predictions are written at every evaluation; none: sentences of
+    # held-out documents.
+    watch: tuple[str, ...] = ()
     # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
     corpus_dir: str = ""
 
@@ -327,16 +330,32 @@ class Experiment(Section):
             )
 
 
-_folder: contextvars.ContextVar[pathlib.Path] = contextvars.ContextVar("folder of experiment file")
+@dataclass
+class Loaded:
+    """What an experiment file says.
+
+    Attributes:
+      folder: where it stands.
+      parent: name and claim of the file it varies; None if it stands alone.
+      experiment: its own claim.
+    """
+
+    folder: pathlib.Path
+    parent: tuple[str, Experiment] | None = None
+    experiment: Experiment | None = None
 
 
-def load_file(path: pathlib.Path) -> Experiment:
-    """Runs an experiment file and returns what its `experiment()` returns.
+_loading: contextvars.ContextVar[Loaded] = contextvars.ContextVar("experiment file being run")
+
+
+def load_file(path: pathlib.Path) -> Loaded:
+    """Runs an experiment file and returns what its `experiment()` returns, and what it varies.
 
     Raises:
       InputError: the file raises, has no `experiment`, or returns something else.
     """
-    token = _folder.set(path.parent)
+    loaded = Loaded(path.parent)
+    token = _loading.set(loaded)
     try:
         value = runpy.run_path(str(path), run_name=path.stem)["experiment"]()
     except InputError as error:
@@ -351,17 +370,21 @@ def load_file(path: pathlib.Path) -> Experiment:
             raise InputError(f"{path}: defines no experiment() -> Experiment") from error
         raise InputError(f"{place}: {type(error).__name__}: {error}") from error
     finally:
-        _folder.reset(token)
+        _loading.reset(token)
     if not isinstance(value, Experiment):
         raise InputError(
             f"{path}: experiment() returned {type(value).__name__}, not bert_jax.config.Experiment"
         )
-    return value
+    loaded.experiment = value
+    return loaded
 
 
 def parent(name: str) -> Experiment:
     """The claim in the file `name` beside the experiment file that calls this, to be varied."""
-    path = _folder.get() / name
+    loading = _loading.get()
+    path = loading.folder / name
     if not path.is_file():
-        raise InputError(f"parent({name!r}): no such experiment file in {_folder.get()}")
-    return load_file(path)
+        raise InputError(f"parent({name!r}): no such experiment file in {loading.folder}")
+    experiment = load_file(path).experiment
+    loading.parent = (name, experiment)
+    return experiment

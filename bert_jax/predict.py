@@ -1,39 +1,15 @@
-"""What a trained model says: words for [MASK], and whether B follows A."""
+"""The parameters of a trained run, for those who ask it."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from bert_jax import resolve
-from bert_jax.config import Experiment, InputError, Model
-from bert_jax.model import heads
-from bert_jax.model.encoder import Loop
-from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.text.vocabulary import MASK
+from bert_jax.config import Experiment, InputError
 from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.prepared import Prepared
 from bert_jax.workdir import Workdir
-
-# Inputs are padded to a multiple of this, so that lengths share compiled programs.
-_LENGTH_STEP = 32
-
-
-@dataclasses.dataclass
-class Prediction:
-    """The model's answer to a text.
-
-    Attributes:
-      masks: for each [MASK] in order, the likeliest pieces with their probabilities.
-      is_next: probability that B follows A; None without B.
-    """
-
-    masks: list[list[tuple[str, float]]]
-    is_next: float | None
 
 
 def load_params(
@@ -60,57 +36,3 @@ def load_params(
         state, metadata = saved.restore(saved.latest_step, {"params": abstract["params"]})
         prepared.require_same(metadata)
         return state["params"], saved.latest_step
-
-
-class Predictor:
-    """A model and its tokenizer."""
-
-    def __init__(self, model: Model, params: Any, tokenizer: Tokenizer):
-        self._model, self._params, self._tokenizer = model, params, tokenizer
-        self._logits = jax.jit(
-            functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop())
-        )
-
-    def predict(self, a: str, b: str | None, top: int) -> Prediction:
-        """Fills every [MASK] of A and B with its `top` likeliest pieces.
-
-        Raises:
-          InputError: longer than the position table.
-        """
-        tok = self._tokenizer
-        first = [tok.cls_id, *self._encode(a), tok.sep_id]
-        second = [] if b is None else [*self._encode(b), tok.sep_id]
-        ids = first + second
-        limit = self._model.max_position_embeddings
-        if len(ids) > limit:
-            raise InputError(f"text of {len(ids)} pieces; the model reads {limit} at most")
-        length = min(-(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP, limit)
-        column = np.arange(length)
-        masks = [i for i, token in enumerate(ids) if token == tok.mask_id]
-        # At least one position, and a width that texts share.
-        width = -(-max(len(masks), 1) // 8) * 8
-        batch = {
-            "input_ids": np.pad(ids, (0, length - len(ids)), constant_values=tok.pad_id)[None],
-            "segment_ids": ((column >= len(first)) & (column < len(ids)))[None],
-            "input_mask": (column < len(ids))[None],
-            "masked_lm_positions": np.pad(masks, (0, width - len(masks)))[None],
-        }
-        batch = {name: jnp.asarray(value, jnp.int32) for name, value in batch.items()}
-        masked_lm, next_sentence = self._logits(self._params, batch)
-        probs = np.asarray(jax.nn.softmax(masked_lm[0, : len(masks), : self._model.vocab_size]))
-        likeliest = np.argsort(-probs, axis=-1, kind="stable")[:, :top]
-        return Prediction(
-            [
-                [(tok.piece(int(i)), float(p[i])) for i in order]
-                for p, order in zip(probs, likeliest, strict=True)
-            ],
-            None if b is None else float(jax.nn.softmax(next_sentence[0])[0]),
-        )
-
-    def _encode(self, text: str) -> list[int]:
-        """Ids of a text in which [MASK] stands for itself."""
-        parts = text.split(MASK)
-        ids = self._tokenizer.encode(parts[0])
-        for part in parts[1:]:
-            ids = [*ids, self._tokenizer.mask_id, *self._tokenizer.encode(part)]
-        return ids

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from bert_jax.config import Experiment, InputError, load_file
+from bert_jax.config import Corpus, Experiment, InputError, load_file
 from bert_jax.section import Section
 from bert_jax.workdir import Workdir
 
@@ -17,14 +17,50 @@ FORMAT_VERSION = 1
 
 def load(path: str) -> Experiment:
     """Reads EXPERIMENT: a .py file that defines `experiment()`, or a resolved config as JSON."""
+    return _load(path)[0]
+
+
+def load_with_origin(path: str, settings: Sequence[str]) -> tuple[Experiment, dict[str, Any]]:
+    """EXPERIMENT with `--set` strings applied, and a JSON object that says where it comes from.
+
+    The object names the file, the experiment file that it varies ("" if none), the strings, and
+    lists what differs from that parent, or from the defaults of the sections.
+    """
+    loaded, parent = _load(path)
+    experiment = override(loaded, settings)
+    if parent is None:
+        name, changed = "", _differences_from_defaults(experiment)
+    else:
+        name, changed = parent[0], differences(parent[1], experiment, "all")
+    return experiment, {
+        "format_version": FORMAT_VERSION,
+        "experiment": path,
+        "parent": name,
+        "settings": list(settings),
+        "differences": changed,
+    }
+
+
+def _load(path: str) -> tuple[Experiment, tuple[str, Experiment] | None]:
     file = pathlib.Path(path)
     if not file.is_file():
         raise InputError(f"{path}: no such experiment file")
     if file.suffix == ".py":
-        return load_file(file)
+        loaded = load_file(file)
+        return loaded.experiment, loaded.parent
     if file.suffix == ".json":
-        return from_json(file.read_text(encoding="utf-8", errors="replace"), path)
+        return from_json(file.read_text(encoding="utf-8", errors="replace"), path), None
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
+
+
+def _differences_from_defaults(experiment: Experiment) -> list[str]:
+    """As `differences`, section by section: phases and sources have no defaults."""
+    lines = []
+    for name in ("model", "data", "optimizer", "mesh", "run"):
+        section = getattr(experiment, name)
+        lines += [f"{name}.{line}" for line in differences(type(section)(), section, "all")]
+    plain = Corpus(sources=experiment.corpus.sources)
+    return lines + [f"corpus.{line}" for line in differences(plain, experiment.corpus, "all")]
 
 
 def load_saved(workdir: Workdir) -> Experiment:
@@ -129,8 +165,8 @@ def from_json(text: str, where: str) -> Experiment:
         raise InputError(f"{where}: {error}") from error
 
 
-def differences(old: Experiment, new: Experiment, kind: str) -> list[str]:
-    """Fields of sections of `kind` whose values differ, as `path: old -> new`."""
+def differences(old: Section, new: Section, kind: str) -> list[str]:
+    """Fields of sections of `kind` ("all": any) whose values differ, as `path: old -> new`."""
     lines = []
     olds, news = dict(flatten(old, kind)), dict(flatten(new, kind))
     for path in sorted(olds.keys() | news.keys()):

@@ -7,7 +7,9 @@ folder counts only once it holds COMPLETE, which is written last; one without is
     W/corpus/               the prepared corpus (see data.corpus)
     W/checkpoints/          one folder a step (see training.checkpoint)
     W/metrics.jsonl         what was computed: a function of experiment, corpus and step alone
+    W/predictions.jsonl     what the model said of a few fixed sentences, as exact as the metrics
     W/timings.jsonl         how long it took
+    W/origin.json           which experiment file and --set strings the last start was given
 """
 
 import contextlib
@@ -34,7 +36,10 @@ class Workdir:
         self.corpus = epath.Path(corpus_dir) if corpus_dir else self.root / "corpus"
         self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
+        self.predictions = self.root / "predictions.jsonl"
         self.timings = self.root / "timings.jsonl"
+        self.origin = self.root / "origin.json"
+        self.report = self.root / "report.html"
 
     def create(self) -> None:
         """Makes the folder.

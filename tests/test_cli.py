@@ -10,6 +10,7 @@ from small_run import write_text
 from bert_jax import cli, predict, resolve
 from bert_jax.text import tokenizer
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import predictor
 from bert_jax.training.prepared import Prepared
 from bert_jax.workdir import Workdir
 
@@ -75,8 +76,31 @@ def test_metrics_lines_are_complete(run):
     assert train == [3, 6, 9, 12, 15, 18, 21, 22]
     assert evaluation == [6, 12, 18, 22]
     timings = [json.loads(x) for x in (workdir / "timings.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in timings] == train
-    assert all(line["tokens_per_second"] > 0 for line in timings)
+    laps = [line for line in timings if line["kind"] == "train"]
+    assert [line["step"] for line in laps] == train
+    assert all(line["tokens_per_second"] > 0 and line["utilisation"] > 0 for line in laps)
+    assert sum(line["steps"] for line in laps) == 22
+    assert timings[0]["kind"] == "start" and timings[0]["prepare_seconds"] > 0
+    assert timings[-1]["kind"] == "end" and timings[-1]["outcome"] == "finished"
+    # Two phases, two programs; compiling is nobody else's time.
+    assert sum(line.get("compilation_seconds", 0) > 0 for line in laps) == 2
+    for line in timings:
+        waits = [v for k, v in line.items() if k.endswith("_seconds")]
+        assert sum(waits) <= line["seconds"]
+
+
+def test_watched_sentences_are_asked_at_every_evaluation(run):
+    _, _, workdir = run
+    lines = [json.loads(x) for x in (workdir / "predictions.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [6, 12, 18, 22]
+    sentences = lines[0]["sentences"]
+    assert sentences and all(len(s["masks"]) == 1 for s in sentences)
+    assert all(s["text"].count("[MASK]") == 1 and s["truth"].isalpha() for s in sentences)
+    assert [s["text"] for s in lines[-1]["sentences"]] == [s["text"] for s in sentences]
+    for line in lines:
+        for sentence in line["sentences"]:
+            chances = [p for _, p in sentence["masks"][0]]
+            assert len(chances) == 5 and sorted(chances, reverse=True) == chances
 
 
 def test_show_decodes_the_batch_that_was_trained_on(run, capsys):
@@ -149,13 +173,13 @@ def test_predictions_do_not_depend_on_padding(run):
     mesh = mesh_lib.make_mesh(experiment.mesh)
     params, step = predict.load_params(experiment, place, prepared, mesh)
     assert step == 22
-    predictor = predict.Predictor(experiment.model, params, prepared.tokenizer)
-    short = predictor.predict("wa [MASK] wb", None, 3)
-    predict_step, predict._LENGTH_STEP = predict._LENGTH_STEP, 5
+    asked = predictor.Predictor(experiment.model, prepared.tokenizer)
+    short = asked.predict(params, "wa [MASK] wb", None, 3)
+    length_step, predictor._LENGTH_STEP = predictor._LENGTH_STEP, 5
     try:
-        padded_less = predictor.predict("wa [MASK] wb", None, 3)
+        padded_less = asked.predict(params, "wa [MASK] wb", None, 3)
     finally:
-        predict._LENGTH_STEP = predict_step
+        predictor._LENGTH_STEP = length_step
     for (a, p), (b, q) in zip(short.masks[0], padded_less.masks[0], strict=True):
         assert a == b and p == pytest.approx(q, rel=1e-5)
 

@@ -20,8 +20,9 @@ ALLOWED = {
     "workdir": {"config"},
     "text": {"config", "workdir"},
     "data": {"config", "workdir", "text"},
+    "hardware": set(),
     "model": {"config"},
-    "training": {"config", "resolve", "workdir", "text", "data", "model"},
+    "training": {"config", "resolve", "workdir", "hardware", "text", "data", "model"},
     "predict": {"config", "resolve", "workdir", "text", "data", "model", "training"},
     "show": {"config", "workdir", "text", "data", "model", "training"},
 }

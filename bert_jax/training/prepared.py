@@ -12,6 +12,7 @@ from bert_jax.config import Experiment, InputError
 from bert_jax.data import batches, corpus
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluate as evaluate_lib
+from bert_jax.training.watch import Watched
 
 
 @dataclasses.dataclass
@@ -71,4 +72,13 @@ class Prepared:
             experiment.run,
             experiment.seed,
             mesh,
+        )
+
+    def watched(self, experiment: Experiment) -> Watched:
+        """The sentences whose predictions are followed."""
+        return Watched(
+            experiment.run.watch,
+            experiment.model,
+            self.tokenizer,
+            corpus.open_stream(self.folder, "validation"),
         )

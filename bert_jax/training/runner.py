@@ -17,10 +17,12 @@ import numpy as np
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
+from bert_jax.model import flops
 from bert_jax.training import evaluate as evaluate_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, step
 from bert_jax.training.checkpoint import Checkpoints, environment
+from bert_jax.training.clock import Clock
 from bert_jax.training.feed import Feed
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
@@ -56,13 +58,16 @@ class Trainer:
         workdir: Workdir,
         mesh: jax.sharding.Mesh,
         progress: Progress,
+        clock: Clock,
     ):
         self.experiment, self.workdir, self.mesh = experiment, workdir, mesh
-        self.progress = progress
+        self.progress, self.clock = progress, clock
         self.prepared = Prepared.open(workdir.corpus)
         self.metrics = metrics.Lines(workdir.metrics)
+        self.predictions = metrics.Lines(workdir.predictions)
         self.timings = metrics.Lines(workdir.timings)
         self.held_out = self.prepared.held_out(experiment, self.mesh)
+        self.watched = self.prepared.watched(experiment)
         self.eval_step = step.make_eval_step(experiment.model, experiment.mesh, self.mesh)
         replicated = mesh_lib.replicated(self.mesh)
         self.empty_window = jax.jit(step.empty_window, out_shardings=replicated)
@@ -79,15 +84,20 @@ class Trainer:
             state, window = self._start(saved)
             # Only now: a claim that was refused must not stand in the workdir.
             write_atomic(self.workdir.experiment, resolve.to_json(self.experiment))
+            self._note("start", self.clock.lap() | {"environment": environment()})
             total = self.experiment.total_steps
             with self.progress.bar(self.done, total):
                 while self.done < total and not stop.requested and not self.failed:
                     state, window = self._phase(saved, state, window, stop)
                 if not self.failed and saved.latest_step != self.done:
-                    self._save(saved, state, window)
-        if self.failed:
-            return "failed"
-        return "finished" if self.done == total else "stopped"
+                    with self.clock.waiting("checkpoint"):
+                        self._save(saved, state, window)
+        outcome = "failed" if self.failed else "finished" if self.done == total else "stopped"
+        self._note("end", self.clock.lap() | {"outcome": outcome})
+        return outcome
+
+    def _note(self, kind: str, values: dict[str, object]) -> None:
+        self.timings.append({"step": self.done, "kind": kind, "time": time.time(), **values})
 
     def _start(self, saved: Checkpoints) -> tuple[step.State, dict[str, jax.Array]]:
         """The newest checkpoint, or the state before the first step; sets `done`."""
@@ -101,12 +111,14 @@ class Trainer:
         done = saved.latest_step
         if done is None:
             self.metrics.forget_after(-1)
+            self.predictions.forget_after(-1)
             make = jax.jit(
                 lambda: step.init_state(experiment.model, experiment.optimizer, experiment.seed),
                 out_shardings=shardings,
             )
             return make(), self.empty_window()
-        state, metadata = saved.restore(done, abstract)
+        with self.clock.waiting("restore"):
+            state, metadata = saved.restore(done, abstract)
         self.prepared.require_same(metadata)
         for name, value in environment().items():
             if metadata["environment"].get(name) != value:
@@ -115,6 +127,7 @@ class Trainer:
                     "rounding"
                 )
         self.metrics.forget_after(done)
+        self.predictions.forget_after(done)
         window = {k: np.array(v, np.float32) for k, v in metadata["window"].items()}
         window = jax.device_put(window, mesh_lib.replicated(self.mesh))
         self.progress.say(f"resume: from step {done}")
@@ -140,7 +153,10 @@ class Trainer:
             self.mesh,
         )
         key = step.phase_key(experiment.model, experiment.seed, phase)
-        clock = _Clock(spec.batch_size * spec.sequence_length)
+        tokens = spec.batch_size * spec.sequence_length
+        operations = flops.train_step_flops(
+            experiment.model, spec.batch_size, spec.sequence_length, spec.max_predictions_per_seq
+        )
         feed = Feed(
             self.prepared.train_batches(experiment, phase).batch,
             self.done - first,
@@ -150,33 +166,45 @@ class Trainer:
             run.prefetch_batches,
             run.data_workers,
         )
+        # The first call compiles, or finds what was compiled before.
+        calling = self.clock.waiting("compilation")
         with feed:
             while self.done < first + spec.steps and not stop.requested and not self.failed:
-                with clock.waiting("data"):
+                with self.clock.waiting("data"):
                     batch = next(feed)
-                state, window = train_step(state, window, batch, key)
+                with calling:
+                    state, window = train_step(state, window, batch, key)
+                calling = contextlib.nullcontext()
                 self.done += 1
-                clock.steps += 1
-                self._write_pending()
-                last = self.done == experiment.total_steps
-                if self.done % run.log_every == 0 or last:
-                    # A copy: the state is given away to the next step.
-                    bad = jnp.copy(state["bad_in_a_row"])
-                    self.pending = (self.done, window, bad, clock.lap())
-                    window = self.empty_window()
-                evaluates = self.done % run.eval_every == 0 or last
-                saves = self.done % run.checkpoint_every == 0 or last
-                if evaluates or saves:
-                    # Both wait for the steps under way, which is no time of theirs.
-                    jax.block_until_ready(state["step"])
-                if evaluates:
-                    with clock.waiting("evaluation"):
-                        self._evaluate(state)
-                if saves:
-                    with clock.waiting("checkpoint"):
-                        self._save(saved, state, window)
+                self.clock.count(tokens, operations)
+                window = self._after_step(saved, state, window)
         self._write_pending()
         return state, window
+
+    def _after_step(
+        self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        """Logs, evaluates and saves what is due; returns the window of the next step."""
+        run = self.experiment.run
+        self._write_pending()
+        last = self.done == self.experiment.total_steps
+        if self.done % run.log_every == 0 or last:
+            # A copy: the state is given away to the next step.
+            bad = jnp.copy(state["bad_in_a_row"])
+            self.pending = (self.done, window, bad, self.clock.lap())
+            window = self.empty_window()
+        evaluates = self.done % run.eval_every == 0 or last
+        saves = self.done % run.checkpoint_every == 0 or last
+        if evaluates or saves:
+            # Both wait for the steps under way, which is no time of theirs.
+            jax.block_until_ready(state["step"])
+        if evaluates:
+            with self.clock.waiting("evaluation"):
+                self._evaluate(state)
+        if saves:
+            with self.clock.waiting("checkpoint"):
+                self._save(saved, state, window)
+        return window
 
     def _write_pending(self) -> None:
         """Writes the line of the last full window: by now the device is a step further."""
@@ -195,7 +223,7 @@ class Trainer:
         self.metrics.append(line)
         if "filled" in line:
             seconds["real_tokens_per_second"] = seconds["tokens_per_second"] * line["filled"]
-        self.timings.append({"step": done, "time": time.time(), **seconds})
+        self.timings.append({"step": done, "kind": "train", "time": time.time(), **seconds})
         self.progress.train(line, seconds)
 
     def _evaluate(self, state: step.State) -> None:
@@ -209,6 +237,8 @@ class Trainer:
             return
         line = {"step": self.done, "kind": "evaluation", **found}
         self.metrics.append(line)
+        said = self.watched.predict(state["params"])
+        self.predictions.append({"step": self.done, "kind": "predictions", "sentences": said})
         self.progress.say(f"step {self.done}: {evaluate_lib.summary(line)}")
 
     def _save(self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]) -> None:
@@ -223,36 +253,3 @@ class Trainer:
             "environment": environment(),
         }
         saved.save(self.done, state, metadata)
-
-
-class _Clock:
-    """Where the time between two log lines went."""
-
-    def __init__(self, tokens_per_step: int):
-        self._tokens = tokens_per_step
-        self._reset()
-
-    def _reset(self) -> None:
-        self.steps = 0
-        self._start = time.monotonic()
-        self._waits: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def waiting(self, what: str):
-        """Counts the time spent inside."""
-        start = time.monotonic()
-        yield
-        self._waits[what] = self._waits.get(what, 0.0) + time.monotonic() - start
-
-    def lap(self) -> dict[str, float]:
-        """Seconds and rates since the last lap."""
-        seconds = time.monotonic() - self._start
-        busy = seconds - self._waits.get("evaluation", 0.0) - self._waits.get("checkpoint", 0.0)
-        found = {
-            "seconds": seconds,
-            "steps_per_second": self.steps / max(busy, 1e-9),
-            "tokens_per_second": self._tokens * self.steps / max(busy, 1e-9),
-            **{f"{what}_seconds": value for what, value in sorted(self._waits.items())},
-        }
-        self._reset()
-        return found

@@ -2,20 +2,28 @@
 
 import contextlib
 import ctypes
-from typing import Literal
+import hashlib
+import json
+import os
+from typing import Any, Literal
 
-from bert_jax import resolve
+import jax
+
+from bert_jax import hardware, resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.data import corpus
 from bert_jax.training import evaluate, metrics, runner
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.checkpoint import Checkpoints, environment
+from bert_jax.training.clock import Clock
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import StopRequest
-from bert_jax.workdir import Workdir, lock
+from bert_jax.workdir import Workdir, lock, write_atomic
 
 # M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
+# Of compiled programs kept for one environment; the ones not used for longest go first.
+_COMPILED_BYTES = 2**30
 
 
 def pretrain(
@@ -23,6 +31,7 @@ def pretrain(
     workdir: Workdir,
     length: Literal["keep", "extend"],
     progress: Progress,
+    origin: dict[str, Any] | None = None,
 ) -> runner.Outcome:
     """Runs the experiment in its workdir to its end, or until asked to stop.
 
@@ -31,6 +40,8 @@ def pretrain(
       workdir: where it lives.
       length: `extend` allows more steps in the last phase than the run was started with.
       progress: shows what happens.
+      origin: where the experiment comes from, as resolve.load_with_origin says it; kept for the
+        report.
 
     Raises:
       InputError: bad settings, bad text, or a workdir of another run.
@@ -38,13 +49,20 @@ def pretrain(
     mesh = mesh_lib.make_mesh(experiment.mesh)
     runner.require_runnable(experiment, mesh)
     _keep_freed_memory()
+    _keep_compiled_programs()
+    clock = Clock(hardware.peak_flops(experiment.model.compute_dtype))
     workdir.create()
     with lock(workdir.root):
         _require_same_claim(experiment, workdir, length, progress)
         # A signal ends this at once: a corpus half made is made anew.
-        corpus.prepare(experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say)
+        with clock.waiting("prepare"):
+            corpus.prepare(
+                experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say
+            )
+        if origin is not None:
+            write_atomic(workdir.origin, json.dumps(origin, indent=2) + "\n")
         with StopRequest() as stop:
-            trainer = runner.Trainer(experiment, workdir, mesh, progress)
+            trainer = runner.Trainer(experiment, workdir, mesh, progress, clock)
             outcome = trainer.run(stop)
     if outcome == "failed":
         progress.say(f"failed: {trainer.failed}")
@@ -72,6 +90,20 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         for option, value in _MALLOPT:
             libc.mallopt(option, value)
+
+
+def _keep_compiled_programs() -> None:
+    """Keeps compiled steps in the user's cache folder, so that a run goes on without compiling.
+
+    JAX_COMPILATION_CACHE_DIR names another place (a bucket that hosts share, say); empty: none.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    # A CPU's programs use what that very CPU can do; home folders are shared between machines.
+    name = hashlib.sha256(json.dumps(environment()).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "bert_jax", name))
+    jax.config.update("jax_compilation_cache_max_size", _COMPILED_BYTES)
 
 
 def _require_same_claim(

@@ -1,0 +1,36 @@
+"""How many floating-point operations a training step needs: the numerator of utilisation.
+
+Matrix products alone are counted, two operations a multiply-add, and only those that the loss
+depends on: predictions at the masked positions, no padding rows of the vocabulary, no
+recomputation. Look-ups, normalisation and activations are left out, as is usual.
+"""
+
+from bert_jax.config import Model
+
+# The gradients of a product's two inputs are two more products of its size.
+_FORWARD_AND_BACKWARD = 3
+
+
+def train_step_flops(
+    model: Model, batch_size: int, sequence_length: int, max_predictions_per_seq: int
+) -> int:
+    """Operations of a forward and a backward pass over a whole batch.
+
+    Args:
+      model: the shape.
+      batch_size: rows.
+      sequence_length: of each row, padding included.
+      max_predictions_per_seq: masked positions of each row, unused ones included.
+    """
+    width, inner = model.hidden_size, model.intermediate_size
+    tokens = batch_size * sequence_length
+    # Query, key, value, output; feed-forward; scores and their product with the values.
+    token = 2 * (4 * width * width + 2 * width * inner + 2 * sequence_length * width)
+    prediction = 2 * (width * width + width * model.vocab_size)
+    row = 2 * (width * width + 2 * width)
+    forward = (
+        tokens * model.num_hidden_layers * token
+        + batch_size * max_predictions_per_seq * prediction
+        + batch_size * row
+    )
+    return _FORWARD_AND_BACKWARD * forward

@@ -1,0 +1,106 @@
+"""A few fixed sentences whose predictions are written down at every evaluation.
+
+A loss says how much is learned; these say what.
+"""
+
+import dataclasses
+from typing import Any
+
+from bert_jax.config import InputError, Model
+from bert_jax.data.stream import Stream
+from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.text.vocabulary import MASK
+from bert_jax.training.predictor import Predictor
+
+# Sentences taken from held-out documents where the experiment names none, and their lengths.
+_SENTENCES = 6
+_LENGTHS = range(8, 25)
+_TOP = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Sentence:
+    """A sentence with a [MASK].
+
+    Attributes:
+      ids: without [CLS] and [SEP].
+      text: as it is shown.
+      truth: the piece that stood there; None if nobody knows.
+    """
+
+    ids: list[int]
+    text: str
+    truth: str | None
+
+
+class Watched:
+    """The sentences, and a predictor to ask.
+
+    Raises:
+      InputError: a text of `run.watch` without [MASK], or longer than the model reads.
+    """
+
+    def __init__(
+        self, texts: tuple[str, ...], model: Model, tokenizer: Tokenizer, validation: Stream
+    ):
+        self._predictor = Predictor(model, tokenizer)
+        self._sentences = [self._given(i, text, model) for i, text in enumerate(texts)]
+        if not texts:
+            self._sentences = held_out_sentences(validation, tokenizer)
+
+    def predict(self, params: Any) -> list[dict[str, Any]]:
+        """For each sentence its text, the truth, and the likeliest pieces of each [MASK]."""
+        return [
+            {
+                "text": sentence.text,
+                "truth": sentence.truth,
+                "masks": self._predictor.predict_ids(params, sentence.ids, None, _TOP).masks,
+            }
+            for sentence in self._sentences
+        ]
+
+    def _given(self, number: int, text: str, model: Model) -> Sentence:
+        ids = self._predictor.encode(text)
+        if MASK not in text:
+            raise InputError(f"run.watch[{number}]={text!r}: write {MASK} where a word is asked")
+        # [CLS] and [SEP] stand around it.
+        if len(ids) + 2 > model.max_position_embeddings:
+            raise InputError(
+                f"run.watch[{number}]: {len(ids) + 2} pieces; the model reads "
+                f"{model.max_position_embeddings} at most"
+            )
+        return Sentence(ids, text, None)
+
+
+def held_out_sentences(validation: Stream, tokenizer: Tokenizer) -> list[Sentence]:
+    """Up to six sentences from documents all over the split, a whole word masked in each."""
+    documents = len(validation.document_offsets) - 1
+    found = []
+    for number in range(_SENTENCES):
+        first, last = validation.document_offsets[
+            [documents * number // _SENTENCES, documents * number // _SENTENCES + 1]
+        ].tolist()
+        # From its middle on: texts begin with titles and formulas.
+        for at in range((first + last) // 2, last):
+            start, end = validation.sentence_offsets[at : at + 2].tolist()
+            sentence = _masked(validation.ids[start:end].tolist(), tokenizer)
+            if sentence is not None and sentence not in found:
+                found.append(sentence)
+                break
+    return found
+
+
+def _masked(ids: list[int], tokenizer: Tokenizer) -> Sentence | None:
+    """Masks the longest whole word of one piece; None for a sentence that does not lend itself."""
+    if len(ids) not in _LENGTHS or tokenizer.unk_id in ids:
+        return None
+    whole = [
+        i
+        for i, (a, b) in enumerate(zip(ids, [*ids[1:], None], strict=True))
+        if not tokenizer.continues[a] and (b is None or not tokenizer.continues[b])
+    ]
+    place = max(whole, key=lambda i: len(tokenizer.piece(ids[i])), default=None)
+    if place is None or not tokenizer.piece(ids[place]).strip("\u2581").isalpha():
+        return None
+    masked = [*ids[:place], tokenizer.mask_id, *ids[place + 1 :]]
+    return Sentence(masked, tokenizer.decode(masked), tokenizer.piece(ids[place]))
