@@ -12,12 +12,14 @@ import pathlib
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
+_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 _PACKAGES = ("jax", "jaxlib", "numpy", "tokenizers", "orbax-checkpoint")
 
 
@@ -26,19 +28,29 @@ def environment(threads: int) -> dict[str, str]:
 
     The C library keeps freed memory, as `training.session` asks it to; peers get the same.
     """
-    one = threads == 1
     flags = os.environ.get("XLA_FLAGS", "")
+    if threads == 1 and _ONE_THREAD not in flags:
+        flags = f"{flags} {_ONE_THREAD}".strip()
     return os.environ | {
         "NPROC": str(threads),
         "OMP_NUM_THREADS": str(threads),
         "RAYON_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false" if one else "true",
-        "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen=false" if one else flags,
+        "TOKENIZERS_PARALLELISM": "false" if threads == 1 else "true",
+        "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
         "MALLOC_ARENA_MAX": "1",
     }
+
+
+def restart_with(threads: int) -> None:
+    """Starts this benchmark anew, on that many cores and with `environment`, unless it is so."""
+    pin(threads)
+    wanted = environment(threads)
+    if wanted != dict(os.environ):
+        module = sys.modules["__main__"].__spec__.name
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], wanted)
 
 
 def pin(threads: int) -> None:

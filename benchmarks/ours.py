@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks import shapes, worker
 from bert_jax.config import Mesh, Model, Optimizer
+from bert_jax.model import flops
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 
@@ -35,7 +36,7 @@ class Ours:
         self._entries = {}
 
     def build(self, entry: str, shape: str, dtype: str, layer_loop: str, sequence: int) -> float:
-        """Compiles a step, runs it twice and returns its first loss."""
+        """Compiles a step, runs it and returns its first loss."""
         size = shapes.sized(shape, sequence)
         model = model_of(size, dtype)
         mesh = mesh_lib.make_mesh(Mesh())
@@ -50,34 +51,45 @@ class Ours:
         key = step.phase_key(model, 0, 0)
         state, window = run(state, window, batch, key)
         sums = jax.device_get(window)
-        self._entries[entry] = [run, state, window, batch, key]
-        self.step(entry, 1)
+        self._entries[entry] = [run, size, state, window, batch, key]
+        self.step(entry)
         names = ("masked_lm_loss", "next_sentence_loss")
         return float(sum(sums[name][0] / sums[name][1] for name in names))
 
-    def step(self, entry: str, count: int) -> float:
-        """CPU seconds of a step, the mean of `count`."""
-        run, state, window, batch, key = self._entries[entry]
-        start = time.process_time()
-        for _ in range(count):
+    def step(self, entry: str) -> tuple[float, float]:
+        """CPU and wall seconds of a step, the mean of one turn."""
+        run, size, state, window, batch, key = self._entries[entry]
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(size.turn):
             state, window = run(state, window, batch, key)
         jax.block_until_ready((state, window))
-        seconds = (time.process_time() - start) / count
-        self._entries[entry][1:3] = state, window
-        return seconds
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        self._entries[entry][2:4] = state, window
+        return cpu / size.turn, wall / size.turn
 
-    def matmul(self, dtype: str) -> float:
-        """Floating-point operations a CPU second of a large product that adds up in float32."""
-        entry = f"matmul/{dtype}"
+    def matmul(self, dtype: str) -> tuple[float, float]:
+        """Operations a CPU second and a wall second of a large product, summed in float32.
+
+        Not `hardware.measured_matmul_flops`, which takes wall time: half of what a core can do if
+        somebody else has it half of the time.
+        """
+        entry = f"matmul {dtype}"
         if entry not in self._entries:
             product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
             side = jnp.ones((_MATMUL_WIDTH, _MATMUL_WIDTH), dtype)
             jax.block_until_ready(product(side, side))
-            self._entries[entry] = product, side
+            self._entries[entry] = [product, side]
         product, side = self._entries[entry]
-        start = time.process_time()
+        wall, cpu = time.perf_counter(), time.process_time()
         jax.block_until_ready(product(side, side))
-        return 2 * _MATMUL_WIDTH**3 / (time.process_time() - start)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        return 2 * _MATMUL_WIDTH**3 / cpu, 2 * _MATMUL_WIDTH**3 / wall
+
+    def step_flops(self, shape: str, sequence: int) -> int:
+        """Useful operations of a step, as the library counts them."""
+        size = shapes.sized(shape, sequence)
+        model = model_of(size, "float32")
+        return flops.train_step_flops(model, size.batch, size.sequence, size.predictions)
 
 
 if __name__ == "__main__":

@@ -59,12 +59,13 @@ class Peer:
             self._step(entry)
         return first
 
-    def step(self, entry: str, count: int) -> float:
-        """CPU seconds of a step, the mean of `count`."""
-        start = time.process_time()
-        for _ in range(count):
+    def step(self, entry: str) -> tuple[float, float]:
+        """CPU and wall seconds of a step, the mean of one turn."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(self._shape.turn):
             self._step(entry)
-        return (time.process_time() - start) / count
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        return cpu / self._shape.turn, wall / self._shape.turn
 
     def _step(self, entry: str) -> float:
         function, dtype = self._losses[entry]

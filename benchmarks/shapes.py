@@ -15,6 +15,7 @@ class Shape:
     width: int
     heads: int
     batch: int
+    turn: int  # steps in a row, about a second together: a turn soon has its caches warm
     sequence: int = 128
     predictions: int = 20
 
@@ -25,10 +26,10 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(layers=2, width=128, heads=2, batch=16),
-    "mini": Shape(layers=4, width=256, heads=4, batch=16),
-    "small": Shape(layers=4, width=512, heads=8, batch=8),
-    "base": Shape(layers=12, width=768, heads=12, batch=8),
+    "tiny": Shape(layers=2, width=128, heads=2, batch=16, turn=4),
+    "mini": Shape(layers=4, width=256, heads=4, batch=16, turn=2),
+    "small": Shape(layers=4, width=512, heads=8, batch=8, turn=1),
+    "base": Shape(layers=12, width=768, heads=12, batch=8, turn=1),
 }
 
 
@@ -58,12 +59,3 @@ def make_batch(shape: Shape, seed: int) -> dict[str, np.ndarray]:
 def sized(name: str, sequence: int) -> Shape:
     """The shape of that name at another sequence length."""
     return dataclasses.replace(SHAPES[name], sequence=sequence)
-
-
-def useful_flops(shape: Shape) -> int:
-    """Multiplications and additions a step must make: products of forward, times three."""
-    s, d = shape.sequence, shape.width
-    layer = 2 * (4 * d * d + 2 * d * 4 * d) + 2 * 2 * s * d  # a token
-    prediction = 2 * d * d + 2 * d * VOCAB_SIZE
-    rows = shape.layers * s * layer + shape.predictions * prediction + 2 * d * d + 2 * d * 2
-    return 3 * shape.batch * rows

@@ -1,8 +1,8 @@
 """One training step: tokens a second, useful arithmetic a second, and share of a large matmul's.
 
 `python -m benchmarks.step --shapes tiny,mini`. Forward, backward, clip and AdamW, dropout 0.1.
-The large product is timed in the same rounds, so that a busy machine slows both. Seconds are CPU
-seconds of the process, over all of its threads.
+The large product is timed in the same rounds, so that a busy machine slows both. With one thread
+seconds are CPU seconds; with more they are wall time, for a machine of one's own.
 """
 
 import argparse
@@ -13,14 +13,11 @@ from typing import Any
 from benchmarks import measure, shapes
 from benchmarks.worker import Worker
 
-# So many in a row make about a second.
-_STEPS = {"tiny": 4, "mini": 2, "small": 1, "base": 1}
-
 
 def main() -> None:
     """Measures, shape after shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="tiny,mini,small", help="of " + ",".join(_STEPS))
+    parser.add_argument("--shapes", default="tiny,mini,small", help="of " + ",".join(shapes.SHAPES))
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -50,7 +47,7 @@ def main() -> None:
 def measure_shape(shape: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Per dtype: seconds a step and FLOP/s of the matmul, round by round."""
     dtypes = flags.dtypes.split(",")
-    found = {dtype: {"cpu_seconds": [], "matmul_flops": []} for dtype in dtypes}
+    found = {dtype: {"seconds": [], "matmul_flops": []} for dtype in dtypes}
     with Worker(sys.executable, "benchmarks.ours", flags.threads) as ours:
         for dtype in dtypes:
             found[dtype]["first_loss"] = ours.ask(
@@ -61,18 +58,19 @@ def measure_shape(shape: str, flags: argparse.Namespace) -> dict[str, Any]:
                 layer_loop=flags.layer_loop,
                 sequence=flags.sequence,
             )
-            ours.ask("matmul", dtype=dtype)
+            found[dtype]["flops"] = ours.ask("step_flops", shape=shape, sequence=flags.sequence)
         for _, dtype in itertools.product(range(flags.rounds), dtypes):
             rounds = found[dtype]
-            rounds["matmul_flops"].append(ours.ask("matmul", dtype=dtype))
-            rounds["cpu_seconds"].append(ours.ask("step", entry=dtype, count=_STEPS[shape]))
+            clock = 0 if flags.threads == 1 else 1
+            rounds["matmul_flops"].append(ours.ask("matmul", dtype=dtype)[clock])
+            rounds["seconds"].append(ours.ask("step", entry=dtype)[clock])
     return found
 
 
 def summary(shape: shapes.Shape, rounds: dict[str, Any]) -> dict[str, float]:
     """Rates of the best round, against the best matmul."""
-    seconds = measure.spread(rounds["cpu_seconds"])
-    useful = shapes.useful_flops(shape) / seconds["min"]
+    seconds = measure.spread(rounds["seconds"])
+    useful = rounds["flops"] / seconds["min"]
     matmul = max(rounds["matmul_flops"])
     return {
         "tokens_per_second": shape.tokens / seconds["min"],

@@ -11,19 +11,19 @@ import itertools
 import sys
 from typing import Any
 
-from benchmarks import measure
+from benchmarks import measure, shapes
 from benchmarks.worker import Worker
 
 DTYPES = ("float32", "bfloat16")
 KINDS = ("stock", "patched")
-# About a second of steps in a row, so that a turn begins with warm caches.
-_STEPS = {"tiny": 4, "mini": 2, "small": 1, "base": 1}
 
 
 def main() -> None:
     """Measures, shape after shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="tiny,mini,small,base", help="of " + ",".join(_STEPS))
+    parser.add_argument(
+        "--shapes", default="tiny,mini,small,base", help="of " + ",".join(shapes.SHAPES)
+    )
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--kinds", default=",".join(KINDS), help="of the peer")
     parser.add_argument(
@@ -75,7 +75,7 @@ def compare(shape: str, flags: argparse.Namespace) -> dict[str, Any]:
         for number in range(flags.rounds):
             # Every other round backwards, so that no entry always follows the same one.
             for entry in list(turns)[:: 1 if number % 2 == 0 else -1]:
-                seconds[entry].append(turns[entry].ask("step", entry=entry, count=_STEPS[shape]))
+                seconds[entry].append(turns[entry].ask("step", entry=entry)[0])
     for entry, rounds in seconds.items():
         found = measure.spread(rounds)
         print(

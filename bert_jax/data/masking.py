@@ -110,16 +110,16 @@ def _whole_words(
     A word that would exceed the number to predict is passed over, and a later one may still fit.
     """
     width = input_ids.shape[1]
-    starts = ~continues[input_ids] & (np.arange(width) < count[:, None] + 2)  # [B, S]
+    position = np.arange(width)
+    starts = ~np.take(continues, input_ids) & (position < count[:, None] + 2)  # [B, S]
     starts[:, 0] = False
     starts[:, 1] = True
     np.put_along_axis(starts, a_length[:, None] + 1, False, 1)
+    candidate = position - 1 - (position > a_length[:, None])
     groups = np.count_nonzero(starts, axis=1)
-    row, word = _entries(groups)
-    position = np.flatnonzero(starts) - row * width
     most = int(groups.max())
-    first = np.repeat(count[:, None], most + 1, axis=1)  # [B, G + 1], candidate of each start
-    first[row, word] = position - 1 - (position > a_length[row])
+    first = np.repeat(count[:, None], most + 1, axis=1)  # [B, G + 1], where each word starts
+    first[np.arange(most + 1) < groups[:, None]] = candidate[starts]
 
     order = draws.candidate_order(groups)
     in_order = np.arange(len(order))[:, None] * most + order
