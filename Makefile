@@ -30,6 +30,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt $(VENV)/made-with
 # Pre-trains experiments/tiny.py on the sample text; run again, it goes on where it stopped.
 pretrain: $(STAMP)
 	$(BIN)/bert-jax pretrain experiments/tiny.py
+	$(BIN)/bert-jax report runs/tiny
 
 test: lint
 	$(BIN)/python -m pytest

@@ -98,6 +98,21 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--rows", type=int, default=4, metavar="K", help="rows to show [4]")
     takes_experiment(add("config", _config, "print the resolved experiment as JSON"), True)
 
+    sub = add("report", _report, "write one HTML page about a run, or about several compared")
+    sub.add_argument("workdirs", metavar="W", nargs="+", help="a run; several are compared")
+    sub.add_argument(
+        "--out", metavar="FILE", help="the page [W/report.html; of several comparison.html]"
+    )
+    sub.add_argument(
+        "--follow", action="store_true", help="write it again and again while a run goes on"
+    )
+    sub.add_argument(
+        "--every", type=int, default=20, metavar="S", help="seconds between, with --follow [20]"
+    )
+    sub.add_argument(
+        "--tensorboard", action="store_true", help="write event files to W/tensorboard, too"
+    )
+
     sub = add("predict", _predict, "fill [MASK], and say whether B follows A")
     sub.add_argument("--workdir", metavar="W", required=True, help="a run")
     sub.add_argument("text", metavar="TEXT", nargs="*", help="A; left out: lines of A or A<tab>B")
@@ -182,6 +197,21 @@ def _config(args: argparse.Namespace) -> int:
     from bert_jax import resolve
 
     print(resolve.to_json(_claim(args)[0]), end="")
+    return FINISHED
+
+
+def _report(args: argparse.Namespace) -> int:
+    from bert_jax.report import write
+
+    if args.every < 1:
+        raise InputError(f"--every {args.every}: must be at least 1")
+    write.write(
+        args.workdirs,
+        args.out,
+        args.every if args.follow else None,
+        "events" if args.tensorboard else "page",
+        _console_say(),
+    )
     return FINISHED
 
 

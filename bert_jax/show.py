@@ -1,6 +1,7 @@
 """A step's batch as a person reads it: text, masks, labels, where its rows come from."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from rich.text import Text
@@ -43,10 +44,22 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
         yield row_text(batch, i, prepared.tokenizer)
 
 
-def row_text(batch: Batch, i: int, tokenizer: Tokenizer) -> Text:
-    """One row's pieces; a predicted one is written {what stands there|what stood there}."""
+class Piece(NamedTuple):
+    """A piece of an example as it is shown.
+
+    Attributes:
+      text: what the model is given, control characters as escapes.
+      stood: what stood there, if it is to be predicted; else None.
+    """
+
+    text: str
+    stood: str | None
+
+
+def row_pieces(batch: Batch, i: int, tokenizer: Tokenizer) -> list[Piece]:
+    """The pieces of one row, without padding."""
     predicted = {
-        int(p): int(label)
+        int(p): printable(tokenizer.piece(int(label)))
         for p, label, w in zip(
             batch["masked_lm_positions"][i],
             batch["masked_lm_ids"][i],
@@ -55,15 +68,22 @@ def row_text(batch: Batch, i: int, tokenizer: Tokenizer) -> Text:
         )
         if w
     }
+    ids = batch["input_ids"][i, : int(batch["input_mask"][i].sum())].tolist()
+    return [
+        Piece(printable(tokenizer.piece(token)), predicted.get(position))
+        for position, token in enumerate(ids)
+    ]
+
+
+def row_text(batch: Batch, i: int, tokenizer: Tokenizer) -> Text:
+    """One row's pieces; a predicted one is written {what stands there|what stood there}."""
     text = Text()
-    for position in range(int(batch["input_mask"][i].sum())):
-        piece = printable(tokenizer.piece(int(batch["input_ids"][i, position])))
-        if position in predicted:
-            stood = printable(tokenizer.piece(predicted[position]))
-            text.append(f"{{{piece}|{stood}}}", style="bold")
+    for piece in row_pieces(batch, i, tokenizer):
+        if piece.stood is None:
+            text.append(f"{piece.text} ")
         else:
-            text.append(piece)
-        text.append(" ")
+            text.append(f"{{{piece.text}|{piece.stood}}}", style="bold")
+            text.append(" ")
     return text
 
 

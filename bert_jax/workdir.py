@@ -148,3 +148,16 @@ def lock(folder: epath.Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def in_use(folder: epath.Path) -> bool:
+    """Whether a process of this machine holds the folder's lock."""
+    try:
+        with open(os.fspath(folder / "lock"), "rb") as file:
+            # Shared, so that two who ask do not see each other.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -51,6 +51,26 @@ class Predictor:
 
     def predict_ids(self, params: Any, a: list[int], b: list[int] | None, top: int) -> Prediction:
         """As `predict`, of ids without [CLS] and [SEP]."""
+        probs, is_next = self.probabilities(params, a, b)
+        return Prediction([self.likeliest(p, top) for p in probs], is_next)
+
+    def likeliest(self, probs: np.ndarray, top: int) -> list[tuple[str, float]]:
+        """The `top` likeliest pieces of one [MASK] with their probabilities."""
+        order = np.argsort(-probs, kind="stable")[:top]
+        return [(self._tokenizer.piece(int(i)), float(probs[i])) for i in order]
+
+    def probabilities(
+        self, params: Any, a: list[int], b: list[int] | None
+    ) -> tuple[np.ndarray, float | None]:
+        """What the model makes of ids without [CLS] and [SEP].
+
+        Returns:
+          float32 [masks, vocabulary] for the [MASK]s of A and B in order, and the probability that
+          B follows A, None without B.
+
+        Raises:
+          InputError: longer than the position table.
+        """
         tok = self._tokenizer
         first = [tok.cls_id, *a, tok.sep_id]
         second = [] if b is None else [*b, tok.sep_id]
@@ -72,14 +92,7 @@ class Predictor:
         batch = {name: jnp.asarray(value, jnp.int32) for name, value in batch.items()}
         masked_lm, next_sentence = self._logits(params, batch)
         probs = np.asarray(jax.nn.softmax(masked_lm[0, : len(masks), : self._model.vocab_size]))
-        likeliest = np.argsort(-probs, axis=-1, kind="stable")[:, :top]
-        return Prediction(
-            [
-                [(tok.piece(int(i)), float(p[i])) for i in order]
-                for p, order in zip(probs, likeliest, strict=True)
-            ],
-            None if b is None else float(jax.nn.softmax(next_sentence[0])[0]),
-        )
+        return probs, None if b is None else float(jax.nn.softmax(next_sentence[0])[0])
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text in which [MASK] stands for itself."""

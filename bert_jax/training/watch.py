@@ -25,12 +25,12 @@ class Sentence:
     Attributes:
       ids: without [CLS] and [SEP].
       text: as it is shown.
-      truth: the piece that stood there; None if nobody knows.
+      truth: the id of the piece that stood there; None if nobody knows.
     """
 
     ids: list[int]
     text: str
-    truth: str | None
+    truth: int | None
 
 
 class Watched:
@@ -44,20 +44,30 @@ class Watched:
         self, texts: tuple[str, ...], model: Model, tokenizer: Tokenizer, validation: Stream
     ):
         self._predictor = Predictor(model, tokenizer)
+        self._tokenizer = tokenizer
         self._sentences = [self._given(i, text, model) for i, text in enumerate(texts)]
         if not texts:
             self._sentences = held_out_sentences(validation, tokenizer)
 
     def predict(self, params: Any) -> list[dict[str, Any]]:
-        """For each sentence its text, the truth, and the likeliest pieces of each [MASK]."""
-        return [
-            {
+        """What the model says of each sentence.
+
+        Returns:
+          For each: `text`; `masks`, the likeliest pieces of each [MASK]; and if it is known what
+          stood there, `truth`, that piece, and `truth_probability`.
+        """
+        found = []
+        for sentence in self._sentences:
+            probs, _ = self._predictor.probabilities(params, sentence.ids, None)
+            said = {
                 "text": sentence.text,
-                "truth": sentence.truth,
-                "masks": self._predictor.predict_ids(params, sentence.ids, None, _TOP).masks,
+                "masks": [self._predictor.likeliest(p, _TOP) for p in probs],
             }
-            for sentence in self._sentences
-        ]
+            if sentence.truth is not None:
+                said["truth"] = self._tokenizer.piece(sentence.truth)
+                said["truth_probability"] = float(probs[0, sentence.truth])
+            found.append(said)
+        return found
 
     def _given(self, number: int, text: str, model: Model) -> Sentence:
         ids = self._predictor.encode(text)
@@ -103,4 +113,4 @@ def _masked(ids: list[int], tokenizer: Tokenizer) -> Sentence | None:
     if place is None or not tokenizer.piece(ids[place]).strip("\u2581").isalpha():
         return None
     masked = [*ids[:place], tokenizer.mask_id, *ids[place + 1 :]]
-    return Sentence(masked, tokenizer.decode(masked), tokenizer.piece(ids[place]))
+    return Sentence(masked, tokenizer.decode(masked), ids[place])

@@ -1,0 +1,171 @@
+"""Records to one HTML file that needs nothing else.
+
+Everything shown comes from text that may be hostile: the template escapes all values, and a
+Content-Security-Policy lets no script run and nothing load.
+"""
+
+import datetime
+import functools
+import json
+import os
+from typing import Any
+
+import jinja2
+import markupsafe
+
+from bert_jax import resolve
+from bert_jax.config import InputError
+from bert_jax.report import figures, times
+from bert_jax.report.records import Record
+from bert_jax.report.statistics import Statistics
+from bert_jax.show import printable
+from bert_jax.training.prepared import Prepared
+
+# Evaluations that stand in the tables, spread over the run.
+_ROWS = 8
+_PREDICTIONS = 5
+
+
+def render(records: list[Record], refresh_seconds: int | None = None) -> str:
+    """The page of a run, or of several compared.
+
+    Args:
+      records: one or more.
+      refresh_seconds: the browser loads the page again after so many; None: never.
+    """
+    several = len(records) > 1
+    return _template().render(
+        title=" · ".join(record.label for record in records),
+        now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        refresh=refresh_seconds,
+        runs=[_summary(record) for record in records],
+        figures=figures.of_comparison(records) if several else figures.of_run(records[0]),
+        differing=_differing(records) if several else [],
+        detail=None if several else _detail(records[0]),
+    )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("bert_jax.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "duration": duration,
+        "percent": lambda share: f"{100 * share:.1f} %",
+        "svg": markupsafe.Markup,
+        "shown": printable,
+    }
+    return environment.get_template("page.html")
+
+
+def _summary(record: Record) -> dict[str, Any]:
+    """What stands at the top about each run."""
+    parts = times.account(record.timings)
+    total = sum(parts.values())
+    return {
+        "label": record.label,
+        "name": record.experiment.name,
+        "state": record.state,
+        "done": record.done,
+        "total": record.experiment.total_steps,
+        "left": record.seconds_left,
+        "evaluation": record.evaluation[-1] if record.evaluation else None,
+        "tokens_per_second": record.recent("tokens_per_second"),
+        "real_tokens_per_second": record.recent("real_tokens_per_second"),
+        "utilisation": record.recent("utilisation"),
+        "seconds": total,
+        "goodput": parts["training"] / total if total else None,
+    }
+
+
+def _detail(record: Record) -> dict[str, Any]:
+    """What stands below the curves of a single run."""
+    parts = times.account(record.timings)
+    total = sum(parts.values())
+    statistics, why = _statistics(record)
+    starts = [line for line in record.timings if line.get("kind") == "start"]
+    return {
+        "parts": [
+            {"what": times.PARTS[name], "seconds": seconds, "share": seconds / total}
+            for name, seconds in parts.items()
+            if seconds
+        ],
+        "starts": len(starts),
+        "evaluations": _spread(record.evaluation, _ROWS),
+        "predictions": _predictions(record),
+        "statistics": statistics,
+        "no_statistics": why,
+        "corpus_figures": figures.of_corpus(statistics) if statistics else [],
+        "phases": record.experiment.phases,
+        "origin": record.origin,
+        "config": [(path, _text(value)) for path, value in resolve.flatten(record.experiment)],
+        "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
+    }
+
+
+@functools.lru_cache(maxsize=4)
+def _opened(folder: os.PathLike, config: str) -> Statistics:
+    return Statistics.of(resolve.from_json(config, "the run"), Prepared.open(folder))
+
+
+def _statistics(record: Record) -> tuple[Statistics | None, str]:
+    """Of the corpus, made once a process; or why there are none."""
+    try:
+        return _opened(record.workdir.corpus, resolve.to_json(record.experiment)), ""
+    except InputError as error:
+        return None, str(error)
+
+
+def _predictions(record: Record) -> list[dict[str, Any]]:
+    """For each sentence: its text, the truth, and what was said at some of the evaluations."""
+    lines = _spread(record.predictions, _PREDICTIONS)
+    if not lines:
+        return []
+    newest = lines[-1]["sentences"]
+    found = []
+    for sentence in newest:
+        said = []
+        for line in lines:
+            same = [s for s in line["sentences"] if s["text"] == sentence["text"]]
+            if same:
+                said.append({"step": line["step"], **same[0]})
+        found.append({"text": sentence["text"], "truth": sentence.get("truth"), "said": said})
+    return found
+
+
+def _differing(records: list[Record]) -> list[tuple[str, list[str]]]:
+    """Fields that are not the same in all experiments, with each one's value."""
+    tables = [dict(resolve.flatten(record.experiment)) for record in records]
+    paths = dict.fromkeys(path for table in tables for path in table)
+    rows = [(path, [_text(table.get(path, "absent")) for table in tables]) for path in paths]
+    return [row for row in rows if len(set(row[1])) > 1]
+
+
+def _spread(lines: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most `most` lines, spread evenly, the newest among them."""
+    if len(lines) <= most:
+        return lines
+    return [lines[round((len(lines) - 1) * i / (most - 1))] for i in range(most)]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=list, ensure_ascii=False)
+
+
+def duration(seconds: float) -> str:
+    """4210.0 as 1 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    days, hours_left = divmod(hours, 24)
+    return f"{days} d {hours_left} h" if days > 2 else f"{hours} h {minutes} min"

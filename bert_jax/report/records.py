@@ -1,0 +1,113 @@
+"""What a run has left behind, read for its report. Nothing is computed on a device."""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from typing import Any, Literal
+
+from bert_jax import resolve
+from bert_jax.config import Experiment
+from bert_jax.training.metrics import Lines
+from bert_jax.workdir import Workdir, in_use, read_json
+
+State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
+
+Line = dict[str, Any]
+
+# Laps whose median is "now".
+_RECENT = 10
+
+
+@dataclasses.dataclass
+class Record:
+    """One run.
+
+    Attributes:
+      label: how it is called on the page.
+      workdir: where it lives.
+      experiment: its claim.
+      origin: where the claim comes from (resolve.load_with_origin); empty if it was not noted.
+      state: how it stands.
+      train: training lines of metrics.jsonl.
+      evaluation: evaluation lines.
+      predictions: lines of predictions.jsonl.
+      timings: lines of timings.jsonl.
+    """
+
+    label: str
+    workdir: Workdir
+    experiment: Experiment
+    origin: dict[str, Any]
+    state: State
+    train: list[Line]
+    evaluation: list[Line]
+    predictions: list[Line]
+    timings: list[Line]
+
+    @classmethod
+    def read(cls, root: str) -> "Record":
+        """Reads a workdir.
+
+        Raises:
+          InputError: no run here, or a damaged file.
+        """
+        experiment = resolve.load_saved(Workdir(root))
+        workdir = Workdir(root, experiment.run.corpus_dir)
+        lines = Lines(workdir.metrics).read()
+        timings = Lines(workdir.timings).read()
+        return cls(
+            label=pathlib.PurePath(root).name or str(root),
+            workdir=workdir,
+            experiment=experiment,
+            origin=(
+                read_json(workdir.origin, resolve.FORMAT_VERSION) if workdir.origin.exists() else {}
+            ),
+            state="running" if in_use(workdir.root) else _state(timings),
+            train=[line for line in lines if line.get("kind") == "train"],
+            evaluation=[line for line in lines if line.get("kind") == "evaluation"],
+            predictions=Lines(workdir.predictions).read(),
+            timings=timings,
+        )
+
+    @property
+    def done(self) -> int:
+        """Steps whose numbers are written down."""
+        return max((line["step"] for line in self.train), default=0)
+
+    @functools.cached_property
+    def laps(self) -> list[Line]:
+        """Timings of steps, in the order of steps; of steps done again the last."""
+        by_step = {line["step"]: line for line in self.timings if line.get("kind") == "train"}
+        return [by_step[step] for step in sorted(by_step)]
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What the newest start ran on."""
+        starts = [line for line in self.timings if line.get("kind") == "start"]
+        return starts[-1].get("environment", {}) if starts else {}
+
+    def recent(self, name: str) -> float | None:
+        """The median of a number over the newest laps."""
+        values = sorted(lap[name] for lap in self.laps[-_RECENT:] if name in lap)
+        return values[len(values) // 2] if values else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace since the newest start, evaluation and saves included."""
+        starts = [i for i, line in enumerate(self.timings) if line.get("kind") == "start"]
+        if self.state != "running" or not starts:
+            return None
+        start, newest = self.timings[starts[-1]], self.timings[-1]
+        steps = newest["step"] - start["step"]
+        if steps <= 0:
+            return None
+        pace = (newest["time"] - start["time"]) / steps
+        behind = time.time() - newest["time"]
+        return max(pace * (self.experiment.total_steps - newest["step"]) - behind, 0.0)
+
+
+def _state(timings: list[Line]) -> State:
+    if not timings:
+        return "not started"
+    return timings[-1]["outcome"] if timings[-1].get("kind") == "end" else "killed"

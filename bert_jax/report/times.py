@@ -1,0 +1,66 @@
+"""Where a run's time went since its first start, over all restarts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+# In the order in which they are shown; the first is what one pays for.
+PARTS = {
+    "training": "steps that counted",
+    "data": "waiting for data",
+    "compilation": "compiling steps",
+    "evaluation": "evaluation",
+    "checkpoint": "saving",
+    "start": "preparing, opening, restoring",
+    "repeated": "steps done again after a kill",
+    "away": "between a stop and the next start",
+}
+
+
+def account(timings: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of each of PARTS; they add up to the time from the first start to the last line.
+
+    Steps after the checkpoint from which a later start went on were in vain: their time is
+    `repeated`. What a killed process did after its last line counts as `away`.
+    """
+    parts = dict.fromkeys(PARTS, 0.0)
+    again = _done_again_from(timings)
+    for index, line in enumerate(timings):
+        waits = {what: line.get(f"{what}_seconds", 0.0) for what in PARTS}
+        match line.get("kind"):
+            case "start":
+                parts["start"] += line["seconds"]
+                if index:
+                    began = line["time"] - line["seconds"]
+                    parts["away"] += max(began - timings[index - 1]["time"], 0.0)
+            case "train":
+                kept = _share_kept(line, again[index])
+                for what, seconds in _lap(line["seconds"], waits):
+                    parts[what] += kept * seconds
+                parts["repeated"] += (1 - kept) * line["seconds"]
+            case "end":
+                for what, seconds in _lap(line["seconds"], waits):
+                    parts[what] += seconds
+    return parts
+
+
+def _lap(total: float, waits: dict[str, float]) -> Iterator[tuple[str, float]]:
+    named = {what: waits[what] for what in ("data", "compilation", "evaluation", "checkpoint")}
+    yield from named.items()
+    yield "training", max(total - sum(named.values()), 0.0)
+
+
+def _done_again_from(timings: list[dict[str, Any]]) -> list[float]:
+    """For each line the lowest step from which a later start went on."""
+    lowest = float("inf")
+    found = []
+    for line in reversed(timings):
+        found.append(lowest)
+        if line.get("kind") == "start":
+            lowest = min(lowest, line["step"])
+    return found[::-1]
+
+
+def _share_kept(lap: dict[str, Any], again: float) -> float:
+    """Of a lap's steps, the share that no later start does again."""
+    done_again = min(max(lap["step"] - again, 0), lap["steps"])
+    return 1 - done_again / max(lap["steps"], 1)
