@@ -29,6 +29,15 @@ def model_of(shape: shapes.Shape, dtype: str) -> Model:
     )
 
 
+def first_state(model: Model, mesh: jax.sharding.Mesh) -> tuple[step.State, dict[str, jax.Array]]:
+    """State and metrics window before the first step, on all devices."""
+
+    def make() -> tuple[step.State, dict[str, jax.Array]]:
+        return step.init_state(model, OPTIMIZER, 0), step.empty_window()
+
+    return jax.jit(make, out_shardings=mesh_lib.replicated(mesh))()
+
+
 class Ours:
     """Compiled steps by name, each with a state of its own."""
 
@@ -41,8 +50,7 @@ class Ours:
         model = model_of(size, dtype)
         mesh = mesh_lib.make_mesh(Mesh())
         layout = Mesh(layer_loop=layer_loop)
-        state = jax.device_put(step.init_state(model, OPTIMIZER, 0), mesh_lib.replicated(mesh))
-        window = jax.device_put(step.empty_window(), mesh_lib.replicated(mesh))
+        state, window = first_state(model, mesh)
         rows = np.arange(size.batch)
         batch = feed.place(
             shapes.make_batch(size, 0), rows, size.batch, mesh_lib.batch_sharding(mesh)

@@ -26,6 +26,7 @@ class Shape:
 
 
 SHAPES = {
+    "micro": Shape(layers=1, width=32, heads=2, batch=4, turn=1),  # for tests
     "tiny": Shape(layers=2, width=128, heads=2, batch=16, turn=4),
     "mini": Shape(layers=4, width=256, heads=4, batch=16, turn=2),
     "small": Shape(layers=4, width=512, heads=8, batch=8, turn=1),

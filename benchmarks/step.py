@@ -17,7 +17,9 @@ from benchmarks.worker import Worker
 def main() -> None:
     """Measures, shape after shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="tiny,mini,small", help="of " + ",".join(shapes.SHAPES))
+    parser.add_argument(
+        "--shapes", default="tiny,mini,small,base", help="of " + ",".join(shapes.SHAPES)
+    )
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
