@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -23,25 +23,38 @@ _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 _PACKAGES = ("jax", "jaxlib", "numpy", "tokenizers", "orbax-checkpoint")
 
 
-def environment(threads: int) -> dict[str, str]:
+Memory = Literal["kept", "shipped"]
+
+# Freed memory is kept, as `training.session` asks of the C library.
+_KEPT = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+def environment(threads: int, memory: Memory = "kept") -> dict[str, str]:
     """Environment variables that keep a process's libraries to this many threads.
 
-    The C library keeps freed memory, as `training.session` asks it to; peers get the same.
+    Args:
+      threads: of each library.
+      memory: `kept`, freed memory is kept; `shipped`, as the C library is shipped.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if threads == 1 and _ONE_THREAD not in flags:
         flags = f"{flags} {_ONE_THREAD}".strip()
-    return os.environ | {
-        "NPROC": str(threads),
-        "OMP_NUM_THREADS": str(threads),
-        "RAYON_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false" if threads == 1 else "true",
-        "XLA_FLAGS": flags,
-        "JAX_PLATFORMS": "cpu",
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-        "MALLOC_ARENA_MAX": "1",
-    }
+    return (
+        os.environ
+        | {
+            "NPROC": str(threads),
+            "OMP_NUM_THREADS": str(threads),
+            "RAYON_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false" if threads == 1 else "true",
+            "XLA_FLAGS": flags,
+            "JAX_PLATFORMS": "cpu",
+        }
+        | (_KEPT if memory == "kept" else {})
+    )
 
 
 def restart_with(threads: int) -> None:

@@ -29,6 +29,12 @@ def main() -> None:
     parser.add_argument(
         "--compiled", default="tiny,mini,small", help="shapes whose compiled peer runs too"
     )
+    parser.add_argument(
+        "--memory",
+        choices=("kept", "shipped"),
+        default="kept",
+        help="the peer's freed memory: kept as ours is, or as the C library is shipped",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--layer-loop", choices=("scan", "unroll"), default="unroll")
@@ -52,7 +58,7 @@ def compare(shape: str, flags: argparse.Namespace) -> dict[str, Any]:
     hows = ("eager", "compiled") if shape in flags.compiled.split(",") else ("eager",)
     with (
         Worker(sys.executable, "benchmarks.ours", 1) as ours,
-        Worker(flags.python, "benchmarks.peer", 1) as peer,
+        Worker(flags.python, "benchmarks.peer", 1, flags.memory) as peer,
     ):
         versions = peer.ask("build", shape=shape, sequence=flags.sequence)
         losses, turns = {}, {}

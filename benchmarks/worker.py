@@ -22,14 +22,15 @@ class Worker:
       python: the interpreter of its environment.
       module: is run with `-m`, and calls `serve`.
       threads: it may use.
+      memory: as of `measure.environment`.
     """
 
-    def __init__(self, python: str, module: str, threads: int):
+    def __init__(self, python: str, module: str, threads: int, memory: measure.Memory = "kept"):
         self._name = module
         self._process = subprocess.Popen(
             [python, "-m", module],
             cwd=measure.ROOT,
-            env=measure.environment(threads),
+            env=measure.environment(threads, memory),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
