@@ -24,7 +24,7 @@ from bert_jax.data import batches, stream
 from bert_jax.text import documents, sentences
 from bert_jax.text.tokenizer import WordPiece
 
-SAMPLE = "jsonl:experiments/sample_text/speeches.jsonl.gz"
+SAMPLE = f"jsonl:{measure.ROOT / 'experiments' / 'sample_text' / 'speeches.jsonl.gz'}"
 VOCABULARY = measure.ROOT / "tests" / "data" / "bert_base_uncased_vocab.txt.gz"
 BATCH = 256
 # Sequence length, predictions, kind of mask.

@@ -111,7 +111,8 @@ def _whole_words(
     """
     width = input_ids.shape[1]
     position = np.arange(width)
-    starts = ~np.take(continues, input_ids) & (position < count[:, None] + 2)  # [B, S]
+    # [B, S]: specials and padding start no word, and the first candidate always does.
+    starts = ~np.take(continues, input_ids) & (position < count[:, None] + 2)
     starts[:, 0] = False
     starts[:, 1] = True
     np.put_along_axis(starts, a_length[:, None] + 1, False, 1)
@@ -124,7 +125,7 @@ def _whole_words(
     order = draws.candidate_order(groups)
     in_order = np.arange(len(order))[:, None] * most + order
     size = np.take(np.diff(first), in_order, mode="clip")
-    size[np.arange(most) >= groups[:, None]] = width  # no word: fits nowhere
+    size[np.arange(most) >= groups[:, None]] = width  # behind the last word: fits nowhere
     accepted = np.zeros(order.shape, bool)
     left = num_to_predict.copy()
     for place, extra in enumerate(size.T):
