@@ -82,12 +82,18 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def report(name: str, figures: dict[str, Any], details: dict[str, Any], kept: str) -> None:
-    """Prints the line of figures and keeps it, with the details, in a file.
+    """Prints `name: key=value ...` and keeps it: see `keep`."""
+    rounded = keep(name, figures, details, kept)
+    print(f"{name}:", *(f"{key}={value}" for key, value in rounded.items()), flush=True)
+
+
+def keep(name: str, figures: dict[str, Any], details: dict[str, Any], kept: str) -> dict[str, Any]:
+    """Writes a result's file; returns the figures, rounded.
 
     Args:
       name: of the benchmark.
-      figures: a few numbers, printed as `name: key=value ...`.
-      details: whatever they were computed from; goes into the file alone.
+      figures: a few numbers.
+      details: whatever they were computed from.
       kept: the file's folder; empty: `benchmarks/results`.
     """
     folder = pathlib.Path(kept) if kept else RESULTS
@@ -95,7 +101,7 @@ def report(name: str, figures: dict[str, Any], details: dict[str, Any], kept: st
     rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in figures.items()}
     record = {"name": name, "figures": rounded, "made_on": machine(), "details": details}
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{name}:", *(f"{key}={value}" for key, value in rounded.items()), flush=True)
+    return rounded
 
 
 def machine() -> dict[str, Any]:
