@@ -275,7 +275,11 @@ def philox(
     for _ in range(10):
         # The product of two 32-bit words fits 64 bits: its halves are the new words.
         p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c2 = (p1 >> shift) ^ c1 ^ np.uint64(k0), (p0 >> shift) ^ c3 ^ np.uint64(k1)
-        c1, c3 = p1 & _LOW, p0 & _LOW
+        c0, c2 = (p1 >> shift) ^ c1, (p0 >> shift) ^ c3
+        c0 ^= np.uint64(k0)
+        c2 ^= np.uint64(k1)
+        p0 &= _LOW
+        p1 &= _LOW
+        c1, c3 = p1, p0
         k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
+    return np.stack([c0, c1, c2, c3], axis=-1, dtype=np.uint32, casting="unsafe")
