@@ -1,13 +1,17 @@
 """`bert-jax COMMAND`: thin functions over the library, and the table of exit codes."""
 
 import argparse
+import errno
+import io
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from bert_jax import __version__
 from bert_jax.config import Experiment, InputError
+from bert_jax.section import printable
 
 FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -22,31 +26,69 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code."""
-    args = _parser().parse_args(argv)
+    """Runs a command and returns its exit code; a usage error leaves by SystemExit."""
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        args.complain_usage(f"unrecognized arguments: {' '.join(unknown)}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal speaks UTF-8
     try:
-        return args.command(args)
-    except InputError as error:
-        if args.debug:
-            raise
-        print(f"bert-jax: {error}", file=sys.stderr)
-        return BAD_INPUT
+        code = args.command(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("bert-jax: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left, and the interpreter must not write to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return FAILED
+    except Exception as error:
+        if args.debug:
+            raise
+        return _complain(error)
+
+
+def _complain(error: Exception) -> int:
+    """Says in one line what is at fault; returns the exit code."""
+    if isinstance(error, OSError):
+        if error.filename is None and error.errno == errno.ENOSPC:
+            error.filename = "standard output"  # all other files are named where they are written
+            _drop_output()
+        if error.filename is not None:
+            error = InputError(f"{error.filename}: {error.strerror}")
+    if isinstance(error, InputError):
+        print(f"bert-jax: {error}", file=sys.stderr)
+        return BAD_INPUT
+    message = printable(str(error).strip().split("\n")[0][:300])
+    print(
+        f"bert-jax: internal error: {type(error).__name__}: {message}; run again with --debug for "
+        "the traceback",
+        file=sys.stderr,
+    )
+    return FAILED
+
+
+def _drop_output() -> None:
+    """Nobody takes our output any more, and the interpreter must not write to it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leaves with exit code 2."""
+        self.exit(BAD_INPUT, f"bert-jax: {printable(message)}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="bert-jax",
         description="Plain text in, a pre-trained BERT out.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--debug", action="store_true", help="show the tracebacks of errors")
     parser.add_argument("--version", action="version", version=f"bert-jax {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -60,8 +102,13 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.set_defaults(command=function)
-        sub.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+        sub.set_defaults(command=function, complain_usage=sub.error)
+        sub.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,  # else it would take back one given before the command
+            help="show the tracebacks of errors",
+        )
         return sub
 
     def takes_experiment(sub: argparse.ArgumentParser, saved: bool = False) -> None:
@@ -134,7 +181,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from bert_jax.data import corpus
 
     experiment, workdir = _claim(args)
-    workdir.create()
+    workdir.require_ours()
     manifest = corpus.prepare(
         experiment.corpus, experiment.model.vocab_size, workdir.corpus, _console_say()
     )
@@ -217,7 +264,6 @@ def _report(args: argparse.Namespace) -> int:
 
 def _predict(args: argparse.Namespace) -> int:
     from bert_jax import predict, resolve
-    from bert_jax.show import printable
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.predictor import Predictor
     from bert_jax.training.prepared import Prepared
@@ -234,13 +280,12 @@ def _predict(args: argparse.Namespace) -> int:
     mesh = mesh_lib.make_mesh(experiment.mesh)
     params, _ = predict.load_params(experiment, workdir, prepared, mesh)
     predictor = Predictor(experiment.model, prepared.tokenizer)
-    pairs = [(text, args.next) for text in args.text]
-    if not pairs:
-        lines = sys.stdin.buffer.read().decode("utf-8", "replace").split("\n")
-        lines = [line for line in lines if line.strip()]
-        pairs = [(a, b if tab else None) for a, tab, b in (x.partition("\t") for x in lines)]
-    for a, b in pairs:
-        answer = predictor.predict(params, a, b, args.top)
+    asked = [("TEXT", text, args.next) for text in args.text]
+    for where, a, b in asked or _asked_lines():
+        try:
+            answer = predictor.predict(params, a, b, args.top)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
         for text in (a,) if b is None else (a, b):
             print(printable(text))
         for number, pieces in enumerate(answer.masks, 1):
@@ -257,17 +302,8 @@ def _tokenize(args: argparse.Namespace) -> int:
     from bert_jax.text import tokenizer
 
     tok = tokenizer.load(args.tokenizer, "cased" if args.cased else "uncased")
-    out = sys.stdout.buffer
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        try:
-            text = line.removesuffix(b"\n").decode("utf-8")
-        except UnicodeDecodeError as error:
-            out.flush()
-            raise InputError(
-                f"standard input:{number}: byte {error.start} of the line is not UTF-8"
-            ) from error
-        out.write(" ".join(map(str, tok.encode(text))).encode() + b"\n")
-    out.flush()
+    for _, line in _input_lines():
+        print(" ".join(map(str, tok.encode(line))))
     return FINISHED
 
 
@@ -293,6 +329,24 @@ def _workdir(args: argparse.Namespace, experiment: Experiment):
     from bert_jax.workdir import Workdir
 
     return Workdir(args.workdir or f"runs/{experiment.name}", experiment.run.corpus_dir)
+
+
+def _input_lines() -> Iterator[tuple[str, str]]:
+    """(where, line) of standard input, split at \\n alone."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        where = f"standard input:{number}"
+        try:
+            yield where, line.removesuffix(b"\n").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: byte {error.start} of the line is not UTF-8") from error
+
+
+def _asked_lines() -> Iterator[tuple[str, str, str | None]]:
+    """(where, A, B) of the lines of standard input that hold something."""
+    for where, line in _input_lines():
+        a, tab, b = line.partition("\t")
+        if line.strip():
+            yield where, a, b if tab else None
 
 
 def _console_say() -> Callable[[str], None]:

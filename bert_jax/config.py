@@ -15,6 +15,9 @@ from typing import Literal
 
 from bert_jax.section import InputError, Section
 
+# Bytes of a folder's name, as file systems allow them.
+_LONGEST_NAME = 255
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Section):
@@ -112,7 +115,7 @@ class Corpus(Section):
         )
         try:
             "".encode(self.encoding)
-        except LookupError as error:
+        except (LookupError, UnicodeError) as error:
             raise InputError(
                 f"corpus.encoding={self.encoding!r}: Python knows no such encoding"
             ) from error
@@ -278,9 +281,12 @@ class Experiment(Section):
 
     def _validate(self) -> None:
         self._require(
-            bool(self.name) and not set(self.name) & set("/\\ \0") and self.name[0] != ".",
+            self.name.isprintable()
+            and not set(self.name) & set("/\\ ")
+            and self.name[:1] not in ("", ".")
+            and len(self.name.encode()) <= _LONGEST_NAME,
             "name",
-            "must be usable as a folder name, without blanks or slashes",
+            "must be usable as a folder name, short, without blanks or slashes",
         )
         self._require(0 <= self.seed < 2**32, "seed", "must be in [0, 2**32)")
         self._require(len(self.phases) > 0, "phases", "name at least one phase")

@@ -1,11 +1,26 @@
 """Sections of configuration: dataclasses whose fields are checked where they are built."""
 
 import math
+import os
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+# No size, count or interval is larger, and arrays are indexed with no more bits.
+_INTEGERS = 2**32
 
 
 class InputError(Exception):
-    """Bad input or usage. The message is one line: what is at fault, where, and what to do."""
+    """Bad input or usage. The message is one line: what is at fault, where, and what to do.
+
+    It stays one line whatever file names, text and errors of others it quotes.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """Text with control characters shown as escapes: a corpus may hold terminal commands."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Section:
@@ -60,3 +75,17 @@ def _check_type(where: str, value: object, hint: Any) -> None:
         raise InputError(f"{where}={value!r}: expected {hint.__name__}")
     elif hint is float and not math.isfinite(value):
         raise InputError(f"{where}={value!r}: must be a finite number")
+    elif hint is int and abs(value) >= _INTEGERS:
+        raise InputError(f"{where}: {str(value)[:20]}... is too large; must be below 2**32")
+    elif hint is str:
+        _check_text(where, value)
+
+
+def _check_text(where: str, value: str) -> None:
+    """Raises InputError for what no path and no file of ours can hold."""
+    try:
+        sound = b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        sound = False
+    if not sound:
+        raise InputError(f"{where}={value!r}: holds a NUL or half of a surrogate pair")

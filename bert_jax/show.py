@@ -8,6 +8,7 @@ from rich.text import Text
 
 from bert_jax.config import Experiment, InputError
 from bert_jax.data.batches import Batch
+from bert_jax.section import printable
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training.prepared import Prepared
 
@@ -85,8 +86,3 @@ def row_text(batch: Batch, i: int, tokenizer: Tokenizer) -> Text:
             text.append(f"{{{piece.text}|{piece.stood}}}", style="bold")
             text.append(" ")
     return text
-
-
-def printable(text: str) -> str:
-    """Text with control characters shown as escapes: a corpus may hold terminal commands."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -17,14 +17,19 @@ import errno
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from etils import epath
 
 from bert_jax.config import InputError
 
 COMPLETE = "COMPLETE"
+
+_LOCK_TRIES = 4
+
+_FULL = "{}: the disk is full; free some space and run again"
 
 
 class Workdir:
@@ -41,15 +46,10 @@ class Workdir:
         self.origin = self.root / "origin.json"
         self.report = self.root / "report.html"
 
-    def create(self) -> None:
-        """Makes the folder.
-
-        Raises:
-          InputError: it cannot be written, or holds other things and no run.
-        """
+    def require_ours(self) -> None:
+        """Raises InputError if the folder is there, and holds other things and no run."""
         with named_errors(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-            names = {path.name for path in self.root.iterdir()}
+            names = {path.name for path in self.root.iterdir()} if self.root.exists() else set()
         ours = {
             "experiment.json",
             "corpus",
@@ -66,14 +66,19 @@ class Workdir:
 
 def write_atomic(path: epath.Path, text: str) -> None:
     """Replaces the file's text in one step, flushed to disk."""
+    beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with named_errors(path):
-        beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
-        with beside.open("w") as file:
-            file.write(text)
-            file.flush()
-            with contextlib.suppress(AttributeError, OSError):
-                os.fsync(file.fileno())
-        beside.replace(path)
+        try:
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                with contextlib.suppress(AttributeError, OSError):
+                    os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
 
 
 def read_json(path: epath.Path, format_version: int) -> dict[str, Any]:
@@ -83,13 +88,15 @@ def read_json(path: epath.Path, format_version: int) -> dict[str, Any]:
       InputError: unreadable, not a JSON object, or of another format version.
     """
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
     except (ValueError, RecursionError, OSError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error}); is it damaged?") from error
+        raise InputError(
+            f"{path}: damaged, not readable as JSON ({error}); put the whole file back"
+        ) from error
     if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object")
+        raise InputError(f"{path}: damaged, not a JSON object; put the whole file back")
     if value.get("format_version") != format_version:
         raise InputError(
             f"{path}: format_version {value.get('format_version')!r}, "
@@ -113,41 +120,94 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
     """Turns the file system's refusals into one line that names the path."""
     try:
         yield
+    except BrokenPipeError:  # the reader of our output has left, and no file is at fault
+        raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InputError(f"{path}: the disk is full; free some space and run again") from error
+            raise InputError(_FULL.format(path)) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise InputError(f"{path}: cannot be written ({error.strerror})") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise InputError(f"{path}: is a file where a folder is needed") from error
-        raise
+        raise InputError(f"{error.filename or path}: {error.strerror or error}") from error
+    except (RuntimeError, ValueError) as error:  # as libraries in C++ pass it on
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise InputError(_FULL.format(path)) from error
     except ImportError as error:
         raise InputError(f"{path}: reading it needs the [gcs] extra ({error})") from error
 
 
 @contextlib.contextmanager
 def lock(folder: epath.Path) -> Iterator[None]:
-    """Holds the folder for this process; the system frees it when the process dies.
+    """Holds the folder, made if need be, for this process; the system frees it when it dies.
+
+    If what is done meanwhile fails and leaves nothing, the lock and the folder go too, where they
+    were not there before.
 
     Raises:
-      InputError: another process holds it.
+      InputError: another process holds it, or it cannot be written.
     """
     path = folder / "lock"
-    with named_errors(path):
-        file = open(os.fspath(path), "a+")  # noqa: SIM115
-    with file:
+    with made(folder):
+        with named_errors(path):
+            before = {other.name for other in folder.iterdir()}
+            file = _held(path)
+        with file:
+            try:
+                with named_errors(path):
+                    file.truncate(0)
+                    file.write(str(os.getpid()).encode())
+                yield
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    if {other.name for other in folder.iterdir()} - before == {"lock"}:
+                        path.unlink()  # while it is held: later it may be another's
+                raise
+
+
+@contextlib.contextmanager
+def made(folder: epath.Path) -> Iterator[None]:
+    """Makes the folder and those above; on failure removes those of them that are empty."""
+    missing: list[epath.Path] = []
+    try:
+        with named_errors(folder):
+            missing = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for path in missing:
+            with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
+                path.rmdir()
+        raise
+
+
+def _held(path: epath.Path) -> IO[bytes]:
+    """The lock file, opened and locked."""
+    tries = 0
+    while True:
+        file = open(os.fspath(path), "a+b", buffering=0)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A holder that fails removes its lock: what we opened may be no longer the one there.
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
         except BlockingIOError as error:
             file.seek(0)
+            holder = file.read().decode(errors="replace").strip()
+            file.close()
+            tries += 1
+            if tries < _LOCK_TRIES:  # `in_use` holds it for a moment
+                time.sleep(0.05)
+                continue
             raise InputError(
-                f"{folder}: in use by process {file.read().strip() or '?'}; "
+                f"{path.parent}: in use by process {holder or '?'}; "
                 "wait for it, or choose another folder with --workdir"
             ) from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+        except BaseException:
+            file.close()
+            raise
+        file.close()
 
 
 def in_use(folder: epath.Path) -> bool:

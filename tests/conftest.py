@@ -1,6 +1,9 @@
 import os
 import pathlib
+import shutil
 import sys
+
+import pytest
 
 TESTS = pathlib.Path(__file__).parent
 sys.path.insert(0, str(TESTS))
@@ -12,3 +15,20 @@ import small_run  # noqa: E402
 # the commands that tests start are compiled as for a user.
 os.environ.update(small_run.settings(devices=4))
 os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """A folder with text, an experiment, its corpus and its finished run."""
+    import broken  # after jax's settings
+
+    return broken.finished_run(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def copy_of_run(finished_run, tmp_path, monkeypatch):
+    """A copy of the finished run, to be broken; the current folder."""
+    shutil.copytree(finished_run, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    return tmp_path / "copy"

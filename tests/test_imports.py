@@ -24,8 +24,8 @@ ALLOWED = {
     "model": {"config"},
     "training": {"config", "resolve", "workdir", "hardware", "text", "data", "model"},
     "predict": {"config", "resolve", "workdir", "text", "data", "model", "training"},
-    "report": {"config", "resolve", "workdir", "text", "data", "training", "show"},
-    "show": {"config", "workdir", "text", "data", "model", "training"},
+    "report": {"section", "config", "resolve", "workdir", "text", "data", "training", "show"},
+    "show": {"section", "config", "workdir", "text", "data", "model", "training"},
 }
 
 

@@ -101,6 +101,8 @@ def execute(
     input_ids[:, 0] = ids.cls
     np.put_along_axis(input_ids, a_end, ids.sep, 1)
     np.put_along_axis(input_ids, b_end, ids.sep, 1)
+    if input_ids.size and input_ids.max() >= ids.vocab_size:
+        raise stream.damaged("ids")  # a device would take another id without a word
     masked = masking.mask(
         input_ids,
         pair.a_length,
@@ -222,6 +224,11 @@ def rows_per_epoch(
     """R of a phase: the rows in its first plan, remembered in the file `plans`."""
     key = f"{seed}/train/{phase}/length={length}/short_seq_prob={data.short_seq_prob}"
     known = read_json(plans, PLANS_VERSION) if plans.exists() else {"rows": {}}
+    # Every row of a plan takes a sentence at least.
+    possible = range(1, len(stream.sentence_offsets))
+    rows = known["rows"].get(key, 1) if isinstance(known.get("rows"), dict) else None
+    if type(rows) is not int or rows not in possible:
+        raise InputError(f"{plans}: damaged; remove it, it is made anew")
     if key not in known["rows"]:
         rows = len(make_plan(stream, (seed, "train", phase, 0), length, data))
         known = {"format_version": PLANS_VERSION, "rows": {**known["rows"], key: rows}}

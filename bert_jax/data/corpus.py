@@ -7,14 +7,11 @@
     corpus/plans.json       how many rows each plan has (see data.batches)
     corpus/COMPLETE         written last
 
-A document goes to validation if the hash of its text is among the smallest
-`Corpus.validation_share`; so equal texts share a split, and a split does not depend on order.
+Which documents are held out is decided in data.survey.
 """
 
-import array
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
 import io
 import json
@@ -28,6 +25,7 @@ from etils import epath
 
 from bert_jax.config import Corpus, InputError
 from bert_jax.data import stream
+from bert_jax.data.survey import Survey
 from bert_jax.text import documents, sentences, tokenizer, vocabulary
 from bert_jax.workdir import (
     COMPLETE,
@@ -41,10 +39,9 @@ from bert_jax.workdir import (
 
 FORMAT_VERSION = 1
 
-# Fewer held-out documents say little: their pairs share one topic and one writer.
-LEAST_VALIDATION_DOCUMENTS = 8
-
 SPLITS = ("train", "validation")
+
+_PARTS = {"settings": dict, "sources": list, "tokenizer": dict, "splits": dict}
 
 Say = Callable[[str], None]
 
@@ -72,15 +69,20 @@ def prepare(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> di
       InputError: bad sources, or a folder made from other text or settings.
     """
     with named_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
         _require_ours(folder)
         with lock(folder):
             if is_complete(folder):
                 manifest = open_manifest(folder)
                 _require_same(manifest, corpus, vocab_size, folder, say)
                 return manifest
+            _refuse_strangers(folder)
             _remove_leftovers(folder)
-            return _build(corpus, vocab_size, folder, say)
+            try:
+                return _build(corpus, vocab_size, folder, say)
+            except BaseException:
+                if not is_complete(folder):
+                    _remove_leftovers(folder)
+                raise
 
 
 def open_manifest(folder: epath.Path) -> dict[str, Any]:
@@ -91,7 +93,30 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
     """
     if not is_complete(folder):
         raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
-    return read_json(folder / "manifest.json", FORMAT_VERSION)
+    path = folder / "manifest.json"
+    manifest = read_json(path, FORMAT_VERSION)
+    wrong = _wrong_part(manifest)
+    if wrong:
+        raise InputError(
+            f"{path}: damaged, {wrong} is not as `prepare` wrote it; put the whole file back, or "
+            f"remove {folder} to prepare it anew"
+        )
+    return manifest
+
+
+def _wrong_part(manifest: dict[str, Any]) -> str | None:
+    """The part of a manifest without which the corpus cannot be used, if one is not there."""
+    for name, kind in _PARTS.items():
+        if not isinstance(manifest.get(name), kind):
+            return name
+    for source in manifest["sources"]:
+        if not isinstance(source, dict) or not isinstance(source.get("file"), str):
+            return "sources"
+    for split in SPLITS:
+        counts = manifest["splits"].get(split)
+        if not isinstance(counts, dict) or not isinstance(counts.get("tokens"), int):
+            return f"splits.{split}"
+    return None
 
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:
@@ -101,8 +126,11 @@ def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.To
       InputError: it was changed since.
     """
     loaded = tokenizer.load(folder / "tokenizer")
-    if loaded.sha256 != manifest["tokenizer"]["sha256"]:
-        raise InputError(f"{folder / 'tokenizer'}: not the tokenizer this corpus was made with")
+    if loaded.sha256 != manifest["tokenizer"].get("sha256"):
+        raise InputError(
+            f"{folder / 'tokenizer'}: not the tokenizer this corpus was made with; put that one "
+            f"back, or remove {folder} to prepare it anew"
+        )
     return loaded
 
 
@@ -110,9 +138,10 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
     """A split as flat ids, made from the dataset if this host has not done so yet."""
     target = folder / "stream" / split
     if not is_complete(target):
-        with named_errors(target):
-            stream.write(_dataset_folder(folder), split, target)
-    return stream.Stream.open(target)
+        stream.write(_dataset_folder(folder), split, target)
+    opened = stream.Stream.open(target)
+    opened.require_rising()
+    return opened
 
 
 def _require_same(
@@ -130,7 +159,7 @@ def _require_same(
         say(f"corpus: used as prepared; there is no {corpus.tokenizer} to compare with")
     elif corpus.tokenizer != "train":
         now = tokenizer.load(corpus.tokenizer, corpus.case).sha256
-        if now != manifest["tokenizer"]["sha256"]:
+        if now != manifest["tokenizer"].get("sha256"):
             raise InputError(f"{folder}: {corpus.tokenizer} has changed since; {mend}")
     try:
         sources = documents.fingerprint(corpus)
@@ -138,7 +167,7 @@ def _require_same(
         # A corpus may be carried to a machine that has no text.
         say(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
-    old_files = {row["file"]: row["sha256"] for row in manifest["sources"]}
+    old_files = {row["file"]: row.get("sha256") for row in manifest["sources"]}
     new_files = {row["file"]: row["sha256"] for row in sources}
     for file in sorted(old_files.keys() | new_files.keys()):
         if old_files.get(file) != new_files.get(file):
@@ -160,20 +189,23 @@ def _require_ours(folder: epath.Path) -> None:
 
     Every `prepare` leaves its lock, so without one even a `dataset` is somebody else's.
     """
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if names and not names & {"lock", COMPLETE}:
         _refuse_strange(folder, min(names))
 
 
-def _remove_leftovers(folder: epath.Path) -> None:
-    """Clears what a killed `prepare` left; anything else is not ours to remove."""
-    names = {path.name for path in folder.iterdir()}
-    for name in sorted(names - _OURS):
-        if not _BESIDE.fullmatch(name):
+def _refuse_strangers(folder: epath.Path) -> None:
+    """Raises InputError for what lies here and is not ours to remove."""
+    for name in sorted(path.name for path in folder.iterdir()):
+        if name not in _OURS and not _BESIDE.fullmatch(name):
             _refuse_strange(folder, name)
-    for name in names - {"lock"}:
-        path = folder / name
-        path.rmtree() if path.is_dir() else path.unlink()
+
+
+def _remove_leftovers(folder: epath.Path) -> None:
+    """Clears what a `prepare` left that was killed or failed."""
+    for path in folder.iterdir():
+        if path.name != "lock" and (path.name in _OURS or _BESIDE.fullmatch(path.name)):
+            path.rmtree() if path.is_dir() else path.unlink()
 
 
 def _refuse_strange(folder: epath.Path, name: str) -> None:
@@ -181,11 +213,13 @@ def _refuse_strange(folder: epath.Path, name: str) -> None:
 
 
 def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
+    # Before the text is read, which may take hours.
+    given = None if corpus.tokenizer == "train" else _given_tokenizer(corpus, vocab_size)
     sources = documents.fingerprint(corpus)
     say(f"prepare: reading {len(sources)} files")
-    survey = _Survey.take(corpus)
+    survey = Survey.take(corpus)
     say(f"prepare: {survey.count} documents, {survey.repeated} repeated; " + survey.layout_line())
-    chosen = _choose_tokenizer(corpus, vocab_size, say)
+    chosen = given or _train_tokenizer(corpus, vocab_size, say)
     chosen.save(folder / "tokenizer")
 
     counts = {split: SplitCounts() for split in SPLITS}
@@ -215,69 +249,21 @@ def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
     return manifest
 
 
-@dataclasses.dataclass
-class _Survey:
-    """A first reading: which documents repeat, which are held out."""
-
-    hashes: np.ndarray  # uint64 [documents], the first bytes of each text's SHA-256
-    first: np.ndarray  # bool [documents], no earlier document has the same text
-    held_out: np.ndarray  # bool [documents]
-    layouts: dict[str, int]
-
-    @property
-    def count(self) -> int:
-        return len(self.hashes)
-
-    @property
-    def repeated(self) -> int:
-        return int(self.count - self.first.sum())
-
-    @classmethod
-    def take(cls, corpus: Corpus) -> "_Survey":
-        values = array.array("Q")
-        layouts: dict[str, int] = {}
-        for document in documents.read(corpus):
-            digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
-            values.append(int.from_bytes(digest[:8], "big"))
-            layouts[document.layout] = layouts.get(document.layout, 0) + 1
-        if not values:
-            raise InputError("corpus.sources: no text in any document")
-        hashes = np.array(values, np.uint64)
-        unique, first_index = np.unique(hashes, return_index=True)
-        first = np.zeros(len(hashes), bool)
-        first[first_index] = True
-        wanted = max(LEAST_VALIDATION_DOCUMENTS, round(corpus.validation_share * len(unique)))
-        if len(unique) < 2 * LEAST_VALIDATION_DOCUMENTS:
-            raise InputError(
-                f"corpus.sources: {len(unique)} different documents, but "
-                f"{2 * LEAST_VALIDATION_DOCUMENTS} are needed, to hold out "
-                f"{LEAST_VALIDATION_DOCUMENTS}. Is one file one document here? (corpus.layout)"
-            )
-        if wanted > len(unique) // 2:
-            raise InputError(
-                f"corpus.validation_share={corpus.validation_share}: would hold out {wanted} of "
-                f"{len(unique)} documents"
-            )
-        return cls(hashes, first, hashes <= unique[wanted - 1], layouts)
-
-    def layout_line(self) -> str:
-        return "read as " + ", ".join(f"{name} ({n})" for name, n in self.layouts.items())
+def _given_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
+    chosen = tokenizer.load(corpus.tokenizer, corpus.case)
+    if chosen.size != vocab_size:
+        raise InputError(
+            f"corpus.tokenizer={corpus.tokenizer}: has {chosen.size} ids and "
+            f"model.vocab_size={vocab_size}; set model.vocab_size={chosen.size}"
+        )
+    if chosen.case != corpus.case:
+        raise InputError(
+            f"corpus.tokenizer={corpus.tokenizer}: is {chosen.case}; set corpus.case={chosen.case}"
+        )
+    return chosen
 
 
-def _choose_tokenizer(corpus: Corpus, vocab_size: int, say: Say) -> tokenizer.Tokenizer:
-    if corpus.tokenizer != "train":
-        chosen = tokenizer.load(corpus.tokenizer, corpus.case)
-        if chosen.size != vocab_size:
-            raise InputError(
-                f"corpus.tokenizer={corpus.tokenizer}: has {chosen.size} ids and "
-                f"model.vocab_size={vocab_size}; set model.vocab_size={chosen.size}"
-            )
-        if chosen.case != corpus.case:
-            raise InputError(
-                f"corpus.tokenizer={corpus.tokenizer}: is {chosen.case}; set corpus.case="
-                f"{chosen.case}"
-            )
-        return chosen
+def _train_tokenizer(corpus: Corpus, vocab_size: int, say: Say) -> tokenizer.Tokenizer:
     say(f"prepare: training a {corpus.tokenizer_kind} vocabulary of {vocab_size} pieces")
     if corpus.tokenizer_kind == "wordpiece":
 
@@ -337,7 +323,7 @@ class BertCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 def _write_dataset(
     corpus: Corpus,
     chosen: tokenizer.Tokenizer,
-    survey: _Survey,
+    survey: Survey,
     folder: epath.Path,
     counts: dict[str, SplitCounts],
 ) -> None:
@@ -363,7 +349,10 @@ def _write_dataset(
             lengths = np.array([len(sentence) for sentence in ids], np.uint32)
             yield index, {"ids": flat, "sentence_lengths": lengths}
         if not total.tokens:  # here, since TFDS fails on an empty split
-            raise InputError(f"corpus.sources: no text is left for the {split} split")
+            raise InputError(
+                f"corpus.sources: no text is left for the {split} split: no document there of "
+                f"{', '.join(corpus.sources)} holds a character that the tokenizer keeps"
+            )
 
     tfds.disable_progress_bar()
     builder = BertCorpus(

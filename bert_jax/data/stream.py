@@ -14,9 +14,17 @@ from etils import epath
 
 from bert_jax.config import InputError
 from bert_jax.text import tfds_files
-from bert_jax.workdir import mark_complete, read_json, write_atomic
+from bert_jax.workdir import made, mark_complete, named_errors, read_json, write_atomic
 
 FORMAT_VERSION = 1
+
+_DTYPES = {
+    "ids": ("uint16", "uint32"),
+    "sentence_offsets": ("uint64",),
+    "document_offsets": ("uint64",),
+}
+# Entries looked at in one go.
+_CHUNK = 1 << 24
 
 
 @dataclasses.dataclass
@@ -39,21 +47,43 @@ class Stream:
         """Maps what `write` wrote. Nothing is read yet.
 
         Raises:
-          InputError: a file is missing or shorter than it was written.
+          InputError: a file is missing, or another than was written.
         """
         folder = epath.Path(folder)
-        meta = read_json(folder / "stream.json", FORMAT_VERSION)
-        arrays = {}
-        for name, (dtype, count) in meta["arrays"].items():
+        path = folder / "stream.json"
+        arrays = read_json(path, FORMAT_VERSION).get("arrays")
+        if not _are_described(arrays):
+            raise InputError(f"{path}: damaged; {_anew(folder)}")
+        maps = {}
+        for name, (dtype, count) in arrays.items():
             path = folder / f"{name}.bin"
             expected = np.dtype(dtype).itemsize * count
             if not path.exists() or path.stat().length != expected:
                 raise InputError(
-                    f"{path}: missing or damaged ({expected} bytes expected); remove {folder} and "
-                    "run again, it is made anew from the dataset"
+                    f"{path}: missing or damaged ({expected} bytes expected); {_anew(folder)}"
                 )
-            arrays[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
-        return cls(**arrays, folder=str(folder))
+            maps[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
+        return cls(**maps, folder=str(folder))
+
+    def require_rising(self) -> None:
+        """Reads all offsets.
+
+        Raises:
+          InputError: they do not cut the ids into sentences and documents, none of them empty.
+        """
+        ends = {"sentence_offsets": self.ids, "document_offsets": self.sentence_offsets[1:]}
+        for name, cut in ends.items():
+            offsets = getattr(self, name)
+            sound = offsets[0] == 0 and offsets[-1] == len(cut)
+            for start in range(0, len(offsets), _CHUNK):
+                part = offsets[start : start + _CHUNK + 1]
+                sound = sound and bool((part[1:] > part[:-1]).all())
+            if not sound:
+                raise self.damaged(name)
+
+    def damaged(self, name: str) -> InputError:
+        """What to raise when an array holds what `write` cannot have written."""
+        return InputError(f"{self.folder}/{name}.bin: damaged; {_anew(self.folder)}")
 
     def __reduce__(self) -> Any:
         """Workers map the files themselves; a mapping would be pickled as its content."""
@@ -62,19 +92,58 @@ class Stream:
         return (Stream.open, (self.folder,))
 
     def unigrams(self, vocab_size: int) -> np.ndarray:
-        """Counts of every id, int64 [vocab_size]."""
+        """Counts of every id, int64 [vocab_size].
+
+        Raises:
+          InputError: there is an id that no tokenizer of this size has.
+        """
         counts = np.zeros(vocab_size, np.int64)
-        step = 1 << 24
-        for start in range(0, len(self.ids), step):
-            counts += np.bincount(self.ids[start : start + step], minlength=vocab_size)
+        for start in range(0, len(self.ids), _CHUNK):
+            found = np.bincount(self.ids[start : start + _CHUNK], minlength=vocab_size)
+            if len(found) > vocab_size:
+                raise self.damaged("ids")
+            counts += found
         return counts
 
 
+def _are_described(arrays: Any) -> bool:
+    """Whether stream.json says of each array what dtype and how many entries it has."""
+    return (
+        isinstance(arrays, dict)
+        and arrays.keys() == _DTYPES.keys()
+        and all(
+            isinstance(entry, list)
+            and len(entry) == 2
+            and entry[0] in _DTYPES[name]
+            and type(entry[1]) is int
+            and entry[1] > 0
+            for name, entry in arrays.items()
+        )
+    )
+
+
+def _anew(folder: epath.PathLike) -> str:
+    return f"remove {folder} and run again, it is made anew from the dataset"
+
+
 def write(dataset: epath.PathLike, split: str, folder: epath.Path) -> None:
-    """Unrolls a split of the dataset into `folder`; COMPLETE is written last."""
-    if folder.exists():
-        folder.rmtree()
-    folder.mkdir(parents=True)
+    """Unrolls a split of the dataset into `folder`; COMPLETE is written last.
+
+    Raises:
+      InputError: the dataset is damaged, or the folder cannot be written; it is gone then.
+    """
+    with named_errors(folder):
+        if folder.exists():
+            folder.rmtree()
+        with made(folder):
+            try:
+                _unroll(dataset, split, folder)
+            except BaseException:
+                folder.rmtree()
+                raise
+
+
+def _unroll(dataset: epath.PathLike, split: str, folder: epath.Path) -> None:
     counts = {"ids": 0, "sentence_offsets": 1, "document_offsets": 1}
     dtypes = {"sentence_offsets": "uint64", "document_offsets": "uint64"}
     with (

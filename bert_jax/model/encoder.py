@@ -62,8 +62,9 @@ class Embeddings(nnx.Module):
         word = jnp.take(self.word.embedding[...], input_ids, axis=0)
         position = self.position.embedding[: input_ids.shape[1]]
         # A product with one-hot rows: its gradient is a product too, not a scatter into two rows.
-        one_hot = jax.nn.one_hot(segment_ids, self.segment.embedding.shape[0], dtype=jnp.float32)
-        segment = layers.matmul(one_hot, self.segment.embedding[...])
+        table = self.segment.embedding[...]
+        one_hot = jax.nn.one_hot(segment_ids.reshape(-1), len(table), dtype=jnp.float32)
+        segment = (one_hot @ table).reshape(word.shape)
         return self.layer_norm(word + position + segment)
 
 

@@ -80,7 +80,7 @@ def masked_lm_logits(
     table = model.encoder.embeddings.word.embedding[...]
     bias = model.masked_lm.output_bias[...]
     bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _NO_PIECE)
-    return layers.matmul(transformed, table.T) + bias
+    return layers.linear(transformed, table, bias, "outputs_inputs")
 
 
 def next_sentence_logits(model: Pretrainer, hidden: jax.Array) -> jax.Array:

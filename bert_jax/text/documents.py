@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
@@ -103,6 +104,8 @@ def files(source: str) -> list[str]:
     found = sorted(path for path in glob.glob(place, recursive=True) if os.path.isfile(path))
     if not found:
         what = "the pattern matches no file" if glob.has_magic(place) else "no such file or folder"
+        if os.path.exists(place):
+            what = "not a regular file, and text is read more than once"
         raise InputError(f"corpus.sources: {source}: {what} (in {os.getcwd()})")
     return found
 
@@ -212,7 +215,7 @@ def _json_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
 def _dataset_texts(folder: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
     for number, record in enumerate(tfds_files.records(folder)):
         value = record.get(corpus.text_field)
-        if isinstance(value, bytes):  # stored datasets give bytes, mocked ones str
+        if isinstance(value, bytes):
             try:
                 value = value.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -235,8 +238,15 @@ def _lines(path: str, encoding: str) -> Iterator[str]:
             f"{path}: byte {_first_bad_byte(path, encoding)} is not {encoding}; convert the file, "
             "or name its encoding with --set corpus.encoding=..."
         ) from error
-    except (gzip.BadGzipFile, EOFError, zstandard.ZstdError) as error:
-        raise InputError(f"{path}: damaged compressed file ({error})") from error
+    except UnicodeError as error:  # as some decoders say it, without a place
+        raise InputError(
+            f"{path}: is not {encoding} ({error}); convert the file, or name its encoding with "
+            "--set corpus.encoding=..."
+        ) from error
+    except (gzip.BadGzipFile, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise InputError(
+            f"{path}: damaged compressed file ({error}); put the whole file back"
+        ) from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
 

@@ -7,10 +7,11 @@ list before TFDS sees the folder: data is never code here.
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow_datasets as tfds
+from array_record.python.array_record_data_source import ArrayRecordDataSource
 from etils import epath
 
 from bert_jax.config import InputError
@@ -84,20 +85,63 @@ def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
 
 
 def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Examples of a split, in order, from array_record or tfrecord files."""
-    builder = open_folder(folder)
-    if split not in builder.info.splits:
-        raise InputError(f"{folder}: no split {split!r}; it has {', '.join(builder.info.splits)}")
-    if builder.info.file_format == tfds.core.FileFormat.TFRECORD:
-        import grain
+    """Examples of a split, in order, from array_record or tfrecord files.
 
-        for path in builder.info.splits[split].filepaths:
-            for record in grain.experimental.TFRecordIterDataset(str(path)):
-                yield builder.info.features.deserialize_example_np(record)
-    else:
-        source = builder.as_data_source(split=split)
-        for start in range(0, len(source), 256):
-            yield from source.__getitems__(range(start, min(start + 256, len(source))))
+    Raises:
+      InputError: no such split or format, or a file that is missing, damaged or cut short.
+    """
+    info = open_folder(folder).info
+    if split not in info.splits:
+        raise InputError(f"{folder}: no split {split!r}; it has {', '.join(info.splits)}")
+    if info.file_format not in _READERS:
+        kind = getattr(info.file_format, "value", None)
+        raise InputError(f"{folder}: stored as {kind}; only array_record and tfrecord can be read")
+    files = zip(info.splits[split].filepaths, info.splits[split].shard_lengths, strict=True)
+    for path, count in files:
+        read = 0
+        for record in _whole(path, _READERS[info.file_format], info.features):
+            read += 1
+            yield record
+        if read != count:
+            raise _damaged(path, f"{read} records, not {count}")
+
+
+def _whole(
+    path: epath.Path, read: Callable[[str], Iterator[bytes]], features: Any
+) -> Iterator[dict[str, Any]]:
+    """The file's records, decoded. The libraries raise many kinds of error over its bytes."""
+    raw = read(str(path))
+    while True:
+        try:
+            record = features.deserialize_example_np(next(raw))
+        except StopIteration:
+            return
+        except Exception as error:
+            reason = str(error).split("\n")[0][:200] or type(error).__name__
+            raise _damaged(path, reason) from error
+        yield record
+
+
+def _damaged(path: epath.Path, reason: str) -> InputError:
+    return InputError(f"{path}: missing or damaged ({reason}); put the whole file back")
+
+
+def _array_records(path: str) -> Iterator[bytes]:
+    source = ArrayRecordDataSource(path)
+    for start in range(0, len(source), 256):
+        yield from source.__getitems__(range(start, min(start + 256, len(source))))
+
+
+def _tf_records(path: str) -> Iterator[bytes]:
+    import grain
+
+    yield from grain.experimental.TFRecordIterDataset(path)
+
+
+_READERS = {
+    tfds.core.FileFormat.ARRAY_RECORD: _array_records,
+    tfds.core.FileFormat.TFRECORD: _tf_records,
+}
 
 
 def _class_names(tree: Any) -> Sequence[str]:

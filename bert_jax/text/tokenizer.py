@@ -215,13 +215,13 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
         if record.get("case") not in ("uncased", "cased"):
             raise InputError(f"{path / 'tokenizer.json'}: case {record.get('case')!r} is unknown")
         files = {"wordpiece": "vocab.txt", "sentencepiece": "sentencepiece.model"}
-        if record.get("kind") not in files:
+        if record.get("kind") not in list(files):
             raise InputError(f"{path / 'tokenizer.json'}: kind {record.get('kind')!r} is unknown")
         tokenizer = load(path / files[record["kind"]], record["case"])
         if tokenizer.sha256 != record.get("sha256"):
             raise InputError(
                 f"{path}: {files[record['kind']]} is not the one tokenizer.json was written for; "
-                "a vocabulary must not be edited once text was tokenized with it"
+                "put that one back: a vocabulary must not be edited once text was tokenized with it"
             )
         return tokenizer
     if not path.exists():

@@ -25,7 +25,8 @@ def read_vocab(path: epath.PathLike) -> list[str]:
     """Pieces of a `vocab.txt`, one a line; the line number is the id, as in the reference.
 
     Raises:
-      InputError: not UTF-8, or one of [PAD] [UNK] [CLS] [SEP] [MASK] is missing.
+      InputError: not UTF-8, one of [PAD] [UNK] [CLS] [SEP] [MASK] is missing, or a piece stands
+        twice.
     """
     try:
         lines = epath.Path(path).read_bytes().decode("utf-8").split("\n")
@@ -38,7 +39,19 @@ def read_vocab(path: epath.PathLike) -> list[str]:
     vocab = [line.strip() for line in lines]
     missing = [name for name in SPECIALS if name not in vocab]
     if missing:
-        raise InputError(f"{path}: no {' '.join(missing)} among its {len(vocab)} lines")
+        raise InputError(
+            f"{path}: no {' '.join(missing)} among its {len(vocab)} lines; a BERT vocabulary has a "
+            "piece a line, and these among them"
+        )
+    lines_of: dict[str, int] = {}
+    for number, piece in enumerate(vocab, 1):
+        first = lines_of.setdefault(piece, number)
+        if first != number:
+            # Its first id would stand for nothing, and yet be predicted.
+            raise InputError(
+                f"{path}:{number}: the piece {piece!r} stands on line {first} already; a line is "
+                "an id, so put a piece of its own there, e.g. [unused1]"
+            )
     return vocab
 
 

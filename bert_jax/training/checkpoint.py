@@ -35,7 +35,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: epath.Path, keep: int, access: Literal["read", "write"]):
-        logging.set_verbosity(logging.ERROR)
+        # What Orbax logs as an error it raises too, and each of its threads logs it anew.
+        logging.set_verbosity(logging.FATAL)
         saving = ocp.options.ArrayOptions.Saving(use_compression=False)
         loading = ocp.options.PyTreeOptions.Loading(partial_load=True)
         context = ocp.Context(
@@ -49,7 +50,7 @@ class Checkpoints:
                 preservation_policy=ocp.training.preservation_policies.LatestN(keep),
                 cleanup_tmp_directories=access == "write",
             )
-        self._folder = folder
+        self._folder, self._access = folder, access
 
     @property
     def latest_step(self) -> int | None:
@@ -60,7 +61,7 @@ class Checkpoints:
     def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
         """Begins to save; an earlier save is finished first."""
         metadata = {"format_version": FORMAT_VERSION, **metadata}
-        with _disk_errors(self._folder):
+        with named_errors(self._folder):
             self._checkpointer.save_async(step, state, force=True, custom_metadata=metadata)
 
     def metadata(self, step: int) -> dict[str, Any]:
@@ -71,11 +72,12 @@ class Checkpoints:
         """
         with self._damage(step):
             found = self._checkpointer.metadata(step).custom_metadata
-        if not found or found.get("format_version") != FORMAT_VERSION:
-            version = (found or {}).get("format_version")
+            if not found:
+                raise ValueError("nothing says what run it belongs to")
+        if found.get("format_version") != FORMAT_VERSION:
             raise InputError(
-                f"{self._folder / str(step)}: format_version {version!r}, this version reads "
-                f"{FORMAT_VERSION}; or the checkpoint is damaged"
+                f"{self._folder / str(step)}: format_version {found.get('format_version')!r}, "
+                f"this version reads {FORMAT_VERSION}"
             )
         return found
 
@@ -112,30 +114,26 @@ class Checkpoints:
             ) from error
 
     def close(self) -> None:
-        """Finishes what is being saved."""
-        with _disk_errors(self._folder):
-            self._checkpointer.close()
+        """Finishes what is being saved; a save that failed leaves nothing."""
+        try:
+            with named_errors(self._folder):
+                self._checkpointer.close()
+        finally:
+            if self._access == "write":
+                self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        """Else a full disk would stay full. Nothing is being saved any more."""
+        with contextlib.suppress(OSError, ValueError):  # epath's word for a folder not empty
+            for path in self._folder.glob("*.orbax-checkpoint-tmp"):
+                path.rmtree()
+            self._folder.rmdir()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextlib.contextmanager
-def _disk_errors(folder: epath.Path) -> Iterator[None]:
-    """Names a full disk, which reaches us from below Orbax as an error of another kind."""
-    try:
-        with named_errors(folder):
-            yield
-    except (ValueError, RuntimeError) as error:
-        if "os_error_code='28'" in str(error) or "RESOURCE_EXHAUSTED" in str(error):
-            raise InputError(
-                f"{folder}: the disk is full; the checkpoints before this one are whole: free "
-                "some space and run again"
-            ) from error
-        raise
 
 
 def environment() -> dict[str, Any]:

@@ -4,6 +4,11 @@ Data axes are named data_0, data_1, ...; together they are DATA. The batch is cu
 state is whole on every device.
 """
 
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -14,14 +19,42 @@ def make_mesh(cfg: Mesh) -> jax.sharding.Mesh:
     """A mesh of all devices of all processes.
 
     Raises:
-      InputError: a kind of parallelism that does not exist yet.
+      InputError: a kind of parallelism that does not exist yet, or no device of the kind that
+        JAX_PLATFORMS asks for.
     """
     if cfg.parallelism != "replicated":
         raise InputError(
             f"mesh.parallelism={cfg.parallelism}: sharded state is not built yet; "
             "use --set mesh.parallelism=replicated"
         )
-    return jax.make_mesh((jax.device_count(),), ("data_0",), axis_types=(AxisType.Auto,))
+    try:
+        devices = jax.device_count()
+    except (RuntimeError, AssertionError) as error:  # jax starts its backends here
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        reason = str(error).split("\n")[0][:200]
+        raise InputError(
+            f"JAX_PLATFORMS={asked}: no such device can be used here"
+            f"{f' ({reason})' if reason else ''}; install the extra [tpu] "
+            "or [gpu] for it, or set JAX_PLATFORMS=cpu to run without one"
+        ) from error
+    return jax.make_mesh((devices,), ("data_0",), axis_types=(AxisType.Auto,))
+
+
+@contextlib.contextmanager
+def named_memory() -> Iterator[None]:
+    """Raises InputError where the devices have too little memory for what is done meanwhile."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text and "Out of memory" not in text:
+            raise
+        wanted = re.search(r"allocat\w+ ([\d.]+ ?\w+)", text)
+        raise InputError(
+            "the devices have too little memory for this model and batch"
+            f"{f' ({wanted[1]} more wanted)' if wanted else ''}: take a smaller model or "
+            "phases.N.batch_size, or set mesh.accumulation or mesh.remat"
+        ) from error
 
 
 def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:

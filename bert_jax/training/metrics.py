@@ -57,15 +57,20 @@ class Lines:
         """
         if not self._path.exists():
             return []
-        raw = self._path.read_text().split("\n")
+        with named_errors(self._path):
+            raw = self._path.read_bytes().split(b"\n")
         lines = []
         for number, text in enumerate(raw[:-1], 1):
             try:
                 lines.append(json.loads(text))
-            except ValueError as error:
-                raise InputError(f"{self._path}:{number}: not JSON ({error})") from error
+            except (ValueError, RecursionError) as error:
+                raise InputError(
+                    f"{self._path}:{number}: not JSON ({error}); mend or remove the line"
+                ) from error
             if not isinstance(lines[-1], dict) or not isinstance(lines[-1].get("step"), int):
-                raise InputError(f"{self._path}:{number}: not a line of a run (no step)")
+                raise InputError(
+                    f"{self._path}:{number}: not a line of a run (no step); remove the line"
+                )
         return lines
 
     def forget_after(self, step: int) -> None:

@@ -5,6 +5,7 @@ import ctypes
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -51,8 +52,8 @@ def pretrain(
     _keep_freed_memory()
     _keep_compiled_programs()
     clock = Clock(hardware.peak_flops(experiment.model.compute_dtype))
-    workdir.create()
-    with lock(workdir.root):
+    workdir.require_ours()
+    with lock(workdir.root), _nothing_without_checkpoint(workdir):
         _require_same_claim(experiment, workdir, length, progress)
         # A signal ends this at once: a corpus half made is made anew.
         with clock.waiting("prepare"):
@@ -61,7 +62,7 @@ def pretrain(
             )
         if origin is not None:
             write_atomic(workdir.origin, json.dumps(origin, indent=2) + "\n")
-        with StopRequest() as stop:
+        with StopRequest() as stop, mesh_lib.named_memory():
             trainer = runner.Trainer(experiment, workdir, mesh, progress, clock)
             outcome = trainer.run(stop)
     if outcome == "failed":
@@ -78,6 +79,26 @@ def pretrain(
         "on raise the last phase's steps with --extend"
     )
     return outcome
+
+
+@contextlib.contextmanager
+def _nothing_without_checkpoint(workdir: Workdir) -> Iterator[None]:
+    """A run that is refused before its first checkpoint leaves none of the files it began."""
+    files = (
+        workdir.experiment,
+        workdir.origin,
+        workdir.metrics,
+        workdir.predictions,
+        workdir.timings,
+    )
+    begun = [path for path in files if not path.exists()]
+    try:
+        yield
+    except InputError:
+        if not workdir.checkpoints.exists():
+            for path in begun:
+                path.unlink(missing_ok=True)
+        raise
 
 
 def _keep_freed_memory() -> None:

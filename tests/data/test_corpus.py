@@ -16,7 +16,7 @@ import pytest
 from etils import epath
 
 from bert_jax.config import Corpus, Data, InputError
-from bert_jax.data import batches, corpus, stream
+from bert_jax.data import batches, corpus, stream, survey
 from bert_jax.text import sentences, tokenizer, vocabulary
 
 VOCAB = [*vocabulary.SPECIALS, *"abcdefghij.", *(f"##{c}" for c in "abcdefghij")]
@@ -123,7 +123,7 @@ def content(folder):
 def test_prepare_makes_both_splits_of_all_documents(prepared_once):
     train = texts(prepared_once.folder, "train")
     validation = texts(prepared_once.folder, "validation")
-    assert len(validation) == corpus.LEAST_VALIDATION_DOCUMENTS
+    assert len(validation) == survey.LEAST_VALIDATION_DOCUMENTS
     expected = [document(n).replace("\n", " ").replace(".", " .").split() for n in range(24)]
     assert sorted(t.split() for t in train + validation) == sorted(expected)
     manifest = corpus.open_manifest(prepared_once.folder)
@@ -179,7 +179,7 @@ def test_equal_texts_share_a_split_and_nothing_is_in_both(repeats, repeated):
     times = 3 if repeated == "keep" else 1
     assert len(train) + len(validation) == 24 * times
     assert all(train.count(text) == times for text in train)
-    assert len(set(validation)) == corpus.LEAST_VALIDATION_DOCUMENTS
+    assert len(set(validation)) == survey.LEAST_VALIDATION_DOCUMENTS
 
 
 def test_the_order_of_files_does_not_change_who_is_held_out(prepared_once, place):
@@ -366,7 +366,7 @@ def assert_finishes(place, undisturbed):
 
 
 STATIONS = {
-    "surveying": (corpus._Survey, "take"),
+    "surveying": (corpus.Survey, "take"),
     "generating": (sentences, "split"),
     "unrolling": (stream, "write"),
     "writing the manifest": (corpus, "write_atomic"),
@@ -375,7 +375,7 @@ STATIONS = {
 
 
 @pytest.mark.parametrize("station", list(STATIONS))
-def test_a_prepare_that_fails_leaves_nothing_complete(prepared_once, place, monkeypatch, station):
+def test_a_prepare_that_fails_leaves_nothing(prepared_once, place, monkeypatch, station):
     def fail(*arguments, **more):
         raise RuntimeError("disturbed")
 
@@ -383,9 +383,20 @@ def test_a_prepare_that_fails_leaves_nothing_complete(prepared_once, place, monk
     with pytest.raises(RuntimeError, match="disturbed"):
         place.prepare()
     monkeypatch.undo()
-    with pytest.raises(InputError, match="no prepared corpus here"):
-        corpus.open_manifest(place.folder)
+    assert not place.folder.exists()
     assert_finishes(place, prepared_once)
+
+
+def test_a_reader_that_leaves_does_not_undo_a_corpus(place):
+    """The last lines are said when all is there."""
+
+    def say(line):
+        if "train:" in line:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        place.prepare(say=say)
+    assert corpus.open_manifest(place.folder)["splits"]["train"]["tokens"] > 0
 
 
 def test_two_at_once_are_refused(place):

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import struct
 import subprocess
 import sys
@@ -186,3 +187,32 @@ def test_a_split_or_field_that_is_not_there_is_named(array_record):
     corpus = Corpus(sources=(f"tfds_dir:{array_record}",), text_field="body")
     with pytest.raises(InputError, match="no text in field 'body'; it has"):
         list(documents.read(corpus))
+
+
+@pytest.mark.parametrize("kind", ["array_record", "tfrecord"])
+@pytest.mark.parametrize("damage", ["other bytes", "cut short", "cut at a block", "gone"])
+def test_damaged_records_are_named_by_their_file(kind, damage, request, tmp_path):
+    """A file cut at ArrayRecord's 64 KiB gives records without fields, and no error of its own."""
+    folder = tmp_path / "1.0.0"
+    shutil.copytree(request.getfixturevalue(kind), folder)
+    (file,) = (path for path in folder.iterdir() if "-train." in path.name)
+    content = bytearray(file.read_bytes())
+    if damage == "other bytes":
+        content[900:940] = bytes(byte ^ 0xA5 for byte in content[900:940])
+    elif damage == "cut short":
+        del content[len(content) // 2 + 100 :]
+    else:
+        del content[1 << 16 if kind == "array_record" else len(content) // 3 :]
+    file.write_bytes(content)
+    if damage == "gone":
+        file.unlink()
+    with pytest.raises(InputError, match=rf"{file}: missing or damaged \(.+\); put the whole"):
+        list(tfds_files.records(folder))
+
+
+def test_a_format_that_cannot_be_read_is_named(array_record, tmp_path):
+    shutil.copytree(array_record, tmp_path / "1.0.0")
+    file = tmp_path / "1.0.0" / "dataset_info.json"
+    file.write_text(file.read_text().replace("array_record", "riegeli"))
+    with pytest.raises(InputError, match="only array_record and tfrecord can be read"):
+        list(tfds_files.records(tmp_path / "1.0.0"))

@@ -223,7 +223,7 @@ def test_a_full_disk_under_a_checkpoint_is_named(text, tmp_path, monkeypatch):
     ):
 
         def full(*_, **__):
-            raise ValueError("RESOURCE_EXHAUSTED: Error writing [os_error_code='28']")
+            raise ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device")
 
         monkeypatch.setattr(saved._checkpointer, "save_async", full)
         saved.save(1, {"x": jax.numpy.zeros(3)}, {})

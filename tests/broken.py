@@ -1,0 +1,175 @@
+"""A finished run to break, the command in this process, and what it leaves on the disk."""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+
+from small_run import write_text
+
+from bert_jax import cli
+
+
+def finished_run(folder: pathlib.Path) -> pathlib.Path:
+    """Text, experiment, corpus and a finished run in `folder`; every path in them is relative."""
+    with contextlib.chdir(folder):
+        write_text(pathlib.Path("."))
+        code, err = call("pretrain small.py --workdir run")
+        assert code == 0, err
+    return folder
+
+
+def call(command: str | list[str], stdin: bytes = b"") -> tuple[int, str]:
+    """Runs `bert-jax COMMAND` here: its exit code and standard error."""
+    args = shlex.split(command) if isinstance(command, str) else command
+    err, before = io.StringIO(), sys.stdin
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
+    try:
+        out = io.TextIOWrapper(io.BytesIO())
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main(args)
+    except SystemExit as left:  # as argparse leaves
+        code = left.code
+    finally:
+        sys.stdin = before
+    return code, err.getvalue()
+
+
+def tree(folder: pathlib.Path) -> dict[str, str]:
+    """Every file and folder below, with the files' hashes."""
+    return dict(_entries(folder))
+
+
+def _entries(folder: pathlib.Path) -> Iterator[tuple[str, str]]:
+    for path in sorted(folder.rglob("*")):
+        kind = "folder"
+        if path.is_file():
+            kind = hashlib.sha256(path.read_bytes()).hexdigest()
+        yield os.path.relpath(path, folder), kind
+
+
+def nothing():
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A command that must fail, after `breaks` has broken something in the current folder."""
+
+    name: str
+    command: str
+    words: tuple[str, ...]
+    breaks: Callable[[], object] = nothing
+    stdin: bytes = b""
+
+
+def refuses(case: Case) -> None:
+    """Asserts that the command fails as it should, in the current folder."""
+    case.breaks()
+    before = tree(pathlib.Path("."))
+    code, err = call(case.command, case.stdin)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert err.startswith("bert-jax: ") and err[:-1].isprintable()
+    for word in case.words:
+        assert word in err
+    assert tree(pathlib.Path(".")) == before
+
+
+# --- what may be broken ---
+
+
+# A run and a corpus that are not there yet.
+NEW = "small.py --workdir new --set run.corpus_dir="
+
+
+def path(name: str) -> pathlib.Path:
+    return pathlib.Path(name)
+
+
+def write(name: str, content: str | bytes) -> Callable[[], object]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda: path(name).write_bytes(data)
+
+
+def replace(name: str, old: str, new: str) -> Callable[[], object]:
+    def edit():
+        text = path(name).read_text()
+        assert old in text
+        path(name).write_text(text.replace(old, new))
+
+    return edit
+
+
+def corrupt(pattern: str, start: float = 0.4, count: int = 40) -> Callable[[], object]:
+    """Overwrites bytes in the middle of every file that matches."""
+
+    def edit():
+        found = [p for p in path(".").glob(pattern) if p.is_file()]
+        assert found, pattern
+        for file in found:
+            data = bytearray(file.read_bytes())
+            at = int(len(data) * start)
+            data[at : at + count] = b"\xa5" * len(data[at : at + count])
+            file.write_bytes(data)
+
+    return edit
+
+
+def shorten(pattern: str, share: float = 0.5) -> Callable[[], object]:
+    def edit():
+        found = [p for p in path(".").glob(pattern) if p.is_file()]
+        assert found, pattern
+        for file in found:
+            os.truncate(file, int(file.stat().st_size * share))
+
+    return edit
+
+
+def remove(name: str) -> Callable[[], object]:
+    def edit():
+        shutil.rmtree(name) if path(name).is_dir() else path(name).unlink()
+
+    return edit
+
+
+def both(*edits: Callable[[], object]) -> Callable[[], object]:
+    def edit():
+        for one in edits:
+            one()
+
+    return edit
+
+
+def texts(*contents: str | bytes) -> Callable[[], object]:
+    """Other text, a file each."""
+
+    def edit():
+        shutil.rmtree("text")
+        path("text").mkdir()
+        for number, content in enumerate(contents):
+            data = content.encode() if isinstance(content, str) else content
+            path(f"text/{number:02}.txt").write_bytes(data)
+
+    return edit
+
+
+def change_json(name: str, change: Callable[[dict], object]) -> Callable[[], object]:
+    def edit():
+        value = json.loads(path(name).read_text())
+        change(value)
+        path(name).write_text(json.dumps(value))
+
+    return edit
+
+
+def other_vocabulary():
+    """Another vocabulary of the same size."""
+    lines = path("vocab.txt").read_text().split("\n")
+    path("vocab.txt").write_text("\n".join([*lines[:5], *reversed(lines[5:-1]), ""]))

@@ -1,0 +1,68 @@
+"""The primitives against float64."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close
+
+from bert_jax.model import layers
+
+
+def sample(rows, inputs, outputs, dtype):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows // 4, 4, inputs)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(inputs, outputs)) * 0.02, jnp.float32)
+    bias = jnp.asarray(rng.normal(size=outputs), jnp.float32)
+    gradient = jnp.asarray(rng.normal(size=(rows // 4, 4, outputs)), jnp.float32)
+    return x, kernel, bias, gradient
+
+
+# Of an encoder layer's four products, and of the output layer: odd ones, and those of real models.
+SHAPES = [(8, 12, 20), (256, 128, 512), (256, 512, 128), (320, 128, 30720), (64, 768, 3072)]
+
+
+@pytest.mark.parametrize("kernel_is", ["inputs_outputs", "outputs_inputs"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_and_its_gradients_equal_those_of_float64(shape, dtype, kernel_is):
+    """Errors of a float32 sum grow as the square root of its length; a rounding to bfloat16, of
+    an operand, is 2^-9 of it."""
+    x, kernel, bias, gradient = sample(*shape, dtype)
+    stored = kernel if kernel_is == "inputs_outputs" else kernel.T
+
+    @jax.jit
+    def both(x, stored, bias):
+        y, pull = jax.vjp(lambda *args: layers.linear(*args, kernel_is), x, stored, bias)
+        return y, pull(gradient)
+
+    y, (dx, dkernel, dbias) = both(x, stored, bias)
+    assert y.dtype == dkernel.dtype == dbias.dtype == jnp.float32 and dx.dtype == x.dtype
+    x64, kernel64, gradient64 = (np.asarray(a, np.float64) for a in (x, kernel, gradient))
+    rows, gradient64 = x64.reshape(-1, x64.shape[-1]), gradient64.reshape(-1, len(bias))
+    dkernel = dkernel if kernel_is == "inputs_outputs" else dkernel.T
+    found = {"y": y.reshape(-1, len(bias)), "x": dx.reshape(rows.shape), "kernel": dkernel}
+    wanted = {
+        "y": rows @ kernel64 + np.asarray(bias, np.float64),
+        "x": gradient64 @ kernel64.T,
+        "kernel": rows.T @ gradient64,
+    }
+    found["bias"], wanted["bias"] = dbias, gradient64.sum(0)
+    bound = 2**-23 * math.sqrt(max(shape)) if dtype == "float32" else 2**-7
+    for name in wanted:
+        assert_close({name: np.asarray(found[name], np.float64)}, {name: wanted[name]}, bound)
+
+
+def test_a_bias_gradient_in_bfloat16_is_summed_in_float32():
+    """16,384 equal numbers: a sum in bfloat16 stops growing at 256."""
+    x = jnp.ones((16_384, 4), jnp.bfloat16)
+    bias = jax.grad(lambda b: layers.linear(x, jnp.ones((4, 2)), b).sum())(jnp.zeros(2))
+    assert bias.tolist() == [16_384, 16_384]
+
+
+def test_gelu_is_x_times_the_normal_distribution_function():
+    x = np.linspace(-8, 8, 4_001, dtype=np.float32)
+    wanted = np.array([v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x.astype(float)])
+    assert np.abs(np.asarray(layers.activation("gelu", x)) - wanted).max() < 1e-6

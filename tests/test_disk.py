@@ -1,0 +1,119 @@
+"""A disk that is full, fills up, or may not be written: real ones, small, mounted here."""
+
+import contextlib
+import pathlib
+import shutil
+import subprocess
+import time
+
+import pytest
+from broken import call, tree
+
+from bert_jax.training import metrics
+
+
+class Disk:
+    """A file system of its own."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+
+    def mount(self, options: str) -> None:
+        """Mounts it anew, or again with other options."""
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", self.folder],
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode:
+            pytest.skip(f"a disk cannot be mounted here: {done.stderr.decode().strip()}")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    if shutil.which("mount") is None:
+        pytest.skip("a disk cannot be mounted here: there is no mount")
+    (tmp_path / "disk").mkdir()
+    yield Disk(tmp_path / "disk")
+    # Lazily: a memory map of a refused run may still be there.
+    subprocess.run(["umount", "--lazy", tmp_path / "disk"], check=False, capture_output=True)
+
+
+@pytest.mark.parametrize("size", [4, 32, 300])
+def test_a_corpus_that_does_not_fit_leaves_nothing(size, disk, copy_of_run):
+    """Kilobytes that end in the tokenizer, in the dataset, and in the stream."""
+    disk.mount(f"size={size}k")
+    command = f"small.py --workdir {disk.folder}/w --set run.corpus_dir="
+    for name in ("prepare", "pretrain"):
+        code, err = call(f"{name} {command}")
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"{disk.folder}/w/corpus" in err and "the disk is full; free some space" in err
+        assert not tree(disk.folder)
+
+
+def test_a_disk_that_fills_up_in_a_run_costs_no_checkpoint(disk, copy_of_run, caplog):
+    """With more space the same command goes on, and the run is that of an endless disk."""
+    disk.mount("size=1m")
+    command = f"pretrain small.py --workdir {disk.folder}/w"
+    often = "--set run.checkpoint_every=1 --set run.keep_checkpoints=99"
+    code, err = call(f"{command} {often}")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{disk.folder}/w/checkpoints: the disk is full; free some space" in err
+    assert not caplog.records  # else the one line is lost among them
+    saved = [path.name for path in (disk.folder / "w" / "checkpoints").iterdir()]
+    assert saved and all(name.isdecimal() for name in saved)
+    disk.mount("remount,size=20m")
+    assert call(command) == (0, "")
+    lines = (disk.folder / "w" / "metrics.jsonl").read_bytes()
+    assert lines == pathlib.Path("run/metrics.jsonl").read_bytes()
+
+
+def test_a_run_whose_first_checkpoint_does_not_fit_leaves_nothing(disk, copy_of_run):
+    disk.mount("size=100k")
+    code, err = call(f"pretrain small.py --workdir {disk.folder}/w")
+    assert (code, err.count("\n")) == (2, 1)
+    assert not tree(disk.folder)
+
+
+def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, monkeypatch):
+    disk.mount("size=8m")
+    append = metrics.Lines.append
+
+    def fill(self, line):
+        if line["step"] == 9:
+            while not (disk.folder / "w" / "checkpoints" / "5").exists():
+                time.sleep(0.01)
+            with contextlib.suppress(OSError), open(disk.folder / "others", "wb", 0) as file:
+                while file.write(b"x" * 512):
+                    pass
+        # Longer than what is left in the file's last block.
+        append(self, line | {"more": "x" * 5000})
+
+    command = f"pretrain small.py --workdir {disk.folder}/w --set run.checkpoint_every=5"
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.Lines, "append", fill)
+        code, err = call(command)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{disk.folder}/w/metrics.jsonl: the disk is full; free some space" in err
+    (disk.folder / "others").unlink()
+    assert call(command) == (0, "")
+    lines = metrics.Lines(disk.folder / "w" / "metrics.jsonl").read()
+    assert [line["step"] for line in lines if line["kind"] == "train"][-1] == 22
+
+
+def test_a_disk_that_may_not_be_written_is_named_and_may_be_read(disk, copy_of_run):
+    disk.mount("size=20m")
+    shutil.copytree("run", disk.folder / "run")
+    shutil.copytree("corpus", disk.folder / "corpus")
+    disk.mount("remount,ro")
+    before = tree(disk.folder)
+    for command in ("prepare small.py --set run.corpus_dir=", "pretrain small.py"):
+        for workdir in ("new", "run"):
+            code, err = call(f"{command} --workdir {disk.folder}/{workdir}")
+            assert (code, err.count("\n")) == (2, 1)
+            assert f"{disk.folder}/{workdir}" in err and "Read-only file system" in err
+    here = f"--workdir {disk.folder}/run"
+    corpus = f"--set run.corpus_dir={disk.folder}/corpus"
+    for command in (f"evaluate {here} {corpus}", f"show {here} {corpus}", f"predict {here} wa"):
+        assert call(command) == (0, "")
+    assert tree(disk.folder) == before
