@@ -11,7 +11,10 @@ ifneq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11))' 2>/
   $(error PYTHON=$(PYTHON) does not run, or is older than 3.11)
 endif
 
-.PHONY: all pretrain test lint clean another-interpreter
+# What `make bench-torch` compares with, in an environment of its own.
+TORCH := .venv-torch
+
+.PHONY: all pretrain test lint bench bench-torch clean another-interpreter
 
 all: $(STAMP)
 
@@ -39,5 +42,22 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
+# Each prints a line of figures last and keeps it in benchmarks/results/; about ten minutes.
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.data
+	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.loop
+	$(BIN)/python -m benchmarks.start
+
+bench-torch: $(STAMP) $(TORCH)/installed
+	$(BIN)/python -m benchmarks.torch_step --python $(TORCH)/bin/python
+
+$(TORCH)/installed:
+	rm -rf $(TORCH)
+	$(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  torch==2.13.0 transformers==5.23.0 numpy
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(TORCH) build *.egg-info

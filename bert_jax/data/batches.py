@@ -91,20 +91,18 @@ def execute(
     a_end = 1 + pair.a_length[:, None]  # where the first [SEP] stands
     b_end = a_end + 1 + pair.b_length[:, None]  # and the last
     column = np.arange(sequence_length)
-    in_a = (column >= 1) & (column < a_end)
-    in_b = (column > a_end) & (column < b_end)
-    source = np.where(
-        in_a,
-        pair.a_start[:, None] + column - 1,
-        np.where(in_b, pair.b_start[:, None] + column - a_end - 1, 0),
-    )
-    input_ids = stream.ids[source].astype(np.int32)
-    if input_ids.size and input_ids.max() >= ids.vocab_size:
-        raise stream.damaged("ids")  # a device would take another id without a word
-    input_ids[~(in_a | in_b)] = ids.pad
+    real = column <= b_end
+    in_b = (column > a_end) & real
+    a_shift, b_shift = pair.a_start[:, None] - 1, pair.b_start[:, None] - a_end - 1
+    source = column + np.where(in_b, b_shift, a_shift)
+    # Clipped: specials and padding, which are put over what is read there, may lie outside.
+    input_ids = np.take(np.asarray(stream.ids), source, mode="clip").astype(np.int32)
+    np.copyto(input_ids, ids.pad, where=~real)
     input_ids[:, 0] = ids.cls
     np.put_along_axis(input_ids, a_end, ids.sep, 1)
     np.put_along_axis(input_ids, b_end, ids.sep, 1)
+    if input_ids.size and input_ids.max() >= ids.vocab_size:
+        raise stream.damaged("ids")  # a device would take another id without a word
     masked = masking.mask(
         input_ids,
         pair.a_length,
@@ -118,8 +116,8 @@ def execute(
     )
     return {
         "input_ids": masked.input_ids,
-        "segment_ids": ((column > a_end) & (column <= b_end)).astype(np.int32),
-        "input_mask": (column <= b_end).astype(np.int32),
+        "segment_ids": in_b.astype(np.int32),
+        "input_mask": real.astype(np.int32),
         "masked_lm_positions": masked.positions,
         "masked_lm_ids": masked.ids,
         "masked_lm_weights": masked.weights,

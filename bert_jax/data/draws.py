@@ -22,7 +22,7 @@ MASK, KEEP, RANDOM = 0, 1, 2
 _FRONT_CUTS_A, _FRONT_CUTS_B, _CANDIDATES, _REPLACEMENTS, _PERMUTATION = range(5)
 
 # Counters handled at once: enough to hide NumPy's overhead, few enough for the cache.
-_BLOCK = 1 << 14
+_BLOCK = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ArrayDraws(Protocol):
         """How many of the tokens lost by A and by B go from the front; int64 [B] each."""
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
-        """A random order of each row's candidates, int64 [B, max(counts)].
+        """A random order of each row's candidates, uint32 or int64 [B, max(counts)].
 
         Entries of row r from counts[r] on have no meaning.
         """
@@ -160,10 +160,9 @@ class Counter:
 
     def front_cuts(self, victims: Victims) -> tuple[np.ndarray, np.ndarray]:
         """See `ArrayDraws`: a random bit a victim, counted; exactly binomial."""
-        return (
-            self._binomial(_FRONT_CUTS_A, victims.from_a),
-            self._binomial(_FRONT_CUTS_B, victims.from_b),
-        )
+        purposes = np.array([[_FRONT_CUTS_A], [_FRONT_CUTS_B]])
+        front_a, front_b = self._binomial(purposes, np.stack([victims.from_a, victims.from_b]))
+        return front_a, front_b
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
         """See `ArrayDraws`: candidates in the order of one random word each."""
@@ -171,10 +170,11 @@ class Counter:
         keys = self._words(_CANDIDATES, columns).astype(np.uint64) << np.uint64(32)
         column = np.arange(columns, dtype=np.uint64)
         keys |= column
-        keys[column >= counts[:, None].astype(np.uint64)] = np.iinfo(np.uint64).max
+        none = column >= counts[:, None].astype(np.uint64)
+        np.copyto(keys, np.iinfo(np.uint64).max, where=none)
         # Sorting words that carry their column is several times faster than argsort, and stable.
         keys.sort(axis=1)
-        return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        return keys.astype(np.uint32)  # the lower half
 
     def replacements(self, counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
         """See `ArrayDraws`: two words a token, one for its kind and one for a random id."""
@@ -201,21 +201,31 @@ class Counter:
             out[start : start + step] = philox(column, low, high, purpose, self._key)
         return out.reshape(len(self._rows), 4 * blocks)[:, :columns]
 
-    def _binomial(self, purpose: int, trials: np.ndarray) -> np.ndarray:
-        """Binomial(trials, 1/2), int64 [B]: the set bits among the first `trials` of the row's."""
-        # A flat list of (row, word): sentences of any length, without padding to the longest.
-        words = -(-trials // 32)
-        blocks = -(-words // 4)
-        row = np.repeat(np.arange(len(trials)), blocks)
-        block = np.arange(len(row)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-        number = self._rows[row]
+    def _binomial(self, purposes: np.ndarray, trials: np.ndarray) -> np.ndarray:
+        """Binomial(trials, 1/2): the set bits among the first `trials` of the row's.
+
+        Args:
+          purposes: int64 [N, 1].
+          trials: int64 [N, B].
+
+        Returns:
+          int64 [N, B].
+        """
+        # A flat list of (entry, block of 128 bits): sentences of any length, without padding to
+        # the longest.
+        flat = trials.ravel()
+        blocks = -(-flat // 128)
+        entry = np.repeat(np.arange(len(flat)), blocks)
+        block = np.arange(len(entry)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+        number = np.broadcast_to(self._rows, trials.shape).ravel()[entry]
+        purpose = np.broadcast_to(purposes, trials.shape).ravel()[entry]
         low, high = number & _LOW, number >> np.uint64(32)
-        bits = philox(block.astype(np.uint64), low, high, purpose, self._key)
-        wanted = trials[row, None] - 32 * (4 * block[:, None] + np.arange(4))
+        bits = philox(block, low, high, purpose, self._key)
+        wanted = flat[entry, None] - 32 * (4 * block[:, None] + np.arange(4))
         wanted = np.clip(wanted, 0, 32).astype(np.uint64)
         bits = bits.astype(np.uint64) & ((np.uint64(1) << wanted) - np.uint64(1))
         counts = np.bitwise_count(bits).sum(axis=1, dtype=np.int64)
-        return np.bincount(row, counts, minlength=len(trials)).astype(np.int64)
+        return np.bincount(entry, counts, len(flat)).astype(np.int64).reshape(trials.shape)
 
 
 def permutation(key: tuple[int, int], epoch: int, count: int) -> np.ndarray:
@@ -258,15 +268,18 @@ def philox(
     Returns:
       uint32 [..., 4].
     """
-    c0, c1, c2, c3 = (
-        np.asarray(c, np.uint64) for c in np.broadcast_arrays(c0, c1, c2, c3, subok=False)
-    )
+    # Not broadcast beforehand: the first two rounds then work on rows or columns alone.
+    c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in (c0, c1, c2, c3))
     k0, k1 = key
     shift = np.uint64(32)
     for _ in range(10):
         # The product of two 32-bit words fits 64 bits: its halves are the new words.
         p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c2 = (p1 >> shift) ^ c1 ^ np.uint64(k0), (p0 >> shift) ^ c3 ^ np.uint64(k1)
-        c1, c3 = p1 & _LOW, p0 & _LOW
+        c0, c2 = (p1 >> shift) ^ c1, (p0 >> shift) ^ c3
+        c0 ^= np.uint64(k0)
+        c2 ^= np.uint64(k1)
+        p0 &= _LOW
+        p1 &= _LOW
+        c1, c3 = p1, p0
         k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
+    return np.stack([c0, c1, c2, c3], axis=-1, dtype=np.uint32, casting="unsafe")

@@ -63,45 +63,43 @@ def mask(
     num_to_predict = np.rint(length * masked_lm_prob).astype(np.int64)
     num_to_predict = np.minimum(max_predictions, np.maximum(1, num_to_predict))
     # Candidates are numbered through A and B; the [SEP] between them is none.
-    candidate = np.arange(int(count.max()))
-    position_of = candidate + 1 + (candidate >= a_length[:, None])  # [B, N]
-
     if continues is None:
         order = draws.candidate_order(count)
         num = np.minimum(num_to_predict, count)
-        taken = np.arange(order.shape[1]) < num[:, None]
-        row, place = np.nonzero(taken)
-        chosen = order[row, place]
+        row, slot = _entries(num)
+        chosen = order[row, slot].astype(np.int64)
     else:
-        row, chosen = _whole_words(
-            np.take_along_axis(input_ids, np.minimum(position_of, input_ids.shape[1] - 1), 1),
-            count,
-            num_to_predict,
-            continues,
-            draws,
-        )
+        row, chosen = _whole_words(input_ids, a_length, count, num_to_predict, continues, draws)
         num = np.bincount(row, minlength=len(count))
+        row, slot = _entries(num)
     # (row, chosen) lists the candidates of each row in the order in which they were accepted.
-    slot = np.arange(len(row)) - np.repeat(np.cumsum(num) - num, num)
     kinds, random_ids = draws.replacements(num, vocab_size)
     kind, random_id = kinds[row, slot], random_ids[row, slot]
-    position = position_of[row, chosen]
-    original = input_ids[row, position]
-    new = np.where(kind == draws_lib.MASK, mask_id, original)
+    row_start = row * input_ids.shape[1]
+    place = row_start + chosen + 1 + (chosen >= a_length[row])  # in all rows one after another
+    original = input_ids.ravel()
+    new = np.where(kind == draws_lib.MASK, mask_id, original[place])
     new = np.where(kind == draws_lib.RANDOM, random_id, new)
 
     masked = input_ids.copy()
-    masked[row, position] = new
-    by_position = np.lexsort((position, row))
+    masked.ravel()[place] = new
+    place.sort()
+    filled = np.arange(max_predictions) < num[:, None]
     table = np.zeros((2, len(count), max_predictions), np.int32)
-    table[0, row, slot] = position[by_position]
-    table[1, row, slot] = original[by_position]
-    weights = (np.arange(max_predictions) < num[:, None]).astype(np.float32)
-    return Masked(masked, table[0], table[1], weights)
+    table[0, filled] = place - row_start
+    table[1, filled] = original[place]
+    return Masked(masked, table[0], table[1], filled.astype(np.float32))
+
+
+def _entries(num: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(row, slot) of a table with `num` [B] filled slots in each row, row after row."""
+    row = np.repeat(np.arange(len(num)), num)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(num) - num, num)
 
 
 def _whole_words(
-    pieces: np.ndarray,
+    input_ids: np.ndarray,
+    a_length: np.ndarray,
     count: np.ndarray,
     num_to_predict: np.ndarray,
     continues: np.ndarray,
@@ -111,29 +109,31 @@ def _whole_words(
 
     A word that would exceed the number to predict is passed over, and a later one may still fit.
     """
-    valid = np.arange(pieces.shape[1]) < count[:, None]
-    starts = ~continues[pieces] & valid
-    starts[:, 0] = valid[:, 0]
-    group = np.cumsum(starts, axis=1) - 1  # [B, N]
-    groups = group.max(axis=1, initial=0) + 1
-    width = int(groups.max())
-    rows = np.arange(len(count))
-    size = np.zeros((len(count), width), np.int64)
-    np.add.at(size, (np.nonzero(valid)[0], group[valid]), 1)
-    first = np.cumsum(size, axis=1) - size
+    width = input_ids.shape[1]
+    position = np.arange(width)
+    # [B, S]: specials and padding start no word, and the first candidate always does.
+    starts = ~np.take(continues, input_ids) & (position < count[:, None] + 2)
+    starts[:, 0] = False
+    starts[:, 1] = True
+    np.put_along_axis(starts, a_length[:, None] + 1, False, 1)
+    candidate = position - 1 - (position > a_length[:, None])
+    groups = np.count_nonzero(starts, axis=1)
+    most = int(groups.max())
+    first = np.repeat(count[:, None], most + 1, axis=1)  # [B, G + 1], where each word starts
+    first[np.arange(most + 1) < groups[:, None]] = candidate[starts]
 
     order = draws.candidate_order(groups)
+    in_order = np.arange(len(order))[:, None] * most + order
+    size = np.take(np.diff(first), in_order, mode="clip")
+    size[np.arange(most) >= groups[:, None]] = width  # behind the last word: fits nowhere
     accepted = np.zeros(order.shape, bool)
-    total = np.zeros(len(count), np.int64)
-    for place in range(width):
-        extra = size[rows, np.minimum(order[:, place], width - 1)]
-        fits = (place < groups) & (total + extra <= num_to_predict)
-        accepted[:, place] = fits
-        total += np.where(fits, extra, 0)
-        if np.all(total == num_to_predict):
+    left = num_to_predict.copy()
+    for place, extra in enumerate(size.T):
+        fits = accepted[:, place] = extra <= left
+        left -= extra * fits
+        if not left.any():
             break
-    row, place = np.nonzero(accepted)
-    word = order[row, place]
-    sizes = size[row, word]
-    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return np.repeat(row, sizes), np.repeat(first[row, word], sizes) + within
+    taken = np.flatnonzero(accepted)
+    row, sizes = taken // most, size.ravel()[taken]
+    start = first[row, order.ravel()[taken]]
+    return np.repeat(row, sizes), np.repeat(start, sizes) + _entries(sizes)[1]

@@ -9,6 +9,7 @@ import json
 import re
 import string
 import unicodedata
+from collections.abc import Callable
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
@@ -56,6 +57,20 @@ class Tokenizer(Protocol):
         """Writes a tokenizer folder."""
 
 
+class _Words(dict):
+    """Words met so far, with their ids; emptied when full."""
+
+    def __init__(self, word_pieces: Callable[[str], list[int]]):
+        super().__init__()
+        self._word_pieces = word_pieces
+
+    def __missing__(self, word: str) -> list[int]:
+        if len(self) >= _CACHED_WORDS:
+            self.clear()
+        self[word] = pieces = self._word_pieces(word)
+        return pieces
+
+
 class WordPiece:
     """The reference's FullTokenizer (google-research/bert, tokenization.py), id for id.
 
@@ -74,19 +89,14 @@ class WordPiece:
         )
         self.continues = np.array([piece.startswith("##") for piece in vocab])
         self.sha256 = _digest("wordpiece", case, "\n".join(vocab).encode())
-        self._cache: dict[str, list[int]] = {}
+        self._pieces_of = _Words(self._word_pieces)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without specials around it."""
-        cache = self._cache
+        pieces_of = self._pieces_of
         ids: list[int] = []
         for word in basic_tokens(text, self.case):
-            pieces = cache.get(word)
-            if pieces is None:
-                if len(cache) >= _CACHED_WORDS:
-                    cache.clear()
-                pieces = cache[word] = self._word_pieces(word)
-            ids += pieces
+            ids += pieces_of[word]
         return ids
 
     def piece(self, token_id: int) -> str:
@@ -234,7 +244,8 @@ def basic_tokens(text: str, case: Case) -> list[str]:
     lower-cased, decomposed (NFD) and stripped of its combining marks.
     """
     if text.isascii():
-        text = text.translate(_ASCII_CONTROLS)
+        if not text.isprintable():
+            text = text.translate(_ASCII_CONTROLS)
         return _ASCII_TOKEN.findall(text.lower() if case == "uncased" else text)
     text = text.translate(_CLEAN)
     if case == "uncased":

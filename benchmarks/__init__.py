@@ -1,0 +1,1 @@
+"""How fast, always as a ratio measured within one run; `python -m benchmarks.NAME`."""

@@ -1,0 +1,104 @@
+"""Our training step, served to `step` and `torch_step`."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import shapes, worker
+from bert_jax.config import Mesh, Model, Optimizer
+from bert_jax.model import flops
+from bert_jax.training import feed, step
+from bert_jax.training import mesh as mesh_lib
+
+OPTIMIZER = Optimizer(name="adamw", schedule="linear", warmup_steps=10)
+_TOTAL_STEPS = 1_000
+_MATMUL_WIDTH = 2_048
+
+
+def model_of(shape: shapes.Shape, dtype: str) -> Model:
+    """The model of a shape, with the paper's dropout."""
+    return Model(
+        vocab_size=shapes.VOCAB_SIZE,
+        hidden_size=shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.width,
+        compute_dtype=dtype,
+    )
+
+
+def first_state(model: Model, mesh: jax.sharding.Mesh) -> tuple[step.State, dict[str, jax.Array]]:
+    """State and metrics window before the first step, on all devices."""
+
+    def make() -> tuple[step.State, dict[str, jax.Array]]:
+        return step.init_state(model, OPTIMIZER, 0), step.empty_window()
+
+    return jax.jit(make, out_shardings=mesh_lib.replicated(mesh))()
+
+
+class Ours:
+    """Compiled steps by name, each with a state of its own."""
+
+    def __init__(self):
+        self._entries = {}
+
+    def build(self, entry: str, shape: str, dtype: str, layer_loop: str, sequence: int) -> float:
+        """Compiles a step, runs it and returns its first loss."""
+        size = shapes.sized(shape, sequence)
+        model = model_of(size, dtype)
+        mesh = mesh_lib.make_mesh(Mesh())
+        layout = Mesh(layer_loop=layer_loop)
+        state, window = first_state(model, mesh)
+        rows = np.arange(size.batch)
+        batch = feed.place(
+            shapes.make_batch(size, 0), rows, size.batch, mesh_lib.batch_sharding(mesh)
+        )
+        run = step.make_train_step(model, OPTIMIZER, layout, _TOTAL_STEPS, mesh)
+        key = step.phase_key(model, 0, 0)
+        state, window = run(state, window, batch, key)
+        sums = jax.device_get(window)
+        self._entries[entry] = [run, size, state, window, batch, key]
+        self.step(entry)
+        names = ("masked_lm_loss", "next_sentence_loss")
+        return float(sum(sums[name][0] / sums[name][1] for name in names))
+
+    def step(self, entry: str) -> tuple[float, float]:
+        """CPU and wall seconds of a step, the mean of one turn."""
+        run, size, state, window, batch, key = self._entries[entry]
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(size.turn):
+            state, window = run(state, window, batch, key)
+        jax.block_until_ready((state, window))
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        self._entries[entry][2:4] = state, window
+        return cpu / size.turn, wall / size.turn
+
+    def matmul(self, dtype: str) -> tuple[float, float]:
+        """Operations a CPU second and a wall second of a large product, summed in float32.
+
+        Not `hardware.measured_matmul_flops`, which takes wall time: half of what a core can do if
+        somebody else has it half of the time.
+        """
+        entry = f"matmul {dtype}"
+        if entry not in self._entries:
+            product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+            side = jnp.ones((_MATMUL_WIDTH, _MATMUL_WIDTH), dtype)
+            jax.block_until_ready(product(side, side))
+            self._entries[entry] = [product, side]
+        product, side = self._entries[entry]
+        wall, cpu = time.perf_counter(), time.process_time()
+        jax.block_until_ready(product(side, side))
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        return 2 * _MATMUL_WIDTH**3 / cpu, 2 * _MATMUL_WIDTH**3 / wall
+
+    def step_flops(self, shape: str, sequence: int) -> int:
+        """Useful operations of a step, as the library counts them."""
+        size = shapes.sized(shape, sequence)
+        model = model_of(size, "float32")
+        return flops.train_step_flops(model, size.batch, size.sequence, size.predictions)
+
+
+if __name__ == "__main__":
+    worker.serve(Ours())

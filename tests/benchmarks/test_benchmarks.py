@@ -1,0 +1,78 @@
+"""Each benchmark runs at its smallest and keeps what it prints. How fast is no test's business."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import small_run
+
+from benchmarks import measure, torch_step, worker
+
+
+def figures(name, folder, *arguments):
+    settings = small_run.settings(devices=1)
+    settings["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compiled quickly
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments), "--out", str(folder)],
+        env=os.environ | settings,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    kept = json.loads((folder / f"{name}.json").read_text())
+    last = done.stdout.decode().splitlines()[-1]
+    assert last == " ".join([f"{name}:", *(f"{k}={v}" for k, v in kept["figures"].items())])
+    assert {"date", "python", "versions", "cpu", "commit"} <= kept["made_on"].keys()
+    assert str(pathlib.Path.home()) not in json.dumps(kept)
+    return kept["figures"]
+
+
+def test_step_prints_its_figures(tmp_path):
+    found = figures("step", tmp_path, "--shapes", "micro", "--rounds", 1)
+    assert 0 < found["micro_float32_utilisation"] < 1
+    assert found["micro_bfloat16_tokens_per_second"] > 0
+
+
+def test_data_prints_its_figures(tmp_path):
+    found = figures("data", tmp_path, "--megabytes", 0.1, "--rounds", 1)
+    assert found["first_epoch_plain"] > 0
+    assert json.loads((tmp_path / "data.json").read_text())["details"]["text_to_ids"]["equal"] == 1
+
+
+def test_loop_prints_its_figures(tmp_path):
+    arguments = ("--rounds", 1, "--laps", 1, "--state", "micro")
+    assert 0 < figures("loop", tmp_path, *arguments)["save_blocking_share"] < 1
+
+
+def test_start_prints_its_figures(tmp_path):
+    experiment = small_run.write_text(tmp_path / "small")
+    assert figures("start", tmp_path, experiment, "--rounds", 1)["warm_cpu_seconds"] > 0
+
+
+@pytest.mark.skipif(
+    not (measure.ROOT / ".venv-torch" / "installed").exists(), reason="`make bench-torch` first"
+)
+def test_torch_step_prints_its_figures(tmp_path):
+    arguments = ("--shapes", "micro", "--rounds", 1, "--compiled", "")
+    assert figures("torch_step", tmp_path, *arguments)["micro_float32_stock"] > 0
+
+
+def test_the_faster_peer_is_the_one_we_are_compared_with():
+    seconds = {
+        "ours float32": [2.0, 1.0, 4.0],
+        "stock float32 eager": [9.0, 8.0, 9.0],
+        "stock float32 compiled": [3.0, 6.0, 8.0],
+        "patched float32 eager": [1.0, 1.0, 1.0],
+    }
+    assert torch_step.ratios(seconds, "float32", "stock") == (3.0, 3.0)
+
+
+def test_an_error_of_a_worker_is_raised_where_it_was_asked():
+    with (
+        worker.Worker(sys.executable, "benchmarks.ours", 1) as ours,
+        pytest.raises(RuntimeError, match=r"(?s)benchmarks\.ours.*nothing"),
+    ):
+        ours.ask("step", entry="nothing")
