@@ -8,13 +8,14 @@ are those of an uninterrupted one.
 import contextlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
-from absl import logging
+from absl import logging as absl_logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
@@ -35,8 +36,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: epath.Path, keep: int, access: Literal["read", "write"]):
-        # What Orbax logs as an error it raises too, and each of its threads logs it anew.
-        logging.set_verbosity(logging.FATAL)
+        # What Orbax logs as an error it raises too, and each of its threads and tasks logs it anew.
+        absl_logging.set_verbosity(absl_logging.FATAL)
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         saving = ocp.options.ArrayOptions.Saving(use_compression=False)
         loading = ocp.options.PyTreeOptions.Loading(partial_load=True)
         context = ocp.Context(
