@@ -30,7 +30,7 @@ PEAK_FLOPS = {
 
 # Wide enough for the full rate of a few cores, and over in hundredths of a second.
 _WIDTH = 1024
-_TRIES = 3
+_TRIES = 10
 
 
 def peak_flops(compute_dtype: str) -> float | None:
@@ -53,7 +53,7 @@ def peak_flops(compute_dtype: str) -> float | None:
 
 
 def measured_matmul_flops(width: int = _WIDTH, dtype: str = "float32") -> float:
-    """Operations a second of a square product on one device of this process, the best of three.
+    """Operations a second of a square product on one device of this process, the best of a few.
 
     Args:
       width: of the two matrices.
