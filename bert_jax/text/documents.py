@@ -330,7 +330,7 @@ def _first_bad_byte(path: str, encoding: str) -> int:
         data.decode(encoding)
     except UnicodeDecodeError as error:
         return error.start
-    return len(data)
+    return 0  # a mark is missing: read as a stream UTF-16 must begin with one
 
 
 def _normal_newlines(text: str) -> str:
