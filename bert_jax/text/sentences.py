@@ -9,7 +9,11 @@ from bert_jax.text.documents import Document
 # sentencex takes what stands between quotation marks or brackets for one sentence, be it a page.
 # From this many characters on the marks are overlooked.
 _LONG = 400
-_BLANKED_MARKS = {ord(mark): " " for mark in "\"'“”‘’„‚«»‹›「」『』()[]（）"}
+_MARKS = "\"'“”‘’„‚«»‹›「」『』()[]（）"
+# sentencex panics at some blanks of several bytes before a full stop.
+_WIDE_BLANKS = [chr(c) for c in range(128, 0x3001) if chr(c).isspace()]
+_BLANKED = {ord(blank): " " for blank in _WIDE_BLANKS}
+_BLANKED_MARKS = _BLANKED | {ord(mark): " " for mark in _MARKS}
 
 
 def split(document: Document, language: str) -> list[str]:
@@ -26,16 +30,17 @@ def split(document: Document, language: str) -> list[str]:
     pieces = (
         sentence.strip()
         for paragraph in paragraphs
-        for piece in sentencex.segment(language, paragraph)
-        for sentence in ([piece] if len(piece) < _LONG else _within_marks(piece, language))
+        for piece in _cut(paragraph, language, _BLANKED)
+        for sentence in ([piece] if len(piece) < _LONG else _cut(piece, language, _BLANKED_MARKS))
     )
     return [piece for piece in pieces if piece]
 
 
-def _within_marks(text: str, language: str) -> Iterator[str]:
-    """The text cut where it would be without its marks."""
+def _cut(text: str, language: str, blanked: dict[int, str]) -> Iterator[str]:
+    """The text, cut where sentencex cuts it with some characters blanked."""
     start = 0
-    for piece in sentencex.segment(language, text.translate(_BLANKED_MARKS)):
+    for piece in sentencex.segment(language, text.translate(blanked)):
         yield text[start : start + len(piece)]
         start += len(piece)
-    yield text[start:]
+    if start < len(text):
+        yield text[start:]

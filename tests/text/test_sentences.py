@@ -1,5 +1,6 @@
 """Documents to sentences."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,19 @@ def test_a_short_speech_stays_whole():
 def test_one_sentence_a_line_is_taken_at_its_word():
     line = f'"{" ".join(SPEECH)}"'
     assert split(f"{line}\n{line}", "sentences_by_line") == [line, line]
+
+
+@pytest.mark.parametrize("blank", ["\u00a0", "\u2009", "\u2028", "\u3000", "\x85"])
+def test_a_wide_blank_before_a_full_stop_is_taken(blank):
+    text = f"It holds vitamin C{blank}. The end. Nothing else."
+    assert "".join("".join(split(text)).split()) == "".join(text.split())
+    assert len(split(text)) >= 2
+
+
+@given(st.text(max_size=300), st.sampled_from(["en", "de", "zh", "ja", "ar", "hi"]))
+def test_any_text_is_split_without_loss(text, language):
+    text = text.replace("\n", " ")
+    assert "".join("".join(split(text, language=language)).split()) == "".join(text.split())
 
 
 @given(
