@@ -36,6 +36,9 @@ class Workdir:
     """Names of the files of one run."""
 
     def __init__(self, root: str | epath.PathLike, corpus_dir: str = ""):
+        for place in (os.fspath(root), corpus_dir):
+            if "://" in place:
+                raise InputError(f"{place}: buckets cannot be locked yet; name a local folder")
         self.root = epath.Path(root)
         self.experiment = self.root / "experiment.json"
         self.corpus = epath.Path(corpus_dir) if corpus_dir else self.root / "corpus"

@@ -117,3 +117,12 @@ def test_a_disk_that_may_not_be_written_is_named_and_may_be_read(disk, copy_of_r
     for command in (f"evaluate {here} {corpus}", f"show {here} {corpus}", f"predict {here} wa"):
         assert call(command) == (0, "")
     assert tree(disk.folder) == before
+
+
+def test_a_corpus_on_a_read_only_disk_can_be_trained_on(disk, copy_of_run, tmp_path):
+    """As runs share one that an administrator made."""
+    disk.mount("size=4m")
+    corpus = f"--set run.corpus_dir={disk.folder}/corpus"
+    assert call(f"prepare small.py --workdir {tmp_path}/first {corpus}")[0] == 0
+    disk.mount("remount,ro,size=4m")
+    assert call(f"pretrain small.py --workdir {tmp_path}/second {corpus} --set seed=3")[0] == 0

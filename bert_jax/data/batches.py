@@ -10,6 +10,7 @@ Shape letters: B rows, S sequence, P predictions.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import random
@@ -232,7 +233,8 @@ def rows_per_epoch(
     if key not in known["rows"]:
         rows = len(make_plan(stream, (seed, "train", phase, 0), length, data))
         known = {"format_version": PLANS_VERSION, "rows": {**known["rows"], key: rows}}
-        write_atomic(plans, json.dumps(known, indent=2) + "\n")
+        with contextlib.suppress(InputError):  # counted again where the corpus cannot be written
+            write_atomic(plans, json.dumps(known, indent=2) + "\n")
     return known["rows"][key]
 
 

@@ -70,11 +70,11 @@ def prepare(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> di
     """
     with named_errors(folder):
         _require_ours(folder)
+        if is_complete(folder):  # without its lock: runs may share a folder they cannot write
+            return _found(corpus, vocab_size, folder, say)
         with lock(folder):
-            if is_complete(folder):
-                manifest = open_manifest(folder)
-                _require_same(manifest, corpus, vocab_size, folder, say)
-                return manifest
+            if is_complete(folder):  # by now
+                return _found(corpus, vocab_size, folder, say)
             _refuse_strangers(folder)
             _remove_leftovers(folder)
             try:
@@ -83,6 +83,12 @@ def prepare(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> di
                 if not is_complete(folder):
                     _remove_leftovers(folder)
                 raise
+
+
+def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
+    manifest = open_manifest(folder)
+    _require_same(manifest, corpus, vocab_size, folder, say)
+    return manifest
 
 
 def open_manifest(folder: epath.Path) -> dict[str, Any]:

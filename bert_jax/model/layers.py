@@ -75,11 +75,8 @@ def _linear_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of rows, kernel and bias: what differentiation gives, laid out for CPUs too."""
     rows, kernel = kept
-    bias = gradient.sum(axis=0)
+    bias = _column_sums(gradient, rows.dtype)
     gradient = gradient.astype(rows.dtype)
-    if rows.dtype == jnp.bfloat16:
-        # A sum of rounded numbers in float32, as a product: XLA adds up columns slowly on a CPU.
-        bias = _product(jnp.ones((1, len(rows)), rows.dtype), gradient, 1, 0)[0]
     if kernel_is == "inputs_outputs":
         x, weights = _product(gradient, kernel, 1, 1), _outer(rows, gradient)
     else:
@@ -94,6 +91,18 @@ def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Sums over one axis of each of two matrices, in float32."""
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
+
+
+def _column_sums(x: jax.Array, compute_dtype: jnp.dtype) -> jax.Array:
+    """float32 [R, M] -> float32 [M]."""
+    if compute_dtype != jnp.bfloat16:
+        return x.sum(axis=0)
+
+    def on_cpu(x: jax.Array) -> jax.Array:
+        # As a product, since XLA adds up columns slowly; its numbers are rounded, their sum is not.
+        return _product(jnp.ones((1, len(x)), compute_dtype), x.astype(compute_dtype), 1, 0)[0]
+
+    return lax.platform_dependent(x, cpu=on_cpu, default=lambda x: x.sum(axis=0))
 
 
 def _outer(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -165,7 +165,8 @@ def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[floa
 
 def _draw_curve(axes: Axes, curve: Curve) -> None:
     colour = COLOURS[curve.colour % len(COLOURS)]
-    label = curve.label or None
+    # Matplotlib leaves labels that begin with _ out of the legend.
+    label = f"\u200b{curve.label}" if curve.label else None
     if len(curve.errors):
         axes.errorbar(
             curve.x, curve.y, curve.errors, color=colour, label=label,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from bert_jax import resolve
 from bert_jax.config import Experiment
+from bert_jax.section import printable
 from bert_jax.training.metrics import Lines
 from bert_jax.workdir import Workdir, in_use, read_json
 
@@ -54,16 +55,17 @@ class Record:
         """
         experiment = resolve.load_saved(Workdir(root))
         workdir = Workdir(root, experiment.run.corpus_dir)
+        going_on = in_use(workdir.root)  # before its lines: a run may end meanwhile
         lines = Lines(workdir.metrics).read()
         timings = Lines(workdir.timings).read()
         return cls(
-            label=pathlib.PurePath(root).name or str(root),
+            label=printable(pathlib.PurePath(root).name or str(root)),
             workdir=workdir,
             experiment=experiment,
             origin=(
                 read_json(workdir.origin, resolve.FORMAT_VERSION) if workdir.origin.exists() else {}
             ),
-            state="running" if in_use(workdir.root) else _state(timings),
+            state="running" if going_on else _state(timings),
             train=[line for line in lines if line.get("kind") == "train"],
             evaluation=[line for line in lines if line.get("kind") == "evaluation"],
             predictions=Lines(workdir.predictions).read(),
@@ -72,8 +74,9 @@ class Record:
 
     @property
     def done(self) -> int:
-        """Steps whose numbers are written down."""
-        return max((line["step"] for line in self.train), default=0)
+        """Steps done, as far as it is written down."""
+        newest = self.timings[-1:] or self.train[-1:]
+        return newest[0]["step"] if newest else 0
 
     @functools.cached_property
     def laps(self) -> list[Line]:
@@ -94,9 +97,9 @@ class Record:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace since the newest start, evaluation and saves included."""
+        """At the pace since the newest start, evaluation and saves included; None if unknown."""
         starts = [i for i, line in enumerate(self.timings) if line.get("kind") == "start"]
-        if self.state != "running" or not starts:
+        if self.state != "running" or not starts or self.timings[-1].get("kind") == "end":
             return None
         start, newest = self.timings[starts[-1]], self.timings[-1]
         steps = newest["step"] - start["step"]

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from bert_jax.config import Experiment, Phase
-from bert_jax.data import corpus, draws, pairs
+from bert_jax.config import Experiment
+from bert_jax.data import batches, corpus, draws, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.section import printable
 from bert_jax.show import Piece, row_pieces
@@ -53,9 +53,8 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One row of a batch, decoded."""
+    """A pair as the model is given it, decoded."""
 
-    row: int
     is_random_next: bool
     pieces: list[Piece]
 
@@ -71,9 +70,10 @@ class Statistics:
       sentence_lengths: in pieces.
       document_lengths: in pieces.
       top_pieces: (piece, share), the commonest.
-      unused: share of the vocabulary that the part looked at never uses.
+      unused: share of the vocabulary, specials left out, that the part looked at never uses.
+      looked_at: pieces of the training split that were counted.
       planned: one a phase.
-      examples: of each phase, a few rows of its first batch.
+      examples: of each phase, a few pairs of its first plan, masked.
     """
 
     splits: dict[str, dict[str, int]]
@@ -83,6 +83,7 @@ class Statistics:
     document_lengths: Histogram
     top_pieces: list[tuple[str, float]]
     unused: float
+    looked_at: int
     planned: list[Planned]
     examples: list[list[Example]]
 
@@ -91,7 +92,9 @@ class Statistics:
         """Looks at the training split; large ones in part."""
         stream = corpus.open_stream(prepared.folder, "train")
         train = prepared.manifest["splits"]["train"]
-        counts = _counts(stream, prepared.tokenizer.size)
+        counts = np.bincount(stream.ids[:_PIECES], minlength=prepared.tokenizer.size)
+        phases = experiment.phases
+        rows = [_plan(stream, experiment, n, p.sequence_length) for n, p in enumerate(phases)]
         shares = counts / counts.sum()
         commonest = np.argsort(-counts, kind="stable")[:_TOP_PIECES]
         starts = stream.sentence_offsets
@@ -99,31 +102,31 @@ class Statistics:
             splits=prepared.manifest["splits"],
             repeated=prepared.manifest["documents_repeated"],
             unknown=train["unknown_tokens"] / train["tokens"],
-            sentence_lengths=_histogram(np.diff(_spread(starts, _SENTENCES))),
+            sentence_lengths=_histogram(np.diff(_first(starts, _SENTENCES))),
             document_lengths=_histogram(
-                np.diff(starts[_spread(stream.document_offsets, _SENTENCES)])
+                np.diff(starts[_first(stream.document_offsets, _SENTENCES)])
             ),
             top_pieces=[
                 (printable(prepared.tokenizer.piece(int(i))), float(shares[i])) for i in commonest
             ],
-            unused=float((counts == 0).mean()),
-            planned=[
-                _planned(stream, experiment, number, phase)
-                for number, phase in enumerate(experiment.phases)
-            ],
+            unused=float((counts[_no_specials(prepared.tokenizer)] == 0).mean()),
+            looked_at=int(counts.sum()),
+            planned=[_planned(r, p.sequence_length) for r, p in zip(rows, phases, strict=True)],
             examples=[
-                _examples(experiment, prepared, number) for number in range(len(experiment.phases))
+                _examples(stream, r, experiment, prepared, number) for number, r in enumerate(rows)
             ],
         )
 
 
-def _spread(offsets: np.ndarray, most: int) -> np.ndarray:
-    """The first offsets: a mapped file is read in order, and documents are shuffled by nobody."""
+def _first(offsets: np.ndarray, most: int) -> np.ndarray:
+    """The first offsets, which are read in order: the rest of a large file stays on disk."""
     return np.asarray(offsets[: most + 1])
 
 
-def _counts(stream: Stream, size: int) -> np.ndarray:
-    return np.bincount(stream.ids[:_PIECES], minlength=size)
+def _no_specials(tokenizer: Tokenizer) -> np.ndarray:
+    """Ids that text may yield."""
+    specials = (tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id)
+    return np.setdiff1d(np.arange(tokenizer.size), [*specials, tokenizer.mask_id])
 
 
 def _histogram(lengths: np.ndarray) -> Histogram:
@@ -136,13 +139,16 @@ def _histogram(lengths: np.ndarray) -> Histogram:
     )
 
 
-def _planned(stream: Stream, experiment: Experiment, number: int, phase: Phase) -> Planned:
-    names = (experiment.seed, "train", number, 0)
+def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
+    """The first pairs of a phase's first plan: a whole one takes minutes on billions of tokens."""
+    names = (experiment.seed, "train", phase, 0)
     scalars = draws.Scalars(random.Random("/".join(map(str, names))))
     order = scalars.document_order(len(stream.document_offsets) - 1)
-    length = phase.sequence_length
     plan = pairs.plan(stream, order, length, experiment.data.short_seq_prob, scalars)
-    rows = np.fromiter(itertools.islice(plan, _ROWS), pairs.ROW_DTYPE)
+    return np.fromiter(itertools.islice(plan, _ROWS), pairs.ROW_DTYPE)
+
+
+def _planned(rows: np.ndarray, length: int) -> Planned:
     wanted = rows["a_length"].astype(np.int64) + rows["b_length"]
     kept = np.minimum(wanted, length - pairs.SPECIAL_TOKENS)
     return Planned(
@@ -153,15 +159,23 @@ def _planned(stream: Stream, experiment: Experiment, number: int, phase: Phase) 
     )
 
 
-def _examples(experiment: Experiment, prepared: Prepared, number: int) -> list[Example]:
-    rows = np.arange(min(_EXAMPLES, experiment.phases[number].batch_size))
-    batch = prepared.train_batches(experiment, number).batch(0, rows)
-    tokenizer: Tokenizer = prepared.tokenizer
+def _examples(
+    stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: Prepared, number: int
+) -> list[Example]:
+    """A few pairs from all over the rows, masked as in training."""
+    phase = experiment.phases[number]
+    chosen = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
+    key = draws.key_of(experiment.seed, "train", number)
+    batch = batches.execute(
+        stream,
+        chosen,
+        draws.Counter(key, np.arange(len(chosen))),
+        prepared.ids,
+        experiment.data,
+        phase.sequence_length,
+        phase.max_predictions_per_seq,
+    )
     return [
-        Example(
-            int(batch["rows"][i]),
-            bool(batch["next_sentence_labels"][i]),
-            row_pieces(batch, i, tokenizer),
-        )
-        for i in range(len(rows))
+        Example(bool(row["is_random_next"]), row_pieces(batch, i, prepared.tokenizer))
+        for i, row in enumerate(chosen)
     ]

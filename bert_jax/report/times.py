@@ -17,36 +17,35 @@ PARTS = {
 
 
 def account(timings: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of each of PARTS; they add up to the time from the first start to the last line.
+    """Seconds of each of PARTS; together the time from the first start to the last line.
 
     Steps after the checkpoint from which a later start went on were in vain: their time is
-    `repeated`. What a killed process did after its last line counts as `away`.
+    `repeated`. What a killed process did after its last line counts as `away`; the time after a
+    run was finished, if it is extended later, does not count at all.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     again = _done_again_from(timings)
     for index, line in enumerate(timings):
-        waits = {what: line.get(f"{what}_seconds", 0.0) for what in PARTS}
-        match line.get("kind"):
-            case "start":
-                parts["start"] += line["seconds"]
-                if index:
-                    began = line["time"] - line["seconds"]
-                    parts["away"] += max(began - timings[index - 1]["time"], 0.0)
-            case "train":
-                kept = _share_kept(line, again[index])
-                for what, seconds in _lap(line["seconds"], waits):
-                    parts[what] += kept * seconds
-                parts["repeated"] += (1 - kept) * line["seconds"]
-            case "end":
-                for what, seconds in _lap(line["seconds"], waits):
-                    parts[what] += seconds
+        if line.get("kind") == "start":
+            parts["start"] += line["seconds"]
+            before = timings[index - 1] if index else {"outcome": "finished"}
+            if before.get("outcome") != "finished":
+                parts["away"] += max(line["time"] - line["seconds"] - before["time"], 0.0)
+        elif line.get("kind") in ("train", "end"):
+            kept = _share_kept(line, again[index])
+            for what, seconds in _lap(line):
+                parts[what] += kept * seconds
+            parts["repeated"] += (1 - kept) * line["seconds"]
     return parts
 
 
-def _lap(total: float, waits: dict[str, float]) -> Iterator[tuple[str, float]]:
-    named = {what: waits[what] for what in ("data", "compilation", "evaluation", "checkpoint")}
+def _lap(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    named = {
+        what: line.get(f"{what}_seconds", 0.0)
+        for what in ("data", "compilation", "evaluation", "checkpoint")
+    }
     yield from named.items()
-    yield "training", max(total - sum(named.values()), 0.0)
+    yield "training", max(line["seconds"] - sum(named.values()), 0.0)
 
 
 def _done_again_from(timings: list[dict[str, Any]]) -> list[float]:

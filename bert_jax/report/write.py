@@ -1,6 +1,7 @@
 """Writing a report, once or for as long as a run goes on."""
 
 import contextlib
+import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -49,7 +50,11 @@ def write(
                 told = True
             if not going_on:
                 return
-            time.sleep(every)
+            try:
+                time.sleep(every)
+            except KeyboardInterrupt:
+                write_atomic(path, page.render(records))  # one that does not renew itself
+                raise
             records = _read(workdirs)
             for record, files in zip(records, events, strict=False):
                 files.add(record)
@@ -66,9 +71,9 @@ def _read(workdirs: Sequence[str]) -> list[Record]:
 
 def _place(records: list[Record], out: str | None) -> epath.Path:
     if out is not None:
-        path = epath.Path(out)
-        if path.is_dir():
-            raise InputError(f"--out {out}: is a folder; name a file in it")
+        path = epath.Path(os.path.realpath(out))
+        if path.exists() and not os.path.isfile(path):
+            raise InputError(f"--out {out}: is no file; name one")
         if not path.parent.exists():
             raise InputError(f"--out {out}: no folder {path.parent}")
         return path

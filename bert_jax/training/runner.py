@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from bert_jax.training import evaluate as evaluate_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, step
 from bert_jax.training.checkpoint import Checkpoints, environment
-from bert_jax.training.clock import Clock
+from bert_jax.training.clock import Clock, Counts
 from bert_jax.training.feed import Feed
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
@@ -59,9 +59,10 @@ class Trainer:
         mesh: jax.sharding.Mesh,
         progress: Progress,
         clock: Clock,
+        origin: dict[str, Any] | None,
     ):
         self.experiment, self.workdir, self.mesh = experiment, workdir, mesh
-        self.progress, self.clock = progress, clock
+        self.progress, self.clock, self.origin = progress, clock, origin
         self.prepared = Prepared.open(workdir.corpus)
         self.metrics = metrics.Lines(workdir.metrics)
         self.predictions = metrics.Lines(workdir.predictions)
@@ -71,30 +72,43 @@ class Trainer:
         self.eval_step = step.make_eval_step(experiment.model, experiment.mesh, self.mesh)
         replicated = mesh_lib.replicated(self.mesh)
         self.empty_window = jax.jit(step.empty_window, out_shardings=replicated)
-        # (step, window, bad steps in a row, seconds) of a line whose numbers are on the device.
-        self.pending: tuple[int, dict[str, jax.Array], jax.Array, dict[str, float]] | None = None
+        # (step, window, bad steps in a row, counts) of a line whose numbers are on the device.
+        self.pending: tuple[int, dict[str, jax.Array], jax.Array, Counts] | None = None
         self.failed = ""  # why, once it has
         self.done = 0  # steps
 
     def run(self, stop: StopRequest) -> Outcome:
         """Trains; returns how it ended. The state is saved unless it failed."""
-        with Checkpoints(
-            self.workdir.checkpoints, self.experiment.run.keep_checkpoints, "write"
-        ) as saved:
+        total = self.experiment.total_steps
+        with contextlib.ExitStack() as stack:
+            keep = self.experiment.run.keep_checkpoints
+            saved = stack.enter_context(Checkpoints(self.workdir.checkpoints, keep, "write"))
             state, window = self._start(saved)
             # Only now: a claim that was refused must not stand in the workdir.
             write_atomic(self.workdir.experiment, resolve.to_json(self.experiment))
-            self._note("start", self.clock.lap() | {"environment": environment()})
-            total = self.experiment.total_steps
-            with self.progress.bar(self.done, total):
-                while self.done < total and not stop.requested and not self.failed:
-                    state, window = self._phase(saved, state, window, stop)
-                if not self.failed and saved.latest_step != self.done:
-                    with self.clock.waiting("checkpoint"):
+            if self.origin is not None:
+                write_atomic(self.workdir.origin, json.dumps(self.origin, indent=2) + "\n")
+            if self.done == total:
+                return "finished"
+            self._note("start", self._lap() | {"environment": environment()})
+            try:
+                with self.progress.bar(self.done, total):
+                    while self.done < total and not stop.requested and not self.failed:
+                        state, window = self._phase(saved, state, window, stop)
+                with self.clock.waiting("checkpoint"):
+                    if not self.failed and saved.latest_step != self.done:
                         self._save(saved, state, window)
+                    stack.close()  # here, so that the last save's end is counted
+            except BaseException as error:
+                with contextlib.suppress(Exception):  # the disk may be full
+                    self._note("end", self._lap() | {"outcome": "failed", "why": str(error)})
+                raise
         outcome = "failed" if self.failed else "finished" if self.done == total else "stopped"
-        self._note("end", self.clock.lap() | {"outcome": outcome})
+        self._note("end", self._lap() | {"outcome": outcome})
         return outcome
+
+    def _lap(self) -> dict[str, float]:
+        return self.clock.lap(self.clock.take_counts())
 
     def _note(self, kind: str, values: dict[str, object]) -> None:
         self.timings.append({"step": self.done, "kind": kind, "time": time.time(), **values})
@@ -191,7 +205,7 @@ class Trainer:
         if self.done % run.log_every == 0 or last:
             # A copy: the state is given away to the next step.
             bad = jnp.copy(state["bad_in_a_row"])
-            self.pending = (self.done, window, bad, self.clock.lap())
+            self.pending = (self.done, window, bad, self.clock.take_counts())
             window = self.empty_window()
         evaluates = self.done % run.eval_every == 0 or last
         saves = self.done % run.checkpoint_every == 0 or last
@@ -210,8 +224,10 @@ class Trainer:
         """Writes the line of the last full window: by now the device is a step further."""
         if self.pending is None:
             return
-        (done, window, bad, seconds), self.pending = self.pending, None
+        (done, window, bad, counts), self.pending = self.pending, None
         sums, bad_in_a_row = metrics.fetch((window, bad))
+        # Here, when the device has done these steps: handing them over takes no time.
+        seconds = self.clock.lap(counts)
         line = {"step": done, "kind": "train", **metrics.means(sums)}
         if "masked_lm_loss" in line:
             line["loss"] = line["masked_lm_loss"] + line["next_sentence_loss"]

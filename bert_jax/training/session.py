@@ -19,7 +19,7 @@ from bert_jax.training.checkpoint import Checkpoints, environment
 from bert_jax.training.clock import Clock
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import StopRequest
-from bert_jax.workdir import Workdir, lock, write_atomic
+from bert_jax.workdir import Workdir, lock
 
 # M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
@@ -60,10 +60,8 @@ def pretrain(
             corpus.prepare(
                 experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say
             )
-        if origin is not None:
-            write_atomic(workdir.origin, json.dumps(origin, indent=2) + "\n")
         with StopRequest() as stop, mesh_lib.named_memory():
-            trainer = runner.Trainer(experiment, workdir, mesh, progress, clock)
+            trainer = runner.Trainer(experiment, workdir, mesh, progress, clock, origin)
             outcome = trainer.run(stop)
     if outcome == "failed":
         progress.say(f"failed: {trainer.failed}")

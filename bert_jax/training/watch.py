@@ -47,7 +47,8 @@ class Watched:
         self._tokenizer = tokenizer
         self._sentences = [self._given(i, text, model) for i, text in enumerate(texts)]
         if not texts:
-            self._sentences = held_out_sentences(validation, tokenizer)
+            longest = model.max_position_embeddings - 2
+            self._sentences = held_out_sentences(validation, tokenizer, longest)
 
     def predict(self, params: Any) -> list[dict[str, Any]]:
         """What the model says of each sentence.
@@ -82,8 +83,14 @@ class Watched:
         return Sentence(ids, text, None)
 
 
-def held_out_sentences(validation: Stream, tokenizer: Tokenizer) -> list[Sentence]:
-    """Up to six sentences from documents all over the split, a whole word masked in each."""
+def held_out_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -> list[Sentence]:
+    """Up to six sentences from documents all over the split, a whole word masked in each.
+
+    Args:
+      validation: the split.
+      tokenizer: of its ids.
+      longest: pieces that the model reads at most, [CLS] and [SEP] not counted.
+    """
     documents = len(validation.document_offsets) - 1
     found = []
     for number in range(_SENTENCES):
@@ -93,6 +100,8 @@ def held_out_sentences(validation: Stream, tokenizer: Tokenizer) -> list[Sentenc
         # From its middle on: texts begin with titles and formulas.
         for at in range((first + last) // 2, last):
             start, end = validation.sentence_offsets[at : at + 2].tolist()
+            if end - start > longest:
+                continue
             sentence = _masked(validation.ids[start:end].tolist(), tokenizer)
             if sentence is not None and sentence not in found:
                 found.append(sentence)

@@ -13,6 +13,7 @@ import pytest
 from small_run import settings, write_text
 
 from bert_jax import cli
+from bert_jax.config import InputError
 from bert_jax.report import page, plots
 from bert_jax.report.records import Record
 from bert_jax.workdir import Workdir, in_use, lock
@@ -65,12 +66,31 @@ def test_a_page_of_hostile_text_shows_it_as_text(run):
     assert cli.main(["report", str(run)]) == 0
     text = (run / "report.html").read_text()
     tags = Tags(text)
-    assert not tags.tags & {"script", "img", "b>wa", "iframe", "link"}
+    assert not tags.tags & {"script", "img", "iframe", "link"}
     assert not any(name.startswith("on") for name in tags.attributes)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e]", text)
     assert "<b>wa</b> [MASK] \\x1b[31m" in tags.text
     assert "<img src=x>" in tags.text
-    assert "49" not in tags.text.split("What the model is shown")[1].split("The claim")[0]
+
+
+def test_a_hostile_piece_is_shown_as_text_in_every_place(run, monkeypatch):
+    """Whatever piece stands in the vocabulary, in batches, tables and predictions."""
+    piece = HOSTILE
+    monkeypatch.setattr("bert_jax.text.tokenizer.WordPiece.piece", lambda self, i: piece)
+    page._opened.cache_clear()
+    record = Record.read(str(run))
+    for line in record.predictions:
+        for sentence in line["sentences"]:
+            sentence["masks"] = [[(piece, 0.5)]]
+            sentence["text"] = sentence["truth"] = piece
+    text = page.render([record])
+    page._opened.cache_clear()
+    tags = Tags(text)
+    assert not tags.tags & {"script", "img"} and "onerror" not in tags.attributes
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e]", text)
+    shown = tags.text.count("<script>alert(1)</script> \\x1b[31mred")
+    # Forty commonest pieces, examples of two phases, predictions.
+    assert shown > 60 and "{{ 7*7 }}" in tags.text
 
 
 def test_a_page_needs_nothing_else(run):
@@ -203,7 +223,7 @@ def test_following_ends_with_the_run(tmp_path):
     ("args", "words"),
     [
         (["{empty}"], "no run here"),
-        (["{run}", "--out", "{empty}"], "is a folder"),
+        (["{run}", "--out", "{empty}"], "is no file"),
         (["{run}", "--out", "{empty}/no/page.html"], "no folder"),
         (["{run}", "--follow", "--every", "0"], "--every 0"),
     ],
@@ -236,5 +256,28 @@ def test_a_long_curve_is_thinned_without_losing_its_ends():
 
 
 def test_a_plot_of_nothing_but_text_that_looks_like_mathematics():
-    svg = plots.draw(plots.Plot("t", [plots.Curve([1, 2], [1, 2], "$x_1 <b>")]), "a")
-    assert "$x_1 &lt;b&gt;" in svg
+    svg = plots.draw(plots.Plot("t", [plots.Curve([1, 2], [1, 2], "_$x_1 <b>")]), "a")
+    assert "_$x_1 &lt;b&gt;" in svg
+
+
+def test_a_run_that_ends_in_an_error_is_not_called_killed(run, tmp_path, monkeypatch):
+    def fails(*_):
+        raise InputError("the disk is full")
+
+    monkeypatch.setattr("bert_jax.training.runner.Trainer._evaluate", fails)
+    file = run.parent / "small.py"
+    assert cli.main(["pretrain", str(file), "--workdir", str(tmp_path / "w")]) == 2
+    record = Record.read(str(tmp_path / "w"))
+    assert record.state == "failed" and record.timings[-1]["why"] == "the disk is full"
+    assert record.done == 6
+
+
+def test_starting_a_finished_run_again_leaves_its_times_alone(run):
+    before = (run / "timings.jsonl").read_bytes()
+    record = Record.read(str(run))
+    args = [f"run.watch={json.dumps(record.experiment.run.watch)}", "name=x&y<b>"]
+    settings = [word for arg in args for word in ("--set", arg)]
+    assert (
+        cli.main(["pretrain", str(run.parent / "small.py"), "--workdir", str(run), *settings]) == 0
+    )
+    assert (run / "timings.jsonl").read_bytes() == before

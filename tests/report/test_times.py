@@ -23,7 +23,15 @@ TIMINGS = [
     # Killed here; the newest checkpoint was of step 15.
     {"kind": "start", "step": 15, "time": 200.0, "seconds": 6.0},
     lap(20, 5, 210.0, 10.0, data_seconds=2.0),
-    {"kind": "end", "step": 20, "time": 213.0, "seconds": 3.0, "evaluation_seconds": 2.0},
+    {
+        "kind": "end",
+        "step": 20,
+        "steps": 0,
+        "time": 213.0,
+        "seconds": 3.0,
+        "evaluation_seconds": 2.0,
+        "outcome": "finished",
+    },
 ]
 
 
@@ -47,3 +55,28 @@ def test_what_lies_between_a_kill_and_the_next_start_is_time_away():
 
 def test_no_lines_are_no_time():
     assert sum(times.account([]).values()) == 0
+
+
+def test_time_after_the_end_of_a_finished_run_does_not_count():
+    """A week later it is extended."""
+    later = [*TIMINGS, {"kind": "start", "step": 20, "time": 600_000.0, "seconds": 4.0}]
+    assert times.account(later)["away"] == times.account(TIMINGS)["away"]
+
+
+def test_steps_after_the_last_save_of_a_failed_run_are_done_again():
+    timings = [
+        {"kind": "start", "step": 0, "time": 0.0, "seconds": 0.0},
+        lap(100, 100, 100.0, 100.0),
+        {
+            "kind": "end",
+            "step": 190,
+            "steps": 90,
+            "time": 190.0,
+            "seconds": 90.0,
+            "outcome": "failed",
+        },
+        {"kind": "start", "step": 100, "time": 190.0, "seconds": 0.0},
+        lap(200, 100, 290.0, 100.0),
+    ]
+    parts = times.account(timings)
+    assert parts["training"] == 200.0 and parts["repeated"] == 90.0

@@ -16,9 +16,10 @@ from small_run import write_text
 
 from bert_jax import predict, resolve
 from bert_jax.config import InputError
-from bert_jax.data import batches
+from bert_jax.data import batches, stream
+from bert_jax.text import tokenizer
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import metrics, session, step
+from bert_jax.training import metrics, session, step, watch
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
@@ -247,3 +248,18 @@ def test_a_reader_that_leaves_does_not_end_the_run(text, tmp_path):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout == "0\n", done.stderr
     assert (tmp_path / "w" / "checkpoints" / "22").exists()
+
+
+def test_watched_sentences_fit_the_model():
+    """None is longer than the position table, [CLS] and [SEP] counted."""
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word", "##s"]
+    sentences = [[5] * n for n in (8, 9, 12, 20)]
+    held_out = stream.from_documents([sentences] * 6)
+    tok = tokenizer.WordPiece(vocab, "uncased")
+    lengths = {
+        most: {len(s.ids) for s in watch.held_out_sentences(held_out, tok, most)}
+        for most in (7, 9, 100)
+    }
+    assert lengths[7] == set()
+    assert lengths[9] == {9} or lengths[9] <= {8, 9}
+    assert max(lengths[100]) > 9
