@@ -17,6 +17,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from typing import IO, Any
@@ -180,6 +181,28 @@ def made(folder: epath.Path) -> Iterator[None]:
             with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
                 path.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
+    """Gives a folder to fill that takes its place, whole, at the end; a failure leaves nothing.
+
+    Raises:
+      InputError: something lies there already, or it cannot be written.
+    """
+    folder = folder.absolute()  # else "." would have no place beside it
+    with named_errors(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"{folder}: is there already; choose another folder")
+    beside = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    with made(folder.parent), named_errors(folder):
+        try:
+            beside.mkdir()
+            yield beside
+            os.replace(beside, folder)  # also over an empty one
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
 
 
 def _held(path: epath.Path) -> IO[bytes]:

@@ -9,12 +9,14 @@ import contextlib
 import json
 import math
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
+from bert_jax import base as base_lib
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.model import flops
@@ -66,6 +68,8 @@ class Trainer:
         self.metrics = metrics.Lines(workdir.metrics)
         self.predictions = metrics.Lines(workdir.predictions)
         self.timings = metrics.Lines(workdir.timings)
+        # Which weights the first step began with; "" for fresh ones.
+        self.init_sha256 = ""
         self.held_out = self.prepared.held_out(experiment, self.mesh)
         self.watched = self.prepared.watched(experiment)
         self.eval_step = step.make_eval_step(experiment.model, experiment.mesh, self.mesh)
@@ -116,10 +120,11 @@ class Trainer:
                 lambda: step.init_state(experiment.model, experiment.optimizer, experiment.seed),
                 out_shardings=shardings,
             )
-            return make(), self.empty_window()
+            return self._with_init(make(), shardings), self.empty_window()
         with self.clock.waiting("restore"):
             state, metadata = saved.restore(done, abstract)
         self.prepared.require_same(metadata)
+        self._require_same_init(metadata)
         for name, value in environment().items():
             if metadata["environment"].get(name) != value:
                 self.progress.say(
@@ -133,6 +138,33 @@ class Trainer:
         self.progress.say(f"resume: from step {done}")
         self.done = done
         return state, window
+
+    def _with_init(self, state: step.State, shardings: step.State) -> step.State:
+        """The state with the weights of `init_from`, if the claim names some."""
+        base = base_lib.start_of(self.experiment)
+        if base is None:
+            return state
+        where = self.experiment.init_from
+        base_lib.require_same_tokenizer(base, self.prepared.tokenizer, where)
+        self.init_sha256 = base.sha256
+        fresh = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
+        self.progress.say(f"init_from: {where}, weights {base.sha256[:12]}{fresh}")
+        return state | {"params": jax.device_put(base.params, shardings["params"])}
+
+    def _require_same_init(self, metadata: dict[str, Any]) -> None:
+        """Raises InputError if `init_from` holds other weights than this run began with."""
+        where = self.experiment.init_from
+        if not where:
+            return
+        self.init_sha256 = metadata["init_sha256"]
+        folder = epath.Path(where)
+        if not base_lib.is_base(folder):
+            self.progress.say(f"resume: there is no {where} any more to compare with")
+        elif base_lib.weights_sha256(folder) != self.init_sha256:
+            raise InputError(
+                f"init_from={where}: holds other weights than those this run began with; put "
+                "those back, or choose another --workdir"
+            )
 
     def _phase(
         self,
@@ -249,6 +281,7 @@ class Trainer:
         metadata = {
             "window": {k: v.tolist() for k, v in metrics.fetch(window).items()},
             "corpus_sha256": self.prepared.sha256,
+            "init_sha256": self.init_sha256,
             "experiment": json.loads(resolve.to_json(self.experiment)),
             "environment": environment(),
         }

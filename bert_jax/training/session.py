@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 
+from bert_jax import base as base_lib
 from bert_jax import hardware, resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.data import corpus
@@ -53,6 +54,8 @@ def pretrain(
     _keep_compiled_programs()
     clock = Clock(hardware.peak_flops(experiment.model.compute_dtype))
     workdir.require_ours()
+    if not workdir.checkpoints.exists():
+        base_lib.start_of(experiment)  # before a corpus is made for weights that do not fit
     with lock(workdir.root), _nothing_without_checkpoint(workdir):
         _require_same_claim(experiment, workdir, length, progress)
         # A signal ends this at once: a corpus half made is made anew.
