@@ -137,6 +137,15 @@ def require_same_tokenizer(base: Base, tokenizer: tokenizer_lib.Tokenizer, where
         )
 
 
+def require_same_weights(where: str, sha256: str) -> None:
+    """Raises InputError if the base `where` holds other weights than those a run began with."""
+    if weights_sha256(epath.Path(where)) != sha256:
+        raise InputError(
+            f"init_from={where}: holds other weights than those this run began with; put those "
+            "back, or choose another --workdir"
+        )
+
+
 def start_of(experiment: Experiment) -> Base | None:
     """The weights that a run begins with; None: fresh ones.
 

@@ -1,6 +1,7 @@
 """The model card beside an exported model: what it was trained on, how, and how good it is."""
 
 import json
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ _USE = {
 }
 # Sources beyond these are counted, not named.
 _NAMED = 50
+_PATHS = ("corpus.sources", "corpus.tokenizer", "init_from")
 _PARTS = {"pooler": "pooler", "masked_lm": "masked LM head", "next_sentence": "NSP head"}
 
 
@@ -120,9 +122,11 @@ def _corpus(trained: Trained) -> Iterator[str]:
     for split, counts in trained.manifest["splits"].items():
         shown = ", ".join(f"{n} {what}" for what, n in counts.items() if isinstance(n, int))
         yield f"- {code(split)}: {shown}"
-    yield f"- {len(sources)} sources:"
+    yield f"- vocabulary: sha256 {code(trained.tokenizer.sha256)}"
+    yield f"- files: {len(sources)}"
     for source in sources[:_NAMED]:
-        yield f"  - {code(source['file'])}, sha256 {code(str(source.get('sha256')))}"
+        name, sha256 = pathlib.PurePath(source["file"]).name, str(source.get("sha256"))
+        yield f"  - {code(name)}, sha256 {code(sha256)}"
     if len(sources) > _NAMED:
         yield f"  - and {len(sources) - _NAMED} more"
     yield ""
@@ -135,7 +139,11 @@ def _recipe(trained: Trained) -> Iterator[str]:
     yield ""
     yield f"- step: {trained.step} of {trained.experiment.total_steps}"
     for path, value in resolve.flatten(trained.experiment, "identity"):
-        if not path.startswith("model."):
+        if path in _PATHS:
+            # A card is made public, and where its author's files lie is nobody's concern.
+            values = value if isinstance(value, tuple) else (value,)
+            value = ", ".join(pathlib.PurePath(str(one)).name for one in values)
+        if not path.startswith("model.") and value != "":
             yield f"- {path}: {code(str(value))}"
     yield ""
 

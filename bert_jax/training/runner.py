@@ -9,12 +9,11 @@ import contextlib
 import json
 import math
 import time
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax import resolve
@@ -124,7 +123,8 @@ class Trainer:
         with self.clock.waiting("restore"):
             state, metadata = saved.restore(done, abstract)
         self.prepared.require_same(metadata)
-        self._require_same_init(metadata)
+        # Checkpoints from before there was `init_from` began with fresh weights.
+        self.init_sha256 = metadata.get("init_sha256", "")
         for name, value in environment().items():
             if metadata["environment"].get(name) != value:
                 self.progress.say(
@@ -150,21 +150,6 @@ class Trainer:
         fresh = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
         self.progress.say(f"init_from: {where}, weights {base.sha256[:12]}{fresh}")
         return state | {"params": jax.device_put(base.params, shardings["params"])}
-
-    def _require_same_init(self, metadata: dict[str, Any]) -> None:
-        """Raises InputError if `init_from` holds other weights than this run began with."""
-        where = self.experiment.init_from
-        if not where:
-            return
-        self.init_sha256 = metadata["init_sha256"]
-        folder = epath.Path(where)
-        if not base_lib.is_base(folder):
-            self.progress.say(f"resume: there is no {where} any more to compare with")
-        elif base_lib.weights_sha256(folder) != self.init_sha256:
-            raise InputError(
-                f"init_from={where}: holds other weights than those this run began with; put "
-                "those back, or choose another --workdir"
-            )
 
     def _phase(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
+from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax import hardware, resolve
@@ -140,6 +141,7 @@ def _require_same_claim(
         if checkpoints.latest_step is None:
             return
         saved = checkpoints.claim(checkpoints.latest_step)
+        began_with = checkpoints.metadata(checkpoints.latest_step).get("init_sha256", "")
     changed = resolve.differences(saved, experiment, "identity")
     if length == "extend":
         last = f"phases.{len(saved.phases) - 1}.steps:"
@@ -156,5 +158,9 @@ def _require_same_claim(
             f"{workdir.root}: this run was started with other settings ({'; '.join(changed)}); "
             "give it the old ones, or choose another --workdir"
         )
+    if experiment.init_from and not base_lib.is_base(epath.Path(experiment.init_from)):
+        progress.say(f"resume: there is no {experiment.init_from} any more to compare with")
+    elif experiment.init_from:
+        base_lib.require_same_weights(experiment.init_from, began_with)
     for line in resolve.differences(saved, experiment, "placement"):
         progress.say(f"resume: {line}")
