@@ -133,28 +133,39 @@ def to_ours(
     Raises:
       InputError: a tensor is missing, too many, or of another shape.
     """
-    wanted = {tensor.name: tensor for tensor in tensors(cfg)}
+    wanted: dict[str, Tensor] = {}
+    for tensor in tensors(cfg):
+        if tensor.part == "encoder":  # at once: config.json may name any number of layers
+            _require_shape(tensor, theirs, where)
+        wanted[tensor.name] = tensor
     for name in theirs:
         if name not in wanted:
             raise InputError(f"{where}: tensor {name!r} is none of BERT's pre-training model")
     there = {"encoder", *(wanted[name].part for name in theirs)}
+    found = [tensor for tensor in wanted.values() if tensor.part in there]
+    for tensor in found:
+        _require_shape(tensor, theirs, where)
     params: dict[str, Any] = {}
-    for tensor in wanted.values():
-        if tensor.part not in there:
-            continue
-        if tensor.name not in theirs:
-            raise InputError(f"{where}: tensor {tensor.name!r} of {list(tensor.shape)} is missing")
+    for tensor in found:
         value = theirs[tensor.name]
         if tensor.is_vocabulary:
             value = value[: cfg.vocab_size]
-        if value.shape != tensor.shape:
-            raise InputError(
-                f"{where}: tensor {tensor.name!r} has the shape {list(value.shape)}, config.json "
-                f"and the vocabulary say {list(tensor.shape)}"
-            )
         _leaf(params, tensor, cfg)[...] = value.T if tensor.is_kernel else value
     missing = tuple(part for part in PARTS["BertForPreTraining"] if part not in there)
     return params, missing
+
+
+def _require_shape(tensor: Tensor, theirs: Mapping[str, np.ndarray], where: str) -> None:
+    if tensor.name not in theirs:
+        raise InputError(f"{where}: tensor {tensor.name!r} of {list(tensor.shape)} is missing")
+    shape = theirs[tensor.name].shape
+    if tensor.is_vocabulary and len(shape) == len(tensor.shape):
+        shape = (min(shape[0], tensor.shape[0]), *shape[1:])
+    if shape != tensor.shape:
+        raise InputError(
+            f"{where}: tensor {tensor.name!r} has the shape {list(theirs[tensor.name].shape)}, "
+            f"config.json and the vocabulary say {list(tensor.shape)}"
+        )
 
 
 def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:

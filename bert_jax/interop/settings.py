@@ -51,13 +51,11 @@ def read(path: epath.Path) -> Model:
         raise InputError(
             f"{path}: model_type={fields.get('model_type')!r}: only 'bert' is supported"
         )
-    for name in fields.get("architectures") or ():
-        if name not in PARTS:
-            raise InputError(
-                f"{path}: architectures={name!r}: only {', '.join(PARTS)} are supported"
-            )
+    named = fields.get("architectures") or []
+    if not isinstance(named, list) or not all(name in list(PARTS) for name in named):
+        raise InputError(f"{path}: architectures={named!r}: only {', '.join(PARTS)} are supported")
     for name, value in _FIXED.items():
-        if fields.get(name, value) != value:
+        if fields.get(name) not in (None, value):
             raise InputError(f"{path}: {name}={fields[name]!r}: only {value!r} is supported")
     act = fields.get("hidden_act", "gelu")
     if not isinstance(act, str) or act not in _ACTIVATIONS:

@@ -58,6 +58,8 @@ def _pieces(path: epath.Path, parts: dict[str, Any]) -> list[str]:
     ids = model.get("vocab") if isinstance(model, dict) else None
     if kind != "WordPiece" or not isinstance(ids, dict):
         raise InputError(f"{path}: its model is {kind!r}; only WordPiece is supported")
+    if not all(type(number) is int for number in ids.values()):
+        raise InputError(f"{path}: damaged, an id of its vocabulary is no whole number")
     if model.get("continuing_subword_prefix", "##") != "##":
         raise InputError(
             f"{path}: continuing_subword_prefix={model['continuing_subword_prefix']!r}: only '##' "
@@ -66,8 +68,7 @@ def _pieces(path: epath.Path, parts: dict[str, Any]) -> list[str]:
     by_id = {number: piece for piece, number in ids.items()}
     if sorted(by_id) != list(range(len(ids))):
         raise InputError(f"{path}: the ids of its {len(ids)} pieces are not 0 to {len(ids) - 1}")
-    for added in parts.get("added_tokens") or ():
-        piece = added.get("content")
+    for piece in _added(parts.get("added_tokens")):
         if piece not in ids:
             raise InputError(
                 f"{path}: the added token {piece!r} is not in the vocabulary; such are not imported"
@@ -75,22 +76,32 @@ def _pieces(path: epath.Path, parts: dict[str, Any]) -> list[str]:
     return [by_id[number] for number in range(len(ids))]
 
 
+def _added(tokens: Any) -> list[str]:
+    """The texts of a list of added tokens; of anything else, what it is."""
+    if not isinstance(tokens, list):
+        return [] if tokens is None else [str(tokens)]
+    return [str(token.get("content") if isinstance(token, dict) else token) for token in tokens]
+
+
 def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> tokenizer_lib.Case:
     """Whether text is lower-cased: what the files say, which must agree."""
     normalizer = parts.get("normalizer") or {}
-    if normalizer and normalizer.get("type") != "BertNormalizer":
+    kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
+    if normalizer and kind != "BertNormalizer":
         raise InputError(
-            f"{folder / 'tokenizer.json'}: its normalizer is {normalizer.get('type')!r}; only "
-            "BertNormalizer is supported"
+            f"{folder / 'tokenizer.json'}: its normalizer is {kind!r}; only BertNormalizer is "
+            "supported"
         )
     lowers = {
         "tokenizer.json: normalizer.lowercase": normalizer.get("lowercase"),
         "tokenizer_config.json: do_lower_case": says.get("do_lower_case"),
     }
     lowers = {where: value for where, value in lowers.items() if value is not None}
-    if len(set(lowers.values())) > 1:
-        raise InputError(f"{folder}: {' and '.join(f'{k}={v}' for k, v in lowers.items())} differ")
-    uncased = next(iter(lowers.values()), True)  # their default, too
+    said = list(lowers.values()) or [True]  # their default, too
+    uncased = said[0] is True
+    if any(value is not uncased for value in said):
+        shown = ", ".join(f"{where} {value!r}" for where, value in lowers.items())
+        raise InputError(f"{folder}: {shown}: must be the same, true or false")
     for where, values in (("tokenizer.json", normalizer), ("tokenizer_config.json", says)):
         strips = values.get("strip_accents")
         if strips is not None and strips != uncased:

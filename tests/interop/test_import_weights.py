@@ -117,12 +117,16 @@ def test_parts_that_are_missing_are_fresh_and_named(architecture, missing, tmp_p
 def test_a_vocabulary_in_tokenizer_json_alone_is_read(tmp_path):
     folder = hf_folder.write(tmp_path / "hf")
     (folder / "vocab.txt").unlink()
-    model = {"type": "WordPiece", "vocab": {piece: i for i, piece in enumerate(VOCAB)}}
-    normalizer = {"type": "BertNormalizer", "lowercase": False}
-    fast = {"model": model, "normalizer": normalizer}
-    (folder / "tokenizer.json").write_text(json.dumps(fast))
+    parts = fast({"type": "BertNormalizer", "lowercase": False})
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
     base, _ = imported(folder)
     assert base.tokenizer.vocab == VOCAB and base.tokenizer.case == "cased"
+
+
+def fast(normalizer) -> dict:
+    """A tokenizer.json."""
+    model = {"type": "WordPiece", "vocab": {piece: i for i, piece in enumerate(VOCAB)}}
+    return {"model": model, "normalizer": normalizer}
 
 
 def without(name: str) -> dict[str, np.ndarray]:
@@ -185,6 +189,9 @@ REFUSED = {
         config(architectures=["BertForTokenClassification"]),
         ["BertForTokenClassification"],
     ),
+    "no list of classes": (config(architectures=7), ["architectures=7"]),
+    "layers beyond count": (config(num_hidden_layers=4_000_000_000), ["encoder.layer.3."]),
+    "a width beyond memory": (config(hidden_size=4_000_000_000), ["4000000000"]),
     "relative positions": (
         config(position_embedding_type="relative_key"),
         ["position_embedding_type", "relative_key"],
@@ -207,6 +214,26 @@ REFUSED = {
         ["tokenizer.json", "BPE"],
     ),
     "added tokens": (lambda: edit("hf/tokenizer.json", **ADDED), ["added token", "'x'"]),
+    "a broken vocabulary": (
+        lambda: edit("hf/tokenizer.json", model={"type": "WordPiece", "vocab": {"a": [0]}}),
+        ["tokenizer.json", "id"],
+    ),
+    "broken tokens": (lambda: edit("hf/tokenizer.json", **ADDED | {"added_tokens": 3}), ["'3'"]),
+    "a broken normalizer": (
+        lambda: edit("hf/tokenizer.json", **fast(normalizer=["x"])),
+        ["normalizer", "'x'"],
+    ),
+    "another normalizer": (
+        lambda: edit("hf/tokenizer.json", **fast(normalizer={"type": "NFC"})),
+        ["normalizer", "NFC"],
+    ),
+    "two cases": (
+        lambda: (
+            edit("hf/tokenizer.json", **fast({"type": "BertNormalizer", "lowercase": True})),
+            edit("hf/tokenizer_config.json", do_lower_case=False),
+        ),
+        ["lowercase True", "do_lower_case False"],
+    ),
     "cases": (
         lambda: edit("hf/tokenizer_config.json", do_lower_case=True, strip_accents=False),
         ["tokenizer_config.json", "strip_accents"],
