@@ -17,7 +17,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from typing import IO, Any
@@ -199,9 +198,10 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
         try:
             beside.mkdir()
             yield beside
-            os.replace(beside, folder)  # also over an empty one
+            beside.replace(folder)  # also over an empty one
         except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                beside.rmtree(missing_ok=True)
             raise
 
 
