@@ -154,7 +154,7 @@ def returned(trained: Trained, folder: pathlib.Path) -> int:
     for kind in exporting.ARCHITECTURES:
         said: list[str] = []
         target = epath.Path(folder / f"back_{kind}")
-        importing.import_weights(epath.Path(folder / f"saved_{kind}"), target, said.append)
+        importing.import_weights(epath.Path(folder / f"saved_{kind}"), target, None, said.append)
         found = base.read(target)
         same = found.tokenizer.sha256 == trained.tokenizer.sha256
         for name, value in base.flat(found.params).items():

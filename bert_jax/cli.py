@@ -169,6 +169,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("import", _import, "make a base of a Hugging Face folder, or of a run")
     sub.add_argument("source", metavar="SOURCE", help="as save_pretrained writes it; or a workdir")
     sub.add_argument("--workdir", metavar="W", required=True, help="where the base goes")
+    sub.add_argument(
+        "--tokenizer",
+        metavar="FILE_OR_FOLDER",
+        help="another WordPiece vocabulary: pieces that both have keep their weights",
+    )
     sub = add("export", _export, "write a run or a base as a Hugging Face folder")
     sub.add_argument("--workdir", metavar="W", required=True, help="a run or a base")
     sub.add_argument(
@@ -332,7 +337,8 @@ def _import(args: argparse.Namespace) -> int:
 
     from bert_jax.interop import importing
 
-    importing.import_weights(epath.Path(args.source), epath.Path(args.workdir), _console_say())
+    source, target = epath.Path(args.source), epath.Path(args.workdir)
+    importing.import_weights(source, target, args.tokenizer, _console_say())
     return FINISHED
 
 

@@ -11,10 +11,11 @@ from bert_jax import base as base_lib
 from bert_jax import weights
 from bert_jax.base import Base
 from bert_jax.config import InputError, Model
-from bert_jax.interop import names, settings, vocabularies
+from bert_jax.interop import names, settings, surgery, vocabularies
 from bert_jax.model import heads
 from bert_jax.predict import Trained
 from bert_jax.section import printable
+from bert_jax.text import tokenizer as tokenizer_lib
 
 # Others pad the vocabulary's tables to a multiple of one of these.
 _MULTIPLES = (8, 64, 128, 256, 512, 1024)
@@ -23,12 +24,16 @@ _FRESH_SEED = 0
 Say = Callable[[str], None]
 
 
-def import_weights(source: epath.Path, target: epath.Path, say: Say) -> None:
+def import_weights(
+    source: epath.Path, target: epath.Path, vocabulary: str | None, say: Say
+) -> None:
     """Makes a base of a folder as `save_pretrained` writes it, or of a run's newest checkpoint.
 
     Args:
       source: the folder.
       target: where the base goes; nothing may be there.
+      vocabulary: a vocab.txt or a tokenizer folder whose pieces take the place of the source's;
+        None keeps those.
       say: is given a line about what was made, and one about what is not as in the source.
 
     Raises:
@@ -44,6 +49,11 @@ def import_weights(source: epath.Path, target: epath.Path, say: Say) -> None:
         base = Base(run.model, run.params, run.tokenizer, f"{source.name}, step {run.step}")
     else:
         base = read_folder(source, say)
+    if vocabulary is not None:
+        tokenizer = tokenizer_lib.load(vocabulary, base.tokenizer.case)
+        base, known = surgery.with_tokenizer(base, tokenizer)
+        new = tokenizer.size - known
+        say(f"{known} pieces keep their rows; {new} are new, and begin with the mean of the old")
     base_lib.write(base, target)
     cfg = base.model
     say(

@@ -21,7 +21,9 @@ WORD = "bert.embeddings.word_embeddings.weight"
 def imported(folder: pathlib.Path) -> tuple[base_lib.Base, list[str]]:
     """The base of a folder, read back from the disk, and what was said."""
     said: list[str] = []
-    importing.import_weights(epath.Path(folder), epath.Path(folder.parent / "base"), said.append)
+    importing.import_weights(
+        epath.Path(folder), epath.Path(folder.parent / "base"), None, said.append
+    )
     return base_lib.read(epath.Path(folder.parent / "base")), said
 
 
@@ -121,6 +123,29 @@ def test_a_vocabulary_in_tokenizer_json_alone_is_read(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(parts))
     base, _ = imported(folder)
     assert base.tokenizer.vocab == VOCAB and base.tokenizer.case == "cased"
+
+
+def test_another_vocabulary_keeps_the_rows_of_shared_pieces(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    old, _ = imported(hf_folder.write(tmp_path / "hf"))
+    pieces = ["new1", *VOCAB[:5], *VOCAB[1100:0:-1][:-4], "new2", *(f"more{i}" for i in range(60))]
+    pathlib.Path("vocab2.txt").write_text("\n".join(pieces) + "\n")
+    code, err = broken.call("import hf --workdir new --tokenizer vocab2.txt")
+    assert code == 0, err
+    new = base_lib.read(epath.Path("new"))
+    assert new.model.vocab_size == len(pieces) > 1024 and new.tokenizer.vocab == pieces
+    leaves = base_lib.flat(new.params)
+    for name in ("encoder/embeddings/word/embedding", "masked_lm/output_bias"):
+        table, before = leaves.pop(name), base_lib.flat(old.params)[name]
+        assert len(table) == 2048 and not table[len(pieces) :].any()
+        mean = before[:PIECES].astype(np.float64).mean(0)
+        for row, piece in enumerate(pieces):
+            if piece in VOCAB:
+                np.testing.assert_array_equal(table[row], before[VOCAB.index(piece)])
+            else:
+                np.testing.assert_allclose(table[row], mean, rtol=1e-6)
+    for name, value in leaves.items():
+        np.testing.assert_array_equal(value, base_lib.flat(old.params)[name], name)
 
 
 def fast(normalizer) -> dict:
