@@ -14,7 +14,7 @@ endif
 # What `make bench-torch` compares with, in an environment of its own.
 TORCH := .venv-torch
 
-.PHONY: all pretrain test lint bench bench-torch clean another-interpreter
+.PHONY: all pretrain test lint bench bench-torch parity clean another-interpreter
 
 all: $(STAMP)
 
@@ -51,6 +51,15 @@ bench: $(STAMP)
 
 bench-torch: $(STAMP) $(TORCH)/installed
 	$(BIN)/python -m benchmarks.torch_step --python $(TORCH)/bin/python
+
+# The same numbers as PyTorch and transformers, through exported folders; two minutes.
+parity: $(STAMP) $(TORCH)/parity
+	$(BIN)/python -m benchmarks.parity --python $(TORCH)/bin/python
+
+$(TORCH)/parity: $(TORCH)/installed
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  sentence-transformers torch==2.13.0 transformers==5.23.0
+	@touch $@
 
 $(TORCH)/installed:
 	rm -rf $(TORCH)

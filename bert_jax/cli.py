@@ -166,6 +166,31 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--next", metavar="B", help="a second text; with one TEXT")
     sub.add_argument("--top", type=int, default=5, metavar="K", help="pieces a mask [5]")
 
+    sub = add("import", _import, "make a base of a Hugging Face folder, or of a run")
+    sub.add_argument("source", metavar="SOURCE", help="as save_pretrained writes it; or a workdir")
+    sub.add_argument("--workdir", metavar="W", required=True, help="where the base goes")
+    sub.add_argument(
+        "--tokenizer",
+        metavar="FILE_OR_FOLDER",
+        help="another WordPiece vocabulary: pieces that both have keep their weights",
+    )
+    sub = add("export", _export, "write a run or a base as a Hugging Face folder")
+    sub.add_argument("--workdir", metavar="W", required=True, help="a run or a base")
+    sub.add_argument(
+        "--as",
+        dest="kind",
+        choices=("pretraining", "masked_lm", "encoder"),
+        required=True,
+        help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers",
+    )
+    sub.add_argument("--out", metavar="FOLDER", required=True, help="where it goes")
+    sub.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights [float32, which loses nothing]",
+    )
+
     sub = add("doctor", _doctor, "look for what is wrong with text, a prepared corpus or a run")
     sub.add_argument(
         "path",
@@ -278,27 +303,21 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    from bert_jax import predict, resolve
-    from bert_jax.training import mesh as mesh_lib
+    from etils import epath
+
+    from bert_jax.predict import Trained
     from bert_jax.training.predictor import Predictor
-    from bert_jax.training.prepared import Prepared
-    from bert_jax.workdir import Workdir
 
     if args.next is not None and len(args.text) != 1:
         raise InputError("--next: give exactly one TEXT with it")
     if args.top < 1:
         raise InputError(f"--top {args.top}: must be at least 1")
-    workdir = Workdir(args.workdir)
-    experiment = resolve.load_saved(workdir)
-    workdir = Workdir(args.workdir, experiment.run.corpus_dir)
-    prepared = Prepared.open(workdir.corpus)
-    mesh = mesh_lib.make_mesh(experiment.mesh)
-    params, _ = predict.load_params(experiment, workdir, prepared, mesh)
-    predictor = Predictor(experiment.model, prepared.tokenizer)
+    trained = Trained.of(epath.Path(args.workdir))
+    predictor = Predictor(trained.model, trained.tokenizer)
     asked = [("TEXT", text, args.next) for text in args.text]
     for where, a, b in asked or _asked_lines():
         try:
-            answer = predictor.predict(params, a, b, args.top)
+            answer = predictor.predict(trained.params, a, b, args.top)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         for text in (a,) if b is None else (a, b):
@@ -310,6 +329,31 @@ def _predict(args: argparse.Namespace) -> int:
             print("  nothing to say: write [MASK] in the text, or give a second one")
         if answer.is_next is not None:
             print(f"  B follows A: {answer.is_next:.3f}")
+    return FINISHED
+
+
+def _import(args: argparse.Namespace) -> int:
+    from etils import epath
+
+    from bert_jax.interop import importing
+
+    source, target = epath.Path(args.source), epath.Path(args.workdir)
+    importing.import_weights(source, target, args.tokenizer, _console_say())
+    return FINISHED
+
+
+def _export(args: argparse.Namespace) -> int:
+    from etils import epath
+
+    from bert_jax.interop import exporting
+    from bert_jax.predict import Trained
+
+    trained = Trained.of(epath.Path(args.workdir))
+    exporting.export_weights(trained, args.kind, args.dtype, epath.Path(args.out))
+    _console_say()(
+        f"exported {printable(trained.name)}, step {trained.step}: "
+        f"{exporting.ARCHITECTURES[args.kind]}, {args.dtype}, in {printable(args.out)}"
+    )
     return FINISHED
 
 

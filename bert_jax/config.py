@@ -257,6 +257,8 @@ class Experiment(Section):
 
     name: str
     seed: int = 0
+    # A folder that `bert-jax import` made, whose weights the run begins with; empty: fresh ones.
+    init_from: str = ""
     model: Model = field(default_factory=Model)
     corpus: Corpus
     data: Data = field(default_factory=Data)

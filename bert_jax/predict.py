@@ -1,25 +1,99 @@
-"""The parameters of a trained run, for those who ask it."""
+"""The parameters of a trained run or a base, for those who ask it."""
 
+import dataclasses
 from typing import Any
 
 import jax
+from etils import epath
 
+from bert_jax import base as base_lib
 from bert_jax import resolve
-from bert_jax.config import Experiment, InputError
-from bert_jax.training import step
+from bert_jax.config import Experiment, InputError, Model
+from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import metrics, step
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.prepared import Prepared
 from bert_jax.workdir import Workdir
 
 
+@dataclasses.dataclass
+class Trained:
+    """Parameters with what is known of them.
+
+    Attributes:
+      name: of the run or the base.
+      model: their shape.
+      params: nested dict of float32 arrays, on the devices.
+      tokenizer: whose ids they know.
+      fresh: parts that were never trained.
+      step: of the checkpoint; 0 of a base.
+      source: in words, where a base comes from; "" of a run.
+      experiment: the claim; None of a base.
+      manifest: of the corpus; None of a base.
+      evaluation: the line of metrics.jsonl of this step; None if there is none.
+    """
+
+    name: str
+    model: Model
+    params: dict[str, Any]
+    tokenizer: Tokenizer
+    fresh: tuple[str, ...] = ()
+    step: int = 0
+    source: str = ""
+    experiment: Experiment | None = None
+    manifest: dict[str, Any] | None = None
+    evaluation: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, folder: epath.Path) -> "Trained":
+        """A base, or the newest checkpoint of a run.
+
+        Raises:
+          InputError: neither is here, or it is damaged.
+        """
+        if base_lib.is_base(folder):
+            base = base_lib.read(folder)
+            return cls(
+                folder.name,
+                base.model,
+                jax.device_put(base.params),
+                base.tokenizer,
+                base.fresh,
+                source=base.source,
+            )
+        experiment = resolve.load_saved(Workdir(folder))
+        workdir = Workdir(folder, experiment.run.corpus_dir)
+        prepared = Prepared.open(workdir.corpus)
+        mesh = mesh_lib.make_mesh(experiment.mesh)
+        params, step = load_params(experiment, workdir, prepared, mesh)
+        lines = metrics.Lines(workdir.metrics).read()
+        found = [x for x in lines if x["kind"] == "evaluation" and x["step"] == step]
+        return cls(
+            experiment.name,
+            experiment.model,
+            params,
+            prepared.tokenizer,
+            step=step,
+            experiment=experiment,
+            manifest=prepared.manifest,
+            evaluation=found[-1] if found else None,
+        )
+
+
 def load_params(
     experiment: Experiment, workdir: Workdir, prepared: Prepared, mesh: jax.sharding.Mesh
 ) -> tuple[Any, int]:
-    """Parameters of the newest checkpoint, and its step.
+    """Parameters of the newest checkpoint, and its step; of a base its own, and 0.
 
     Raises:
       InputError: there is none, or it belongs to another experiment or corpus.
     """
+    if base_lib.is_base(workdir.root):
+        base = base_lib.read(workdir.root)
+        base_lib.require_same_model(base, experiment.model, str(workdir.root))
+        base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
+        return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
     if not workdir.checkpoints.exists():
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     with Checkpoints(workdir.checkpoints, experiment.run.keep_checkpoints, "read") as saved:

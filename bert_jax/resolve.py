@@ -14,6 +14,8 @@ from bert_jax.workdir import Workdir
 
 FORMAT_VERSION = 1
 
+T = typing.TypeVar("T", bound=Section)
+
 
 def load(path: str) -> Experiment:
     """Reads EXPERIMENT: a .py file that defines `experiment()`, or a resolved config as JSON."""
@@ -69,6 +71,11 @@ def load_saved(workdir: Workdir) -> Experiment:
     Raises:
       InputError: no run here.
     """
+    if (workdir.root / "base.json").exists():
+        raise InputError(
+            f"{workdir.root}: a base, which has no held-out text; name an EXPERIMENT, whose "
+            "corpus lies in run.corpus_dir"
+        )
     if not workdir.experiment.exists():
         raise InputError(f"{workdir.root}: no run here (no experiment.json)")
     return from_json(
@@ -189,6 +196,18 @@ def flatten(section: Any, kind: str = "all", path: str = "") -> list[tuple[str, 
         elif kind in ("all", section.kind):
             rows.append((where, value))
     return rows
+
+
+def section(kind: type[T], value: Any, where: str) -> T:
+    """A section from the object that JSON gives for it; `where` begins its complaints.
+
+    Raises:
+      InputError: an unknown field, or a value that the section refuses.
+    """
+    try:
+        return _build(kind, value, "")
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def _plain(value: Any) -> Any:

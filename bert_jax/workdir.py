@@ -185,6 +185,29 @@ def made(folder: epath.Path) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
+    """Gives a folder to fill that takes its place, whole, at the end; a failure leaves nothing.
+
+    Raises:
+      InputError: something lies there already, or it cannot be written.
+    """
+    folder = folder.absolute()  # else "." would have no place beside it
+    with named_errors(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"{folder}: is there already; choose another folder")
+    beside = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    with made(folder.parent), named_errors(folder):
+        try:
+            beside.mkdir()
+            yield beside
+            beside.replace(folder)  # also over an empty one
+        except BaseException:
+            with contextlib.suppress(OSError):
+                beside.rmtree(missing_ok=True)
+            raise
+
+
 def _held(path: epath.Path) -> IO[bytes]:
     """The lock file, opened and locked."""
     tries = 0

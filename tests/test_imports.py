@@ -22,8 +22,8 @@ ALLOWED = {
     "data": {"config", "workdir", "text"},
     "hardware": set(),
     "model": {"config"},
-    "training": {"config", "resolve", "workdir", "hardware", "text", "data", "model"},
-    "predict": {"config", "resolve", "workdir", "text", "data", "model", "training"},
+    "training": {"config", "resolve", "workdir", "hardware", "text", "data", "model", "base"},
+    "predict": {"config", "resolve", "workdir", "text", "data", "model", "training", "base"},
     "doctor": {"section", "config", "resolve", "workdir", "text", "data", "training"},
     "report": {
         "section",
@@ -35,6 +35,20 @@ ALLOWED = {
         "training",
         "show",
         "doctor",
+    },
+    "weights": {"config", "workdir"},
+    "base": {"config", "resolve", "workdir", "text", "weights"},
+    "interop": {
+        "section",
+        "config",
+        "resolve",
+        "workdir",
+        "text",
+        "model",
+        "weights",
+        "base",
+        "training",
+        "predict",
     },
     "show": {"section", "config", "workdir", "text", "data", "model", "training"},
 }
@@ -100,7 +114,8 @@ def test_no_import_cycles():
 
 def test_no_tensorflow_or_torch_at_run_time():
     code = (
-        "import sys, bert_jax.cli, bert_jax.predict, bert_jax.show, bert_jax.training.session;"
+        "import sys, bert_jax.cli, bert_jax.interop.importing, bert_jax.interop.exporting,"
+        "bert_jax.predict, bert_jax.show, bert_jax.training.session;"
         "sys.exit(bool({'tensorflow', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

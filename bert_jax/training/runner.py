@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bert_jax import base as base_lib
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.model import flops
@@ -67,6 +68,8 @@ class Trainer:
         self.metrics = metrics.Lines(workdir.metrics)
         self.predictions = metrics.Lines(workdir.predictions)
         self.timings = metrics.Lines(workdir.timings)
+        # Which weights the first step began with; "" for fresh ones.
+        self.init_sha256 = ""
         self.held_out = self.prepared.held_out(experiment, self.mesh)
         self.watched = self.prepared.watched(experiment)
         self.eval_step = step.make_eval_step(experiment.model, experiment.mesh, self.mesh)
@@ -130,10 +133,12 @@ class Trainer:
                 lambda: step.init_state(experiment.model, experiment.optimizer, experiment.seed),
                 out_shardings=shardings,
             )
-            return make(), self.empty_window()
+            return self._with_init(make(), shardings), self.empty_window()
         with self.clock.waiting("restore"):
             state, metadata = saved.restore(done, abstract)
         self.prepared.require_same(metadata)
+        # Checkpoints from before there was `init_from` began with fresh weights.
+        self.init_sha256 = metadata.get("init_sha256", "")
         for name, value in environment().items():
             if metadata["environment"].get(name) != value:
                 self.progress.say(
@@ -147,6 +152,18 @@ class Trainer:
         self.progress.say(f"resume: from step {done}")
         self.done = done
         return state, window
+
+    def _with_init(self, state: step.State, shardings: step.State) -> step.State:
+        """The state with the weights of `init_from`, if the claim names some."""
+        base = base_lib.start_of(self.experiment)
+        if base is None:
+            return state
+        where = self.experiment.init_from
+        base_lib.require_same_tokenizer(base, self.prepared.tokenizer, where)
+        self.init_sha256 = base.sha256
+        fresh = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
+        self.progress.say(f"init_from: {where}, weights {base.sha256[:12]}{fresh}")
+        return state | {"params": jax.device_put(base.params, shardings["params"])}
 
     def _phase(
         self,
@@ -265,6 +282,7 @@ class Trainer:
         metadata = {
             "window": {k: v.tolist() for k, v in metrics.fetch(window).items()},
             "corpus_sha256": self.prepared.sha256,
+            "init_sha256": self.init_sha256,
             "experiment": json.loads(resolve.to_json(self.experiment)),
             "environment": environment(),
         }

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
+from etils import epath
 
+from bert_jax import base as base_lib
 from bert_jax import hardware, resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.data import corpus
@@ -53,6 +55,8 @@ def pretrain(
     _keep_compiled_programs()
     clock = Clock(hardware.peak_flops(experiment.model.compute_dtype))
     workdir.require_ours()
+    if not workdir.checkpoints.exists():
+        base_lib.start_of(experiment)  # before a corpus is made for weights that do not fit
     with lock(workdir.root), _nothing_without_checkpoint(workdir):
         _require_same_claim(experiment, workdir, length, progress)
         # A signal ends this at once: a corpus half made is made anew.
@@ -135,6 +139,7 @@ def _require_same_claim(
         if checkpoints.latest_step is None:
             return
         saved = checkpoints.claim(checkpoints.latest_step)
+        began_with = checkpoints.metadata(checkpoints.latest_step).get("init_sha256", "")
     changed = resolve.differences(saved, experiment, "identity")
     if length == "extend":
         last = f"phases.{len(saved.phases) - 1}.steps:"
@@ -151,5 +156,9 @@ def _require_same_claim(
             f"{workdir.root}: this run was started with other settings ({'; '.join(changed)}); "
             "give it the old ones, or choose another --workdir"
         )
+    if experiment.init_from and not base_lib.is_base(epath.Path(experiment.init_from)):
+        progress.say(f"resume: there is no {experiment.init_from} any more to compare with")
+    elif experiment.init_from:
+        base_lib.require_same_weights(experiment.init_from, began_with)
     for line in resolve.differences(saved, experiment, "placement"):
         progress.say(f"resume: {line}")

@@ -1,20 +1,39 @@
 """Against PyTorch's BertForPreTraining, run elsewhere."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close
-from hf_weights import CONFIG, FOLDER, convert
 from safetensors.numpy import load_file
 
+from bert_jax.config import Model
+from bert_jax.interop import names
 from bert_jax.model import heads, losses
 from bert_jax.model.encoder import Loop, encode
+
+FOLDER = pathlib.Path(__file__).parents[1] / "data" / "hf_bert_tiny"
+CONFIG = Model(
+    vocab_size=1000,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=256,
+    max_position_embeddings=128,
+)
+
+
+def ours(tensors):
+    params, missing = names.to_ours(tensors, CONFIG, "golden")
+    assert not missing
+    return params
 
 
 @pytest.fixture(scope="module")
 def golden():
-    params = jax.tree.map(jnp.asarray, convert(load_file(FOLDER / "model.safetensors")))
+    params = jax.tree.map(jnp.asarray, ours(load_file(FOLDER / "model.safetensors")))
     raw = np.load(FOLDER / "batch.npz")
     labels = raw["labels"]
     positions = np.broadcast_to(np.arange(labels.shape[1]), labels.shape)
@@ -63,4 +82,4 @@ def test_gradients_equal_pytorch(golden):
         )
         return sum(sums[k][0] / sums[k][1] for k in ("masked_lm_loss", "next_sentence_loss"))
 
-    assert_close(jax.grad(loss)(params), convert(dict(np.load(FOLDER / "grads.npz"))), 1e-5)
+    assert_close(jax.grad(loss)(params), ours(dict(np.load(FOLDER / "grads.npz"))), 1e-5)

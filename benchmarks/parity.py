@@ -1,0 +1,170 @@
+"""Our numbers against PyTorch's, through folders that `export` writes: `make parity`.
+
+Exports a small model in every form, computes its outputs, trains it for 50 steps; then
+`parity_peer` does the same in its own environment with what it loads from these folders and says
+how far it is off. At last what transformers saves is imported and compared bit for bit. No figure
+is a speed; the exit code is 1 if one is beyond its bound.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from bert_jax import base, resolve
+from bert_jax.config import Experiment, Optimizer, Phase
+from bert_jax.data import corpus
+from bert_jax.interop import exporting, importing
+from bert_jax.model import heads
+from bert_jax.model.encoder import Loop, encode
+from bert_jax.predict import Trained
+from bert_jax.text import tokenizer
+from bert_jax.training import feed, metrics, optimizer, step
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.prepared import Prepared
+
+STEPS = 50
+TEXTS = [
+    "The quick brown Fox jumps over the lazy dog.",
+    "Fellow-citizens of the Senate and of the House of Representatives:",
+    "Überraschung, naïve café: ÅNGSTRÖM, İstanbul, ǅ, ﬁne",
+    "日本語 text 漢字 한국어 ไทย",
+    "a" * 150 + " " + "b" * 250,
+    "don't stop-me_now (please)! 3.14% $5 #x @y ~z `w` ^^",
+    "tabs\tand\nlines\r\n and\u00a0spaces \u200b\u0007bell \ufffd \u2028",
+    "",
+    "   ",
+    "Ελληνικά και кириллица, עברית, العربية 😀👩‍👩‍👧",
+    "unaffable unwantedness internationalization",
+]
+
+
+def main() -> int:
+    """Makes the folders, asks the peer, and imports what it saved."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", default=".venv-torch/bin/python", help="with torch")
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        trained, prepared, experiment = make_model(folder)
+        for kind in exporting.ARCHITECTURES:
+            exporting.export_weights(trained, kind, "float32", epath.Path(folder / kind))
+        cased = tokenizer.WordPiece(trained.tokenizer.vocab, "cased")
+        other = dataclasses.replace(trained, tokenizer=cased)
+        exporting.export_weights(other, "encoder", "float32", epath.Path(folder / "cased"))
+        ids = {
+            "encoder": [trained.tokenizer.encode(text) for text in TEXTS],
+            "cased": [cased.encode(text) for text in TEXTS],
+        }
+        (folder / "texts.json").write_text(json.dumps({"texts": TEXTS, "ids": ids}))
+        np.savez(folder / "outputs.npz", **outputs(trained, prepared, experiment))
+        np.savez(folder / "training.npz", **training(trained, prepared, experiment))
+        command = [flags.python, "-m", "benchmarks.parity_peer", str(folder)]
+        code = subprocess.run(command, check=False).returncode
+        return code or returned(trained, folder)
+
+
+def make_model(folder: pathlib.Path) -> tuple[Trained, Prepared, Experiment]:
+    """tiny.py's model on its corpus without dropout; no parameter is zero or one."""
+    experiment = resolve.override(
+        resolve.load("experiments/tiny.py"),
+        ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"],
+    )
+    experiment = dataclasses.replace(
+        experiment,
+        phases=(Phase(steps=STEPS, sequence_length=64, max_predictions_per_seq=10, batch_size=16),),
+        optimizer=Optimizer(
+            name="adamw", peak_learning_rate=1e-3, warmup_steps=10, schedule="linear"
+        ),
+    )
+    place = epath.Path(folder / "corpus")
+    corpus.prepare(experiment.corpus, experiment.model.vocab_size, place, lambda line: None)
+    prepared = Prepared.open(place)
+    rng = np.random.default_rng(0)
+    params = heads.init_params(experiment.model, jax.random.key(0))
+    used = experiment.model.vocab_size
+
+    def stir(path: tuple[Any, ...], value: jax.Array) -> np.ndarray:
+        moved = np.asarray(value) + 0.02 * rng.standard_normal(value.shape).astype(np.float32)
+        if "word" in [key.key for key in path] or path[-1].key == "output_bias":
+            moved[used:] = 0
+        return moved
+
+    params = jax.tree.map_with_path(stir, params)
+    made = base.Base(experiment.model, params, prepared.tokenizer, "benchmarks.parity")
+    base.write(made, epath.Path(folder / "base"))
+    return Trained.of(epath.Path(folder / "base")), prepared, experiment
+
+
+def outputs(trained: Trained, prepared: Prepared, experiment: Experiment) -> dict[str, Any]:
+    """One batch, and what all forms make of it."""
+    batch = prepared.train_batches(experiment, 0).batch(0, np.arange(16))
+    ready = {name: jnp.asarray(value) for name, value in batch.items()}
+    masked_lm, next_sentence = heads.pretraining_logits(
+        trained.model, trained.params, ready, None, Loop()
+    )
+    model = heads.merge(trained.model, trained.params)
+    inputs = (ready["input_ids"], ready["segment_ids"], ready["input_mask"])
+    hidden = encode(model.encoder, trained.model, *inputs, None, Loop())
+    return batch | {
+        "prediction_logits": masked_lm[..., : trained.model.vocab_size],
+        "seq_relationship_logits": next_sentence,
+        "last_hidden_state": hidden,
+        "pooler_output": jnp.tanh(model.pooler(hidden[:, 0])),
+    }
+
+
+def training(trained: Trained, prepared: Prepared, experiment: Experiment) -> dict[str, Any]:
+    """Batches, learning rates and losses of 50 steps."""
+    mesh = mesh_lib.make_mesh(experiment.mesh)
+    cfg, total = experiment.optimizer, experiment.total_steps
+    state = step.init_state(experiment.model, cfg, 0) | {"params": trained.params}
+    # A copy: the step is given its state to keep.
+    state = jax.device_put(jax.tree.map(jnp.copy, state), mesh_lib.replicated(mesh))
+    train_step = step.make_train_step(experiment.model, cfg, experiment.mesh, total, mesh)
+    key = step.phase_key(experiment.model, experiment.seed, 0)
+    sharding, rows = mesh_lib.batch_sharding(mesh), np.arange(16)
+    batches, losses = [], []
+    for number in range(STEPS):
+        batch = prepared.train_batches(experiment, 0).batch(number, rows)
+        window = jax.device_put(step.empty_window(), mesh_lib.replicated(mesh))
+        placed = feed.place(batch, rows, len(rows), sharding)
+        state, window = train_step(state, window, placed, key)
+        means = metrics.means(metrics.fetch(window))
+        losses.append(means["masked_lm_loss"] + means["next_sentence_loss"])
+        batches.append(batch)
+    rates = [float(optimizer.schedule(cfg, total, jnp.int32(i))) for i in range(STEPS)]
+    stacked = {name: np.stack([b[name] for b in batches]) for name in batches[0]}
+    return stacked | {"losses": np.array(losses), "learning_rates": np.array(rates)}
+
+
+def returned(trained: Trained, folder: pathlib.Path) -> int:
+    """Imports what transformers has saved: 1 if a bit of it differs."""
+    wrong = 0
+    ours = base.flat(trained.params)
+    for kind in exporting.ARCHITECTURES:
+        said: list[str] = []
+        target = epath.Path(folder / f"back_{kind}")
+        importing.import_weights(epath.Path(folder / f"saved_{kind}"), target, None, said.append)
+        found = base.read(target)
+        same = found.tokenizer.sha256 == trained.tokenizer.sha256
+        for name, value in base.flat(found.params).items():
+            if name.split("/")[0] not in found.fresh:
+                same = same and np.array_equal(value, np.asarray(ours[name]))
+        wrong += not same
+        fresh = ", ".join(found.fresh) or "none"
+        print(f"saved by transformers, imported as {kind}: bits equal: {same}; fresh: {fresh}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The side of `parity` that runs in PyTorch's environment: loads the folders and compares."""
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from sentence_transformers import SentenceTransformer
+
+ARCHITECTURES = {
+    "pretraining": "BertForPreTraining",
+    "masked_lm": "BertForMaskedLM",
+    "encoder": "BertModel",
+}
+LOGITS = 2e-5
+FIRST, EARLY, WHOLE = 20, 1e-4, 1e-3
+
+
+class Checks:
+    """Says each figure with its bound, and remembers whether all held."""
+
+    def __init__(self):
+        self.failed = 0
+
+    def below(self, what: str, value: float, bound: float) -> None:
+        self.failed += not value < bound  # NaN fails
+        print(f"{what}: {value:.2e} (bound {bound:.0e}){'' if value < bound else '  FAILED'}")
+
+    def holds(self, what: str, value: bool) -> None:
+        self.failed += not value
+        print(f"{what}: {'yes' if value else 'NO  FAILED'}")
+
+
+def main() -> int:
+    """Compares everything in the folder that the arguments name."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(2)
+    folder, checks = pathlib.Path(sys.argv[1]), Checks()
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}")
+    expected = dict(np.load(folder / "outputs.npz"))
+    for kind in ARCHITECTURES:
+        compare_outputs(kind, folder, expected, checks)
+    compare_tokens(folder, checks)
+    compare_sentences(folder, expected, checks)
+    compare_training(folder, checks)
+    return int(checks.failed > 0)
+
+
+def load(kind: str, folder: pathlib.Path) -> tuple[Any, dict[str, Any]]:
+    """The model of a form, and what loading says."""
+    cls = getattr(transformers, ARCHITECTURES[kind])
+    return cls.from_pretrained(folder / kind, output_loading_info=True)
+
+
+def inputs(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """A batch of ours under their names."""
+    named = {
+        "input_ids": "input_ids",
+        "token_type_ids": "segment_ids",
+        "attention_mask": "input_mask",
+    }
+    return {theirs: torch.from_numpy(batch[ours]).long() for theirs, ours in named.items()}
+
+
+def compare_outputs(
+    kind: str, folder: pathlib.Path, expected: dict[str, np.ndarray], checks: Checks
+) -> None:
+    """Keys, outputs; then saves the model as a user would."""
+    model, info = load(kind, folder)
+    for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        checks.holds(f"{kind}: no {keys}", not info[keys])
+    model.eval()
+    with torch.no_grad():
+        found = model(**inputs(expected))
+    at = torch.from_numpy(expected["masked_lm_positions"]).long()
+    for theirs, ours in (
+        ("prediction_logits", "prediction_logits"),
+        ("logits", "prediction_logits"),
+        ("seq_relationship_logits", "seq_relationship_logits"),
+        ("last_hidden_state", "last_hidden_state"),
+        ("pooler_output", "pooler_output"),
+    ):
+        value = getattr(found, theirs, None)
+        if value is None:
+            continue
+        if ours == "prediction_logits":
+            value = value.gather(1, at[..., None].expand(-1, -1, value.shape[-1]))
+        off = np.abs(value.numpy() - expected[ours]).max()
+        checks.below(f"{kind}: {theirs}, largest difference", float(off), LOGITS)
+    model.save_pretrained(folder / f"saved_{kind}")
+    # Users have either class's files.
+    cls = transformers.BertTokenizer if kind == "masked_lm" else transformers.AutoTokenizer
+    cls.from_pretrained(folder / kind).save_pretrained(folder / f"saved_{kind}")
+
+
+def compare_tokens(folder: pathlib.Path, checks: Checks) -> None:
+    """Ids of AutoTokenizer, lower-casing and not."""
+    written = json.loads((folder / "texts.json").read_text())
+    for name, ids in written["ids"].items():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder / name)
+        theirs = tokenizer(written["texts"], add_special_tokens=False)["input_ids"]
+        checks.holds(f"{name}: AutoTokenizer's ids of {len(ids)} texts equal ours", theirs == ids)
+
+
+def compare_sentences(
+    folder: pathlib.Path, expected: dict[str, np.ndarray], checks: Checks
+) -> None:
+    """sentence-transformers gives the mean over a text's pieces."""
+    encoder = SentenceTransformer(str(folder / "encoder"), device="cpu")
+    text = "We the people of the United States"
+    batch = encoder.tokenizer(text, return_tensors="pt")
+    model, _ = load("encoder", folder)
+    with torch.no_grad():
+        mean = model.eval()(**batch).last_hidden_state[0].mean(0).numpy()
+    off = np.abs(encoder.encode(text) - mean).max()
+    checks.below("sentence-transformers: mean of the pieces, largest difference", off, 1e-6)
+
+
+def compare_training(folder: pathlib.Path, checks: Checks) -> None:
+    """The losses of the same steps with torch.optim.AdamW."""
+    run = dict(np.load(folder / "training.npz"))
+    model, _ = load("pretraining", folder)
+    model.train()  # the dropout of its config is 0
+    named = list(model.named_parameters())
+    kept = ("bias", "LayerNorm.weight")
+    groups = [
+        {"params": [p for n, p in named if not n.endswith(kept)], "weight_decay": 0.01},
+        {"params": [p for n, p in named if n.endswith(kept)], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-6)
+    off = []
+    for number, (ours, rate) in enumerate(zip(run["losses"], run["learning_rates"], strict=True)):
+        batch = {name: value[number] for name, value in run.items() if value.ndim > 1}
+        for group in optimizer.param_groups:
+            group["lr"] = float(rate)
+        loss = model(**inputs(batch), **targets(batch)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        off.append(abs(loss.item() - float(ours)) / float(ours))
+    print(f"training: loss {run['losses'][0]:.4f} to {run['losses'][-1]:.4f}")
+    checks.below(
+        f"training: first {FIRST} steps, largest relative difference", max(off[:FIRST]), EARLY
+    )
+    checks.below(f"training: all {len(off)} steps, largest relative difference", max(off), WHOLE)
+
+
+def targets(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Labels as their loss wants them: -100 where nothing is predicted."""
+    labels = np.full(batch["input_ids"].shape, -100, np.int64)
+    row, column = np.nonzero(batch["masked_lm_weights"])
+    labels[row, batch["masked_lm_positions"][row, column]] = batch["masked_lm_ids"][row, column]
+    follows = torch.from_numpy(batch["next_sentence_labels"]).long()
+    return {"labels": torch.from_numpy(labels), "next_sentence_label": follows}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

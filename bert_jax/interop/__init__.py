@@ -1,0 +1,1 @@
+"""Checkpoints of others: Hugging Face folders to bases (`import`), and back (`export`)."""

@@ -1,0 +1,153 @@
+"""The model card beside an exported model: what it was trained on, how, and how good it is."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import bert_jax
+from bert_jax import resolve
+from bert_jax.interop.names import PARTS
+from bert_jax.predict import Trained
+from bert_jax.section import printable
+from bert_jax.training import evaluate
+
+_USE = {
+    "BertForPreTraining": "both heads of pre-training",
+    "BertForMaskedLM": "the masked LM head",
+    "BertModel": "the encoder without heads, for fine-tuning or sentence-transformers",
+}
+# Sources beyond these are counted, not named.
+_NAMED = 50
+_PATHS = ("corpus.sources", "corpus.tokenizer", "init_from")
+_PARTS = {"pooler": "pooler", "masked_lm": "masked LM head", "next_sentence": "NSP head"}
+
+
+def write(trained: Trained, architecture: str, dtype: str, folder: str) -> str:
+    """The text of README.md. Names of files and runs are code, so that no markup is read in them.
+
+    Args:
+      trained: what is exported.
+      architecture: the class that reads it.
+      dtype: of the weights.
+      folder: what the folder is called.
+    """
+    parts = [
+        *_front(architecture),
+        f"# {code(trained.name)}",
+        "",
+        f"A BERT pre-trained with bert_jax {bert_jax.__version__}: `{architecture}`, "
+        f"{_USE[architecture]}.",
+        f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
+        "",
+        *_how_to(architecture, folder),
+        *_fresh(trained, architecture),
+        *_model(trained),
+        *_scores(trained),
+        *_corpus(trained),
+        *_recipe(trained),
+    ]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def code(text: str) -> str:
+    """Text as an inline code span, whatever it holds."""
+    return f"`{printable(text).replace('`', chr(39)) or ' '}`"
+
+
+def _front(architecture: str) -> list[str]:
+    """What model hubs read; fixed words alone."""
+    if architecture == "BertModel":
+        library, task = "sentence-transformers", "feature-extraction"
+    else:
+        library, task = "transformers", "fill-mask"
+    return [
+        "---",
+        f"library_name: {library}",
+        f"pipeline_tag: {task}",
+        "tags:",
+        "- bert",
+        "---",
+        "",
+    ]
+
+
+def _how_to(architecture: str, folder: str) -> Iterator[str]:
+    name = json.dumps(printable(folder).replace("`", "'"))
+    yield "```python"
+    yield f"from transformers import AutoTokenizer, {architecture}"
+    yield ""
+    yield f"tokenizer = AutoTokenizer.from_pretrained({name})"
+    yield f"model = {architecture}.from_pretrained({name})"
+    yield "```"
+    yield ""
+
+
+def _fresh(trained: Trained, architecture: str) -> Iterator[str]:
+    written = [_PARTS[part] for part in trained.fresh if part in PARTS[architecture]]
+    if written:
+        yield f"Never trained, freshly initialised: {', '.join(written)}."
+        yield ""
+
+
+def _model(trained: Trained) -> Iterator[str]:
+    yield "## Model"
+    yield ""
+    yield from _fields(trained.model)
+    yield f"- text: {trained.tokenizer.case} {trained.tokenizer.kind}"
+    if trained.source:
+        yield f"- imported from: {code(trained.source)}"
+    yield ""
+
+
+def _scores(trained: Trained) -> Iterator[str]:
+    if trained.evaluation is None:
+        return
+    yield f"## Held-out scores at step {trained.step}"
+    yield ""
+    yield evaluate.summary(trained.evaluation)
+    yield ""
+    for name, value in trained.evaluation.items():
+        if isinstance(value, float):
+            yield f"- {name}: {value:.6g}"
+    yield ""
+
+
+def _corpus(trained: Trained) -> Iterator[str]:
+    if trained.manifest is None:
+        return
+    sources: list[dict[str, Any]] = trained.manifest["sources"]
+    yield "## Text"
+    yield ""
+    for split, counts in trained.manifest["splits"].items():
+        shown = ", ".join(f"{n} {what}" for what, n in counts.items() if isinstance(n, int))
+        yield f"- {code(split)}: {shown}"
+    yield f"- vocabulary: sha256 {code(trained.tokenizer.sha256)}"
+    yield f"- files: {len(sources)}"
+    for source in sources[:_NAMED]:
+        name, sha256 = pathlib.PurePath(source["file"]).name, str(source.get("sha256"))
+        yield f"  - {code(name)}, sha256 {code(sha256)}"
+    if len(sources) > _NAMED:
+        yield f"  - and {len(sources) - _NAMED} more"
+    yield ""
+
+
+def _recipe(trained: Trained) -> Iterator[str]:
+    if trained.experiment is None:
+        return
+    yield "## Recipe"
+    yield ""
+    yield f"- step: {trained.step} of {trained.experiment.total_steps}"
+    for path, value in resolve.flatten(trained.experiment, "identity"):
+        if path in _PATHS:
+            # A card is made public, and where its author's files lie is nobody's concern.
+            values = value if isinstance(value, tuple) else (value,)
+            value = ", ".join(pathlib.PurePath(str(one)).name for one in values)
+        if not path.startswith("model.") and value != "":
+            yield f"- {path}: {code(str(value))}"
+    yield ""
+
+
+def _fields(section: Any) -> Iterator[str]:
+    for path, value in resolve.flatten(section):
+        yield f"- {path}: {code(str(value))}"

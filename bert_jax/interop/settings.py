@@ -1,0 +1,99 @@
+"""Hugging Face's config.json and our Model section."""
+
+import dataclasses
+import json
+from typing import Any
+
+from etils import epath
+
+from bert_jax import resolve
+from bert_jax.config import InputError, Model
+from bert_jax.interop.names import PARTS
+
+# Under the same name in both.
+_SAME = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "initializer_range",
+)
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# Fields that would change what is computed, and the only value of each that we compute.
+_FIXED = {
+    "layer_norm_eps": 1e-12,
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "chunk_size_feed_forward": 0,
+}
+
+
+def read(path: epath.Path) -> Model:
+    """The Model section that a config.json stands for. Fields it lacks have BERT-Base's values.
+
+    Raises:
+      InputError: another architecture, or a field whose value is not supported.
+    """
+    fields = read_object(path)
+    if fields.get("model_type") != "bert":
+        raise InputError(
+            f"{path}: model_type={fields.get('model_type')!r}: only 'bert' is supported"
+        )
+    named = fields.get("architectures") or []
+    if not isinstance(named, list) or not all(name in list(PARTS) for name in named):
+        raise InputError(f"{path}: architectures={named!r}: only {', '.join(PARTS)} are supported")
+    for name, value in _FIXED.items():
+        if fields.get(name) not in (None, value):
+            raise InputError(f"{path}: {name}={fields[name]!r}: only {value!r} is supported")
+    act = fields.get("hidden_act", "gelu")
+    if not isinstance(act, str) or act not in _ACTIVATIONS:
+        raise InputError(
+            f"{path}: hidden_act={act!r}: only {', '.join(_ACTIVATIONS)} are supported"
+        )
+    ours = {name: fields[name] for name in _SAME if name in fields}
+    return resolve.section(Model, ours | {"hidden_act": _ACTIVATIONS[act]}, str(path))
+
+
+def write(cfg: Model, architecture: str, dtype: str, pad_id: int) -> str:
+    """The text of a config.json that their class `architecture` reads."""
+    ours = dataclasses.asdict(cfg)
+    fields = {
+        "architectures": [architecture],
+        "model_type": "bert",
+        **{name: ours[name] for name in _SAME},
+        "hidden_act": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[cfg.hidden_act],
+        **{name: value for name, value in _FIXED.items() if name != "chunk_size_feed_forward"},
+        "pad_token_id": pad_id,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # what versions before 4.56 call it
+    }
+    return json.dumps(fields, indent=2) + "\n"
+
+
+def read_object(path: epath.Path) -> dict[str, Any]:
+    """A JSON object of others, which carries no format version.
+
+    Raises:
+      InputError: no such file, or not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file; a Hugging Face checkpoint has one") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return value

@@ -1,0 +1,168 @@
+"""Hugging Face's tokenizer files and our WordPiece tokenizer."""
+
+import json
+from typing import Any
+
+import tokenizers
+from etils import epath
+
+from bert_jax.config import InputError
+from bert_jax.interop.settings import read_object
+from bert_jax.text import tokenizer as tokenizer_lib
+from bert_jax.text import vocabulary
+from bert_jax.workdir import named_errors
+
+_SENTENCEPIECE = ("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model")
+_LONGEST_WORD = 200  # of the reference; theirs is 100 unless tokenizer.json says so
+
+
+def read(folder: epath.Path) -> tokenizer_lib.WordPiece:
+    """The tokenizer of a checkpoint folder.
+
+    Raises:
+      InputError: it has none, or one that gives other ids than ours would.
+    """
+    for name in _SENTENCEPIECE:
+        if (folder / name).exists() and not (folder / "vocab.txt").exists():
+            raise InputError(
+                f"{folder / name}: SentencePiece vocabularies are not imported, only WordPiece's "
+                "vocab.txt or tokenizer.json: transformers has no BERT tokenizer for them"
+            )
+    parts = read_object(folder / "tokenizer.json") if _has(folder, "tokenizer.json") else {}
+    config = folder / "tokenizer_config.json"
+    says = read_object(config) if _has(folder, config.name) else {}
+    pieces = _pieces(folder / "tokenizer.json", parts) if parts else None
+    if _has(folder, "vocab.txt"):
+        vocab = vocabulary.read_vocab(folder / "vocab.txt")
+        if pieces is not None and pieces != vocab:
+            raise InputError(
+                f"{folder}: vocab.txt ({len(vocab)} pieces) and tokenizer.json ({len(pieces)}) "
+                "differ; remove the one that the weights were not trained with"
+            )
+    elif pieces is not None:
+        vocab = vocabulary.require_specials(pieces, str(folder / "tokenizer.json"))
+    else:
+        raise InputError(f"{folder}: no vocab.txt and no tokenizer.json; put the vocabulary there")
+    return tokenizer_lib.WordPiece(vocab, _case(folder, parts, says))
+
+
+def _has(folder: epath.Path, name: str) -> bool:
+    with named_errors(folder / name):
+        return (folder / name).exists()
+
+
+def _pieces(path: epath.Path, parts: dict[str, Any]) -> list[str]:
+    """The vocabulary in a tokenizer.json, by id."""
+    model = parts.get("model")
+    kind = model.get("type") if isinstance(model, dict) else None
+    ids = model.get("vocab") if isinstance(model, dict) else None
+    if kind != "WordPiece" or not isinstance(ids, dict):
+        raise InputError(f"{path}: its model is {kind!r}; only WordPiece is supported")
+    if not all(type(number) is int for number in ids.values()):
+        raise InputError(f"{path}: damaged, an id of its vocabulary is no whole number")
+    if model.get("continuing_subword_prefix", "##") != "##":
+        raise InputError(
+            f"{path}: continuing_subword_prefix={model['continuing_subword_prefix']!r}: only '##' "
+            "is supported"
+        )
+    by_id = {number: piece for piece, number in ids.items()}
+    if sorted(by_id) != list(range(len(ids))):
+        raise InputError(f"{path}: the ids of its {len(ids)} pieces are not 0 to {len(ids) - 1}")
+    for piece in _added(parts.get("added_tokens")):
+        if piece not in ids:
+            raise InputError(
+                f"{path}: the added token {piece!r} is not in the vocabulary; such are not imported"
+            )
+    return [by_id[number] for number in range(len(ids))]
+
+
+def _added(tokens: Any) -> list[str]:
+    """The texts of a list of added tokens; of anything else, what it is."""
+    if not isinstance(tokens, list):
+        return [] if tokens is None else [str(tokens)]
+    return [str(token.get("content") if isinstance(token, dict) else token) for token in tokens]
+
+
+def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> tokenizer_lib.Case:
+    """Whether text is lower-cased: what the files say, which must agree."""
+    normalizer = parts.get("normalizer") or {}
+    kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
+    if normalizer and kind != "BertNormalizer":
+        raise InputError(
+            f"{folder / 'tokenizer.json'}: its normalizer is {kind!r}; only BertNormalizer is "
+            "supported"
+        )
+    lowers = {
+        "tokenizer.json: normalizer.lowercase": normalizer.get("lowercase"),
+        "tokenizer_config.json: do_lower_case": says.get("do_lower_case"),
+    }
+    lowers = {where: value for where, value in lowers.items() if value is not None}
+    said = list(lowers.values()) or [True]  # their default, too
+    uncased = said[0] is True
+    if any(value is not uncased for value in said):
+        shown = ", ".join(f"{where} {value!r}" for where, value in lowers.items())
+        raise InputError(f"{folder}: {shown}: must be the same, true or false")
+    for where, values in (("tokenizer.json", normalizer), ("tokenizer_config.json", says)):
+        strips = values.get("strip_accents")
+        if strips is not None and strips != uncased:
+            raise InputError(
+                f"{folder / where}: strip_accents={strips} with lower-casing {uncased}: ours "
+                "strips accents of uncased text, and of no other"
+            )
+        for name in ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text"):
+            if values.get(name, True) is not True:
+                raise InputError(f"{folder / where}: {name}={values[name]}: only true is supported")
+    return "uncased" if uncased else "cased"
+
+
+def write(tok: tokenizer_lib.Tokenizer, longest: int, folder: epath.Path) -> None:
+    """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json.
+
+    Args:
+      tok: the tokenizer.
+      longest: pieces that the model reads at most.
+      folder: where to.
+
+    Raises:
+      InputError: a tokenizer that transformers' BERT has no counterpart of.
+    """
+    if not isinstance(tok, tokenizer_lib.WordPiece):
+        raise InputError(
+            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece: "
+            "transformers has no BERT tokenizer for it"
+        )
+    (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
+    _fast(tok).save(str(folder / "tokenizer.json"))
+    roles = dict(zip(("pad", "unk", "cls", "sep", "mask"), vocabulary.SPECIALS, strict=True))
+    specials = {f"{role}_token": piece for role, piece in roles.items()}
+    says = {
+        # The class that takes tokenizer.json as it is; BertTokenizer makes its own from vocab.txt,
+        # in which words of over 100 characters are unknown.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "do_lower_case": tok.case == "uncased",
+        "model_max_length": longest,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        **specials,
+    }
+    for name, value in (("tokenizer_config.json", says), ("special_tokens_map.json", specials)):
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _fast(tok: tokenizer_lib.WordPiece) -> tokenizers.Tokenizer:
+    """The same tokenizer in the library that transformers uses."""
+    ids = {piece: number for number, piece in enumerate(tok.vocab)}
+    model = tokenizers.models.WordPiece(
+        ids, unk_token=vocabulary.UNK, max_input_chars_per_word=_LONGEST_WORD
+    )
+    fast = tokenizers.Tokenizer(model)
+    fast.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=tok.case == "uncased")
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    fast.decoder = tokenizers.decoders.WordPiece(prefix="##")
+    cls, sep = vocabulary.CLS, vocabulary.SEP
+    fast.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(cls, tok.cls_id), (sep, tok.sep_id)],
+    )
+    fast.add_special_tokens(list(vocabulary.SPECIALS))
+    return fast

@@ -1,0 +1,136 @@
+"""What is exported comes back as it was, and its files say what ours say."""
+
+import dataclasses
+import json
+import pathlib
+
+import broken
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import tokenizers
+from etils import epath
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from bert_jax import base as base_lib
+from bert_jax.config import InputError
+from bert_jax.interop import card, exporting, vocabularies
+from bert_jax.predict import Trained
+from bert_jax.text import tokenizer as tokenizer_lib
+from bert_jax.text import vocabulary
+
+RUN = "--workdir run"
+TEXTS = [
+    "The quick brown Fox.",
+    "Überraschung, naïve café: ÅNGSTRÖM İstanbul",
+    "日本語 text 漢字",
+    "a" * 150 + " " + "a" * 250,
+    "don't stop-me_now (please)! 3.14% $5 #x",
+    "tabs\tand\nlines\r\n and\u00a0spaces \u200b\u0007bell \ufffd",
+    "",
+    "Ελληνικά и кириллица 😀",
+]
+
+
+def wordpiece(case: tokenizer_lib.Case) -> tokenizer_lib.WordPiece:
+    """Words of these texts whole and in letters."""
+    words = sorted({word for text in TEXTS for word in tokenizer_lib.basic_tokens(text, case)})
+    letters = sorted({letter for word in words for letter in word})
+    some = [word for word in words[::2] if len(word) < 100]
+    pieces = [*vocabulary.SPECIALS, *letters, *(f"##{x}" for x in letters), *some]
+    return tokenizer_lib.WordPiece(list(dict.fromkeys(pieces)), case)
+
+
+def flat(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    return base_lib.flat(jax.device_get(Trained.of(epath.Path(folder)).params))
+
+
+def test_ours_to_theirs_to_ours_keeps_every_bit(copy_of_run):
+    for command in (
+        f"export {RUN} --as pretraining --out hf",
+        "import hf --workdir base",
+        "export --workdir base --as pretraining --out again",
+    ):
+        code, err = broken.call(command)
+        assert code == 0, err
+    run, base = flat(copy_of_run / "run"), flat(copy_of_run / "base")
+    assert run.keys() == base.keys()
+    for name in run:
+        np.testing.assert_array_equal(run[name], base[name], name)
+    for name in ("model.safetensors", "config.json", "vocab.txt", "tokenizer.json"):
+        assert (copy_of_run / "hf" / name).read_bytes() == (
+            copy_of_run / "again" / name
+        ).read_bytes()
+
+
+def test_a_base_of_a_run_has_its_weights_and_answers_as_it_does(copy_of_run, capfd):
+    assert broken.call("import run --workdir base")[0] == 0
+    run, base = Trained.of(epath.Path("run")), Trained.of(epath.Path("base"))
+    assert base.model == run.model and base.tokenizer.sha256 == run.tokenizer.sha256
+    for name, value in flat(copy_of_run / "run").items():
+        np.testing.assert_array_equal(value, flat(copy_of_run / "base")[name], name)
+
+
+def test_bfloat16_is_the_nearest_and_is_labelled(copy_of_run):
+    assert broken.call(f"export {RUN} --as encoder --out whole")[0] == 0
+    assert broken.call(f"export {RUN} --as encoder --out half --dtype bfloat16")[0] == 0
+    assert broken.call("import half --workdir base")[0] == 0
+    whole = load_file("whole/model.safetensors")
+    with safe_open("half/model.safetensors", "numpy") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+    name = "embeddings.position_embeddings.weight"
+    rounded = whole[name].astype(ml_dtypes.bfloat16).astype(np.float32)
+    found = base_lib.flat(Trained.of(epath.Path("base")).params)
+    np.testing.assert_array_equal(found["encoder/embeddings/position/embedding"], rounded)
+    assert json.loads(pathlib.Path("half/config.json").read_text())["dtype"] == "bfloat16"
+    assert "bfloat16" in pathlib.Path("half/README.md").read_text()
+
+
+@pytest.mark.parametrize("case", ["uncased", "cased"])
+def test_the_exported_tokenizer_gives_our_ids_and_comes_back(case, tmp_path):
+    ours = wordpiece(case)
+    vocabularies.write(ours, 128, epath.Path(tmp_path))
+    fast = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in TEXTS:
+        assert fast.encode(text, add_special_tokens=False).ids == ours.encode(text), text
+    pair = fast.encode("fox", "stop")
+    inner = [ours.encode("fox"), ours.encode("stop")]
+    assert pair.ids == [ours.cls_id, *inner[0], ours.sep_id, *inner[1], ours.sep_id]
+    assert pair.type_ids == [0] * (len(inner[0]) + 2) + [1] * (len(inner[1]) + 1)
+    assert vocabularies.read(epath.Path(tmp_path)).sha256 == ours.sha256
+    (tmp_path / "vocab.txt").unlink()
+    assert vocabularies.read(epath.Path(tmp_path)).sha256 == ours.sha256
+
+
+def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy_of_run):
+    words = [f"some words of text number {i}" for i in range(50)]
+    model = vocabulary.train_sentencepiece(words, 40, "bpe")
+    trained = Trained.of(epath.Path("run"))
+    trained = dataclasses.replace(trained, tokenizer=tokenizer_lib.SentencePiece(model, "cased"))
+    with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):
+        exporting.export_weights(trained, "encoder", "float32", epath.Path("made/hf"))
+    assert not pathlib.Path("made").exists()
+
+
+def test_a_folder_that_holds_something_and_a_run_that_is_none_are_refused(copy_of_run):
+    command = f"export {RUN} --as encoder --out text"
+    broken.refuses(broken.Case("there", command, ("text", "another folder")))
+    command = "export --workdir text --as encoder --out new"
+    broken.refuses(broken.Case("no run", command, ("text", "no run here")))
+
+
+def test_hostile_names_are_code_in_the_model_card(copy_of_run):
+    trained = Trained.of(epath.Path("run"))
+    hostile = "x`</script>\n# hello ![](http://evil)\x1b[31m|`"
+    trained.name, trained.manifest["sources"][0]["file"] = hostile, hostile
+    text = card.write(trained, "BertModel", "float32", hostile)
+    assert all(char.isprintable() or char == "\n" for char in text)
+    headings = [line for line in text.split("\n") if line.startswith("#")]
+    assert len(headings) == 5 and headings[0].startswith("# `x'")
+    outside = text.split("```")[0] + text.split("```")[2]
+    spans = outside.split("`")
+    assert len(spans) % 2 == 1 and "hello" not in "".join(spans[::2])
+    import_initialiser = [line for line in text.split("\n") if "from_pretrained" in line]
+    assert len(import_initialiser) == 2 and len(text.split("```")) == 3

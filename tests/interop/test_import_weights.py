@@ -1,0 +1,291 @@
+"""Hugging Face folders as users have them, and as they should not be."""
+
+import json
+import pathlib
+
+import broken
+import hf_folder
+import ml_dtypes
+import numpy as np
+import pytest
+from etils import epath
+from hf_folder import PIECES, TENSORS, VOCAB
+from safetensors.numpy import save_file
+
+from bert_jax import base as base_lib
+from bert_jax.interop import importing, names
+
+WORD = "bert.embeddings.word_embeddings.weight"
+
+
+def imported(folder: pathlib.Path) -> tuple[base_lib.Base, list[str]]:
+    """The base of a folder, read back from the disk, and what was said."""
+    said: list[str] = []
+    importing.import_weights(
+        epath.Path(folder), epath.Path(folder.parent / "base"), None, said.append
+    )
+    return base_lib.read(epath.Path(folder.parent / "base")), said
+
+
+def renamed(rename) -> dict[str, np.ndarray]:
+    return {rename(name): tensor for name, tensor in TENSORS.items()}
+
+
+def padded(rows: int) -> dict[str, np.ndarray]:
+    """Padding as others leave it: not zero."""
+    more = rows - PIECES
+    bias = TENSORS["cls.predictions.bias"]
+    return TENSORS | {
+        WORD: np.pad(TENSORS[WORD], ((0, more), (0, 0)), constant_values=0.3),
+        "cls.predictions.bias": np.pad(bias, (0, more), constant_values=0.3),
+    }
+
+
+def old_norms(name: str) -> str:
+    if "LayerNorm" in name:
+        return name.replace(".weight", ".gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    return name
+
+
+def same(a: dict, b: dict) -> None:
+    a, b = base_lib.flat(a), base_lib.flat(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], name)
+
+
+TIED = {
+    "cls.predictions.decoder.weight": TENSORS[WORD],
+    "cls.predictions.decoder.bias": TENSORS["cls.predictions.bias"],
+    "bert.embeddings.position_ids": np.arange(128)[None],
+}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config"),
+    [
+        (renamed(lambda name: name.removeprefix("bert.")), {"architectures": None}),
+        (renamed(old_norms), {}),
+        (TENSORS | TIED, {}),
+        (padded(1024), {"vocab_size": 1024}),
+    ],
+    ids=["without the prefix", "gamma and beta", "tied copies and buffers", "padded"],
+)
+def test_other_spellings_give_the_same_weights(tensors, config, tmp_path):
+    base, _ = imported(hf_folder.write(tmp_path / "hf", tensors, config))
+    same(base.params, names.to_ours(TENSORS, base.model, "golden")[0])
+    assert base.model.vocab_size == PIECES and not base.fresh
+    # Nothing of the padding is kept: ours is zero, and masked out of the softmax.
+    assert not base.params["encoder"]["embeddings"]["word"]["embedding"][PIECES:].any()
+    assert not base.params["masked_lm"]["output_bias"][PIECES:].any()
+
+
+def test_theirs_to_ours_to_theirs_keeps_every_bit(tmp_path):
+    base, _ = imported(hf_folder.write(tmp_path / "hf"))
+    back = names.to_theirs(base.params, base.model, "BertForPreTraining")
+    assert back.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        np.testing.assert_array_equal(back[name], tensor, name)
+
+
+def test_half_precision_is_read_exactly(tmp_path):
+    halves = {name: t.astype(ml_dtypes.bfloat16) for name, t in TENSORS.items()}
+    base, _ = imported(hf_folder.write(tmp_path / "hf", halves))
+    whole = {name: t.astype(np.float32) for name, t in halves.items()}
+    same(base.params, names.to_ours(whole, base.model, "golden")[0])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "missing"),
+    [
+        ("BertModel", ("masked_lm", "next_sentence")),
+        ("BertForMaskedLM", ("pooler", "next_sentence")),
+    ],
+)
+def test_parts_that_are_missing_are_fresh_and_named(architecture, missing, tmp_path):
+    whole, _ = imported(hf_folder.write(tmp_path / "hf"))
+    (tmp_path / "part").mkdir()
+    tensors = names.to_theirs(whole.params, whole.model, architecture)
+    config = {"architectures": [architecture]}
+    base, said = imported(hf_folder.write(tmp_path / "part" / "hf", tensors, config))
+    assert base.fresh == missing
+    for part in missing:
+        assert any(f"{part}/" in line and "fresh" in line for line in said)
+        spread = base_lib.flat(base.params[part])
+        assert all(v.std() > 0.01 for name, v in spread.items() if name.endswith("kernel"))
+    same(base.params["encoder"], whole.params["encoder"])
+
+
+def test_a_vocabulary_in_tokenizer_json_alone_is_read(tmp_path):
+    folder = hf_folder.write(tmp_path / "hf")
+    (folder / "vocab.txt").unlink()
+    parts = fast({"type": "BertNormalizer", "lowercase": False})
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+    base, _ = imported(folder)
+    assert base.tokenizer.vocab == VOCAB and base.tokenizer.case == "cased"
+
+
+def test_another_vocabulary_keeps_the_rows_of_shared_pieces(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    old, _ = imported(hf_folder.write(tmp_path / "hf"))
+    pieces = ["new1", *VOCAB[:5], *VOCAB[1100:0:-1][:-4], "new2", *(f"more{i}" for i in range(60))]
+    pathlib.Path("vocab2.txt").write_text("\n".join(pieces) + "\n")
+    code, err = broken.call("import hf --workdir new --tokenizer vocab2.txt")
+    assert code == 0, err
+    new = base_lib.read(epath.Path("new"))
+    assert new.model.vocab_size == len(pieces) > 1024 and new.tokenizer.vocab == pieces
+    leaves = base_lib.flat(new.params)
+    for name in ("encoder/embeddings/word/embedding", "masked_lm/output_bias"):
+        table, before = leaves.pop(name), base_lib.flat(old.params)[name]
+        assert len(table) == 2048 and not table[len(pieces) :].any()
+        mean = before[:PIECES].astype(np.float64).mean(0)
+        for row, piece in enumerate(pieces):
+            if piece in VOCAB:
+                np.testing.assert_array_equal(table[row], before[VOCAB.index(piece)])
+            else:
+                np.testing.assert_allclose(table[row], mean, rtol=1e-6)
+    for name, value in leaves.items():
+        np.testing.assert_array_equal(value, base_lib.flat(old.params)[name], name)
+
+
+def fast(normalizer) -> dict:
+    """A tokenizer.json."""
+    model = {"type": "WordPiece", "vocab": {piece: i for i, piece in enumerate(VOCAB)}}
+    return {"model": model, "normalizer": normalizer}
+
+
+def without(name: str) -> dict[str, np.ndarray]:
+    return {other: t for other, t in TENSORS.items() if other != name}
+
+
+def config(**fields):
+    return lambda: edit("hf/config.json", **fields)
+
+
+def edit(file: str, **fields) -> None:
+    path = pathlib.Path(file)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | fields))
+
+
+def weights(tensors: dict[str, np.ndarray]):
+    return lambda: save_file(tensors, "hf/model.safetensors")
+
+
+def vocab(pieces: list[str]):
+    return lambda: pathlib.Path("hf/vocab.txt").write_text("\n".join(pieces) + "\n")
+
+
+def cut_off():
+    path = pathlib.Path("hf/model.safetensors")
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pickled():
+    pathlib.Path("hf/model.safetensors").rename("hf/pytorch_model.bin")
+
+
+def sentencepiece():
+    pathlib.Path("hf/vocab.txt").rename("hf/spiece.model")
+
+
+QUERY = "bert.encoder.layer.1.attention.self.query.weight"
+NSP = "cls.seq_relationship.weight"
+ROUNDED = TENSORS | {"cls.predictions.decoder.weight": TENSORS[WORD] + 1e-3}
+WIDER = TENSORS | {QUERY: np.zeros((64, 65), np.float32)}
+TWICE = TENSORS | {"embeddings.LayerNorm.gamma": np.ones(64, np.float32)}
+ADDED = {"model": {"type": "WordPiece", "vocab": {"[PAD]": 0}}, "added_tokens": [{"content": "x"}]}
+
+REFUSED = {
+    "a missing tensor": (weights(without(QUERY)), [QUERY, "[64, 64]", "missing"]),
+    "half a head": (weights(without(NSP)), [NSP, "[2, 64]", "missing"]),
+    "an extra tensor": (weights(TENSORS | {"classifier.bias": np.zeros(2)}), ["classifier.bias"]),
+    "a layer too many": (config(num_hidden_layers=2), ["encoder.layer.2."]),
+    "another shape": (weights(WIDER), [QUERY, "[64, 65]", "[64, 64]"]),
+    "another width": (config(hidden_size=128), ["[128", "64]"]),
+    "more positions": (config(max_position_embeddings=256), ["position_embeddings", "[128, 64]"]),
+    "integers": (weights(TENSORS | {QUERY: np.zeros((64, 64), np.int8)}), [QUERY, "float32"]),
+    "a tensor twice": (weights(TWICE), ["embeddings.LayerNorm.gamma", "the same"]),
+    "untied": (weights(ROUNDED), ["decoder.weight", "[1000, 64]", "tied"]),
+    "cut off": (cut_off, ["model.safetensors", "damaged"]),
+    "a pickle": (pickled, ["pytorch_model.bin", "pickle"]),
+    "another model": (config(model_type="roberta"), ["config.json", "roberta"]),
+    "a classifier": (
+        config(architectures=["BertForTokenClassification"]),
+        ["BertForTokenClassification"],
+    ),
+    "no list of classes": (config(architectures=7), ["architectures=7"]),
+    "layers beyond count": (config(num_hidden_layers=4_000_000_000), ["encoder.layer.3."]),
+    "a width beyond memory": (config(hidden_size=4_000_000_000), ["4000000000"]),
+    "relative positions": (
+        config(position_embedding_type="relative_key"),
+        ["position_embedding_type", "relative_key"],
+    ),
+    "another activation": (config(hidden_act="relu"), ["hidden_act", "relu"]),
+    "no activation": (config(hidden_act=["gelu"]), ["hidden_act"]),
+    "a decoder": (config(is_decoder=True), ["is_decoder"]),
+    "another norm": (config(layer_norm_eps=1e-5), ["layer_norm_eps", "1e-05"]),
+    "a size of text": (config(hidden_size="64"), ["config.json", "hidden_size"]),
+    "no JSON": (lambda: pathlib.Path("hf/config.json").write_text("{"), ["config.json", "JSON"]),
+    "no config": (lambda: pathlib.Path("hf/config.json").unlink(), ["config.json", "no such"]),
+    "rows and config": (config(vocab_size=1001), ["[1000, 64]", "1001"]),
+    "a short vocabulary": (vocab(VOCAB[:900]), [WORD, "1000 rows", "900 pieces"]),
+    "a long vocabulary": (vocab([*VOCAB, "more"]), [WORD, "1000 rows", "1001 pieces"]),
+    "no specials": (vocab([f"w{i}" for i in range(PIECES)]), ["vocab.txt", "[MASK]"]),
+    "no vocabulary": (lambda: pathlib.Path("hf/vocab.txt").unlink(), ["vocab.txt"]),
+    "sentencepiece": (sentencepiece, ["spiece.model", "WordPiece"]),
+    "another tokenizer": (
+        lambda: edit("hf/tokenizer.json", model={"type": "BPE", "vocab": {}}),
+        ["tokenizer.json", "BPE"],
+    ),
+    "added tokens": (lambda: edit("hf/tokenizer.json", **ADDED), ["added token", "'x'"]),
+    "a broken vocabulary": (
+        lambda: edit("hf/tokenizer.json", model={"type": "WordPiece", "vocab": {"a": [0]}}),
+        ["tokenizer.json", "id"],
+    ),
+    "broken tokens": (lambda: edit("hf/tokenizer.json", **ADDED | {"added_tokens": 3}), ["'3'"]),
+    "a broken normalizer": (
+        lambda: edit("hf/tokenizer.json", **fast(normalizer=["x"])),
+        ["normalizer", "'x'"],
+    ),
+    "another normalizer": (
+        lambda: edit("hf/tokenizer.json", **fast(normalizer={"type": "NFC"})),
+        ["normalizer", "NFC"],
+    ),
+    "two cases": (
+        lambda: (
+            edit("hf/tokenizer.json", **fast({"type": "BertNormalizer", "lowercase": True})),
+            edit("hf/tokenizer_config.json", do_lower_case=False),
+        ),
+        ["lowercase True", "do_lower_case False"],
+    ),
+    "cases": (
+        lambda: edit("hf/tokenizer_config.json", do_lower_case=True, strip_accents=False),
+        ["tokenizer_config.json", "strip_accents"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_not_be_the_same_model_is_refused_in_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hf_folder.write(tmp_path / "hf")
+    breaks, words = REFUSED[name]
+    broken.refuses(broken.Case(name, "import hf --workdir made/base", tuple(words), breaks))
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hf_folder.write(tmp_path / "hf")
+    broken.refuses(broken.Case("there", "import hf --workdir hf", ("hf", "another folder")))
+    broken.refuses(broken.Case("gone", "import nowhere --workdir b", ("nowhere", "no such")))
+
+
+def test_a_base_that_was_changed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    imported(hf_folder.write(tmp_path / "hf"))
+    path = pathlib.Path("base/params.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    broken.refuses(broken.Case("flip", "predict --workdir base w7", ("weights_sha256",)))

@@ -1,0 +1,122 @@
+"""A run may begin with the weights of a base, and is bound to them."""
+
+import json
+import pathlib
+
+import broken
+import jax
+import numpy as np
+from etils import epath
+
+from bert_jax import base as base_lib
+from bert_jax import cli, resolve
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.step import abstract_state
+
+# The learning rate of step 0 is 0, so that the parameters after it are those before it.
+LONG = "--set run.checkpoint_every=1 --set run.keep_checkpoints=30"
+NEW = f"pretrain small.py --workdir new --set init_from=base {LONG}"
+
+
+def base_of_run() -> base_lib.Base:
+    assert broken.call("import run --workdir base")[0] == 0
+    return base_lib.read(epath.Path("base"))
+
+
+def restored(workdir: str, step: int) -> tuple[dict, dict]:
+    experiment = resolve.from_json(pathlib.Path(workdir, "experiment.json").read_text(), workdir)
+    mesh = mesh_lib.make_mesh(experiment.mesh)
+    abstract = abstract_state(experiment.model, experiment.optimizer, experiment.seed, mesh)
+    with Checkpoints(epath.Path(workdir, "checkpoints"), 30, "read") as saved:
+        state, metadata = saved.restore(step, abstract)
+        return jax.device_get(state), metadata
+
+
+def test_a_run_begins_with_the_weights_of_its_base(copy_of_run):
+    base = base_of_run()
+    code, err = broken.call(NEW)
+    assert code == 0, err
+    state, metadata = restored("new", 1)
+    assert metadata["init_sha256"] == base.sha256
+    ours, theirs = base_lib.flat(state["params"]), base_lib.flat(base.params)
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name], name)
+    last, _ = restored("new", 22)
+    assert not np.array_equal(last["params"]["pooler"]["kernel"], base.params["pooler"]["kernel"])
+
+
+def test_a_resume_with_other_weights_is_refused(copy_of_run, capsys):
+    base_of_run()
+    short = "--set phases.1.steps=2"
+    assert broken.call(f"{NEW} {short}")[0] == 0
+    # More steps of the same run: only these resume after the end.
+    again = f"{NEW} --extend"
+    pathlib.Path("base").rename("away")
+    base = base_lib.read(epath.Path("away"))
+    base.params["pooler"]["kernel"][0, 0] += 1
+    base_lib.write(base, epath.Path("base"))
+    broken.refuses(broken.Case("other weights", again, ("init_from=base", "other weights")))
+    pathlib.Path("base").rename("worse")
+    assert broken.call(again)[0] == 0  # no base at all: a run may be carried elsewhere
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_made(copy_of_run):
+    base_of_run()
+    wide = f"{NEW} --set model.hidden_size=32"
+    broken.refuses(broken.Case("wide", wide, ("base", "model.hidden_size: 16 -> 32")))
+    other = "pretrain small.py --workdir new --set init_from=run"
+    broken.refuses(broken.Case("a run", other, ("run", "import")))
+
+
+def test_weights_of_another_vocabulary_are_refused(copy_of_run):
+    base_of_run()
+    lines = pathlib.Path("vocab.txt").read_text().split("\n")
+    pathlib.Path("vocab2.txt").write_text("\n".join([*lines[:5], *lines[5:-1][::-1], ""]))
+    command = f"{NEW} --set corpus.tokenizer=vocab2.txt --set run.corpus_dir=corpus2"
+    code, err = broken.call(command)
+    assert code == 2 and "corpus.tokenizer=base/tokenizer" in err
+    assert not pathlib.Path("new").exists() or not pathlib.Path("new/checkpoints").exists()
+
+
+def test_a_run_begins_with_a_base_of_another_vocabulary(copy_of_run):
+    lines = pathlib.Path("vocab.txt").read_text().split("\n")
+    pathlib.Path("vocab2.txt").write_text("\n".join([*lines[:-1], "new", ""]))
+    for command in (
+        "import run --workdir base --tokenizer vocab2.txt",
+        f"{NEW} --set corpus.tokenizer=base/tokenizer --set model.vocab_size=46"
+        " --set run.corpus_dir=corpus2",
+    ):
+        code, err = broken.call(command)
+        assert code == 0, err
+    state, _ = restored("new", 1)
+    base = base_lib.read(epath.Path("base"))
+    table = base.params["encoder"]["embeddings"]["word"]["embedding"]
+    np.testing.assert_array_equal(
+        state["params"]["encoder"]["embeddings"]["word"]["embedding"], table
+    )
+    assert table[45].any()
+
+
+def test_a_base_is_scored_and_asked_as_its_run(copy_of_run, capsys):
+    base_of_run()
+
+    def says(command: str) -> str:
+        capsys.readouterr()
+        assert cli.main(command.split()) == 0
+        return capsys.readouterr().out
+
+    ask = "predict {} wa[MASK] --top 3"
+    assert says(ask.format("--workdir run")) == says(ask.format("--workdir base"))
+    mine = json.loads(says("evaluate --workdir run").strip().split("\n")[-1])
+    theirs = json.loads(says("evaluate small.py --workdir base").strip().split("\n")[-1])
+    assert mine | {"step": 0} == theirs
+    case = broken.Case("no text", "evaluate --workdir base", ("base", "EXPERIMENT"))
+    broken.refuses(case)
+    broken.refuses(
+        broken.Case(
+            "another",
+            "evaluate small.py --workdir base --set model.hidden_act=gelu_tanh",
+            ("gelu",),
+        )
+    )
