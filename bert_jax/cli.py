@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from bert_jax import __version__
 from bert_jax.config import Experiment, InputError
+from bert_jax.conformance import command as conformance
 from bert_jax.section import printable
 
 FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -27,7 +28,7 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a usage error leaves by SystemExit."""
-    args, unknown = _parser().parse_known_args(argv)
+    args, unknown = _parser().parse_known_args(_one_command(sys.argv[1:] if argv is None else argv))
     if unknown:
         args.complain_usage(f"unrecognized arguments: {' '.join(unknown)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -46,6 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         return _complain(error)
+
+
+def _one_command(argv: Sequence[str]) -> list[str]:
+    """`conformance instances` is a command of two words: they become one."""
+    words = list(argv)
+    first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+    if words[first : first + 2] == ["conformance", "instances"]:
+        words[first : first + 2] = ["conformance instances"]
+    return words
 
 
 def _complain(error: Exception) -> int:
@@ -180,6 +190,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="change a field of the EXPERIMENT, e.g. corpus.sources=text:my_folder",
     )
+
+    sub = add(
+        "conformance instances",
+        conformance.write_instances,
+        "write the instances that the reference would write",
+    )
+    conformance.add_instance_arguments(sub)
 
     sub = add("tokenize", _tokenize, "lines of text from standard input to lines of ids")
     sub.add_argument(

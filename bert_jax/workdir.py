@@ -18,7 +18,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
 from etils import epath
@@ -64,13 +64,13 @@ class Workdir:
             )
 
 
-def write_atomic(path: epath.Path, text: str) -> None:
-    """Replaces the file's text in one step, flushed to disk."""
+def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
+    """Replaces the file's text, given whole or in parts, in one step, flushed to disk."""
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with named_errors(path):
         try:
             with beside.open("w", encoding="utf-8") as file:
-                file.write(text)
+                file.writelines((text,) if isinstance(text, str) else text)
                 file.flush()
                 with contextlib.suppress(AttributeError, OSError):
                     os.fsync(file.fileno())
