@@ -191,6 +191,10 @@ def _parser() -> argparse.ArgumentParser:
         help="change a field of the EXPERIMENT, e.g. corpus.sources=text:my_folder",
     )
 
+    takes_experiment(
+        add("conformance", _conformance, "check the reference's rules; name an EXPERIMENT's own"),
+        True,
+    )
     sub = add(
         "conformance instances",
         conformance.write_instances,
@@ -347,6 +351,11 @@ def _doctor(args: argparse.Namespace) -> int:
         f"{notes or 'no'} note{'s' if notes != 1 else ''}"
     )
     return FAILED if problems else FINISHED
+
+
+def _conformance(args: argparse.Namespace) -> int:
+    named = args.experiment or args.workdir or args.set
+    return FINISHED if conformance.print_rules(_claim(args)[0] if named else None) else FAILED
 
 
 def _tokenize(args: argparse.Namespace) -> int:

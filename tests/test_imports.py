@@ -36,6 +36,16 @@ ALLOWED = {
         "show",
         "doctor",
     },
+    "conformance": {
+        "section",
+        "config",
+        "resolve",
+        "workdir",
+        "text",
+        "data",
+        "model",
+        "training",
+    },
     "show": {"section", "config", "workdir", "text", "data", "model", "training"},
 }
 

@@ -2,7 +2,9 @@
 
 import argparse
 
+from bert_jax.config import Experiment
 from bert_jax.conformance.settings import Settings
+from bert_jax.section import printable
 
 
 def add_instance_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,3 +44,24 @@ def write_instances(args: argparse.Namespace) -> int:
     count = instances.write(args.texts, args.vocab, settings, args.out)
     print(f"{args.out}: {count} instances")
     return 0
+
+
+def print_rules(experiment: Experiment | None) -> bool:
+    """Prints a line a rule, and what an experiment does otherwise; whether all rules hold.
+
+    With an experiment differences are printed as bounds, so that the text is the same everywhere.
+    """
+    from bert_jax.conformance import checks, deviations
+
+    rules = []
+    for rule in checks.check():
+        rules.append(rule)
+        print(checks.line(rule, "measured" if experiment is None else "bounds"), flush=True)
+    broken = sum(not rule.holds for rule in rules)
+    print(f"{broken} of {len(rules)} rules FAILED" if broken else f"all {len(rules)} rules hold")
+    if experiment is not None:
+        found = deviations.find(experiment)
+        print(f"\n{experiment.name} does otherwise than the paper and its code:\n")
+        for deviation in found:
+            print(f"{printable(deviation.setting)}\n  {deviation.why}")
+    return not broken

@@ -1,12 +1,12 @@
-"""The golden PyTorch model's weights under our names."""
+"""The golden PyTorch model's weights and batch under our names."""
 
-import pathlib
-
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bert_jax.config import Model
 
-FOLDER = pathlib.Path(__file__).parent / "data" / "hf_bert_tiny"
+Batch = dict[str, jax.Array]
 
 CONFIG = Model(
     vocab_size=1000,
@@ -29,7 +29,7 @@ _LAYER = {
 }
 
 
-def convert(tensors: dict[str, np.ndarray], cfg: Model = CONFIG) -> dict:
+def convert(tensors: dict[str, np.ndarray]) -> dict:
     """PyTorch's names and [out, in] kernels to our nested dict."""
 
     def dense(name):
@@ -42,12 +42,12 @@ def convert(tensors: dict[str, np.ndarray], cfg: Model = CONFIG) -> dict:
         named = {k: f"bert.encoder.layer.{i}.{v}" for k, v in _LAYER.items()}
         return {k: norm(v) if k.endswith("norm") else dense(v) for k, v in named.items()}
 
-    layers = [layer(i) for i in range(cfg.num_hidden_layers)]
+    layers = [layer(i) for i in range(CONFIG.num_hidden_layers)]
     stacked = {
         name: {leaf: np.stack([each[name][leaf] for each in layers]) for leaf in layers[0][name]}
         for name in _LAYER
     }
-    rows = -(-cfg.vocab_size // 1024) * 1024 - cfg.vocab_size
+    rows = -(-CONFIG.vocab_size // 1024) * 1024 - CONFIG.vocab_size
 
     def table(name):
         return {"embedding": tensors[f"bert.embeddings.{name}.weight"]}
@@ -70,4 +70,23 @@ def convert(tensors: dict[str, np.ndarray], cfg: Model = CONFIG) -> dict:
             "output_bias": np.pad(tensors["cls.predictions.bias"], (0, rows)),
         },
         "next_sentence": dense("cls.seq_relationship"),
+    }
+
+
+def batch(raw: dict[str, np.ndarray]) -> Batch:
+    """PyTorch's batch as data.batches lays it out; every position is a prediction or weighs 0."""
+    labels = raw["labels"]
+    made = {
+        "input_ids": raw["input_ids"],
+        "segment_ids": raw["token_type_ids"],
+        "input_mask": raw["attention_mask"],
+        "masked_lm_positions": np.broadcast_to(np.arange(labels.shape[1]), labels.shape),
+        "masked_lm_ids": np.maximum(labels, 0),
+        "masked_lm_weights": (labels != -100).astype(np.float32),
+        "next_sentence_labels": raw["next_sentence_label"],
+        "row_weights": np.ones(len(labels), np.float32),
+    }
+    return {
+        name: jnp.asarray(value, jnp.float32 if "weight" in name else jnp.int32)
+        for name, value in made.items()
     }
