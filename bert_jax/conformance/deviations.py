@@ -120,11 +120,6 @@ def _noise(experiment: Experiment) -> Iterator[Deviation]:
             f"dropout draws in steps of 1/{steps}: {shares}; what is kept is scaled by the share "
             "really kept",
         )
-    if model.dropout_rng == "rbg16":
-        yield Deviation(
-            _setting(experiment, "model.dropout_rng"),
-            "noise depends on how the batch lies over devices (in the reference, too)",
-        )
 
 
 def _text(experiment: Experiment) -> Iterator[Deviation]:
@@ -162,15 +157,21 @@ def _passes(experiment: Experiment) -> Iterator[Deviation]:
         yield Deviation(
             setting,
             "masks are dynamic: pairs and masks are drawn anew in every epoch; the reference's "
-            "are static, those of the 10 passes in its files again and again",
+            "are static, those of the passes in its files (10 by default; the paper gives no "
+            "number) again and again",
         )
     elif count != 10:
-        yield Deviation(setting, f"{count} static passes over the text; the reference makes 10")
+        yield Deviation(
+            setting,
+            f"{count} static passes over the text; the reference's default is 10, the paper gives "
+            "no number",
+        )
     if count:
         yield Deviation(
             setting,
-            "passes follow one another, each in an order of its own; the reference shuffles the "
-            "instances of all its passes together",
+            "masks are static, as the reference's, whose default is 10 passes (the paper gives no "
+            "number); here passes follow one another, each in an order of its own, there the "
+            "instances of all passes are shuffled together",
         )
 
 
@@ -230,4 +231,3 @@ _EVERY_RUN = (
         "left out, of a shorter one some come twice; the reference's files hold each once",
     ),
 )
-

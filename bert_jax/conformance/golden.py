@@ -60,3 +60,8 @@ def pytorch(name: str) -> dict[str, np.ndarray]:
     if name == "model":
         return load_file(folder / "model.safetensors")
     return dict(np.load(folder / f"{name}.npz"))
+
+
+def config() -> dict[str, Any]:
+    """The config.json of PyTorch's model."""
+    return json.loads((FOLDER / "hf_bert_tiny" / "config.json").read_text("utf-8"))

@@ -139,5 +139,3 @@ def _clip() -> Rule:
         largest_difference(ours, theirs),
         1e-5,
     )
-
-

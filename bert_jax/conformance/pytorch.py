@@ -5,16 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bert_jax.config import Model
+from bert_jax.conformance import golden
 
 Batch = dict[str, jax.Array]
 
 CONFIG = Model(
-    vocab_size=1000,
-    hidden_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    intermediate_size=256,
-    max_position_embeddings=128,
+    **{name: value for name, value in golden.config().items() if name in Model.__dataclass_fields__}
 )
 
 _LAYER = {

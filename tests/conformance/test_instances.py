@@ -1,4 +1,4 @@
-"""Instances of any text are the reference's: against its own, and against a plain implementation."""
+"""Instances of any text are the reference's: against its own, and a plain implementation."""
 
 import gzip
 import json
@@ -107,7 +107,9 @@ ODD = {
     "unknown characters": [SAMPLE.replace(b"the", "\u2654 \U0001f600\u0b95".encode())],
     "very long words": [SAMPLE.replace(b"the", b"x" * 200).replace(b"and", b"y" * 201)],
     "specials as text": [SAMPLE.replace(b"the", b"[SEP] [MASK] ##s [UNK]")],
-    "accents and ideographs": [SAMPLE.replace(b"the", "\u00c9\u0130\u03a3 \u4e2d\u6587a\u0301".encode())],
+    "accents and ideographs": [
+        SAMPLE.replace(b"the", "\u00c9\u0130\u03a3 \u4e2d\u6587a\u0301".encode())
+    ],
     "a very long line": [SAMPLE, b"so it went on and on " * 2000 + b"\n\n" + SAMPLE],
     "no document ends with a file": [SAMPLE[:2000], SAMPLE[2000:].rstrip(), b"\n\n", SAMPLE],
 }

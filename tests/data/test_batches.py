@@ -186,7 +186,9 @@ def test_the_first_passes_of_static_masks_are_those_of_dynamic_ones():
     static, dynamic = make(50, rows=50, data=Data(dupe_factor=3)), make(50, rows=50)
     for epoch in range(3):
         assert_equal(whole(static, epoch, 50), whole(dynamic, epoch, 50))
-    assert whole(static, 3, 50)["input_ids"].tobytes() != whole(dynamic, 3, 50)["input_ids"].tobytes()
+    assert (
+        whole(static, 3, 50)["input_ids"].tobytes() != whole(dynamic, 3, 50)["input_ids"].tobytes()
+    )
 
 
 def test_static_masks_do_not_remember_where_a_run_began():
