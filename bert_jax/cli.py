@@ -28,7 +28,8 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a usage error leaves by SystemExit."""
-    args, unknown = _parser().parse_known_args(_one_command(sys.argv[1:] if argv is None else argv))
+    words = conformance.one_command(sys.argv[1:] if argv is None else argv)
+    args, unknown = _parser().parse_known_args(words)
     if unknown:
         args.complain_usage(f"unrecognized arguments: {' '.join(unknown)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -47,15 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         return _complain(error)
-
-
-def _one_command(argv: Sequence[str]) -> list[str]:
-    """`conformance instances` is a command of two words: they become one."""
-    words = list(argv)
-    first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
-    if words[first : first + 2] == ["conformance", "instances"]:
-        words[first : first + 2] = ["conformance instances"]
-    return words
 
 
 def _complain(error: Exception) -> int:
@@ -336,20 +328,8 @@ def _predict(args: argparse.Namespace) -> int:
 
 def _doctor(args: argparse.Namespace) -> int:
     from bert_jax import doctor
-    from bert_jax.section import printable
 
-    found = doctor.examine(args.path, args.set)
-    for finding in found:
-        print(f"{finding.severity}: {printable(finding.what)}")
-        for name in ("example", "effect", "remedy"):
-            if getattr(finding, name):
-                print(f"  {name:8} {printable(getattr(finding, name))}")
-    problems = sum(finding.severity == "problem" for finding in found)
-    notes = len(found) - problems
-    print(
-        f"{problems or 'no'} problem{'s' if problems > 1 else ''}, "
-        f"{notes or 'no'} note{'s' if notes != 1 else ''}"
-    )
+    problems = doctor.tell(doctor.examine(args.path, args.set))
     return FAILED if problems else FINISHED
 
 

@@ -1,10 +1,20 @@
 """`bert-jax conformance` and `bert-jax conformance instances`: arguments, and what they print."""
 
 import argparse
+from collections.abc import Sequence
 
 from bert_jax.config import Experiment
 from bert_jax.conformance.settings import Settings
 from bert_jax.section import printable
+
+
+def one_command(argv: Sequence[str]) -> list[str]:
+    """`conformance instances` is a command of two words: they become one."""
+    words = list(argv)
+    first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+    if words[first : first + 2] == ["conformance", "instances"]:
+        words[first : first + 2] = ["conformance instances"]
+    return words
 
 
 def add_instance_arguments(parser: argparse.ArgumentParser) -> None:

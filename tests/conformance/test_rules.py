@@ -149,7 +149,6 @@ BROKEN = [
     (model_rules, layers, "activation", lambda name, x: jax.nn.gelu(x), "tied embeddings"),
     (model_rules, heads, "_NO_PIECE", 0.0, "rows that pad"),
     (model_rules, encoder, "initializer", normal, "no weight beyond"),
-    (model_rules, encoder, "VOCAB_MULTIPLE", 1000, "110M"),
     (loss_rules, losses, "MASKED_LM_EPS", 0.0, "each core divides"),
     (loss_rules, losses, "classification", label_0_is_none, "masked_lm_loss"),
 ]
