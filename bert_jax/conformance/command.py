@@ -52,7 +52,7 @@ def write_instances(args: argparse.Namespace) -> int:
     names = Settings.__dataclass_fields__
     settings = Settings(**{name: getattr(args, name) for name in names})
     count = instances.write(args.texts, args.vocab, settings, args.out)
-    print(f"{args.out}: {count} instances")
+    print(f"{printable(args.out)}: {count} instances")
     return 0
 
 
