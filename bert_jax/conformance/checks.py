@@ -5,6 +5,7 @@ from typing import Literal
 
 import jax
 
+from bert_jax.config import Mesh
 from bert_jax.conformance import (
     data_rules,
     loss_rules,
@@ -13,12 +14,18 @@ from bert_jax.conformance import (
     tokenizer_rules,
 )
 from bert_jax.conformance.rule import Rule
+from bert_jax.training import mesh as mesh_lib
 
 PARTS = (data_rules, tokenizer_rules, optimizer_rules, model_rules, loss_rules)
 
 
 def check() -> Iterator[Rule]:
-    """Yields every rule of the reference, compared; takes about half a minute."""
+    """Yields every rule of the reference, compared; takes about a minute.
+
+    Raises:
+      InputError: JAX_PLATFORMS asks for a device that cannot be used.
+    """
+    mesh_lib.make_mesh(Mesh())  # refuses by name a device that is not there
     # Rules are about formulas: no device may round float32 in products.
     with jax.default_matmul_precision("highest"):
         for part in PARTS:

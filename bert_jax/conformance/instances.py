@@ -19,7 +19,7 @@ from bert_jax.data import batches, draws, pairs, stream
 from bert_jax.section import InputError
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 from bert_jax.text.vocabulary import read_vocab
-from bert_jax.workdir import named_errors, write_atomic
+from bert_jax.workdir import named_errors, require_plain, write_atomic
 
 Documents = list[list[list[int]]]
 
@@ -91,6 +91,7 @@ def write(
     for path in (*texts, vocab):
         if target.resolve() == epath.Path(path).resolve():
             raise InputError(f"--out {out}: is a file to be read; name another")
+    require_plain(target)
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"--out {out}: name a file in a folder that is there")
     case = "uncased" if settings.do_lower_case else "cased"
