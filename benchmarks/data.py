@@ -25,7 +25,7 @@ from bert_jax.text import documents, sentences
 from bert_jax.text.tokenizer import WordPiece
 
 SAMPLE = f"jsonl:{measure.ROOT / 'experiments' / 'sample_text' / 'speeches.jsonl.gz'}"
-VOCABULARY = measure.ROOT / "tests" / "data" / "bert_base_uncased_vocab.txt.gz"
+VOCABULARY = measure.ROOT / "bert_jax" / "conformance" / "files" / "bert_base_uncased_vocab.txt.gz"
 BATCH = 256
 # Sequence length, predictions, kind of mask.
 WIDTHS = (

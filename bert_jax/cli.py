@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from bert_jax import __version__
 from bert_jax.config import Experiment, InputError
+from bert_jax.conformance import command as conformance
 from bert_jax.section import printable
 
 FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -18,7 +19,7 @@ FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 _EXIT_CODES = """\
 exit codes:
   0    finished
-  1    failure; of doctor: a problem was found
+  1    failure; of doctor: a problem was found; of conformance: a rule is broken
   2    bad input or usage
   75   stopped on request with the state saved; run again to go on
   130  Ctrl-C before training, or a second one during it
@@ -27,7 +28,8 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a usage error leaves by SystemExit."""
-    args, unknown = _parser().parse_known_args(argv)
+    words = conformance.one_command(sys.argv[1:] if argv is None else argv)
+    args, unknown = _parser().parse_known_args(words)
     if unknown:
         args.complain_usage(f"unrecognized arguments: {' '.join(unknown)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -206,6 +208,17 @@ def _parser() -> argparse.ArgumentParser:
         help="change a field of the EXPERIMENT, e.g. corpus.sources=text:my_folder",
     )
 
+    takes_experiment(
+        add("conformance", _conformance, "check the reference's rules; name an EXPERIMENT's own"),
+        True,
+    )
+    sub = add(
+        "conformance instances",
+        conformance.write_instances,
+        "write the instances that the reference would write",
+    )
+    conformance.add_instance_arguments(sub)
+
     sub = add("tokenize", _tokenize, "lines of text from standard input to lines of ids")
     sub.add_argument(
         "--tokenizer", metavar="FILE_OR_FOLDER", required=True, help="vocab.txt, .model or folder"
@@ -359,21 +372,14 @@ def _export(args: argparse.Namespace) -> int:
 
 def _doctor(args: argparse.Namespace) -> int:
     from bert_jax import doctor
-    from bert_jax.section import printable
 
-    found = doctor.examine(args.path, args.set)
-    for finding in found:
-        print(f"{finding.severity}: {printable(finding.what)}")
-        for name in ("example", "effect", "remedy"):
-            if getattr(finding, name):
-                print(f"  {name:8} {printable(getattr(finding, name))}")
-    problems = sum(finding.severity == "problem" for finding in found)
-    notes = len(found) - problems
-    print(
-        f"{problems or 'no'} problem{'s' if problems > 1 else ''}, "
-        f"{notes or 'no'} note{'s' if notes != 1 else ''}"
-    )
+    problems = doctor.tell(doctor.examine(args.path, args.set))
     return FAILED if problems else FINISHED
+
+
+def _conformance(args: argparse.Namespace) -> int:
+    named = args.experiment or args.workdir or args.set
+    return FINISHED if conformance.print_rules(_claim(args)[0] if named else None) else FAILED
 
 
 def _tokenize(args: argparse.Namespace) -> int:

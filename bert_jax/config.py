@@ -131,6 +131,8 @@ class Data(Section):
     short_seq_prob: float = 0.1
     masked_lm_prob: float = 0.15
     masking: Literal["piece", "whole_word"] = "piece"
+    # 0: new pairs and masks in every epoch; n: those of the first n epochs again and again.
+    dupe_factor: int = 0
     eval_sequence_length: int = 128
     eval_max_predictions_per_seq: int = 20
     eval_rows: int = 10_000
@@ -139,6 +141,7 @@ class Data(Section):
         self._require_share("short_seq_prob", "masked_lm_prob")
         self._require_at_least(8, "eval_sequence_length")
         self._require_at_least(1, "eval_max_predictions_per_seq", "eval_rows")
+        self._require_at_least(0, "dupe_factor")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
 from etils import epath
@@ -67,13 +67,18 @@ class Workdir:
             )
 
 
-def write_atomic(path: epath.Path, text: str) -> None:
-    """Replaces the file's text in one step, flushed to disk."""
+def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
+    """Replaces the file's text, given whole or in parts, in one step, flushed to disk.
+
+    Raises:
+      InputError: it cannot be written, or is a device or a pipe, which would be replaced by a file.
+    """
+    require_plain(path)
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with named_errors(path):
         try:
             with beside.open("w", encoding="utf-8") as file:
-                file.write(text)
+                file.writelines((text,) if isinstance(text, str) else text)
                 file.flush()
                 with contextlib.suppress(AttributeError, OSError):
                     os.fsync(file.fileno())
@@ -82,6 +87,13 @@ def write_atomic(path: epath.Path, text: str) -> None:
             with contextlib.suppress(OSError):
                 beside.unlink()
             raise
+
+
+def require_plain(path: epath.PathLike) -> None:
+    """Raises InputError if something other than a file or a folder stands there."""
+    name = os.fspath(path)  # epath takes a device for a file
+    if os.path.exists(name) and not (os.path.isfile(name) or os.path.isdir(name)):
+        raise InputError(f"{path}: is a device or a pipe; name a file")
 
 
 def read_json(path: epath.Path, format_version: int) -> dict[str, Any]:

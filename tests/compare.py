@@ -3,18 +3,7 @@
 import jax
 import numpy as np
 
-
-def difference(a, b) -> dict[str, float]:
-    """max|a-b| / max(max|b|, 1e-3 * the largest entry of the tree), by path."""
-    ours = {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree.leaves_with_path(a)}
-    theirs = {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree.leaves_with_path(b)}
-    assert ours.keys() == theirs.keys()
-    largest = max(float(np.abs(v).max()) for v in theirs.values())
-    return {
-        k: float(np.abs(ours[k] - theirs[k]).max())
-        / max(float(np.abs(theirs[k]).max()), 1e-3 * largest)
-        for k in ours
-    }
+from bert_jax.conformance.rule import difference
 
 
 def assert_close(a, b, tolerance: float) -> None:

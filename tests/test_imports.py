@@ -50,6 +50,17 @@ ALLOWED = {
         "training",
         "predict",
     },
+    "conformance": {
+        "section",
+        "config",
+        "resolve",
+        "workdir",
+        "text",
+        "data",
+        "model",
+        "training",
+        "interop",
+    },
     "show": {"section", "config", "workdir", "text", "data", "model", "training"},
 }
 

@@ -3,8 +3,9 @@
 The plan of an epoch lists its pairs (data.pairs); a step gathers, truncates and masks its rows.
 Within a phase, row = (step - first step) * batch + i, and epoch, slot = divmod(row, R), where R is
 the number of rows in the phase's first plan. Epoch e takes the first R rows of a random order of
-its own plan; a shorter plan wraps to its start. Nothing here has memory: any host may compute any
-rows of any step, in any order.
+its own plan; a shorter plan wraps to its start. With static masks (`Data.dupe_factor` n) epoch e is
+epoch e mod n again, draw for draw. Nothing here has memory: any host may compute any rows of any
+step, in any order.
 
 Shape letters: B rows, S sequence, P predictions.
 """
@@ -182,7 +183,7 @@ class TrainBatches:
         batch = execute(
             self._stream,
             planned,
-            draws.Counter(self._key, row),
+            draws.Counter(self._key, self._epoch_drawn(epochs) * self.rows_per_epoch + slots),
             self._ids,
             self._data,
             self._shape.sequence_length,
@@ -205,17 +206,21 @@ class TrainBatches:
             del self._plans[old]
         return self._plans[epoch].result()
 
+    def _epoch_drawn(self, epoch: Any) -> Any:
+        """The epoch whose plan and draws serve: itself, or with static masks one of the first."""
+        return epoch % self._data.dupe_factor if self._data.dupe_factor else epoch
+
     def rows_planned(self, epoch: int) -> int:
         """Rows of the epoch's plan; those beyond R are dropped, those wanting are repeated."""
         return len(self._planned(epoch))
 
     def _planned(self, epoch: int) -> np.ndarray:
-        names = (self._seed, "train", self._phase, epoch)
+        names = (self._seed, "train", self._phase, self._epoch_drawn(epoch))
         return make_plan(self._stream, names, self._shape.sequence_length, self._data)
 
     def _make(self, epoch: int) -> np.ndarray:
         plan = self._planned(epoch)
-        order = draws.permutation(self._key, epoch, len(plan))
+        order = draws.permutation(self._key, self._epoch_drawn(epoch), len(plan))
         return plan[np.resize(order, self.rows_per_epoch)]
 
 

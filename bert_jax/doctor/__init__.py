@@ -13,10 +13,11 @@ from bert_jax import resolve
 from bert_jax.config import Corpus, InputError
 from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import Finding
+from bert_jax.section import printable
 from bert_jax.text import documents
 from bert_jax.workdir import Workdir, is_complete
 
-__all__ = ["Finding", "examine"]
+__all__ = ["Finding", "examine", "tell"]
 
 
 def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
@@ -70,3 +71,19 @@ def _sources(path: str) -> tuple[str, ...]:
             "file, or a file or folder of .txt or .jsonl"
         )
     return found
+
+
+def tell(found: Sequence[Finding]) -> int:
+    """Prints the findings, and how many there are; returns how many are problems."""
+    for finding in found:
+        print(f"{finding.severity}: {printable(finding.what)}")
+        for name in ("example", "effect", "remedy"):
+            if getattr(finding, name):
+                print(f"  {name:8} {printable(getattr(finding, name))}")
+    problems = sum(finding.severity == "problem" for finding in found)
+    notes = len(found) - problems
+    print(
+        f"{problems or 'no'} problem{'s' if problems > 1 else ''}, "
+        f"{notes or 'no'} note{'s' if notes != 1 else ''}"
+    )
+    return problems

@@ -1,36 +1,29 @@
 """The plain data path that ours is timed against does the same work."""
 
-import gzip
-import json
-import pathlib
 import random
 
 import pytest
 
 from benchmarks import plain
-
-FOLDER = pathlib.Path(__file__).parents[1] / "data"
-GOLDEN = sorted(path.name for path in FOLDER.glob("instances_*.jsonl.gz"))
+from bert_jax.conformance import golden
 
 
 @pytest.fixture(scope="module")
 def vocab():
-    lines = gzip.decompress((FOLDER / "bert_base_uncased_vocab.txt.gz").read_bytes()).decode()
-    return {piece: i for i, piece in enumerate(lines.split("\n")[:-1])}
+    return {piece: i for i, piece in enumerate(golden.vocabulary())}
 
 
 def test_its_tokens_equal_the_references(vocab):
-    rows = json.loads((FOLDER / "tokenization_uncased_vocab.json").read_text())
+    rows = golden.tokens()
     differing = [r["text"] for r in rows if plain.tokenize(r["text"], vocab) != r["lower_tokens"]]
     assert rows and not differing
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", golden.INSTANCES)
 def test_its_instances_equal_the_references(vocab, name):
-    lines = gzip.decompress((FOLDER / name).read_bytes()).decode().splitlines()
-    settings, *golden = map(json.loads, lines)
+    settings, theirs = golden.instances(name)
     documents = [[]]
-    for line in (FOLDER / "sample_text.txt").read_text("utf-8").split("\n"):
+    for line in (golden.FOLDER / "sample_text.txt").read_text("utf-8").split("\n"):
         if line.strip():
             documents[-1].append(plain.tokenize(line, vocab))
         else:
@@ -40,8 +33,8 @@ def test_its_instances_equal_the_references(vocab, name):
     made_with = plain.Settings(**{k: v for k, v in settings.items() if k in fields})
     rng = random.Random(settings["random_seed"])
     found = plain.instances([d for d in documents if d], vocab, made_with, rng)
-    assert len(found) == len(golden) == settings["instances"]
-    for instance, wanted in zip(found, golden, strict=True):
+    assert len(found) == len(theirs) == settings["instances"]
+    for instance, wanted in zip(found, theirs, strict=True):
         assert [vocab[piece] for piece in instance.pieces] == wanted["input_ids"]
         assert instance.segment_ids == wanted["segment_ids"]
         assert instance.positions == wanted["masked_lm_positions"]

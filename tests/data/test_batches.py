@@ -166,6 +166,42 @@ def test_epochs_differ():
     assert len({planned_rows(train, epoch).tobytes() for epoch in range(4)}) == 4
 
 
+def assert_same_examples(a, b):
+    """All but the rows' numbers, which dropout is drawn from."""
+    assert_equal({**a, "rows": 0}, {**b, "rows": 0})
+
+
+@pytest.mark.parametrize("masking", ["piece", "whole_word"])
+def test_static_masks_come_back_after_dupe_factor_epochs(masking):
+    train = make(50, rows=50, data=Data(dupe_factor=3, masking=masking))
+    epochs = [whole(train, epoch, 50) for epoch in range(8)]
+    for epoch in range(5):
+        assert_same_examples(epochs[epoch], epochs[epoch + 3])
+    assert len({batch["input_ids"].tobytes() for batch in epochs}) == 3
+    assert len({batch["rows"].tobytes() for batch in epochs}) == 8
+    assert [train.rows_planned(e) for e in range(3)] == [train.rows_planned(e) for e in (3, 4, 5)]
+
+
+def test_the_first_passes_of_static_masks_are_those_of_dynamic_ones():
+    static, dynamic = make(50, rows=50, data=Data(dupe_factor=3)), make(50, rows=50)
+    for epoch in range(3):
+        assert_equal(whole(static, epoch, 50), whole(dynamic, epoch, 50))
+    assert (
+        whole(static, 3, 50)["input_ids"].tobytes() != whole(dynamic, 3, 50)["input_ids"].tobytes()
+    )
+
+
+def test_static_masks_do_not_remember_where_a_run_began():
+    data = Data(dupe_factor=2)
+    steps = [0, 12, 13, 25, 100, 6]  # epochs end within some of these batches
+    through = make(8, rows=50, data=data)
+    batches_seen = {step: whole(through, step) for step in range(101)}
+    for step in steps:
+        assert_equal(whole(make(8, rows=50, data=data), step), batches_seen[step])
+    for step in (0, 3, 12):  # 25 batches are 200 rows, both epochs twice
+        assert_same_examples(batches_seen[step], batches_seen[step + 25])
+
+
 def test_a_batch_over_the_end_of_an_epoch_takes_rows_of_both():
     train = make(8, rows=50)
     other = make(1, rows=50)

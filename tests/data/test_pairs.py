@@ -1,90 +1,17 @@
-"""Pairs: the reference's own, the laws of a plan, and truncation."""
+"""Pairs: the laws of a plan, and truncation. The reference's own: tests/conformance."""
 
-import gzip
-import json
-import pathlib
 import random
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax.config import Data
 from bert_jax.data import batches, draws, pairs, stream
-from bert_jax.text import tokenizer
-
-FOLDER = pathlib.Path(__file__).parent
-GOLDEN = sorted(path.name for path in FOLDER.glob("instances_*.jsonl.gz"))
 
 # A busy machine is slow now and then, which is no failure.
 settings.register_profile("patient", deadline=None, database=None)
 settings.load_profile("patient")
-
-
-# --- The reference ---
-
-
-@pytest.fixture(scope="module")
-def reference_corpus(tmp_path_factory):
-    vocab = tmp_path_factory.mktemp("vocab") / "vocab.txt"
-    vocab.write_bytes(gzip.decompress((FOLDER / "bert_base_uncased_vocab.txt.gz").read_bytes()))
-    loaded = tokenizer.load(vocab, "uncased")
-    documents = [[]]
-    for line in (FOLDER / "sample_text.txt").read_text("utf-8").split("\n"):
-        if line.strip():
-            documents[-1].append(loaded.encode(line))
-        else:
-            documents.append([])
-    documents = [[ids for ids in document if ids] for document in documents]
-    small = stream.from_documents([document for document in documents if document])
-    return small, batches.Ids.of(loaded)
-
-
-def instances(small, ids, settings):
-    """What the reference's create_training_instances gives, by our rules and its random draws."""
-    draw = draws.Sequential(random.Random(settings["random_seed"]))
-    data = Data(
-        short_seq_prob=settings["short_seq_prob"],
-        masked_lm_prob=settings["masked_lm_prob"],
-        masking="whole_word" if settings["whole_word_mask"] else "piece",
-    )
-    length, predictions = settings["max_seq_length"], settings["max_predictions_per_seq"]
-    found = []
-    order = draw.document_order(len(small.document_offsets) - 1)
-    for _ in range(settings["dupe_factor"]):
-        # One row is planned, executed, and only then the next: they share one generator.
-        for row in pairs.plan(small, order, length, data.short_seq_prob, draw):
-            rows = np.array([row], pairs.ROW_DTYPE)
-            found.append(batches.execute(small, rows, draw, ids, data, length, predictions))
-    return [found[i] for i in draw.instance_order(len(found))]
-
-
-def as_written(batch):
-    """One instance as the reference writes it, without padding."""
-    length, predicted = int(batch["input_mask"].sum()), int(batch["masked_lm_weights"].sum())
-    assert not batch["input_ids"][0, length:].any()
-    assert not batch["masked_lm_positions"][0, predicted:].any()
-    return {
-        "input_ids": batch["input_ids"][0, :length].tolist(),
-        "segment_ids": batch["segment_ids"][0, :length].tolist(),
-        "masked_lm_positions": batch["masked_lm_positions"][0, :predicted].tolist(),
-        "masked_lm_ids": batch["masked_lm_ids"][0, :predicted].tolist(),
-        "next_sentence_label": int(batch["next_sentence_labels"][0]),
-    }
-
-
-def test_there_are_three_golden_files():
-    assert len(GOLDEN) == 3
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_instances_equal_the_references(reference_corpus, name):
-    lines = gzip.decompress((FOLDER / name).read_bytes()).decode().splitlines()
-    settings, *golden = map(json.loads, lines)
-    assert len(golden) == settings["instances"]
-    found = instances(*reference_corpus, settings)
-    assert [as_written(batch) for batch in found] == golden
 
 
 # --- The laws of a plan ---

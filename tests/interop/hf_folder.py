@@ -6,7 +6,9 @@ import pathlib
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "hf_bert_tiny"
+from bert_jax import conformance
+
+GOLDEN = pathlib.Path(conformance.__file__).parent / "files" / "hf_bert_tiny"
 PIECES = 1000
 
 TENSORS = load_file(GOLDEN / "model.safetensors")

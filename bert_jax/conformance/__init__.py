@@ -1,0 +1,1 @@
+"""The rules of google-research/bert, checked against what it and others gave."""

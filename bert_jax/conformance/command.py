@@ -1,0 +1,77 @@
+"""`bert-jax conformance` and `bert-jax conformance instances`: arguments, and what they print."""
+
+import argparse
+from collections.abc import Sequence
+
+from bert_jax.config import Experiment
+from bert_jax.conformance.settings import Settings
+from bert_jax.section import printable
+
+
+def one_command(argv: Sequence[str]) -> list[str]:
+    """`conformance instances` is a command of two words: they become one."""
+    words = list(argv)
+    first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+    if words[first : first + 2] == ["conformance", "instances"]:
+        words[first : first + 2] = ["conformance instances"]
+    return words
+
+
+def add_instance_arguments(parser: argparse.ArgumentParser) -> None:
+    """The reference's flags, under its names or shorter ones."""
+    default = Settings()
+    parser.add_argument(
+        "texts", metavar="TEXT", nargs="+", help="sentences by line, a blank line between documents"
+    )
+    parser.add_argument("--vocab", metavar="FILE", required=True, help="a vocab.txt")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the JSON lines to write")
+    for flag, name in (
+        ("--max-seq-length", "max_seq_length"),
+        ("--max-predictions", "max_predictions_per_seq"),
+        ("--dupe-factor", "dupe_factor"),
+        ("--short-seq-prob", "short_seq_prob"),
+        ("--masked-lm-prob", "masked_lm_prob"),
+        ("--random-seed", "random_seed"),
+    ):
+        value = getattr(default, name)
+        parser.add_argument(
+            flag, dest=name, type=type(value), default=value, metavar="N", help=f"[{value}]"
+        )
+    parser.add_argument(
+        "--whole-word", dest="whole_word_mask", action="store_true", help="mask whole words"
+    )
+    parser.add_argument(
+        "--cased", dest="do_lower_case", action="store_false", help="do not lower-case"
+    )
+
+
+def write_instances(args: argparse.Namespace) -> int:
+    """Writes what the reference would write for the texts and says how much; the exit code."""
+    from bert_jax.conformance import instances
+
+    names = Settings.__dataclass_fields__
+    settings = Settings(**{name: getattr(args, name) for name in names})
+    count = instances.write(args.texts, args.vocab, settings, args.out)
+    print(f"{printable(args.out)}: {count} instances")
+    return 0
+
+
+def print_rules(experiment: Experiment | None) -> bool:
+    """Prints a line a rule, and what an experiment does otherwise; whether all rules hold.
+
+    With an experiment differences are printed as bounds, so that the text is the same everywhere.
+    """
+    from bert_jax.conformance import checks, deviations
+
+    rules = []
+    for rule in checks.check():
+        rules.append(rule)
+        print(checks.line(rule, "measured" if experiment is None else "bounds"), flush=True)
+    broken = sum(not rule.holds for rule in rules)
+    print(f"{broken} of {len(rules)} rules FAILED" if broken else f"all {len(rules)} rules hold")
+    if experiment is not None:
+        found = deviations.find(experiment)
+        print(f"\n{experiment.name} does otherwise than the paper and its code:\n")
+        for deviation in found:
+            print(f"{printable(deviation.setting)}\n  {deviation.why}")
+    return not broken

@@ -1,0 +1,204 @@
+"""Documents, pairs and masks against the reference's own instances, and its laws."""
+
+import functools
+import json
+import pathlib
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from bert_jax.config import Data
+from bert_jax.conformance import golden, instances
+from bert_jax.conformance.rule import Rule, count_of_different
+from bert_jax.conformance.settings import Settings
+from bert_jax.data import batches, draws, masking, pairs, stream
+
+_rule = functools.partial(Rule, "data")
+
+Instances = list[dict[str, Any]]
+
+
+def check() -> Iterator[Rule]:
+    """Yields the rules of documents, instances and masks, compared."""
+    yield _documents()
+    yield from _instances()
+    yield from _pairs()
+    yield from _masks()
+
+
+def _documents() -> Rule:
+    """Files as the reference reads them, put into words."""
+    files = (b"a b.\n\x00\nc\r\n \n\n\xef\xbb\xbf\n\t\nd\n", b"e\xff\n\nf", b"", b"g\n\n")
+    expected = [["a b .", "c"], ["d", "e"], ["f", "g"]]
+    ours = golden.tokenizer("uncased")
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [pathlib.Path(folder) / str(number) for number in range(len(files))]
+        for path, text in zip(paths, files, strict=True):
+            path.write_bytes(text)
+        read = instances.read_documents(paths, ours)
+    found = [[ours.decode(sentence) for sentence in document] for document in read]
+    return _rule(
+        "a blank line opens a document, files run on, lines without tokens go",
+        "odd files with what they hold",
+        count_of_different(found, expected),
+    )
+
+
+# --- the reference's own instances --------------------------------------------------------------
+
+
+def _instances() -> Iterator[Rule]:
+    tokenizer = golden.tokenizer("uncased")
+    documents = instances.read_documents([golden.FOLDER / "sample_text.txt"], tokenizer)
+    ids = batches.Ids.of(tokenizer)
+    made: list[tuple[dict[str, Any], Instances, Instances]] = []
+    for name in golden.INSTANCES:
+        head, theirs = golden.instances(name)
+        count = head.pop("instances")
+        if count != len(theirs):
+            raise ValueError(f"{name}: {len(theirs)} instances, {count} expected")
+        ours = [json.loads(line) for line in instances.create(documents, ids, Settings(**head))]
+        made.append((head, ours, theirs))
+
+    def rule(says: str, aspect: Callable[[dict[str, Any]], Any], masks: str = "any") -> Rule:
+        chosen = [m for m in made if masks == "any" or m[0]["whole_word_mask"] == (masks == "word")]
+        total = sum(len(theirs) for _, _, theirs in chosen)
+        differing = sum(
+            count_of_different([*map(aspect, ours)], [*map(aspect, theirs)])
+            for _, ours, theirs in chosen
+        )
+        return _rule(says, f"{total} instances with the reference's", differing)
+
+    yield rule("documents shuffled once, instances last; each pass draws anew", _lengths)
+    yield rule("B is random when alone or by half; else what follows", _get("next_sentence_label"))
+    yield rule("[CLS] A [SEP] B [SEP] with segments 0 and 1", _get("segment_ids"))
+    yield rule("token by token from the longer side, a tie from B, front or back", _unmasked)
+    yield rule("pieces masked in shuffled order", _get("masked_lm_positions"), "piece")
+    yield rule("whole words masked, none that would overflow", _get("masked_lm_positions"), "word")
+    yield rule("labels are what stood there, by position", _get("masked_lm_ids"))
+    yield rule("80 % [MASK], 10 % kept, 10 % replaced, drawn in order", _get("input_ids"))
+
+
+def _get(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda instance: instance[name]
+
+
+def _lengths(instance: dict[str, Any]) -> tuple[int, int]:
+    return len(instance["input_ids"]), sum(instance["segment_ids"])
+
+
+def _unmasked(instance: dict[str, Any]) -> list[int]:
+    ids = list(instance["input_ids"])
+    for position, label in zip(
+        instance["masked_lm_positions"], instance["masked_lm_ids"], strict=True
+    ):
+        ids[position] = label
+    return ids
+
+
+# --- laws that no sample shows whole ------------------------------------------------------------
+
+
+class _Recorded(draws.Scalars):
+    """Counts the targets drawn."""
+
+    targets = 0
+
+    def target_length(self, max_num_tokens: int, short_seq_prob: float) -> int:
+        self.targets += 1
+        return super().target_length(max_num_tokens, short_seq_prob)
+
+
+def _pairs() -> Iterator[Rule]:
+    """A plan of 60 documents whose ids are their own places."""
+    rng = np.random.default_rng(0)
+    numbers = iter(range(10**6))
+    documents = [
+        [[next(numbers) for _ in range(rng.integers(1, 20))] for _ in range(rng.integers(1, 15))]
+        for _ in range(60)
+    ]
+    flat = stream.from_documents(documents, np.uint32)
+    scalars = _Recorded(random.Random(0))
+    order = scalars.document_order(len(documents))
+    rows = np.fromiter(pairs.plan(flat, order, 64, 0.5, scalars), pairs.ROW_DTYPE)
+    yield _rule(
+        "a short target is drawn once a document",
+        "targets drawn with 60 documents",
+        abs(scalars.targets - len(documents)),
+    )
+    used = np.zeros(len(flat.ids), int)
+    for row in rows:
+        used[row["a_offset"] : row["a_offset"] + row["a_length"]] += 1
+        if not row["is_random_next"]:
+            used[row["b_offset"] : row["b_offset"] + row["b_length"]] += 1
+    yield _rule(
+        "sentences that a random B displaced are put back",
+        f"how often {len(used)} tokens serve with once",
+        int((used != 1).sum()),
+    )
+    starts = flat.sentence_offsets[flat.document_offsets[:-1].astype(np.int64)]
+    where = [np.searchsorted(starts, rows[name], "right") for name in ("a_offset", "b_offset")]
+    yield _rule(
+        "a random B is of another document",
+        f"documents of A and B in {len(rows)} pairs",
+        int(((where[0] == where[1]) == rows["is_random_next"]).sum()),
+    )
+
+
+def _masks() -> Iterator[Rule]:
+    lengths = np.arange(5, 513)
+    differing = 0
+    for most in (20, 77):
+        masked = _mask(lengths, draws.Counter((0, 0), lengths), most, None)
+        expected = [min(most, max(1, round(int(n) * 0.15))) for n in lengths]
+        differing += count_of_different(masked.weights.sum(axis=1).tolist(), expected)
+    yield _rule(
+        "15 % of the length, specials too, half to even, 1 to the most",
+        f"{len(lengths)} lengths with Python's round",
+        differing,
+    )
+    continues = np.array([False] * 5 + [True])
+    # A word of A and one ##piece of B, one to predict: together they are too many.
+    one_word = _mask(np.array([5]), draws.Counter((0, 0), np.array([0])), 20, continues)
+    yield _rule(
+        "a ## at the front of B joins the last word of A",
+        "predictions where only one fits",
+        float(one_word.weights.sum()),
+    )
+    kinds, ids = draws.Counter((0, 0), np.arange(1000)).replacements(np.full(1000, 200), 30)
+    shares = np.bincount(kinds.ravel(), minlength=3) / kinds.size - [0.8, 0.1, 0.1]
+    yield _rule(
+        "in training, too: 80 % [MASK], 10 % kept, 10 % replaced",
+        "shares of 200,000 draws",
+        float(np.abs(shares).max()),
+        0.005,
+    )
+    seen = np.unique(ids[kinds == draws.RANDOM])
+    yield _rule(
+        "replacements are any piece, specials too",
+        "ids drawn of a vocabulary of 30",
+        count_of_different(seen.tolist(), list(range(30))),
+    )
+
+
+def _mask(
+    lengths: np.ndarray, counter: draws.Counter, most: int, continues: np.ndarray | None
+) -> masking.Masked:
+    """Rows whose A is one piece, id 4, and whose other pieces are id 5."""
+    ids = np.full((len(lengths), int(lengths.max())), 5, np.int32)
+    ids[:, :3] = (2, 4, 3)
+    ids[np.arange(len(lengths)), lengths - 1] = 3
+    return masking.mask(
+        ids,
+        np.ones(len(lengths), np.int64),
+        lengths - 4,
+        counter,
+        masked_lm_prob=Data().masked_lm_prob,
+        max_predictions=most,
+        mask_id=1,
+        vocab_size=6,
+        continues=continues,
+    )

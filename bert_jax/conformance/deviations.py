@@ -1,0 +1,234 @@
+"""Where an experiment's settings leave Devlin et al. 2018 and google-research/bert, and how."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bert_jax import resolve
+from bert_jax.config import Experiment
+
+
+class Deviation(NamedTuple):
+    """A setting, and what it makes otherwise than the paper and its code."""
+
+    setting: str
+    why: str
+
+
+# (hidden size, layers, heads, feed-forward) of the paper's models, and the TPU cores they were
+# trained on: two a chip, of 16 and 64 chips.
+_CORES = {(768, 12, 12, 3_072): 32, (1_024, 24, 16, 4_096): 128}
+
+_STEPS, _BATCH = 1_000_000, 256
+# Sequence length: share of the steps, and predictions at most (15 % of it, rounded up to 20).
+_LENGTHS = {128: (0.9, 20), 512: (0.1, 77)}
+
+# Field: the paper's value, and what another one means.
+_FIELDS: dict[str, tuple[object, str]] = {
+    "init_from": ("", "it goes on from weights trained before; the paper's are drawn at random"),
+    "model.vocab_size": (30_522, "the released uncased vocabulary has 30,522 pieces"),
+    "model.max_position_embeddings": (512, "the paper's table has 512 positions"),
+    "model.type_vocab_size": (2, "the released models have two segments"),
+    "model.hidden_act": (
+        "gelu",
+        "GELU by tanh, as the reference's code since 2019-02-07; the released models had erf",
+    ),
+    "model.hidden_dropout_prob": (0.1, "the paper drops 0.1 of every sublayer's output"),
+    "model.attention_probs_dropout_prob": (0.1, "the paper drops 0.1 of attention"),
+    "model.initializer_range": (0.02, "the reference starts from a normal of 0.02, cut at two"),
+    "model.compute_dtype": ("float32", "products are rounded to bfloat16; the reference's are not"),
+    "corpus.repeated_documents": ("keep", "the reference keeps documents that repeat"),
+    "data.short_seq_prob": (0.1, "the reference cuts 0.1 of all documents short"),
+    "data.masked_lm_prob": (0.15, "the paper predicts 15 % of all pieces"),
+    "data.masking": ("piece", "whole words are masked, as in the models released in May 2019"),
+    "optimizer.peak_learning_rate": (1e-4, "the paper's peak is 1e-4"),
+    "optimizer.warmup_steps": (10_000, "the paper warms up over 10,000 steps"),
+    "optimizer.schedule": (
+        "paper",
+        "decay counts from the end of warm-up; the reference counts it from step 0, and its rate "
+        "falls by the share of warm-up where that ends",
+    ),
+    "optimizer.b1": (0.9, "the paper's is 0.9"),
+    "optimizer.b2": (0.999, "the paper's is 0.999"),
+    "optimizer.eps": (1e-6, "the reference adds 1e-6"),
+    "optimizer.weight_decay": (0.01, "the paper's is 0.01"),
+    "optimizer.clip_norm": (1.0, "the reference clips at 1.0"),
+    "optimizer.gradient_reduction": (
+        "float32",
+        "gradients are rounded to bfloat16 before cores add them; the reference adds float32",
+    ),
+}
+
+_OPTIMIZERS = {
+    "adamw": "moments are corrected for their bias; the reference's are not, so that its first "
+    "update is 3.16 times as large",
+    "lamb": "moments are corrected for their bias and each tensor's update is scaled to the "
+    "tensor (You et al. 2019); the reference does neither",
+}
+
+_CLIPS = {
+    "global": "global clip after the mean: the reference clips on each core before the sum",
+    "none": "no clip: the reference clips on each core before the sum",
+}
+
+
+def find(experiment: Experiment) -> list[Deviation]:
+    """All deviations that the settings make, and those of every run."""
+    found: list[Deviation] = []
+    for look in (_shape, _fields, _noise, _text, _passes, _optimizer, _phases):
+        found += look(experiment)
+    return [*found, *_EVERY_RUN]
+
+
+def _setting(experiment: Experiment, path: str) -> str:
+    return f"{path}={dict(resolve.flatten(experiment))[path]!r}"
+
+
+def _shape(experiment: Experiment) -> Iterator[Deviation]:
+    shape = _shape_of(experiment)
+    if shape not in _CORES:
+        yield Deviation(
+            f"model: {shape[1]} layers, {shape[0]} wide, {shape[2]} heads, {shape[3]} within",
+            "neither BASE (12, 768, 12, 3072) nor LARGE (24, 1024, 16, 4096)",
+        )
+
+
+def _shape_of(experiment: Experiment) -> tuple[int, int, int, int]:
+    model = experiment.model
+    return (
+        model.hidden_size,
+        model.num_hidden_layers,
+        model.num_attention_heads,
+        model.intermediate_size,
+    )
+
+
+def _fields(experiment: Experiment) -> Iterator[Deviation]:
+    values = dict(resolve.flatten(experiment))
+    for path, (paper, why) in _FIELDS.items():
+        if values[path] != paper:
+            yield Deviation(_setting(experiment, path), why)
+
+
+def _noise(experiment: Experiment) -> Iterator[Deviation]:
+    model = experiment.model
+    steps = 256 if model.dropout_rng == "threefry8" else 65_536
+    rates = {model.hidden_dropout_prob, model.attention_probs_dropout_prob}
+    drawn = [(rate, round(rate * steps)) for rate in sorted(rates) if rate]
+    shares = ", ".join(f"{n}/{steps} = {n / steps:.6f} for {r}" for r, n in drawn if n / steps != r)
+    if shares:
+        yield Deviation(
+            _setting(experiment, "model.dropout_rng"),
+            f"dropout draws in steps of 1/{steps}: {shares}; what is kept is scaled by the share "
+            "really kept",
+        )
+
+
+def _text(experiment: Experiment) -> Iterator[Deviation]:
+    corpus = experiment.corpus
+    yield Deviation(
+        _setting(experiment, "corpus.sources"),
+        "the paper read English Wikipedia of 2018 and BooksCorpus, which is not public",
+    )
+    if corpus.layout != "sentences_by_line":
+        yield Deviation(
+            _setting(experiment, "corpus.layout"),
+            "sentences are found by rules of the language; the reference is given one a line",
+        )
+    if corpus.tokenizer == "train":
+        kind = {"wordpiece": "WordPiece", "unigram": "unigram", "bpe": "BPE"}[corpus.tokenizer_kind]
+        yield Deviation(
+            _setting(experiment, "corpus.tokenizer"),
+            f"a {kind} vocabulary is trained on this text; the paper's is the released vocab.txt, "
+            "made from other text by a trainer that was not released",
+        )
+    elif corpus.tokenizer.endswith(".model"):
+        yield Deviation(
+            _setting(experiment, "corpus.tokenizer"), "SentencePiece; the paper's is WordPiece"
+        )
+    yield Deviation(
+        _setting(experiment, "corpus.validation_share"),
+        "this share of the documents is held out to evaluate on; the reference trains on all, and "
+        "evaluates on whatever instances it is given",
+    )
+
+
+def _passes(experiment: Experiment) -> Iterator[Deviation]:
+    count, setting = experiment.data.dupe_factor, _setting(experiment, "data.dupe_factor")
+    if count == 0:
+        yield Deviation(
+            setting,
+            "masks are dynamic: pairs and masks are drawn anew in every epoch; the reference's "
+            "are static, those of the passes in its files (10 by default; the paper gives no "
+            "number) again and again",
+        )
+    elif count != 10:
+        yield Deviation(
+            setting,
+            f"{count} static passes over the text; the reference's default is 10, the paper gives "
+            "no number",
+        )
+    if count:
+        yield Deviation(
+            setting,
+            "masks are static, as the reference's, whose default is 10 passes (the paper gives no "
+            "number); here passes follow one another, each in an order of its own, there the "
+            "instances of all passes are shuffled together",
+        )
+
+
+def _optimizer(experiment: Experiment) -> Iterator[Deviation]:
+    cfg = experiment.optimizer
+    if cfg.name in _OPTIMIZERS:
+        yield Deviation(_setting(experiment, "optimizer.name"), _OPTIMIZERS[cfg.name])
+    if cfg.clip in _CLIPS:
+        yield Deviation(_setting(experiment, "optimizer.clip"), _CLIPS[cfg.clip])
+        return
+    cores = _CORES.get(_shape_of(experiment))
+    if cores is not None and cfg.reference_replicas != cores:
+        yield Deviation(
+            _setting(experiment, "optimizer.reference_replicas"),
+            f"the paper trained this size on {cores} cores, each of which clips its own gradient",
+        )
+
+
+def _phases(experiment: Experiment) -> Iterator[Deviation]:
+    phases, total = experiment.phases, experiment.total_steps
+    if total != _STEPS:
+        yield Deviation(f"phases: {total:,} steps", "the paper trained for 1,000,000 steps")
+    found = [(phase.sequence_length, phase.steps / total) for phase in phases]
+    if found != [(length, share) for length, (share, _) in _LENGTHS.items()]:
+        told = ", ".join(f"{share:.1%} of {length}" for length, share in found)
+        yield Deviation(
+            f"phases: {told}", "the paper trained for 90 % of the steps on 128, then on 512"
+        )
+    for number, phase in enumerate(phases):
+        where = f"phases.{number}"
+        if phase.batch_size != _BATCH:
+            yield Deviation(f"{where}.batch_size={phase.batch_size}", "the paper's is 256")
+        most = _LENGTHS.get(phase.sequence_length, (0.0, phase.max_predictions_per_seq))[1]
+        if phase.max_predictions_per_seq != most:
+            yield Deviation(
+                f"{where}.max_predictions_per_seq={phase.max_predictions_per_seq}",
+                f"15 % of {phase.sequence_length} asks for {most}",
+            )
+    if len(phases) > 1:
+        yield Deviation(
+            f"phases: {len(phases)} in one run",
+            "one schedule and the moments of Adam run through all phases; in the reference the "
+            "next length is another job, which starts its schedule anew and its moments at 0",
+        )
+
+
+# What no setting changes.
+_EVERY_RUN = (
+    Deviation(
+        "random choices",
+        "each is a function of seed, phase, row and purpose; the reference takes them from one "
+        "generator in turn: the same laws, other examples",
+    ),
+    Deviation(
+        "rows an epoch",
+        "every epoch takes as many rows as the first one's plan has: of a longer plan some are "
+        "left out, of a shorter one some come twice; the reference's files hold each once",
+    ),
+)

@@ -1,0 +1,103 @@
+"""Training instances as google-research/bert writes them, draw for draw.
+
+`create_training_instances` of create_pretraining_data.py with `random.Random(seed)` under Python 3:
+the rules are those of training (data.pairs, data.batches), the draws come from one generator in
+the reference's order.
+"""
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from bert_jax.conformance.settings import Settings
+from bert_jax.data import batches, draws, pairs, stream
+from bert_jax.section import InputError
+from bert_jax.text.tokenizer import Tokenizer, WordPiece
+from bert_jax.text.vocabulary import read_vocab
+from bert_jax.workdir import named_errors, require_plain, write_atomic
+
+Documents = list[list[list[int]]]
+
+
+def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Documents:
+    r"""Documents of sentences of ids, as the reference reads files.
+
+    A line ends with \n. Bytes that are not UTF-8 are left out. A line of white space opens a new
+    document; a line without tokens is dropped, and so is a document without lines. A file goes on
+    with the document in which the one before ended.
+
+    Raises:
+      InputError: a file cannot be read.
+    """
+    documents: Documents = [[]]
+    for path in paths:
+        with named_errors(path), epath.Path(path).open("rb") as file:
+            for raw in file:
+                line = raw.decode("utf-8", "ignore").strip()
+                if not line:
+                    documents.append([])
+                    continue
+                ids = tokenizer.encode(line)
+                if ids:
+                    documents[-1].append(ids)
+    return [document for document in documents if document]
+
+
+def create(documents: Documents, ids: batches.Ids, settings: Settings) -> Iterator[str]:
+    """Yields the instances as lines of JSON, in the order in which the reference writes them."""
+    draw = draws.Sequential(random.Random(settings.random_seed))
+    flat = stream.from_documents(documents, np.uint32)
+    data, length = settings.data, settings.max_seq_length
+    # No row has more: the table is as narrow as it can be.
+    predictions = min(settings.max_predictions_per_seq, length)
+    order = draw.document_order(len(documents))
+    found = []
+    for _ in range(settings.dupe_factor):
+        # One row is planned, executed, and only then the next: they share one generator.
+        for row in pairs.plan(flat, order, length, data.short_seq_prob, draw):
+            rows = np.array([row], pairs.ROW_DTYPE)
+            batch = batches.execute(flat, rows, draw, ids, data, length, predictions)
+            found.append(json.dumps(_as_written(batch)))
+    for number in draw.instance_order(len(found)):
+        yield found[number]
+
+
+def _as_written(batch: batches.Batch) -> dict[str, Any]:
+    """The one row of a batch without its padding."""
+    length, predicted = int(batch["input_mask"].sum()), int(batch["masked_lm_weights"].sum())
+    return {
+        "input_ids": batch["input_ids"][0, :length].tolist(),
+        "segment_ids": batch["segment_ids"][0, :length].tolist(),
+        "masked_lm_positions": batch["masked_lm_positions"][0, :predicted].tolist(),
+        "masked_lm_ids": batch["masked_lm_ids"][0, :predicted].tolist(),
+        "next_sentence_label": int(batch["next_sentence_labels"][0]),
+    }
+
+
+def write(
+    texts: Sequence[epath.PathLike], vocab: epath.PathLike, settings: Settings, out: epath.PathLike
+) -> int:
+    """Writes a line with the settings, then a line an instance; returns how many instances.
+
+    Raises:
+      InputError: a file cannot be read, `out` cannot be written, or is one of those read.
+    """
+    target = epath.Path(out)
+    for path in (*texts, vocab):
+        if target.resolve() == epath.Path(path).resolve():
+            raise InputError(f"--out {out}: is a file to be read; name another")
+    require_plain(target)
+    if target.is_dir() or not target.parent.is_dir():
+        raise InputError(f"--out {out}: name a file in a folder that is there")
+    case = "uncased" if settings.do_lower_case else "cased"
+    tokenizer = WordPiece(read_vocab(vocab), case)
+    documents = read_documents(texts, tokenizer)
+    lines = list(create(documents, batches.Ids.of(tokenizer), settings))
+    head = json.dumps({**dataclasses.asdict(settings), "instances": len(lines)})
+    write_atomic(target, (f"{line}\n" for line in (head, *lines)))
+    return len(lines)

@@ -1,0 +1,66 @@
+"""A rule that was looked at, and the norm in which numbers are compared."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One rule of the reference, compared.
+
+    Attributes:
+      part: data, tokenizer, optimizer, model or loss.
+      says: the rule in a few words.
+      compared: what with what.
+      difference: the largest; of exact rules, how many things differ.
+      most: what it may be; 0 for exact rules.
+    """
+
+    part: str
+    says: str
+    compared: str
+    difference: float
+    most: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is small enough; one that is not a number is not."""
+        return bool(self.difference <= self.most)
+
+
+def count_of_different(ours: Any, theirs: Any) -> int:
+    """How many entries of two lists differ; those that only one of them has, do."""
+    differing = sum(a != b for a, b in zip(ours, theirs, strict=False))
+    return differing + abs(len(ours) - len(theirs))
+
+
+def relative(ours: Any, theirs: Any) -> float:
+    """max|a - b| / max|b| of two arrays, in float64."""
+    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def difference(a: Any, b: Any) -> dict[str, float]:
+    """max|a - b| / max(max|b|, 1e-3 * the largest entry of the tree), by path.
+
+    Raises:
+      ValueError: the trees have other paths.
+    """
+    ours = {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree.leaves_with_path(a)}
+    theirs = {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree.leaves_with_path(b)}
+    if ours.keys() != theirs.keys():
+        raise ValueError(f"trees differ in {sorted(ours.keys() ^ theirs.keys())}")
+    largest = max(float(np.abs(v).max()) for v in theirs.values())
+    return {
+        k: float(np.abs(ours[k] - theirs[k]).max())
+        / max(float(np.abs(theirs[k]).max()), 1e-3 * largest)
+        for k in ours
+    }
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    """The largest `difference` of all paths."""
+    return max(difference(a, b).values())
