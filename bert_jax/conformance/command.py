@@ -46,7 +46,7 @@ def add_instance_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_instances(args: argparse.Namespace) -> int:
-    """Writes what the reference would write for the texts and says how much; the exit code."""
+    """Write the instances that the reference would write."""
     from bert_jax.conformance import instances
 
     names = Settings.__dataclass_fields__

@@ -12,6 +12,8 @@ import json
 import logging
 import os
 import platform
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -40,6 +42,8 @@ class Checkpoints:
         # What Orbax logs as an error it raises too, and each of its threads and tasks logs it anew.
         absl_logging.set_verbosity(absl_logging.FATAL)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        sys.unraisablehook = _overhear_closed_loops
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         saving = ocp.options.ArrayOptions.Saving(use_compression=False)
         loading = ocp.options.PyTreeOptions.Loading(partial_load=True)
         context = ocp.Context(
@@ -137,6 +141,12 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _overhear_closed_loops(unraisable: Any) -> None:
+    """Passes over what threads of a failed load say when Orbax has gone: their loop is closed."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def environment() -> dict[str, Any]:

@@ -1,0 +1,231 @@
+"""The commands: each reads its arguments, calls the library and returns an exit code."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+from bert_jax.config import Experiment, InputError
+from bert_jax.conformance import command
+from bert_jax.section import printable
+
+FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Make the corpus: tokenizer, ids, splits."""
+    from bert_jax.data import corpus
+
+    experiment, workdir = _claim(args)
+    workdir.require_ours()
+    manifest = corpus.prepare(
+        experiment.corpus, experiment.model.vocab_size, workdir.corpus, _console_say()
+    )
+    tokens = manifest["splits"]["train"]["tokens"]
+    _console_say()(f"corpus: {workdir.corpus} is ready, {tokens} tokens to train on")
+    return FINISHED
+
+
+def pretrain(args: argparse.Namespace) -> int:
+    """Pre-train; run again to go on where it stopped."""
+    from bert_jax import resolve
+    from bert_jax.training import session
+    from bert_jax.training.progress import LineConsole, Progress
+
+    experiment, origin = resolve.load_with_origin(args.experiment, args.set)
+    workdir = _workdir(args, experiment)
+    progress = Progress(LineConsole())
+    extend = "extend" if args.extend else "keep"
+    outcome = session.pretrain(experiment, workdir, extend, progress, origin)
+    return {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}[outcome]
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Score the newest checkpoint on held-out text."""
+    from bert_jax.predict import load_params
+    from bert_jax.training import evaluate, step
+    from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training.prepared import Prepared
+
+    experiment, workdir = _claim(args)
+    prepared = Prepared.open(workdir.corpus)
+    mesh = mesh_lib.make_mesh(experiment.mesh)
+    params, done = load_params(experiment, workdir, prepared, mesh)
+    found = evaluate.evaluate(
+        prepared.held_out(experiment, mesh),
+        params,
+        step.make_eval_step(experiment.model, experiment.mesh, mesh),
+        mesh,
+    )
+    print(f"step {done}: {evaluate.summary(found)}")
+    print(json.dumps({"step": done, **found}))
+    return FINISHED
+
+
+def show(args: argparse.Namespace) -> int:
+    """Decode the batch of a step: text, masks, labels."""
+    from rich.console import Console
+
+    from bert_jax import show
+    from bert_jax.training.prepared import Prepared
+
+    experiment, workdir = _claim(args)
+    if args.rows < 1:
+        raise InputError(f"--rows {args.rows}: must be at least 1")
+    console = Console()
+    prepared = Prepared.open(workdir.corpus)
+    for line in show.show(experiment, prepared, args.step, args.rows):
+        console.print(line, soft_wrap=not console.is_terminal)
+    return FINISHED
+
+
+def config(args: argparse.Namespace) -> int:
+    """Print the resolved experiment as JSON."""
+    from bert_jax import resolve
+
+    print(resolve.to_json(_claim(args)[0]), end="")
+    return FINISHED
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write one HTML page about a run, or about several compared."""
+    from bert_jax.report import write
+
+    if args.every < 1:
+        raise InputError(f"--every {args.every}: must be at least 1")
+    write.write(
+        args.workdirs,
+        args.out,
+        args.every if args.follow else None,
+        "events" if args.tensorboard else "page",
+        _console_say(),
+    )
+    return FINISHED
+
+
+def predict(args: argparse.Namespace) -> int:
+    """Fill [MASK], and say whether B follows A."""
+    from etils import epath
+
+    from bert_jax.predict import Trained
+    from bert_jax.training.predictor import Predictor
+
+    if args.next is not None and len(args.text) != 1:
+        raise InputError("--next: give exactly one TEXT with it")
+    if args.top < 1:
+        raise InputError(f"--top {args.top}: must be at least 1")
+    trained = Trained.of(epath.Path(args.workdir))
+    predictor = Predictor(trained.model, trained.tokenizer)
+    asked = [("TEXT", text, args.next) for text in args.text]
+    for where, a, b in asked or _asked_lines():
+        try:
+            answer = predictor.predict(trained.params, a, b, args.top)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        for text in (a,) if b is None else (a, b):
+            print(printable(text))
+        for number, pieces in enumerate(answer.masks, 1):
+            words = "  ".join(f"{printable(piece)} {p:.3f}" for piece, p in pieces)
+            print(f"  [MASK] {number}: {words}")
+        if not answer.masks and answer.is_next is None:
+            print("  nothing to say: write [MASK] in the text, or give a second one")
+        if answer.is_next is not None:
+            print(f"  B follows A: {answer.is_next:.3f}")
+    return FINISHED
+
+
+def import_(args: argparse.Namespace) -> int:
+    """Make a base of a Hugging Face folder, or of a run."""
+    from etils import epath
+
+    from bert_jax.interop import importing
+
+    source, target = epath.Path(args.source), epath.Path(args.workdir)
+    importing.import_weights(source, target, args.tokenizer, _console_say())
+    return FINISHED
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a run or a base as a Hugging Face folder."""
+    from etils import epath
+
+    from bert_jax.interop import exporting
+    from bert_jax.predict import Trained
+
+    trained = Trained.of(epath.Path(args.workdir))
+    exporting.export_weights(trained, args.kind, args.dtype, epath.Path(args.out))
+    _console_say()(
+        f"exported {printable(trained.name)}, step {trained.step}: "
+        f"{exporting.ARCHITECTURES[args.kind]}, {args.dtype}, in {printable(args.out)}"
+    )
+    return FINISHED
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Look for what is wrong with text, a prepared corpus or a run."""
+    from bert_jax import doctor
+
+    problems = doctor.tell(doctor.examine(args.path, args.set))
+    return FAILED if problems else FINISHED
+
+
+def conformance(args: argparse.Namespace) -> int:
+    """Check the reference's rules; name an EXPERIMENT's own."""
+    named = args.experiment or args.workdir or args.set
+    return FINISHED if command.print_rules(_claim(args)[0] if named else None) else FAILED
+
+
+def tokenize(args: argparse.Namespace) -> int:
+    """Lines of text from standard input to lines of ids."""
+    from bert_jax.text import tokenizer
+
+    tok = tokenizer.load(args.tokenizer, "cased" if args.cased else "uncased")
+    for _, line in _input_lines():
+        print(" ".join(map(str, tok.encode(line))))
+    return FINISHED
+
+
+# --- what commands share ------------------------------------------------------------------------
+
+
+def _claim(args: argparse.Namespace):
+    """The experiment that the arguments name, and its workdir."""
+    from bert_jax import resolve
+    from bert_jax.workdir import Workdir
+
+    if args.experiment is not None:
+        experiment: Experiment = resolve.load(args.experiment)
+    elif args.workdir:
+        experiment = resolve.load_saved(Workdir(args.workdir))
+    else:
+        raise InputError("name an EXPERIMENT, or the --workdir of a run")
+    experiment = resolve.override(experiment, args.set)
+    return experiment, _workdir(args, experiment)
+
+
+def _workdir(args: argparse.Namespace, experiment: Experiment):
+    from bert_jax.workdir import Workdir
+
+    return Workdir(args.workdir or f"runs/{experiment.name}", experiment.run.corpus_dir)
+
+
+def _input_lines() -> Iterator[tuple[str, str]]:
+    """(where, line) of standard input, split at \\n alone."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        where = f"standard input:{number}"
+        try:
+            yield where, line.removesuffix(b"\n").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: byte {error.start} of the line is not UTF-8") from error
+
+
+def _asked_lines() -> Iterator[tuple[str, str, str | None]]:
+    """(where, A, B) of the lines of standard input that hold something."""
+    for where, line in _input_lines():
+        a, tab, b = line.partition("\t")
+        if line.strip():
+            yield where, a, b if tab else None
+
+
+def _console_say() -> Callable[[str], None]:
+    return lambda line: print(line, flush=True)
