@@ -237,8 +237,7 @@ class Run(Section):
     keep_checkpoints: int = 3
     prefetch_batches: int = 4
     data_workers: int = 0
-    # Texts with [MASK] whose predictions are written at every evaluation; none: sentences of
-    # held-out documents.
+    # Texts with [MASK], asked at every evaluation; none: sentences of held-out documents.
     watch: tuple[str, ...] = ()
     # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
     corpus_dir: str = ""
