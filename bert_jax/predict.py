@@ -105,7 +105,7 @@ def load_params(
                 f"{workdir.root}: was trained with other settings ({'; '.join(changed)})"
             )
         abstract = step.abstract_state(
-            experiment.model, experiment.optimizer, experiment.seed, mesh
+            experiment.model, experiment.optimizer, experiment.mesh, mesh
         )
         state, metadata = saved.restore(saved.latest_step, {"params": abstract["params"]})
         prepared.require_same(metadata)
