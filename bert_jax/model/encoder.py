@@ -108,20 +108,22 @@ def run_layer(
     b, s, d = x.shape
     heads = (b, s, cfg.num_attention_heads, d // cfg.num_attention_heads)
 
-    def product(dense: layers.Dense, x: jax.Array) -> jax.Array:
-        return checkpoint_name(dense(x).astype(x.dtype), _PRODUCT)
+    def product(dense: layers.Dense, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), _PRODUCT)
 
     query, key, value = (
-        product(dense, x).reshape(heads) for dense in (layer.query, layer.key, layer.value)
+        product(dense, x, heads) for dense in (layer.query, layer.key, layer.value)
     )
     attend = layers.attend if scores == "kept" else layers.attend_again
     context = attend(query, key, value, input_mask, at(0), cfg.attention_probs_dropout_prob)
-    attended = product(layer.attention_output, context.reshape(b, s, d)).astype(jnp.float32)
+    attended = product(layer.attention_output, context.reshape(b, s, d), x.shape).astype(
+        jnp.float32
+    )
     attended = layers.dropout(attended, at(1), cfg.hidden_dropout_prob)
     x = layer.attention_layer_norm(x + attended).astype(x.dtype)
-    inner = product(layer.intermediate, x).astype(jnp.float32)
+    inner = product(layer.intermediate, x, (b, s, -1)).astype(jnp.float32)
     inner = layers.activation(cfg.hidden_act, inner).astype(x.dtype)
-    outer = product(layer.output, inner).astype(jnp.float32)
+    outer = product(layer.output, inner, x.shape).astype(jnp.float32)
     outer = layers.dropout(outer, at(2), cfg.hidden_dropout_prob)
     return layer.output_layer_norm(x + outer).astype(x.dtype)
 

@@ -9,6 +9,7 @@ Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -54,70 +55,98 @@ def linear(
     Returns:
       float32 [..., M].
     """
-    # As one tall matrix: CPU compilers take neither of the two gradients' products otherwise.
-    rows = x.reshape(-1, x.shape[-1])
-    return _linear(kernel_is, rows, kernel, bias).reshape(*x.shape[:-1], bias.shape[0])
+    return _linear(kernel_is, x, kernel, bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(kernel_is: str, rows: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    return _linear_forward(kernel_is, rows, kernel, bias)[0]
+def _linear(kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    return _linear_forward(kernel_is, x, kernel, bias)[0]
 
 
 def _linear_forward(
-    kernel_is: str, rows: jax.Array, kernel: jax.Array, bias: jax.Array
+    kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    kernel = kernel.astype(rows.dtype)
+    kernel = kernel.astype(x.dtype)
     # A bias added in bfloat16 has a gradient summed over all tokens in bfloat16.
-    y = _product(rows, kernel, 1, 0 if kernel_is == "inputs_outputs" else 1) + bias
-    return y, (rows, kernel)
+    y = _times(x, kernel, 0 if kernel_is == "inputs_outputs" else 1) + bias
+    return y, (x, kernel)
 
 
 def _linear_backward(
     kernel_is: str, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of rows, kernel and bias: what differentiation gives, laid out for CPUs too."""
-    rows, kernel = kept
-    bias = _column_sums(gradient, rows.dtype)
-    gradient = gradient.astype(rows.dtype)
+    """Gradients of x, kernel and bias: what differentiation gives, laid out for CPUs too."""
+    x, kernel = kept
+    bias = _column_sums(gradient, x.dtype)
+    gradient = gradient.astype(x.dtype)
     if kernel_is == "inputs_outputs":
-        x, weights = _product(gradient, kernel, 1, 1), _outer(rows, gradient)
+        dx, weights = _times(gradient, kernel, 1), _outer(x, gradient)
     else:
-        x, weights = _product(gradient, kernel, 1, 0), _outer(gradient, rows)
-    return x.astype(rows.dtype), weights, bias
+        dx, weights = _times(gradient, kernel, 0), _outer(gradient, x)
+    return dx.astype(x.dtype), weights, bias
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
 
+# CPUs get one tall matrix, whose products their compiler takes; a TPU's compiler lays out batch and
+# sequence as attention wants them, if they stay dimensions of their own.
 
-def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Sums over one axis of each of two matrices, in float32."""
-    contract = (((a_axis,), (b_axis,)), ((), ()))
+
+def _product(a: jax.Array, b: jax.Array, a_axes: Sequence[int], b_axes: Sequence[int]) -> jax.Array:
+    """Sums over the same number of axes of each, in float32."""
+    contract = ((tuple(a_axes), tuple(b_axes)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
 
 
+def _rows(x: jax.Array) -> jax.Array:
+    """[..., N] -> [R, N]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _times(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
+    """[..., N] times a matrix whose `axis` is N -> float32 [..., M]."""
+
+    def on_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return _product(_rows(x), kernel, [1], [axis]).reshape(*x.shape[:-1], -1)
+
+    def elsewhere(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return _product(x, kernel, [x.ndim - 1], [axis])
+
+    return lax.platform_dependent(x, kernel, cpu=on_cpu, default=elsewhere)
+
+
 def _column_sums(x: jax.Array, compute_dtype: jnp.dtype) -> jax.Array:
-    """float32 [R, M] -> float32 [M]."""
-    if compute_dtype != jnp.bfloat16:
-        return x.sum(axis=0)
+    """float32 [..., M] -> float32 [M]."""
 
     def on_cpu(x: jax.Array) -> jax.Array:
+        rows = _rows(x)
+        if compute_dtype != jnp.bfloat16:
+            return rows.sum(axis=0)
         # As a product, since XLA adds up columns slowly; its numbers are rounded, their sum is not.
-        return _product(jnp.ones((1, len(x)), compute_dtype), x.astype(compute_dtype), 1, 0)[0]
+        ones = jnp.ones((1, len(rows)), compute_dtype)
+        return _product(ones, rows.astype(compute_dtype), [1], [0])[0]
 
-    return lax.platform_dependent(x, cpu=on_cpu, default=lambda x: x.sum(axis=0))
+    def elsewhere(x: jax.Array) -> jax.Array:
+        return x.sum(axis=tuple(range(x.ndim - 1)))
+
+    return lax.platform_dependent(x, cpu=on_cpu, default=elsewhere)
 
 
 def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
-    """[R, N], [R, M] -> float32 [N, M], the sum over rows of outer products."""
-    if a.dtype != jnp.bfloat16:
-        return _product(a, b, 0, 0)
+    """[..., N], [..., M] -> float32 [N, M], the sum over all else of outer products."""
 
     def on_cpu(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = _rows(a), _rows(b)
+        if a.dtype != jnp.bfloat16:
+            return _product(a, b, [0], [0])
         # XLA multiplies bfloat16 at its full rate only if the first operand lies row by row.
-        return _product(with_layout_constraint(a.T, Layout((0, 1))), b, 1, 0)
+        return _product(with_layout_constraint(a.T, Layout((0, 1))), b, [1], [0])
 
-    return lax.platform_dependent(a, b, cpu=on_cpu, default=lambda a, b: _product(a, b, 0, 0))
+    def elsewhere(a: jax.Array, b: jax.Array) -> jax.Array:
+        summed = range(a.ndim - 1)
+        return _product(a, b, summed, summed)
+
+    return lax.platform_dependent(a, b, cpu=on_cpu, default=elsewhere)
 
 
 class LayerNorm(nnx.Module):

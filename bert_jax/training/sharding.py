@@ -45,7 +45,7 @@ _LAYER = "encoder/layers/"
 # Stacked layers have their first dimension for the layers.
 RULES = (
     Rule("encoder/embeddings/word/embedding", data=(0, 1), tensor=0),
-    Rule("encoder/embeddings/position/embedding", data=(1,)),
+    Rule("encoder/embeddings/position/embedding", data=(0,)),
     Rule("encoder/embeddings/segment/embedding"),
     Rule(_LAYER + "(query|key|value|intermediate)/kernel", data=(1,), tensor=2),
     Rule(_LAYER + "(query|key|value|intermediate)/bias", tensor=1),
@@ -219,7 +219,11 @@ def scatter(gradient: jax.Array, dimension: int, wire: Wire) -> jax.Array:
     """A float32 gradient of the whole -> this device's shard of the sum over devices, float32."""
     gradient = gradient.astype(wire.reduction)
     for axis in wire.axes:
-        gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dimension, tiled=True)
+        # The devices as a dimension of their own: cut within one, a large array's reduce-scatter
+        # becomes an all-reduce of it all on a TPU.
+        before, after = gradient.shape[:dimension], gradient.shape[dimension + 1 :]
+        parts = gradient.reshape(*before, lax.axis_size(axis), -1, *after)
+        gradient = lax.psum_scatter(parts, axis, scatter_dimension=dimension)
     return gradient.astype(jnp.float32)
 
 
