@@ -46,12 +46,10 @@ def attend(
     Returns:
       [B, S, H, D / H], in the type of value.
     """
-    scores = _product("bqhd,bkhd->bhqk", query, key) / math.sqrt(query.shape[-1])
-    scores += jnp.swapaxes(_padding(input_mask), 2, 3)
+    scores = _scores(query, key, _padding(input_mask))
     probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     if noise is not None and rate:
-        b, h, q, k = probs.shape
-        keep = jnp.swapaxes(noise.keep((b, h, k, q), rate), 2, 3)
+        keep = jnp.swapaxes(_kept(noise, probs.shape, rate), 2, 3)
         probs = jnp.where(keep, probs, jnp.zeros_like(probs))
         value = value * jnp.asarray(noise.scale(rate), value.dtype)
     return _product("bhqk,bkhd->bqhd", probs, value).astype(value.dtype)
@@ -96,17 +94,18 @@ def _attend_again_forward(
     noise: Noise | None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     scores = _scores(query, key, padding)
-    highest = scores.max(axis=_KEYS, keepdims=True)
+    highest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - highest).astype(value.dtype)
-    sums = _sums_over_keys(weights)
+    sums = _row_sums(weights)
     scale = 1.0
     if noise is not None:
-        weights = jnp.where(noise.keep(weights.shape, rate), weights, jnp.zeros_like(weights))
+        keep = jnp.swapaxes(_kept(noise, weights.shape, rate), 2, 3)
+        weights = jnp.where(keep, weights, jnp.zeros_like(weights))
         scale = noise.scale(rate)
     # Divided afterwards: a row of the context is shorter than one of the weights.
-    context = _over_keys(weights, value) * jnp.transpose(scale / sums, (0, 3, 1, 2))
+    context = _product("bhqk,bkhd->bqhd", weights, value) * jnp.swapaxes(scale / sums, 1, 2)
     context = checkpoint_name(context.astype(value.dtype), _CONTEXT)
-    log_sums = checkpoint_name(highest + jnp.log(sums), _LOG_SUMS)
+    log_sums = checkpoint_name((highest + jnp.log(sums))[..., 0], _LOG_SUMS)
     return context, (query, key, value, padding, noise, log_sums, context)
 
 
@@ -115,13 +114,17 @@ def _attend_again_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     query, key, value, padding, noise, log_sums, context = kept
     dtype = value.dtype
-    probs = jnp.exp(_scores(query, key, padding) - log_sums)
+    # Here [B, H, K, Q], queries last, as bits are drawn: the TPU compilers' choice otherwise is to
+    # copy the bits into another order, which costs a tenth of a step.
+    scores = jnp.swapaxes(_scores(query, key, padding), 2, 3)
+    probs = jnp.exp(scores - log_sums[:, :, None, :])
     # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
     inner = (gradient.astype(jnp.float32) * context.astype(jnp.float32)).sum(axis=-1)
     inner = jnp.swapaxes(inner, 1, 2)[:, :, None, :]
     dropped, scaled = probs.astype(dtype), gradient
     if noise is not None:
-        keep = noise.keep(probs.shape, rate)
+        b, h, k, q = probs.shape
+        keep = _kept(noise, (b, h, q, k), rate)
         dropped = jnp.where(keep, dropped, jnp.zeros_like(dropped))
         # Folded into a factor of each product: a scale between a mask and a product is more than
         # the compiler for TPU v6e survives.
@@ -132,7 +135,7 @@ def _attend_again_backward(
         d_probs = jnp.where(keep, d_probs, jnp.zeros_like(d_probs))
     d_scores = (probs * (d_probs - inner)).astype(dtype)
     factor = 1.0 / math.sqrt(query.shape[-1])
-    d_query = _over_keys(d_scores, key) * factor
+    d_query = _product("bhkq,bkhd->bqhd", d_scores, key) * factor
     d_key = _product("bhkq,bqhd->bkhd", d_scores, query * jnp.asarray(factor, dtype))
     d_value = _product("bhkq,bqhd->bkhd", dropped, scaled)
     return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype), None, None
@@ -140,34 +143,31 @@ def _attend_again_backward(
 
 _attend_again.defvjp(_attend_again_forward, _attend_again_backward)
 
-# Of arrays [B, H, K, Q]: queries last, the order that TPU compilers give them anyway. Bits drawn in
-# another are copied into this one, which takes longer than to draw them.
-_KEYS = 2
-
 
 def _padding(input_mask: jax.Array) -> jax.Array:
-    """[B, K], 1 or 0 -> float32 [B, 1, K, 1], what scores of padding are lowered by."""
-    return ((1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE)[:, None, :, None]
+    """[B, K], 1 or 0 -> float32 [B, 1, 1, K], what scores of padding are lowered by."""
+    return ((1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE)[:, None, None, :]
 
 
 def _scores(query: jax.Array, key: jax.Array, padding: jax.Array) -> jax.Array:
-    """float32 [B, H, K, Q]."""
+    """float32 [B, H, Q, K]."""
     factor = 1.0 / math.sqrt(query.shape[-1])
-    return _product("bkhd,bqhd->bhkq", key, query) * factor + padding
+    return _product("bqhd,bkhd->bhqk", query, key) * factor + padding
 
 
-def _over_keys(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """[B, H, K, Q], [B, K, H, D / H] -> float32 [B, Q, H, D / H]."""
-    return _product("bhkq,bkhd->bqhd", weights, value)
+def _kept(noise: Noise, shape: tuple[int, ...], rate: float) -> jax.Array:
+    """bool [B, H, K, Q] for scores of `shape` [B, H, Q, K]: the order in which bits are drawn."""
+    b, h, q, k = shape
+    return noise.keep((b, h, k, q), rate)
 
 
-def _sums_over_keys(weights: jax.Array) -> jax.Array:
-    """[B, H, K, Q] -> float32 [B, H, 1, Q]."""
+def _row_sums(weights: jax.Array) -> jax.Array:
+    """[B, H, Q, K] -> float32 [B, H, Q, 1]."""
     if weights.dtype != jnp.bfloat16:
-        return weights.sum(axis=_KEYS, keepdims=True)
+        return weights.sum(axis=-1, keepdims=True)
     # A product with ones, which a TPU's matrix unit does beside the next one.
-    ones = jnp.ones((weights.shape[_KEYS], _LANES), weights.dtype)
-    return _product("bhkq,kn->bhnq", weights, ones)[:, :, :1]
+    ones = jnp.ones((weights.shape[-1], _LANES), weights.dtype)
+    return _product("bhqk,kn->bhqn", weights, ones)[..., :1]
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

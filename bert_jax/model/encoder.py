@@ -6,6 +6,7 @@ along a first dimension L and scanned.
 Shape letters: B batch, S sequence, D width, F feed-forward, H heads, L layers, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -69,15 +70,50 @@ class Embeddings(nnx.Module):
         self.segment = Embedding(cfg.type_vocab_size, width, init, rngs=rngs)
         self.layer_norm = layers.LayerNorm(width)
 
-    def __call__(self, input_ids: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """int32 [B, S] each -> float32 [B, S, D]."""
-        word = jnp.take(self.word.embedding[...], input_ids, axis=0)
+    def __call__(self, input_ids: jax.Array, segment_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """int32 [B, S] each -> float32 [B, S, D]; words as they are in the compute type."""
+        word = look_up(self.word.embedding[...], input_ids, dtype)
         position = self.position.embedding[: input_ids.shape[1]]
         # A product with one-hot rows: its gradient is a product too, not a scatter into two rows.
         table = self.segment.embedding[...]
         one_hot = jax.nn.one_hot(segment_ids.reshape(-1), len(table), dtype=jnp.float32)
         segment = (one_hot @ table).reshape(word.shape)
         return self.layer_norm(word + position + segment)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows of a table, rounded to a type before they are read; the gradient adds up in float32.
+
+    The output's product reads the rounded table too, so that no other need exist.
+
+    Args:
+      table: float32 [V, D].
+      ids: int32 [...].
+      dtype: to round to.
+
+    Returns:
+      float32 [..., D].
+    """
+    return jnp.take(table.astype(dtype), ids, axis=0).astype(jnp.float32)
+
+
+def _look_up_forward(
+    table: jax.Array, ids: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, tuple[jax.Array, int]]:
+    return look_up(table, ids, dtype), (ids, len(table))
+
+
+def _look_up_backward(
+    dtype: jnp.dtype, kept: tuple[jax.Array, int], gradient: jax.Array
+) -> tuple[jax.Array, None]:
+    del dtype
+    ids, rows = kept
+    zeros = jnp.zeros((rows, gradient.shape[-1]), jnp.float32)
+    return zeros.at[ids].add(gradient), None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 class Layer(nnx.Module):
@@ -167,7 +203,7 @@ def encode(
       [B, S, D] or [L + 1, B, S, D], in the compute type.
     """
     dtype = jnp.dtype(cfg.compute_dtype)
-    x = encoder.embeddings(input_ids, segment_ids)
+    x = encoder.embeddings(input_ids, segment_ids, dtype)
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
 
