@@ -26,7 +26,8 @@ class Prepared:
 
     @classmethod
     def open(cls, folder: epath.Path) -> "Prepared":
-        """Opens a complete corpus folder."""
+        """Opens a complete corpus folder; of one in a bucket, this host's copy."""
+        folder = corpus.here(folder)
         manifest = corpus.open_manifest(folder)
         tokenizer = corpus.open_tokenizer(folder, manifest)
         return cls(manifest, tokenizer, batches.Ids.of(tokenizer), folder)
