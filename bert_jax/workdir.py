@@ -43,7 +43,9 @@ class Workdir:
 
     def __init__(self, root: str | epath.PathLike, corpus_dir: str = ""):
         for place in (root, corpus_dir):
-            is_bucket(place)  # which refuses other kinds of places
+            if is_bucket(place):  # which refuses other kinds of places
+                with named_errors(place):  # is there a bucket, and may we look into it?
+                    epath.Path(place).exists()
         self.root = epath.Path(root)
         self.experiment = self.root / "experiment.json"
         self.corpus = epath.Path(corpus_dir) if corpus_dir else self.root / "corpus"

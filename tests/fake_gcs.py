@@ -10,6 +10,7 @@ import dataclasses
 import http.server
 import itertools
 import json
+import sys
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -33,8 +34,7 @@ class Bucket:
         self.lock = threading.Lock()
         self.sessions: dict[str, tuple[str, dict[str, str], bytearray]] = {}
         self.numbers = itertools.count(1)
-        # Is told the method and name of each request; what it raises is answered as an error 503.
-        self.before: Callable[[str, str], None] = lambda method, name: None
+        self.refuses: Callable[[str, str], bool] = lambda method, name: False  # those requests
         self.writes: list[tuple[str, int]] = []  # names and bytes
 
     def files(self, prefix: str = "") -> dict[str, bytes]:
@@ -99,10 +99,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Transfer-Encoding") == "chunked":
             self.body = b"".join(self._chunks())
-        try:
-            self.bucket.before(self.command, self.name or self.query.get("name", ""))
-        except ConnectionError:
-            return self._send(503, b"unavailable")
+        if self.bucket.refuses(self.command, self.name):
+            return self._send(403, b'{"error": {"code": 403, "message": "no access"}}')
         return act()
 
     def _chunks(self) -> Iterator[bytes]:
@@ -247,13 +245,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(data)
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing of clients that leave."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextlib.contextmanager
 def serve() -> Iterator[tuple[Bucket, dict[str, str]]]:
     """A server, and the environment in which clients find it."""
     bucket = Bucket()
     handler = type("Handler", (_Handler,), {"bucket": bucket})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"

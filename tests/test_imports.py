@@ -38,6 +38,7 @@ ALLOWED = {
     "predict": {"config", "resolve", "workdir", "text", "data", "model", "training", "base"},
     "doctor": {"section", "config", "resolve", "workdir", "text", "data", "training"},
     "report": {
+        "bucket",
         "section",
         "config",
         "resolve",
