@@ -109,6 +109,23 @@ def assert_can_be_read(objects, tmp_path):
     assert (code, err.count("\n")) == (2, 1) and "which cannot be done in a bucket" in err
 
 
+def test_a_run_that_is_refused_leaves_nothing(objects, copy_of_run):
+    code, err = call(f"pretrain small.py --workdir {FOLDER} --set run.watch=unmasked")
+    assert (code, err.count("\n")) == (2, 1) and "run.watch" in err
+    assert not objects.files()
+
+
+def test_another_corpus_under_a_run_is_refused_by_its_name(objects, remote):
+    there = f"--workdir {FOLDER} --set run.corpus_dir=gs://bucket/corpus"
+    manifest = json.loads(objects.files()["corpus/manifest.json"])
+    assert call(f"pretrain small.py {there} --set phases.1.steps=1") == (0, "")
+    manifest["versions"]["numpy"] = "0"
+    objects.put("corpus/manifest.json", json.dumps(manifest).encode(), {})
+    code, err = call(f"evaluate --workdir {FOLDER}")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "gs://bucket/corpus: not the corpus this run was trained on" in err
+
+
 # --- What cannot be reached ---
 
 
