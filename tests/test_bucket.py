@@ -218,7 +218,7 @@ def test_the_lock_of_a_process_that_was_killed_is_taken_at_once(objects):
         assert list(objects.files("run/lock/")) == ["run/lock/000002"]
 
 
-def test_a_silent_holder_elsewhere_is_watched_before_its_lock_is_taken(objects, quick):
+def test_a_silent_holder_elsewhere_is_watched_before_its_lock_is_taken(objects, quick, monkeypatch):
     old = time.time() - 2 * lease.SILENCE
     plant(objects, holder_of_another_machine(beat=time.time()))
     assert in_use(FOLDER)
@@ -226,11 +226,11 @@ def test_a_silent_holder_elsewhere_is_watched_before_its_lock_is_taken(objects, 
         pass
     # Its clock is behind, and it lives.
     plant(objects, holder_of_another_machine(beat=old))
-    speaks = threading.Timer(0.2, plant, (objects, holder_of_another_machine(beat=old + 1)))
-    speaks.start()
-    with pytest.raises(InputError, match="of elsewhere since"), lock(FOLDER):
-        pass
-    speaks.join()
+    with monkeypatch.context() as patch:
+        speaks = holder_of_another_machine(beat=old + 1)
+        patch.setattr(lease.time, "sleep", lambda seconds: plant(objects, speaks))
+        with pytest.raises(InputError, match="of elsewhere since"), lock(FOLDER):
+            pass
     with lock(FOLDER):
         assert list(objects.files("run/lock/")) == ["run/lock/000002"]
 
