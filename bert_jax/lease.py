@@ -27,9 +27,9 @@ from etils import epath
 from bert_jax import bucket
 from bert_jax.config import InputError
 
-# Seconds between two signs of life; after how many without one a holder may have died; and how long
-# it is then watched, whatever the clocks say: those of two machines may differ.
-BEAT, SILENCE, WATCH = 15.0, 90.0, 40.0
+# Seconds between two signs of life; for how long a holder is watched without one until it counts
+# as dead, whatever the clocks say, since those of two machines may differ; between two looks at it.
+BEAT, SILENCE, LOOK = 10.0, 90.0, 3.0
 
 
 @dataclasses.dataclass
@@ -118,7 +118,9 @@ def is_held(folder: epath.Path) -> bool:
     """Whether a process holds a folder of a bucket, as far as is known at once."""
     numbers = _numbers(folder)
     holder = _read(folder, numbers[-1]) if numbers else None
-    return holder is not None and _state(holder) == "alive"
+    if holder is None or holder.state == "released":
+        return False
+    return _lives_here(holder) if _is_here(holder) else time.time() - holder.beat < SILENCE
 
 
 class _Lease:
@@ -135,7 +137,7 @@ class _Lease:
             before = numbers[-1] if numbers else 0
             last = _read(folder, before) if numbers else None
             if last is not None:
-                _require_dead(folder, before, last)
+                last = _last_of(folder, before, last)
             holder, number = Holder.me(), before + 1
             if not _create(folder, number, holder):
                 continue  # somebody was faster, and is told of next time
@@ -185,24 +187,34 @@ def _end(folder: epath.Path, other: Holder | None) -> None:
     os._exit(1)
 
 
-def _require_dead(folder: epath.Path, number: int, holder: Holder) -> None:
-    """Returns if the holder has given the folder back, or lives no more."""
-    state = _state(holder)
-    if state == "silent":
-        time.sleep(WATCH)
-        state = "dead" if _read(folder, number) == holder else "alive"
-    if state == "alive":
-        ago = f", last heard of {max(time.time() - holder.beat, 0):.0f} s ago"
-        raise in_use(folder, holder, ago)
+def _last_of(folder: epath.Path, number: int, holder: Holder) -> Holder | None:
+    """What a holder that has given the folder back, or lives no more, has written last.
+
+    Raises:
+      InputError: it lives.
+    """
+    if holder.state == "released" or (_is_here(holder) and not _lives_here(holder)):
+        return holder
+    if not _is_here(holder):
+        print(f"bert-jax: {folder}: held by {holder}; looking whether it lives", file=sys.stderr)
+        end, now = time.monotonic() + SILENCE, holder
+        while now == holder and time.monotonic() < end:
+            time.sleep(LOOK)
+            now = _read(folder, number)
+        if now is None or now == holder or now.state == "released":
+            return now
+        holder = now
+    ago = f", last heard of {max(time.time() - holder.beat, 0):.0f} s ago"
+    raise in_use(folder, holder, ago)
 
 
-def _state(holder: Holder) -> str:
-    """`dead`, `alive`, or `silent`: not heard of for long."""
-    if holder.state == "released":
-        return "dead"
-    if holder.machine and holder.machine == _machine():
-        return "alive" if _began(holder.process) == holder.began else "dead"
-    return "alive" if time.time() - holder.beat < SILENCE else "silent"
+def _is_here(holder: Holder) -> bool:
+    """Whether its process, if it lives, is one that this machine can see."""
+    return holder.machine != "" and holder.machine == _machine()
+
+
+def _lives_here(holder: Holder) -> bool:
+    return _began(holder.process) == holder.began
 
 
 def _place(folder: epath.Path, number: int) -> epath.Path:

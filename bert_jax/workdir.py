@@ -174,6 +174,8 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
         if os.strerror(errno.ENOSPC) not in str(error):
             raise
         raise InputError(_FULL.format(path)) from error
+    except ImportError as error:
+        raise InputError(f"{path}: reading it needs the [gcs] extra ({error})") from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _CLIENTS:
             raise

@@ -1,5 +1,6 @@
 """Runs and corpora in a bucket: a server in memory, asked by the clients that ask the real one."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -55,7 +56,8 @@ def objects(server, tmp_path, monkeypatch):
 def quick(monkeypatch):
     """Signs of life that do not make a test wait."""
     monkeypatch.setattr(lease, "BEAT", 0.05)
-    monkeypatch.setattr(lease, "WATCH", 0.5)
+    monkeypatch.setattr(lease, "SILENCE", 0.5)
+    monkeypatch.setattr(lease, "LOOK", 0.05)
 
 
 FOLDER = epath.Path("gs://bucket/run")
@@ -151,6 +153,21 @@ def test_other_places_than_buckets_and_folders_are_refused(where, copy_of_run):
     assert "s3://b/run: of places with ://, only buckets (gs://) can be used" in err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "export --workdir run --as encoder --out gs://bucket/out",
+        "import run --workdir gs://bucket/out",
+        "pretrain small.py --workdir new --set init_from=gs://bucket/out",
+    ],
+)
+def test_what_lies_on_this_machine_alone_is_refused_elsewhere(words, objects, copy_of_run):
+    code, err = call(words)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert "gs://bucket/out" in err
+    assert not objects.files()
+
+
 # --- Lines ---
 
 
@@ -214,25 +231,39 @@ def test_the_lock_of_a_process_that_was_killed_is_taken_at_once(objects):
     assert not in_use(FOLDER)
     began = time.monotonic()
     with lock(FOLDER):
-        assert time.monotonic() - began < lease.WATCH
+        assert time.monotonic() - began < lease.SILENCE
         assert list(objects.files("run/lock/")) == ["run/lock/000002"]
 
 
-def test_a_silent_holder_elsewhere_is_watched_before_its_lock_is_taken(objects, quick, monkeypatch):
-    old = time.time() - 2 * lease.SILENCE
-    plant(objects, holder_of_another_machine(beat=time.time()))
-    assert in_use(FOLDER)
-    with pytest.raises(InputError, match="of elsewhere since"), lock(FOLDER):
-        pass
-    # Its clock is behind, and it lives.
-    plant(objects, holder_of_another_machine(beat=old))
+@pytest.mark.parametrize("clock", [0, 3600, -3600])
+def test_a_holder_elsewhere_is_watched_before_its_lock_is_taken(objects, quick, monkeypatch, clock):
+    """However wrong its clock is."""
+    holder = holder_of_another_machine(beat=time.time() + clock)
+    plant(objects, holder)
     with monkeypatch.context() as patch:
-        speaks = holder_of_another_machine(beat=old + 1)
+        speaks = dataclasses.replace(holder, beat=holder.beat + 1)
         patch.setattr(lease.time, "sleep", lambda seconds: plant(objects, speaks))
         with pytest.raises(InputError, match="of elsewhere since"), lock(FOLDER):
             pass
+    with monkeypatch.context() as patch:
+        leaves = dataclasses.replace(speaks, state="released")
+        patch.setattr(lease.time, "sleep", lambda seconds: plant(objects, leaves))
+        with lock(FOLDER):
+            assert list(objects.files("run/lock/")) == ["run/lock/000002"]
+    plant(objects, holder, number=3)
+    began = time.monotonic()
     with lock(FOLDER):
-        assert list(objects.files("run/lock/")) == ["run/lock/000002"]
+        assert time.monotonic() - began > lease.SILENCE
+        assert list(objects.files("run/lock/")) == ["run/lock/000004"]
+
+
+def test_whether_a_holder_elsewhere_goes_on_is_told_by_its_clock(objects):
+    plant(objects, holder_of_another_machine())
+    assert in_use(FOLDER)
+    plant(objects, holder_of_another_machine(beat=time.time() - 2 * lease.SILENCE))
+    assert not in_use(FOLDER)
+    plant(objects, holder_of_another_machine(state="released"))
+    assert not in_use(FOLDER)
 
 
 def test_of_many_that_take_a_dead_lock_at_once_one_wins(objects, quick):
