@@ -27,6 +27,8 @@ from etils import epath
 from bert_jax import bucket
 from bert_jax.config import InputError
 
+FORMAT_VERSION = 1
+
 # Seconds between two signs of life; for how long a holder is watched without one until it counts
 # as dead, whatever the clocks say, since those of two machines may differ; between two looks at it.
 BEAT, SILENCE, LOOK = 10.0, 90.0, 3.0
@@ -66,17 +68,20 @@ class Holder:
 
     @classmethod
     def parse(cls, data: bytes) -> "Holder | None":
-        """What `text` wrote; None if it is something else."""
+        """What `text` wrote; None if it is something else, of another version, say."""
         try:
-            found = cls(**json.loads(data))
-            float(found.since), float(found.beat)
-            return found
-        except (ValueError, TypeError, RecursionError):
+            found = json.loads(data)
+            if found.pop("format_version") != FORMAT_VERSION:
+                return None
+            holder = cls(**found)
+            float(holder.since), float(holder.beat)
+            return holder
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
     def text(self) -> str:
         """For a file."""
-        return json.dumps(dataclasses.asdict(self)) + "\n"
+        return json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}) + "\n"
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
@@ -231,10 +236,16 @@ def _numbers(folder: epath.Path) -> list[int]:
 
 
 def _read(folder: epath.Path, number: int) -> Holder | None:
+    place = _place(folder, number)
     try:
-        return Holder.parse(_place(folder, number).read_bytes())
+        holder = Holder.parse(place.read_bytes())
     except FileNotFoundError:
         return None
+    if holder is None:  # its holder may live
+        raise InputError(
+            f"{place}: damaged, or of another version; remove it if nothing is at work in {folder}"
+        )
+    return holder
 
 
 def _create(folder: epath.Path, number: int, holder: Holder) -> bool:

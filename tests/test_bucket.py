@@ -257,6 +257,14 @@ def test_a_holder_elsewhere_is_watched_before_its_lock_is_taken(objects, quick, 
         assert list(objects.files("run/lock/")) == ["run/lock/000004"]
 
 
+def test_a_lock_that_cannot_be_read_is_not_taken(objects):
+    for text in (b"", b"3\n", b"{}", b'{"format_version": 2}'):
+        objects.put("run/lock/000001", text, {})
+        with pytest.raises(InputError, match="run/lock/000001: damaged, or of"), lock(FOLDER):
+            pass
+        assert objects.files() == {"run/lock/000001": text}
+
+
 def test_whether_a_holder_elsewhere_goes_on_is_told_by_its_clock(objects):
     plant(objects, holder_of_another_machine())
     assert in_use(FOLDER)
