@@ -172,5 +172,5 @@ def from_documents(documents: list[list[list[int]]], dtype: Any = np.uint16) -> 
         ids=ids,
         sentence_offsets=np.cumsum([0, *lengths], dtype=np.uint64),
         document_offsets=np.cumsum([0, *map(len, documents)], dtype=np.uint64),
-        unigrams=count(ids, int(ids.max()) + 1),
+        unigrams=count(ids, int(ids.max()) + 1 if len(ids) else 0),
     )
