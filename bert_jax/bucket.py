@@ -50,6 +50,15 @@ def create(path: epath.Path, data: bytes) -> bool:
     return True
 
 
+def read(path: epath.Path) -> bytes:
+    """The object, of one time: epath asks for its size first, and it may be replaced meanwhile.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+    """
+    return _files().cat_file(os.fspath(path))
+
+
 def fetch(path: epath.Path, target: epath.PathLike) -> None:
     """Copies an object to a local file."""
     _files().get_file(os.fspath(path), os.fspath(target))

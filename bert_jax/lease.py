@@ -238,7 +238,7 @@ def _numbers(folder: epath.Path) -> list[int]:
 def _read(folder: epath.Path, number: int) -> Holder | None:
     place = _place(folder, number)
     try:
-        holder = Holder.parse(place.read_bytes())
+        holder = Holder.parse(bucket.read(place))
     except FileNotFoundError:
         return None
     if holder is None:  # its holder may live
