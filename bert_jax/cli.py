@@ -23,6 +23,8 @@ exit codes:
   130  Ctrl-C before training, or a second one during it
 """
 
+_USE_CACHE = ("prepare", "pretrain", "evaluate", "show", "report", "predict", "export", "doctor")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a usage error leaves by SystemExit."""
@@ -32,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.complain_usage(f"unrecognized arguments: {' '.join(unknown)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal speaks UTF-8
+    if getattr(args, "cache_dir", None):
+        # For all of this process and those it starts: where things lie here is no part of a claim.
+        os.environ["BERT_JAX_CACHE_DIR"] = os.path.abspath(args.cache_dir)
     try:
         code = args.command(args)
         sys.stdout.flush()
@@ -108,6 +113,13 @@ def _parser() -> argparse.ArgumentParser:
             default=argparse.SUPPRESS,  # else it would take back one given before the command
             help="show the tracebacks of errors",
         )
+        if name in _USE_CACHE:
+            sub.add_argument(
+                "--cache-dir",
+                metavar="D",
+                help="where this machine keeps compiled programs and its copies of corpora that "
+                "lie in buckets [$BERT_JAX_CACHE_DIR, or bert_jax in the user's cache folder]",
+            )
         return sub
 
     def takes_experiment(sub: argparse.ArgumentParser, saved: bool = False) -> None:
@@ -127,7 +139,11 @@ def _parser() -> argparse.ArgumentParser:
             help="change a field of the experiment, e.g. phases.0.steps=100; may be repeated",
         )
 
-    takes_experiment(add("prepare", commands.prepare))
+    sub = add("prepare", commands.prepare)
+    takes_experiment(sub)
+    sub.add_argument(
+        "--verify", action="store_true", help="read all of a corpus, and compare it with its hashes"
+    )
     sub = add("pretrain", commands.pretrain)
     takes_experiment(sub)
     sub.add_argument(

@@ -21,6 +21,9 @@ def prepare(args: argparse.Namespace) -> int:
     manifest = corpus.prepare(
         experiment.corpus, experiment.model.vocab_size, workdir.corpus, _console_say()
     )
+    if args.verify:
+        corpus.verify(workdir.corpus)
+        _console_say()(f"corpus: every file of {workdir.corpus} is as it was made")
     tokens = manifest["splits"]["train"]["tokens"]
     _console_say()(f"corpus: {workdir.corpus} is ready, {tokens} tokens to train on")
     return FINISHED

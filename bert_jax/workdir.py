@@ -1,7 +1,8 @@
 """Where a run keeps its files, and the few rules by which files are written.
 
-A file is written beside its place and renamed, so that a reader sees the old text or the new. A
-folder counts only once it holds COMPLETE, which is written last; one without is rebuilt.
+A file is written beside its place and renamed, so that a reader sees the old text or the new; an
+object of a bucket is replaced in one step. A folder counts only once it holds COMPLETE, which is
+written last; one without is rebuilt.
 
     W/experiment.json       the resolved experiment
     W/corpus/               the prepared corpus (see data.corpus)
@@ -23,11 +24,16 @@ from typing import IO, Any
 
 from etils import epath
 
+from bert_jax import lease
+from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
 
 COMPLETE = "COMPLETE"
 
 _LOCK_TRIES = 4
+
+# What speaks to buckets; each has errors of its own.
+_CLIENTS = ("gcsfs", "google", "aiohttp")
 
 _FULL = "{}: the disk is full; free some space and run again"
 
@@ -36,9 +42,10 @@ class Workdir:
     """Names of the files of one run."""
 
     def __init__(self, root: str | epath.PathLike, corpus_dir: str = ""):
-        for place in (os.fspath(root), corpus_dir):
-            if "://" in place:
-                raise InputError(f"{place}: buckets cannot be locked yet; name a local folder")
+        for place in (root, corpus_dir):
+            if is_bucket(place):  # which refuses other kinds of places
+                with named_errors(place):  # is there a bucket, and may we look into it?
+                    epath.Path(place).exists()
         self.root = epath.Path(root)
         self.experiment = self.root / "experiment.json"
         self.corpus = epath.Path(corpus_dir) if corpus_dir else self.root / "corpus"
@@ -67,12 +74,30 @@ class Workdir:
             )
 
 
+def cache_folder() -> epath.Path:
+    """Where this machine keeps what it can make or copy again.
+
+    BERT_JAX_CACHE_DIR, which `--cache-dir` sets; else `bert_jax` in the user's cache folder.
+    """
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return epath.Path(os.environ.get("BERT_JAX_CACHE_DIR") or os.path.join(user, "bert_jax"))
+
+
+def absolute(path: epath.Path) -> epath.Path:
+    """The path from the root on, whatever the current folder becomes."""
+    return path if is_bucket(path) else path.absolute()  # epath takes gs: for a folder here
+
+
 def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
     """Replaces the file's text, given whole or in parts, in one step, flushed to disk.
 
     Raises:
       InputError: it cannot be written, or is a device or a pipe, which would be replaced by a file.
     """
+    if is_bucket(path):
+        with named_errors(path):
+            path.write_text(text if isinstance(text, str) else "".join(text))
+        return
     require_plain(path)
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with named_errors(path):
@@ -151,11 +176,17 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
         raise InputError(_FULL.format(path)) from error
     except ImportError as error:
         raise InputError(f"{path}: reading it needs the [gcs] extra ({error})") from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in _CLIENTS:
+            raise
+        raise InputError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
 def lock(folder: epath.Path) -> Iterator[None]:
     """Holds the folder, made if need be, for this process; the system frees it when it dies.
+
+    In a bucket, where no system does, see `lease`.
 
     If what is done meanwhile fails and leaves nothing, the lock and the folder go too, where they
     were not there before.
@@ -163,6 +194,12 @@ def lock(folder: epath.Path) -> Iterator[None]:
     Raises:
       InputError: another process holds it, or it cannot be written.
     """
+    if is_bucket(folder):
+        with contextlib.ExitStack() as stack:
+            with named_errors(folder):
+                stack.enter_context(lease.held(folder))
+            yield
+        return
     path = folder / "lock"
     with made(folder):
         with named_errors(path):
@@ -172,10 +209,12 @@ def lock(folder: epath.Path) -> Iterator[None]:
             try:
                 with named_errors(path):
                     file.truncate(0)
-                    file.write(str(os.getpid()).encode())
+                    file.write(lease.Holder.me().text().encode())
                 yield
+                file.truncate(0)
             except BaseException:
                 with contextlib.suppress(OSError):
+                    file.truncate(0)
                     if {other.name for other in folder.iterdir()} - before == {"lock"}:
                         path.unlink()  # while it is held: later it may be another's
                 raise
@@ -184,6 +223,9 @@ def lock(folder: epath.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def made(folder: epath.Path) -> Iterator[None]:
     """Makes the folder and those above; on failure removes those of them that are empty."""
+    if is_bucket(folder):  # where an object makes its folders, and takes them along
+        yield
+        return
     missing: list[epath.Path] = []
     try:
         with named_errors(folder):
@@ -204,6 +246,8 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
     Raises:
       InputError: something lies there already, or it cannot be written.
     """
+    if is_bucket(folder):
+        raise InputError(f"{folder}: folders are made whole on this machine alone; name one here")
     folder = folder.absolute()  # else "." would have no place beside it
     with named_errors(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -232,16 +276,13 @@ def _held(path: epath.Path) -> IO[bytes]:
                 return file
         except BlockingIOError as error:
             file.seek(0)
-            holder = file.read().decode(errors="replace").strip()
+            holder = lease.Holder.parse(file.read())
             file.close()
             tries += 1
             if tries < _LOCK_TRIES:  # `in_use` holds it for a moment
                 time.sleep(0.05)
                 continue
-            raise InputError(
-                f"{path.parent}: in use by process {holder or '?'}; "
-                "wait for it, or choose another folder with --workdir"
-            ) from error
+            raise lease.in_use(path.parent, holder) from error
         except BaseException:
             file.close()
             raise
@@ -249,7 +290,10 @@ def _held(path: epath.Path) -> IO[bytes]:
 
 
 def in_use(folder: epath.Path) -> bool:
-    """Whether a process of this machine holds the folder's lock."""
+    """Whether a process holds the folder's lock; of a local folder, one of this machine."""
+    if is_bucket(folder):
+        with named_errors(folder):
+            return lease.is_held(folder)
     try:
         with open(os.fspath(folder / "lock"), "rb") as file:
             # Shared, so that two who ask do not see each other.

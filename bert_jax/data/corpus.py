@@ -1,30 +1,30 @@
 """`prepare`: documents to a TFDS dataset of ids, made once and recognised afterwards.
 
-    corpus/manifest.json    what went in (sources with hashes), what came out (counts), versions
+    corpus/manifest.json    what went in (sources with hashes), what came out (counts, files with
+                            hashes), versions
     corpus/tokenizer/       the tokenizer, trained here or copied
-    corpus/dataset/         the TFDS dataset: one example a document, in ArrayRecord files
+    corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
     corpus/plans.json       how many rows each plan has (see data.batches)
     corpus/COMPLETE         written last
 
-Which documents are held out is decided in data.survey.
+Which documents are held out is decided in data.survey. A corpus in a bucket is made on this machine
+and sent there; each host that reads it keeps a copy (see data.copies).
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
-import io
 import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import tensorflow_datasets as tfds
 from etils import epath
 
+from bert_jax.bucket import is_bucket
 from bert_jax.config import Corpus, InputError
-from bert_jax.data import stream
+from bert_jax.data import copies, dataset, files, stream
+from bert_jax.data.dataset import SPLITS
 from bert_jax.data.survey import Survey
 from bert_jax.text import documents, sentences, tokenizer, vocabulary
 from bert_jax.workdir import (
@@ -37,23 +37,11 @@ from bert_jax.workdir import (
     write_atomic,
 )
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
-SPLITS = ("train", "validation")
-
-_PARTS = {"settings": dict, "sources": list, "tokenizer": dict, "splits": dict}
+_PARTS = {"settings": dict, "sources": list, "tokenizer": dict, "splits": dict, "files": dict}
 
 Say = Callable[[str], None]
-
-
-@dataclasses.dataclass
-class SplitCounts:
-    """What a split holds, gathered while it is written."""
-
-    documents: int = 0
-    sentences: int = 0
-    tokens: int = 0
-    unknown_tokens: int = 0
 
 
 def prepare(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
@@ -78,11 +66,38 @@ def prepare(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> di
             _refuse_strangers(folder)
             _remove_leftovers(folder)
             try:
-                return _build(corpus, vocab_size, folder, say)
+                build = _build_and_send if is_bucket(folder) else _build
+                return build(corpus, vocab_size, folder, say)
             except BaseException:
                 if not is_complete(folder):
                     _remove_leftovers(folder)
                 raise
+
+
+def verify(folder: epath.Path) -> None:
+    """Reads all files of a corpus; of one in a bucket, those of this host's copy.
+
+    Raises:
+      InputError: nothing complete here, or a file that is not as `prepare` wrote it.
+    """
+    folder = here(folder)
+    manifest = open_manifest(folder)
+    for below, mend in _mends(folder).items():
+        # A copy has no dataset.
+        if below != "dataset/" or (folder / "dataset").exists():
+            files.require(folder, manifest["files"], below, "full", mend)
+
+
+def here(folder: epath.Path) -> epath.Path:
+    """The corpus folder where it can be read: itself, or this host's copy of one in a bucket.
+
+    Raises:
+      InputError: nothing complete in the bucket, or it cannot be copied.
+    """
+    if not is_bucket(folder):
+        return folder
+    with named_errors(folder):
+        return copies.update(folder, open_manifest(folder))
 
 
 def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
@@ -115,6 +130,8 @@ def _wrong_part(manifest: dict[str, Any]) -> str | None:
     for name, kind in _PARTS.items():
         if not isinstance(manifest.get(name), kind):
             return name
+    if not files.are_described(manifest["files"]):
+        return "files"
     for source in manifest["sources"]:
         if not isinstance(source, dict) or not isinstance(source.get("file"), str):
             return "sources"
@@ -132,22 +149,43 @@ def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.To
       InputError: it was changed since.
     """
     loaded = tokenizer.load(folder / "tokenizer")
+    mend = _mends(folder)["tokenizer/"]
     if loaded.sha256 != manifest["tokenizer"].get("sha256"):
-        raise InputError(
-            f"{folder / 'tokenizer'}: not the tokenizer this corpus was made with; put that one "
-            f"back, or remove {folder} to prepare it anew"
-        )
+        raise InputError(f"{folder / 'tokenizer'}: {mend}")
+    files.require(folder, manifest["files"], "tokenizer/", "cheap", mend)
     return loaded
 
 
 def open_stream(folder: epath.Path, split: str) -> stream.Stream:
-    """A split as flat ids, made from the dataset if this host has not done so yet."""
-    target = folder / "stream" / split
+    """A split as flat ids, made from the dataset if it was removed.
+
+    Raises:
+      InputError: it is damaged; or is missing, and so is the dataset, or the folder is in use.
+    """
+    manifest, target, mends = open_manifest(folder), folder / "stream" / split, _mends(folder)
+    depth = "cheap"
     if not is_complete(target):
-        stream.write(_dataset_folder(folder), split, target)
-    opened = stream.Stream.open(target)
-    opened.require_rising()
-    return opened
+        with lock(folder):
+            if not is_complete(target):
+                depth = "full"
+                files.require(folder, manifest["files"], "dataset/", depth, mends["dataset/"])
+                vocab_size = manifest["settings"]["vocab_size"]
+                stream.write(dataset.folder_of(folder), split, target, vocab_size)
+    files.require(folder, manifest["files"], f"stream/{split}/", depth, mends["stream/"])
+    return stream.Stream.open(target)
+
+
+def _mends(folder: epath.Path) -> dict[str, str]:
+    """What to do where files are damaged, by how their paths begin."""
+    if copies.is_copy(folder):
+        anew = f"remove {folder} and run again, it is copied anew"
+        return dict.fromkeys(("tokenizer/", "dataset/", "stream/"), anew)
+    return {
+        "tokenizer/": "not the tokenizer this corpus was made with; put that one back, or remove "
+        f"{folder} to prepare it anew",
+        "dataset/": f"put the whole file back, or remove {folder} to prepare it anew",
+        "stream/": f"remove {folder / 'stream'} and run again, it is made anew from the dataset",
+    }
 
 
 def _require_same(
@@ -228,10 +266,10 @@ def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
     chosen = given or _train_tokenizer(corpus, vocab_size, say)
     chosen.save(folder / "tokenizer")
 
-    counts = {split: SplitCounts() for split in SPLITS}
-    _write_dataset(corpus, chosen, survey, folder, counts)
+    counts = {split: dataset.SplitCounts() for split in SPLITS}
+    dataset.write(corpus, chosen, survey, folder, counts)
     for split in SPLITS:
-        open_stream(folder, split)
+        stream.write(dataset.folder_of(folder), split, folder / "stream" / split, vocab_size)
     manifest = {
         "format_version": FORMAT_VERSION,
         "settings": {**dataclasses.asdict(corpus), "vocab_size": vocab_size},
@@ -240,6 +278,7 @@ def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
         "documents_repeated": survey.repeated,
         "layouts": survey.layouts,
         "splits": {split: dataclasses.asdict(counts[split]) for split in SPLITS},
+        "files": files.listed(folder, ("tokenizer", "dataset", "stream")),
         "versions": {
             name: importlib.metadata.version(name)
             for name in ("bert-jax", "sentencex", "sentencepiece", "tokenizers", "numpy")
@@ -252,6 +291,29 @@ def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
         say(
             f"prepare: {split}: {c.documents} documents, {c.sentences} sentences, {c.tokens} tokens"
         )
+    return manifest
+
+
+def _build_and_send(
+    corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say
+) -> dict[str, Any]:
+    """Makes the corpus of a bucket here, and sends it."""
+    with copies.alone(folder) as copy:
+        if is_complete(copy):  # of an earlier corpus, or of a `prepare` killed while it was sending
+            try:
+                return _sent(_found(corpus, vocab_size, copy, say), copy, folder, say)
+            except InputError:
+                copy.rmtree()
+        return _sent(prepare(corpus, vocab_size, copy, say), copy, folder, say)
+
+
+def _sent(
+    manifest: dict[str, Any], copy: epath.Path, folder: epath.Path, say: Say
+) -> dict[str, Any]:
+    say(f"prepare: sending the corpus to {folder}")
+    copies.send(copy, folder, manifest["files"])
+    write_atomic(folder / "manifest.json", (copy / "manifest.json").read_text())
+    mark_complete(folder)
     return manifest
 
 
@@ -291,82 +353,3 @@ def _train_tokenizer(corpus: Corpus, vocab_size: int, say: Say) -> tokenizer.Tok
             vocabulary.train_sentencepiece(lines, vocab_size, corpus.tokenizer_kind), corpus.case
         )
     return trained
-
-
-def _dataset_folder(folder: epath.Path) -> epath.Path:
-    return folder / "dataset" / BertCorpus.name / str(BertCorpus.VERSION)
-
-
-class BertCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Tokenized documents: `ids` and `sentence_lengths`, whose sum is the number of ids."""
-
-    name = "bert_corpus"
-    VERSION = tfds.core.Version("1.0.0")
-
-    def __init__(self, *, id_dtype: Any, generate: Callable[[str], Iterator[Any]], **kwargs: Any):
-        self._id_dtype = id_dtype
-        self._generate = generate
-        super().__init__(**kwargs)
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict(
-            {
-                "ids": tfds.features.Tensor(shape=(None,), dtype=self._id_dtype),
-                # 32 bits: a text without line ends may be one sentence of over 65,535 pieces.
-                "sentence_lengths": tfds.features.Tensor(shape=(None,), dtype=np.uint32),
-            }
-        )
-        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
-
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[Any]]:
-        del dl_manager
-        return {split: self._generate_examples(split) for split in SPLITS}
-
-    def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        yield from self._generate(split)
-
-
-def _write_dataset(
-    corpus: Corpus,
-    chosen: tokenizer.Tokenizer,
-    survey: Survey,
-    folder: epath.Path,
-    counts: dict[str, SplitCounts],
-) -> None:
-    dtype = np.uint16 if chosen.size <= 2**16 else np.uint32
-
-    def generate(split: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        keep = survey.held_out == (split == "validation")
-        if corpus.repeated_documents == "drop":
-            keep &= survey.first
-        total = counts[split]
-        for index, document in enumerate(documents.read(corpus)):
-            if not keep[index]:
-                continue
-            encoded = map(chosen.encode, sentences.split(document, corpus.language))
-            ids = [sentence for sentence in encoded if sentence]
-            if not ids:
-                continue
-            flat = np.array([i for sentence in ids for i in sentence], dtype)
-            total.documents += 1
-            total.sentences += len(ids)
-            total.tokens += len(flat)
-            total.unknown_tokens += int((flat == chosen.unk_id).sum())
-            lengths = np.array([len(sentence) for sentence in ids], np.uint32)
-            yield index, {"ids": flat, "sentence_lengths": lengths}
-        if not total.tokens:  # here, since TFDS fails on an empty split
-            raise InputError(
-                f"corpus.sources: no text is left for the {split} split: no document there of "
-                f"{', '.join(corpus.sources)} holds a character that the tokenizer keeps"
-            )
-
-    tfds.disable_progress_bar()
-    builder = BertCorpus(
-        id_dtype=dtype,
-        generate=generate,
-        data_dir=folder / "dataset",
-        file_format=tfds.core.FileFormat.ARRAY_RECORD,
-    )
-    # TFDS prints of downloads, and there are none.
-    with contextlib.redirect_stdout(io.StringIO()):
-        builder.download_and_prepare()

@@ -1,8 +1,8 @@
 """A split of the corpus as flat arrays on disk, mapped into memory.
 
 Reading one row straight from ArrayRecord costs ten times what a memory map does, and a row needs
-two places; so each host unrolls the dataset once. 2 bytes a token (4 from 65,537 ids on), 8 bytes
-a sentence and a document.
+two places; so the dataset is unrolled once. 2 bytes a token (4 from 65,537 ids on), 8 bytes a
+sentence, a document and a piece of the vocabulary.
 """
 
 import dataclasses
@@ -16,12 +16,13 @@ from bert_jax.config import InputError
 from bert_jax.text import tfds_files
 from bert_jax.workdir import made, mark_complete, named_errors, read_json, write_atomic
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _DTYPES = {
     "ids": ("uint16", "uint32"),
     "sentence_offsets": ("uint64",),
     "document_offsets": ("uint64",),
+    "unigrams": ("int64",),
 }
 # Entries looked at in one go.
 _CHUNK = 1 << 24
@@ -35,11 +36,14 @@ class Stream:
       ids: uint16 or uint32 [tokens], all documents after one another.
       sentence_offsets: uint64 [sentences + 1], where each sentence starts in `ids`.
       document_offsets: uint64 [documents + 1], where each document starts in `sentence_offsets`.
+      unigrams: int64 [vocabulary], how often each id stands in `ids`.
+      folder: where `write` wrote them; "" in memory.
     """
 
     ids: np.ndarray
     sentence_offsets: np.ndarray
     document_offsets: np.ndarray
+    unigrams: np.ndarray
     folder: str = ""
 
     @classmethod
@@ -65,22 +69,6 @@ class Stream:
             maps[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
         return cls(**maps, folder=str(folder))
 
-    def require_rising(self) -> None:
-        """Reads all offsets.
-
-        Raises:
-          InputError: they do not cut the ids into sentences and documents, none of them empty.
-        """
-        ends = {"sentence_offsets": self.ids, "document_offsets": self.sentence_offsets[1:]}
-        for name, cut in ends.items():
-            offsets = getattr(self, name)
-            sound = offsets[0] == 0 and offsets[-1] == len(cut)
-            for start in range(0, len(offsets), _CHUNK):
-                part = offsets[start : start + _CHUNK + 1]
-                sound = sound and bool((part[1:] > part[:-1]).all())
-            if not sound:
-                raise self.damaged(name)
-
     def damaged(self, name: str) -> InputError:
         """What to raise when an array holds what `write` cannot have written."""
         return InputError(f"{self.folder}/{name}.bin: damaged; {_anew(self.folder)}")
@@ -90,20 +78,6 @@ class Stream:
         if not self.folder:
             return super().__reduce__()
         return (Stream.open, (self.folder,))
-
-    def unigrams(self, vocab_size: int) -> np.ndarray:
-        """Counts of every id, int64 [vocab_size].
-
-        Raises:
-          InputError: there is an id that no tokenizer of this size has.
-        """
-        counts = np.zeros(vocab_size, np.int64)
-        for start in range(0, len(self.ids), _CHUNK):
-            found = np.bincount(self.ids[start : start + _CHUNK], minlength=vocab_size)
-            if len(found) > vocab_size:
-                raise self.damaged("ids")
-            counts += found
-        return counts
 
 
 def _are_described(arrays: Any) -> bool:
@@ -126,8 +100,14 @@ def _anew(folder: epath.PathLike) -> str:
     return f"remove {folder} and run again, it is made anew from the dataset"
 
 
-def write(dataset: epath.PathLike, split: str, folder: epath.Path) -> None:
+def write(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: int) -> None:
     """Unrolls a split of the dataset into `folder`; COMPLETE is written last.
+
+    Args:
+      dataset: of `ids` and `sentence_lengths`, none of which is 0.
+      split: of the dataset.
+      folder: is made anew.
+      vocab_size: above all ids.
 
     Raises:
       InputError: the dataset is damaged, or the folder cannot be written; it is gone then.
@@ -137,13 +117,13 @@ def write(dataset: epath.PathLike, split: str, folder: epath.Path) -> None:
             folder.rmtree()
         with made(folder):
             try:
-                _unroll(dataset, split, folder)
+                _unroll(dataset, split, folder, vocab_size)
             except BaseException:
                 folder.rmtree()
                 raise
 
 
-def _unroll(dataset: epath.PathLike, split: str, folder: epath.Path) -> None:
+def _unroll(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: int) -> None:
     counts = {"ids": 0, "sentence_offsets": 1, "document_offsets": 1}
     dtypes = {"sentence_offsets": "uint64", "document_offsets": "uint64"}
     with (
@@ -162,18 +142,35 @@ def _unroll(dataset: epath.PathLike, split: str, folder: epath.Path) -> None:
             counts["sentence_offsets"] += len(lengths)
             documents_file.write(np.uint64(counts["sentence_offsets"] - 1).tobytes())
             counts["document_offsets"] += 1
+    # The file is read again: counting each document by itself costs its whole vocabulary.
+    ids = np.memmap(folder / "ids.bin", dtypes["ids"], "r")
+    (folder / "unigrams.bin").write_bytes(count(ids, vocab_size).tobytes())
     arrays = {name: [dtypes[name], counts[name]] for name in counts}
+    arrays["unigrams"] = ["int64", vocab_size]
     meta = {"format_version": FORMAT_VERSION, "arrays": arrays}
     write_atomic(folder / "stream.json", json.dumps(meta) + "\n")
     mark_complete(folder)
 
 
+def count(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """How often each id stands in `ids`, int64 [vocab_size]; all must be below it."""
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(ids), _CHUNK):
+        counts += np.bincount(ids[start : start + _CHUNK], minlength=vocab_size)
+    return counts
+
+
 def from_documents(documents: list[list[list[int]]], dtype: Any = np.uint16) -> Stream:
-    """A stream in memory, from documents of sentences of ids; none may be empty."""
+    """A stream in memory, from documents of sentences of ids; none may be empty.
+
+    Its vocabulary ends with the largest id.
+    """
     sentences = [sentence for document in documents for sentence in document]
     lengths = [len(sentence) for sentence in sentences]
+    ids = np.array([i for sentence in sentences for i in sentence], dtype)
     return Stream(
-        ids=np.array([i for sentence in sentences for i in sentence], dtype),
+        ids=ids,
         sentence_offsets=np.cumsum([0, *lengths], dtype=np.uint64),
         document_offsets=np.cumsum([0, *map(len, documents)], dtype=np.uint64),
+        unigrams=count(ids, int(ids.max()) + 1 if len(ids) else 0),
     )

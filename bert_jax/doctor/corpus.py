@@ -53,10 +53,12 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
     Raises:
       InputError: not complete, or damaged.
     """
+    folder = corpus_lib.here(folder)
     manifest = corpus_lib.open_manifest(folder)
     tokenizer = corpus_lib.open_tokenizer(folder, manifest)
     train = corpus_lib.open_stream(folder, "train")
     validation = corpus_lib.open_stream(folder, "validation")
+    corpus_lib.verify(folder)
 
     def text_at(start: int) -> str:
         return tokenizer.decode(train.ids[start : start + _SHOWN].tolist())

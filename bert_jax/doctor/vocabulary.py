@@ -23,7 +23,7 @@ _NO_BLANKS = ((0x0E00, 0x17FF), (0x2E80, 0x10FFFF))
 
 def findings(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
     """On unknown words, words in letters, pieces never used, and upper against lower case."""
-    counts = train.unigrams(tokenizer.size)
+    counts = train.unigrams
     pieces = [tokenizer.piece(i) for i in range(tokenizer.size)]
     specials = {getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")}
     unknown = float(counts[tokenizer.unk_id] / counts.sum())

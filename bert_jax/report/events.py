@@ -2,6 +2,7 @@
 
 from etils import epath
 
+from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
 from bert_jax.report.records import Line, Record
 from bert_jax.workdir import named_errors
@@ -25,6 +26,11 @@ class Events:
                 "--tensorboard: needs the [tensorboard] extra: pip install 'bert-jax[tensorboard]'"
             ) from error
         self.folder = record.workdir.root / "tensorboard"
+        if is_bucket(self.folder):
+            raise InputError(
+                f"--tensorboard: event files are added to, which cannot be done in a bucket; copy "
+                f"{record.workdir.root} to this machine"
+            )
         self._written = dict.fromkeys(("train", "evaluation", "timings"), -1)
         self._writers = {}
         for name in self._written:

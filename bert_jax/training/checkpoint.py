@@ -24,7 +24,7 @@ from orbax.checkpoint import v1 as ocp
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
-from bert_jax.workdir import named_errors
+from bert_jax.workdir import absolute, named_errors
 
 FORMAT_VERSION = 1
 
@@ -52,7 +52,7 @@ class Checkpoints:
         )
         with named_errors(folder):
             self._checkpointer = ocp.training.Checkpointer(
-                folder.absolute(),
+                absolute(folder),
                 context=context,
                 preservation_policy=ocp.training.preservation_policies.LatestN(keep),
                 cleanup_tmp_directories=access == "write",

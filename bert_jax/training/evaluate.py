@@ -51,7 +51,7 @@ class HeldOut:
         shards = mesh_lib.data_shards(mesh)
         size = -(-run.eval_batch_size // shards) * shards
         batches, rows = batches_lib.eval_batches(validation, ids, data, seed, size)
-        counts = train.unigrams(ids.vocab_size) + 1
+        counts = train.unigrams + 1
         nats = -np.log(counts / counts.sum())
         weights = np.concatenate([b["masked_lm_weights"].ravel() for b in batches])
         labels = np.concatenate([b["masked_lm_ids"].ravel() for b in batches])

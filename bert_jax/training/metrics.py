@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from bert_jax.bucket import Growing, is_bucket
 from bert_jax.config import InputError
 from bert_jax.workdir import named_errors, write_atomic
 
@@ -37,17 +38,32 @@ def next_sentence_error(accuracy: float, count: float) -> float:
 
 
 class Lines:
-    """A file of JSON lines, each with a `step`, flushed as it is written."""
+    """A file of JSON lines, each with a `step`, flushed as it is written.
+
+    In a bucket, where nothing can be appended, it is written now and then, and by `flush`.
+    """
 
     def __init__(self, path: epath.Path):
         self._path = path
+        self._object = Growing(path) if is_bucket(path) else None
 
     def append(self, line: dict[str, Any]) -> None:
         """Adds a line, with numbers that read back as the same bits."""
-        with named_errors(self._path), self._path.open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        text = json.dumps(line, allow_nan=False) + "\n"
+        with named_errors(self._path):
+            if self._object is not None:
+                self._object.append(text)
+                return
+            with self._path.open("a") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def flush(self) -> None:
+        """Writes what is not written yet: whatever may follow, these lines are there."""
+        if self._object is not None:
+            with named_errors(self._path):
+                self._object.write()
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines; a last one cut off by a kill is left out.
@@ -74,7 +90,7 @@ class Lines:
         return lines
 
     def forget_after(self, step: int) -> None:
-        """Drops lines of steps that will be done again."""
+        """Drops lines of steps that will be done again; to be called before any is added."""
         lines = [line for line in self.read() if line["step"] <= step]
         if self._path.exists():
             write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -17,19 +17,29 @@ from bert_jax.training.watch import Watched
 
 @dataclasses.dataclass
 class Prepared:
-    """A corpus, opened."""
+    """A corpus, opened.
+
+    Attributes:
+      manifest: what it was made from, and with.
+      tokenizer: with which it was made.
+      ids: of the tokenizer.
+      folder: where it lies here.
+      named: where it was said to lie: in a bucket, perhaps.
+    """
 
     manifest: dict[str, Any]
     tokenizer: Tokenizer
     ids: batches.Ids
     folder: epath.Path
+    named: epath.Path
 
     @classmethod
     def open(cls, folder: epath.Path) -> "Prepared":
-        """Opens a complete corpus folder."""
-        manifest = corpus.open_manifest(folder)
-        tokenizer = corpus.open_tokenizer(folder, manifest)
-        return cls(manifest, tokenizer, batches.Ids.of(tokenizer), folder)
+        """Opens a complete corpus folder; of one in a bucket, this host's copy."""
+        here = corpus.here(folder)
+        manifest = corpus.open_manifest(here)
+        tokenizer = corpus.open_tokenizer(here, manifest)
+        return cls(manifest, tokenizer, batches.Ids.of(tokenizer), here, folder)
 
     @property
     def sha256(self) -> str:
@@ -41,7 +51,7 @@ class Prepared:
         """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
         if metadata["corpus_sha256"] != self.sha256:
             raise InputError(
-                f"{self.folder}: not the corpus this run was trained on; put that one back, or "
+                f"{self.named}: not the corpus this run was trained on; put that one back, or "
                 "start anew with another --workdir"
             )
 

@@ -116,6 +116,11 @@ class Trainer:
 
     def _note(self, kind: str, values: dict[str, object]) -> None:
         self.timings.append({"step": self.done, "kind": kind, "time": time.time(), **values})
+        self._flush_lines()
+
+    def _flush_lines(self) -> None:
+        for lines in (self.metrics, self.predictions, self.timings):
+            lines.flush()
 
     def _start(self, saved: Checkpoints) -> tuple[step.State, dict[str, jax.Array]]:
         """The newest checkpoint, or the state before the first step; sets `done`."""
@@ -281,6 +286,7 @@ class Trainer:
         self._write_pending()
         if self.failed:
             return
+        self._flush_lines()
         metadata = {
             "window": {k: v.tolist() for k, v in metrics.fetch(window).items()},
             "corpus_sha256": self.prepared.sha256,

@@ -5,6 +5,8 @@ import ctypes
 import hashlib
 import json
 import os
+import re
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -21,12 +23,15 @@ from bert_jax.training.checkpoint import Checkpoints, environment
 from bert_jax.training.clock import Clock
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import StopRequest
-from bert_jax.workdir import Workdir, lock
+from bert_jax.workdir import Workdir, cache_folder, lock
 
 # M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
 # Of compiled programs kept for one environment; the ones not used for longest go first.
 _COMPILED_BYTES = 2**30
+# An environment whose programs nobody used for a month.
+_COMPILED_SECONDS = 30 * 24 * 3600
+_ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 
 
 def pretrain(
@@ -124,9 +129,21 @@ def _keep_compiled_programs() -> None:
         return
     # A CPU's programs use what that very CPU can do; home folders are shared between machines.
     name = hashlib.sha256(json.dumps(environment()).encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "bert_jax", name))
+    _forget_old_environments(cache_folder(), name)
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / name))
     jax.config.update("jax_compilation_cache_max_size", _COMPILED_BYTES)
+
+
+def _forget_old_environments(cache: epath.Path, ours: str) -> None:
+    """Removes the programs of environments that were not used for long: of old versions, mostly."""
+    with contextlib.suppress(OSError):  # another process may remove the same, or nothing is there
+        for folder in cache.iterdir():
+            if folder.name == ours or not _ENVIRONMENT.fullmatch(folder.name):
+                continue
+            # jax writes a file at each use of a program.
+            used = max((path.stat().mtime for path in folder.iterdir()), default=0)
+            if used < time.time() - _COMPILED_SECONDS:
+                folder.rmtree()
 
 
 def _require_same_claim(

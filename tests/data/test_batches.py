@@ -248,11 +248,11 @@ def test_a_pickled_source_gives_the_same_batch_in_another_process(tmp_path):
     on_disk = tmp_path / "stream"
     on_disk.mkdir()
     arrays = {}
-    for field in ("ids", "sentence_offsets", "document_offsets"):
+    for field in ("ids", "sentence_offsets", "document_offsets", "unigrams"):
         array = getattr(SMALL, field)
         (on_disk / f"{field}.bin").write_bytes(array.tobytes())
         arrays[field] = [array.dtype.name, len(array)]
-    meta = {"format_version": 1, "arrays": arrays}
+    meta = {"format_version": stream.FORMAT_VERSION, "arrays": arrays}
     (on_disk / "stream.json").write_text(json.dumps(meta))
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -263,3 +264,15 @@ def test_watched_sentences_fit_the_model():
     assert lengths[7] == set()
     assert lengths[9] == {9} or lengths[9] <= {8, 9}
     assert max(lengths[100]) > 9
+
+
+def test_programs_of_environments_unused_for_a_month_go(tmp_path):
+    now, day = time.time(), 24 * 3600
+    ages = {"0" * 16: [40, 31], "1" * 16: [40, 29], "2" * 16: [40], "corpora": [40]}
+    for name, days in ages.items():
+        (tmp_path / name).mkdir()
+        for number, age in enumerate(days):
+            (tmp_path / name / str(number)).touch()
+            os.utime(tmp_path / name / str(number), (now - age * day,) * 2)
+    session._forget_old_environments(epath.Path(tmp_path), ours="2" * 16)
+    assert {path.name for path in tmp_path.iterdir()} == {"1" * 16, "2" * 16, "corpora"}
