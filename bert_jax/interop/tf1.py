@@ -5,7 +5,7 @@ bert_config.json, vocab.txt    beside them
 tokenizer_config.json          ours, which their code passes over: whether text is lower-cased
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -99,7 +99,8 @@ def write(trained: Trained, target: epath.Path) -> None:
     """Writes a folder that google-research/bert reads, whole or not at all.
 
     Args:
-      trained: what to write, all parts of it, in float32, and its moments if it has some.
+      trained: what to write, in float32, and its moments if it has some; parts that were never
+        trained are left out, since nothing there could say so.
       target: where it goes; nothing may be there.
 
     Raises:
@@ -107,12 +108,19 @@ def write(trained: Trained, target: epath.Path) -> None:
     """
     tf1_files.tensorflow(str(target))  # before anything is made
     cfg, kept = trained.model, trained.moments
-    variables = names.values(trained.params, cfg, tf1_names.tensors(cfg))
+    variables = _values(trained, trained.params)
     if kept is not None:
         for slot, tree in zip(tf1_names.SLOTS, (kept.mean, kept.square), strict=True):
-            variables |= names.values(tree, cfg, tf1_names.naming(slot).tensors(cfg))
+            variables |= _values(trained, tree, slot)
         variables[tf1_names.STEP] = np.array(kept.step, np.int64)
     with new_folder(target) as folder:
         vocabularies.write_plain(trained.tokenizer, folder)
         (folder / tf1_names.CONFIG).write_text(settings.write_tf1(cfg), encoding="utf-8")
         tf1_files.write(folder / _PREFIX, variables)
+
+
+def _values(trained: Trained, tree: dict[str, Any], slot: str = "") -> dict[str, np.ndarray]:
+    """The variables of what was trained, or one of their slots."""
+    wanted = tf1_names.naming(slot).tensors(trained.model)
+    held = (tensor for tensor in wanted if tensor.part not in trained.fresh)
+    return names.values(tree, trained.model, held)

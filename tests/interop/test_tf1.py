@@ -138,6 +138,23 @@ def test_hugging_face_to_tf1_and_back_keeps_every_bit(tensorflow, tmp_path, monk
     np.testing.assert_array_equal(theirs[ours], hf_folder.TENSORS[f"bert.{name}"].T)
 
 
+def test_parts_that_were_never_trained_are_left_out_and_stay_known(
+    tensorflow, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    held = {name: value for name, value in hf_folder.TENSORS.items() if "cls." not in name}
+    hf_folder.write(tmp_path / "hf", held, {"architectures": ["BertModel"]})
+    commands(
+        "import hf --workdir one",
+        "export --workdir one --as tf1 --out tf1",
+        "import tf1 --workdir two",
+    )
+    assert not any(name.startswith("cls") for name in variables("tf1/bert_model.ckpt"))
+    one, two = base("one"), base("two")
+    assert one.fresh == two.fresh == ("masked_lm", "next_sentence")
+    assert_identical(base_lib.flat(one.params), base_lib.flat(two.params))
+
+
 def test_variables_and_slots_are_those_of_the_reference(adam):
     commands("export --workdir adam --as tf1 --out plain")
     plain, whole = variables("plain/bert_model.ckpt"), variables("tf1/bert_model.ckpt")
