@@ -82,17 +82,18 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     claimed = settings.read(folder / "config.json")
     tokenizer = vocabularies.read(folder)
     file = _weights_file(folder)
-    tensors = _without_copies(weights.read(file), str(file))
+    found = weights.read_shards(file) if file.suffix == ".json" else weights.read(file)
+    tensors = _without_copies(found, str(file))
     source = f"Hugging Face folder {folder.name}"
     return fitting.base_of(tensors, names.HUGGING_FACE, claimed, tokenizer, file, source, say)
 
 
 def _weights_file(folder: epath.Path) -> epath.Path:
-    path = folder / "model.safetensors"
-    if path.exists():
-        return path
+    """All weights in one file, or the index of several."""
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if (folder / name).exists():
+            return folder / name
     instead = {
-        "model.safetensors.index.json": "weights in several files",
         "pytorch_model.bin": "a pickle, which may run code when it is read",
         "tf_model.h5": "TensorFlow's weights",
         "flax_model.msgpack": "Flax's weights",
@@ -101,9 +102,9 @@ def _weights_file(folder: epath.Path) -> epath.Path:
         if (folder / name).exists():
             raise InputError(
                 f"{folder / name}: {what}: not read; load it in transformers and save it with "
-                "save_pretrained as one model.safetensors"
+                "save_pretrained"
             )
-    raise InputError(f"{path}: no such file")
+    raise InputError(f"{folder / 'model.safetensors'}: no such file")
 
 
 def _without_copies(found: dict[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
