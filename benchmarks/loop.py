@@ -135,7 +135,7 @@ def bare_laps(claim: Experiment, workdir: Workdir) -> Iterator[tuple[float, floa
     rows = np.arange(spec.batch_size)
     host = Prepared.open(workdir.corpus).train_batches(claim, 0).batch(0, rows)
     batch = feed.place(host, rows, spec.batch_size, mesh_lib.batch_sharding(mesh))
-    run = step.make_train_step(claim.model, claim.optimizer, claim.mesh, claim.total_steps, mesh)
+    run = step.make_train_step(claim.model, claim.optimizer, claim.mesh, 1, claim.total_steps, mesh)
     key = step.phase_key(claim.model, claim.seed, 0)
     state, window = ours.first_state(claim.model, mesh)
     state, window = run(state, window, batch, key)

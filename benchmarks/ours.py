@@ -55,7 +55,7 @@ class Ours:
         batch = feed.place(
             shapes.make_batch(size, 0), rows, size.batch, mesh_lib.batch_sharding(mesh)
         )
-        run = step.make_train_step(model, OPTIMIZER, layout, _TOTAL_STEPS, mesh)
+        run = step.make_train_step(model, OPTIMIZER, layout, 1, _TOTAL_STEPS, mesh)
         key = step.phase_key(model, 0, 0)
         state, window = run(state, window, batch, key)
         sums = jax.device_get(window)

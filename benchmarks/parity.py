@@ -130,7 +130,7 @@ def training(trained: Trained, prepared: Prepared, experiment: Experiment) -> di
     state = step.init_state(experiment.model, cfg, 0) | {"params": trained.params}
     # A copy: the step is given its state to keep.
     state = jax.device_put(jax.tree.map(jnp.copy, state), mesh_lib.replicated(mesh))
-    train_step = step.make_train_step(experiment.model, cfg, experiment.mesh, total, mesh)
+    train_step = step.make_train_step(experiment.model, cfg, experiment.mesh, 1, total, mesh)
     key = step.phase_key(experiment.model, experiment.seed, 0)
     sharding, rows = mesh_lib.batch_sharding(mesh), np.arange(16)
     batches, losses = [], []

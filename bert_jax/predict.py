@@ -139,7 +139,7 @@ def _newest(
                 f"{workdir.root}: was trained with other settings ({'; '.join(changed)})"
             )
         abstract = step.abstract_state(
-            experiment.model, experiment.optimizer, experiment.seed, mesh
+            experiment.model, experiment.optimizer, experiment.mesh, mesh
         )
         wanted = ("params",) if what == "params" else ("params", "optimizer")
         part = {name: abstract[name] for name in wanted}

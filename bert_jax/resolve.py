@@ -134,6 +134,8 @@ def _parse(text: str, hint: Any, setting: str) -> object:
     if get_origin(hint) is tuple and get_args(hint)[0] is str and not text.startswith("["):
         return [part for part in text.split(",") if part]
     try:
+        if hint == tuple[int, ...] and not text.startswith("["):
+            return [int(part) for part in text.split(",")]
         if hint is int:
             return int(text)
         if hint is float:
@@ -234,7 +236,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
             if required and f.name not in value:
                 raise InputError(f"{prefix}{f.name}: missing")
         return hint(**{k: _build(hints[k], v, prefix + k) for k, v in value.items()})
-    if get_origin(hint) is tuple:
+    if get_origin(hint) is tuple and not (hint == tuple[int, ...] and type(value) is int):
         if not isinstance(value, list):
             raise InputError(f"{where}: expected a list")
         item = get_args(hint)[0]

@@ -43,6 +43,9 @@ class Section:
                         f"{where}: must be a finite number, not one so large"
                     ) from error
                 continue
+            if hint == tuple[int, ...] and type(value) is int:
+                value = (value,)
+                object.__setattr__(self, name, value)
             _check_type(f"{self.label}.{name}", value, hint)
         self._validate()
 

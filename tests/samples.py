@@ -47,13 +47,8 @@ def train_batches(shape: batches.Shape = SHAPE, phase: int = 0) -> batches.Train
     return batches.TrainBatches(small, IDS, Data(), shape, 0, phase, rows)
 
 
-def mesh_of(devices: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(
-        (devices,),
-        ("data_0",),
-        devices=jax.devices()[:devices],
-        axis_types=(jax.sharding.AxisType.Auto,),
-    )
+def mesh_of(devices: int, layout: Mesh | None = None) -> jax.sharding.Mesh:
+    return mesh_lib.make_mesh(layout or Mesh(), jax.devices()[:devices])
 
 
 def run(
@@ -65,9 +60,13 @@ def run(
     shape: batches.Shape = SHAPE,
 ) -> tuple[dict, list[dict[str, np.ndarray]]]:
     """Trains from seed 0; returns the final state and each step's metric sums."""
-    mesh = mesh_of(devices)
-    state = jax.device_put(step.init_state(model, optimizer, 0), mesh_lib.replicated(mesh))
-    train_step = step.make_train_step(model, optimizer, layout or Mesh(), TOTAL, mesh)
+    layout = layout or Mesh()
+    mesh = mesh_of(devices, layout)
+    abstract = step.abstract_state(model, optimizer, layout, mesh)
+    places = jax.tree.map(lambda s: s.sharding, abstract)
+    state = jax.device_put(step.init_state(model, optimizer, 0), places)
+    parts = layout.accumulation_of(0)
+    train_step = step.make_train_step(model, optimizer, layout, parts, TOTAL, mesh)
     train = train_batches(shape)
     sharding = mesh_lib.batch_sharding(mesh)
     rows = np.arange(shape.batch_size)

@@ -89,7 +89,7 @@ def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
 
     experiment = resolve.from_json((workdir / "experiment.json").read_text(), "experiment")
     abstract = abstract_state(
-        experiment.model, experiment.optimizer, experiment.seed, mesh_lib.make_mesh(experiment.mesh)
+        experiment.model, experiment.optimizer, experiment.mesh, mesh_lib.make_mesh(experiment.mesh)
     )
     with Checkpoints(epath.Path(workdir / "checkpoints"), 3, "read") as saved:
         step = saved.latest_step

@@ -15,7 +15,8 @@ MODULES = {
 # Each may import itself and what is named; `config` and `workdir` stand below all.
 ALLOWED = {
     "section": set(),
-    "config": {"section"},
+    "sections": {"section"},
+    "config": {"section", "sections"},
     "resolve": {"section", "config", "workdir"},
     "workdir": {"config"},
     "text": {"config", "workdir"},

@@ -6,11 +6,13 @@ along a first dimension L and scanned.
 Shape letters: B batch, S sequence, D width, F feed-forward, H heads, L layers, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.config import Model
 from bert_jax.model import layers
@@ -18,13 +20,23 @@ from bert_jax.model import layers
 # Rows of the vocabulary's tables are a multiple of this on every mesh, so that they can be
 # sharded anywhere and a checkpoint fits everywhere.
 VOCAB_MULTIPLE = 1_024
+# Under this name `remat="dots"` finds what it keeps, already rounded to the compute type.
+_PRODUCT = "product"
 
 
 class Loop(NamedTuple):
-    """How the layers are run: what is kept for the backward pass, and scanned or unrolled."""
+    """How the layers are run.
+
+    Attributes:
+      remat: what is kept for the backward pass.
+      layers: scanned or unrolled.
+      whole: makes the parameters of a layer whole that lie cut over devices; called within what
+        the backward pass computes anew, so that no more than one layer is whole at a time.
+    """
 
     remat: Literal["none", "dots", "full"] = "none"
     layers: Literal["scan", "unroll"] = "scan"
+    whole: Callable[["Layer"], "Layer"] = lambda layer: layer
 
 
 def padded_vocab_size(cfg: Model) -> int:
@@ -84,21 +96,35 @@ class Layer(nnx.Module):
 
 
 def run_layer(
-    layer: Layer, cfg: Model, x: jax.Array, input_mask: jax.Array, noise: layers.Noise | None
+    layer: Layer,
+    cfg: Model,
+    x: jax.Array,
+    input_mask: jax.Array,
+    noise: layers.Noise | None,
+    scores: Literal["kept", "recomputed"],
 ) -> jax.Array:
-    """[B, S, D] in the compute type -> the same."""
+    """[B, S, D] in the compute type -> the same. `scores`: as the backward pass finds them."""
     at = (lambda site: None) if noise is None else noise.at
     b, s, d = x.shape
     heads = (b, s, cfg.num_attention_heads, d // cfg.num_attention_heads)
+
+    def product(dense: layers.Dense, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), _PRODUCT)
+
     query, key, value = (
-        dense(x).astype(x.dtype).reshape(heads) for dense in (layer.query, layer.key, layer.value)
+        product(dense, x, heads) for dense in (layer.query, layer.key, layer.value)
     )
-    context = layers.attend(query, key, value, input_mask, at(0), cfg.attention_probs_dropout_prob)
-    attended = layer.attention_output(context.astype(x.dtype).reshape(b, s, d))
+    attend = layers.attend if scores == "kept" else layers.attend_again
+    context = attend(query, key, value, input_mask, at(0), cfg.attention_probs_dropout_prob)
+    attended = product(layer.attention_output, context.reshape(b, s, d), x.shape).astype(
+        jnp.float32
+    )
     attended = layers.dropout(attended, at(1), cfg.hidden_dropout_prob)
     x = layer.attention_layer_norm(x + attended).astype(x.dtype)
-    inner = layers.activation(cfg.hidden_act, layer.intermediate(x)).astype(x.dtype)
-    outer = layers.dropout(layer.output(inner), at(2), cfg.hidden_dropout_prob)
+    inner = product(layer.intermediate, x, (b, s, -1)).astype(jnp.float32)
+    inner = layers.activation(cfg.hidden_act, inner).astype(x.dtype)
+    outer = product(layer.output, inner, x.shape).astype(jnp.float32)
+    outer = layers.dropout(outer, at(2), cfg.hidden_dropout_prob)
     return layer.output_layer_norm(x + outer).astype(x.dtype)
 
 
@@ -145,15 +171,19 @@ def encode(
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
 
+    scores = "recomputed" if loop.remat == "dots" else "kept"
+
     def body(x: jax.Array, stacked: tuple[Layer, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         layer, number = stacked
-        x = run_layer(layer, cfg, x, input_mask, None if noise is None else noise.at(number))
+        layer_noise = None if noise is None else noise.at(number)
+        x = run_layer(loop.whole(layer), cfg, x, input_mask, layer_noise, scores)
         return x, x if outputs == "all" else None
 
     if loop.remat != "none":
+        policies = jax.checkpoint_policies
         policy = {
-            "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-            "full": jax.checkpoint_policies.nothing_saveable,
+            "dots": policies.save_only_these_names(_PRODUCT, *layers.KEPT_BY_ATTENTION),
+            "full": policies.nothing_saveable,
         }[loop.remat]
         body = jax.checkpoint(body, policy=policy, prevent_cse=loop.layers == "unroll")
     numbers = jnp.arange(cfg.num_hidden_layers)

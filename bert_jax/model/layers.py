@@ -9,17 +9,21 @@ Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads.
 import dataclasses
 import functools
 import math
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
 # The reference adds this to scores of padding (modeling.py, attention_layer).
 _MASKED_SCORE = -10_000.0
 _LAYER_NORM_EPS = 1e-12
+# Columns of a TPU's matrix unit at least.
+_LANES = 128
 
 
 class Dense(nnx.Module):
@@ -51,70 +55,98 @@ def linear(
     Returns:
       float32 [..., M].
     """
-    # As one tall matrix: CPU compilers take neither of the two gradients' products otherwise.
-    rows = x.reshape(-1, x.shape[-1])
-    return _linear(kernel_is, rows, kernel, bias).reshape(*x.shape[:-1], bias.shape[0])
+    return _linear(kernel_is, x, kernel, bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(kernel_is: str, rows: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    return _linear_forward(kernel_is, rows, kernel, bias)[0]
+def _linear(kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    return _linear_forward(kernel_is, x, kernel, bias)[0]
 
 
 def _linear_forward(
-    kernel_is: str, rows: jax.Array, kernel: jax.Array, bias: jax.Array
+    kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    kernel = kernel.astype(rows.dtype)
+    kernel = kernel.astype(x.dtype)
     # A bias added in bfloat16 has a gradient summed over all tokens in bfloat16.
-    y = _product(rows, kernel, 1, 0 if kernel_is == "inputs_outputs" else 1) + bias
-    return y, (rows, kernel)
+    y = _times(x, kernel, 0 if kernel_is == "inputs_outputs" else 1) + bias
+    return y, (x, kernel)
 
 
 def _linear_backward(
     kernel_is: str, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of rows, kernel and bias: what differentiation gives, laid out for CPUs too."""
-    rows, kernel = kept
-    bias = _column_sums(gradient, rows.dtype)
-    gradient = gradient.astype(rows.dtype)
+    """Gradients of x, kernel and bias: what differentiation gives, laid out for CPUs too."""
+    x, kernel = kept
+    bias = _column_sums(gradient, x.dtype)
+    gradient = gradient.astype(x.dtype)
     if kernel_is == "inputs_outputs":
-        x, weights = _product(gradient, kernel, 1, 1), _outer(rows, gradient)
+        dx, weights = _times(gradient, kernel, 1), _outer(x, gradient)
     else:
-        x, weights = _product(gradient, kernel, 1, 0), _outer(gradient, rows)
-    return x.astype(rows.dtype), weights, bias
+        dx, weights = _times(gradient, kernel, 0), _outer(gradient, x)
+    return dx.astype(x.dtype), weights, bias
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
 
+# CPUs get one tall matrix, whose products their compiler takes; a TPU's compiler lays out batch and
+# sequence as attention wants them, if they stay dimensions of their own.
 
-def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Sums over one axis of each of two matrices, in float32."""
-    contract = (((a_axis,), (b_axis,)), ((), ()))
+
+def _product(a: jax.Array, b: jax.Array, a_axes: Sequence[int], b_axes: Sequence[int]) -> jax.Array:
+    """Sums over the same number of axes of each, in float32."""
+    contract = ((tuple(a_axes), tuple(b_axes)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
 
 
+def _rows(x: jax.Array) -> jax.Array:
+    """[..., N] -> [R, N]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _times(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
+    """[..., N] times a matrix whose `axis` is N -> float32 [..., M]."""
+
+    def on_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return _product(_rows(x), kernel, [1], [axis]).reshape(*x.shape[:-1], -1)
+
+    def elsewhere(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return _product(x, kernel, [x.ndim - 1], [axis])
+
+    return lax.platform_dependent(x, kernel, cpu=on_cpu, default=elsewhere)
+
+
 def _column_sums(x: jax.Array, compute_dtype: jnp.dtype) -> jax.Array:
-    """float32 [R, M] -> float32 [M]."""
-    if compute_dtype != jnp.bfloat16:
-        return x.sum(axis=0)
+    """float32 [..., M] -> float32 [M]."""
 
     def on_cpu(x: jax.Array) -> jax.Array:
+        rows = _rows(x)
+        if compute_dtype != jnp.bfloat16:
+            return rows.sum(axis=0)
         # As a product, since XLA adds up columns slowly; its numbers are rounded, their sum is not.
-        return _product(jnp.ones((1, len(x)), compute_dtype), x.astype(compute_dtype), 1, 0)[0]
+        ones = jnp.ones((1, len(rows)), compute_dtype)
+        return _product(ones, rows.astype(compute_dtype), [1], [0])[0]
 
-    return lax.platform_dependent(x, cpu=on_cpu, default=lambda x: x.sum(axis=0))
+    def elsewhere(x: jax.Array) -> jax.Array:
+        return x.sum(axis=tuple(range(x.ndim - 1)))
+
+    return lax.platform_dependent(x, cpu=on_cpu, default=elsewhere)
 
 
 def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
-    """[R, N], [R, M] -> float32 [N, M], the sum over rows of outer products."""
-    if a.dtype != jnp.bfloat16:
-        return _product(a, b, 0, 0)
+    """[..., N], [..., M] -> float32 [N, M], the sum over all else of outer products."""
 
     def on_cpu(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = _rows(a), _rows(b)
+        if a.dtype != jnp.bfloat16:
+            return _product(a, b, [0], [0])
         # XLA multiplies bfloat16 at its full rate only if the first operand lies row by row.
-        return _product(with_layout_constraint(a.T, Layout((0, 1))), b, 1, 0)
+        return _product(with_layout_constraint(a.T, Layout((0, 1))), b, [1], [0])
 
-    return lax.platform_dependent(a, b, cpu=on_cpu, default=lambda a, b: _product(a, b, 0, 0))
+    def elsewhere(a: jax.Array, b: jax.Array) -> jax.Array:
+        summed = range(a.ndim - 1)
+        return _product(a, b, summed, summed)
+
+    return lax.platform_dependent(a, b, cpu=on_cpu, default=elsewhere)
 
 
 class LayerNorm(nnx.Module):
@@ -159,21 +191,145 @@ def attend(
       rate: share of probabilities dropped.
 
     Returns:
-      float32 [B, S, H, D / H].
+      [B, S, H, D / H], in the type of value.
     """
-    scale = 1.0 / math.sqrt(query.shape[-1])
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    padding = (1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE
-    probs = jax.nn.softmax(scores * scale + padding[:, None, None, :], axis=-1)
-    probs = probs.astype(value.dtype)
+    scores = _scores(query, key, _padding(input_mask))
+    probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     if noise is not None and rate:
-        b, h, q, k = probs.shape
-        # Bits are drawn in [B, H, K, Q] order and their scale is folded into the values: so the
-        # TPU compiler needs no copy into another layout, and for v6e it compiles at all.
-        keep = jnp.swapaxes(noise.keep((b, h, k, q), rate), 2, 3)
-        probs = jnp.where(keep, probs, jnp.zeros_like(probs))
+        probs = jnp.where(_kept(noise, probs.shape, rate), probs, jnp.zeros_like(probs))
         value = value * jnp.asarray(noise.scale(rate), value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", probs, value, preferred_element_type=jnp.float32)
+    return _weighted(probs, value).astype(value.dtype)
+
+
+def attend_again(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    input_mask: jax.Array,
+    noise: "Noise | None",
+    rate: float,
+) -> jax.Array:
+    """As `attend`, but nothing of size [S, S] is kept for the backward pass.
+
+    It computes the probabilities anew from the logarithm of their sum, and the gradient of the
+    softmax from the result (the identities of Dao et al. 2022, FlashAttention, section 3.1).
+    """
+    if noise is None or not rate:
+        noise, rate = None, 0.0
+    return _attend_again(rate, query, key, value, _padding(input_mask), noise)
+
+
+# Names under which a policy of recomputation finds what the backward pass of `attend_again` needs.
+KEPT_BY_ATTENTION = ("attention_log_sums", "attention_context")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_again(
+    rate: float,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    padding: jax.Array,
+    noise: "Noise | None",
+) -> jax.Array:
+    return _attend_again_forward(rate, query, key, value, padding, noise)[0]
+
+
+def _attend_again_forward(
+    rate: float,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    padding: jax.Array,
+    noise: "Noise | None",
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    scores = _scores(query, key, padding)
+    highest = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - highest).astype(value.dtype)
+    sums = _row_sums(weights)
+    scale = 1.0
+    if noise is not None:
+        weights = jnp.where(_kept(noise, weights.shape, rate), weights, jnp.zeros_like(weights))
+        scale = noise.scale(rate)
+    # Divided afterwards: a row of the context is shorter than one of the weights.
+    context = _weighted(weights, value) * jnp.swapaxes(scale / sums, 1, 2)
+    log_sums = (highest + jnp.log(sums))[..., 0]
+    context = checkpoint_name(context.astype(value.dtype), KEPT_BY_ATTENTION[1])
+    log_sums = checkpoint_name(log_sums, KEPT_BY_ATTENTION[0])
+    return context, (query, key, value, padding, noise, log_sums, context)
+
+
+def _attend_again_backward(
+    rate: float, kept: tuple[Any, ...], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    query, key, value, padding, noise, log_sums, context = kept
+    dtype = value.dtype
+    probs = jnp.exp(_scores(query, key, padding) - log_sums[..., None])
+    # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
+    inner = (gradient.astype(jnp.float32) * context.astype(jnp.float32)).sum(axis=-1)
+    inner = jnp.swapaxes(inner, 1, 2)[..., None]
+    dropped = probs.astype(dtype)
+    if noise is not None:
+        keep = _kept(noise, probs.shape, rate)
+        dropped = jnp.where(keep, dropped, jnp.zeros_like(dropped))
+        # Folded into the two factors: a scale between a mask and a product costs the compiler
+        # for TPU v6e its life.
+        value = value * jnp.asarray(noise.scale(rate), dtype)
+        scaled = gradient * jnp.asarray(noise.scale(rate), dtype)
+    else:
+        scaled = gradient
+    d_probs = jnp.einsum("bqhd,bkhd->bhqk", gradient, value, preferred_element_type=jnp.float32)
+    if noise is not None:
+        d_probs = jnp.where(keep, d_probs, jnp.zeros_like(d_probs))
+    d_scores = (probs * (d_probs - inner)).astype(dtype)
+    factor = jnp.asarray(1.0 / math.sqrt(query.shape[-1]), dtype)
+    d_query = _weighted(d_scores, key) / math.sqrt(query.shape[-1])
+    d_key = _weighted_by_queries(d_scores, query * factor)
+    d_value = _weighted_by_queries(dropped, scaled)
+    return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype), None, None
+
+
+_attend_again.defvjp(_attend_again_forward, _attend_again_backward)
+
+
+def _padding(input_mask: jax.Array) -> jax.Array:
+    """[B, K], 1 or 0 -> float32 [B, 1, 1, K], what scores of padding are lowered by."""
+    return ((1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE)[:, None, None, :]
+
+
+def _scores(query: jax.Array, key: jax.Array, padding: jax.Array) -> jax.Array:
+    """float32 [B, H, Q, K]."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    return scores * (1.0 / math.sqrt(query.shape[-1])) + padding
+
+
+def _weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """[B, H, Q, K], [B, K, H, D / H] -> float32 [B, Q, H, D / H]."""
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value, preferred_element_type=jnp.float32)
+
+
+def _weighted_by_queries(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """[B, H, Q, K], [B, Q, H, D / H] -> float32 [B, K, H, D / H]."""
+    return jnp.einsum("bhqk,bqhd->bkhd", weights, value, preferred_element_type=jnp.float32)
+
+
+def _row_sums(weights: jax.Array) -> jax.Array:
+    """[B, H, Q, K] -> float32 [B, H, Q, 1]."""
+    if weights.dtype != jnp.bfloat16:
+        return weights.sum(axis=-1, keepdims=True)
+    # A product with ones, which a TPU's matrix unit does beside the next one.
+    ones = jnp.ones((weights.shape[-1], _LANES), weights.dtype)
+    sums = jnp.einsum("bhqk,kn->bhqn", weights, ones, preferred_element_type=jnp.float32)
+    return sums[..., :1]
+
+
+def _kept(noise: "Noise", shape: tuple[int, ...], rate: float) -> jax.Array:
+    """bool [B, H, Q, K].
+
+    Bits are drawn in [B, H, K, Q] order: so the TPU compiler needs no copy into another layout.
+    """
+    b, h, q, k = shape
+    return jnp.swapaxes(noise.keep((b, h, k, q), rate), 2, 3)
 
 
 def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:

@@ -1,34 +1,48 @@
-"""How arrays lie over devices.
+"""The devices as a mesh, and the batch over it.
 
-Data axes are named data_0, data_1, ...; together they are DATA. The batch is cut along DATA, the
-state is whole on every device.
+Axes `data_0`, `data_1`, ... are the dimensions of the devices' torus; together they are DATA, and
+the batch is cut along them. `tensor`, innermost and there only if it is more than 1, holds devices
+that share their rows.
 """
 
 import contextlib
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bert_jax.config import InputError, Mesh
 
+TENSOR = "tensor"
 
-def make_mesh(cfg: Mesh) -> jax.sharding.Mesh:
-    """A mesh of all devices of all processes.
+
+def make_mesh(layout: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """A mesh of these devices; of all devices of all processes if none are named.
 
     Raises:
-      InputError: a kind of parallelism that does not exist yet, or no device of the kind that
+      InputError: `mesh.tensor` does not divide the devices, or there is no device of the kind that
         JAX_PLATFORMS asks for.
     """
-    if cfg.parallelism != "replicated":
+    grid = _torus(_all_devices() if devices is None else devices)
+    if grid.shape[-1] % layout.tensor:
         raise InputError(
-            f"mesh.parallelism={cfg.parallelism}: sharded state is not built yet; "
-            "use --set mesh.parallelism=replicated"
+            f"mesh.tensor={layout.tensor}: does not divide the last dimension of the devices' "
+            f"mesh, {' x '.join(map(str, grid.shape))}"
         )
+    names = [f"data_{i}" for i in range(grid.ndim)]
+    if layout.tensor > 1:
+        grid = grid.reshape(*grid.shape[:-1], -1, layout.tensor)
+        names.append(TENSOR)
+    return jax.sharding.Mesh(grid, names, axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def _all_devices() -> Sequence[jax.Device]:
     try:
-        devices = jax.device_count()
+        return jax.devices()
     except (RuntimeError, AssertionError) as error:  # jax starts its backends here
         asked = os.environ.get("JAX_PLATFORMS", "")
         reason = str(error).split("\n")[0][:200]
@@ -37,7 +51,28 @@ def make_mesh(cfg: Mesh) -> jax.sharding.Mesh:
             f"{f' ({reason})' if reason else ''}; install the extra [tpu] "
             "or [gpu] for it, or set JAX_PLATFORMS=cpu to run without one"
         ) from error
-    return jax.make_mesh((devices,), ("data_0",), axis_types=(AxisType.Auto,))
+
+
+def _torus(devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices in their physical order, an axis a dimension; one axis where there is no torus.
+
+    Collectives along a line of the torus are what its compiler knows: over a flat axis of all
+    devices a reduce-scatter becomes an all-reduce. Two cores of a chip count into the last
+    dimension, slices of several tori are the first.
+    """
+    flat = np.array(devices)
+    if not hasattr(devices[0], "coords"):
+        return flat
+    places = np.array([(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in devices])
+    _, places = zip(*(np.unique(column, return_inverse=True) for column in places.T), strict=True)
+    shape = [int(column.max()) + 1 for column in places]
+    if math.prod(shape) != len(devices):  # not all of a torus: a test on a few of its chips
+        return flat
+    grid = np.empty(shape, object)
+    grid[places] = flat
+    cores = shape.pop()
+    *outer, last = [size for size in shape if size > 1] or [1]
+    return grid.reshape(*outer, last * cores)
 
 
 @contextlib.contextmanager
@@ -53,21 +88,18 @@ def named_memory() -> Iterator[None]:
         raise InputError(
             "the devices have too little memory for this model and batch"
             f"{f' ({wanted[1]} more wanted)' if wanted else ''}: take a smaller model or "
-            "phases.N.batch_size, or set mesh.accumulation or mesh.remat"
+            "phases.N.batch_size, or set mesh.accumulation, mesh.remat or mesh.parallelism"
         ) from error
 
 
 def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     """DATA: the names of all axes the batch is cut along."""
-    return tuple(name for name in mesh.axis_names if name.startswith("data_"))
+    return tuple(name for name in mesh.axis_names if name != TENSOR)
 
 
 def data_shards(mesh: jax.sharding.Mesh) -> int:
     """Into how many parts the batch is cut."""
-    size = 1
-    for axis in data_axes(mesh):
-        size *= mesh.shape[axis]
-    return size
+    return math.prod(mesh.shape[axis] for axis in data_axes(mesh))
 
 
 def batch_spec(mesh: jax.sharding.Mesh) -> PartitionSpec:

@@ -48,7 +48,8 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
         )
     for i, phase in enumerate(experiment.phases):
         where = f"phases.{i}.batch_size"
-        mesh_lib.require_divisible(phase.batch_size, where, mesh, experiment.mesh.accumulation)
+        parts = experiment.mesh.accumulation_of(i)
+        mesh_lib.require_divisible(phase.batch_size, where, mesh, parts)
 
 
 class Trainer:
@@ -121,7 +122,7 @@ class Trainer:
         """The newest checkpoint, or the state before the first step; sets `done`."""
         experiment = self.experiment
         abstract = step.abstract_state(
-            experiment.model, experiment.optimizer, experiment.seed, self.mesh
+            experiment.model, experiment.optimizer, experiment.mesh, self.mesh
         )
         shardings = jax.tree.map(lambda s: s.sharding, abstract)
         # Times of lost steps are kept; a line cut off by a kill is not.
@@ -187,6 +188,7 @@ class Trainer:
             experiment.model,
             experiment.optimizer,
             experiment.mesh,
+            experiment.mesh.accumulation_of(phase),
             experiment.total_steps,
             self.mesh,
         )

@@ -27,6 +27,7 @@ from bert_jax.model import heads, layers, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
+from bert_jax.training import sharding
 
 State = dict[str, Any]
 Batch = dict[str, jax.Array]
@@ -51,11 +52,24 @@ def init_state(model: Model, optimizer: Optimizer, seed: int) -> State:
     }
 
 
-def abstract_state(model: Model, optimizer: Optimizer, seed: int, mesh: jax.sharding.Mesh) -> State:
-    """Shapes, types and shardings of the state; nothing is computed."""
-    shapes = jax.eval_shape(lambda: init_state(model, optimizer, seed))
-    sharding = mesh_lib.replicated(mesh)
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+def abstract_state(
+    model: Model, optimizer: Optimizer, layout: Mesh, mesh: jax.sharding.Mesh
+) -> State:
+    """Shapes, types and shardings of the state; nothing is computed.
+
+    Raises:
+      InputError: the devices do not divide a dimension that is to be cut.
+    """
+    shapes = jax.eval_shape(lambda: init_state(model, optimizer, 0))
+    everywhere = mesh_lib.replicated(mesh)
+    params = sharding.shardings(sharding.cuts(shapes["params"], layout, mesh), mesh)
+    places = jax.tree.map(lambda _: everywhere, shapes) | {
+        "params": params,
+        "optimizer": sharding.like_params(shapes["optimizer"], params, everywhere),
+    }
+    return jax.tree.map(
+        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places
+    )
 
 
 def empty_window() -> Metrics:
@@ -74,6 +88,7 @@ def make_train_step(
     model: Model,
     optimizer: Optimizer,
     layout: Mesh,
+    accumulation: int,
     total_steps: int,
     mesh: jax.sharding.Mesh,
 ) -> Callable[[State, Metrics, Batch, jax.Array], tuple[State, Metrics]]:
@@ -81,14 +96,27 @@ def make_train_step(
 
     The state and the window are donated. The window is the running sum of the metrics since it
     was last emptied.
+
+    Args:
+      model: the encoder's shape and numerics.
+      optimizer: the update.
+      layout: how the step is laid over devices.
+      accumulation: micro-batches, `layout.accumulation_of` the phase.
+      total_steps: of all phases; the schedule's length.
+      mesh: the devices.
+
+    Raises:
+      InputError: the devices do not divide a dimension that is to be cut.
     """
     tx = optimizer_lib.make(optimizer)
-    whole = PartitionSpec()
+    state = abstract_state(model, optimizer, layout, mesh)
+    cut = sharding.cuts(state["params"], layout, mesh)
+    cut_specs, whole = sharding.specs(cut, mesh), PartitionSpec()
     gradients = jax.shard_map(
-        functools.partial(_gradients, model, optimizer, layout, mesh),
+        functools.partial(_gradients, model, optimizer, layout, accumulation, cut, mesh),
         mesh=mesh,
-        in_specs=(whole, whole, mesh_lib.batch_spec(mesh), whole),
-        out_specs=(whole, whole),
+        in_specs=(cut_specs, whole, mesh_lib.batch_spec(mesh), whole),
+        out_specs=(cut_specs, whole),
         axis_names=set(mesh_lib.data_axes(mesh)),
         check_vma=False,
     )
@@ -126,25 +154,30 @@ def make_train_step(
         seen = {k: v if k == "bad_steps" else jnp.where(finite, v, 0.0) for k, v in metrics.items()}
         return new, jax.tree.map(jnp.add, window, seen)
 
-    return jax.jit(train_step, donate_argnums=(0, 1))
+    places = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
+    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=places)
 
 
 def make_eval_step(
     model: Model, layout: Mesh, mesh: jax.sharding.Mesh
 ) -> Callable[[Any, Metrics, Batch], Metrics]:
     """Compiles `(params, sums, batch) -> sums` with the metrics of the batch added."""
+    shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0)))
+    cut = sharding.cuts(shapes, layout, mesh)
+    axes = mesh_lib.data_axes(mesh)
 
     def shard(params: Any, batch: Batch) -> Metrics:
-        loop = Loop(layers=layout.layer_loop)
+        wire = sharding.Wire(axes, model.compute_dtype, "float32")
+        params, loop = _assembled(params, cut, wire, Loop(layers=layout.layer_loop))
         logits = heads.pretraining_logits(model, params, batch, None, loop)
-        return lax.psum(losses.pretraining(*logits, batch), mesh_lib.data_axes(mesh))
+        return lax.psum(losses.pretraining(*logits, batch), axes)
 
     sharded = jax.shard_map(
         shard,
         mesh=mesh,
-        in_specs=(PartitionSpec(), mesh_lib.batch_spec(mesh)),
+        in_specs=(sharding.specs(cut, mesh), mesh_lib.batch_spec(mesh)),
         out_specs=PartitionSpec(),
-        axis_names=set(mesh_lib.data_axes(mesh)),
+        axis_names=set(axes),
         check_vma=False,
     )
 
@@ -161,6 +194,8 @@ def _gradients(
     model: Model,
     optimizer: Optimizer,
     layout: Mesh,
+    accumulation: int,
+    cut: Any,
     mesh: jax.sharding.Mesh,
     params: Any,
     step: jax.Array,
@@ -175,14 +210,20 @@ def _gradients(
     known from the data, so that micro-batches and shards only add.
     """
     axes = mesh_lib.data_axes(mesh)
+    wire = sharding.Wire(axes, model.compute_dtype, optimizer.gradient_reduction)
     per_replica = optimizer.clip == "per_replica"
     total = None if per_replica else lax.psum(_denominators(batch), axes)
+    if layout.parallelism == "zero1":
+        params = sharding.whole(params, cut, wire)
 
     def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
         predictions, rows = _denominators(micro) if per_replica else total
 
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
-            metrics = _forward(model, layout, axes, params, step, micro, number, key)
+            loop = Loop(layout.remat, layout.layer_loop)
+            if layout.parallelism == "zero3":
+                params, loop = _assembled(params, cut, wire, loop)
+            metrics = _forward(model, loop, axes, params, step, micro, number, key)
             masked_lm = metrics["masked_lm_loss"][0] / (predictions + losses.MASKED_LM_EPS)
             return masked_lm + metrics["next_sentence_loss"][0] / rows, metrics
 
@@ -191,12 +232,30 @@ def _gradients(
             gradient, _ = optimizer_lib.clip(gradient, optimizer.clip_norm)
         return gradient, metrics
 
-    shards = mesh_lib.data_shards(mesh)
-    parts = optimizer.reference_replicas // shards if per_replica else layout.accumulation
-    sums, metrics = _add_up(gradient, batch, parts)
-    reduced = jnp.dtype(optimizer.gradient_reduction)
-    sums = jax.tree.map(lambda g: lax.psum(g.astype(reduced), axes).astype(jnp.float32), sums)
+    if per_replica:
+        accumulation = optimizer.reference_replicas // mesh_lib.data_shards(mesh)
+    sums, metrics = _add_up(gradient, batch, accumulation)
+    if layout.parallelism == "replicated":
+        sums = sharding.add_up(sums, wire)
+    else:
+        if layout.parallelism == "zero1":
+            sums = sharding.scattered(sums, cut, wire)
+        sums = sharding.add_up_small(sums, cut, axes)
     return sums, lax.psum(metrics, axes)
+
+
+def _assembled(params: Any, cut: Any, wire: sharding.Wire, loop: Loop) -> tuple[Any, Loop]:
+    """Parameters whole but for the layers', and a loop that makes each layer whole in its turn."""
+
+    def split(tree: Any) -> tuple[Any, Any]:
+        encoder = dict(tree["encoder"])
+        return encoder.pop("layers"), tree | {"encoder": encoder}
+
+    (layers, outside), (layers_cut, outside_cut) = split(params), split(cut)
+    outside = sharding.whole(outside, outside_cut, wire)
+    outside["encoder"]["layers"] = layers
+    whole_layer = functools.partial(sharding.whole_layer, cut=layers_cut, wire=wire)
+    return outside, loop._replace(whole=whole_layer)
 
 
 def _denominators(batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -205,7 +264,7 @@ def _denominators(batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 def _forward(
     model: Model,
-    layout: Mesh,
+    loop: Loop,
     axes: tuple[str, ...],
     params: Any,
     step: jax.Array,
@@ -220,7 +279,6 @@ def _forward(
         for value in (step, number, lax.axis_index(axes)):
             key = jax.random.fold_in(key, value)
         noise = layers.ShardNoise(key)
-    loop = Loop(layout.remat, layout.layer_loop)
     logits = heads.pretraining_logits(model, params, micro, noise, loop)
     real = micro["input_mask"].astype(jnp.float32)
     filled = jnp.stack([real.sum(), jnp.float32(real.size)])

@@ -28,7 +28,7 @@ def base_of_run() -> base_lib.Base:
 def restored(workdir: str, step: int) -> tuple[dict, dict]:
     experiment = resolve.from_json(pathlib.Path(workdir, "experiment.json").read_text(), workdir)
     mesh = mesh_lib.make_mesh(experiment.mesh)
-    abstract = abstract_state(experiment.model, experiment.optimizer, experiment.seed, mesh)
+    abstract = abstract_state(experiment.model, experiment.optimizer, experiment.mesh, mesh)
     with Checkpoints(epath.Path(workdir, "checkpoints"), 30, "read") as saved:
         state, metadata = saved.restore(step, abstract)
         return jax.device_get(state), metadata

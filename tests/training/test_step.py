@@ -115,7 +115,7 @@ def test_a_step_that_is_not_finite_changes_no_parameter():
     mesh = samples.mesh_of(2)
     state = step.init_state(samples.MODEL, samples.OPTIMIZER, 0)
     state["step"] = jnp.int32(5)
-    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 100, mesh)
+    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 1, 100, mesh)
     batch = samples.train_batches().batch(0, np.arange(8))
     batch["masked_lm_weights"][3, 0] = np.nan
     before = jax.device_get(state)
@@ -134,7 +134,7 @@ def test_a_skipped_step_does_nothing_but_count():
     state |= {"step": jnp.int32(7), "skipped_steps": state["skipped_steps"].at[3].set(7)}
     before = jax.device_get(state)
     mesh = samples.mesh_of(1)
-    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 100, mesh)
+    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 1, 100, mesh)
     batch = samples.train_batches().batch(0, np.arange(8))
     new, _ = jax.device_get(
         train_step(state, step.empty_window(), batch, step.phase_key(samples.MODEL, 0, 0))
@@ -185,7 +185,7 @@ def test_no_logits_of_every_position_exist():
     shape = batches.Shape(sequence_length=20, max_predictions=3, batch_size=8)
     batch = samples.train_batches(shape).batch(0, np.arange(8))
     mesh = samples.mesh_of(1)
-    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 100, mesh)
+    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 1, 100, mesh)
     state = step.init_state(samples.MODEL, samples.OPTIMIZER, 0)
     key = step.phase_key(samples.MODEL, 0, 0)
     text = train_step.lower(state, step.empty_window(), batch, key).as_text()
@@ -198,7 +198,7 @@ def test_state_and_window_are_donated():
     state = jax.device_put(
         step.init_state(samples.MODEL, samples.OPTIMIZER, 0), mesh_lib.replicated(mesh)
     )
-    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 100, mesh)
+    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 1, 100, mesh)
     batch = samples.train_batches().batch(0, np.arange(8))
     kernel = state["params"]["pooler"]["kernel"]
     train_step(state, step.empty_window(), batch, step.phase_key(samples.MODEL, 0, 0))

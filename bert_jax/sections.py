@@ -1,0 +1,258 @@
+"""The sections of a claim: what is computed, and where and how.
+
+Sections are of two kinds. *Identity*: `Model`, `Corpus`, `Data`, `Phase` and `Optimizer` say what
+is computed; they may not change when a run is resumed. *Placement*: `Mesh` and `Run` say where and
+how; they may. Each module of the library is given its own section and sees no other.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bert_jax.section import InputError, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Section):
+    """The encoder and its two heads (Devlin et al. 2018, section 3 and appendix A.2)."""
+
+    kind = "identity"
+    label = "model"
+
+    vocab_size: int = 30_522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3_072
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    initializer_range: float = 0.02
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    # threefry8: noise is a function of the row alone, the same on any mesh; rbg16: fast on TPU,
+    # a function of the mesh.
+    dropout_rng: Literal["threefry8", "rbg16"] = "threefry8"
+
+    def _validate(self) -> None:
+        self._require_at_least(
+            1,
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+        )
+        # [PAD] [UNK] [CLS] [SEP] [MASK] and one piece to predict.
+        self._require_at_least(6, "vocab_size")
+        self._require_at_least(8, "max_position_embeddings")
+        self._require_share("hidden_dropout_prob", "attention_probs_dropout_prob")
+        self._require(self.type_vocab_size >= 2, "type_vocab_size", "pairs need two segments")
+        self._require(self.initializer_range > 0, "initializer_range", "must be positive")
+        self._require(
+            self.hidden_size % self.num_attention_heads == 0,
+            "num_attention_heads",
+            f"must divide model.hidden_size={self.hidden_size}",
+        )
+        steps = 256 if self.dropout_rng == "threefry8" else 65_536
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            drawn = round(getattr(self, name) * steps)
+            self._require(
+                0 < drawn < steps or getattr(self, name) == 0.0,
+                name,
+                f"model.dropout_rng={self.dropout_rng} draws in steps of 1/{steps}",
+            )
+        if self.dropout_rng == "threefry8":
+            # Four 8-bit draws come from one 32-bit word.
+            self._require(
+                self.hidden_size % 4 == 0,
+                "hidden_size",
+                "must be a multiple of 4 with model.dropout_rng=threefry8",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus(Section):
+    """The text and how it becomes ids.
+
+    A source is `text:FOLDER_OR_GLOB`, `jsonl:FILE_OR_GLOB`, `tfds:NAME` or `tfds_dir:PATH`;
+    relative paths are relative to the current directory. `tokenizer` is "train", or a
+    `vocab.txt`, a `.model`, or a tokenizer folder of an earlier run.
+    """
+
+    kind = "identity"
+    label = "corpus"
+
+    sources: tuple[str, ...]
+    layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"
+    text_field: str = "text"
+    encoding: str = "utf-8"
+    language: str = "en"
+    repeated_documents: Literal["keep", "drop"] = "keep"
+    tokenizer: str = "train"
+    tokenizer_kind: Literal["wordpiece", "unigram", "bpe"] = "wordpiece"
+    case: Literal["uncased", "cased"] = "uncased"
+    validation_share: float = 0.005
+
+    def _validate(self) -> None:
+        self._require(len(self.sources) > 0, "sources", "name at least one source of text")
+        for source in self.sources:
+            word, colon, rest = source.partition(":")
+            if not colon or not rest or word not in ("text", "jsonl", "tfds", "tfds_dir"):
+                raise InputError(
+                    f"corpus.sources: {source!r} is not text:FOLDER_OR_GLOB, jsonl:FILE_OR_GLOB, "
+                    "tfds:NAME or tfds_dir:PATH"
+                )
+        self._require(
+            0.0 < self.validation_share < 1.0, "validation_share", "must be between 0 and 1"
+        )
+        try:
+            "".encode(self.encoding)
+        except (LookupError, UnicodeError) as error:
+            raise InputError(
+                f"corpus.encoding={self.encoding!r}: Python knows no such encoding"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Section):
+    """How ids become examples (Devlin et al. 2018, section 3.1 and appendix A.1)."""
+
+    kind = "identity"
+    label = "data"
+
+    short_seq_prob: float = 0.1
+    masked_lm_prob: float = 0.15
+    masking: Literal["piece", "whole_word"] = "piece"
+    # 0: new pairs and masks in every epoch; n: those of the first n epochs again and again.
+    dupe_factor: int = 0
+    eval_sequence_length: int = 128
+    eval_max_predictions_per_seq: int = 20
+    eval_rows: int = 10_000
+
+    def _validate(self) -> None:
+        self._require_share("short_seq_prob", "masked_lm_prob")
+        self._require_at_least(8, "eval_sequence_length")
+        self._require_at_least(1, "eval_max_predictions_per_seq", "eval_rows")
+        self._require_at_least(0, "dupe_factor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase(Section):
+    """A stretch of training at one sequence length, with a data plan of its own."""
+
+    kind = "identity"
+    label = "phases"
+
+    steps: int
+    sequence_length: int
+    max_predictions_per_seq: int
+    batch_size: int = 256
+
+    def _validate(self) -> None:
+        self._require_at_least(1, "steps", "batch_size", "max_predictions_per_seq")
+        self._require_at_least(8, "sequence_length")
+        self._require(
+            self.max_predictions_per_seq < self.sequence_length,
+            "max_predictions_per_seq",
+            f"must be below the sequence length {self.sequence_length}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Section):
+    """The update (Devlin et al. 2018, appendix A.2; You et al. 2019 for LAMB).
+
+    `bert_adam` is the reference's Adam: no bias correction, decay added to the update.
+    `clip="per_replica"` cuts the batch into `reference_replicas` groups, clips each group's own
+    gradient and sums them, as the reference does on that many TPU cores.
+    """
+
+    kind = "identity"
+    label = "optimizer"
+
+    name: Literal["bert_adam", "adamw", "lamb"] = "bert_adam"
+    peak_learning_rate: float = 1e-4
+    warmup_steps: int = 10_000
+    # paper: linear decay from step 0, replaced by a linear warm-up that leaves a jump at its end.
+    schedule: Literal["paper", "linear", "cosine"] = "paper"
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    clip: Literal["global", "per_replica", "none"] = "global"
+    clip_norm: float = 1.0
+    reference_replicas: int = 1
+    gradient_reduction: Literal["float32", "bfloat16"] = "float32"
+
+    def _validate(self) -> None:
+        self._require(self.peak_learning_rate > 0, "peak_learning_rate", "must be positive")
+        self._require_at_least(0, "warmup_steps", "weight_decay")
+        self._require_share("b1", "b2")
+        self._require(self.eps > 0, "eps", "must be positive")
+        self._require(self.clip_norm > 0, "clip_norm", "must be positive")
+        self._require_at_least(1, "reference_replicas")
+        if self.clip != "per_replica":
+            self._require(
+                self.reference_replicas == 1,
+                "reference_replicas",
+                "has a meaning with optimizer.clip=per_replica only",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(Section):
+    """How the step is laid over devices. May change on resume."""
+
+    kind = "placement"
+    label = "mesh"
+
+    # The state whole on every device, or cut over them: zero1 gathers the parameters once a step,
+    # zero3 each layer's where it is used.
+    parallelism: Literal["replicated", "zero1", "zero3"] = "replicated"
+    # Devices that share a row: heads, feed-forward and vocabulary are cut over them.
+    tensor: int = 1
+    # Micro-batches a step: one number for all phases, or one a phase.
+    accumulation: tuple[int, ...] = (1,)
+    # What the backward pass finds kept of a layer: everything, the results of its products (scores
+    # are computed anew), or nothing.
+    remat: Literal["none", "dots", "full"] = "none"
+    layer_loop: Literal["scan", "unroll"] = "scan"
+
+    def _validate(self) -> None:
+        self._require_at_least(1, "tensor")
+        self._require(
+            len(self.accumulation) > 0 and min(self.accumulation) >= 1,
+            "accumulation",
+            "must be at least 1, for all phases or for each",
+        )
+
+    def accumulation_of(self, phase: int) -> int:
+        """Micro-batches of a step of this phase."""
+        return self.accumulation[phase if len(self.accumulation) > 1 else 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Section):
+    """What happens beside the steps, every so many of them. May change on resume."""
+
+    kind = "placement"
+    label = "run"
+
+    log_every: int = 100
+    eval_every: int = 10_000
+    eval_batch_size: int = 256
+    checkpoint_every: int = 1_000
+    keep_checkpoints: int = 3
+    prefetch_batches: int = 4
+    data_workers: int = 0
+    # Texts with [MASK], asked at every evaluation; none: sentences of held-out documents.
+    watch: tuple[str, ...] = ()
+    # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
+    corpus_dir: str = ""
+
+    def _validate(self) -> None:
+        self._require_at_least(
+            1, "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "keep_checkpoints"
+        )
+        self._require_at_least(1, "prefetch_batches")
+        self._require_at_least(0, "data_workers")

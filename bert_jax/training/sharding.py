@@ -1,0 +1,271 @@
+"""Which dimension of each parameter is cut over which devices; how a cut one becomes whole.
+
+`zero1` and `zero3` cut parameters and the optimizer's moments over DATA; `mesh.tensor` cuts heads,
+feed-forward and vocabulary over the devices that share rows. One table says where.
+
+Inside the step's `shard_map`, which is manual over DATA, a cut parameter is made whole by
+`gather`, whose gradient is a reduce-scatter. Collectives go along one axis of the torus at a time:
+over several at once the TPU compiler makes of a reduce-scatter an all-reduce of everything.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bert_jax.config import InputError, Mesh
+from bert_jax.training import mesh as mesh_lib
+
+Tree = Any
+Module = TypeVar("Module")
+
+
+class Rule(NamedTuple):
+    """Where the parameters of these paths are cut.
+
+    Attributes:
+      path: regular expression of whole paths.
+      data: dimensions that DATA may cut, the first that `tensor` leaves free; none: never cut, for
+        what is so small that all of it travels in one vector.
+      tensor: the dimension that `tensor` cuts; None: whole on all devices that share rows.
+    """
+
+    path: str
+    data: tuple[int, ...] = ()
+    tensor: int | None = None
+
+
+_LAYER = "encoder/layers/"
+
+# Stacked layers have their first dimension for the layers.
+RULES = (
+    Rule("encoder/embeddings/word/embedding", data=(0, 1), tensor=0),
+    Rule("encoder/embeddings/position/embedding", data=(0,)),
+    Rule("encoder/embeddings/segment/embedding"),
+    Rule(_LAYER + "(query|key|value|intermediate)/kernel", data=(1,), tensor=2),
+    Rule(_LAYER + "(query|key|value|intermediate)/bias", tensor=1),
+    Rule(_LAYER + "(attention_output|output)/kernel", data=(1, 2), tensor=1),
+    Rule(_LAYER + "(attention_output|output)/bias"),
+    Rule("(pooler|masked_lm/transform)/kernel", data=(0,)),
+    Rule("(pooler|masked_lm/transform)/bias"),
+    Rule("masked_lm/output_bias", tensor=0),
+    Rule("next_sentence/(kernel|bias)"),
+    Rule(r".*layer_norm/(scale|bias)"),
+)
+
+
+class Cut(NamedTuple):
+    """Where one parameter is cut: a dimension for DATA, one for `tensor`; None: it is not."""
+
+    data: int | None
+    tensor: int | None
+
+
+def cuts(
+    shapes: Tree, layout: Mesh, mesh: jax.sharding.Mesh, rules: Sequence[Rule] = RULES
+) -> Tree:
+    """A `Cut` for every parameter.
+
+    Args:
+      shapes: nested dict of arrays or ShapeDtypeStructs.
+      layout: how the state is laid over devices.
+      mesh: the devices.
+      rules: the table; each parameter has exactly one rule, each rule a parameter.
+
+    Raises:
+      InputError: a dimension that the devices do not divide.
+      ValueError: the table does not fit the parameters.
+    """
+    used = set()
+
+    def cut(path: tuple[Any, ...], leaf: Any) -> Cut:
+        name = "/".join(key.key for key in path)
+        found = [rule for rule in rules if re.fullmatch(rule.path, name)]
+        if len(found) != 1:
+            said = ", ".join(rule.path for rule in found) or "none"
+            raise ValueError(f"{name}: one sharding rule is wanted, there is {said}")
+        used.add(found[0])
+        return _cut(name, leaf.shape, found[0], layout, mesh)
+
+    tree = jax.tree.map_with_path(cut, shapes)
+    unused = [rule.path for rule in rules if rule not in used]
+    if unused:
+        raise ValueError(f"sharding rules that no parameter has: {', '.join(unused)}")
+    return tree
+
+
+def _cut(
+    name: str, shape: tuple[int, ...], rule: Rule, layout: Mesh, mesh: jax.sharding.Mesh
+) -> Cut:
+    tensor = rule.tensor if layout.tensor > 1 else None
+    data = None
+    if layout.parallelism != "replicated" and rule.data:
+        free = [dimension for dimension in rule.data if dimension != tensor]
+        if not free:
+            raise ValueError(f"{name}: dimension {tensor} cannot be cut by DATA and tensor both")
+        data = free[0]
+    for field, dimension, parts in (
+        (f"mesh.parallelism={layout.parallelism}", data, mesh_lib.data_shards(mesh)),
+        (f"mesh.tensor={layout.tensor}", tensor, layout.tensor),
+    ):
+        if dimension is not None and shape[dimension] % parts:
+            raise InputError(
+                f"{field}: {name} has {shape[dimension]} in dimension {dimension}, which "
+                f"{parts} devices do not divide; take fewer devices or another mesh.parallelism"
+            )
+    return Cut(data, tensor)
+
+
+def specs(cut: Tree, mesh: jax.sharding.Mesh) -> Tree:
+    """What `shard_map` is told of the parameters: DATA alone is its business."""
+    return _map(lambda c: _spec({c.data: mesh_lib.data_axes(mesh)}), cut)
+
+
+def shardings(cut: Tree, mesh: jax.sharding.Mesh) -> Tree:
+    """Where the parameters lie."""
+
+    def lie(c: Cut) -> NamedSharding:
+        spec = _spec({c.data: mesh_lib.data_axes(mesh), c.tensor: mesh_lib.TENSOR})
+        return NamedSharding(mesh, spec)
+
+    return _map(lie, cut)
+
+
+def like_params(tree: Tree, of_params: Tree, other: Any) -> Tree:
+    """For a tree that holds trees like the parameters (an optimizer's state): theirs; else `other`.
+
+    Args:
+      tree: arrays or shapes.
+      of_params: what is to be said of each parameter, nested as they are.
+      other: what is to be said of leaves that stand for no parameter.
+    """
+    flat = {
+        tuple(key.key for key in path): value
+        for path, value in jax.tree_util.tree_flatten_with_path(of_params)[0]
+    }
+
+    def find(path: tuple[Any, ...], _: Any) -> Any:
+        names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        return flat.get(names, other)
+
+    return jax.tree.map_with_path(find, tree)
+
+
+def _map(function: Callable[[Cut], Any], cut: Tree) -> Tree:
+    return jax.tree.map(function, cut, is_leaf=lambda x: isinstance(x, Cut))
+
+
+def _spec(dimensions: dict[int | None, Any]) -> PartitionSpec:
+    cut = {dimension: axes for dimension, axes in dimensions.items() if dimension is not None}
+    return PartitionSpec(*(cut.get(d) for d in range(max(cut, default=-1) + 1)))
+
+
+# --- inside shard_map --------------------------------------------------------------------------
+
+
+class Wire(NamedTuple):
+    """How parameters and gradients travel over DATA.
+
+    Attributes:
+      axes: of DATA, outermost first.
+      copy: the type in which parameters are gathered.
+      reduction: the type in which gradients are added up.
+    """
+
+    axes: tuple[str, ...]
+    copy: str
+    reduction: str
+
+
+def whole(params: Tree, cut: Tree, wire: Wire) -> Tree:
+    """Parameters as every device computes with them; differentiable, the gradient arrives cut."""
+    return jax.tree.map(lambda p, c: p if c.data is None else gather(p, c.data, wire), params, cut)
+
+
+def whole_layer(layer: Module, cut: Tree, wire: Wire) -> Module:
+    """One layer of stacked ones, as `whole`.
+
+    Args:
+      layer: a module whose leaves carry no dimension of layers.
+      cut: of the stacked layers.
+      wire: how they travel.
+    """
+
+    def one(path: tuple[Any, ...], shard: jax.Array) -> jax.Array:
+        c = cut
+        for key in path[:-1]:  # the last names what a parameter holds
+            c = c[key.name]
+        return shard if c.data is None else gather(shard, c.data - 1, wire)
+
+    return jax.tree.map_with_path(one, layer)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(shard: jax.Array, dimension: int, wire: Wire) -> jax.Array:
+    """A float32 shard -> the whole array, float32 with the values of the type that travelled."""
+    # A product rounds it to that type again, which compilers see to be nothing.
+    copy = shard.astype(wire.copy)
+    for axis in reversed(wire.axes):
+        copy = lax.all_gather(copy, axis, axis=dimension, tiled=True)
+    return copy.astype(jnp.float32)
+
+
+def scatter(gradient: jax.Array, dimension: int, wire: Wire) -> jax.Array:
+    """A float32 gradient of the whole -> this device's shard of the sum over devices, float32."""
+    gradient = gradient.astype(wire.reduction)
+    for axis in wire.axes:
+        # The devices as a dimension of their own: cut within one, a large array's reduce-scatter
+        # becomes an all-reduce of it all on a TPU.
+        before, after = gradient.shape[:dimension], gradient.shape[dimension + 1 :]
+        parts = gradient.reshape(*before, lax.axis_size(axis), -1, *after)
+        gradient = lax.psum_scatter(parts, axis, scatter_dimension=dimension)
+    return gradient.astype(jnp.float32)
+
+
+def _gather_forward(shard: jax.Array, dimension: int, wire: Wire) -> tuple[jax.Array, None]:
+    return gather(shard, dimension, wire), None
+
+
+def _gather_backward(
+    dimension: int, wire: Wire, kept: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    del kept
+    return (scatter(gradient, dimension, wire),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)
+
+
+def add_up(gradients: Tree, wire: Wire) -> Tree:
+    """Sums whole gradients over devices."""
+    return jax.tree.map(
+        lambda g: lax.psum(g.astype(wire.reduction), wire.axes).astype(jnp.float32), gradients
+    )
+
+
+def scattered(gradients: Tree, cut: Tree, wire: Wire) -> Tree:
+    """Sums whole gradients of cut parameters over devices, each keeping its shard."""
+    return jax.tree.map(
+        lambda g, c: g if c.data is None else scatter(g, c.data, wire), gradients, cut
+    )
+
+
+def add_up_small(gradients: Tree, cut: Tree, axes: tuple[str, ...]) -> Tree:
+    """Sums the gradients of what is not cut over devices, all in one float32 vector.
+
+    Alone, each would be a collective of its own, and the compiler merges them as it likes.
+    """
+    leaves, tree = jax.tree.flatten(gradients)
+    dims = jax.tree.leaves(_map(lambda c: -1 if c.data is None else c.data, cut))
+    small = [i for i, dim in enumerate(dims) if dim < 0]
+    vector = jnp.concatenate([leaves[i].reshape(-1) for i in small])
+    vector, start = lax.psum(vector, axes), 0
+    for i in small:
+        end = start + leaves[i].size
+        leaves[i], start = vector[start:end].reshape(leaves[i].shape), end
+    return jax.tree.unflatten(tree, leaves)
