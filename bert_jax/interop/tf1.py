@@ -27,7 +27,8 @@ def find(source: epath.Path) -> epath.Path | None:
     """The common beginning of the files of a checkpoint; None if `source` is none.
 
     Args:
-      source: that beginning, or a folder with one checkpoint and no safetensors.
+      source: that beginning, with or without .index, or a folder with one checkpoint and no
+        safetensors.
 
     Raises:
       InputError: a folder with several, of which none has the name of the released ones.
@@ -41,7 +42,8 @@ def find(source: epath.Path) -> epath.Path | None:
         if not found:
             return None
         return source / (_PREFIX if _PREFIX in found else found[0])
-    return source if source.with_name(f"{source.name}.index").exists() else None
+    prefix = source.with_name(source.name.removesuffix(".index"))
+    return prefix if prefix.with_name(f"{prefix.name}.index").exists() else None
 
 
 def read(prefix: epath.Path, what: Literal["params", "with_moments"], say: Say) -> Base:

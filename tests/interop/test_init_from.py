@@ -59,10 +59,12 @@ def test_a_run_begins_with_moments_only_where_its_base_was_asked_for_them(copy_o
     ):
         code, err = broken.call(command)
         assert code == 0, err
-    kept = base_lib.read(epath.Path("full")).moments
-    assert kept.step == 22 and base_lib.read(epath.Path("bare")).moments is None
+    full, bare = (base_lib.read(epath.Path(name)) for name in ("full", "bare"))
+    kept = full.moments
+    assert kept.step == 22 and bare.moments is None
     # Both took the same first step, of the same gradient g: m = 0.9 m + 0.1 g.
-    (ours, _), (theirs, _) = restored("with", 1), restored("without", 1)
+    (ours, metadata), (theirs, _) = restored("with", 1), restored("without", 1)
+    assert metadata["init_sha256"] == full.sha256 != bare.sha256
     assert_identical(ours["params"], theirs["params"])
     for name, decay, before in (("mu", 0.9, kept.mean), ("nu", 0.999, kept.square)):
         begun = jax.tree.map(
@@ -74,6 +76,8 @@ def test_a_run_begins_with_moments_only_where_its_base_was_asked_for_them(copy_o
     misfit = f"pretrain small.py --workdir other --set init_from=full {LONG}"
     words = ("init_from=full", "optimizer.name=adamw", "--with-optimizer")
     broken.refuses(broken.Case("adamw", misfit, words))
+    gone = broken.remove("full/moments.safetensors")
+    broken.refuses(broken.Case("gone", "predict --workdir full wa", ("moments_sha256",), gone))
 
 
 def test_pieces_added_to_a_vocabulary_begin_with_the_mean_and_without_moments(copy_of_run):

@@ -302,6 +302,7 @@ def test_of_several_checkpoints_one_is_named(adam):
     words = ("tf1", "several", "model.ckpt-20", "model.ckpt-30")
     broken.refuses(broken.Case("several", "import tf1 --workdir base", words))
     commands("import tf1/model.ckpt-20 --workdir base")
+    commands("import tf1/model.ckpt-30.index --workdir other")
 
 
 def test_what_has_no_place_in_a_checkpoint_is_refused(adam):
