@@ -107,6 +107,11 @@ class Experiment(Section):
                 )
             if phase.steps * phase.batch_size >= 2**32:
                 raise InputError(f"phases.{i}.steps={phase.steps}: over 2**32 rows in one phase")
+        if self.model.num_attention_heads % self.mesh.tensor:
+            raise InputError(
+                f"mesh.tensor={self.mesh.tensor}: does not divide "
+                f"model.num_attention_heads={self.model.num_attention_heads}"
+            )
         if self.optimizer.clip == "per_replica":
             if max(self.mesh.accumulation) != 1:
                 raise InputError(

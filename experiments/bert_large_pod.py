@@ -21,5 +21,5 @@ def experiment() -> config.Experiment:
         model=dataclasses.replace(
             config.parent("bert_large.py").model, compute_dtype="bfloat16", dropout_rng="rbg16"
         ),
-        mesh=dataclasses.replace(pod.mesh, accumulation=1),
+        mesh=dataclasses.replace(pod.mesh, accumulation=(1,)),
     )

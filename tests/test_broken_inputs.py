@@ -281,9 +281,10 @@ SETTINGS = [
         ("optimizer.reference_replicas=2", "4 devices"),
     ),
     Case(
-        "parallelism that is not built",
-        f"pretrain {NEW} --set mesh.parallelism=zero3",
-        ("mesh.parallelism=zero3", "mesh.parallelism=replicated"),
+        "a tensor axis that devices do not divide",
+        f"pretrain {NEW} --set mesh.tensor=3 --set model.num_attention_heads=3 "
+        "--set model.hidden_size=12",
+        ("mesh.tensor=3", "4"),
     ),
 ]
 

@@ -1,5 +1,6 @@
 """Every experiment file runs, shrunk, and its resolved form is reviewed text."""
 
+import functools
 import pathlib
 
 import jax
@@ -9,7 +10,7 @@ import samples
 
 from bert_jax import resolve
 from bert_jax.data import batches
-from bert_jax.training import feed, runner, step
+from bert_jax.training import feed, runner, sharding, step
 from bert_jax.training import mesh as mesh_lib
 
 EXPERIMENTS = sorted((pathlib.Path(__file__).parents[1] / "experiments").glob("*.py"))
@@ -23,12 +24,16 @@ def describe(experiment) -> str:
     shapes = jax.eval_shape(
         lambda: step.init_state(experiment.model, experiment.optimizer, 0)["params"]
     )
+    mesh = mesh_lib.make_mesh(experiment.mesh, jax.devices()[:1])
+    cuts = sharding.cuts(shapes, experiment.mesh, mesh)
     lines += ["", "parameters"]
     total = 0
     for path, leaf in jax.tree.leaves_with_path(shapes):
         total += leaf.size
         name = "/".join(key.key for key in path)
-        lines.append(f"{name} {list(leaf.shape)} {leaf.dtype} {experiment.mesh.parallelism}")
+        cut = functools.reduce(lambda tree, key: tree[key.key], path, cuts)
+        place = "whole" if cut.data is None else f"dimension {cut.data} over devices"
+        lines.append(f"{name} {list(leaf.shape)} {leaf.dtype} {place}")
     return "\n".join([*lines, f"in all {total:,}", ""])
 
 
@@ -75,8 +80,8 @@ def test_the_paper_s_experiments_run_two_shrunk_steps(name):
         )
         key = step.phase_key(experiment.model, experiment.seed, number)
         rows = np.arange(phase.batch_size)
-        sharding = mesh_lib.batch_sharding(mesh)
-        batch = feed.place(train.batch(0, rows), rows, phase.batch_size, sharding)
+        places = mesh_lib.batch_sharding(mesh)
+        batch = feed.place(train.batch(0, rows), rows, phase.batch_size, places)
         state, window = train_step(state, step.empty_window(), batch, key)
         assert np.isfinite(window["masked_lm_loss"]).all() and window["bad_steps"][0] == 0
     assert int(state["step"]) == 2

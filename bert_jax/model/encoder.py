@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.config import Model
-from bert_jax.model import layers
+from bert_jax.model import attention, layers
 
 # Rows of the vocabulary's tables are a multiple of this on every mesh, so that they can be
 # sharded anywhere and a checkpoint fits everywhere.
@@ -114,17 +114,17 @@ def run_layer(
     query, key, value = (
         product(dense, x, heads) for dense in (layer.query, layer.key, layer.value)
     )
-    attend = layers.attend if scores == "kept" else layers.attend_again
+    attend = attention.attend if scores == "kept" else attention.attend_again
     context = attend(query, key, value, input_mask, at(0), cfg.attention_probs_dropout_prob)
     attended = product(layer.attention_output, context.reshape(b, s, d), x.shape).astype(
         jnp.float32
     )
     attended = layers.dropout(attended, at(1), cfg.hidden_dropout_prob)
     x = layer.attention_layer_norm(x + attended).astype(x.dtype)
-    inner = product(layer.intermediate, x, (b, s, -1)).astype(jnp.float32)
-    inner = layers.activation(cfg.hidden_act, inner).astype(x.dtype)
-    outer = product(layer.output, inner, x.shape).astype(jnp.float32)
-    outer = layers.dropout(outer, at(2), cfg.hidden_dropout_prob)
+    inner = product(layer.intermediate, x, (b, s, -1))
+    inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
+    outer = product(layer.output, inner, x.shape)
+    outer = layers.dropout(outer.astype(jnp.float32), at(2), cfg.hidden_dropout_prob)
     return layer.output_layer_norm(x + outer).astype(x.dtype)
 
 
@@ -182,7 +182,7 @@ def encode(
     if loop.remat != "none":
         policies = jax.checkpoint_policies
         policy = {
-            "dots": policies.save_only_these_names(_PRODUCT, *layers.KEPT_BY_ATTENTION),
+            "dots": policies.save_only_these_names(_PRODUCT, *attention.KEPT),
             "full": policies.nothing_saveable,
         }[loop.remat]
         body = jax.checkpoint(body, policy=policy, prevent_cse=loop.layers == "unroll")

@@ -3,27 +3,22 @@
 Matrix products run in the type of their input and add up in float32; biases, normalisation,
 softmax and activations are float32. A layer returns float32 and its caller rounds.
 
-Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads.
+Shape letters: B batch, D width; N inputs, M outputs, R rows.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-# The reference adds this to scores of padding (modeling.py, attention_layer).
-_MASKED_SCORE = -10_000.0
 _LAYER_NORM_EPS = 1e-12
-# Columns of a TPU's matrix unit at least.
-_LANES = 128
 
 
 class Dense(nnx.Module):
@@ -170,166 +165,6 @@ def activation(name: str, x: jax.Array) -> jax.Array:
         return jax.nn.gelu(x, approximate=True)
     # As the reference writes it (modeling.py, gelu): jax.nn's erfc costs twice as much on a CPU.
     return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
-
-
-def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    input_mask: jax.Array,
-    noise: "Noise | None",
-    rate: float,
-) -> jax.Array:
-    """Scaled dot-product attention with dropout on the probabilities.
-
-    Args:
-      query: [B, S, H, D / H].
-      key: as query.
-      value: as query.
-      input_mask: [B, S], 1 for real tokens, 0 for padding.
-      noise: of the probabilities; None drops nothing.
-      rate: share of probabilities dropped.
-
-    Returns:
-      [B, S, H, D / H], in the type of value.
-    """
-    scores = _scores(query, key, _padding(input_mask))
-    probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    if noise is not None and rate:
-        probs = jnp.where(_kept(noise, probs.shape, rate), probs, jnp.zeros_like(probs))
-        value = value * jnp.asarray(noise.scale(rate), value.dtype)
-    return _weighted(probs, value).astype(value.dtype)
-
-
-def attend_again(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    input_mask: jax.Array,
-    noise: "Noise | None",
-    rate: float,
-) -> jax.Array:
-    """As `attend`, but nothing of size [S, S] is kept for the backward pass.
-
-    It computes the probabilities anew from the logarithm of their sum, and the gradient of the
-    softmax from the result (the identities of Dao et al. 2022, FlashAttention, section 3.1).
-    """
-    if noise is None or not rate:
-        noise, rate = None, 0.0
-    return _attend_again(rate, query, key, value, _padding(input_mask), noise)
-
-
-# Names under which a policy of recomputation finds what the backward pass of `attend_again` needs.
-KEPT_BY_ATTENTION = ("attention_log_sums", "attention_context")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_again(
-    rate: float,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    padding: jax.Array,
-    noise: "Noise | None",
-) -> jax.Array:
-    return _attend_again_forward(rate, query, key, value, padding, noise)[0]
-
-
-def _attend_again_forward(
-    rate: float,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    padding: jax.Array,
-    noise: "Noise | None",
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    scores = _scores(query, key, padding)
-    highest = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - highest).astype(value.dtype)
-    sums = _row_sums(weights)
-    scale = 1.0
-    if noise is not None:
-        weights = jnp.where(_kept(noise, weights.shape, rate), weights, jnp.zeros_like(weights))
-        scale = noise.scale(rate)
-    # Divided afterwards: a row of the context is shorter than one of the weights.
-    context = _weighted(weights, value) * jnp.swapaxes(scale / sums, 1, 2)
-    log_sums = (highest + jnp.log(sums))[..., 0]
-    context = checkpoint_name(context.astype(value.dtype), KEPT_BY_ATTENTION[1])
-    log_sums = checkpoint_name(log_sums, KEPT_BY_ATTENTION[0])
-    return context, (query, key, value, padding, noise, log_sums, context)
-
-
-def _attend_again_backward(
-    rate: float, kept: tuple[Any, ...], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    query, key, value, padding, noise, log_sums, context = kept
-    dtype = value.dtype
-    probs = jnp.exp(_scores(query, key, padding) - log_sums[..., None])
-    # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
-    inner = (gradient.astype(jnp.float32) * context.astype(jnp.float32)).sum(axis=-1)
-    inner = jnp.swapaxes(inner, 1, 2)[..., None]
-    dropped = probs.astype(dtype)
-    if noise is not None:
-        keep = _kept(noise, probs.shape, rate)
-        dropped = jnp.where(keep, dropped, jnp.zeros_like(dropped))
-        # Folded into the two factors: a scale between a mask and a product costs the compiler
-        # for TPU v6e its life.
-        value = value * jnp.asarray(noise.scale(rate), dtype)
-        scaled = gradient * jnp.asarray(noise.scale(rate), dtype)
-    else:
-        scaled = gradient
-    d_probs = jnp.einsum("bqhd,bkhd->bhqk", gradient, value, preferred_element_type=jnp.float32)
-    if noise is not None:
-        d_probs = jnp.where(keep, d_probs, jnp.zeros_like(d_probs))
-    d_scores = (probs * (d_probs - inner)).astype(dtype)
-    factor = jnp.asarray(1.0 / math.sqrt(query.shape[-1]), dtype)
-    d_query = _weighted(d_scores, key) / math.sqrt(query.shape[-1])
-    d_key = _weighted_by_queries(d_scores, query * factor)
-    d_value = _weighted_by_queries(dropped, scaled)
-    return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype), None, None
-
-
-_attend_again.defvjp(_attend_again_forward, _attend_again_backward)
-
-
-def _padding(input_mask: jax.Array) -> jax.Array:
-    """[B, K], 1 or 0 -> float32 [B, 1, 1, K], what scores of padding are lowered by."""
-    return ((1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE)[:, None, None, :]
-
-
-def _scores(query: jax.Array, key: jax.Array, padding: jax.Array) -> jax.Array:
-    """float32 [B, H, Q, K]."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    return scores * (1.0 / math.sqrt(query.shape[-1])) + padding
-
-
-def _weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """[B, H, Q, K], [B, K, H, D / H] -> float32 [B, Q, H, D / H]."""
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value, preferred_element_type=jnp.float32)
-
-
-def _weighted_by_queries(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """[B, H, Q, K], [B, Q, H, D / H] -> float32 [B, K, H, D / H]."""
-    return jnp.einsum("bhqk,bqhd->bkhd", weights, value, preferred_element_type=jnp.float32)
-
-
-def _row_sums(weights: jax.Array) -> jax.Array:
-    """[B, H, Q, K] -> float32 [B, H, Q, 1]."""
-    if weights.dtype != jnp.bfloat16:
-        return weights.sum(axis=-1, keepdims=True)
-    # A product with ones, which a TPU's matrix unit does beside the next one.
-    ones = jnp.ones((weights.shape[-1], _LANES), weights.dtype)
-    sums = jnp.einsum("bhqk,kn->bhqn", weights, ones, preferred_element_type=jnp.float32)
-    return sums[..., :1]
-
-
-def _kept(noise: "Noise", shape: tuple[int, ...], rate: float) -> jax.Array:
-    """bool [B, H, Q, K].
-
-    Bits are drawn in [B, H, K, Q] order: so the TPU compiler needs no copy into another layout.
-    """
-    b, h, q, k = shape
-    return jnp.swapaxes(noise.keep((b, h, k, q), rate), 2, 3)
 
 
 def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:

@@ -33,10 +33,17 @@ def make_mesh(layout: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.
             f"mesh.tensor={layout.tensor}: does not divide the last dimension of the devices' "
             f"mesh, {' x '.join(map(str, grid.shape))}"
         )
+    if layout.tensor > 1:
+        data = [n for n in (*grid.shape[:-1], grid.shape[-1] // layout.tensor) if n > 1]
+        if not data:  # XLA cannot add up over no devices beside a tensor axis
+            raise InputError(
+                f"mesh.tensor={layout.tensor}: the batch must be cut over 2 devices at least; "
+                f"there are {grid.size} in all"
+            )
+        grid = grid.reshape(*data, layout.tensor)
     names = [f"data_{i}" for i in range(grid.ndim)]
     if layout.tensor > 1:
-        grid = grid.reshape(*grid.shape[:-1], -1, layout.tensor)
-        names.append(TENSOR)
+        names[-1] = TENSOR
     return jax.sharding.Mesh(grid, names, axis_types=(AxisType.Auto,) * grid.ndim)
 
 

@@ -9,7 +9,7 @@ import pytest
 import samples
 from compare import assert_close
 
-from bert_jax.model import heads, layers, losses
+from bert_jax.model import attention, heads, layers, losses
 from bert_jax.model.encoder import Loop, encode, padded_vocab_size
 
 CFG = samples.MODEL
@@ -152,7 +152,7 @@ def test_attention_dropout_zeroes_probabilities_and_scales_the_rest():
     query = jnp.zeros((b, s, h, d))
     value = jnp.ones((b, s, h, d))
     drawn = noise(jnp.arange(b, dtype=jnp.uint32))
-    context = layers.attend(query, query, value, jnp.ones((b, s)), drawn, 0.25)
+    context = attention.attend(query, query, value, jnp.ones((b, s)), drawn, 0.25)
     keep = jnp.swapaxes(drawn.keep((b, h, s, s), 0.25), 2, 3)
     expected = keep.mean(axis=-1) * drawn.scale(0.25)
     np.testing.assert_allclose(context[..., 0], jnp.swapaxes(expected, 1, 2), rtol=1e-5)

@@ -1,0 +1,174 @@
+"""Scaled dot-product attention, in two ways that differ in what the backward pass finds.
+
+Matrix products run in the type of their input and add up in float32; scores and softmax are
+float32.
+
+Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from bert_jax.model.layers import Noise
+
+# The reference adds this to scores of padding (modeling.py, attention_layer).
+_MASKED_SCORE = -10_000.0
+# Columns of a TPU's matrix unit at least.
+_LANES = 128
+_LOG_SUMS, _CONTEXT = "attention_log_sums", "attention_context"
+# Under these names a policy of recomputation finds what `attend_again` needs to go back.
+KEPT = (_LOG_SUMS, _CONTEXT)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    input_mask: jax.Array,
+    noise: Noise | None,
+    rate: float,
+) -> jax.Array:
+    """Scaled dot-product attention with dropout on the probabilities.
+
+    Args:
+      query: [B, S, H, D / H].
+      key: as query.
+      value: as query.
+      input_mask: [B, S], 1 for real tokens, 0 for padding.
+      noise: of the probabilities; None drops nothing.
+      rate: share of probabilities dropped.
+
+    Returns:
+      [B, S, H, D / H], in the type of value.
+    """
+    scores = _product("bqhd,bkhd->bhqk", query, key) / math.sqrt(query.shape[-1])
+    scores += jnp.swapaxes(_padding(input_mask), 2, 3)
+    probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    if noise is not None and rate:
+        b, h, q, k = probs.shape
+        keep = jnp.swapaxes(noise.keep((b, h, k, q), rate), 2, 3)
+        probs = jnp.where(keep, probs, jnp.zeros_like(probs))
+        value = value * jnp.asarray(noise.scale(rate), value.dtype)
+    return _product("bhqk,bkhd->bqhd", probs, value).astype(value.dtype)
+
+
+def attend_again(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    input_mask: jax.Array,
+    noise: Noise | None,
+    rate: float,
+) -> jax.Array:
+    """As `attend`, but nothing of size [S, S] is kept for the backward pass.
+
+    It computes the probabilities anew from the logarithm of their sum, and the gradient of the
+    softmax from the result (the identities of Dao et al. 2022, FlashAttention, section 3.1).
+    """
+    if noise is None or not rate:
+        noise, rate = None, 0.0
+    return _attend_again(rate, query, key, value, _padding(input_mask), noise)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_again(
+    rate: float,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    padding: jax.Array,
+    noise: Noise | None,
+) -> jax.Array:
+    return _attend_again_forward(rate, query, key, value, padding, noise)[0]
+
+
+def _attend_again_forward(
+    rate: float,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    padding: jax.Array,
+    noise: Noise | None,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    scores = _scores(query, key, padding)
+    highest = scores.max(axis=_KEYS, keepdims=True)
+    weights = jnp.exp(scores - highest).astype(value.dtype)
+    sums = _sums_over_keys(weights)
+    scale = 1.0
+    if noise is not None:
+        weights = jnp.where(noise.keep(weights.shape, rate), weights, jnp.zeros_like(weights))
+        scale = noise.scale(rate)
+    # Divided afterwards: a row of the context is shorter than one of the weights.
+    context = _over_keys(weights, value) * jnp.transpose(scale / sums, (0, 3, 1, 2))
+    context = checkpoint_name(context.astype(value.dtype), _CONTEXT)
+    log_sums = checkpoint_name(highest + jnp.log(sums), _LOG_SUMS)
+    return context, (query, key, value, padding, noise, log_sums, context)
+
+
+def _attend_again_backward(
+    rate: float, kept: tuple[Any, ...], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    query, key, value, padding, noise, log_sums, context = kept
+    dtype = value.dtype
+    probs = jnp.exp(_scores(query, key, padding) - log_sums)
+    # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
+    inner = (gradient.astype(jnp.float32) * context.astype(jnp.float32)).sum(axis=-1)
+    inner = jnp.swapaxes(inner, 1, 2)[:, :, None, :]
+    dropped, scaled = probs.astype(dtype), gradient
+    if noise is not None:
+        keep = noise.keep(probs.shape, rate)
+        dropped = jnp.where(keep, dropped, jnp.zeros_like(dropped))
+        # Folded into a factor of each product: a scale between a mask and a product is more than
+        # the compiler for TPU v6e survives.
+        scale = jnp.asarray(noise.scale(rate), dtype)
+        value, scaled = value * scale, gradient * scale
+    d_probs = _product("bkhd,bqhd->bhkq", value, gradient)
+    if noise is not None:
+        d_probs = jnp.where(keep, d_probs, jnp.zeros_like(d_probs))
+    d_scores = (probs * (d_probs - inner)).astype(dtype)
+    factor = 1.0 / math.sqrt(query.shape[-1])
+    d_query = _over_keys(d_scores, key) * factor
+    d_key = _product("bhkq,bqhd->bkhd", d_scores, query * jnp.asarray(factor, dtype))
+    d_value = _product("bhkq,bqhd->bkhd", dropped, scaled)
+    return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype), None, None
+
+
+_attend_again.defvjp(_attend_again_forward, _attend_again_backward)
+
+# Of arrays [B, H, K, Q]: queries last, the order that TPU compilers give them anyway. Bits drawn in
+# another are copied into this one, which takes longer than to draw them.
+_KEYS = 2
+
+
+def _padding(input_mask: jax.Array) -> jax.Array:
+    """[B, K], 1 or 0 -> float32 [B, 1, K, 1], what scores of padding are lowered by."""
+    return ((1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE)[:, None, :, None]
+
+
+def _scores(query: jax.Array, key: jax.Array, padding: jax.Array) -> jax.Array:
+    """float32 [B, H, K, Q]."""
+    factor = 1.0 / math.sqrt(query.shape[-1])
+    return _product("bkhd,bqhd->bhkq", key, query) * factor + padding
+
+
+def _over_keys(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """[B, H, K, Q], [B, K, H, D / H] -> float32 [B, Q, H, D / H]."""
+    return _product("bhkq,bkhd->bqhd", weights, value)
+
+
+def _sums_over_keys(weights: jax.Array) -> jax.Array:
+    """[B, H, K, Q] -> float32 [B, H, 1, Q]."""
+    if weights.dtype != jnp.bfloat16:
+        return weights.sum(axis=_KEYS, keepdims=True)
+    # A product with ones, which a TPU's matrix unit does beside the next one.
+    ones = jnp.ones((weights.shape[_KEYS], _LANES), weights.dtype)
+    return _product("bhkq,kn->bhnq", weights, ones)[:, :, :1]
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)

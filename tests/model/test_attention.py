@@ -1,0 +1,53 @@
+"""Attention in two ways, one answer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_close
+
+from bert_jax.model import attention, layers
+
+SHAPE = (3, 16, 2, 8)
+
+
+def inputs(dtype):
+    keys = jax.random.split(jax.random.key(3), 4)
+    query, key, value, weights = (jax.random.normal(k, SHAPE) for k in keys)
+    mask = jnp.arange(16)[None] < jnp.array([16, 9, 4])[:, None]
+    return [x.astype(dtype) for x in (query, key, value)], mask.astype(jnp.int32), weights
+
+
+@pytest.mark.parametrize("noise", ["none", "threefry8", "rbg16"])
+def test_nothing_kept_gives_the_same_context_and_gradients(noise):
+    drawn = {
+        "none": None,
+        "threefry8": layers.RowNoise.of(jax.random.key(1), jnp.arange(3, dtype=jnp.uint32)),
+        "rbg16": layers.ShardNoise(jax.random.key(1, impl="rbg")),
+    }[noise]
+    (query, key, value), mask, weights = inputs(jnp.float32)
+
+    def run(attend):
+        def loss(*qkv):
+            context = attend(*qkv, mask, drawn, 0.25)
+            return (context * weights).sum(), context
+
+        (_, context), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(
+            query, key, value
+        )
+        return {"context": context, "gradients": gradients}
+
+    assert_close(run(attention.attend_again), run(attention.attend), 1e-5)
+
+
+def test_in_bfloat16_both_are_near_float64():
+    (query, key, value), mask, _ = inputs(jnp.bfloat16)
+    q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(8)
+    scores = np.where(np.asarray(mask)[:, None, None, :], scores, -1e9)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    exact = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
+    for attend in (attention.attend, attention.attend_again):
+        found = np.asarray(attend(query, key, value, mask, None, 0.0), np.float64)
+        # Two roundings to 8 bits, of weights and of the result.
+        assert np.abs(found - exact).max() < 2 * 2**-8 * np.abs(v).max()

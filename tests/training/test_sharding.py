@@ -1,0 +1,233 @@
+"""State cut over devices: the same run, and a table that errs by name."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import samples
+from compare import assert_close
+from jax.extend import core
+from test_step import assert_same_run, reference  # noqa: F401
+
+from bert_jax.config import InputError, Mesh
+from bert_jax.model import heads, layers, losses
+from bert_jax.model.encoder import Loop
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import optimizer as optimizer_lib
+from bert_jax.training import sharding, step
+
+STEPS = 10
+KERNEL = ("encoder", "layers", "query", "kernel")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Mesh(parallelism="zero1"),
+        Mesh(parallelism="zero3"),
+        Mesh(tensor=2),
+        Mesh(parallelism="zero1", tensor=2),
+        Mesh(parallelism="zero3", tensor=2),
+        Mesh(parallelism="zero1", accumulation=2),
+        Mesh(parallelism="zero3", accumulation=2, remat="dots"),
+        Mesh(parallelism="zero3", layer_loop="unroll", remat="full"),
+    ],
+    ids=lambda m: f"{m.parallelism}-tensor{m.tensor}-{m.accumulation[0]}-{m.remat}-{m.layer_loop}",
+)
+def test_sharded_equals_replicated(layout, reference):  # noqa: F811
+    """On 4 devices, against one device that holds everything; with dropout."""
+    assert_same_run(samples.run(STEPS, devices=4, layout=layout), reference)
+
+
+def test_zero1_clips_each_replica_s_own_gradient():
+    optimizer = dataclasses.replace(
+        samples.OPTIMIZER, clip="per_replica", reference_replicas=4, clip_norm=0.5
+    )
+    alone = samples.run(STEPS, optimizer=optimizer)
+    layout = Mesh(parallelism="zero1")
+    assert_same_run(samples.run(STEPS, devices=2, optimizer=optimizer, layout=layout), alone)
+
+
+def test_lamb_s_norms_are_those_of_whole_tensors():
+    optimizer = dataclasses.replace(samples.OPTIMIZER, name="lamb")
+    alone = samples.run(3, optimizer=optimizer)
+    layout = Mesh(parallelism="zero3", tensor=2)
+    assert_same_run(samples.run(3, devices=4, optimizer=optimizer, layout=layout), alone)
+
+
+@pytest.mark.parametrize("parallelism", ["zero1", "zero3"])
+def test_a_device_holds_its_share_of_parameters_and_moments(parallelism):
+    layout = Mesh(parallelism=parallelism, tensor=2)
+    mesh = samples.mesh_of(4, layout)
+    state = step.abstract_state(samples.MODEL, samples.OPTIMIZER, layout, mesh)
+    moments = jax.tree.leaves_with_path(state["optimizer"])
+    cut = [leaf for path, leaf in moments if path[-len(KERNEL) :] == _path(KERNEL)]
+    assert len(cut) == 2
+    for leaf in [state["params"]["encoder"]["layers"]["query"]["kernel"], *cut]:
+        layers_, rows, columns = leaf.shape
+        assert leaf.sharding.shard_shape(leaf.shape) == (layers_, rows // 2, columns // 2)
+    assert state["step"].sharding.is_fully_replicated
+
+
+def _path(names):
+    return tuple(jax.tree_util.DictKey(name) for name in names)
+
+
+@pytest.mark.parametrize("layout", [Mesh(parallelism="zero3"), Mesh(parallelism="zero1", tensor=2)])
+def test_evaluation_of_cut_parameters_is_that_of_whole_ones(layout):
+    batch = samples.train_batches().batch(0, np.arange(8))
+    params = heads.init_params(samples.MODEL, jax.random.key(0))
+    found = []
+    for chosen, devices in ((Mesh(), 1), (layout, 4)):
+        mesh = samples.mesh_of(devices, chosen)
+        zero = {name: jnp.zeros(2) for name in losses.NAMES}
+        found.append(step.make_eval_step(samples.MODEL, chosen, mesh)(params, zero, batch))
+    assert_close(found[1], found[0], 1e-6)
+
+
+def test_zero1_reduces_once_however_often_it_accumulates():
+    """No collective stands in a loop; parameters travel once and gradients once."""
+    counts = []
+    for parts in (1, 4):
+        layout = Mesh(parallelism="zero1", accumulation=parts)
+        outside, inside = _collectives(layout, parts)
+        assert not inside
+        counts.append(outside)
+    assert counts[0] == counts[1]
+    assert counts[0]["reduce_scatter"] == counts[0]["all_gather"] > 5
+
+
+def test_zero3_gathers_a_layer_where_it_is_used():
+    outside, inside = _collectives(Mesh(parallelism="zero3"), 1)
+    assert inside["all_gather"] >= 6 and inside["reduce_scatter"] == 6
+    assert 0 < outside["reduce_scatter"] < 6
+
+
+def _collectives(layout, parts):
+    """How often each collective stands outside and inside of loops over layers or micro-batches."""
+    mesh = samples.mesh_of(2, layout)
+    run = step.make_train_step(samples.MODEL, samples.OPTIMIZER, layout, parts, 100, mesh)
+    state = step.abstract_state(samples.MODEL, samples.OPTIMIZER, layout, mesh)
+    batch = samples.train_batches().batch(0, np.arange(8))
+    key = step.phase_key(samples.MODEL, 0, 0)
+    outside, inside = {}, {}
+
+    def walk(jaxpr, looped):
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in ("all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all"):
+                counts = inside if looped else outside
+                counts[name] = counts.get(name, 0) + 1
+            for value in jax.tree.leaves(
+                eqn.params, is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)
+            ):
+                if isinstance(value, core.ClosedJaxpr):
+                    walk(value.jaxpr, looped or name == "scan")
+                elif isinstance(value, core.Jaxpr):
+                    walk(value, looped or name == "scan")
+
+    walk(jax.make_jaxpr(run)(state, step.empty_window(), batch, key).jaxpr, False)
+    return outside, inside
+
+
+def test_pmap_gives_the_same_step():
+    """Upstream keeps pmap alive on top of jit; this witnesses that the step is what it computes."""
+    model, cfg, devices = samples.MODEL, samples.OPTIMIZER, 4
+    params = heads.init_params(model, jax.random.key(0, impl="threefry2x32"))
+    batch = samples.train_batches().batch(0, np.arange(8))
+    key = step.phase_key(model, 0, 0)
+    cut = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
+
+    def gradient(params, part):
+        weights = jax.lax.psum(part["masked_lm_weights"].sum(), "data")
+
+        def loss(params):
+            noise = layers.RowNoise.of(key, part["rows"])
+            logits = heads.pretraining_logits(model, params, part, noise, Loop())
+            sums = losses.pretraining(*logits, part)
+            masked_lm = sums["masked_lm_loss"][0] / (weights + losses.MASKED_LM_EPS)
+            return masked_lm + sums["next_sentence_loss"][0] / 8
+
+        return jax.lax.psum(jax.grad(loss)(params), "data")
+
+    everywhere = jax.pmap(gradient, axis_name="data", in_axes=(None, 0))(params, cut)
+    total, _ = optimizer_lib.clip(jax.tree.map(lambda g: g[0], everywhere), cfg.clip_norm)
+    tx = optimizer_lib.make(cfg)
+    update, _ = tx.update(total, tx.init(params), params)
+    rate = optimizer_lib.schedule(cfg, samples.TOTAL, jnp.int32(0))
+    expected = optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, update))
+    state, _ = samples.run(1, devices=devices)
+    assert_close(state["params"], jax.device_get(expected), 1e-6)
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+
+def _cuts(layout, rules=sharding.RULES, model=samples.MODEL, devices=4):
+    shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0)))
+    return sharding.cuts(shapes, layout, samples.mesh_of(devices, layout), rules)
+
+
+def test_a_parameter_without_a_rule_is_named():
+    rules = [rule for rule in sharding.RULES if "pooler" not in rule.path]
+    with pytest.raises(ValueError, match=r"masked_lm/transform/bias.*none|pooler/bias.*none"):
+        _cuts(Mesh(parallelism="zero1"), rules)
+
+
+def test_a_rule_without_a_parameter_is_named():
+    with pytest.raises(ValueError, match="adapter/kernel"):
+        _cuts(Mesh(parallelism="zero1"), [*sharding.RULES, sharding.Rule("adapter/kernel")])
+
+
+def test_two_axes_in_one_dimension_are_named():
+    rules = [
+        sharding.Rule(rule.path, (0,), 0) if rule.path.startswith("encoder/embeddings/w") else rule
+        for rule in sharding.RULES
+    ]
+    with pytest.raises(ValueError, match=r"encoder/embeddings/word/embedding.*dimension 0"):
+        _cuts(Mesh(parallelism="zero1", tensor=2), rules)
+
+
+def test_a_dimension_that_the_devices_do_not_divide_is_named():
+    model = dataclasses.replace(
+        samples.MODEL, hidden_size=36, num_attention_heads=3, intermediate_size=42
+    )
+    with pytest.raises(InputError, match=r"mesh.parallelism=zero3: encoder/layers/output/kernel"):
+        _cuts(Mesh(parallelism="zero3"), model=model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    coords: tuple[int, ...]
+    core_on_chip: int
+    id: int
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cores", "tensor", "expected"),
+    [
+        ((8, 8, 1), 1, 1, {"data_0": 8, "data_1": 8}),
+        ((4, 4, 1), 2, 1, {"data_0": 4, "data_1": 8}),
+        ((2, 2, 4), 1, 1, {"data_0": 2, "data_1": 2, "data_2": 4}),
+        ((2, 2, 4), 1, 2, {"data_0": 2, "data_1": 2, "data_2": 2, "tensor": 2}),
+        ((2, 2, 1), 1, 2, {"data_0": 2, "tensor": 2}),
+    ],
+)
+def test_axes_are_the_dimensions_of_the_torus(sizes, cores, tensor, expected):
+    places = [(*place, core) for place in np.ndindex(*sizes) for core in range(cores)]
+    order = np.random.default_rng(0).permutation(len(places))
+    devices = [Chip(coords=places[i][:3], core_on_chip=places[i][3], id=i) for i in order]
+    mesh = mesh_lib.make_mesh(Mesh(tensor=tensor), devices)
+    assert dict(mesh.shape) == expected
+    assert [device.id for device in mesh.devices.flat] == list(range(len(places)))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "devices", "said"), [(3, 4, "mesh.tensor=3"), (4, 4, "mesh.tensor=4")]
+)
+def test_a_tensor_axis_that_does_not_fit_is_named(tensor, devices, said):
+    with pytest.raises(InputError, match=said):
+        samples.mesh_of(devices, Mesh(tensor=tensor))
