@@ -13,8 +13,10 @@ endif
 
 # What `make bench-torch` compares with, in an environment of its own.
 TORCH := .venv-torch
+# Ours with TensorFlow beside it, the [tf] extra.
+TF := .venv-tf
 
-.PHONY: all pretrain test lint bench bench-torch parity clean another-interpreter
+.PHONY: all pretrain test lint bench bench-torch parity tf1 clean another-interpreter
 
 all: $(STAMP)
 
@@ -68,5 +70,16 @@ $(TORCH)/installed:
 	  torch==2.13.0 transformers==5.23.0 numpy
 	@touch $@
 
+# The tests that need TensorFlow, which `make test` skips; the first time it installs a gigabyte.
+tf1: $(TF)/installed
+	$(TF)/bin/python -m pytest -n 0 tests/interop/test_tf1.py
+
+$(TF)/installed: setup.cfg constraints.txt
+	rm -rf $(TF)
+	$(PYTHON) -m venv $(TF)
+	$(TF)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[dev,tf]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(TORCH) build *.egg-info
+	rm -rf $(VENV) $(TORCH) $(TF) build *.egg-info

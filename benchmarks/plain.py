@@ -10,6 +10,7 @@ import random
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -53,11 +54,15 @@ class Instance:
 # --- text to pieces ---
 
 
-def tokenize(text: str, vocab: dict[str, int]) -> list[str]:
-    """Uncased WordPiece of a text."""
+def tokenize(
+    text: str, vocab: dict[str, int], case: Literal["cased", "uncased"] = "uncased"
+) -> list[str]:
+    """WordPiece of a text."""
     found = []
     for word in _spaced(text).split():
-        for part in _punctuation_apart(_without_accents(word.lower())):
+        if case == "uncased":
+            word = _without_accents(word.lower())
+        for part in _punctuation_apart(word):
             found.extend(_pieces(part, vocab))
     return found
 

@@ -180,21 +180,33 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--top", type=int, default=5, metavar="K", help="pieces a mask [5]")
 
     sub = add("import", commands.import_)
-    sub.add_argument("source", metavar="SOURCE", help="as save_pretrained writes it; or a workdir")
+    sub.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder as save_pretrained writes it, a folder (or files' common beginning) of a "
+        "TensorFlow 1 checkpoint with bert_config.json and vocab.txt, or a workdir",
+    )
     sub.add_argument("--workdir", metavar="W", required=True, help="where the base goes")
     sub.add_argument(
         "--tokenizer",
         metavar="FILE_OR_FOLDER",
         help="another WordPiece vocabulary: pieces that both have keep their weights",
     )
+    sub.add_argument(
+        "--with-optimizer",
+        action="store_true",
+        help="take the moments of bert_adam, too, of a TensorFlow 1 checkpoint or a run: a run "
+        "with init_from=B then begins with them, at step 0 of its own schedule",
+    )
     sub = add("export", commands.export)
     sub.add_argument("--workdir", metavar="W", required=True, help="a run or a base")
     sub.add_argument(
         "--as",
         dest="kind",
-        choices=("pretraining", "masked_lm", "encoder"),
+        choices=("pretraining", "masked_lm", "encoder", "tf1"),
         required=True,
-        help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers",
+        help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers; "
+        "tf1: a checkpoint for google-research/bert (the [tf] extra)",
     )
     sub.add_argument("--out", metavar="FOLDER", required=True, help="where it goes")
     sub.add_argument(
@@ -202,6 +214,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16"),
         default="float32",
         help="of the weights [float32, which loses nothing]",
+    )
+    sub.add_argument(
+        "--with-optimizer",
+        action="store_true",
+        help="with --as tf1: the moments of bert_adam and global_step, too",
     )
 
     sub = add("doctor", commands.doctor)

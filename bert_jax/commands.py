@@ -138,28 +138,39 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def import_(args: argparse.Namespace) -> int:
-    """Make a base of a Hugging Face folder, or of a run."""
+    """Make a base of others' checkpoint, or of a run."""
     from etils import epath
 
     from bert_jax.interop import importing
 
     source, target = epath.Path(args.source), epath.Path(args.workdir)
-    importing.import_weights(source, target, args.tokenizer, _console_say())
+    what = "with_moments" if args.with_optimizer else "params"
+    importing.import_weights(source, target, args.tokenizer, _console_say(), what)
     return FINISHED
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write a run or a base as a Hugging Face folder."""
+    """Write a run or a base for transformers or google-research/bert."""
     from etils import epath
 
-    from bert_jax.interop import exporting
+    from bert_jax.interop import exporting, tf1
     from bert_jax.predict import Trained
 
-    trained = Trained.of(epath.Path(args.workdir))
-    exporting.export_weights(trained, args.kind, args.dtype, epath.Path(args.out))
+    if args.kind == "tf1" and args.dtype != "float32":
+        raise InputError(f"--dtype {args.dtype}: google-research/bert reads float32; leave it out")
+    if args.kind != "tf1" and args.with_optimizer:
+        raise InputError("--with-optimizer: only --as tf1 has a place for it")
+    what = "with_moments" if args.with_optimizer else "params"
+    trained, target = Trained.of(epath.Path(args.workdir), what), epath.Path(args.out)
+    if args.kind == "tf1":
+        tf1.write(trained, target)
+        form = tf1.DESCRIPTION
+    else:
+        exporting.export_weights(trained, args.kind, args.dtype, target)
+        form = exporting.ARCHITECTURES[args.kind]
     _console_say()(
-        f"exported {printable(trained.name)}, step {trained.step}: "
-        f"{exporting.ARCHITECTURES[args.kind]}, {args.dtype}, in {printable(args.out)}"
+        f"exported {printable(trained.name)}, step {trained.step}: {form}, {args.dtype}, in "
+        f"{printable(args.out)}"
     )
     return FINISHED
 

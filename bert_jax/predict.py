@@ -1,20 +1,24 @@
 """The parameters of a trained run or a base, for those who ask it."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax import resolve
+from bert_jax.base import Moments
 from bert_jax.config import Experiment, InputError, Model
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, step
+from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.prepared import Prepared
 from bert_jax.workdir import Workdir
+
+What = Literal["params", "with_moments"]
 
 
 @dataclasses.dataclass
@@ -32,6 +36,7 @@ class Trained:
       experiment: the claim; None of a base.
       manifest: of the corpus; None of a base.
       evaluation: the line of metrics.jsonl of this step; None if there is none.
+      moments: of the optimizer, if they were asked for.
     """
 
     name: str
@@ -44,16 +49,22 @@ class Trained:
     experiment: Experiment | None = None
     manifest: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
+    moments: Moments | None = None
 
     @classmethod
-    def of(cls, folder: epath.Path) -> "Trained":
+    def of(cls, folder: epath.Path, what: What = "params") -> "Trained":
         """A base, or the newest checkpoint of a run.
 
         Raises:
-          InputError: neither is here, or it is damaged.
+          InputError: neither is here, or it is damaged, or has no moments that were asked for.
         """
         if base_lib.is_base(folder):
             base = base_lib.read(folder)
+            if what == "with_moments" and base.moments is None:
+                raise InputError(
+                    f"{folder}: --with-optimizer: this base holds weights alone; import it anew "
+                    "with --with-optimizer"
+                )
             return cls(
                 folder.name,
                 base.model,
@@ -61,23 +72,34 @@ class Trained:
                 base.tokenizer,
                 base.fresh,
                 source=base.source,
+                moments=base.moments if what == "with_moments" else None,
             )
         experiment = resolve.load_saved(Workdir(folder))
         workdir = Workdir(folder, experiment.run.corpus_dir)
         prepared = Prepared.open(workdir.corpus)
         mesh = mesh_lib.make_mesh(experiment.mesh)
-        params, step = load_params(experiment, workdir, prepared, mesh)
+        if what == "with_moments" and experiment.optimizer.name != "bert_adam":
+            raise InputError(
+                f"{folder}: --with-optimizer: optimizer.name={experiment.optimizer.name}; only "
+                "bert_adam's moments can go elsewhere"
+            )
+        state, done = _newest(experiment, workdir, prepared, mesh, what)
+        moments = None
+        if what == "with_moments":
+            kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
+            moments = Moments(done, kept.mu, kept.nu)
         lines = metrics.Lines(workdir.metrics).read()
-        found = [x for x in lines if x["kind"] == "evaluation" and x["step"] == step]
+        found = [x for x in lines if x["kind"] == "evaluation" and x["step"] == done]
         return cls(
             experiment.name,
             experiment.model,
-            params,
+            state["params"],
             prepared.tokenizer,
-            step=step,
+            step=done,
             experiment=experiment,
             manifest=prepared.manifest,
             evaluation=found[-1] if found else None,
+            moments=moments,
         )
 
 
@@ -94,6 +116,18 @@ def load_params(
         base_lib.require_same_model(base, experiment.model, str(workdir.root))
         base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
         return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
+    state, done = _newest(experiment, workdir, prepared, mesh, "params")
+    return state["params"], done
+
+
+def _newest(
+    experiment: Experiment,
+    workdir: Workdir,
+    prepared: Prepared,
+    mesh: jax.sharding.Mesh,
+    what: What,
+) -> tuple[step.State, int]:
+    """`params`, and `optimizer` if it is asked for, of the newest checkpoint, and its step."""
     if not workdir.checkpoints.exists():
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     with Checkpoints(workdir.checkpoints, experiment.run.keep_checkpoints, "read") as saved:
@@ -107,6 +141,8 @@ def load_params(
         abstract = step.abstract_state(
             experiment.model, experiment.optimizer, experiment.mesh, mesh
         )
-        state, metadata = saved.restore(saved.latest_step, {"params": abstract["params"]})
+        wanted = ("params",) if what == "params" else ("params", "optimizer")
+        part = {name: abstract[name] for name in wanted}
+        state, metadata = saved.restore(saved.latest_step, part)
         prepared.require_same(metadata)
-        return state["params"], saved.latest_step
+        return state, saved.latest_step

@@ -108,7 +108,12 @@ def test_imports_follow_the_layers(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_the_library_imports_no_experiment_launcher_or_benchmark(module):
     tops = {name.split(".")[0] for name in imports(MODULES[module])}
-    assert not tops & {"experiments", "launch", "benchmarks", "tests", "tensorflow", "torch"}
+    assert not tops & {"experiments", "launch", "benchmarks", "tests", "torch"}
+
+
+def test_only_the_files_of_tf1_import_tensorflow():
+    users = {m for m, path in MODULES.items() if "tensorflow" in imports(path)}
+    assert users == {"bert_jax.interop.tf1_files"}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if room(m) in ("text", "data")])

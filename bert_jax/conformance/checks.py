@@ -35,10 +35,10 @@ def check() -> Iterator[Rule]:
 def line(rule: Rule, numbers: Literal["measured", "bounds"]) -> str:
     """One line about a rule; with `bounds` the same on every machine where it holds."""
     if rule.most and rule.holds and numbers == "bounds":
-        found = f"< {rule.most:.0e}"
+        found = f"off by < {rule.most:.0e}"
     elif rule.most:
-        found = f"{rule.difference:.1e}, at most {rule.most:.0e}"
+        found = f"off by {rule.difference:.1e}, at most {rule.most:.0e}"
     else:
-        found = f"{rule.difference:g}"
+        found = f"{rule.difference:g} differ"
     verdict = "ok    " if rule.holds else "FAILED"
     return f"{verdict} {rule.part:9} {rule.says}: {rule.compared}: {found}"

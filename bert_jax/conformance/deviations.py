@@ -147,8 +147,8 @@ def _text(experiment: Experiment) -> Iterator[Deviation]:
         )
     yield Deviation(
         _setting(experiment, "corpus.validation_share"),
-        "this share of the documents is held out to evaluate on; the reference trains on all, and "
-        "evaluates on whatever instances it is given",
+        "this share of the documents is held out to evaluate on, on the same rows and masks every "
+        "time; the reference trains on all, and evaluates on whatever instances it is given",
     )
 
 

@@ -1,67 +1,76 @@
-"""`bert-jax import`: a Hugging Face folder, or a run, to a base."""
+"""`bert-jax import`: a checkpoint of others, or a run, to a base."""
 
-import dataclasses
-from collections.abc import Callable
+from typing import Literal
 
-import jax
 import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax import weights
 from bert_jax.base import Base
-from bert_jax.config import InputError, Model
-from bert_jax.interop import names, settings, surgery, vocabularies
-from bert_jax.model import heads
+from bert_jax.config import InputError
+from bert_jax.interop import fitting, names, settings, surgery, tf1, vocabularies
+from bert_jax.interop.fitting import Say
 from bert_jax.predict import Trained
 from bert_jax.section import printable
 from bert_jax.text import tokenizer as tokenizer_lib
 
-# Others pad the vocabulary's tables to a multiple of one of these.
-_MULTIPLES = (8, 64, 128, 256, 512, 1024)
-_FRESH_SEED = 0
-
-Say = Callable[[str], None]
-
 
 def import_weights(
-    source: epath.Path, target: epath.Path, vocabulary: str | None, say: Say
+    source: epath.Path,
+    target: epath.Path,
+    vocabulary: str | None,
+    say: Say,
+    what: Literal["params", "with_moments"] = "params",
 ) -> None:
-    """Makes a base of a folder as `save_pretrained` writes it, or of a run's newest checkpoint.
+    """Makes a base of a checkpoint of others, or of a run's newest one.
 
     Args:
-      source: the folder.
+      source: a folder as `save_pretrained` writes it, a TensorFlow 1 checkpoint (see `interop.tf1`)
+        or a run.
       target: where the base goes; nothing may be there.
       vocabulary: a vocab.txt or a tokenizer folder whose pieces take the place of the source's;
         None keeps those.
       say: is given a line about what was made, and one about what is not as in the source.
+      what: `with_moments` takes what the reference's Adam keeps, too.
 
     Raises:
       InputError: nothing that can be read, or something that would be computed differently here.
     """
-    if not source.is_dir():
-        raise InputError(
-            f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "
-            "a vocabulary, or a run"
-        )
-    if (source / "experiment.json").exists():
-        run = Trained.of(source)
-        base = Base(run.model, run.params, run.tokenizer, f"{source.name}, step {run.step}")
-    else:
-        base = read_folder(source, say)
+    base = _read(source, say, what)
     if vocabulary is not None:
         tokenizer = tokenizer_lib.load(vocabulary, base.tokenizer.case)
         base, known = surgery.with_tokenizer(base, tokenizer)
         new = tokenizer.size - known
         say(f"{known} pieces keep their rows; {new} are new, and begin with the mean of the old")
     base_lib.write(base, target)
-    cfg = base.model
+    cfg, kept = base.model, "" if base.moments is None else f", moments of step {base.moments.step}"
     say(
         printable(
             f"imported {source} to {target}: {cfg.num_hidden_layers} layers, {cfg.hidden_size} "
-            f"wide, {cfg.vocab_size} pieces, {base.tokenizer.case}"
+            f"wide, {cfg.vocab_size} pieces, {base.tokenizer.case}{kept}"
         )
     )
+
+
+def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"]) -> Base:
+    prefix = tf1.find(source)
+    if prefix is not None:
+        return tf1.read(prefix, what, say)
+    if not source.is_dir():
+        raise InputError(
+            f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "
+            "a vocabulary, a TensorFlow checkpoint, or a run"
+        )
+    if (source / "experiment.json").exists():
+        run = Trained.of(source, what)
+        where = f"{source.name}, step {run.step}"
+        return Base(run.model, run.params, run.tokenizer, where, moments=run.moments)
+    if what == "with_moments":
+        raise InputError(
+            f"{source}: --with-optimizer: a Hugging Face folder holds weights alone; leave it out"
+        )
+    return read_folder(source, say)
 
 
 def read_folder(folder: epath.Path, say: Say) -> Base:
@@ -73,38 +82,29 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     claimed = settings.read(folder / "config.json")
     tokenizer = vocabularies.read(folder)
     file = _weights_file(folder)
-    tensors = _without_copies(weights.read(file), str(file))
-    cfg = _without_padding(claimed, tokenizer.size, tensors, file, say)
-    params, missing = names.to_ours(tensors, cfg, str(file))
-    if missing:
-        # The values of a seed, so that the same source makes the same base.
-        key = jax.random.key(_FRESH_SEED, impl="threefry2x32")
-        fresh = jax.device_get(heads.init_params(cfg, key))
-        for part in missing:
-            params[part] = fresh[part]
-            held = ", ".join(f"{part}/{path}" for path in base_lib.flat(params[part]))
-            say(f"not in {file.name}, freshly initialised: {held}")
-    return Base(cfg, params, tokenizer, f"Hugging Face folder {folder.name}", missing)
+    found = weights.read_shards(file) if file.suffix == ".json" else weights.read(file)
+    tensors = _without_copies(found, str(file))
+    source = f"Hugging Face folder {folder.name}"
+    return fitting.base_of(tensors, names.HUGGING_FACE, claimed, tokenizer, file, source, say)
 
 
 def _weights_file(folder: epath.Path) -> epath.Path:
-    path = folder / "model.safetensors"
-    if path.exists():
-        return path
+    """All weights in one file, or the index of several."""
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if (folder / name).exists():
+            return folder / name
     instead = {
-        "model.safetensors.index.json": "weights in several files",
         "pytorch_model.bin": "a pickle, which may run code when it is read",
         "tf_model.h5": "TensorFlow's weights",
         "flax_model.msgpack": "Flax's weights",
-        "bert_model.ckpt.index": "a TensorFlow 1 checkpoint",
     }
     for name, what in instead.items():
         if (folder / name).exists():
             raise InputError(
                 f"{folder / name}: {what}: not read; load it in transformers and save it with "
-                "save_pretrained as one model.safetensors"
+                "save_pretrained"
             )
-    raise InputError(f"{path}: no such file")
+    raise InputError(f"{folder / 'model.safetensors'}: no such file")
 
 
 def _without_copies(found: dict[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
@@ -135,37 +135,3 @@ def _without_copies(found: dict[str, np.ndarray], where: str) -> dict[str, np.nd
                     f"{list(tensors[original].shape)}; only tied weights are supported"
                 )
     return tensors
-
-
-def _without_padding(
-    claimed: Model, size: int, tensors: dict[str, np.ndarray], file: epath.Path, say: Say
-) -> Model:
-    """The model with as many pieces as the vocabulary has; the rows beyond are padding.
-
-    Raises:
-      InputError: the vocabulary, config.json and the word embeddings do not fit together.
-    """
-    word = tensors.get(names.WORD_EMBEDDINGS)
-    if word is None:
-        raise InputError(f"{file}: tensor {names.WORD_EMBEDDINGS!r} is missing")
-    rows = claimed.vocab_size
-    if word.shape[:1] != (rows,):
-        raise InputError(
-            f"{file}: tensor {names.WORD_EMBEDDINGS!r} has the shape {list(word.shape)}, "
-            f"config.json says vocab_size={rows}"
-        )
-    padded = {-(-size // multiple) * multiple for multiple in _MULTIPLES}
-    if rows != size and rows not in padded:
-        raise InputError(
-            f"{file}: tensor {names.WORD_EMBEDDINGS!r} has {rows} rows, the vocabulary beside it "
-            f"has {size} pieces; put the vocabulary there that belongs to these weights"
-        )
-    bias = tensors.get(names.OUTPUT_BIAS)
-    if bias is not None and bias.shape != (rows,):
-        raise InputError(
-            f"{file}: tensor {names.OUTPUT_BIAS!r} has the shape {list(bias.shape)}, config.json "
-            f"says vocab_size={rows}"
-        )
-    if rows != size:
-        say(f"the vocabulary has {size} pieces: rows {size} to {rows - 1} of the table left out")
-    return dataclasses.replace(claimed, vocab_size=size)

@@ -5,7 +5,7 @@ dimension L and lie as [in, out]. Rows of our vocabulary are padded (model.encod
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -66,6 +66,23 @@ class Tensor:
     is_vocabulary: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Naming:
+    """How others call the same tensors.
+
+    Attributes:
+      tensors: all of a model, the embeddings first.
+      word_embeddings: the name of the table that has a row a piece.
+      output_bias: the name of the other one.
+      config: the file that says the sizes.
+    """
+
+    tensors: Callable[[Model], Iterator[Tensor]]
+    word_embeddings: str
+    output_bias: str
+    config: str
+
+
 def tensors(cfg: Model) -> Iterator[Tensor]:
     """All of BertForPreTraining, but for copies."""
     width, inner = cfg.hidden_size, cfg.intermediate_size
@@ -120,8 +137,11 @@ def canonical(name: str) -> str:
     return name
 
 
+HUGGING_FACE = Naming(tensors, WORD_EMBEDDINGS, OUTPUT_BIAS, "config.json")
+
+
 def to_ours(
-    theirs: Mapping[str, np.ndarray], cfg: Model, where: str
+    theirs: Mapping[str, np.ndarray], cfg: Model, where: str, naming: Naming = HUGGING_FACE
 ) -> tuple[dict[str, Any], tuple[Part, ...]]:
     """Our tree, of the parts that are there, and the names of the parts that are not.
 
@@ -129,14 +149,15 @@ def to_ours(
       theirs: float32 by canonical names, without copies.
       cfg: the shape; its vocabulary has no padding, and rows of theirs beyond it are left out.
       where: the file, for complaints.
+      naming: whose names they are.
 
     Raises:
       InputError: a tensor is missing, too many, or of another shape.
     """
     wanted: dict[str, Tensor] = {}
-    for tensor in tensors(cfg):
-        if tensor.part == "encoder":  # at once: config.json may name any number of layers
-            _require_shape(tensor, theirs, where)
+    for tensor in naming.tensors(cfg):
+        if tensor.part == "encoder":  # at once: the configuration may name any number of layers
+            _require_shape(tensor, theirs, where, naming.config)
         wanted[tensor.name] = tensor
     for name in theirs:
         if name not in wanted:
@@ -144,7 +165,7 @@ def to_ours(
     there = {"encoder", *(wanted[name].part for name in theirs)}
     found = [tensor for tensor in wanted.values() if tensor.part in there]
     for tensor in found:
-        _require_shape(tensor, theirs, where)
+        _require_shape(tensor, theirs, where, naming.config)
     params: dict[str, Any] = {}
     for tensor in found:
         value = theirs[tensor.name]
@@ -155,7 +176,9 @@ def to_ours(
     return params, missing
 
 
-def _require_shape(tensor: Tensor, theirs: Mapping[str, np.ndarray], where: str) -> None:
+def _require_shape(
+    tensor: Tensor, theirs: Mapping[str, np.ndarray], where: str, config: str
+) -> None:
     if tensor.name not in theirs:
         raise InputError(f"{where}: tensor {tensor.name!r} of {list(tensor.shape)} is missing")
     shape = theirs[tensor.name].shape
@@ -164,7 +187,7 @@ def _require_shape(tensor: Tensor, theirs: Mapping[str, np.ndarray], where: str)
     if shape != tensor.shape:
         raise InputError(
             f"{where}: tensor {tensor.name!r} has the shape {list(theirs[tensor.name].shape)}, "
-            f"config.json and the vocabulary say {list(tensor.shape)}"
+            f"{config} and the vocabulary say {list(tensor.shape)}"
         )
 
 
@@ -187,10 +210,19 @@ def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:
 
 def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[str, np.ndarray]:
     """Their tensors, float32, as the class `architecture` names them; no copies, no padding."""
+    held = (tensor for tensor in tensors(cfg) if tensor.part in PARTS[architecture])
+    found = values(params, cfg, held)
+    if architecture == "BertModel":
+        return {name.removeprefix("bert."): value for name, value in found.items()}
+    return found
+
+
+def values(
+    params: Mapping[str, Any], cfg: Model, wanted: Iterable[Tensor]
+) -> dict[str, np.ndarray]:
+    """Arrays of our tree, or of one like it, by the names and in the shapes of `wanted`."""
     found = {}
-    for tensor in tensors(cfg):
-        if tensor.part not in PARTS[architecture]:
-            continue
+    for tensor in wanted:
         value: Any = params
         for key in tensor.path:
             value = value[key]
@@ -199,8 +231,5 @@ def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[
             value = value[tensor.layer]
         if tensor.is_vocabulary:
             value = value[: cfg.vocab_size]
-        name = tensor.name
-        if architecture == "BertModel":
-            name = name.removeprefix("bert.")
-        found[name] = value.T if tensor.is_kernel else value
+        found[tensor.name] = value.T if tensor.is_kernel else value
     return found

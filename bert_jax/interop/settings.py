@@ -1,7 +1,8 @@
-"""Hugging Face's config.json and our Model section."""
+"""Hugging Face's config.json, google-research/bert's bert_config.json and our Model section."""
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
@@ -29,6 +30,10 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_FORMS = {"erf": "gelu", "tanh": "gelu_tanh"}
+_GELU_FORM = "gelu_form"
+# Of a bert_config.json that says nothing of them.
+_TF1_TYPES = 16
 # Fields that would change what is computed, and the only value of each that we compute.
 _FIXED = {
     "layer_norm_eps": 1e-12,
@@ -57,6 +62,32 @@ def read(path: epath.Path) -> Model:
     for name, value in _FIXED.items():
         if fields.get(name) not in (None, value):
             raise InputError(f"{path}: {name}={fields[name]!r}: only {value!r} is supported")
+    return _model(path, fields)
+
+
+def read_tf1(path: epath.Path, say: Callable[[str], None]) -> Model:
+    """The Model section that a bert_config.json stands for.
+
+    Their word `gelu` is erf in the code of the released models and tanh since February 2019; a
+    field of ours, which their code passes over, says which. Without it: erf, as transformers does.
+
+    Raises:
+      InputError: a field whose value is not supported.
+    """
+    fields = {"type_vocab_size": _TF1_TYPES} | read_object(path)
+    form = fields.get(_GELU_FORM)
+    if form not in (None, *_FORMS):
+        raise InputError(f"{path}: {_GELU_FORM}={form!r}: only {', '.join(_FORMS)} are supported")
+    if form is None and fields.get("hidden_act", "gelu") == "gelu":
+        say(
+            f"{path.name}: gelu is taken for the released models' form, erf; if these weights were "
+            f'trained by the code since February 2019, add "{_GELU_FORM}": "tanh" there'
+        )
+    cfg = _model(path, fields)
+    return cfg if form is None else dataclasses.replace(cfg, hidden_act=_FORMS[form])
+
+
+def _model(path: epath.Path, fields: dict[str, Any]) -> Model:
     act = fields.get("hidden_act", "gelu")
     if not isinstance(act, str) or act not in _ACTIVATIONS:
         raise InputError(
@@ -82,6 +113,15 @@ def write(cfg: Model, architecture: str, dtype: str, pad_id: int) -> str:
     return json.dumps(fields, indent=2) + "\n"
 
 
+def write_tf1(cfg: Model) -> str:
+    """The text of a bert_config.json."""
+    ours = dataclasses.asdict(cfg)
+    fields = {name: ours[name] for name in _SAME}
+    form = {act: form for form, act in _FORMS.items()}[cfg.hidden_act]
+    fields |= {"hidden_act": "gelu", _GELU_FORM: form}
+    return json.dumps(fields, indent=2) + "\n"
+
+
 def read_object(path: epath.Path) -> dict[str, Any]:
     """A JSON object of others, which carries no format version.
 
@@ -91,7 +131,7 @@ def read_object(path: epath.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file; a Hugging Face checkpoint has one") from error
+        raise InputError(f"{path}: no such file; such a checkpoint has one") from error
     except (ValueError, RecursionError, OSError) as error:
         raise InputError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):

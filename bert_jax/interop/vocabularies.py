@@ -1,6 +1,7 @@
-"""Hugging Face's tokenizer files and our WordPiece tokenizer."""
+"""Tokenizer files of others and our WordPiece tokenizer."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import tokenizers
@@ -44,6 +45,25 @@ def read(folder: epath.Path) -> tokenizer_lib.WordPiece:
     else:
         raise InputError(f"{folder}: no vocab.txt and no tokenizer.json; put the vocabulary there")
     return tokenizer_lib.WordPiece(vocab, _case(folder, parts, says))
+
+
+def read_plain(folder: epath.Path, say: Callable[[str], None]) -> tokenizer_lib.WordPiece:
+    """vocab.txt as google-research/bert has it: no file of theirs says whether text is lower-cased.
+
+    A piece that lower-casing would change can stand in a cased vocabulary alone.
+
+    Raises:
+      InputError: no vocabulary, or one that `write_plain` would not have written.
+    """
+    vocab = vocabulary.read_vocab(folder / "vocab.txt")
+    config = folder / "tokenizer_config.json"
+    if _has(folder, config.name):
+        return tokenizer_lib.WordPiece(vocab, _case(folder, {}, read_object(config)))
+    capitals = [piece for piece in vocab if piece[:1] != "[" and piece != piece.lower()]
+    shown = f"{len(capitals)} pieces hold capitals" if capitals else "no piece holds capitals"
+    case: tokenizer_lib.Case = "cased" if capitals else "uncased"
+    say(f'vocab.txt: {shown}, so the model is {case} (tokenizer_config.json: "do_lower_case")')
+    return tokenizer_lib.WordPiece(vocab, case)
 
 
 def _has(folder: epath.Path, name: str) -> bool:
@@ -115,6 +135,29 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
     return "uncased" if uncased else "cased"
 
 
+def write_plain(tok: tokenizer_lib.Tokenizer, folder: epath.Path) -> None:
+    """Writes vocab.txt, and in tokenizer_config.json whether text is lower-cased.
+
+    Raises:
+      InputError: a tokenizer that google-research/bert has no counterpart of.
+    """
+    _write_vocab(tok, folder, "google-research/bert")
+    says = json.dumps({"do_lower_case": tok.case == "uncased"}) + "\n"
+    (folder / "tokenizer_config.json").write_text(says, encoding="utf-8")
+
+
+def _write_vocab(
+    tok: tokenizer_lib.Tokenizer, folder: epath.Path, reader: str
+) -> tokenizer_lib.WordPiece:
+    if not isinstance(tok, tokenizer_lib.WordPiece):
+        raise InputError(
+            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece: "
+            f"{reader} has no BERT tokenizer for it"
+        )
+    (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
+    return tok
+
+
 def write(tok: tokenizer_lib.Tokenizer, longest: int, folder: epath.Path) -> None:
     """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json.
 
@@ -126,12 +169,7 @@ def write(tok: tokenizer_lib.Tokenizer, longest: int, folder: epath.Path) -> Non
     Raises:
       InputError: a tokenizer that transformers' BERT has no counterpart of.
     """
-    if not isinstance(tok, tokenizer_lib.WordPiece):
-        raise InputError(
-            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece: "
-            "transformers has no BERT tokenizer for it"
-        )
-    (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
+    tok = _write_vocab(tok, folder, "transformers")
     _fast(tok).save(str(folder / "tokenizer.json"))
     roles = dict(zip(("pad", "unk", "cls", "sep", "mask"), vocabulary.SPECIALS, strict=True))
     specials = {f"{role}_token": piece for role, piece in roles.items()}

@@ -60,6 +60,16 @@ def clip(gradient: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
     return jax.tree.map(lambda g: g * factor, gradient), norm
 
 
+def moments(state: tuple[Any, ...]) -> optax.ScaleByAdamState:
+    """Of a state of `make`: `mu` and `nu`, the means of gradients and of their squares."""
+    return state[0]
+
+
+def with_moments(state: tuple[Any, ...], mean: Tree, square: Tree) -> tuple[Any, ...]:
+    """A state of `make` with other moments; their count stays, which bert_adam never looks at."""
+    return (state[0]._replace(mu=mean, nu=square), *state[1:])
+
+
 def decays(params: Tree) -> Tree:
     """Which leaves weight decay applies to: all but biases and layer norms."""
     return jax.tree.map_with_path(lambda path, _: path[-1].key not in _NO_DECAY, params)

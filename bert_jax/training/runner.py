@@ -22,6 +22,7 @@ from bert_jax.model import flops
 from bert_jax.training import evaluate as evaluate_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, step
+from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.checkpoint import Checkpoints, environment
 from bert_jax.training.clock import Clock, Counts
 from bert_jax.training.feed import Feed
@@ -168,8 +169,14 @@ class Trainer:
         base_lib.require_same_tokenizer(base, self.prepared.tokenizer, where)
         self.init_sha256 = base.sha256
         fresh = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
-        self.progress.say(f"init_from: {where}, weights {base.sha256[:12]}{fresh}")
-        return state | {"params": jax.device_put(base.params, shardings["params"])}
+        kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
+        self.progress.say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{fresh}")
+        state = state | {"params": jax.device_put(base.params, shardings["params"])}
+        if base.moments is not None:
+            trees = (base.moments.mean, base.moments.square)
+            placed = (jax.device_put(tree, shardings["params"]) for tree in trees)
+            state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *placed)
+        return state
 
     def _phase(
         self,

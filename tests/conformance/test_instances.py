@@ -36,7 +36,7 @@ def written(folder, texts, vocab, **changes):
     return head, lines
 
 
-def plain_documents(texts, vocab_ids):
+def plain_documents(texts, vocab_ids, case):
     """How the description says files are read, in few words."""
     documents = [[]]
     for text in texts:
@@ -44,7 +44,7 @@ def plain_documents(texts, vocab_ids):
             line = raw.decode("utf-8", "ignore").strip()
             if not line:
                 documents.append([])
-            documents[-1].append(plain.tokenize(line, vocab_ids))
+            documents[-1].append(plain.tokenize(line, vocab_ids, case))
         # What follows the last line end is no line.
         if text.endswith(b"\n") or not text:
             documents.pop()
@@ -57,6 +57,7 @@ def plain_instances(texts, pieces, head):
     fields = plain.Settings.__dataclass_fields__
     asked = plain.Settings(**{name: value for name, value in head.items() if name in fields})
     rng = random.Random(head["random_seed"])
+    documents = plain_documents(texts, ids, "uncased" if head["do_lower_case"] else "cased")
     return [
         {
             "input_ids": [ids[piece] for piece in instance.pieces],
@@ -65,7 +66,7 @@ def plain_instances(texts, pieces, head):
             "masked_lm_ids": [ids[piece] for piece in instance.labels],
             "next_sentence_label": int(instance.is_random_next),
         }
-        for instance in plain.instances(plain_documents(texts, ids), ids, asked, rng)
+        for instance in plain.instances(documents, ids, asked, rng)
     ]
 
 
@@ -97,6 +98,9 @@ ODD = {
     "two documents of a word": [b"a\n\nb\n"],
     "CRLF": [SAMPLE.replace(b"\n", b"\r\n")],
     "CR within lines": [SAMPLE.replace(b", ", b",\r")],
+    "a lone CR within a word, at an end and alone": [
+        SAMPLE.replace(b"the", b"t\rhe").replace(b".\n", b".\r\r\n").replace(b"\n\n", b"\n\r\n"),
+    ],
     "a mark in front": [b"\xef\xbb\xbf" + SAMPLE],
     "a mark alone opens no document": [SAMPLE.replace(b"\n\n", b"\n\xef\xbb\xbf\n")],
     "bytes that are no UTF-8": [SAMPLE.replace(b"e", b"e\xe9").replace(b"a ", b"a\xc3 ")],
@@ -115,10 +119,14 @@ ODD = {
 }
 
 
+@pytest.mark.parametrize("do_lower_case", [False, True])
 @pytest.mark.parametrize("whole_word_mask", [False, True])
 @pytest.mark.parametrize("name", ODD)
-def test_odd_text_gives_what_the_plain_implementation_gives(name, whole_word_mask, tmp_path, vocab):
-    found = assert_plain(tmp_path, ODD[name], vocab, whole_word_mask=whole_word_mask)
+def test_odd_text_gives_what_the_plain_implementation_gives(
+    name, whole_word_mask, do_lower_case, tmp_path, vocab
+):
+    asked = {"whole_word_mask": whole_word_mask, "do_lower_case": do_lower_case}
+    found = assert_plain(tmp_path, ODD[name], vocab, **asked)
     assert bool(found) == (not name.startswith(("empty", "nothing")))
 
 
@@ -139,6 +147,7 @@ files = st.lists(lines, max_size=25).map(b"\n".join)
     short_seq_prob=st.sampled_from([0.0, 0.1, 0.9]),
     masked_lm_prob=st.sampled_from([0.0, 0.15, 0.5, 0.99]),
     whole_word_mask=st.booleans(),
+    do_lower_case=st.booleans(),
     random_seed=st.integers(0, 2**31),
 )
 def test_any_text_gives_what_the_plain_implementation_gives(

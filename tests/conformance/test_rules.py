@@ -177,10 +177,10 @@ def test_a_rule_that_fails_is_told_and_is_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(checks, "PARTS", (Part,))
     assert cli.main(["conformance"]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "ok     data      holds: this with that: 0",
-        "ok     data      is near: this with that: 3.0e-07, at most 1e-06",
-        "FAILED loss      is far: this with that: 2.5e-01, at most 1e-06",
-        "FAILED loss      is no number: this with that: nan, at most 1e-06",
+        "ok     data      holds: this with that: 0 differ",
+        "ok     data      is near: this with that: off by 3.0e-07, at most 1e-06",
+        "FAILED loss      is far: this with that: off by 2.5e-01, at most 1e-06",
+        "FAILED loss      is no number: this with that: off by nan, at most 1e-06",
         "2 of 4 rules FAILED",
     ]
 

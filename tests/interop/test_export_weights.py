@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from bert_jax import base as base_lib
+from bert_jax import cli
 from bert_jax.config import InputError
 from bert_jax.interop import card, exporting, vocabularies
 from bert_jax.predict import Trained
@@ -63,6 +64,22 @@ def test_ours_to_theirs_to_ours_keeps_every_bit(copy_of_run):
         assert (copy_of_run / "hf" / name).read_bytes() == (
             copy_of_run / "again" / name
         ).read_bytes()
+
+
+def test_what_is_imported_scored_exported_and_imported_again_has_every_bit_and_score(
+    copy_of_run, capsys
+):
+    def score(base: str) -> str:
+        capsys.readouterr()
+        assert cli.main(["evaluate", "small.py", "--workdir", base]) == 0
+        return capsys.readouterr().out
+
+    assert broken.call("import run --workdir one")[0] == 0
+    first = score("one")
+    for command in ("export --workdir one --as pretraining --out hf", "import hf --workdir two"):
+        assert broken.call(command)[0] == 0
+    weights = [pathlib.Path(base, "params.safetensors").read_bytes() for base in ("one", "two")]
+    assert weights[0] == weights[1] and score("two") == first
 
 
 def test_a_base_of_a_run_has_its_weights_and_answers_as_it_does(copy_of_run, capfd):

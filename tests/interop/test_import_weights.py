@@ -88,6 +88,31 @@ def test_theirs_to_ours_to_theirs_keeps_every_bit(tmp_path):
         np.testing.assert_array_equal(back[name], tensor, name)
 
 
+def shards(count: int = 3, listed: dict[str, str] | None = None) -> None:
+    """hf/model.safetensors in several files, as save_pretrained cuts it."""
+    names = sorted(TENSORS)
+    file = "model-{:05}-of-{:05}.safetensors".format
+    map_ = {name: file(i * count // len(names) + 1, count) for i, name in enumerate(names)}
+    for shard in set(map_.values()):
+        held = {name: TENSORS[name] for name in names if map_[name] == shard}
+        save_file(held, f"hf/{shard}", {"format": "pt"})
+    index = {"metadata": {"total_size": 0}, "weight_map": map_ | (listed or {})}
+    pathlib.Path("hf/model.safetensors.index.json").write_text(json.dumps(index))
+    pathlib.Path("hf/model.safetensors").unlink()
+
+
+def test_weights_in_several_files_are_those_in_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hf_folder.write(tmp_path / "hf")
+    assert broken.call("import hf --workdir one")[0] == 0
+    shards()
+    code, err = broken.call("import hf --workdir several")
+    assert code == 0, err
+    one, several = (base_lib.read(epath.Path(name)) for name in ("one", "several"))
+    same(one.params, several.params)
+    assert one.sha256 == several.sha256 and not several.fresh
+
+
 def test_half_precision_is_read_exactly(tmp_path):
     halves = {name: t.astype(ml_dtypes.bfloat16) for name, t in TENSORS.items()}
     base, _ = imported(hf_folder.write(tmp_path / "hf", halves))
@@ -181,6 +206,22 @@ def cut_off():
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def index(content) -> None:
+    pathlib.Path("hf/model.safetensors.index.json").write_text(json.dumps(content))
+    pathlib.Path("hf/model.safetensors").unlink()
+
+
+def without_shard():
+    shards()
+    pathlib.Path("hf/model-00002-of-00003.safetensors").unlink()
+
+
+def cut_off_shard():
+    shards()
+    path = pathlib.Path("hf/model-00002-of-00003.safetensors")
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def pickled():
     pathlib.Path("hf/model.safetensors").rename("hf/pytorch_model.bin")
 
@@ -208,6 +249,32 @@ REFUSED = {
     "a tensor twice": (weights(TWICE), ["embeddings.LayerNorm.gamma", "the same"]),
     "untied": (weights(ROUNDED), ["decoder.weight", "[1000, 64]", "tied"]),
     "cut off": (cut_off, ["model.safetensors", "damaged"]),
+    "a missing shard": (without_shard, ["model-00002-of-00003", "no such", "index.json"]),
+    "a shard cut off": (cut_off_shard, ["model-00002-of-00003", "damaged"]),
+    "a tensor listed elsewhere": (
+        lambda: shards(listed={QUERY: "model-00003-of-00003.safetensors"}),
+        [QUERY, "does not list", "model-00002-of-00003"],
+    ),
+    "a tensor listed and absent": (
+        lambda: shards(listed={"more": "model-00001-of-00003.safetensors"}),
+        ["'more'", "does not hold", "model-00001-of-00003"],
+    ),
+    "a shard above": (
+        lambda: shards(listed={QUERY: "../model.safetensors"}),
+        ["index.json", QUERY, "../model.safetensors"],
+    ),
+    "a shard at an absolute path": (
+        lambda: shards(listed={QUERY: "/etc/model.safetensors"}),
+        ["index.json", QUERY, "/etc/model.safetensors"],
+    ),
+    "a shard that is none": (lambda: shards(listed={QUERY: ".."}), ["index.json", QUERY, "'..'"]),
+    "a shard of no name": (lambda: shards(listed={QUERY: 3}), ["index.json", QUERY, "3"]),
+    "a shard that is a pickle": (
+        lambda: shards(listed={QUERY: "pytorch_model.bin"}),
+        ["index.json", QUERY, "pytorch_model.bin"],
+    ),
+    "an index of nothing": (lambda: index({"weight_map": {}}), ["index.json", "no tensors"]),
+    "an index without a map": (lambda: index([]), ["index.json", "weight_map"]),
     "a pickle": (pickled, ["pytorch_model.bin", "pickle"]),
     "another model": (config(model_type="roberta"), ["config.json", "roberta"]),
     "a classifier": (

@@ -6,6 +6,7 @@ import pathlib
 import broken
 import jax
 import numpy as np
+from compare import assert_close, assert_identical
 from etils import epath
 
 from bert_jax import base as base_lib
@@ -44,6 +45,67 @@ def test_a_run_begins_with_the_weights_of_its_base(copy_of_run):
         np.testing.assert_array_equal(ours[name], theirs[name], name)
     last, _ = restored("new", 22)
     assert not np.array_equal(last["params"]["pooler"]["kernel"], base.params["pooler"]["kernel"])
+
+
+def test_a_run_begins_with_moments_only_where_its_base_was_asked_for_them(copy_of_run):
+    by_adam = "--set optimizer.name=bert_adam"
+    whole = "pretrain small.py --workdir {} --set init_from={} --set phases.1.steps=2"
+    for command in (
+        f"pretrain small.py --workdir adam {by_adam}",
+        "import adam --workdir bare",
+        "import adam --workdir full --with-optimizer",
+        f"{whole.format('without', 'bare')} {LONG} {by_adam}",
+        f"{whole.format('with', 'full')} {LONG} {by_adam}",
+    ):
+        code, err = broken.call(command)
+        assert code == 0, err
+    full, bare = (base_lib.read(epath.Path(name)) for name in ("full", "bare"))
+    kept = full.moments
+    assert kept.step == 22 and bare.moments is None
+    # Both took the same first step, of the same gradient g: m = 0.9 m + 0.1 g.
+    (ours, metadata), (theirs, _) = restored("with", 1), restored("without", 1)
+    assert metadata["init_sha256"] == full.sha256 != bare.sha256
+    assert_identical(ours["params"], theirs["params"])
+    for name, decay, before in (("mu", 0.9, kept.mean), ("nu", 0.999, kept.square)):
+        begun = jax.tree.map(
+            lambda m, fresh, b=decay: b * m.astype(np.float64) + fresh,
+            before,
+            getattr(theirs["optimizer"][0], name),
+        )
+        assert_close(getattr(ours["optimizer"][0], name), begun, 1e-6)
+    misfit = f"pretrain small.py --workdir other --set init_from=full {LONG}"
+    words = ("init_from=full", "optimizer.name=adamw", "--with-optimizer")
+    broken.refuses(broken.Case("adamw", misfit, words))
+    gone = broken.remove("full/moments.safetensors")
+    broken.refuses(broken.Case("gone", "predict --workdir full wa", ("moments_sha256",), gone))
+
+
+def test_pieces_added_to_a_vocabulary_begin_with_the_mean_and_without_moments(copy_of_run):
+    lines = pathlib.Path("vocab.txt").read_text().split("\n")
+    pathlib.Path("more.txt").write_text("\n".join([*lines[:-1], "new", "##er", "[NEWS]", ""]))
+    for command in (
+        "pretrain small.py --workdir adam --set optimizer.name=bert_adam",
+        "import adam --workdir old --with-optimizer",
+        "import adam --workdir base --with-optimizer --tokenizer more.txt",
+        "pretrain small.py --workdir new --set init_from=base --set corpus.tokenizer=more.txt"
+        " --set optimizer.name=bert_adam --set model.vocab_size=48 --set run.corpus_dir=corpus2",
+    ):
+        code, err = broken.call(command)
+        assert code == 0, err
+    old, new = base_lib.read(epath.Path("old")), base_lib.read(epath.Path("base"))
+    for kind, before, after in (
+        ("mean", old.params, new.params),
+        ("zero", old.moments.mean, new.moments.mean),
+        ("zero", old.moments.square, new.moments.square),
+    ):
+        before, after = base_lib.flat(before), base_lib.flat(after)
+        for name in ("encoder/embeddings/word/embedding", "masked_lm/output_bias"):
+            table, grown = before.pop(name)[:45], after.pop(name)
+            np.testing.assert_array_equal(grown[:45], table)
+            start = table.astype(np.float64).mean(0) if kind == "mean" else 0 * table[0]
+            np.testing.assert_allclose(grown[45:48], np.stack([start] * 3), rtol=1e-6)
+            assert not grown[48:].any()
+        assert_identical(before, after)
 
 
 def test_a_resume_with_other_weights_is_refused(copy_of_run, capsys):
