@@ -2,7 +2,7 @@
 
 from bert_jax.section import InputError, printable
 
-FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
+FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, LOST = 0, 1, 2, 75, 130, 134
 
 EXIT_CODES = """\
 exit codes:

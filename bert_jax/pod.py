@@ -31,6 +31,9 @@ _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _ABORTED = "the JAX distributed service detected fatal errors"
 _HUNG = re.compile(r"^Timeout \([\d:.]+\)!")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
+_THREAD = re.compile(r"^(Current thread|Thread) 0x")
+_LIBRARY = "/lib/python"
+_ABSENT = re.compile(r"process (?P<who>[\d, ]+)(?: and \d+ more)? of \d+ did not arrive within")
 _TASK = re.compile(r"/task:(\d+)")
 # C++ prints its stack after its reason.
 _NOISE = re.compile(r"^(    @ |\*\*\* |$)")
@@ -212,8 +215,8 @@ def _die_with_parent() -> None:
 
 
 def _first_failed(failed: Sequence[_Member]) -> _Member | None:
-    """The one that failed first; one that jax aborted failed for another's sake."""
-    by_itself = [member for member in failed if not _aborted(member)]
+    """The one that failed first; one that lost another failed for its sake."""
+    by_itself = [m for m in failed if not _aborted(m) and m.code != endings.LOST]
     return next(iter([*by_itself, *failed]), None)
 
 
@@ -224,12 +227,23 @@ def _aborted(member: _Member) -> bool:
 def _explain(first: _Member, members: Sequence[_Member], shape: Shape) -> list[str]:
     """Lines that say what happened, and to whom."""
     who = f"process {first.number} of {shape.processes}"
-    alike = [m for m in members if m.code == first.code]
+    alike = [m for m in members if m.code == first.code and not m.ended_by_us]
+    absent = [int(n) for line in first.tail for n in _absent(line)]
+    if absent:
+        return [
+            line
+            for member in members
+            if member.number in absent
+            for line in (
+                f"process {member.number} never arrived; its last lines:",
+                *_last_lines(member),
+            )
+        ]
     if any(_stood_at(member) for member in members):
         places = [f"process {m.number} stood at {_stood_at(m)}" for m in members if _stood_at(m)]
         silent = [f"process {m.number} did not say where" for m in members if not _stood_at(m)]
         return [f"a hang: nothing was done for {shape.hang_after:g} seconds", *places, *silent]
-    if _aborted(first):
+    if _aborted(first) or first.code == endings.LOST:
         return [_lost(first, members), *_last_lines(first)]
     if first.code == -signal.SIGTERM and len(alike) == len(members):
         return ["stopped before there was anything to save; run the same command again"]
@@ -247,6 +261,8 @@ def _explain(first: _Member, members: Sequence[_Member], shape: Shape) -> list[s
 def _lost(first: _Member, members: Sequence[_Member]) -> str:
     """Whom jax has missed, as the processes it has aborted say."""
     said = "\n".join(line for member in members if _aborted(member) for line in member.tail)
+    if first.code == endings.LOST:
+        return f"process {first.number} lost another, and nothing says which"
     if "RegisterTask" in said and "DEADLINE" in said:
         return f"process {first.number} was aborted by jax: another never arrived"
     tasks = sorted({int(number) for number in _TASK.findall(said)} - {first.number})
@@ -263,12 +279,19 @@ def _stood_at(member: _Member) -> str:
     starts = [i for i, line in enumerate(lines) if _HUNG.match(line)]
     if not starts:
         return ""
-    frames = [match for line in lines[starts[-1] :] if (match := _FRAME.match(line))]
     # Threads follow one another, the main one last, each with its innermost frame first.
-    ours = [i for i, frame in enumerate(frames) if "/bert_jax/" in frame["file"]]
-    last = [i for i in ours if i - 1 not in ours]
-    frame = frames[last[-1]] if last else frames[0] if frames else None
-    return f"{frame['file']}:{frame['line']} in {frame['name']}" if frame else "no Python line"
+    main = max((i for i, line in enumerate(lines) if _THREAD.match(line)), default=starts[-1])
+    frames = [match for line in lines[main:] if (match := _FRAME.match(line))]
+    own = [frame for frame in frames if _LIBRARY not in frame["file"]]
+    for frame in (*own, *frames):
+        return f"{frame['file']}:{frame['line']} in {frame['name']}"
+    return "no Python line"
+
+
+def _absent(line: str) -> list[str]:
+    """Numbers of the processes that did not arrive, if that is what the line says."""
+    found = _ABSENT.search(line)
+    return re.findall(r"\d+", found["who"]) if found else []
 
 
 def _last_lines(member: _Member) -> list[str]:

@@ -14,6 +14,7 @@ import glob
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -35,9 +36,11 @@ from bert_jax.workdir import write_atomic
 _ARRIVE = 300.0
 # Seconds that a process which could clean up is given to, and that process 0 waits for the others
 # to have read why it ends.
-_UNWIND, _READ = 10.0, 10.0
+_UNWIND, _READ = 10.0, 3.0
 _SLICE = 1_000  # milliseconds between looks at whether another has failed
 _DAY = 86_400_000
+# How computations say that another process, or its coordinator, has gone.
+_LOST = re.compile(r"Gloo|NCCL|Connection (closed|reset)|Socket closed|UNAVAILABLE|heartbeat")
 _FEW = 4  # differences that are named
 
 
@@ -82,10 +85,12 @@ class Peers:
             return
         self._tell(f"{what}/{self.number}", complaint)
         if self.leads:
-            said = [self._ask(f"{what}/{i}", self._limit, i) for i in range(self.count)]
+            deadline = time.monotonic() + 2 * self._limit  # they may have waited for us as long
+            said = [
+                self._ask(f"{what}/{i}", deadline - time.monotonic(), i) for i in range(self.count)
+            ]
             self._tell(f"{what}/verdict", next(filter(None, said), ""))
-        # Process 0 may wait as long for each of the others.
-        verdict = self._ask(f"{what}/verdict", self._limit * self.count, 0)
+        verdict = self._ask(f"{what}/verdict", 3 * self._limit, 0)
         if verdict:
             raise _Agreed(verdict)
 
@@ -173,15 +178,26 @@ class Peers:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes with one line and one exit code."""
-        if self._failure is None:
-            line, code = endings.of_error(error)
-            if not isinstance(error, _Agreed):
-                line = line.replace("bert-jax: ", f"bert-jax: {self._me}: ", 1)
-            if not isinstance(error, InputError | KeyboardInterrupt):
-                traceback.print_exception(error)
+        line, code = endings.of_error(error)
+        if isinstance(error, jax.errors.JaxRuntimeError) and _LOST.search(str(error)):
+            reason = str(error).split("\n")[0][:200]
+            line = (
+                f"bert-jax: lost another process ({reason}); start all of them again, the run goes "
+                "on from its newest checkpoint"
+            )
+            code = endings.LOST
+        elif not isinstance(error, InputError | KeyboardInterrupt) and self._failure is None:
+            traceback.print_exception(error)
+        if not isinstance(error, _Agreed):
+            line = line.replace("bert-jax: ", f"bert-jax: {self._me}: ", 1)
+        failure = {"line": line, "code": code}
+        try:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
-                self._tell("failure", json.dumps({"line": line, "code": code}))
-        self._end(json.loads(self._ask_once("failure", _DAY)))
+                self._tell("failure", json.dumps(failure))
+            failure = json.loads(self._ask_once("failure", _DAY))
+        except jax.errors.JaxRuntimeError:
+            pass  # the coordinator is lost, too
+        self._end(failure)
 
     def close(self) -> None:
         """Waits until all are here."""
@@ -232,8 +248,6 @@ class Peers:
     def _end(self, failure: dict[str, Any]) -> NoReturn:
         """Says why and leaves, process 0 last: the others read from it."""
         self._ending.acquire()  # one of the two threads that may come here; never given back
-        with contextlib.suppress(Exception):
-            self._clean()
         print(failure["line"], file=sys.stderr, flush=True)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self.leads:
@@ -244,6 +258,8 @@ class Peers:
                 time.sleep(0.2)  # for the last of them to be gone
             else:
                 self._tell(f"left/{self.number}", "")
+        with contextlib.suppress(Exception):
+            self._clean()  # last: the other thread may write until the end
         sys.stdout.flush()
         os._exit(failure["code"])
 

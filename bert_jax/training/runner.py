@@ -111,6 +111,7 @@ class Trainer:
             keep = self.experiment.run.keep_checkpoints
             saved = stack.enter_context(Checkpoints(self.workdir.checkpoints, keep, "write"))
             stack.enter_context(self.peers.at_once(forget))
+            stack.enter_context(mesh_lib.named_memory())
             state, window = self._start(saved)
             # Only now: a claim that was refused must not stand in the workdir.
             if self.peers.leads:

@@ -85,9 +85,9 @@ def _pretrain(
         # A signal ends this at once: a corpus half made is made anew.
         pulse.rest()
         with clock.waiting("prepare"):
-            peers.first("prepare", lambda: _prepare(experiment, workdir, progress))
+            peers.first("prepare", lambda: _prepare(experiment, workdir, progress, peers))
         pulse.beat()
-        with StopRequest.of(peers) as stop, mesh_lib.named_memory():
+        with StopRequest.of(peers) as stop:
             trainer = runner.Trainer(
                 experiment, workdir, mesh, progress, clock, origin, peers, pulse
             )
@@ -109,9 +109,11 @@ def _pretrain(
     return outcome
 
 
-def _prepare(experiment: Experiment, workdir: Workdir, progress: Progress) -> None:
+def _prepare(experiment: Experiment, workdir: Workdir, progress: Progress, peers: Peers) -> None:
     """Makes the corpus, or finds it, with all that processes would else make at the same time."""
     corpus.prepare(experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say)
+    if peers.count == 1:
+        return
     prepared = Prepared.open(workdir.corpus)
     corpus.open_stream(workdir.corpus, "validation")
     for phase in range(len(experiment.phases)):
