@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, TextIO
 
 from bert_jax import endings
 
@@ -93,7 +93,7 @@ def run(command: Sequence[str], shape: Shape) -> int:
     if first is None:
         return endings.STOPPED if endings.STOPPED in codes else endings.FINISHED
     for line in _explain(first, pod.members, shape):
-        print(f"pod: {line}", file=sys.stderr, flush=True)
+        _print(f"pod: {line}", sys.stderr)
     return _shell_code(first.code)
 
 
@@ -171,10 +171,18 @@ class _Pod:
             for line in lines:
                 shown = line.decode(errors="replace")
                 member.tail.append(shown)
-                print(f"[{member.number}] {shown}", file=out, flush=True)
+                _print(f"[{member.number}] {shown}", out)
             if not new:
                 self._selector.unregister(key.fileobj)
         return len(events)
+
+
+def _print(line: str, out: TextIO) -> None:
+    """Shows a line; a reader who leaves does not end the pod."""
+    try:
+        print(line, file=out, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def _environment(shape: Shape, address: str, number: int) -> dict[str, str]:

@@ -5,6 +5,7 @@ find each other, share the batches, save and stop together as on many hosts.
 """
 
 import argparse
+import io
 import shutil
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
         help="e.g. -- bert-jax pretrain experiments/tiny.py",
     )
     args = parser.parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # not every terminal speaks UTF-8
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("name a COMMAND after --")

@@ -54,6 +54,16 @@ def test_each_process_has_its_place_and_its_share_of_the_cores():
     assert int(words[-3]) == max(len(os.sched_getaffinity(0)) // 2, 1)
 
 
+def test_a_reader_who_leaves_does_not_end_the_pod(tmp_path):
+    pod = f"{sys.executable} -m launch local_pod -- {sys.executable} -c"
+    code = "import time; [print(i, flush=True) or time.sleep(.1) for i in range(9)]; "
+    done = f"open('{tmp_path}/done', 'a').write('x')"
+    command = f'{pod} "{code}{done}" | head -1; echo ${{PIPESTATUS[0]}}'
+    shown = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=True)
+    assert shown.stdout.endswith(b"\n0\n"), shown.stderr
+    assert (tmp_path / "done").read_text() == "xx"
+
+
 def test_all_stopped_on_request_is_75():
     assert run("sys.exit(75)") == (75, [])
 
