@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import IO, TextIO
 
 from bert_jax import endings
@@ -34,7 +34,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
 _LIBRARY = "/lib/python"
 _ABSENT = re.compile(r"process (?P<who>[\d, ]+)(?: and \d+ more)? of \d+ did not arrive within")
-_TASK = re.compile(r"/task:(\d+)")
+_UNHEALTHY = "tasks are unhealthy (stopped sending heartbeats):"
 # C++ prints its stack after its reason.
 _NOISE = re.compile(r"^(    @ |\*\*\* |$)")
 
@@ -252,7 +252,7 @@ def _explain(first: _Member, members: Sequence[_Member], shape: Shape) -> list[s
         silent = [f"process {m.number} did not say where" for m in members if not _stood_at(m)]
         return [f"a hang: nothing was done for {shape.hang_after:g} seconds", *places, *silent]
     if _aborted(first) or first.code == endings.LOST:
-        return [_lost(first, members), *_last_lines(first)]
+        return [_lost(first, members)]
     if first.code == -signal.SIGTERM and len(alike) == len(members):
         return ["stopped before there was anything to save; run the same command again"]
     ended = (
@@ -268,17 +268,25 @@ def _explain(first: _Member, members: Sequence[_Member], shape: Shape) -> list[s
 
 def _lost(first: _Member, members: Sequence[_Member]) -> str:
     """Whom jax has missed, as the processes it has aborted say."""
-    said = "\n".join(line for member in members if _aborted(member) for line in member.tail)
-    if first.code == endings.LOST:
-        return f"process {first.number} lost another, and nothing says which"
-    if "RegisterTask" in said and "DEADLINE" in said:
-        return f"process {first.number} was aborted by jax: another never arrived"
-    tasks = sorted({int(number) for number in _TASK.findall(said)} - {first.number})
-    lost = [m for m in members if m.number in tasks and not _aborted(m)]
-    if lost:
-        names = ", ".join(str(member.number) for member in lost)
+    missed = {number for m in members if _aborted(m) for number in _silent(m.tail)}
+    if missed:
+        names = ", ".join(map(str, sorted(missed)))
         return f"process {names} was lost: it no longer answered, and jax aborted the others"
-    return f"process {first.number} was aborted by jax: it lost the coordinator, process 0"
+    if _aborted(first) and first.number:
+        return f"process {first.number} lost the coordinator, process 0, and jax aborted it"
+    return f"process {first.number} lost another, and nothing says which"
+
+
+def _silent(lines: Iterable[str]) -> list[int]:
+    """Numbers of the processes that a fatal log of jax calls unhealthy: each on a line."""
+    found: list[int] = []
+    listed = False
+    for line in lines:
+        if listed and line.strip().isdecimal():
+            found.append(int(line))
+        else:
+            listed = line.endswith(_UNHEALTHY)
+    return found
 
 
 def _stood_at(member: _Member) -> str:

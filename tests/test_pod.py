@@ -130,16 +130,26 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_what_is_lost_is_told_from_what_jax_prints():
-    """Its fatal log as jaxlib 0.10 writes it, of a peer that no longer sends heartbeats."""
-    log = (
-        "F1121 client.h:80] Terminating process because the JAX distributed service detected "
-        "fatal errors. absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped "
-        "sending heartbeats):\\n/job:jax_worker/replica:0/task:1"
-    )
+FATAL = (
+    "F1121 client.h:80] Terminating process because the JAX distributed service detected fatal "
+    "errors. This most likely indicates that another task died. absl::Status: UNAVAILABLE: "
+)
+
+
+def test_a_process_that_no_longer_answers_is_named():
+    """From jax's last words, as jaxlib 0.10.2 writes them."""
+    log = f"{FATAL}The following tasks are unhealthy (stopped sending heartbeats):\\n1\\nThe tasks"
     code, lines = run(f"(print('{log}', flush=True), os.abort()) if me != 1 else time.sleep(1000)")
     assert code == 134
-    assert "pod: process 1 was lost: it no longer answered, and jax aborted the others" in lines
+    last = "pod: process 1 was lost: it no longer answered, and jax aborted the others"
+    assert lines[-1] == last
+
+
+def test_the_loss_of_the_coordinator_is_named():
+    log = f"{FATAL}Socket closed"
+    code, lines = run(f"(print('{log}', flush=True), os.abort()) if me == 1 else time.sleep(1000)")
+    assert code == 134
+    assert lines[-1] == "pod: process 1 lost the coordinator, process 0, and jax aborted it"
 
 
 def test_a_launcher_that_is_not_there_is_refused():

@@ -157,7 +157,7 @@ def test_a_workdir_that_is_not_shared_is_named(text, tmp_path):
     (tmp_path / "1").mkdir()
     code, lines = pod(
         folder, "shared", 2, "none", "@chdir", tmp_path, "pretrain", file, "--workdir", "w",
-        flags=("--arrive-within", 4),
+        flags=("--arrive-within", 10),
     )  # fmt: skip
     assert code == 2
     assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
