@@ -36,7 +36,7 @@ _LIBRARY = "/lib/python"
 _ABSENT = re.compile(r"process (?P<who>[\d, ]+)(?: and \d+ more)? of \d+ did not arrive within")
 _UNHEALTHY = "tasks are unhealthy (stopped sending heartbeats):"
 # C++ prints its stack after its reason.
-_NOISE = re.compile(r"^(    @ |\*\*\* |$)")
+_NOISE = re.compile(r"^(    @ |\*\*\* |\[Gloo\] |$)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,8 +179,8 @@ class Peers:
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes with one line and one exit code."""
         line, code = endings.of_error(error)
-        if isinstance(error, jax.errors.JaxRuntimeError) and _LOST.search(str(error)):
-            reason = str(error).split("\n")[0][:200]
+        if isinstance(error, jax.errors.JaxRuntimeError) and (lost := _LOST.search(str(error))):
+            reason = str(error)[lost.start() :].split("\n")[0][:200]
             line = (
                 f"bert-jax: lost another process ({reason}); start all of them again, the run goes "
                 "on from its newest checkpoint"

@@ -198,6 +198,8 @@ def test_a_killed_process_is_named_and_ends_the_pod(victim, text, tmp_path):
         "--workdir", tmp_path / "w",
     )  # fmt: skip
     assert code == 128 + signal.SIGKILL
+    if victim == 1:
+        assert "process 0 (" in said(lines, 0)[0] and "lost another process" in said(lines, 0)[0]
     last = [line for line in lines if line.startswith("pod: ")]
     role = ", the coordinator," if victim == 0 else ""
     assert last[0] == (
