@@ -7,9 +7,9 @@ each, and tells all of them the same: to go on, or who is missing. A line of JSO
 import contextlib
 import json
 import os
-import select
 import socket
 import time
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from bert_jax.config import InputError
@@ -59,19 +59,20 @@ def answer(place: Place, limit: float) -> None:
 def _hear_all(place: Place, port: int, limit: float) -> None:
     deadline = time.monotonic() + limit
     here: dict[int, tuple[socket.socket, str]] = {}
+    refused: list[socket.socket] = []
     complaint = ""
     with _listen(place, port) as server:
         while len(here) < place.count - 1 and not complaint:
             waits = [server, *(connection for connection, _ in here.values())]
-            ready, _, _ = select.select(waits, [], [], max(deadline - time.monotonic(), 0))
+            ready = wait(waits, max(deadline - time.monotonic(), 0.0))
             # Having reported, a process is silent until it is answered: it has left.
             for number in [n for n, (connection, _) in here.items() if connection in ready]:
                 here.pop(number)[0].close()
             if server in ready:
-                complaint = _admit(server.accept()[0], place, here)
+                complaint = _admit(server.accept()[0], place, here, refused)
             elif time.monotonic() >= deadline:
                 complaint = _missing(place, here, limit)
-        for connection, _ in here.values():
+        for connection in (*refused, *(connection for connection, _ in here.values())):
             _send(connection, {"complaint": complaint})
             connection.close()
     if complaint:
@@ -99,7 +100,10 @@ def _listen(place: Place, port: int) -> socket.socket:
 
 
 def _admit(
-    connection: socket.socket, place: Place, here: dict[int, tuple[socket.socket, str]]
+    connection: socket.socket,
+    place: Place,
+    here: dict[int, tuple[socket.socket, str]],
+    refused: list[socket.socket],
 ) -> str:
     """Takes down who reports; returns a complaint about them, or ""."""
     said = _hear(connection, _HEAR)
@@ -107,16 +111,15 @@ def _admit(
     if type(number) is not int or type(count) is not int or not isinstance(host, str):
         connection.close()  # not one of ours
         return ""
-    twice = here.get(number, (None, socket.gethostname()))[1] if number in (0, *here) else None
-    if twice is None:
-        here[number] = (connection, host)
-    else:
-        here[-1 - number] = (connection, host)  # it is told, too
+    if number in here or number == 0:
+        refused.append(connection)
+        other = here[number][1] if number else socket.gethostname()
         return (
-            f"two processes are number {number} of {place.count} (on {twice} and {host}); give "
+            f"two processes are number {number} of {place.count} (on {other} and {host}); give "
             "each its own JAX_PROCESS_ID"
         )
-    if count != place.count or not 0 < number < place.count:
+    here[number] = (connection, host)
+    if count != place.count:
         return (
             f"process {number} ({host}) was told of {count} processes, process 0 "
             f"({socket.gethostname()}) of {place.count}; give all the same JAX_NUM_PROCESSES"

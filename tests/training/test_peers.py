@@ -115,6 +115,30 @@ def test_variables_that_do_not_fit_are_named(variables, message, monkeypatch):
         pass
 
 
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        (ConnectionError("no metadata server"), "this TPU \\(no metadata server\\); set JAX_COORD"),
+        (ValueError("coordinator_address should be defined."), None),
+    ],
+)
+def test_a_tpu_host_without_others_is_alone_and_one_that_cannot_ask_says_so(
+    refusal, message, monkeypatch
+):
+    def initialize(**_):
+        raise refusal
+
+    monkeypatch.delenv("JAX_NUM_PROCESSES", raising=False)
+    monkeypatch.setattr(peers, "_on_tpu_host", lambda: True)
+    monkeypatch.setattr(peers.jax.distributed, "initialize", initialize)
+    if message is None:
+        with peers.connected() as alone:
+            assert alone.count == 1
+    else:
+        with pytest.raises(InputError, match=message), peers.connected():
+            pass
+
+
 def test_without_variables_a_run_is_one_process(monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
