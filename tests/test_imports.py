@@ -22,6 +22,7 @@ ALLOWED = {
     "data": {"config", "workdir", "text"},
     "hardware": set(),
     "endings": {"section"},
+    "pod": {"endings"},
     "model": {"config"},
     "training": {
         "config",
