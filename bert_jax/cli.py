@@ -8,20 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from bert_jax import __version__, commands
-from bert_jax.commands import BAD_INPUT, FAILED, INTERRUPTED
+from bert_jax import __version__, commands, endings
 from bert_jax.config import InputError
 from bert_jax.conformance import command as conformance
 from bert_jax.section import printable
-
-_EXIT_CODES = """\
-exit codes:
-  0    finished
-  1    failure; of doctor: a problem was found; of conformance: a rule is broken
-  2    bad input or usage
-  75   stopped on request with the state saved; run again to go on
-  130  Ctrl-C before training, or a second one during it
-"""
 
 _USE_CACHE = ("prepare", "pretrain", "evaluate", "show", "report", "predict", "export", "doctor")
 
@@ -41,19 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = args.command(args)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        print("bert-jax: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         _drop_output()
-        return FAILED
-    except Exception as error:
-        if args.debug:
+        return endings.FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        if args.debug and isinstance(error, Exception):
             raise
         return _complain(error)
 
 
-def _complain(error: Exception) -> int:
+def _complain(error: BaseException) -> int:
     """Says in one line what is at fault; returns the exit code."""
     if isinstance(error, OSError):
         if error.filename is None and error.errno == errno.ENOSPC:
@@ -61,16 +48,9 @@ def _complain(error: Exception) -> int:
             _drop_output()
         if error.filename is not None:
             error = InputError(f"{error.filename}: {error.strerror}")
-    if isinstance(error, InputError):
-        print(f"bert-jax: {error}", file=sys.stderr)
-        return BAD_INPUT
-    message = printable(str(error).strip().split("\n")[0][:300])
-    print(
-        f"bert-jax: internal error: {type(error).__name__}: {message}; run again with --debug for "
-        "the traceback",
-        file=sys.stderr,
-    )
-    return FAILED
+    line, code = endings.of_error(error)
+    print(line, file=sys.stderr)
+    return code
 
 
 def _drop_output() -> None:
@@ -83,14 +63,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Leaves with exit code 2."""
-        self.exit(BAD_INPUT, f"bert-jax: {printable(message)}; see {self.prog} --help\n")
+        self.exit(endings.BAD_INPUT, f"bert-jax: {printable(message)}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="bert-jax",
         description="Plain text in, a pre-trained BERT out.",
-        epilog=_EXIT_CODES,
+        epilog=endings.EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--debug", action="store_true", help="show the tracebacks of errors")
@@ -103,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=what[0].lower() + what[1:].removesuffix("."),
             description=what,
-            epilog=_EXIT_CODES,
+            epilog=endings.EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(command=function, complain_usage=sub.error)

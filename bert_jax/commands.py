@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 
 from bert_jax.config import Experiment, InputError
 from bert_jax.conformance import command
+from bert_jax.endings import FAILED, FINISHED, STOPPED
 from bert_jax.section import printable
-
-FINISHED, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 
 
 def prepare(args: argparse.Namespace) -> int:

@@ -24,10 +24,13 @@ ALLOWED = {
     "text": {"config", "workdir"},
     "data": {"bucket", "config", "workdir", "text"},
     "hardware": set(),
+    "endings": {"section"},
+    "pod": {"endings"},
     "model": {"config"},
     "training": {
         "bucket",
         "config",
+        "endings",
         "resolve",
         "workdir",
         "hardware",

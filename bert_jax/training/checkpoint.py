@@ -126,7 +126,7 @@ class Checkpoints:
             with named_errors(self._folder):
                 self._checkpointer.close()
         finally:
-            if self._access == "write":
+            if self._access == "write" and jax.process_index() == 0:
                 self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
@@ -149,10 +149,15 @@ def _overhear_closed_loops(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that a step is made of."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
 def environment() -> dict[str, Any]:
     """What arithmetic depends on beside the run: equal environments give equal bits."""
     return {
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": versions(),
         "devices": [jax.devices()[0].device_kind, jax.device_count()],
         "processes": jax.process_count(),
         "cpu": _cpu_model(),

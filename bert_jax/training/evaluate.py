@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bert_jax.config import Data, Run
@@ -71,8 +70,8 @@ def evaluate(
     mesh: jax.sharding.Mesh,
 ) -> dict[str, float]:
     """Means over the held-out rows, the two baselines, and the standard error of NSP."""
-    sums = {name: jnp.zeros(2, jnp.float32) for name in losses.NAMES}
-    sums = jax.device_put(sums, mesh_lib.replicated(mesh))
+    sums = {name: np.zeros(2, np.float32) for name in losses.NAMES}
+    sums = feed.put(sums, mesh_lib.replicated(mesh))
     for batch in feed.place_all(held_out.batches, mesh_lib.batch_sharding(mesh)):
         sums = eval_step(params, sums, batch)
     found = metrics.means(metrics.fetch(sums))

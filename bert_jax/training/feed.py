@@ -6,6 +6,7 @@ need not know of it.
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import grain
 import jax
@@ -111,6 +112,22 @@ def place_all(batches: Sequence[Batch], sharding: NamedSharding) -> Iterator[dic
         size = len(batch["row_weights"])
         rows = local_rows(sharding, size)
         yield place({k: v[rows] for k, v in batch.items()}, rows, size, sharding)
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """Host arrays, the same on all processes, as global arrays.
+
+    Args:
+      tree: of NumPy arrays.
+      shardings: a tree of the same shape, or one sharding for all.
+    """
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+
+    def place_one(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    return jax.tree.map(place_one, tree, shardings)
 
 
 def _die_with_parent(index: int, count: int) -> None:

@@ -94,3 +94,13 @@ class Lines:
         lines = [line for line in self.read() if line["step"] <= step]
         if self._path.exists():
             write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+class NoLines(Lines):
+    """Takes lines and keeps none: one process of several writes."""
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Does nothing."""
+
+    def forget_after(self, step: int) -> None:
+        """Does nothing."""

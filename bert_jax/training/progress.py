@@ -39,6 +39,11 @@ class Progress:
         self._total = self._first = 0
         self._since = 0.0
 
+    @classmethod
+    def silent(cls) -> "Progress":
+        """Shows nothing: of several processes one speaks."""
+        return cls(Console(quiet=True))
+
     def say(self, line: str) -> None:
         """Shows a line."""
         self._console.print(Text(line), soft_wrap=True)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -20,15 +21,17 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.model import flops
 from bert_jax.training import evaluate as evaluate_lib
+from bert_jax.training import feed as feed_lib
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import metrics, step
+from bert_jax.training import metrics, step, watch
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.checkpoint import Checkpoints, environment
 from bert_jax.training.clock import Clock, Counts
 from bert_jax.training.feed import Feed
+from bert_jax.training.peers import Peers
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
-from bert_jax.training.signals import StopRequest
+from bert_jax.training.signals import Pulse, StopRequest
 from bert_jax.workdir import Workdir, write_atomic
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -53,7 +56,14 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
 
 
 class Trainer:
-    """One run on this machine's devices, from its newest checkpoint to its end."""
+    """One run on the devices of all its processes, from its newest checkpoint to its end.
+
+    Every process takes every step and reads every line's numbers, so that all decide alike; the
+    one that leads writes and speaks.
+
+    Raises:
+      InputError: a corpus that is not there, or another one than on process 0.
+    """
 
     def __init__(
         self,
@@ -63,13 +73,22 @@ class Trainer:
         progress: Progress,
         clock: Clock,
         origin: dict[str, Any] | None,
+        peers: Peers,
+        pulse: Pulse,
     ):
         self.experiment, self.workdir, self.mesh = experiment, workdir, mesh
         self.progress, self.clock, self.origin = progress, clock, origin
+        self.peers, self.pulse = peers, pulse
         self.prepared = Prepared.open(workdir.corpus)
-        self.metrics = metrics.Lines(workdir.metrics)
-        self.predictions = metrics.Lines(workdir.predictions)
-        self.timings = metrics.Lines(workdir.timings)
+        peers.require_same(
+            "corpus",
+            {"corpus.manifest": self.prepared.sha256[:16]},
+            "give all of them the corpus that one of them prepared",
+        )
+        lines = metrics.Lines if peers.leads else metrics.NoLines
+        self.metrics = lines(workdir.metrics)
+        self.predictions = lines(workdir.predictions)
+        self.timings = lines(workdir.timings)
         # Which weights the first step began with; "" for fresh ones.
         self.init_sha256 = ""
         self.held_out = self.prepared.held_out(experiment, self.mesh)
@@ -82,24 +101,34 @@ class Trainer:
         self.failed = ""  # why, once it has
         self.done = 0  # steps
 
-    def run(self, stop: StopRequest) -> Outcome:
-        """Trains; returns how it ended. The state is saved unless it failed."""
+    def run(self, stop: StopRequest, forget: Callable[[], None]) -> Outcome:
+        """Trains; returns how it ended. The state is saved unless it failed.
+
+        Args:
+          stop: a request to stop, entered.
+          forget: is called if several processes end without unwinding.
+        """
         total = self.experiment.total_steps
         with contextlib.ExitStack() as stack:
             keep = self.experiment.run.keep_checkpoints
             saved = stack.enter_context(Checkpoints(self.workdir.checkpoints, keep, "write"))
+            stack.enter_context(self.peers.at_once(forget))
+            stack.enter_context(mesh_lib.named_memory())
             state, window = self._start(saved)
             # Only now: a claim that was refused must not stand in the workdir.
-            write_atomic(self.workdir.experiment, resolve.to_json(self.experiment))
-            if self.origin is not None:
+            if self.peers.leads:
+                write_atomic(self.workdir.experiment, resolve.to_json(self.experiment))
+            if self.peers.leads and self.origin is not None:
                 write_atomic(self.workdir.origin, json.dumps(self.origin, indent=2) + "\n")
             if self.done == total:
                 return "finished"
             self._note("start", self._lap() | {"environment": environment()})
+            self.pulse.beat()
             try:
                 with self.progress.bar(self.done, total):
                     while self.done < total and not stop.requested and not self.failed:
                         state, window = self._phase(saved, state, window, stop)
+                self.pulse.rest()
                 with self.clock.waiting("checkpoint"):
                     if not self.failed and saved.latest_step != self.done:
                         self._save(saved, state, window)
@@ -133,6 +162,9 @@ class Trainer:
         # Times of lost steps are kept; a line cut off by a kill is not.
         self.timings.forget_after(experiment.total_steps)
         done = saved.latest_step
+        self.peers.require_same(
+            "newest checkpoint", {"newest": str(done)}, "wait until all see the same files"
+        )
         if done is None:
             self.metrics.forget_after(-1)
             self.predictions.forget_after(-1)
@@ -155,7 +187,7 @@ class Trainer:
         self.metrics.forget_after(done)
         self.predictions.forget_after(done)
         window = {k: np.array(v, np.float32) for k, v in metadata["window"].items()}
-        window = jax.device_put(window, mesh_lib.replicated(self.mesh))
+        window = feed_lib.put(window, mesh_lib.replicated(self.mesh))
         self.progress.say(f"resume: from step {done}")
         self.done = done
         return state, window
@@ -168,13 +200,16 @@ class Trainer:
         where = self.experiment.init_from
         base_lib.require_same_tokenizer(base, self.prepared.tokenizer, where)
         self.init_sha256 = base.sha256
+        self.peers.require_same(
+            "init_from", {"weights": base.sha256[:16]}, f"give all of them the same {where}"
+        )
         fresh = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
         kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
         self.progress.say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{fresh}")
-        state = state | {"params": jax.device_put(base.params, shardings["params"])}
+        state = state | {"params": feed_lib.put(base.params, shardings["params"])}
         if base.moments is not None:
             trees = (base.moments.mean, base.moments.square)
-            placed = (jax.device_put(tree, shardings["params"]) for tree in trees)
+            placed = (feed_lib.put(tree, shardings["params"]) for tree in trees)
             state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *placed)
         return state
 
@@ -223,6 +258,8 @@ class Trainer:
                 self.done += 1
                 self.clock.count(tokens, operations)
                 window = self._after_step(saved, state, window)
+                self.pulse.beat()
+                stop.after_step(self.done)
         self._write_pending()
         return state, window
 
@@ -284,8 +321,10 @@ class Trainer:
             return
         line = {"step": self.done, "kind": "evaluation", **found}
         self.metrics.append(line)
-        said = self.watched.predict(state["params"])
-        self.predictions.append({"step": self.done, "kind": "predictions", "sentences": said})
+        params = watch.on_one_device(state["params"], self.mesh)
+        if self.peers.leads:
+            said = self.watched.predict(params)
+            self.predictions.append({"step": self.done, "kind": "predictions", "sentences": said})
         self.progress.say(f"step {self.done}: {evaluate_lib.summary(line)}")
 
     def _save(self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]) -> None:

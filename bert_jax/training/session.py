@@ -5,24 +5,30 @@ import ctypes
 import hashlib
 import json
 import os
+import pathlib
+import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
 from etils import epath
 
+import bert_jax
 from bert_jax import base as base_lib
 from bert_jax import hardware, resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.data import corpus
 from bert_jax.training import evaluate, metrics, runner
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.checkpoint import Checkpoints, environment
+from bert_jax.training import peers as peers_lib
+from bert_jax.training.checkpoint import Checkpoints, environment, versions
 from bert_jax.training.clock import Clock
+from bert_jax.training.peers import Peers
+from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
-from bert_jax.training.signals import StopRequest
+from bert_jax.training.signals import Pulse, StopRequest
 from bert_jax.workdir import Workdir, cache_folder, lock
 
 # M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
@@ -54,24 +60,44 @@ def pretrain(
     Raises:
       InputError: bad settings, bad text, or a workdir of another run.
     """
+    with peers_lib.connected() as peers:
+        if not peers.leads:
+            progress = Progress.silent()
+        peers.require_same(
+            "settings", _facts(experiment, length), "start all of them with the same command"
+        )
+        return _pretrain(experiment, workdir, length, progress, origin, peers)
+
+
+def _pretrain(
+    experiment: Experiment,
+    workdir: Workdir,
+    length: Literal["keep", "extend"],
+    progress: Progress,
+    origin: dict[str, Any] | None,
+    peers: Peers,
+) -> runner.Outcome:
+    pulse = Pulse()
+    pulse.beat()
     mesh = mesh_lib.make_mesh(experiment.mesh)
     runner.require_runnable(experiment, mesh)
     _keep_freed_memory()
     _keep_compiled_programs()
     clock = Clock(hardware.peak_flops(experiment.model.compute_dtype))
-    workdir.require_ours()
-    if not workdir.checkpoints.exists():
-        base_lib.start_of(experiment)  # before a corpus is made for weights that do not fit
-    with lock(workdir.root), _nothing_without_checkpoint(workdir):
+    with _held(experiment, workdir, peers) as forget:
+        peers.require_shared(workdir.root)
         _require_same_claim(experiment, workdir, length, progress)
         # A signal ends this at once: a corpus half made is made anew.
+        pulse.rest()
         with clock.waiting("prepare"):
-            corpus.prepare(
-                experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say
+            peers.first("prepare", lambda: _prepare(experiment, workdir, progress, peers))
+        pulse.beat()
+        with StopRequest.of(peers) as stop:
+            trainer = runner.Trainer(
+                experiment, workdir, mesh, progress, clock, origin, peers, pulse
             )
-        with StopRequest() as stop, mesh_lib.named_memory():
-            trainer = runner.Trainer(experiment, workdir, mesh, progress, clock, origin)
-            outcome = trainer.run(stop)
+            outcome = trainer.run(stop, forget)
+    pulse.rest()
     if outcome == "failed":
         progress.say(f"failed: {trainer.failed}")
         return outcome
@@ -88,24 +114,66 @@ def pretrain(
     return outcome
 
 
+def _prepare(experiment: Experiment, workdir: Workdir, progress: Progress, peers: Peers) -> None:
+    """Makes the corpus, or finds it, with all that processes would else make at the same time."""
+    corpus.prepare(experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say)
+    if peers.count == 1:
+        return
+    prepared = Prepared.open(workdir.corpus)
+    corpus.open_stream(workdir.corpus, "validation")
+    for phase in range(len(experiment.phases)):
+        prepared.train_batches(experiment, phase)
+
+
+def _facts(experiment: Experiment, length: str) -> dict[str, str]:
+    """What all processes must have alike, by name."""
+    code = hashlib.sha256()
+    folder = pathlib.Path(bert_jax.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        code.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return {
+        **{name: repr(value) for name, value in resolve.flatten(experiment)},
+        **versions(),
+        "python": platform.python_version(),
+        "code of bert_jax": code.hexdigest()[:12],
+        "length": length,
+    }
+
+
 @contextlib.contextmanager
-def _nothing_without_checkpoint(workdir: Workdir) -> Iterator[None]:
-    """A run that is refused before its first checkpoint leaves none of the files it began."""
-    files = (
-        workdir.experiment,
-        workdir.origin,
-        workdir.metrics,
-        workdir.predictions,
-        workdir.timings,
-    )
-    begun = [path for path in files if not path.exists()]
-    try:
-        yield
-    except InputError:
-        if not workdir.checkpoints.exists():
-            for path in begun:
-                path.unlink(missing_ok=True)
-        raise
+def _held(experiment: Experiment, workdir: Workdir, peers: Peers) -> Iterator[Callable[[], None]]:
+    """The workdir, held by process 0 for all; gives what makes it forget a run hardly begun.
+
+    A run that is refused before its first checkpoint leaves none of the files it began.
+    """
+    if not peers.leads:
+        yield lambda: None
+        return
+    workdir.require_ours()
+    if not workdir.checkpoints.exists():
+        base_lib.start_of(experiment)  # before a corpus is made for weights that do not fit
+    with lock(workdir.root):
+        files = (
+            workdir.experiment,
+            workdir.origin,
+            workdir.metrics,
+            workdir.predictions,
+            workdir.timings,
+        )
+        begun = [path for path in files if not path.exists()]
+
+        def forget() -> None:
+            with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
+                workdir.checkpoints.rmdir()
+            if not workdir.checkpoints.exists():
+                for path in begun:
+                    path.unlink(missing_ok=True)
+
+        try:
+            yield forget
+        except InputError:
+            forget()
+            raise
 
 
 def _keep_freed_memory() -> None:

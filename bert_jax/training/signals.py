@@ -1,11 +1,16 @@
-"""Requests to stop: SIGTERM and Ctrl-C end the run at the next step, with the state saved."""
+"""Requests to stop, which end the run after a step, with the state saved; and hangs."""
 
+import faulthandler
 import os
 import signal
 from types import FrameType
 
-# A second Ctrl-C does not wait.
-IMPATIENT = 130
+from jax.experimental import multihost_utils
+
+from bert_jax.endings import INTERRUPTED
+from bert_jax.training import peers as peers_lib
+from bert_jax.training.peers import Peers
+
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -17,10 +22,18 @@ class StopRequest:
         self._interrupts = 0
         self._before: dict[int, object] = {}
 
+    @classmethod
+    def of(cls, peers: Peers) -> "StopRequest":
+        """Of one process, or of several that stop together."""
+        return cls() if peers.count == 1 else SharedStopRequest()
+
     def __enter__(self) -> "StopRequest":
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._handle)
         return self
+
+    def after_step(self, done: int) -> None:
+        """Is called after each step, on all processes alike."""
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -33,7 +46,50 @@ class StopRequest:
             if self._interrupts > 1:
                 if os.isatty(1):
                     os.write(1, _SHOW_CURSOR)  # the progress bar hides it
-                os._exit(IMPATIENT)
+                os._exit(INTERRUPTED)
+        self._request()
+
+    def _request(self) -> None:
         if not self.requested:
             os.write(2, b"stopping after this step; Ctrl-C again leaves at once, unsaved\n")
         self.requested = True
+
+
+class SharedStopRequest(StopRequest):
+    """As StopRequest, for several processes: a signal to one stops all after the same step.
+
+    jax hears SIGTERM and finds a step that none has done yet; SIGINT is turned into it.
+    """
+
+    def __enter__(self) -> "StopRequest":
+        peers_lib.notice_sigterm()
+        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def after_step(self, done: int) -> None:
+        """Is called after each step, on all processes alike."""
+        self.requested |= multihost_utils.reached_preemption_sync_point(done)
+
+    def _request(self) -> None:
+        os.write(2, b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Pulse:
+    """Ends the process with the stacks of its threads when it has not beaten for too long.
+
+    For how long is said by BERT_JAX_HANG_AFTER, in seconds; unless it is set, nothing happens.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = peers_lib.seconds("BERT_JAX_HANG_AFTER")
+
+    def beat(self) -> None:
+        """Something was done; the next beat is due."""
+        if self._seconds is not None:
+            faulthandler.dump_traceback_later(self._seconds, exit=True)
+
+    def rest(self) -> None:
+        """What comes now may take any time."""
+        if self._seconds is not None:
+            faulthandler.cancel_dump_traceback_later()

@@ -6,10 +6,13 @@ A loss says how much is learned; these say what.
 import dataclasses
 from typing import Any
 
+import jax
+
 from bert_jax.config import InputError, Model
 from bert_jax.data.stream import Stream
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.text.vocabulary import MASK
+from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.predictor import Predictor
 
 # Sentences taken from held-out documents where the experiment names none, and their lengths.
@@ -53,6 +56,9 @@ class Watched:
     def predict(self, params: Any) -> list[dict[str, Any]]:
         """What the model says of each sentence.
 
+        Args:
+          params: on one device, as `on_one_device` gives them.
+
         Returns:
           For each: `text`; `masks`, the likeliest pieces of each [MASK]; and if it is known what
           stood there, `truth`, that piece, and `truth_probability`.
@@ -81,6 +87,13 @@ class Watched:
                 f"{model.max_position_embeddings} at most"
             )
         return Sentence(ids, text, None)
+
+
+def on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:
+    """The parameters, whole on a device of this process; all processes take part."""
+    if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
+        params = jax.jit(lambda tree: tree, out_shardings=mesh_lib.replicated(mesh))(params)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), params)
 
 
 def held_out_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -> list[Sentence]:

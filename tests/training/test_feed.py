@@ -32,6 +32,38 @@ def test_global_batches_are_the_same_on_1_2_and_4_devices():
         assert digest(global_batches(devices, 0, 5)) == expected
 
 
+@pytest.mark.parametrize("cut", ["ranges", "interleaved"])
+def test_global_batches_are_the_same_on_1_2_4_and_8_processes(cut):
+    """Each makes its rows by itself, on the host; hosts of a torus do not hold one range."""
+    whole = samples.train_batches()
+    expected = digest(whole.batch(step, np.arange(8)) for step in range(5))
+    for processes in (1, 2, 4, 8):
+        rows = np.arange(8).reshape(processes, -1)
+        if cut == "interleaved":
+            rows = np.arange(8).reshape(-1, processes).T
+        own = [samples.train_batches() for _ in rows]
+        order = np.argsort(np.concatenate(rows))
+        batches = []
+        for step in range(5):
+            parts = [engine.batch(step, held) for engine, held in zip(own, rows, strict=True)]
+            batches.append({k: np.concatenate([p[k] for p in parts])[order] for k in parts[0]})
+        assert digest(batches) == expected
+
+
+def test_the_rows_of_a_process_are_those_of_its_devices():
+    """Of a mesh whose devices lie in another order, one process holding every other of them."""
+    devices = [jax.devices()[i] for i in (2, 0, 3, 1)]
+    mesh = jax.sharding.Mesh(np.array(devices), ("data_0",))
+    sharding = mesh_lib.batch_sharding(mesh)
+    held = sharding.devices_indices_map((8,))
+
+    class OfOneProcess:
+        def addressable_devices_indices_map(self, shape):
+            return {device: held[device] for device in (devices[0], devices[2])}
+
+    assert feed.local_rows(OfOneProcess(), 8).tolist() == [0, 1, 4, 5]
+
+
 def test_the_feed_starts_at_any_step():
     assert digest(global_batches(2, 3, 6)) == digest(global_batches(2, 0, 6))[3:]
 

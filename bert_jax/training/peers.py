@@ -1,0 +1,378 @@
+"""The processes of one run: how they find each other, agree on what they do, and end together.
+
+On the hosts of a TPU pod jax knows where the others are. Elsewhere three variables say it, the same
+on all but for the number: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
+JAX_PROCESS_ID. Without them a run is one process.
+
+What processes tell each other goes through the key-value store of jax's coordinator. An error in
+one ends all of them with its line and its exit code. A process that dies without a word is noticed
+by jax, which then aborts the others (exit code 134).
+"""
+
+import contextlib
+import glob
+import importlib.util
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import jax
+from etils import epath
+
+from bert_jax import endings
+from bert_jax.config import InputError
+from bert_jax.training import roll_call
+from bert_jax.training.roll_call import Place
+from bert_jax.workdir import write_atomic
+
+# Seconds to wait for the others at the start, unless BERT_JAX_ARRIVE_WITHIN says otherwise.
+_ARRIVE = 300.0
+# Seconds that a process which could clean up is given to, and that process 0 waits for the others
+# to have read why it ends.
+_UNWIND, _READ = 10.0, 3.0
+_SLICE = 1_000  # milliseconds between looks at whether another has failed
+_DAY = 86_400_000
+# How computations say that another process, or its coordinator, has gone.
+_LOST = re.compile(r"Gloo|NCCL|Connection (closed|reset)|Socket closed|UNAVAILABLE|heartbeat")
+_FEW = 4  # differences that are named
+
+
+class Peers:
+    """This process among those of its run.
+
+    Attributes:
+      number: of this process, from 0.
+      count: of processes.
+    """
+
+    def __init__(self, number: int, count: int, store: Any, limit: float):
+        self.number, self.count = number, count
+        self._store, self._limit = store, limit
+        self._me = f"process {number} ({socket.gethostname()})"
+        self._failure: dict[str, Any] | None = None
+        self._unwind = _UNWIND
+        self._ending = threading.Lock()
+        self._clean: Callable[[], None] = lambda: None
+        if count > 1:
+            threading.Thread(target=self._overhear, name="peers", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0: the one that writes."""
+        return self.number == 0
+
+    def agree(self, what: str, complaint: str) -> None:
+        """Goes on when all processes have come here, each without a complaint ("").
+
+        Args:
+          what: names the place; each is come to once.
+          complaint: of this process.
+
+        Raises:
+          InputError: the complaint of the first process that has one, on all of them; or one has
+            not come in time.
+        """
+        if self.count == 1:
+            if complaint:
+                raise InputError(complaint)
+            return
+        self._tell(f"{what}/{self.number}", complaint)
+        if self.leads:
+            deadline = time.monotonic() + 2 * self._limit  # they may have waited for us as long
+            said = [
+                self._ask(f"{what}/{i}", deadline - time.monotonic(), i) for i in range(self.count)
+            ]
+            self._tell(f"{what}/verdict", next(filter(None, said), ""))
+        verdict = self._ask(f"{what}/verdict", 3 * self._limit, 0)
+        if verdict:
+            raise _Agreed(verdict)
+
+    def require_same(self, what: str, facts: Mapping[str, str], remedy: str) -> None:
+        """Raises InputError on all processes if one has other facts than process 0.
+
+        Args:
+          what: names the place.
+          facts: of this process, by name.
+          remedy: what to do about a difference.
+        """
+        if self.count == 1:
+            return
+        if self.leads:
+            self._tell(f"{what}/facts", json.dumps([self._me, dict(facts)]))
+        leader, theirs = json.loads(self._ask(f"{what}/facts", self._limit, 0))
+        changed = [
+            f"{name}={facts.get(name, 'nothing')} and there {theirs.get(name, 'nothing')}"
+            for name in sorted(facts.keys() | theirs.keys())
+            if facts.get(name) != theirs.get(name)
+        ]
+        more = f" and {len(changed) - _FEW} more" if len(changed) > _FEW else ""
+        self.agree(
+            what,
+            f"{self._me} differs from {leader}: {'; '.join(changed[:_FEW])}{more}; {remedy}"
+            if changed
+            else "",
+        )
+
+    def require_shared(self, folder: epath.Path) -> None:
+        """Raises InputError on all processes if one does not see the folder of process 0.
+
+        Args:
+          folder: there is one of this name on process 0.
+        """
+        if self.count == 1:
+            return
+        if self.leads:
+            self._tell("workdir/token", os.urandom(8).hex())
+        token = folder / f".token.{self._ask('workdir/token', self._limit, 0)}.tmp"
+        try:
+            if self.leads:
+                write_atomic(token, "")
+            deadline = time.monotonic() + self._limit
+            while not (seen := token.exists()) and time.monotonic() < deadline:
+                time.sleep(0.1)  # a shared disk may show new files late
+            self.agree(
+                "workdir",
+                ""
+                if seen
+                else f"{self._me} does not see what process 0 writes in {folder}; name a --workdir "
+                "on a disk that all of them share",
+            )
+        finally:
+            if self.leads:
+                token.unlink(missing_ok=True)
+
+    def first(self, what: str, work: Callable[[], None]) -> None:
+        """Process 0 does the work while the others wait, as long as it takes."""
+        if self.leads:
+            work()
+            if self.count > 1:
+                self._tell(f"{what}/done", "")
+        else:
+            self._ask(f"{what}/done", None, 0)
+
+    @contextlib.contextmanager
+    def at_once(self, clean: Callable[[], None]) -> Iterator[None]:
+        """From here on a failure anywhere ends all processes without unwinding.
+
+        Several are in the middle of a computation that each waits in for the others, and would
+        wait for ever.
+
+        Args:
+          clean: is called before the end.
+        """
+        self._clean, self._unwind = clean, 0.0
+        try:
+            yield
+        except BaseException as error:
+            if self.count > 1:
+                self.fail(error)
+            raise
+        self._unwind = _UNWIND
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends all processes with one line and one exit code."""
+        line, code = endings.of_error(error)
+        if isinstance(error, jax.errors.JaxRuntimeError) and (lost := _LOST.search(str(error))):
+            reason = str(error)[lost.start() :].split("\n")[0][:200]
+            line = (
+                f"bert-jax: lost another process ({reason}); start all of them again, the run goes "
+                "on from its newest checkpoint"
+            )
+            code = endings.LOST
+        elif not isinstance(error, InputError | KeyboardInterrupt) and self._failure is None:
+            traceback.print_exception(error)
+        if not isinstance(error, _Agreed):
+            line = line.replace("bert-jax: ", f"bert-jax: {self._me}: ", 1)
+        failure = {"line": line, "code": code}
+        try:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
+                self._tell("failure", json.dumps(failure))
+            failure = json.loads(self._ask_once("failure", _DAY))
+        except jax.errors.JaxRuntimeError:
+            pass  # the coordinator is lost, too
+        self._end(failure)
+
+    def close(self) -> None:
+        """Waits until all are here."""
+        if self.count > 1:
+            self.agree("end", "")
+            if self.leads:
+                self._tell("failure", "null")
+
+    # --- the store ------------------------------------------------------------------------------
+
+    def _tell(self, key: str, value: str) -> None:
+        self._store.key_value_set(f"bert_jax/{key}", value)
+
+    def _ask_once(self, key: str, milliseconds: int) -> str:
+        return self._store.blocking_key_value_get(f"bert_jax/{key}", milliseconds)
+
+    def _ask(self, key: str, limit: float | None, whose: int) -> str:
+        """What process `whose` told; raises InputError if it has not within `limit` seconds."""
+        deadline = None if limit is None else time.monotonic() + limit
+        while True:
+            try:
+                return self._ask_once(key, _SLICE)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if self._failure is not None:
+                raise _Agreed(self._failure["line"])
+            if deadline is not None and time.monotonic() > deadline:
+                raise InputError(
+                    f"process {whose} has not come to {key.split('/')[0]!r} within {limit:g} "
+                    "seconds; see why in its own output, and start all of them again"
+                )
+
+    def _overhear(self) -> None:
+        """Waits for a failure of any process, and sees to it that this one ends."""
+        said = None
+        while said is None:
+            try:
+                said = self._ask_once("failure", _DAY)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    return  # the coordinator is lost; jax ends this process
+        self._failure = json.loads(said)
+        if self._failure is not None:
+            time.sleep(self._unwind)
+            self._end(self._failure)
+
+    def _end(self, failure: dict[str, Any]) -> NoReturn:
+        """Says why and leaves, process 0 last: the others read from it."""
+        self._ending.acquire()  # one of the two threads that may come here; never given back
+        print(failure["line"], file=sys.stderr, flush=True)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if self.leads:
+                deadline = time.monotonic() + _READ
+                for number in range(1, self.count):
+                    left = max(deadline - time.monotonic(), 0.0)
+                    self._ask_once(f"left/{number}", round(left * 1000) + 1)
+                time.sleep(0.2)  # for the last of them to be gone
+            else:
+                self._tell(f"left/{self.number}", "")
+        with contextlib.suppress(Exception):
+            self._clean()  # last: the other thread may write until the end
+        sys.stdout.flush()
+        os._exit(failure["code"])
+
+
+class _Agreed(InputError):
+    """What all processes say alike."""
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[Peers]:
+    """The processes of this run, connected while entered. To be entered before jax has devices.
+
+    Raises:
+      InputError: variables that do not fit, or a process that does not arrive.
+    """
+    peers = _connect()
+    try:
+        yield peers
+        peers.close()
+    except BaseException as error:
+        if peers.count > 1:
+            peers.fail(error)
+        raise
+
+
+def _connect() -> Peers:
+    limit = seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVE
+    place = _place()
+    # jax's notice of SIGTERM takes the signal over: only once there is something to save.
+    jax.config.update("jax_enable_preemption_service", False)
+    if place is not None:
+        roll_call.answer(place, limit)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            place.address, place.count, place.number, initialization_timeout=round(limit)
+        )
+    elif not (_on_tpu_host() and _found_by_jax(limit)):
+        return Peers(0, 1, None, limit)
+    state = _state()  # to ask jax would start its devices
+    return Peers(state.process_id, state.num_processes, state.client, limit)
+
+
+def _place() -> Place | None:
+    """This process's place as the environment says it; None if it says nothing."""
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
+    given = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if not given or given.get(names[2]) == "1":
+        return None
+    if len(given) < len(names):
+        missing = ", ".join(name for name in names if name not in given)
+        raise InputError(f"{', '.join(given)}: set without {missing}; set all three or none")
+    for name in names[1:]:
+        if not given[name].isdecimal():
+            raise InputError(f"{name}={given[name]}: must be a whole number")
+    number, count = int(given[names[1]]), int(given[names[2]])
+    if number >= count:
+        raise InputError(f"JAX_PROCESS_ID={number}: must be below JAX_NUM_PROCESSES={count}")
+    return Place(given[names[0]], number, count)
+
+
+def seconds(name: str) -> float | None:
+    """Seconds from the environment; None if the variable is not set.
+
+    Raises:
+      InputError: not a positive number.
+    """
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise InputError(f"{name}={text}: must be a number of seconds")
+    return value
+
+
+def _on_tpu_host() -> bool:
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    return (
+        os.environ.get("JAX_NUM_PROCESSES") != "1"
+        and (not platforms or "tpu" in platforms)
+        and importlib.util.find_spec("libtpu") is not None
+        and bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*"))
+    )
+
+
+def _found_by_jax(limit: float) -> bool:
+    """Whether jax finds itself on a host of a TPU pod; then it is connected."""
+    try:
+        jax.distributed.initialize(initialization_timeout=round(limit))
+    except ValueError as error:
+        if "should be defined" in str(error) or "must be defined" in str(error):
+            return False  # a TPU, and nothing that tells of others
+        raise
+    except Exception as error:
+        reason = str(error).split("\n")[0][:200]
+        raise InputError(
+            f"jax cannot find the other hosts of this TPU ({reason}); set JAX_COORDINATOR_ADDRESS, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or JAX_NUM_PROCESSES=1 for this host alone"
+        ) from error
+    return True
+
+
+def notice_sigterm() -> None:
+    """Hands SIGTERM over to jax, which tells all processes at which step to stop."""
+    jax.config.update("jax_enable_preemption_service", True)
+    _state().initialize_preemption_sync_manager()
+
+
+def _state() -> Any:
+    """The coordinator's client; jax has no public name for it."""
+    from jax._src import distributed
+
+    return distributed.global_state

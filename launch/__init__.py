@@ -1,0 +1,1 @@
+"""How a command becomes processes on machines: `python -m launch NAME`."""

@@ -1,0 +1,69 @@
+"""`pod_member.py FOLDER WHO STEP WHAT ARGS...`: `bert-jax ARGS` that notes down its rows.
+
+Before step STEP process WHO does WHAT: `hang`, `fail`, or gets the signal of that name; `none` is
+nothing; `absent` never comes at all. Each process writes a line (step, row, hash of all that the
+row holds) for each row of its devices to FOLDER. In ARGS $JAX_PROCESS_ID is the process's number,
+and `@chdir F` leads the command to run in F/NUMBER: as hosts have disks of their own.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+
+from bert_jax import cli
+from bert_jax.config import InputError
+from bert_jax.training import step
+
+FOLDER, WHO, STEP, WHAT = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+ME = int(os.environ.get("JAX_PROCESS_ID", "0"))
+make_train_step = step.make_train_step
+
+
+def rows_of(batch):
+    """(row, hash) of the rows that lie on this process's devices."""
+    names = sorted(batch)
+    for shards in zip(*(batch[name].addressable_shards for name in names), strict=True):
+        arrays = dict(zip(names, (np.asarray(shard.data) for shard in shards), strict=True))
+        for i, row in enumerate(arrays["rows"].tolist()):
+            held = b"".join(arrays[name][i].tobytes() for name in names)
+            yield row, hashlib.sha256(held).hexdigest()
+
+
+def make_noting(*args):
+    train_step = make_train_step(*args)
+
+    def noting(state, window, batch, key):
+        now = int(state["step"])
+        if WHAT != "none" and now == STEP and ME == WHO:
+            if WHAT == "hang":
+                time.sleep(1000)
+            if WHAT == "fail":
+                raise InputError("no such row")
+            os.kill(os.getpid(), getattr(signal, WHAT))
+        if WHAT != "none" and now >= STEP:
+            time.sleep(0.2)  # jax takes a second to hear a signal
+        with open(FOLDER / f"rows-{jax.process_count()}-{ME}.jsonl", "a") as file:
+            for row, sha in rows_of(batch):
+                file.write(json.dumps([now, row, sha]) + "\n")
+        return train_step(state, window, batch, key)
+
+    return noting
+
+
+FOLDER.mkdir(exist_ok=True, parents=True)
+step.make_train_step = make_noting
+if WHAT == "absent" and ME == WHO:
+    print("on my way", flush=True)
+    time.sleep(1000)
+args = [os.path.expandvars(arg) for arg in sys.argv[5:]]
+if args[0] == "@chdir":
+    os.chdir(pathlib.Path(args[1]) / str(ME))
+    args = args[2:]
+sys.exit(cli.main(args))

@@ -1,0 +1,149 @@
+"""Who is there, before anything is computed; without jax."""
+
+import concurrent.futures
+import json
+import socket
+import time
+
+import pytest
+
+from bert_jax.config import InputError
+from bert_jax.training import peers, roll_call
+from bert_jax.training.roll_call import Place
+
+
+@pytest.fixture
+def address(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def call(*places: Place, limit: float = 20.0) -> list[str]:
+    """What each process is told; "" to go on."""
+
+    def one(place: Place) -> str:
+        try:
+            roll_call.answer(place, limit)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(one, places))
+
+
+def test_all_go_on_once_all_have_come(address):
+    assert call(*(Place(address, number, 5) for number in range(5))) == [""] * 5
+
+
+def test_the_missing_are_named_to_all_the_others(address):
+    told = call(*(Place(address, number, 6) for number in (0, 2, 5)), limit=2.0)
+    assert len(set(told)) == 1
+    assert told[0].startswith("process 1, 3, 4 of 6 did not arrive within 2 seconds")
+
+
+def test_a_number_given_twice_is_named_to_all(address):
+    told = call(Place(address, 0, 4), Place(address, 1, 4), Place(address, 1, 4))
+    assert len(set(told)) == 1
+    assert told[0].startswith("two processes are number 1 of 4 (on ")
+
+
+def test_two_first_processes_are_told_apart(address):
+    told = call(Place(address, 0, 2), Place(address, 0, 2), limit=2.0)
+    assert any("cannot listen there" in line for line in told)
+
+
+def test_another_count_is_named_to_all(address):
+    told = call(Place(address, 0, 3), Place(address, 1, 2))
+    assert len(set(told)) == 1 and "was told of 2 processes, process 0 (" in told[0]
+
+
+def test_a_process_alone_says_where_it_looked(address):
+    told = call(Place(address, 1, 2), limit=0.5)
+    assert f"JAX_COORDINATOR_ADDRESS={address}: process 0 did not answer there" in told[0]
+
+
+def test_a_process_that_left_again_is_missing(address):
+    me = {"number": 1, "count": 3, "host": "gone"}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(call, Place(address, 0, 3), limit=4.0)
+        knock(address, json.dumps(me).encode() + b"\n")
+        time.sleep(0.5)
+        two = call(Place(address, 2, 3), limit=4.0)
+        assert two == zero.result() and "process 1 of 3 did not arrive" in two[0]
+
+
+def knock(address: str, said: bytes) -> None:
+    """Says something to process 0, once it listens, and leaves."""
+    host, port = address.split(":")
+    while True:
+        try:
+            with socket.create_connection((host, int(port)), timeout=1) as line:
+                line.sendall(said)
+            return
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\xff\n", b"{}\n"])
+def test_strangers_who_knock_are_sent_away(said, address):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        both = pool.submit(call, Place(address, 0, 2), limit=20.0)
+        knock(address, said)
+        assert call(Place(address, 1, 2)) == [""]
+        assert both.result() == [""]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, "set without JAX_PROCESS_ID, JAX_NUM_PROCESSES"),
+        ({"JAX_NUM_PROCESSES": "2"}, "set without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID"),
+        ({"ADDRESS": "h:1", "JAX_PROCESS_ID": "x", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID=x"),
+        ({"ADDRESS": "h:1", "JAX_PROCESS_ID": "2", "JAX_NUM_PROCESSES": "2"}, "must be below"),
+        ({"ADDRESS": "h", "JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"}, "as host:port"),
+        ({"BERT_JAX_ARRIVE_WITHIN": "soon"}, "BERT_JAX_ARRIVE_WITHIN=soon"),
+    ],
+)
+def test_variables_that_do_not_fit_are_named(variables, message, monkeypatch):
+    for name, value in variables.items():
+        name = "JAX_COORDINATOR_ADDRESS" if name == "ADDRESS" else name
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=message), peers.connected():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        (ConnectionError("no metadata server"), "this TPU \\(no metadata server\\); set JAX_COORD"),
+        (ValueError("coordinator_address should be defined."), None),
+    ],
+)
+def test_a_tpu_host_without_others_is_alone_and_one_that_cannot_ask_says_so(
+    refusal, message, monkeypatch
+):
+    def initialize(**_):
+        raise refusal
+
+    monkeypatch.delenv("JAX_NUM_PROCESSES", raising=False)
+    monkeypatch.setattr(peers, "_on_tpu_host", lambda: True)
+    monkeypatch.setattr(peers.jax.distributed, "initialize", initialize)
+    if message is None:
+        with peers.connected() as alone:
+            assert alone.count == 1
+    else:
+        with pytest.raises(InputError, match=message), peers.connected():
+            pass
+
+
+def test_without_variables_a_run_is_one_process(monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+    with peers.connected() as alone:
+        assert (alone.number, alone.count, alone.leads) == (0, 1, True)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+    with peers.connected() as alone:
+        assert alone.count == 1

@@ -1,0 +1,231 @@
+"""Several processes are one run: they train as one, stop together, and end with one reason."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from small_run import EXPERIMENT, settings, write_text
+
+ROOT = pathlib.Path(__file__).parents[2]
+MEMBER = pathlib.Path(__file__).parent / "pod_member.py"
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder with text, its corpus, an experiment of one phase, and that run in one process."""
+    folder = tmp_path_factory.mktemp("pod")
+    file = write_text(folder)
+    one_phase = EXPERIMENT.replace("steps=14", f"steps={STEPS}").splitlines()
+    one_phase = [line for line in one_phase if "sequence_length=24" not in line]
+    file.write_text("\n".join(one_phase).replace("{folder}", str(folder)))
+    done = start(folder, "one", "none", "pretrain", file, "--workdir", folder / "one").wait()
+    assert done == 0
+    return folder, file
+
+
+def environment() -> dict[str, str]:
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"
+    return os.environ | settings(1) | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+
+
+def start(folder, name, deed, *args) -> subprocess.Popen:
+    """One process; `deed` is "WHO STEP WHAT" of pod_member.py, and rows go to folder/rows-name."""
+    command = [sys.executable, MEMBER, folder / f"rows-{name}", *member(deed), *args]
+    return subprocess.Popen(list(map(str, command)), env=environment())
+
+
+def member(deed: str) -> list[str]:
+    return deed.split() if deed != "none" else ["0", "0", "none"]
+
+
+def pod(folder, name, processes, deed, *args, flags=()) -> tuple[int, list[str]]:
+    """A local pod: exit code, and the lines it showed."""
+    command = [
+        *(sys.executable, "-m", "launch", "local_pod", "--processes", processes, *flags, "--"),
+        *(sys.executable, MEMBER, folder / f"rows-{name}", *member(deed), *args),
+    ]
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+        check=False,
+    )
+    lines = done.stdout.decode().splitlines()
+    print(*lines, sep="\n")
+    return done.returncode, lines
+
+
+def said(lines, number) -> list[str]:
+    """What `bert-jax:` said in a process."""
+    return [line[4:] for line in lines if line.startswith(f"[{number}] bert-jax: ")]
+
+
+def rows(folder, name) -> dict[int, dict[int, str]]:
+    """{step: {row: hash}} of what lay on the devices of all processes; no row lies on two."""
+    found: dict[int, dict[int, str]] = {}
+    for path in sorted((folder / f"rows-{name}").iterdir()):
+        for line in path.read_text().splitlines():
+            step, row, sha = json.loads(line)
+            assert row not in found.setdefault(step, {}), "a row twice in one step"
+            found[step][row] = sha
+    return found
+
+
+def assert_same_metrics(ours: pathlib.Path, theirs: pathlib.Path, tolerance: float) -> None:
+    a, b = (
+        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (ours, theirs)
+    )
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert x.keys() == y.keys()
+        for name in x.keys() - {"kind"}:
+            np.testing.assert_allclose(x[name], y[name], rtol=tolerance, atol=tolerance)
+
+
+def test_four_processes_train_as_one(text):
+    folder, file = text
+    code, lines = pod(folder, "four", 4, "none", "pretrain", file, "--workdir", folder / "four")
+    assert code == 0
+    assert rows(folder, "four") == rows(folder, "one")
+    assert_same_metrics(folder / "four", folder / "one", 1e-5)
+    assert (folder / "four" / "checkpoints" / str(STEPS)).is_dir()
+    shown = [line for line in lines if "step" in line and "Gloo" not in line]
+    assert shown and all(line.startswith("[0] ") for line in shown), "one speaks for all"
+
+
+def test_a_stopped_pod_goes_on_with_fewer_processes(text):
+    """SIGTERM to one of four: all save the same step; two go on with the very next batch."""
+    folder, file = text
+    run = ("pretrain", file, "--workdir", folder / "fewer")
+    code, lines = pod(folder, "first", 4, "2 4 SIGTERM", *run)
+    assert code == 75
+    stopped = [line for line in lines if "stopped at step" in line]
+    at = int(stopped[0].split("stopped at step ")[1].split(",")[0])
+    assert 4 < at < STEPS and (folder / "fewer" / "checkpoints" / str(at)).is_dir()
+    assert pod(folder, "then", 2, "none", *run)[0] == 0
+    first, then, whole = (rows(folder, name) for name in ("first", "then", "one"))
+    assert sorted(first) == list(range(at)) and sorted(then) == list(range(at, STEPS))
+    assert first | then == whole
+    assert_same_metrics(folder / "fewer", folder / "one", 1e-5)
+
+
+def test_other_settings_on_one_host_end_all_with_the_same_line(text, tmp_path):
+    folder, file = text
+    workdir = tmp_path / "w"
+    seed = "seed=$JAX_PROCESS_ID"
+    code, lines = pod(
+        folder, "settings", 2, "none", "pretrain", file, "--workdir", workdir, "--set", seed
+    )
+    assert code == 2
+    assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
+    assert "process 1 (" in said(lines, 0)[0] and "seed=1 and there 0" in said(lines, 0)[0]
+    assert not workdir.exists(), "nothing half-written is left"
+
+
+def test_another_corpus_on_one_host_ends_all_with_the_same_line(text, tmp_path):
+    """Each host has a folder of its own at the same path."""
+    folder, file = text
+    for number in range(2):
+        copied = tmp_path / str(number) / "corpus"
+        copied.parent.mkdir()
+        subprocess.run(["cp", "-r", folder / "corpus", copied], check=True)
+        manifest = json.loads((copied / "manifest.json").read_text())
+        (copied / "manifest.json").write_text(json.dumps(manifest | {"documents_repeated": number}))
+    code, lines = pod(
+        folder, "corpus", 2, "none", "@chdir", tmp_path, "pretrain", file,
+        "--workdir", tmp_path / "w", "--set", "run.corpus_dir=corpus",
+    )  # fmt: skip
+    assert code == 2
+    assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
+    assert "process 1 (" in said(lines, 0)[0] and "corpus.manifest=" in said(lines, 0)[0]
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_workdir_that_is_not_shared_is_named(text, tmp_path):
+    folder, file = text
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    code, lines = pod(
+        folder, "shared", 2, "none", "@chdir", tmp_path, "pretrain", file, "--workdir", "w",
+        flags=("--arrive-within", 10),
+    )  # fmt: skip
+    assert code == 2
+    assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
+    assert "process 1 (" in said(lines, 0)[0] and "does not see" in said(lines, 0)[0]
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_an_error_in_the_text_ends_all_with_the_same_line(text, tmp_path):
+    """`prepare` runs in process 0 alone."""
+    folder, file = text
+    code, lines = pod(
+        folder, "text", 2, "none", "pretrain", file, "--workdir", tmp_path / "w",
+        "--set", f"run.corpus_dir={tmp_path / 'corpus'}", "--set", "corpus.sources=text:nowhere",
+    )  # fmt: skip
+    assert code == 2
+    assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
+    assert "nowhere" in said(lines, 0)[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_never_arrives_is_named(text, tmp_path):
+    folder, file = text
+    code, lines = pod(
+        folder, "absent", 2, "1 0 absent", "pretrain", file, "--workdir", tmp_path / "w",
+        flags=("--arrive-within", 4),
+    )  # fmt: skip
+    assert code == 2
+    assert "process 1 of 2 did not arrive within 4 seconds" in said(lines, 0)[0]
+    assert lines[-2:] == ["pod: process 1 never arrived; its last lines:", "pod: [1] on my way"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_named_and_ends_the_pod(victim, text, tmp_path):
+    folder, file = text
+    code, lines = pod(
+        folder, f"killed{victim}", 2, f"{victim} 3 SIGKILL", "pretrain", file,
+        "--workdir", tmp_path / "w",
+    )  # fmt: skip
+    assert code == 128 + signal.SIGKILL
+    if victim == 1:
+        assert "process 0 (" in said(lines, 0)[0] and "lost another process" in said(lines, 0)[0]
+    last = [line for line in lines if line.startswith("pod: ")]
+    role = ", the coordinator," if victim == 0 else ""
+    assert last[0] == (
+        f"pod: process {victim} of 2{role} was killed by SIGKILL, and the others were ended"
+    )
+
+
+def test_a_hang_ends_with_the_line_that_hangs(text, tmp_path):
+    folder, file = text
+    code, lines = pod(
+        folder, "hang", 2, "1 8 hang", "pretrain", file, "--workdir", tmp_path / "w",
+        flags=("--hang-after", 25),
+    )  # fmt: skip
+    assert code == 1
+    last = [line for line in lines if line.startswith("pod: ")]
+    assert last[0] == "pod: a hang: nothing was done for 25 seconds"
+    assert any("process 1 stood at" in line and "pod_member.py" in line for line in last)
+
+
+def test_a_failure_during_training_ends_all_with_its_line(text, tmp_path):
+    """The others wait for it in a computation."""
+    folder, file = text
+    code, lines = pod(
+        folder, "failure", 2, "1 3 fail", "pretrain", file, "--workdir", tmp_path / "w"
+    )
+    assert code == 2
+    assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
+    assert "process 1 (" in said(lines, 0)[0] and "no such row" in said(lines, 0)[0]
+    assert not (tmp_path / "w" / "metrics.jsonl").exists()
