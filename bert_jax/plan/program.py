@@ -257,9 +257,7 @@ def _group(instruction: hlo.Instruction) -> tuple[int, ...]:
     if listed:
         return tuple(int(n) for n in listed[1].split(",") if n)
     # [groups,size]<=[dimensions]T(permutation): counted through in the order of the permutation.
-    counted = re.search(
-        r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text
-    )
+    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if counted is None:
         raise ValueError(f"{instruction.opcode} {instruction.name}: no groups in {text[:120]!r}")
     sizes = [int(n) for n in counted[3].split(",")]
@@ -294,9 +292,7 @@ def _kernel(instruction: hlo.Instruction, computation: hlo.Computation) -> Kerne
     )
 
 
-def _rounds(
-    module: hlo.Module, loop: hlo.Instruction, computation: hlo.Computation
-) -> int | None:
+def _rounds(module: hlo.Module, loop: hlo.Instruction, computation: hlo.Computation) -> int | None:
     """How often a counted loop goes round: while counter < limit, from a constant on, by ones."""
     condition = module.computations[loop.called("condition") or ""]
     compare = condition.root
