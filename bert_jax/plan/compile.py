@@ -58,7 +58,8 @@ class Outcome:
     """What came of a job.
 
     Attributes:
-      kind: "too large" did not fit; "failed" is another refusal; "crashed" took the process down.
+      kind: "too large" did not fit; "refused" cannot be laid over the slice; "failed" is the
+        compiler's refusal for another reason; "crashed" took the process down.
       message: one line; "" if it compiled.
       wanted: bytes of a device that did not fit; None if unsaid.
       available: bytes of a device that there were; None if unsaid.
@@ -68,7 +69,7 @@ class Outcome:
       whole_batch: see checks.whole_batch_arrays.
     """
 
-    kind: Literal["compiled", "too large", "failed", "crashed"]
+    kind: Literal["compiled", "too large", "refused", "failed", "crashed"]
     message: str = ""
     wanted: float | None = None
     available: float | None = None
@@ -79,13 +80,7 @@ class Outcome:
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> "Outcome":
-        """Reads what the worker wrote.
-
-        Raises:
-          InputError: the experiment cannot be laid over the slice.
-        """
-        if value["kind"] == "refused":
-            raise InputError(value["message"])
+        """Reads what the worker wrote."""
         if value["kind"] != "compiled":
             return cls(**value)
         read = dict(value["program"])
@@ -117,17 +112,23 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("libtpu", "jax", "jaxlib")}
 
 
-def compile_all(jobs: Sequence[Job], say: Callable[[str], None]) -> list[Outcome]:
+def compile_all(
+    jobs: Sequence[Job],
+    say: Callable[[str], None],
+    refusals: Literal["raise", "return"] = "raise",
+) -> list[Outcome]:
     """Compiles jobs, two at a time; those done before are looked up.
 
     Args:
       jobs: what to compile.
       say: is told what is begun.
+      refusals: what becomes of an experiment that cannot be laid over its slice.
 
     Raises:
-      InputError: an experiment cannot be laid over its slice.
+      InputError: libtpu is not installed; or such an experiment, unless it is to be returned.
     """
-    compiler = _Compiler(say)
+    versions()
+    compiler = _Compiler(say, refusals)
     with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as pool:
         futures = [pool.submit(compiler.outcome, job) for job in jobs]
         try:
@@ -142,8 +143,8 @@ def compile_all(jobs: Sequence[Job], say: Callable[[str], None]) -> list[Outcome
 class _Compiler:
     """Runs workers, and ends them all at once if asked to."""
 
-    def __init__(self, say: Callable[[str], None]):
-        self.say = say
+    def __init__(self, say: Callable[[str], None], refusals: str):
+        self.say, self.refusals = say, refusals
         self.running: set[subprocess.Popen] = set()
         self.lock = threading.Lock()
         self.stopped = False
@@ -165,7 +166,9 @@ class _Compiler:
         )
         value = self._run(job)
         outcome = Outcome.of(value)
-        if outcome.kind != "crashed":  # which may be for want of memory on this machine
+        if outcome.kind == "refused" and self.refusals == "raise":
+            raise InputError(f"{job.topology.name}: {outcome.message}")
+        if outcome.kind in ("compiled", "too large"):  # else this machine may be at fault
             _keep(kept, value)
         return outcome
 
