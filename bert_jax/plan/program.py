@@ -282,10 +282,9 @@ def _kernel(instruction: hlo.Instruction, computation: hlo.Computation) -> Kerne
             r'\\*"(flops|bytes_accessed)\\*":\s*\\*"?(\d+)', instruction.attributes
         )
     }
-    named = re.search(r'op_name="([^"]*)"', instruction.attributes)
     operands = sum(computation.by_name[name].bytes for name in instruction.operands)
     return Kernel(
-        name=named[1].rpartition("/")[2] if named else instruction.name,
+        name=instruction.name.rstrip(".0123456789"),
         count=0,
         flops=stated.get("flops") or None,
         bytes=stated.get("bytes_accessed") or operands + instruction.bytes,
