@@ -75,6 +75,15 @@ ALLOWED = {
         "training",
         "interop",
     },
+    "plan": {
+        "section",
+        "config",
+        "resolve",
+        "workdir",
+        "hardware",
+        "model",
+        "training",
+    },
     "show": {"section", "config", "workdir", "text", "data", "model", "training"},
 }
 

@@ -39,7 +39,9 @@ def whole_batch_arrays(
     }
     if shards == 1 or rows in others:
         return None
-    wholes = {rows} | ({rows // experiment.mesh.accumulation} - others - {rows // shards})
+    wholes = {rows} | (
+        {rows // experiment.mesh.accumulation_of(number)} - others - {rows // shards}
+    )
     found = {}
     for computation in module.computations.values():
         for instruction in computation.instructions:

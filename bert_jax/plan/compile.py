@@ -41,6 +41,20 @@ _ENVIRONMENT = {
 }
 # A compilation takes a core and a half, and a gigabyte or two.
 _AT_ONCE = 2
+# What a compilation and its reading are made of.
+_SOURCES = (
+    "config.py",
+    "hardware.py",
+    "model",
+    "plan/checks.py",
+    "plan/hlo.py",
+    "plan/program.py",
+    "plan/topology.py",
+    "plan/worker.py",
+    "section.py",
+    "sections.py",
+    "training",
+)
 _KEPT_SECONDS = 30 * 24 * 3600.0
 
 
@@ -225,10 +239,11 @@ class _Compiler:
 def key(job: Job) -> str:
     """A hash of all that the outcome of a job depends on, this code included."""
     experiment = job.experiment
-    sections = (experiment.model, experiment.optimizer, experiment.mesh)
+    parts_of_step = experiment.mesh.accumulation_of(job.phase)
+    mesh = dataclasses.replace(experiment.mesh, accumulation=(parts_of_step,))
+    sections = (experiment.model, experiment.optimizer, mesh, experiment.phases[job.phase])
     parts = [
         *(resolve.flatten(section) for section in sections),
-        resolve.flatten(experiment.phases[job.phase]),
         experiment.total_steps,
         job.topology.name,
         versions(),
@@ -241,8 +256,10 @@ def key(job: Job) -> str:
 @functools.cache
 def _code_version() -> str:
     digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(path.relative_to(_PACKAGE).as_posix().encode() + path.read_bytes())
+    for name in _SOURCES:
+        path = _PACKAGE / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
 
 

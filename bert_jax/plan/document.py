@@ -94,6 +94,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
         "phase": number,
         "sequence_length": phase.sequence_length,
         "batch_size": phase.batch_size,
+        "rows_per_device": phase.batch_size / variants.shards_of(experiment, topology),
         "steps": phase.steps,
         "layout": variants.variant_of(experiment, number)._asdict(),
         "outcome": outcome.kind,

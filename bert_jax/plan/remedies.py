@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from bert_jax.config import Experiment, InputError
 from bert_jax.plan.compile import Job, Outcome, compile_all
 from bert_jax.plan.topology import Topology
-from bert_jax.plan.variants import Variant, variant_of, vary
+from bert_jax.plan.variants import Variant, shards_of, variant_of, vary
 
 # From the one that keeps most to the one that keeps least.
 REMATS = ("none", "dots", "full")
@@ -22,7 +22,7 @@ def look_for(
       A line for each that fits, or one that says that none does.
     """
     now = variant_of(experiment, phase)
-    rows = experiment.phases[phase].batch_size // topology.devices
+    rows = experiment.phases[phase].batch_size // shards_of(experiment, topology)
     alone = list(_changes(now, rows))
     found = list(_fitting(experiment, phase, topology, alone, say))
     if not found:

@@ -6,6 +6,7 @@ experiment's own layout, then all layouts with the best of them. The best few ar
 """
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from bert_jax.plan import estimate
 from bert_jax.plan.compile import Outcome
 from bert_jax.plan.remedies import PARALLELISMS, REMATS, compile_variants
 from bert_jax.plan.topology import Topology
-from bert_jax.plan.variants import Variant, variant_of
+from bert_jax.plan.variants import Variant, shards_of, variant_of
 
 SHORT = 4
 _WHOLE = 3
@@ -46,11 +47,10 @@ class Found:
 
     def settings(self) -> list[str]:
         """As `--set` takes them."""
-        parts = set(self.accumulation)
         return [
             f"mesh.parallelism={self.layout.parallelism}",
             f"mesh.remat={self.layout.remat}",
-            f"mesh.accumulation={parts.pop() if len(parts) == 1 else list(self.accumulation)}",
+            f"mesh.accumulation={json.dumps(self.accumulation).replace(' ', '')}",
         ]
 
 
@@ -99,14 +99,12 @@ class _Search:
             "excluded": len(possible) - len(fitting),
             "compiled": len(self.seconds),
             "cut_short": time.monotonic() > self.deadline,
-            "ranked": [
-                {"settings": found.settings(), "hours": found.hours} for found in ranked
-            ],
+            "ranked": [{"settings": found.settings(), "hours": found.hours} for found in ranked],
         }
 
     def _variants(self, number: int) -> Iterable[Variant]:
         phase = self.experiment.phases[number]
-        rows = phase.batch_size // self.topology.devices
+        rows = phase.batch_size // shards_of(self.experiment, self.topology)
         parts = 1
         while rows % parts == 0 and (
             parts == 1 or rows // parts * phase.sequence_length >= _LEAST_TOKENS
@@ -118,7 +116,8 @@ class _Search:
 
     def _may_fit(self, number: int, variant: Variant) -> bool:
         phase = self.experiment.phases[number]
-        rows = phase.batch_size // self.topology.devices // variant.accumulation
+        shards = shards_of(self.experiment, self.topology)
+        rows = phase.batch_size // shards // variant.accumulation
         least = least_bytes(
             self.experiment.model, variant, self.topology.devices, rows * phase.sequence_length
         )

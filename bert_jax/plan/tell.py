@@ -30,11 +30,10 @@ def _slice(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _phase(phase: dict[str, Any], entry: dict[str, Any]) -> Iterator[str]:
-    rows = phase["batch_size"] / entry["devices"]
     layout = phase["layout"]
     yield (
         f"  phase {phase['phase']}: {phase['batch_size']} rows of {phase['sequence_length']}, "
-        f"{rows:g} a device; {layout['parallelism']}, remat {layout['remat']}, "
+        f"{phase['rows_per_device']:g} a device; {layout['parallelism']}, remat {layout['remat']}, "
         f"accumulation {layout['accumulation']}"
     )
     if phase["outcome"] != "compiled":

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from bert_jax.config import Experiment
+from bert_jax.plan.topology import Topology
 
 
 class Variant(NamedTuple):
@@ -19,9 +20,8 @@ class Variant(NamedTuple):
 
 def variant_of(experiment: Experiment, phase: int) -> Variant:
     """How the experiment lays this phase."""
-    del phase
     mesh = experiment.mesh
-    return Variant(mesh.parallelism, mesh.remat, mesh.accumulation)
+    return Variant(mesh.parallelism, mesh.remat, mesh.accumulation_of(phase))
 
 
 def vary(experiment: Experiment, phase: int, variant: Variant) -> Experiment:
@@ -30,6 +30,17 @@ def vary(experiment: Experiment, phase: int, variant: Variant) -> Experiment:
     Raises:
       InputError: the experiment's other settings forbid it.
     """
-    del phase
-    mesh = dataclasses.replace(experiment.mesh, **variant._asdict())
+    parts = [experiment.mesh.accumulation_of(n) for n in range(len(experiment.phases))]
+    parts[phase] = variant.accumulation
+    mesh = dataclasses.replace(
+        experiment.mesh,
+        parallelism=variant.parallelism,
+        remat=variant.remat,
+        accumulation=tuple(parts),
+    )
     return dataclasses.replace(experiment, mesh=mesh)
+
+
+def shards_of(experiment: Experiment, topology: Topology) -> int:
+    """Into how many parts the batch is cut: devices that share rows count once."""
+    return max(topology.devices // experiment.mesh.tensor, 1)

@@ -59,7 +59,7 @@ def compile_step(
       InputError: the experiment cannot be laid over so many devices.
       jax.errors.JaxRuntimeError: the compiler refuses.
     """
-    mesh = make_mesh(experiment, devices)
+    mesh = mesh_lib.make_mesh(experiment.mesh, devices)
     runner.require_runnable(experiment, mesh)
     compiled = lower_step(experiment, number, mesh).compile()
     memory = compiled.memory_analysis()
@@ -80,30 +80,19 @@ def compile_step(
     }
 
 
-def make_mesh(experiment: Experiment, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """The mesh that a run of the experiment would make of these devices."""
-    if experiment.mesh.parallelism != "replicated":
-        raise InputError(
-            f"mesh.parallelism={experiment.mesh.parallelism}: sharded state is not built yet; "
-            "use --set mesh.parallelism=replicated"
-        )
-    ordered = sorted(devices, key=lambda device: (*device.coords, device.core_on_chip))
-    return jax.sharding.Mesh(np.array(ordered), ("data_0",))
-
-
 def lower_step(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
     """The training step of a phase, traced for a mesh."""
     replicated = mesh_lib.replicated(mesh)
-    model, optimizer = experiment.model, experiment.optimizer
-    state = step.abstract_state(model, optimizer, experiment.seed, mesh)
+    model, optimizer, layout = experiment.model, experiment.optimizer, experiment.mesh
     train_step = step.make_train_step(
-        model, optimizer, experiment.mesh, experiment.total_steps, mesh
+        model, optimizer, layout, layout.accumulation_of(number), experiment.total_steps, mesh
     )
+    key = jax.eval_shape(lambda: step.phase_key(model, experiment.seed, number))
     return train_step.lower(
-        state,
+        step.abstract_state(model, optimizer, layout, mesh),
         _placed(jax.eval_shape(step.empty_window), replicated),
         _placed(abstract_batch(experiment.phases[number]), mesh_lib.batch_sharding(mesh)),
-        _placed(jax.eval_shape(lambda: step.phase_key(model, experiment.seed, number)), replicated),
+        _placed(key, replicated),
     )
 
 
