@@ -172,6 +172,22 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--price-per-chip-hour", type=float, metavar="X", help="what a chip costs, to say the cost"
     )
+    mode = sub.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--search",
+        dest="mode",
+        action="store_const",
+        const="search",
+        default="plan",
+        help="rank sharding, remat and accumulation on each slice, too; within 15 minutes each",
+    )
+    mode.add_argument(
+        "--scaling",
+        dest="mode",
+        action="store_const",
+        const="scaling",
+        help="instead give each chip of every slice the work it has on the first",
+    )
 
     sub = add("report", commands.report)
     sub.add_argument("workdirs", metavar="W", nargs="+", help="a run; several are compared")

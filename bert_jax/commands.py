@@ -108,6 +108,7 @@ def plan(args: argparse.Namespace) -> int:
     command.plan_and_write(
         experiment,
         topology.parse_list(args.topology),
+        args.mode,
         price,
         workdir.plan if args.workdir else epath.Path(args.out) if args.out else None,
         _console_say(),

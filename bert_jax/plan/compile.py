@@ -33,6 +33,7 @@ from bert_jax.plan.topology import Topology
 from bert_jax.workdir import made, named_errors, write_atomic
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
+_COMMAND = (sys.executable, "-m", "bert_jax.plan.worker")
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -80,6 +81,7 @@ class Outcome:
       memory: bytes of a device: peak, arguments, temporaries, code, donated. Empty unless compiled.
       program: what it does; None unless compiled.
       places: of the devices, in the order of the mesh: chip coordinates, number on the chip.
+      parameters: a line for each, see worker.parameter_table.
       whole_batch: see checks.whole_batch_arrays.
     """
 
@@ -90,6 +92,7 @@ class Outcome:
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     program: Program | None = None
     places: tuple[tuple[int, ...], ...] = ()
+    parameters: tuple[str, ...] = ()
     whole_batch: tuple[str, ...] | None = None
 
     @classmethod
@@ -108,6 +111,7 @@ class Outcome:
             memory=value["memory"],
             program=Program(**read),
             places=tuple(map(tuple, value["places"])),
+            parameters=tuple(value["parameters"]),
             whole_batch=None if whole is None else tuple(whole),
         )
 
@@ -220,7 +224,7 @@ class _Compiler:
             if self.stopped:
                 raise RuntimeError("stopped")
             process = subprocess.Popen(
-                [sys.executable, "-m", "bert_jax.plan.worker", *arguments],
+                [*_COMMAND, *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=noise,

@@ -170,7 +170,10 @@ class _Walk:
         for instruction in inside.instructions:
             self._count_uncosted(instruction, inside, times)
             if instruction.opcode in COLLECTIVES and not _is_part_of_asynchronous(inside):
-                self._count(_collective(instruction, inside, where), times, None)
+                collective = _collective(instruction, inside, where)
+                if _is_scatter(instruction, inside):
+                    collective = dataclasses.replace(collective, kind="reduce-scatter")
+                self._count(collective, times, None)
 
     def _count_uncosted(
         self, instruction: hlo.Instruction, computation: hlo.Computation, times: int
@@ -218,6 +221,16 @@ def _is_part_of_asynchronous(computation: hlo.Computation) -> bool:
     return any(
         instruction.opcode in COLLECTIVES and "chain_id=" in instruction.attributes
         for instruction in computation.instructions
+    )
+
+
+def _is_scatter(instruction: hlo.Instruction, fused: hlo.Computation) -> bool:
+    """Whether it is an all-reduce of which only a slice is made: so a TPU writes some scatters."""
+    return (
+        instruction.opcode == "all-reduce"
+        and fused.root is not None
+        and fused.root.opcode == "dynamic-slice"
+        and fused.root.operands[0] == instruction.name
     )
 
 

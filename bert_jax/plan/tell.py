@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from bert_jax.plan import scaling
 from bert_jax.section import printable
 
 _GIB = 2**30
@@ -15,6 +16,7 @@ def lines(plan: dict[str, Any]) -> Iterator[str]:
     for entry in plan["slices"]:
         yield ""
         yield from _slice(entry)
+    yield from scaling.lines(plan.get("scaling", []))
 
 
 def _slice(entry: dict[str, Any]) -> Iterator[str]:
@@ -24,9 +26,24 @@ def _slice(entry: dict[str, Any]) -> Iterator[str]:
         yield from _phase(phase, entry)
     if entry["hours"] is None:
         yield "  recipe: unknown, since not every phase compiles"
-        return
-    cost = "" if entry["cost"] is None else f", cost {entry['cost']:,.0f}"
-    yield f"  recipe: {entry['hours']:,.1f} hours, {entry['chip_hours']:,.0f} chip-hours{cost}"
+    else:
+        cost = "" if entry["cost"] is None else f", cost {entry['cost']:,.0f}"
+        yield f"  recipe: {entry['hours']:,.1f} hours, {entry['chip_hours']:,.0f} chip-hours{cost}"
+    if "search" in entry:
+        yield from _search(entry["search"])
+
+
+def _search(search: dict[str, Any]) -> Iterator[str]:
+    late = "; time ran out before all were" if search["cut_short"] else ""
+    yield (
+        f"  search: of {search['possible']} layouts {search['excluded']} cannot fit by arithmetic, "
+        f"{search['compiled']} were compiled with few layers{late}; the best, compiled whole:"
+    )
+    for found in search["ranked"]:
+        settings = " ".join(f"--set {setting}" for setting in found["settings"])
+        yield f"    {found['hours']:8,.1f} hours  {settings}"
+    if not search["ranked"]:
+        yield "    none"
 
 
 def _phase(phase: dict[str, Any], entry: dict[str, Any]) -> Iterator[str]:

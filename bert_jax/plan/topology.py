@@ -68,8 +68,8 @@ def parse(name: str) -> Topology:
     """
     generation, _, shape = name.partition(":")
     if generation not in hardware.TPUS:
-        known = ", ".join(f"{word}:{tpu.slices[2]}" for word, tpu in hardware.TPUS.items())
-        raise InputError(f"--topology {name}: unknown; write GENERATION:SLICE, e.g. {known}")
+        known = "; ".join(f"{word}: {', '.join(tpu.slices)}" for word, tpu in hardware.TPUS.items())
+        raise InputError(f"--topology {name}: unknown; write v5e:8x8 or the like, of {known}")
     tpu = hardware.TPUS[generation]
     if shape not in tpu.slices:
         raise InputError(

@@ -61,7 +61,8 @@ def compile_step(
     """
     mesh = mesh_lib.make_mesh(experiment.mesh, devices)
     runner.require_runnable(experiment, mesh)
-    compiled = lower_step(experiment, number, mesh).compile()
+    state = step.abstract_state(experiment.model, experiment.optimizer, experiment.mesh, mesh)
+    compiled = lower_step(experiment, number, mesh, state).compile()
     memory = compiled.memory_analysis()
     module = hlo.parse(compiled.as_text())
     shards = mesh_lib.data_shards(mesh)
@@ -76,12 +77,15 @@ def compile_step(
         },
         "program": dataclasses.asdict(program.read_module(module)),
         "places": [[*device.coords, device.core_on_chip] for device in mesh.devices.flat],
+        "parameters": parameter_table(state["params"]),
         "whole_batch": checks.whole_batch_arrays(module, experiment, number, shards),
     }
 
 
-def lower_step(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
-    """The training step of a phase, traced for a mesh."""
+def lower_step(
+    experiment: Experiment, number: int, mesh: jax.sharding.Mesh, state: step.State
+) -> jax.stages.Lowered:
+    """The training step of a phase, traced for a mesh and an abstract state."""
     replicated = mesh_lib.replicated(mesh)
     model, optimizer, layout = experiment.model, experiment.optimizer, experiment.mesh
     train_step = step.make_train_step(
@@ -89,11 +93,21 @@ def lower_step(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> 
     )
     key = jax.eval_shape(lambda: step.phase_key(model, experiment.seed, number))
     return train_step.lower(
-        step.abstract_state(model, optimizer, layout, mesh),
+        state,
         _placed(jax.eval_shape(step.empty_window), replicated),
         _placed(abstract_batch(experiment.phases[number]), mesh_lib.batch_sharding(mesh)),
         _placed(key, replicated),
     )
+
+
+def parameter_table(params: Any) -> list[str]:
+    """A line for each parameter: path, shape, type, and the shape of what one device holds."""
+    lines = []
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = "/".join(key.key for key in path)
+        mine = leaf.sharding.shard_shape(leaf.shape)
+        lines.append(f"{name} {list(leaf.shape)} {leaf.dtype}, on a device {list(mine)}")
+    return lines
 
 
 def abstract_batch(phase: Phase) -> dict[str, jax.ShapeDtypeStruct]:

@@ -123,6 +123,26 @@ def test_a_loop_of_unknown_rounds_is_counted_once_and_told():
     assert (read.cycles, read.endless) == (7, 1)
 
 
+SCATTER = """HloModule small
+%fused (q: bf16[16,8]) -> bf16[4,8] {
+  %q = bf16[16,8]{1,0} parameter(0)
+  %place = s32[] constant(4)
+  %zero = s32[] constant(0)
+  %sum = bf16[16,8]{1,0} all-reduce(%q), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %mine = bf16[4,8]{1,0} dynamic-slice(%sum, %place, %zero), dynamic_slice_sizes={4,8}
+}
+ENTRY %main (p: bf16[16,8]) -> bf16[4,8] {
+  %p = bf16[16,8]{1,0} parameter(0)
+  ROOT %fusion = bf16[4,8]{1,0} fusion(%p), kind=kCustom, calls=%fused
+}
+"""
+
+
+def test_a_sum_of_which_a_slice_alone_is_made_is_a_scatter():
+    (one,) = program.read(SCATTER).collectives
+    assert (one.kind, one.payload) == ("reduce-scatter", 2 * 16 * 8)
+
+
 def test_text_that_is_no_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         hlo.parse("HloModule empty\n")
