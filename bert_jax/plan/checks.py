@@ -1,6 +1,7 @@
 """What a step sharded over a pod must not do, looked for in its module."""
 
 from bert_jax.config import Experiment
+from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.plan import hlo
 
 # Of the arrays that are found; a mistake makes hundreds.
@@ -37,6 +38,7 @@ def whole_batch_arrays(
         length,
         phase.max_predictions_per_seq,
     }
+    flat = set() if rows * length == padded_vocab_size(model) else {rows * length}
     if shards == 1 or rows in others:
         return None
     wholes = {rows} | (
@@ -46,17 +48,13 @@ def whole_batch_arrays(
     for computation in module.computations.values():
         for instruction in computation.instructions:
             for kind, sizes in hlo.arrays(instruction.type):
-                if any(_spans(sizes, whole, heads, length) for whole in wholes):
+                if flat & set(sizes) or any(_spans(sizes, n, heads, length) for n in wholes):
                     found[f"{kind}[{','.join(map(str, sizes))}]"] = None
     return list(found)[:_SHOWN]
 
 
 def _spans(sizes: tuple[int, ...], rows: int, heads: int, length: int) -> bool:
-    """Whether dimensions are [.., rows, length, ..], [.., rows, heads, length, ..] or flattened."""
-    if len(sizes) < 2:
-        return False
-    if rows * length in sizes:
-        return True
+    """Whether dimensions are [.., rows, length, ..] or [.., rows, heads, length, ..], of three."""
     if len(sizes) < 3:
         return False
     return any(
