@@ -49,6 +49,7 @@ ALLOWED = {
         "training",
         "show",
         "doctor",
+        "plan",
     },
     "weights": {"config", "workdir"},
     "base": {"config", "resolve", "workdir", "text", "weights"},
