@@ -40,7 +40,7 @@ def _changes(now: Variant, rows: int) -> Iterator[Variant]:
     for parallelism in PARALLELISMS[PARALLELISMS.index(now.parallelism) + 1 :]:
         yield now._replace(parallelism=parallelism)
     parts = 2 * now.accumulation
-    while rows % parts == 0:
+    while parts <= rows and rows % parts == 0:
         yield now._replace(accumulation=parts)
         parts *= 2
 

@@ -132,6 +132,13 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(answers, capsys):
     assert "recipe: unknown" in out
 
 
+def test_a_single_row_on_a_device_is_not_cut_into_micro_batches(answers, capsys):
+    answers[0] = lambda job: TOO_LARGE
+    code, out, _ = call(capsys, "plan", POD, "--topology", "v5e:16x16")
+    assert code == 0 and "take more chips" in out
+    assert {job.experiment.mesh.accumulation for job in answers[1:]} == {(1,), (1, 1)}
+
+
 def test_a_crash_of_the_compiler_is_told_and_the_rest_planned(answers, capsys):
     crashed = Outcome(kind="crashed", message="the compiler crashed (SIGSEGV)")
     answers[0] = lambda job: crashed if job.phase else compiled(job.topology)
