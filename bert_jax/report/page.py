@@ -105,7 +105,7 @@ def _detail(record: Record) -> dict[str, Any]:
         "no_statistics": why,
         "corpus_figures": figures.of_corpus(statistics) if statistics else [],
         "phases": record.experiment.phases,
-        "plan": _plan(record.plan) if record.plan else None,
+        "plan": _plan(record.plan) if record.plan.get("slices") else None,
         "origin": record.origin,
         "config": [(path, _text(value)) for path, value in resolve.flatten(record.experiment)],
         "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
