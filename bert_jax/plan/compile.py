@@ -30,6 +30,7 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.plan.program import Collective, Kernel, Program
 from bert_jax.plan.topology import Topology
+from bert_jax.plan.variants import variant_of
 from bert_jax.workdir import made, named_errors, write_atomic
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -177,10 +178,12 @@ class _Compiler:
         kept = cache_folder() / f"{key(job)}.json"
         with contextlib.suppress(FileNotFoundError, ValueError):
             return Outcome.of(json.loads(kept.read_text()))
-        phase = job.experiment.phases[job.phase]
+        experiment = job.experiment
         self.say(
-            f"compiling {job.experiment.name} for {job.topology.name}, phase {job.phase} "
-            f"({phase.sequence_length} long)"
+            f"compiling {experiment.name} for {job.topology.name}, phase {job.phase}: "
+            f"{experiment.model.num_hidden_layers} layers, "
+            f"{experiment.phases[job.phase].sequence_length} long, "
+            f"{variant_of(experiment, job.phase)}"
         )
         value = self._run(job)
         outcome = Outcome.of(value)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bert_jax.plan import scaling
+from bert_jax.plan.variants import Variant
 from bert_jax.section import printable
 
 _GIB = 2**30
@@ -47,11 +48,9 @@ def _search(search: dict[str, Any]) -> Iterator[str]:
 
 
 def _phase(phase: dict[str, Any], entry: dict[str, Any]) -> Iterator[str]:
-    layout = phase["layout"]
     yield (
         f"  phase {phase['phase']}: {phase['batch_size']} rows of {phase['sequence_length']}, "
-        f"{phase['rows_per_device']:g} a device; {layout['parallelism']}, remat {layout['remat']}, "
-        f"accumulation {layout['accumulation']}"
+        f"{phase['rows_per_device']:g} a device; {Variant(**phase['layout'])}"
     )
     if phase["outcome"] != "compiled":
         yield f"    {_failure(phase)}"

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from bert_jax import hardware
 from bert_jax.plan import estimate, topology
 from bert_jax.plan.program import Collective, Kernel, Program
 
@@ -133,3 +134,12 @@ def test_chips_are_not_devices(name, chips, devices, peak):
     assert (found.chips, found.devices) == (chips, devices)
     assert found.peak_flops("bfloat16") == pytest.approx(peak)
     assert found.device_memory * devices == found.tpu.memory_bytes * chips
+
+
+@pytest.mark.parametrize("name", sorted(hardware.TPUS))
+def test_peaks_are_whole_matrix_units_at_the_clock(name):
+    tpu = hardware.TPUS[name]
+    multipliers = hardware.PEAK_FLOPS[tpu.kind]["bfloat16"] / (2 * tpu.clock_hz)
+    units = multipliers / (128 * 128)
+    assert round(units) in (1, 2, 4, 8, 16)
+    assert units == pytest.approx(round(units), rel=0.01)
