@@ -13,18 +13,20 @@ from typing import Any, NamedTuple
 
 from bert_jax.config import Experiment, Model
 from bert_jax.plan import estimate
-from bert_jax.plan.compile import Outcome
+from bert_jax.plan.compile import Job, Outcome, compile_all
 from bert_jax.plan.remedies import PARALLELISMS, REMATS, compile_variants
 from bert_jax.plan.topology import Topology
-from bert_jax.plan.variants import Variant, shards_of, variant_of
+from bert_jax.plan.variants import Variant, shards_of, variant_of, vary
 
 SHORT = 4
 _WHOLE = 3
 _MICRO_BATCHES = 2
 # Fewer positions at once leave the matrix units half empty.
 _LEAST_TOKENS = 512
-# Nothing is begun later than this; what is under way is finished.
-SECONDS = 600.0
+# After so long no more is compiled with few layers, and after so long nothing is begun at all; what
+# is under way is finished. Outcomes are kept, so that a search begun again gets farther.
+SHORT_SECONDS = 480.0
+SECONDS = 780.0
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 _STATE_BYTES = 12  # a parameter and its two moments
@@ -39,11 +41,12 @@ class Layout(NamedTuple):
 
 @dataclasses.dataclass
 class Found:
-    """A layout, its micro-batches in each phase, and the hours of the recipe with them."""
+    """A layout, its micro-batches in each phase, and the recipe's hours with so many layers."""
 
     layout: Layout
     accumulation: tuple[int, ...]
     hours: float
+    layers: int
 
     def settings(self) -> list[str]:
         """As `--set` takes them."""
@@ -65,8 +68,10 @@ def search(
       say: is told what is begun.
 
     Returns:
-      `ranked`, a list of settings and hours, the best first; how many layouts were `possible`,
-      `excluded` by arithmetic and `compiled` short; `cut_short`, whether time ran out.
+      `ranked`, a list of settings, hours and the layers they were compiled with, the best first;
+      how many layouts were `possible`, `excluded` by arithmetic and `compiled` short; `cut_short`,
+      whether time ran out. If it did before any was compiled whole, those with few layers are
+      ranked.
     """
     return _Search(experiment, topology, say).run()
 
@@ -75,7 +80,8 @@ class _Search:
     def __init__(self, experiment: Experiment, topology: Topology, say: Callable[[str], None]):
         self.experiment, self.topology, self.say = experiment, topology, say
         self.short = _shortened(experiment)
-        self.deadline = time.monotonic() + SECONDS
+        self.began = time.monotonic()
+        self.cut_short = False
         self.numbers = range(len(experiment.phases))
         # Seconds of a step, by phase and variant, with SHORT layers.
         self.seconds: dict[tuple[int, Variant], float] = {}
@@ -93,13 +99,19 @@ class _Search:
             best = sorted((s, v.accumulation) for (n, v), s in self.seconds.items() if n == number)
             parts = {accumulation for _, accumulation in best[:_MICRO_BATCHES]}
             self._compile(number, [v for v in mine if v.accumulation in parts])
-        ranked = self._whole(self._ranking())
+        ranking = self._ranking()
+        ranked = self._whole(ranking)
+        if not ranked and self.cut_short:
+            ranked = ranking[:_WHOLE]
         return {
             "possible": len(possible),
             "excluded": len(possible) - len(fitting),
             "compiled": len(self.seconds),
-            "cut_short": time.monotonic() > self.deadline,
-            "ranked": [{"settings": found.settings(), "hours": found.hours} for found in ranked],
+            "cut_short": self.cut_short,
+            "ranked": [
+                {"settings": found.settings(), "hours": found.hours, "layers": found.layers}
+                for found in ranked
+            ],
         }
 
     def _variants(self, number: int) -> Iterable[Variant]:
@@ -127,7 +139,7 @@ class _Search:
         """Compiles short, two by two so that the deadline is kept."""
         wanted = sorted(v for v in variants if (number, v) not in self.seconds)
         for at in range(0, len(wanted), 2):
-            if time.monotonic() > self.deadline:
+            if self._is_late(SHORT_SECONDS):
                 return
             some = wanted[at : at + 2]
             for variant, outcome in compile_variants(
@@ -157,28 +169,35 @@ class _Search:
                 hours += seconds * self.experiment.phases[number].steps / 3600
                 parts.append(accumulation)
             else:
-                ranking.append(Found(layout, tuple(parts), hours))
+                layers = self.short.model.num_hidden_layers
+                ranking.append(Found(layout, tuple(parts), hours, layers))
         return sorted(ranking, key=lambda found: found.hours)
 
     def _whole(self, ranking: Sequence[Found]) -> list[Found]:
         """The first few that fit with all layers, by their hours."""
         whole: list[Found] = []
         for found in ranking:
-            if len(whole) == _WHOLE or time.monotonic() > self.deadline:
+            if len(whole) == _WHOLE or self._is_late(SECONDS):
                 break
-            hours = 0.0
-            for number in self.numbers:
-                variant = Variant(*found.layout, found.accumulation[number])
-                compiled = compile_variants(
-                    self.experiment, number, self.topology, [variant], self.say
+            jobs = [self._job(found, number) for number in self.numbers]
+            outcomes = compile_all(jobs, self.say, "return")
+            if all(outcome.program is not None for outcome in outcomes):
+                hours = sum(
+                    self._step(outcome) * phase.steps / 3600
+                    for outcome, phase in zip(outcomes, self.experiment.phases, strict=True)
                 )
-                if not compiled or compiled[0][1].program is None:
-                    break
-                steps = self.experiment.phases[number].steps
-                hours += self._step(compiled[0][1]) * steps / 3600
-            else:
-                whole.append(dataclasses.replace(found, hours=hours))
+                layers = self.experiment.model.num_hidden_layers
+                whole.append(dataclasses.replace(found, hours=hours, layers=layers))
         return sorted(whole, key=lambda found: found.hours)
+
+    def _job(self, found: Found, number: int) -> Job:
+        variant = Variant(*found.layout, found.accumulation[number])
+        return Job(vary(self.experiment, number, variant), number, self.topology)
+
+    def _is_late(self, seconds: float) -> bool:
+        late = time.monotonic() - self.began > seconds
+        self.cut_short |= late
+        return late
 
 
 def _shortened(experiment: Experiment) -> Experiment:

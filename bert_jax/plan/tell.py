@@ -38,11 +38,11 @@ def _search(search: dict[str, Any]) -> Iterator[str]:
     late = "; time ran out before all were" if search["cut_short"] else ""
     yield (
         f"  search: of {search['possible']} layouts {search['excluded']} cannot fit by arithmetic, "
-        f"{search['compiled']} were compiled with few layers{late}; the best, compiled whole:"
+        f"{search['compiled']} were compiled with few layers{late}; the best:"
     )
     for found in search["ranked"]:
         settings = " ".join(f"--set {setting}" for setting in found["settings"])
-        yield f"    {found['hours']:8,.1f} hours  {settings}"
+        yield f"    {found['hours']:8,.1f} hours, {found['layers']} layers: {settings}"
     if not search["ranked"]:
         yield "    none"
 

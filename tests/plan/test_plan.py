@@ -72,7 +72,7 @@ def answers(monkeypatch):
         asked.extend(jobs)
         return [asked[0](job) for job in jobs]
 
-    for module in (compile_lib, remedies, scaling):
+    for module in (compile_lib, remedies, scaling, search):
         monkeypatch.setattr(module, "compile_all", compile_all)
     monkeypatch.setattr("bert_jax.plan.command.compile_all", compile_all)
     monkeypatch.setattr(compile_lib, "versions", lambda: VERSIONS)
@@ -367,9 +367,15 @@ def test_what_cannot_fit_by_arithmetic_is_not_compiled(answers):
 
 
 def test_search_stops_beginning_when_its_time_is_up(answers, monkeypatch):
+    slice_ = topology.parse("v5e:8x8")
     monkeypatch.setattr(search, "SECONDS", -1.0)
-    found = search.search(resolve.load(POD), topology.parse("v5e:8x8"), lambda line: None)
-    assert found["cut_short"] and not found["ranked"] and len(answers) == 1
+    found = search.search(resolve.load(POD), slice_, lambda line: None)
+    assert found["cut_short"] and len(found["ranked"]) == 3
+    assert {one["layers"] for one in found["ranked"]} == {search.SHORT}
+    monkeypatch.setattr(search, "SHORT_SECONDS", -1.0)
+    asked = len(answers)
+    found = search.search(resolve.load(POD), slice_, lambda line: None)
+    assert found["cut_short"] and not found["ranked"] and len(answers) == asked
 
 
 def test_scaling_keeps_the_rows_of_a_chip(answers, capsys):
