@@ -5,6 +5,8 @@
 `plan.compile` starts it, in an environment without devices, and says what the files hold.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 import re
@@ -24,6 +26,8 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import runner, step
 from bert_jax.workdir import write_atomic
 
+# PR_SET_PDEATHSIG and SIGKILL.
+_DIE_WITH_PARENT = (1, 9)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
 # As the compiler words it: of temporaries alone, or of all that a program needs.
@@ -34,7 +38,9 @@ _TOO_LARGE = (
 
 
 def main(job_file: str, outcome_file: str) -> None:
-    """Reads a job, compiles it and writes what came of it."""
+    """Reads a job, compiles it and writes what came of it; dies with the process that asked."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").prctl(*_DIE_WITH_PARENT)
     job = json.loads(epath.Path(job_file).read_text())
     experiment = resolve.from_json(json.dumps(job["experiment"]), job_file)
     asked = topology.parse(job["topology"])
