@@ -23,8 +23,8 @@ _WHOLE = 3
 _MICRO_BATCHES = 2
 # Fewer positions at once leave the matrix units half empty.
 _LEAST_TOKENS = 512
-# After so long no more is compiled with few layers, and after so long nothing is begun at all; what
-# is under way is finished. Outcomes are kept, so that a search begun again gets farther.
+# After so long, which phases share, no more is compiled with few layers, and after so long nothing is
+# begun at all; what is under way is finished. Outcomes are kept: a search begun again gets farther.
 SHORT_SECONDS = 480.0
 SECONDS = 780.0
 
@@ -95,10 +95,11 @@ class _Search:
             mine = [v for n, v in fitting if n == number]
             if not any(v[:2] == layout for v in mine):
                 layout = (PARALLELISMS[-1], REMATS[-1])
-            self._compile(number, [v for v in mine if v[:2] == layout])
+            share = SHORT_SECONDS * (number + 1) / len(self.numbers)
+            self._compile(number, [v for v in mine if v[:2] == layout], share)
             best = sorted((s, v.accumulation) for (n, v), s in self.seconds.items() if n == number)
             parts = {accumulation for _, accumulation in best[:_MICRO_BATCHES]}
-            self._compile(number, [v for v in mine if v.accumulation in parts])
+            self._compile(number, [v for v in mine if v.accumulation in parts], share)
         ranking = self._ranking()
         ranked = self._whole(ranking)
         if not ranked and self.cut_short:
@@ -135,11 +136,11 @@ class _Search:
         )
         return least <= self.topology.device_memory
 
-    def _compile(self, number: int, variants: Sequence[Variant]) -> None:
-        """Compiles short, two by two so that the deadline is kept."""
+    def _compile(self, number: int, variants: Sequence[Variant], seconds: float) -> None:
+        """Compiles short, two by two so that nothing is begun after so many seconds."""
         wanted = sorted(v for v in variants if (number, v) not in self.seconds)
         for at in range(0, len(wanted), 2):
-            if self._is_late(SHORT_SECONDS):
+            if self._is_late(seconds):
                 return
             some = wanted[at : at + 2]
             for variant, outcome in compile_variants(
