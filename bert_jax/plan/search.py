@@ -23,8 +23,8 @@ _WHOLE = 3
 _MICRO_BATCHES = 2
 # Fewer positions at once leave the matrix units half empty.
 _LEAST_TOKENS = 512
-# After so long, which phases share, no more is compiled with few layers, and after so long nothing is
-# begun at all; what is under way is finished. Outcomes are kept: a search begun again gets farther.
+# After so long, which the phases share, no more is compiled with few layers; after so long nothing
+# is begun at all. What is under way is finished, and kept: a search begun again gets farther.
 SHORT_SECONDS = 480.0
 SECONDS = 780.0
 
