@@ -6,7 +6,6 @@ experiment's own layout, then all layouts with the best of them. The best few ar
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -53,7 +52,7 @@ class Found:
         return [
             f"mesh.parallelism={self.layout.parallelism}",
             f"mesh.remat={self.layout.remat}",
-            f"mesh.accumulation={json.dumps(self.accumulation).replace(' ', '')}",
+            f"mesh.accumulation={','.join(map(str, self.accumulation))}",
         ]
 
 

@@ -338,7 +338,7 @@ def test_search_ranks_layouts_by_the_hours_of_the_recipe(answers):
     assert found["ranked"][0]["settings"] == [
         "mesh.parallelism=zero1",
         "mesh.remat=none",
-        "mesh.accumulation=[1,2]",
+        "mesh.accumulation=1,2",
     ]
     assert len(found["ranked"]) == 3 and not found["cut_short"]
     hours = [one["hours"] for one in found["ranked"]]
