@@ -70,7 +70,7 @@ $(PLANS)/installed: setup.cfg constraints.txt $(wildcard tests/golden/plans/*.js
 	rm -rf $(PLANS)
 	$(PYTHON) -m venv $(PLANS)
 	$(PLANS)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[tpu]' libtpu==$(LIBTPU)
+	  --constraint constraints.txt --editable '.[tpu]' libtpu$(if $(LIBTPU),==$(LIBTPU))
 	@touch $@
 
 $(TORCH)/parity: $(TORCH)/installed
