@@ -16,7 +16,11 @@ TORCH := .venv-torch
 # Ours with TensorFlow beside it, the [tf] extra.
 TF := .venv-tf
 
-.PHONY: all pretrain test lint bench bench-torch parity tf1 clean another-interpreter
+# The compiler that the golden plans are of, in an environment of its own.
+PLANS := .venv-plans
+LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
+
+.PHONY: all pretrain test lint bench bench-torch parity tf1 plans clean another-interpreter
 
 all: $(STAMP)
 
@@ -58,6 +62,19 @@ bench-torch: $(STAMP) $(TORCH)/installed
 parity: $(STAMP) $(TORCH)/parity
 	$(BIN)/python -m benchmarks.parity --python $(TORCH)/bin/python
 
+# What the TPU compiler makes of the pod experiments, against what was reviewed, and of both sizes
+# on every generation of TPU; an hour and more. WORKSPACE.md says how to write the files anew.
+plans: $(PLANS)/installed
+	$(PLANS)/bin/python -m benchmarks.plans
+	$(PLANS)/bin/python -m benchmarks.plans --matrix
+
+$(PLANS)/installed: setup.cfg constraints.txt $(wildcard tests/golden/plans/*.json)
+	rm -rf $(PLANS)
+	$(PYTHON) -m venv $(PLANS)
+	$(PLANS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[tpu]' libtpu$(if $(LIBTPU),==$(LIBTPU))
+	@touch $@
+
 $(TORCH)/parity: $(TORCH)/installed
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  sentence-transformers torch==2.13.0 transformers==5.23.0
@@ -82,4 +99,4 @@ $(TF)/installed: setup.cfg constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(TORCH) $(TF) build *.egg-info
+	rm -rf $(VENV) $(TORCH) $(TF) $(PLANS) build *.egg-info

@@ -138,6 +138,37 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--rows", type=int, default=4, metavar="K", help="rows to show [4]")
     takes_experiment(add("config", commands.config), True)
 
+    sub = add("plan", commands.plan)
+    takes_experiment(sub, saved=True)
+    sub.add_argument(
+        "--topology",
+        metavar="SLICES",
+        required=True,
+        help="TPU slices, separated by commas: v5e:8x8,v3:4x4",
+    )
+    sub.add_argument(
+        "--out", metavar="FILE", help="where the plan goes as JSON [W/plan.json if W is named]"
+    )
+    sub.add_argument(
+        "--price-per-chip-hour", type=float, metavar="X", help="what a chip costs, to say the cost"
+    )
+    mode = sub.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--search",
+        dest="mode",
+        action="store_const",
+        const="search",
+        default="plan",
+        help="rank sharding, remat and accumulation on each slice, too; within 15 minutes each",
+    )
+    mode.add_argument(
+        "--scaling",
+        dest="mode",
+        action="store_const",
+        const="scaling",
+        help="instead give each chip of every slice the work it has on the first",
+    )
+
     sub = add("report", commands.report)
     sub.add_argument("workdirs", metavar="W", nargs="+", help="a run; several are compared")
     sub.add_argument(

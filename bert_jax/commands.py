@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 
@@ -86,6 +87,31 @@ def config(args: argparse.Namespace) -> int:
     from bert_jax import resolve
 
     print(resolve.to_json(_claim(args)[0]), end="")
+    return FINISHED
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Compile the steps for TPU pods nobody has booked: what fits, how fast, at what cost."""
+    from etils import epath
+
+    from bert_jax.plan import command, topology
+
+    experiment, workdir = _claim(args)
+    price = args.price_per_chip_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise InputError(f"--price-per-chip-hour {price:g}: must be a number from 0 on")
+    if args.workdir and args.out:
+        raise InputError("--out: the plan goes into --workdir; name one of the two")
+    if args.workdir:
+        workdir.require_ours()
+    command.plan_and_write(
+        experiment,
+        topology.parse_list(args.topology),
+        args.mode,
+        price,
+        workdir.plan if args.workdir else epath.Path(args.out) if args.out else None,
+        _console_say(),
+    )
     return FINISHED
 
 

@@ -4,9 +4,22 @@ Peaks are dense, per jax device, in floating-point operations a second, as the m
 Cloud TPU's system architecture pages, NVIDIA's data sheets of the V100, A100, H100 and H200 (SXM).
 A jax device is a chip, but on TPU v2 and v3 one of a chip's two cores. Products of float32 are
 multiplied as XLA does by default: in bfloat16 on a TPU, in TF32 on a GPU from the A100 on.
+
+`TPUS` is what a plan computes with. Memory and its bandwidth: the architecture pages of each
+generation; v2 and v3 as in Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural
+Networks" (CACM 2020), and Norrie et al. (IEEE Micro 2021). Clocks: peak over twice the
+multipliers of a chip's matrix units. Links: one way. v4 to v6e are the 2,400, 4,800, 1,600 and
+3,200 Gbit/s a chip of the architecture pages over its links, less the tenth that "How to Scale
+Your Model" finds missing in practice. v2 and v3 are the 496 and 656 Gbit/s a link of the CACM
+article, which does not say whether that is one way or both: their true rate may be half. Rings:
+v4 and v5p close an axis where every axis is a multiple of 4, since their slices are then
+whole cubes of optical switches; v5e and v6e close axes of 16 alone; v2 and v3 are cut out of one
+fixed torus, of 16 x 16 and 32 x 32, and close the axes that are as long as it.
 """
 
+import dataclasses
 import time
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +39,101 @@ PEAK_FLOPS = {
     "NVIDIA A100-SXM4-80GB": {"bfloat16": 312 * _TERA, "float32": 156 * _TERA},
     "NVIDIA H100 80GB HBM3": {"bfloat16": 989.4 * _TERA, "float32": 494.7 * _TERA},
     "NVIDIA H200": {"bfloat16": 989.4 * _TERA, "float32": 494.7 * _TERA},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tpu:
+    """A generation of TPU, and the slices it is rented in.
+
+    Attributes:
+      kind: as jax names its devices.
+      devices_per_chip: jax devices on a chip.
+      cores_per_device: tensor cores that work as one device.
+      clock_hz: of a core.
+      memory_bytes: of a chip.
+      memory_bandwidth: of a chip, bytes a second.
+      link_bandwidth: of one link between chips, one way, bytes a second.
+      ring: axes that are closed to rings: those as long as this number; or all, where each is a
+        multiple of 4 ("cubes").
+      slices: chips along each axis, as they are offered.
+    """
+
+    kind: str
+    devices_per_chip: int = 1
+    cores_per_device: int = 1
+    clock_hz: float
+    memory_bytes: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    ring: int | Literal["cubes"]
+    slices: tuple[str, ...]
+
+
+_GIGA = 1e9
+_GIB = 2**30
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
+
+TPUS = {
+    "v2": Tpu(
+        kind="TPU v2",
+        devices_per_chip=2,
+        clock_hz=0.7 * _GIGA,
+        memory_bytes=16 * _GIB,
+        memory_bandwidth=700 * _GIGA,
+        link_bandwidth=62 * _GIGA,
+        ring=16,
+        slices=("2x2", "4x4", "8x8", "8x16", "16x16"),
+    ),
+    "v3": Tpu(
+        kind="TPU v3",
+        devices_per_chip=2,
+        clock_hz=0.94 * _GIGA,
+        memory_bytes=32 * _GIB,
+        memory_bandwidth=900 * _GIGA,
+        link_bandwidth=82 * _GIGA,
+        ring=32,
+        slices=("2x2", "4x4", "8x8", "8x16", "16x16", "16x32", "32x32"),
+    ),
+    "v4": Tpu(
+        kind="TPU v4",
+        cores_per_device=2,
+        clock_hz=1.05 * _GIGA,
+        memory_bytes=32 * _GIB,
+        memory_bandwidth=1_200 * _GIGA,
+        link_bandwidth=45 * _GIGA,
+        ring="cubes",
+        slices=_CUBES,
+    ),
+    "v5e": Tpu(
+        kind="TPU v5 lite",
+        clock_hz=1.5 * _GIGA,
+        memory_bytes=16 * _GIB,
+        memory_bandwidth=819 * _GIGA,
+        link_bandwidth=45 * _GIGA,
+        ring=16,
+        slices=_FLAT,
+    ),
+    "v5p": Tpu(
+        kind="TPU v5",
+        cores_per_device=2,
+        clock_hz=1.75 * _GIGA,
+        memory_bytes=95 * _GIB,
+        memory_bandwidth=2_765 * _GIGA,
+        link_bandwidth=90 * _GIGA,
+        ring="cubes",
+        slices=_CUBES,
+    ),
+    "v6e": Tpu(
+        kind="TPU v6 lite",
+        clock_hz=1.75 * _GIGA,
+        memory_bytes=32 * _GIB,
+        memory_bandwidth=1_640 * _GIGA,
+        link_bandwidth=90 * _GIGA,
+        ring=16,
+        slices=_FLAT,
+    ),
 }
 
 # Wide enough for the full rate of a few cores, and over in hundredths of a second.

@@ -11,6 +11,7 @@ written last; one without is rebuilt.
     W/predictions.jsonl     what the model said of a few fixed sentences, as exact as the metrics
     W/timings.jsonl         how long it took
     W/origin.json           which experiment file and --set strings the last start was given
+    W/plan.json             what it would take on TPUs (see plan.document)
 """
 
 import contextlib
@@ -54,6 +55,7 @@ class Workdir:
         self.predictions = self.root / "predictions.jsonl"
         self.timings = self.root / "timings.jsonl"
         self.origin = self.root / "origin.json"
+        self.plan = self.root / "plan.json"
         self.report = self.root / "report.html"
 
     def require_ours(self) -> None:
@@ -66,6 +68,7 @@ class Workdir:
             "checkpoints",
             "metrics.jsonl",
             "timings.jsonl",
+            "plan.json",
             "lock",
         }
         if names and not names & ours:

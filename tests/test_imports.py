@@ -52,6 +52,7 @@ ALLOWED = {
         "training",
         "show",
         "doctor",
+        "plan",
     },
     "weights": {"config", "workdir"},
     "base": {"config", "resolve", "workdir", "text", "weights"},
@@ -77,6 +78,15 @@ ALLOWED = {
         "model",
         "training",
         "interop",
+    },
+    "plan": {
+        "section",
+        "config",
+        "resolve",
+        "workdir",
+        "hardware",
+        "model",
+        "training",
     },
     "show": {"section", "config", "workdir", "text", "data", "model", "training"},
 }

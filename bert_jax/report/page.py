@@ -105,10 +105,34 @@ def _detail(record: Record) -> dict[str, Any]:
         "no_statistics": why,
         "corpus_figures": figures.of_corpus(statistics) if statistics else [],
         "phases": record.experiment.phases,
+        "plan": _plan(record.plan) if record.plan.get("slices") else None,
         "origin": record.origin,
         "config": [(path, _text(value)) for path, value in resolve.flatten(record.experiment)],
         "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
     }
+
+
+def _plan(plan: dict[str, Any]) -> dict[str, Any]:
+    """A row for each phase on each slice of a plan (plan.document)."""
+    rows = []
+    for entry in plan["slices"]:
+        for phase in entry["phases"]:
+            seconds = phase.get("seconds")
+            rows.append(
+                {
+                    "slice": entry["topology"],
+                    "chips": entry["chips"],
+                    "phase": phase["phase"],
+                    "outcome": phase["outcome"],
+                    "peak": phase["memory"].get("peak", 0) / 2**30,
+                    "memory": entry["device_memory"] / 2**30,
+                    "seconds": seconds
+                    and seconds | {"links": seconds["collectives"] + seconds["latency"]},
+                    "utilisation": phase.get("utilisation"),
+                    "hours": phase["hours"],
+                }
+            )
+    return {"rows": rows, "libtpu": plan["versions"]["libtpu"]}
 
 
 def _findings(record: Record) -> list[Finding]:

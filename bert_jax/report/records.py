@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from bert_jax import resolve
 from bert_jax.config import Experiment
+from bert_jax.plan import document
 from bert_jax.section import printable
 from bert_jax.training.metrics import Lines
 from bert_jax.workdir import Workdir, in_use, read_json
@@ -34,6 +35,7 @@ class Record:
       evaluation: evaluation lines.
       predictions: lines of predictions.jsonl.
       timings: lines of timings.jsonl.
+      plan: what it would take on TPUs (plan.document); empty if it was not planned.
     """
 
     label: str
@@ -45,6 +47,7 @@ class Record:
     evaluation: list[Line]
     predictions: list[Line]
     timings: list[Line]
+    plan: dict[str, Any]
 
     @classmethod
     def read(cls, root: str) -> "Record":
@@ -70,6 +73,9 @@ class Record:
             evaluation=[line for line in lines if line.get("kind") == "evaluation"],
             predictions=Lines(workdir.predictions).read(),
             timings=timings,
+            plan=(
+                read_json(workdir.plan, document.FORMAT_VERSION) if workdir.plan.exists() else {}
+            ),
         )
 
     @property

@@ -1,0 +1,149 @@
+"""What the TPU compiler makes of the pod experiments, against what was reviewed.
+
+    make plans                              compare with tests/golden/plans/; about half an hour
+    python -m benchmarks.plans --write      write those files anew; read the difference
+    python -m benchmarks.plans --matrix     every generation of TPU, both sizes, both lengths
+
+A golden plan is of one libtpu and one jax; others are refused, since they compile otherwise.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from bert_jax import resolve
+from bert_jax.config import InputError
+from bert_jax.plan import compile as compile_lib
+from bert_jax.plan import document, topology
+from bert_jax.plan.compile import Job
+
+ROOT = pathlib.Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden" / "plans"
+PLANS = (
+    ("bert_base", "v3:4x4"),
+    ("bert_large", "v3:8x8"),
+    ("bert_base_pod", "v3:4x4"),
+    ("bert_base_pod", "v5e:4x4"),
+    ("bert_large_pod", "v3:8x8"),
+    ("bert_large_pod", "v5e:8x8"),
+    ("bert_large_pod", "v5p:4x4x4"),
+)
+MATRIX = {
+    "bert_base_pod": ("v2:4x4", "v3:4x4", "v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4"),
+    "bert_large_pod": ("v2:8x8", "v3:8x8", "v4:4x4x4", "v5e:8x8", "v5p:4x4x4", "v6e:8x8"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 1 where something differs or does not compile, 2 where nothing can be compared."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="write the golden plans anew")
+    what.add_argument("--matrix", action="store_true", help="only: does everything compile and fit")
+    args = parser.parse_args(arguments)
+    try:
+        if args.matrix:
+            return 1 if sum(1 for _ in misfits()) else 0
+        if not args.write:
+            require_same_versions()
+        return 1 if sum(compare(*plan, args.write) for plan in PLANS) else 0
+    except InputError as error:
+        print(f"plans: {error}", file=sys.stderr)
+        return 2
+
+
+def require_same_versions() -> None:
+    """Raises InputError unless the golden plans are of the compiler that is installed."""
+    now = compile_lib.versions()
+    for path in sorted(GOLDEN.glob("*.json")):
+        then = json.loads(path.read_text())["versions"]
+        if then != now:
+            raise InputError(
+                f"{path.name} is of {_words(then)}, here is {_words(now)}: take that version, or "
+                "write the golden plans anew"
+            )
+
+
+def _words(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def compare(name: str, slice_: str, write: bool) -> int:
+    """Says what differs from the golden plan, or writes it; returns the number of differences."""
+    path = GOLDEN / f"{name}_{slice_.replace(':', '_')}.json"
+    now = golden(name, slice_)
+    if write:
+        GOLDEN.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(now, indent=1) + "\n")
+        print(f"written: {path.relative_to(ROOT)}", flush=True)
+        return 0
+    found = list(differences(json.loads(path.read_text()), now)) if path.exists() else ["missing"]
+    print(f"{path.stem}: {'as reviewed' if not found else 'differs'}", flush=True)
+    for line in found:
+        print(f"  {line}", flush=True)
+    return len(found)
+
+
+def golden(name: str, slice_: str) -> dict[str, Any]:
+    """What is kept of an experiment's plan for a slice."""
+    experiment = resolve.load(str(ROOT / "experiments" / f"{name}.py"))
+    where = topology.parse(slice_)
+    jobs = [Job(experiment, number, where) for number in range(len(experiment.phases))]
+    outcomes = compile_lib.compile_all(jobs, _say)
+    phases = []
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        entry = document.phase_entry(experiment, job.phase, where, outcome)
+        kept = ("outcome", "memory", "cycles", "random_bytes", "collectives", "checks")
+        phases.append({key: entry[key] for key in kept if key in entry})
+    return {
+        "versions": compile_lib.versions(),
+        "config_sha256": document.config_sha256(experiment),
+        "phases": phases,
+        "parameters": list(outcomes[0].parameters),
+    }
+
+
+def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Leaves that are not the same, as `path: golden -> now`."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*then, *now]):
+            yield from differences(then.get(key), now.get(key), f"{where}.{key}".lstrip("."))
+    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        for number, pair in enumerate(zip(then, now, strict=True)):
+            yield from differences(*pair, f"{where}[{number}]")
+    elif then != now:
+        yield f"{where}: {json.dumps(then)} -> {json.dumps(now)}"
+
+
+def misfits() -> Iterator[str]:
+    """Goes through the matrix, says each outcome, and gives those that do not compile and fit."""
+    for name, slices in MATRIX.items():
+        experiment = resolve.load(str(ROOT / "experiments" / f"{name}.py"))
+        jobs = [
+            Job(experiment, number, topology.parse(slice_))
+            for slice_ in slices
+            for number in range(len(experiment.phases))
+        ]
+        for job, outcome in zip(jobs, compile_lib.compile_all(jobs, _say, "return"), strict=True):
+            length = experiment.phases[job.phase].sequence_length
+            line = f"{name} {job.topology.name} {length}: {outcome.kind}"
+            if outcome.program is not None:
+                peak = outcome.memory["peak"] / 2**30
+                cycles = outcome.program.cycles / job.topology.tpu.clock_hz
+                line += f", {peak:.2f} GiB a device, {1e3 * cycles:.1f} ms of cycles"
+            else:
+                line += f" ({outcome.message})"
+            print(line, flush=True)
+            if outcome.kind != "compiled":
+                yield line
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

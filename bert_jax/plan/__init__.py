@@ -1,0 +1,1 @@
+"""Asks the TPU compiler about pods nobody has booked: what fits, how fast, at what cost."""

@@ -1,0 +1,138 @@
+"""Makes the modules that test_program.py reads, with the real compiler (libtpu 0.0.42.1).
+
+    PYTHONPATH=. JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python tests/plan/make_modules.py
+
+Small programs with what a training step has: loops in loops, gathers and scatters along axes of a
+torus, some beside other work, random bits, kernels.
+"""
+
+import gzip
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas, topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+FOLDER = pathlib.Path(__file__).parent / "modules"
+LAYERS, WIDTH, INNER, MICRO_BATCHES, ROWS = 3, 1024, 4096, 2, 64
+
+
+def mesh_of(topology: str, *shape: int) -> Mesh:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    ordered = sorted(devices, key=lambda device: device.coords)
+    names = [f"data_{i}" for i in range(len(shape))]
+    return Mesh(np.array(ordered).reshape(shape), names)
+
+
+def sharded_layers():
+    """Layers whose weights are gathered where they are used, axis by axis."""
+    mesh = mesh_of("v5e:4x4", 4, 4)
+    axes = mesh.axis_names
+
+    def gather(x):
+        for axis in reversed(axes):
+            x = lax.all_gather(x, axis, axis=1, tiled=True)
+        return x
+
+    def loss(weights, x, key):
+        def layer(x, part):
+            weights, number = part
+            inner = jax.nn.gelu(x @ gather(weights["up"]))
+            bits = jax.random.bits(jax.random.fold_in(key, number), inner.shape, jnp.uint16)
+            return x + jnp.where(bits >= 6554, inner, 0) @ gather(weights["down"]), None
+
+        x, _ = lax.scan(jax.checkpoint(layer), x, (weights, jnp.arange(LAYERS)))
+        return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+    def step(weights, x, key):
+        key = jax.random.fold_in(key, lax.axis_index(axes))
+        low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+
+        def micro(sums, part):
+            x, number = part
+            value, gradient = jax.value_and_grad(loss)(low, x, jax.random.fold_in(key, number))
+            more = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums[1], gradient)
+            return (sums[0] + value, more), None
+
+        zeros = jnp.zeros([]), jax.tree.map(jnp.zeros_like, weights)
+        parts = x.reshape(MICRO_BATCHES, -1, WIDTH), jnp.arange(MICRO_BATCHES)
+        (value, gradient), _ = lax.scan(micro, zeros, parts)
+        new = jax.tree.map(lambda w, g: w - 1e-3 * g, weights, gradient)
+        return new, lax.psum(value, axes)
+
+    cut = P(None, None, axes)
+    function = jax.shard_map(
+        step, mesh=mesh, in_specs=(cut, P(axes), P()), out_specs=(cut, P()), check_vma=False
+    )
+
+    def abstract(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
+    return jax.jit(function, donate_argnums=0).lower(
+        {
+            "up": abstract((LAYERS, WIDTH, INNER), jnp.float32, cut),
+            "down": abstract((LAYERS, INNER, WIDTH), jnp.float32, cut),
+        },
+        abstract((ROWS * mesh.size, WIDTH), jnp.bfloat16, P(axes)),
+        abstract(key.shape, key.dtype, P()),
+    )
+
+
+def kernels():
+    """A kernel that states its cost, five times, and one that does not."""
+    mesh = mesh_of("v5e:2x2", 4)
+
+    def double(x, name, cost):
+        def kernel(x, out):
+            out[...] = x[...] * 2.0
+
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas.pallas_call(kernel, out_shape=shape, cost_estimate=cost, name=name)(x)
+
+    def function(x):
+        cost = pallas.CostEstimate(flops=1000, transcendentals=0, bytes_accessed=100_000)
+        x, _ = lax.scan(lambda x, _: (double(x, "stated", cost), None), x, None, length=5)
+        return double(x, "silent", None)
+
+    spec = P("data_0")
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct((512, 128), jnp.float32, sharding=NamedSharding(mesh, spec))
+    return jax.jit(mapped).lower(x)
+
+
+def replicated_bits():
+    """The mistake: bits for the whole batch are drawn on every device, then cut."""
+    mesh = mesh_of("v5e:2x2", 4)
+    place = NamedSharding(mesh, P("data_0"))
+
+    def function(x, key):
+        bits = jax.random.bits(key, x.shape, jnp.uint16)
+        return jnp.where(bits >= 6554, x, 0)
+
+    key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
+    x = jax.ShapeDtypeStruct((48, 128, 256), jnp.float32, sharding=place)
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, P()))
+    return jax.jit(function).lower(x, key)
+
+
+def stripped(text: str) -> str:
+    """Without tables of source files, and without the kernels themselves."""
+    head, entries = text.split("\n", 1)
+    computations = re.search(r"^(?:ENTRY )?%", entries, re.MULTILINE).start()
+    text = f"{head}\n\n{entries[computations:]}"
+    return re.sub(r" stack_frame_id=\d+|(?<=\"body\":\")[^\"]*", "", text)
+
+
+if __name__ == "__main__":
+    for make in (sharded_layers, kernels, replicated_bits):
+        text = stripped(make().compile().as_text())
+        data = gzip.compress(text.encode(), mtime=0)
+        (FOLDER / f"{make.__name__}.txt.gz").write_bytes(data)
+        print(make.__name__, f"{math.ceil(len(data) / 1024)} KiB")

@@ -1,0 +1,477 @@
+"""`bert-jax plan`: what a user types and reads. All compilations but one are a stand-in's."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import samples
+
+from bert_jax import cli, resolve
+from bert_jax.config import InputError
+from bert_jax.data import batches
+from bert_jax.plan import compile as compile_lib
+from bert_jax.plan import document, estimate, remedies, scaling, search, tell, topology, worker
+from bert_jax.plan.compile import Job, Outcome
+from bert_jax.plan.program import Collective, Program
+from bert_jax.plan.variants import Variant, vary
+from bert_jax.training import step
+
+POD = "experiments/bert_large_pod.py"
+VERSIONS = {"libtpu": "1.2", "jax": "3.4", "jaxlib": "3.4"}
+
+
+def program(cycles: int) -> Program:
+    gather = Collective(
+        kind="all-gather",
+        count=2,
+        payload=90_000_000,
+        group=tuple(range(8)),
+        where="loop",
+        cover=None,
+    )
+    return Program(
+        cycles=cycles,
+        random_bytes=0,
+        kernels=(),
+        collectives=(gather,),
+        operations={"fusion": 3},
+        endless=0,
+    )
+
+
+def compiled(topology_: topology.Topology, cycles: int = 15_000_000) -> Outcome:
+    axes = [range(length) for length in topology_.shape]
+    grid = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(axes))
+    cores = range(topology_.tpu.devices_per_chip)
+    return Outcome(
+        kind="compiled",
+        memory={"peak": 2**30, "arguments": 2**28, "temporaries": 2**29, "code": 2**20},
+        program=program(cycles),
+        places=tuple((*map(int, place), core) for place in grid for core in cores),
+        whole_batch=(),
+    )
+
+
+TOO_LARGE = Outcome(
+    kind="too large", message="RESOURCE_EXHAUSTED", wanted=20 * 2**30, available=16 * 2**30
+)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Compilations are answered by the function in this list; what was asked is put behind it."""
+    asked = [lambda job: compiled(job.topology)]
+
+    def compile_all(jobs, say, refusals="raise"):
+        asked.extend(jobs)
+        return [asked[0](job) for job in jobs]
+
+    for module in (compile_lib, remedies, scaling, search):
+        monkeypatch.setattr(module, "compile_all", compile_all)
+    monkeypatch.setattr("bert_jax.plan.command.compile_all", compile_all)
+    monkeypatch.setattr(compile_lib, "versions", lambda: VERSIONS)
+    return asked
+
+
+def call(capsys, *args):
+    code = cli.main([str(arg) for arg in args])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_a_plan_tells_each_term_and_the_whole_recipe(answers, capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    code, out, _ = call(
+        capsys, "plan", POD, "--topology", "v5e:8x8", "--out", file, "--price-per-chip-hour", 1.5
+    )
+    assert code == 0
+    plan = json.loads(file.read_text())
+    (entry,) = plan["slices"]
+    phase = entry["phases"][1]
+    links = 2 * 7 / 8 * 90e6 / 45e9
+    assert phase["seconds"]["compute"] == pytest.approx(10e-3)
+    assert phase["seconds"]["collectives"] == pytest.approx(links)
+    assert phase["seconds"]["latency"] == pytest.approx(2 * 7e-6)
+    total = 10e-3 + links + 14e-6
+    assert phase["seconds"]["total"] == pytest.approx(total)
+    # LARGE at length 512 takes 1,020 GFLOP a row (findings of the compiler study), 256 rows.
+    assert phase["model_flops"] == pytest.approx(256 * 1020e9, rel=1e-3)
+    assert phase["utilisation"] == pytest.approx(256 * 1020e9 / (total * 64 * 197e12), rel=1e-3)
+    assert entry["hours"] == pytest.approx(1e6 * total / 3600)
+    assert entry["cost"] == pytest.approx(entry["hours"] * 64 * 1.5)
+    for words in ("64 chips, 64 devices", "step: 13.5 ms", "compute", "collectives", "recipe:"):
+        assert words in out
+    assert plan["versions"] == VERSIONS
+    assert plan["config_sha256"] == document.config_sha256(resolve.load(POD))
+
+
+def test_a_plan_says_memory_of_devices_and_of_chips(answers, capsys):
+    _, out, _ = call(capsys, "plan", POD, "--topology", "v3:8x8")
+    assert "64 chips, 128 devices (TPU v3)" in out
+    assert "at most 1.00 of 16 GiB a device, 2.00 GiB a chip" in out
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_helps(answers, capsys):
+    """Here recomputation and micro-batches help, and other shardings do not."""
+    answers[0] = lambda job: (
+        compiled(job.topology)
+        if job.experiment.mesh.remat == "full" or job.experiment.mesh.accumulation_of(1) > 1
+        else TOO_LARGE
+    )
+    code, out, _ = call(capsys, "plan", POD, "--topology", "v5e:8x8")
+    assert code == 0
+    assert "20.00 GiB wanted of the 16.00 GiB of a device, 4.00 too many" in out
+    assert "fits with mesh.remat=full: 1.00 GiB" in out
+    assert "fits with mesh.accumulation=2: 1.00 GiB" in out
+    assert "recipe: unknown" in out
+
+
+def test_a_single_row_on_a_device_is_not_cut_into_micro_batches(answers, capsys):
+    answers[0] = lambda job: TOO_LARGE
+    code, out, _ = call(capsys, "plan", POD, "--topology", "v5e:16x16")
+    assert code == 0 and "take more chips" in out
+    assert {job.experiment.mesh.accumulation for job in answers[1:]} == {(1,), (1, 1)}
+
+
+def test_a_crash_of_the_compiler_is_told_and_the_rest_planned(answers, capsys):
+    crashed = Outcome(kind="crashed", message="the compiler crashed (SIGSEGV)")
+    answers[0] = lambda job: crashed if job.phase else compiled(job.topology)
+    code, out, _ = call(capsys, "plan", POD, "--topology", "v6e:8x8")
+    assert code == 0 and "crashed: the compiler crashed (SIGSEGV)" in out and "fits:" in out
+
+
+def test_a_plan_goes_into_the_workdir_and_a_run_may_start_there(answers, capsys, tmp_path):
+    workdir = tmp_path / "run"
+    code, _, _ = call(capsys, "plan", POD, "--topology", "v5e:8x8", "--workdir", workdir)
+    assert code == 0 and (workdir / "plan.json").exists()
+    from bert_jax.workdir import Workdir
+
+    Workdir(workdir).require_ours()
+
+
+def test_a_run_s_page_shows_its_plan(answers, capsys, copy_of_run):
+    experiment, workdir = "small.py", "run"
+    answers[0] = lambda job: TOO_LARGE if job.phase else compiled(job.topology)
+    assert call(capsys, "plan", experiment, "--topology", "v5e:2x4", "--workdir", workdir)[0] == 0
+    assert call(capsys, "report", workdir)[0] == 0
+    page = (copy_of_run / workdir / "report.html").read_text()
+    assert "What was planned for TPUs" in page and "1.00 of 16 GiB" in page
+    assert "too large" in page and "libtpu 1.2" in page
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--topology", "v9:4x4"], ["v9:4x4", "v5e:8x8", "v3: 2x2, 4x4, 8x8"]),
+        (["--topology", "v5e:3x5"], ["v5e:3x5", "v5e:16x16"]),
+        (["--topology", "v5e:8x8", "--price-per-chip-hour", "-1"], ["--price-per-chip-hour"]),
+        (["--topology", "v5e:8x8", "--price-per-chip-hour", "nan"], ["--price-per-chip-hour"]),
+        (["--topology", "v5e:8x8", "--workdir", "w", "--out", "o"], ["--out", "--workdir"]),
+        (["--topology", "v5e:4x4,v5p:4x4x4", "--scaling"], ["--scaling", "one generation"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(args, words, answers, capsys, tmp_path, monkeypatch):
+    here = os.path.abspath(POD)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, "plan", here, *args)
+    assert code == 2 and err.count("\n") == 1
+    assert all(word in err for word in words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_libtpu_the_extra_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, err = call(capsys, "plan", POD, "--topology", "v5e:8x8")
+    assert code == 2 and "[tpu]" in err and err.count("\n") == 1
+
+
+# --- how a worker's end is read -----------------------------------------------------------------
+
+
+@pytest.fixture
+def job(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compile_lib, "versions", lambda: VERSIONS)
+    return Job(resolve.load(POD), 0, topology.parse("v5e:8x8"))
+
+
+def worker_does(monkeypatch, code: str) -> None:
+    """Workers run this code, with the name of the file of their answer in `answer`."""
+    script = f"import os, sys; answer = sys.argv[2]; {code}"
+    monkeypatch.setattr(compile_lib, "_COMMAND", (sys.executable, "-c", script))
+
+
+def test_a_worker_killed_by_a_signal_is_a_crash_of_the_compiler(job, monkeypatch):
+    worker_does(monkeypatch, f"os.kill(os.getpid(), {int(signal.SIGSEGV)})")
+    (outcome,) = compile_lib.compile_all([job], print)
+    assert (outcome.kind, outcome.message) == ("crashed", "the compiler crashed (SIGSEGV)")
+
+
+def test_what_was_compiled_is_not_compiled_again(job, monkeypatch):
+    value = {"kind": "too large", "message": "m", "wanted": 2.0, "available": 1.0}
+    worker_does(monkeypatch, f"open(answer, 'w').write({json.dumps(json.dumps(value))})")
+    told = []
+    first = compile_lib.compile_all([job], told.append)
+    worker_does(monkeypatch, "sys.exit(1)")
+    assert compile_lib.compile_all([job], told.append) == first and len(told) == 1
+    other = dataclasses.replace(job, phase=1)
+    with pytest.raises(RuntimeError, match="v5e:8x8"):
+        compile_lib.compile_all([other], told.append)
+
+
+def test_a_worker_dies_with_the_command(tmp_path):
+    """It waits here for a job that is never written."""
+    os.mkfifo(tmp_path / "job")
+    start = "subprocess.Popen([sys.executable, '-m', 'bert_jax.plan.worker', sys.argv[1], 'none'])"
+    code = f"import subprocess, sys, time; print({start}.pid, flush=True); time.sleep(600)"
+    command = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "job")],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    worker_id = int(command.stdout.readline())
+    pipe = within_a_minute(lambda: os.open(tmp_path / "job", os.O_WRONLY | os.O_NONBLOCK))
+    command.kill()
+    command.communicate()
+
+    def gone() -> None:
+        with open(f"/proc/{worker_id}/stat") as stat:
+            if stat.read().split()[2] != "Z":
+                raise OSError("still there")
+
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            within_a_minute(gone)
+    finally:
+        os.close(pipe)
+
+
+def within_a_minute(wanted):
+    """What the function gives, once it raises no OSError but that its file is not there."""
+    last = time.monotonic() + 60
+    while True:
+        try:
+            return wanted()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if time.monotonic() > last:
+                raise
+            time.sleep(0.05)
+
+
+def test_a_layout_that_is_refused_is_bad_input(job, monkeypatch):
+    value = json.dumps({"kind": "refused", "message": "phases.0.batch_size=3: not a multiple"})
+    worker_does(monkeypatch, f"open(answer, 'w').write({value!r})")
+    with pytest.raises(InputError, match=r"v5e:8x8: phases\.0\.batch_size=3"):
+        compile_lib.compile_all([job], print)
+    assert compile_lib.compile_all([job], print, "return")[0].kind == "refused"
+
+
+def test_an_outcome_is_the_same_when_read_back():
+    outcome = compiled(topology.parse("v5e:2x4"))
+    assert Outcome.of(json.loads(json.dumps(dataclasses.asdict(outcome)))) == outcome
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "wanted"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (34.12G) exceeds available HBM (15.75G).",
+            "too large",
+            34.12 * 2**30,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+            "space hbm. Used 20.36G of 15.75G hbm. Exceeded hbm capacity by 4.61G.",
+            "too large",
+            20.36 * 2**30,
+        ),
+        ("RESOURCE_EXHAUSTED: no room", "too large", None),
+        ("INTERNAL: Mosaic failed\nmore", "failed", None),
+    ],
+)
+def test_what_the_compiler_says_when_it_refuses(message, kind, wanted):
+    outcome = Outcome.of(worker.failure(message))
+    assert outcome.kind == kind and "\n" not in outcome.message
+    assert outcome.wanted == (wanted and pytest.approx(wanted))
+
+
+def test_the_abstract_batch_is_what_training_is_fed():
+    experiment = resolve.load("experiments/tiny.py")
+    phase = experiment.phases[0]
+    shape = batches.Shape(phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size)
+    real = samples.train_batches(shape).batch(0, np.arange(phase.batch_size))
+    assert {k: (v.shape, v.dtype) for k, v in real.items()} == {
+        k: (v.shape, v.dtype) for k, v in worker.abstract_batch(phase).items()
+    }
+
+
+# --- search and scaling -------------------------------------------------------------------------
+
+
+def test_search_ranks_layouts_by_the_hours_of_the_recipe(answers):
+    """The stand-in likes zero1, no recomputation, and two micro-batches in the second phase."""
+    experiment = resolve.load(POD)
+
+    def cycles(job: Job) -> int:
+        mesh = job.experiment.mesh
+        liked = (
+            (mesh.parallelism == "zero1")
+            + (mesh.remat == "none")
+            + (mesh.accumulation_of(job.phase) == 1 + job.phase)
+        )
+        return 1_000_000 * (4 - liked) * job.experiment.model.num_hidden_layers
+
+    answers[0] = lambda job: compiled(job.topology, cycles(job))
+    found = search.search(experiment, topology.parse("v5e:8x8"), lambda line: None)
+    assert found["ranked"][0]["settings"] == [
+        "mesh.parallelism=zero1",
+        "mesh.remat=none",
+        "mesh.accumulation=1,2",
+    ]
+    assert len(found["ranked"]) == 3 and not found["cut_short"]
+    hours = [one["hours"] for one in found["ranked"]]
+    assert hours == sorted(hours)
+    # Of 24 layers, as the experiment has them.
+    step = estimate.estimate(
+        program(24_000_000),
+        topology.parse("v5e:8x8"),
+        compiled(topology.parse("v5e:8x8")).places,
+        "bfloat16",
+    )
+    assert hours[0] == pytest.approx(1e6 * step.total / 3600)
+    assert all(job.experiment.model.num_hidden_layers in (search.SHORT, 24) for job in answers[1:])
+
+
+def test_search_goes_on_to_what_fits_when_compiled_whole(answers):
+    answers[0] = lambda job: (
+        TOO_LARGE
+        if job.experiment.mesh.parallelism != "zero3"
+        and job.experiment.model.num_hidden_layers > search.SHORT
+        else compiled(job.topology)
+    )
+    found = search.search(resolve.load(POD), topology.parse("v5e:8x8"), lambda line: None)
+    assert all("mesh.parallelism=zero3" in one["settings"] for one in found["ranked"])
+    assert found["ranked"]
+
+
+def test_settings_of_a_search_are_settings(answers):
+    experiment = resolve.load(POD)
+    found = search.search(experiment, topology.parse("v5e:8x8"), lambda line: None)
+    for one in found["ranked"]:
+        resolve.override(experiment, one["settings"])
+
+
+def test_the_memory_bound_is_arithmetic():
+    model = dataclasses.replace(
+        resolve.load(POD).model,
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=256,
+        num_attention_heads=1,
+        vocab_size=1000,
+    )
+    parameters = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 64_000
+    for parallelism, state in (
+        ("replicated", 12 * parameters),
+        ("zero1", 3 * parameters + 2 * parameters),
+        ("zero3", 3 * parameters),
+    ):
+        for remat, kept in (("full", 64), ("none", 64 + 256)):
+            variant = Variant(parallelism, remat, 1)
+            least = search.least_bytes(model, variant, 4, 1000)
+            assert least == state + 2 * 2 * 1000 * kept
+
+
+def test_what_cannot_fit_by_arithmetic_is_not_compiled(answers):
+    experiment = resolve.override(
+        resolve.load(POD), ["phases.1.batch_size=65536", "phases.1.steps=1000"]
+    )
+    found = search.search(experiment, topology.parse("v5e:8x8"), lambda line: None)
+    assert found["excluded"] > 0
+    shards = 64
+    for job in answers[1:]:
+        rows = job.experiment.phases[job.phase].batch_size // shards
+        tokens = rows // job.experiment.mesh.accumulation_of(job.phase)
+        tokens *= job.experiment.phases[job.phase].sequence_length
+        mesh = job.experiment.mesh
+        variant = Variant(mesh.parallelism, mesh.remat, 1)
+        assert search.least_bytes(experiment.model, variant, shards, tokens) <= 16 * 2**30
+
+
+def test_search_stops_beginning_when_its_time_is_up(answers, monkeypatch):
+    slice_ = topology.parse("v5e:8x8")
+    monkeypatch.setattr(search, "SECONDS", -1.0)
+    found = search.search(resolve.load(POD), slice_, lambda line: None)
+    assert found["cut_short"] and len(found["ranked"]) == 3
+    assert {one["layers"] for one in found["ranked"]} == {search.SHORT}
+    monkeypatch.setattr(search, "SHORT_SECONDS", -1.0)
+    asked = len(answers)
+    found = search.search(resolve.load(POD), slice_, lambda line: None)
+    assert found["cut_short"] and not found["ranked"] and len(answers) == asked
+
+
+def test_scaling_keeps_the_rows_of_a_chip(answers, capsys):
+    code, out, _ = call(capsys, "plan", POD, "--topology", "v5e:4x4,v5e:8x8,v5e:16x16", "--scaling")
+    assert code == 0
+    batches_seen = {job.topology.name: job.experiment.phases[0].batch_size for job in answers[1:]}
+    assert batches_seen == {"v5e:4x4": 256, "v5e:8x8": 1024, "v5e:16x16": 4096}
+    assert "efficiency" in out and "16 rows of 512 a chip" in out
+    assert "2 all-gather of 90.00 MB over 8: 2 x (7/8 x 90.00 MB / 45 GB/s + 7 us)" in out
+
+
+def test_a_variant_changes_one_phase(answers):
+    experiment = vary(resolve.load(POD), 1, Variant("zero1", "full", 4))
+    assert experiment.mesh.accumulation == (1, 4)
+    assert (experiment.mesh.parallelism, experiment.mesh.remat) == ("zero1", "full")
+
+
+def test_hostile_names_are_shown_as_escapes(answers):
+    experiment = resolve.load(POD)
+    made = document.document(experiment, [], None) | {"experiment": "a\x1b[31m"}
+    assert "\x1b" not in "\n".join(tell.lines(made))
+
+
+# --- the real compiler --------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, the real compiler, is not installed"
+)
+def test_the_real_compiler_plans_a_small_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    experiment = resolve.override(
+        resolve.load("experiments/bert_base_pod.py"),
+        [
+            "model.num_hidden_layers=2",
+            "model.hidden_size=256",
+            "model.num_attention_heads=4",
+            "model.intermediate_size=1024",
+            "model.vocab_size=2000",
+            "phases.0.batch_size=16",
+            "mesh.accumulation=1",
+        ],
+    )
+    slice_ = topology.parse("v5e:2x2")
+    (outcome,) = compile_lib.compile_all([Job(experiment, 0, slice_)], print)
+    assert outcome.kind == "compiled"
+    assert outcome.whole_batch == () and outcome.program.endless == 0
+    shapes = jax.eval_shape(lambda: step.init_state(experiment.model, experiment.optimizer, 0))
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    assert state / 4 < outcome.memory["donated"] < state / 2
+    kernel = "encoder/layers/query/kernel [2, 256, 256] float32, on a device [2, 64, 256]"
+    assert kernel in outcome.parameters
+    assert {c.kind for c in outcome.program.collectives} >= {"all-gather", "reduce-scatter"}
+    seconds = estimate.estimate(outcome.program, slice_, outcome.places, "bfloat16")
+    assert seconds.compute > 0 and seconds.random_bits > 0 and seconds.collectives > 0
