@@ -22,14 +22,15 @@ from bert_jax.plan.compile import Job
 
 ROOT = pathlib.Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "plans"
+# Experiment, slice, and the settings that go with the slice.
 PLANS = (
-    ("bert_base", "v3:4x4"),
-    ("bert_large", "v3:8x8"),
-    ("bert_base_pod", "v3:4x4"),
-    ("bert_base_pod", "v5e:4x4"),
-    ("bert_large_pod", "v3:8x8"),
-    ("bert_large_pod", "v5e:8x8"),
-    ("bert_large_pod", "v5p:4x4x4"),
+    ("bert_base", "v3:4x4", ()),
+    ("bert_large", "v3:8x8", ()),
+    ("bert_base_pod", "v3:4x4", ("mesh.accumulation=1",)),
+    ("bert_base_pod", "v5e:4x4", ()),
+    ("bert_large_pod", "v3:8x8", ()),
+    ("bert_large_pod", "v5e:8x8", ()),
+    ("bert_large_pod", "v5p:4x4x4", ()),
 )
 MATRIX = {
     "bert_base_pod": ("v2:4x4", "v3:4x4", "v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4"),
@@ -71,10 +72,10 @@ def _words(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def compare(name: str, slice_: str, write: bool) -> int:
+def compare(name: str, slice_: str, settings: tuple[str, ...], write: bool) -> int:
     """Says what differs from the golden plan, or writes it; returns the number of differences."""
     path = GOLDEN / f"{name}_{slice_.replace(':', '_')}.json"
-    now = golden(name, slice_)
+    now = golden(name, slice_, settings)
     if write:
         GOLDEN.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(now, indent=1) + "\n")
@@ -87,9 +88,10 @@ def compare(name: str, slice_: str, write: bool) -> int:
     return len(found)
 
 
-def golden(name: str, slice_: str) -> dict[str, Any]:
+def golden(name: str, slice_: str, settings: tuple[str, ...]) -> dict[str, Any]:
     """What is kept of an experiment's plan for a slice."""
-    experiment = resolve.load(str(ROOT / "experiments" / f"{name}.py"))
+    claim = resolve.load(str(ROOT / "experiments" / f"{name}.py"))
+    experiment = resolve.override(claim, settings)
     where = topology.parse(slice_)
     jobs = [Job(experiment, number, where) for number in range(len(experiment.phases))]
     outcomes = compile_lib.compile_all(jobs, _say)
@@ -100,6 +102,7 @@ def golden(name: str, slice_: str) -> dict[str, Any]:
         phases.append({key: entry[key] for key in kept if key in entry})
     return {
         "versions": compile_lib.versions(),
+        "settings": list(settings),
         "config_sha256": document.config_sha256(experiment),
         "phases": phases,
         "parameters": list(outcomes[0].parameters),

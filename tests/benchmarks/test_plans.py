@@ -30,8 +30,9 @@ def test_another_compiler_than_the_golden_plans_is_refused(tmp_path, monkeypatch
     assert "libtpu 1, here is libtpu 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "slice_"), plans.PLANS)
-def test_every_golden_plan_is_of_an_experiment_and_a_slice(name, slice_):
-    experiment = resolve.load(str(plans.ROOT / "experiments" / f"{name}.py"))
+@pytest.mark.parametrize(("name", "slice_", "settings"), plans.PLANS)
+def test_every_golden_plan_is_of_an_experiment_and_a_slice(name, slice_, settings):
+    claim = resolve.load(str(plans.ROOT / "experiments" / f"{name}.py"))
+    experiment = resolve.override(claim, settings)
     where = topology.parse(slice_)
     assert all(phase.batch_size % where.devices == 0 for phase in experiment.phases)
