@@ -4,6 +4,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -109,7 +110,8 @@ def test_a_folder_that_another_process_holds_is_named(folder, copy_of_run):
         workdir = folder.split("/")[0]
         code, err = call(f"pretrain small.py --workdir {workdir} --set run.corpus_dir=new/corpus")
         assert (code, err.count("\n")) == (2, 1)
-        assert f"{folder}: in use by process {os.getpid()}; wait for it" in err
+        assert f"{folder}: in use by process {os.getpid()} of {socket.gethostname()} since" in err
+        assert "; wait for it" in err
         assert tree(copy_of_run) == before
 
 
