@@ -13,7 +13,17 @@ from bert_jax.config import InputError
 from bert_jax.conformance import command as conformance
 from bert_jax.section import printable
 
-_USE_CACHE = ("prepare", "pretrain", "evaluate", "show", "report", "predict", "export", "doctor")
+_USE_CACHE = (
+    "prepare",
+    "pretrain",
+    "evaluate",
+    "show",
+    "plan",
+    "report",
+    "predict",
+    "export",
+    "doctor",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

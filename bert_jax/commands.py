@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 
-from bert_jax.config import Experiment, InputError
+from bert_jax.config import Experiment, InputError, Mesh
 from bert_jax.conformance import command
 from bert_jax.endings import FAILED, FINISHED, STOPPED
 from bert_jax.section import printable
@@ -52,12 +52,13 @@ def evaluate(args: argparse.Namespace) -> int:
 
     experiment, workdir = _claim(args)
     prepared = Prepared.open(workdir.corpus)
-    mesh = mesh_lib.make_mesh(experiment.mesh)
+    layout = Mesh()  # not the run's own, which is for the devices it was trained on
+    mesh = mesh_lib.make_mesh(layout)
     params, done = load_params(experiment, workdir, prepared, mesh)
     found = evaluate.evaluate(
         prepared.held_out(experiment, mesh),
         params,
-        step.make_eval_step(experiment.model, experiment.mesh, mesh),
+        step.make_eval_step(experiment.model, layout, mesh),
         mesh,
     )
     print(f"step {done}: {evaluate.summary(found)}")

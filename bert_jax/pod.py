@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO, TextIO
 
 from bert_jax import endings
+from bert_jax.section import InputError
 
 # Seconds in which the others may end by themselves once one has failed.
 _GRACE = 5.0
@@ -76,6 +77,9 @@ def run(command: Sequence[str], shape: Shape) -> int:
 
     SIGTERM and SIGINT are passed on to all.
 
+    Raises:
+      InputError: the command cannot be run.
+
     Returns:
       0: all have finished; 75: stopped on request; else the exit code of the first that failed,
       128 and the signal's number if it was killed.
@@ -107,15 +111,7 @@ class _Pod:
         self.failed: list[_Member] = []  # in the order in which they were seen to be
         address = f"127.0.0.1:{_free_port()}"
         for number in range(shape.processes):
-            process = subprocess.Popen(
-                command,
-                env=os.environ | _environment(shape, address, number),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # else Ctrl-C would reach each twice
-                preexec_fn=_die_with_parent,
-            )
+            process = _start(command, _environment(shape, address, number))
             member = _Member(number, process, collections.deque(maxlen=_TAIL))
             self.members.append(member)
             for pipe, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -175,6 +171,21 @@ class _Pod:
             if not new:
                 self._selector.unregister(key.fileobj)
         return len(events)
+
+
+def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
+    try:
+        return subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # else Ctrl-C would reach each twice
+            preexec_fn=_die_with_parent,
+        )
+    except OSError as error:
+        raise InputError(f"{command[0]}: cannot be run ({error.strerror or error})") from error
 
 
 def _print(line: str, out: TextIO) -> None:

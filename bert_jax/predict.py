@@ -9,7 +9,7 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax import resolve
 from bert_jax.base import Moments
-from bert_jax.config import Experiment, InputError, Model
+from bert_jax.config import Experiment, InputError, Mesh, Model
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, step
@@ -28,7 +28,7 @@ class Trained:
     Attributes:
       name: of the run or the base.
       model: their shape.
-      params: nested dict of float32 arrays, on the devices.
+      params: nested dict of float32 arrays, on one device.
       tokenizer: whose ids they know.
       fresh: parts that were never trained.
       step: of the checkpoint; 0 of a base.
@@ -77,13 +77,12 @@ class Trained:
         experiment = resolve.load_saved(Workdir(folder))
         workdir = Workdir(folder, experiment.run.corpus_dir)
         prepared = Prepared.open(workdir.corpus)
-        mesh = mesh_lib.make_mesh(experiment.mesh)
         if what == "with_moments" and experiment.optimizer.name != "bert_adam":
             raise InputError(
                 f"{folder}: --with-optimizer: optimizer.name={experiment.optimizer.name}; only "
                 "bert_adam's moments can go elsewhere"
             )
-        state, done = _newest(experiment, workdir, prepared, mesh, what)
+        state, done = _newest(experiment, workdir, prepared, mesh_lib.one_device(), what)
         moments = None
         if what == "with_moments":
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
@@ -108,6 +107,8 @@ def load_params(
 ) -> tuple[Any, int]:
     """Parameters of the newest checkpoint, and its step; of a base its own, and 0.
 
+    They are whole on each device of the mesh.
+
     Raises:
       InputError: there is none, or it belongs to another experiment or corpus.
     """
@@ -127,7 +128,10 @@ def _newest(
     mesh: jax.sharding.Mesh,
     what: What,
 ) -> tuple[step.State, int]:
-    """`params`, and `optimizer` if it is asked for, of the newest checkpoint, and its step."""
+    """`params`, and `optimizer` if it is asked for, of the newest checkpoint, and its step.
+
+    Whole on each device of the mesh: a run's own sharding is for the devices it was trained on.
+    """
     if not workdir.checkpoints.exists():
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     with Checkpoints(workdir.checkpoints, experiment.run.keep_checkpoints, "read") as saved:
@@ -138,9 +142,7 @@ def _newest(
             raise InputError(
                 f"{workdir.root}: was trained with other settings ({'; '.join(changed)})"
             )
-        abstract = step.abstract_state(
-            experiment.model, experiment.optimizer, experiment.mesh, mesh
-        )
+        abstract = step.abstract_state(experiment.model, experiment.optimizer, Mesh(), mesh)
         wanted = ("params",) if what == "params" else ("params", "optimizer")
         part = {name: abstract[name] for name in wanted}
         state, metadata = saved.restore(saved.latest_step, part)

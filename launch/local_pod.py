@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from bert_jax import endings, pod
+from bert_jax.section import InputError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +61,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"launch: {command[0]}: no such command", file=sys.stderr)
         return endings.BAD_INPUT
     shape = pod.Shape(args.processes, args.devices_per_process, args.arrive_within, args.hang_after)
-    return pod.run(command, shape)
+    try:
+        return pod.run(command, shape)
+    except InputError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return endings.BAD_INPUT
 
 
 def _count(text: str) -> int:

@@ -286,6 +286,11 @@ SETTINGS = [
         "--set model.hidden_size=12",
         ("mesh.tensor=3", "4"),
     ),
+    Case(
+        "a state that devices do not divide",
+        f"pretrain {NEW} --set mesh.parallelism=zero3 --set model.max_position_embeddings=33",
+        ("mesh.parallelism=zero3", "encoder/embeddings/position/embedding", "33", "4 devices"),
+    ),
 ]
 
 EXPERIMENTS = [

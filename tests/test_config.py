@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
@@ -91,6 +92,15 @@ def test_bad_settings_are_named_in_one_line(setting, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_micro_batches_may_be_one_number_or_one_a_phase():
+    """Runs saved before there was one for each phase have a number."""
+    tree = json.loads(resolve.to_json(EXPERIMENT))
+    tree["mesh"]["accumulation"] = 2
+    assert resolve.from_json(json.dumps(tree), "saved").mesh.accumulation == (2,)
+    both = resolve.override(EXPERIMENT, ["mesh.accumulation=2"])
+    assert resolve.differences(both, resolve.from_json(json.dumps(tree), "saved"), "all") == []
 
 
 def test_combinations_that_cannot_be_are_refused():

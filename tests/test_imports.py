@@ -25,7 +25,7 @@ ALLOWED = {
     "data": {"bucket", "config", "workdir", "text"},
     "hardware": set(),
     "endings": {"section"},
-    "pod": {"endings"},
+    "pod": {"endings", "section"},
     "model": {"config"},
     "training": {
         "bucket",

@@ -156,3 +156,13 @@ def test_a_launcher_that_is_not_there_is_refused():
     command = [sys.executable, "-m", "launch", "rocket"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 2 and b"name one of: local_pod" in done.stderr
+
+
+def test_a_command_that_cannot_be_run_is_refused(tmp_path):
+    odd = tmp_path / "odd"
+    odd.write_text("not a program")
+    odd.chmod(0o755)
+    command = [sys.executable, "-m", "launch", "local_pod", "--", str(odd)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.decode() == f"launch: {odd}: cannot be run (Exec format error)\n"

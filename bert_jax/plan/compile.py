@@ -31,7 +31,7 @@ from bert_jax.config import Experiment, InputError
 from bert_jax.plan.program import Collective, Kernel, Program
 from bert_jax.plan.topology import Topology
 from bert_jax.plan.variants import variant_of
-from bert_jax.workdir import made, named_errors, write_atomic
+from bert_jax.workdir import cache_folder, made, named_errors, write_atomic
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _COMMAND = (sys.executable, "-m", "bert_jax.plan.worker")
@@ -175,7 +175,7 @@ class _Compiler:
                 process.kill()
 
     def outcome(self, job: Job) -> Outcome:
-        kept = cache_folder() / f"{key(job)}.json"
+        kept = cache_folder() / "plans" / f"{key(job)}.json"
         with contextlib.suppress(FileNotFoundError, ValueError):
             return Outcome.of(json.loads(kept.read_text()))
         experiment = job.experiment
@@ -268,12 +268,6 @@ def _code_version() -> str:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def cache_folder() -> epath.Path:
-    """Where outcomes are kept."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return epath.Path(cache) / "bert_jax" / "plans"
 
 
 def _keep(path: epath.Path, value: dict[str, Any]) -> None:

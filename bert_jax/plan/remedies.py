@@ -55,8 +55,11 @@ def _fitting(
     now = variant_of(experiment, phase)
     for variant, outcome in compile_variants(experiment, phase, topology, variants, say):
         if outcome.kind == "compiled":
+            # As --set takes it: one number would be for all phases.
+            parts = vary(experiment, phase, variant).mesh.accumulation
+            said = variant._asdict() | {"accumulation": ",".join(map(str, parts))}
             changed = ", ".join(
-                f"mesh.{name}={value}"
+                f"mesh.{name}={said[name]}"
                 for name, value in variant._asdict().items()
                 if value != getattr(now, name)
             )

@@ -67,7 +67,10 @@ def _grown(experiment: Experiment, factor: float) -> Experiment:
         )
         for phase in experiment.phases
     )
-    return dataclasses.replace(experiment, phases=phases)
+    steps = sum(phase.steps for phase in phases)
+    warmup = min(experiment.optimizer.warmup_steps, steps - 1)  # of no weight in a step's time
+    optimizer = dataclasses.replace(experiment.optimizer, warmup_steps=warmup)
+    return dataclasses.replace(experiment, phases=phases, optimizer=optimizer)
 
 
 def _entry(

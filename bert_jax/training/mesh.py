@@ -47,6 +47,15 @@ def make_mesh(layout: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.
     return jax.sharding.Mesh(grid, names, axis_types=(AxisType.Auto,) * grid.ndim)
 
 
+def one_device() -> jax.sharding.Mesh:
+    """A mesh of this machine's first device.
+
+    Raises:
+      InputError: see `make_mesh`.
+    """
+    return make_mesh(Mesh(), _all_devices()[:1])
+
+
 def _all_devices() -> Sequence[jax.Device]:
     try:
         return jax.devices()

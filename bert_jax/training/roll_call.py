@@ -145,6 +145,10 @@ def _report(place: Place, host: str, port: int, limit: float) -> None:
         try:
             connection = socket.create_connection((host, port), timeout=_HEAR)
             break
+        except UnicodeError as error:
+            raise InputError(
+                f"JAX_COORDINATOR_ADDRESS={place.address}: no machine can have that name"
+            ) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(

@@ -41,7 +41,8 @@ _HOPELESS = 50
 
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
-    """Raises InputError if the batches cannot be laid over these devices."""
+    """Raises InputError if the batches or the state cannot be laid over these devices."""
+    step.abstract_state(experiment.model, experiment.optimizer, experiment.mesh, mesh)
     replicas = experiment.optimizer.reference_replicas
     shards = mesh_lib.data_shards(mesh)
     if experiment.optimizer.clip == "per_replica" and replicas % shards:

@@ -131,7 +131,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(answers, capsys):
     assert code == 0
     assert "20.00 GiB wanted of the 16.00 GiB of a device, 4.00 too many" in out
     assert "fits with mesh.remat=full: 1.00 GiB" in out
-    assert "fits with mesh.accumulation=2: 1.00 GiB" in out
+    assert "fits with mesh.accumulation=1,2: 1.00 GiB" in out, "of this phase alone"
     assert "recipe: unknown" in out
 
 
@@ -226,6 +226,15 @@ def test_what_was_compiled_is_not_compiled_again(job, monkeypatch):
     other = dataclasses.replace(job, phase=1)
     with pytest.raises(RuntimeError, match="v5e:8x8"):
         compile_lib.compile_all([other], told.append)
+
+
+def test_what_was_compiled_is_kept_where_compiled_programs_are(job, monkeypatch, tmp_path):
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "here"))
+    value = json.dumps({"kind": "too large", "message": "m"})
+    worker_does(monkeypatch, f"open(answer, 'w').write({value!r})")
+    compile_lib.compile_all([job], print)
+    (kept,) = (tmp_path / "here").rglob("*.json")
+    assert json.loads(kept.read_text()) == json.loads(value)
 
 
 def test_a_worker_dies_with_the_command(tmp_path):
@@ -429,6 +438,15 @@ def test_scaling_keeps_the_rows_of_a_chip(answers, capsys):
     assert batches_seen == {"v5e:4x4": 256, "v5e:8x8": 1024, "v5e:16x16": 4096}
     assert "efficiency" in out and "16 rows of 512 a chip" in out
     assert "2 all-gather of 90.00 MB over 8: 2 x (7/8 x 90.00 MB / 45 GB/s + 7 us)" in out
+
+
+def test_scaling_of_a_short_recipe_does_not_stumble_over_its_warm_up(answers, capsys):
+    short = ("--set", "phases.0.steps=100", "--set", "phases.1.steps=10")
+    warm = ("--set", "optimizer.warmup_steps=50")
+    slices = ("--topology", "v5e:4x4,v5e:16x16", "--scaling")
+    code, _, err = call(capsys, "plan", POD, *slices, *short, *warm)
+    assert code == 0, err
+    assert [job.experiment.total_steps for job in answers[1:3]] == [110, 7]
 
 
 def test_a_variant_changes_one_phase(answers):

@@ -65,6 +65,11 @@ def test_a_process_alone_says_where_it_looked(address):
     assert f"JAX_COORDINATOR_ADDRESS={address}: process 0 did not answer there" in told[0]
 
 
+def test_a_name_that_no_machine_has_is_refused():
+    (told,) = call(Place("a..b:1234", 1, 2))
+    assert told == "JAX_COORDINATOR_ADDRESS=a..b:1234: no machine can have that name"
+
+
 def test_a_process_that_left_again_is_missing(address):
     me = {"number": 1, "count": 3, "host": "gone"}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

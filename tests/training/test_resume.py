@@ -4,6 +4,7 @@ import json
 import pathlib
 import signal
 
+import numpy as np
 import pytest
 from compare import assert_identical
 from small_run import bert_jax, command, final_state, write_text
@@ -120,3 +121,52 @@ def test_two_runs_in_one_workdir_are_refused(undisturbed):
         refused = bert_jax("pretrain", file, "--workdir", workdir)
     assert refused.returncode == 2
     assert "in use by process" in refused.stderr.decode()
+
+
+@pytest.fixture(scope="module")
+def relaid(undisturbed):
+    """The same run, its state whole, then cut over a mesh of 2 x 2, then over 2 devices."""
+    folder, file, _ = undisturbed
+    workdir = folder / "relaid"
+    run = ("pretrain", file, "--workdir", workdir)
+    done = command(KILL_AT, 4, signal.SIGTERM, *run, devices=2)
+    assert done.returncode == 75, done.stderr.decode()
+    cut = ("--set", "mesh.parallelism=zero1", "--set", "mesh.accumulation=1,2")
+    done = command(KILL_AT, 10, signal.SIGTERM, *run, *cut, devices=2)
+    assert done.returncode == 75, done.stderr.decode()
+    cut = ("--set", "mesh.parallelism=zero3", "--set", "mesh.tensor=2")
+    done = bert_jax(*run, *cut, devices=4)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "resume: mesh.parallelism: 'zero1' -> 'zero3'" in done.stdout.decode()
+    return workdir
+
+
+def test_a_run_goes_on_under_other_shardings(undisturbed, relaid):
+    """Batches and dropout are the same, so the lines are, to rounding."""
+    ours, theirs = (
+        [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        for workdir in (relaid, undisturbed[0] / "undisturbed")
+    )
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys() and a.pop("kind") == b.pop("kind")
+        np.testing.assert_allclose(list(a.values()), [b[name] for name in a], 1e-4, 1e-4)
+
+
+def test_what_many_devices_trained_one_device_reads(undisturbed, relaid, tmp_path):
+    """The run's own mesh asks for four."""
+    said = []
+    for workdir in (undisturbed[0] / "undisturbed", relaid):
+        asked = bert_jax("predict", "--workdir", workdir, "--top", 45, "wa [MASK] wb .")
+        scored = bert_jax("evaluate", "--workdir", workdir)
+        for done in (asked, scored):
+            assert done.returncode == 0, done.stderr.decode()
+        pieces = asked.stdout.decode().splitlines()[1].removeprefix("  [MASK] 1: ").split("  ")
+        chances = {word: float(p) for word, p in (piece.split() for piece in pieces)}
+        assert len(chances) == 45
+        said.append((chances, json.loads(scored.stdout.decode().splitlines()[-1])))
+    (chances, found), (other_chances, other_found) = said
+    assert chances == pytest.approx(other_chances, abs=2e-3)
+    assert found == pytest.approx(other_found, rel=1e-4)
+    base = bert_jax("import", relaid, "--workdir", tmp_path / "base")
+    assert base.returncode == 0, base.stderr.decode()
