@@ -124,8 +124,15 @@ def require_plain(path: epath.PathLike) -> None:
         raise InputError(f"{path}: is a device or a pipe; name a file")
 
 
-def read_json(path: epath.Path, format_version: int) -> dict[str, Any]:
+def read_json(
+    path: epath.Path, format_version: int, mend: str = "use the bert-jax that wrote it"
+) -> dict[str, Any]:
     """Reads a JSON object that carries `format_version`.
+
+    Args:
+      path: of the file.
+      format_version: which is read.
+      mend: what to do about another one, in words.
 
     Raises:
       InputError: unreadable, not a JSON object, or of another format version.
@@ -143,7 +150,7 @@ def read_json(path: epath.Path, format_version: int) -> dict[str, Any]:
     if value.get("format_version") != format_version:
         raise InputError(
             f"{path}: format_version {value.get('format_version')!r}, "
-            f"this version reads {format_version}"
+            f"this version reads {format_version}; {mend}"
         )
     return value
 
@@ -168,8 +175,10 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise InputError(_FULL.format(path)) from error
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        if error.errno == errno.EROFS:
             raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise InputError(f"{path}: may not be used ({error.strerror})") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise InputError(f"{path}: is a file where a folder is needed") from error
         raise InputError(f"{error.filename or path}: {error.strerror or error}") from error

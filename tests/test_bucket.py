@@ -412,6 +412,22 @@ def test_the_copy_of_another_corpus_goes(objects, remote):
     assert len(corpus.open_stream(copy, "train").ids) == new["splits"]["train"]["tokens"]
 
 
+@pytest.mark.parametrize("damaged", ["", "tokenizer/vocab.txt"])
+def test_a_corpus_removed_from_its_bucket_is_made_again(damaged, objects, remote):
+    """This host's copy has no dataset any more, and may have been damaged since."""
+    name = "corpus/tokenizer/vocab.txt"
+    vocabulary = objects.files()[name]
+    for path in objects.files():
+        objects.delete(path, {})
+    if damaged:
+        (remote / damaged).write_bytes(vocabulary[:-2] + b"~\n")
+    assert call("prepare small.py --set run.corpus_dir=gs://bucket/corpus") == (0, "")
+    files = objects.files()
+    assert files[name] == vocabulary and "corpus/COMPLETE" in files
+    listed = json.loads(files["corpus/manifest.json"])["files"]
+    assert {f"corpus/{path}" for path in listed} <= files.keys()
+
+
 def test_a_prepare_that_fails_while_sending_leaves_nothing_and_sends_what_is_made(
     objects, copy_of_run, monkeypatch
 ):
