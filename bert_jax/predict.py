@@ -89,7 +89,7 @@ class Trained:
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, kept.mu, kept.nu)
         lines = metrics.Lines(workdir.metrics).read()
-        found = [x for x in lines if x["kind"] == "evaluation" and x["step"] == done]
+        found = [x for x in lines if x.get("kind") == "evaluation" and x["step"] == done]
         return cls(
             experiment.name,
             experiment.model,

@@ -99,7 +99,8 @@ def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
     """
     if is_bucket(path):
         with named_errors(path):
-            path.write_text(text if isinstance(text, str) else "".join(text))
+            # As bytes: a text would be written in the encoding of this machine's language.
+            path.write_bytes((text if isinstance(text, str) else "".join(text)).encode())
         return
     require_plain(path)
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"

@@ -375,6 +375,13 @@ def test_what_would_not_be_the_same_model_is_refused_in_one_line(name, tmp_path,
     broken.refuses(broken.Case(name, "import hf --workdir made/base", tuple(words), breaks))
 
 
+@pytest.mark.parametrize("source", ["nowhere", "nowhere/..", "nowhere/.index", ".index"])
+def test_a_source_that_is_nowhere_is_refused_in_one_line(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = f"import {source} --workdir made/base"
+    broken.refuses(broken.Case("nowhere", command, (source, "no such folder")))
+
+
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hf_folder.write(tmp_path / "hf")
