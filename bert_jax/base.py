@@ -225,7 +225,7 @@ def _record(folder: epath.Path) -> dict[str, Any]:
             f"{folder}: no base here; make one with `bert-jax import SOURCE --workdir B` (SOURCE "
             "may be a run, too)"
         )
-    record = read_json(folder / _JSON, FORMAT_VERSION)
+    record = read_json(folder / _JSON, FORMAT_VERSION, "import it anew")
     kinds = {
         "model": dict,
         "source": str,

@@ -58,6 +58,7 @@ class Trained:
         Raises:
           InputError: neither is here, or it is damaged, or has no moments that were asked for.
         """
+        run = Workdir(folder)  # first, since it asks whether a bucket can be looked into
         if base_lib.is_base(folder):
             base = base_lib.read(folder)
             if what == "with_moments" and base.moments is None:
@@ -74,7 +75,7 @@ class Trained:
                 source=base.source,
                 moments=base.moments if what == "with_moments" else None,
             )
-        experiment = resolve.load_saved(Workdir(folder))
+        experiment = resolve.load_saved(run)
         workdir = Workdir(folder, experiment.run.corpus_dir)
         prepared = Prepared.open(workdir.corpus)
         if what == "with_moments" and experiment.optimizer.name != "bert_adam":
@@ -88,7 +89,7 @@ class Trained:
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, kept.mu, kept.nu)
         lines = metrics.Lines(workdir.metrics).read()
-        found = [x for x in lines if x["kind"] == "evaluation" and x["step"] == done]
+        found = [x for x in lines if x.get("kind") == "evaluation" and x["step"] == done]
         return cls(
             experiment.name,
             experiment.model,

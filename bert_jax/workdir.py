@@ -99,7 +99,8 @@ def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
     """
     if is_bucket(path):
         with named_errors(path):
-            path.write_text(text if isinstance(text, str) else "".join(text))
+            # As bytes: a text would be written in the encoding of this machine's language.
+            path.write_bytes((text if isinstance(text, str) else "".join(text)).encode())
         return
     require_plain(path)
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
@@ -124,8 +125,15 @@ def require_plain(path: epath.PathLike) -> None:
         raise InputError(f"{path}: is a device or a pipe; name a file")
 
 
-def read_json(path: epath.Path, format_version: int) -> dict[str, Any]:
+def read_json(
+    path: epath.Path, format_version: int, mend: str = "use the bert-jax that wrote it"
+) -> dict[str, Any]:
     """Reads a JSON object that carries `format_version`.
+
+    Args:
+      path: of the file.
+      format_version: which is read.
+      mend: what to do about another one, in words.
 
     Raises:
       InputError: unreadable, not a JSON object, or of another format version.
@@ -143,7 +151,7 @@ def read_json(path: epath.Path, format_version: int) -> dict[str, Any]:
     if value.get("format_version") != format_version:
         raise InputError(
             f"{path}: format_version {value.get('format_version')!r}, "
-            f"this version reads {format_version}"
+            f"this version reads {format_version}; {mend}"
         )
     return value
 
@@ -168,8 +176,10 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise InputError(_FULL.format(path)) from error
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        if error.errno == errno.EROFS:
             raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise InputError(f"{path}: may not be used ({error.strerror})") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise InputError(f"{path}: is a file where a folder is needed") from error
         raise InputError(f"{error.filename or path}: {error.strerror or error}") from error

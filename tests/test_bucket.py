@@ -101,6 +101,7 @@ def assert_can_be_read(objects, tmp_path):
         f"evaluate --workdir {FOLDER}",
         f"show --workdir {FOLDER}",
         f"export --workdir {FOLDER} --as masked_lm --out {tmp_path / 'exported'}",
+        f"import {FOLDER} --workdir {tmp_path / 'base'}",
         f"prepare {tmp_path / 'small.py'} --workdir {FOLDER} --verify"
         " --set run.corpus_dir=gs://bucket/corpus",
     ):
@@ -130,18 +131,27 @@ def test_another_corpus_under_a_run_is_refused_by_its_name(objects, remote):
 
 # --- What cannot be reached ---
 
+READERS = [
+    f"pretrain small.py --workdir {FOLDER}",
+    f"report {FOLDER}",
+    f"predict --workdir {FOLDER} wa",
+    f"export --workdir {FOLDER} --as encoder --out out",
+    f"import {FOLDER} --workdir base",
+]
+
 
 def test_a_bucket_that_may_not_be_used_is_named_in_one_line(objects, copy_of_run):
     objects.refuses = lambda method, name: True
-    for words in ("prepare small.py --set run.corpus_dir=", "pretrain small.py", "report"):
-        code, err = call(f"{words} {'' if words == 'report' else '--workdir'} {FOLDER}")
+    for words in (f"prepare small.py --set run.corpus_dir= --workdir {FOLDER}", *READERS):
+        code, err = call(words)
         assert (code, err.count("\n")) == (2, 1), err
         assert str(FOLDER) in err and "no access" in err
 
 
-def test_without_the_extra_it_is_named(copy_of_run, monkeypatch):
+@pytest.mark.parametrize("words", READERS)
+def test_without_the_extra_it_is_named(words, copy_of_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    code, err = call(f"pretrain small.py --workdir {FOLDER}")
+    code, err = call(words)
     assert (code, err.count("\n")) == (2, 1)
     assert "pip install 'bert-jax[gcs]'" in err
 
@@ -410,6 +420,22 @@ def test_the_copy_of_another_corpus_goes(objects, remote):
     copy = copies.update(epath.Path("gs://bucket/corpus"), new)
     assert json.loads((copy / "manifest.json").read_text()) == new
     assert len(corpus.open_stream(copy, "train").ids) == new["splits"]["train"]["tokens"]
+
+
+@pytest.mark.parametrize("damaged", ["", "tokenizer/vocab.txt"])
+def test_a_corpus_removed_from_its_bucket_is_made_again(damaged, objects, remote):
+    """This host's copy has no dataset any more, and may have been damaged since."""
+    name = "corpus/tokenizer/vocab.txt"
+    vocabulary = objects.files()[name]
+    for path in objects.files():
+        objects.delete(path, {})
+    if damaged:
+        (remote / damaged).write_bytes(vocabulary[:-2] + b"~\n")
+    assert call("prepare small.py --set run.corpus_dir=gs://bucket/corpus") == (0, "")
+    files = objects.files()
+    assert files[name] == vocabulary and "corpus/COMPLETE" in files
+    listed = json.loads(files["corpus/manifest.json"])["files"]
+    assert {f"corpus/{path}" for path in listed} <= files.keys()
 
 
 def test_a_prepare_that_fails_while_sending_leaves_nothing_and_sends_what_is_made(

@@ -65,6 +65,7 @@ ALLOWED = {
         "model",
         "weights",
         "base",
+        "bucket",
         "training",
         "predict",
     },

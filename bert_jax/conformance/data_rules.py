@@ -73,9 +73,14 @@ def _instances() -> Iterator[Rule]:
         return _rule(says, f"{total} instances with the reference's", differing)
 
     yield rule("documents shuffled once, instances last; each pass draws anew", _lengths)
-    yield rule("B is random when alone or by half; else what follows", _get("next_sentence_label"))
+    yield rule(
+        "B is random where A is all there is, else by half; otherwise what follows A",
+        _get("next_sentence_label"),
+    )
     yield rule("[CLS] A [SEP] B [SEP] with segments 0 and 1", _get("segment_ids"))
-    yield rule("token by token from the longer side, a tie from B, front or back", _unmasked)
+    yield rule(
+        "too long: token by token from the longer side, a tie from B, front or back", _unmasked
+    )
     yield rule("pieces masked in shuffled order", _get("masked_lm_positions"), "piece")
     yield rule("whole words masked, none that would overflow", _get("masked_lm_positions"), "word")
     yield rule("labels are what stood there, by position", _get("masked_lm_ids"))
@@ -142,8 +147,8 @@ def _pairs() -> Iterator[Rule]:
     starts = flat.sentence_offsets[flat.document_offsets[:-1].astype(np.int64)]
     where = [np.searchsorted(starts, rows[name], "right") for name in ("a_offset", "b_offset")]
     yield _rule(
-        "a random B is of another document",
-        f"documents of A and B in {len(rows)} pairs",
+        "a random B is of another document, what follows A of the same",
+        f"{len(rows)} labels with where B lies",
         int(((where[0] == where[1]) == rows["is_random_next"]).sum()),
     )
 
@@ -156,7 +161,7 @@ def _masks() -> Iterator[Rule]:
         expected = [min(most, max(1, round(int(n) * 0.15))) for n in lengths]
         differing += count_of_different(masked.weights.sum(axis=1).tolist(), expected)
     yield _rule(
-        "15 % of the length, specials too, half to even, 1 to the most",
+        "15 % of the length, specials too, half to even, at least 1, at most what is asked for",
         f"{len(lengths)} lengths with Python's round",
         differing,
     )
@@ -165,7 +170,7 @@ def _masks() -> Iterator[Rule]:
     one_word = _mask(np.array([5]), draws.Counter((0, 0), np.array([0])), 20, continues)
     yield _rule(
         "a ## at the front of B joins the last word of A",
-        "predictions where only one fits",
+        "predictions with none, where one fits and the word has two pieces",
         float(one_word.weights.sum()),
     )
     kinds, ids = draws.Counter((0, 0), np.arange(1000)).replacements(np.full(1000, 200), 30)

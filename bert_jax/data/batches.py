@@ -229,12 +229,13 @@ def rows_per_epoch(
 ) -> int:
     """R of a phase: the rows in its first plan, remembered in the file `plans`."""
     key = f"{seed}/train/{phase}/length={length}/short_seq_prob={data.short_seq_prob}"
-    known = read_json(plans, PLANS_VERSION) if plans.exists() else {"rows": {}}
+    anew = "remove it, it is made anew"
+    known = read_json(plans, PLANS_VERSION, anew) if plans.exists() else {"rows": {}}
     # Every row of a plan takes a sentence at least.
     possible = range(1, len(stream.sentence_offsets))
     rows = known["rows"].get(key, 1) if isinstance(known.get("rows"), dict) else None
     if type(rows) is not int or rows not in possible:
-        raise InputError(f"{plans}: damaged; remove it, it is made anew")
+        raise InputError(f"{plans}: damaged; {anew}")
     if key not in known["rows"]:
         rows = len(make_plan(stream, (seed, "train", phase, 0), length, data))
         known = {"format_version": PLANS_VERSION, "rows": {**known["rows"], key: rows}}

@@ -59,7 +59,7 @@ def update(folder: epath.Path, manifest: dict[str, Any]) -> epath.Path:
     text = json.dumps(manifest, indent=2) + "\n"
     with alone(folder) as copy:
         path = copy / "manifest.json"
-        if not path.exists() or path.read_text() != text:
+        if not path.exists() or path.read_bytes() != text.encode():
             copy.rmtree(missing_ok=True)
             copy.mkdir(parents=True)
             write_atomic(path, text)

@@ -115,7 +115,12 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
     if not is_complete(folder):
         raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
     path = folder / "manifest.json"
-    manifest = read_json(path, FORMAT_VERSION)
+    manifest = read_json(
+        path,
+        FORMAT_VERSION,
+        "go on with the bert-jax that wrote it; for new runs choose another folder, or remove "
+        f"{folder} to prepare it anew",
+    )
     wrong = _wrong_part(manifest)
     if wrong:
         raise InputError(
@@ -299,12 +304,28 @@ def _build_and_send(
 ) -> dict[str, Any]:
     """Makes the corpus of a bucket here, and sends it."""
     with copies.alone(folder) as copy:
-        if is_complete(copy):  # of an earlier corpus, or of a `prepare` killed while it was sending
-            try:
-                return _sent(_found(corpus, vocab_size, copy, say), copy, folder, say)
-            except InputError:
-                copy.rmtree()
-        return _sent(prepare(corpus, vocab_size, copy, say), copy, folder, say)
+        manifest = _made_before(corpus, vocab_size, copy, say)
+        if manifest is None:
+            copy.rmtree(missing_ok=True)
+            manifest = prepare(corpus, vocab_size, copy, say)
+        return _sent(manifest, copy, folder, say)
+
+
+def _made_before(
+    corpus: Corpus, vocab_size: int, copy: epath.Path, say: Say
+) -> dict[str, Any] | None:
+    """The manifest of a whole corpus, as a `prepare` leaves it that was killed while sending.
+
+    None if it is another corpus, damaged, or without its dataset, as a copy is once it was sent.
+    """
+    try:
+        if not is_complete(copy):
+            return None
+        manifest = _found(corpus, vocab_size, copy, say)
+        files.require(copy, manifest["files"], "", "full", "made anew")
+        return manifest
+    except InputError:
+        return None
 
 
 def _sent(

@@ -72,16 +72,23 @@ def write(
     """Writes the dataset of a corpus folder, and adds up what its splits hold.
 
     Raises:
-      InputError: a split has no text, or a source cannot be read.
+      InputError: a split has no text, or a source cannot be read or was changed meanwhile.
     """
     dtype = np.uint16 if chosen.size <= 2**16 else np.uint32
+    changed = InputError(
+        f"corpus.sources: {', '.join(corpus.sources)}: changed while it was read: there were "
+        f"{survey.count} documents; run again once nothing writes there"
+    )
 
     def generate(split: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         keep = survey.held_out == (split == "validation")
         if corpus.repeated_documents == "drop":
             keep &= survey.first
         total = counts[split]
+        index = -1
         for index, document in enumerate(documents.read(corpus)):
+            if index == survey.count:
+                raise changed
             if not keep[index]:
                 continue
             encoded = map(chosen.encode, sentences.split(document, corpus.language))
@@ -95,6 +102,8 @@ def write(
             total.unknown_tokens += int((flat == chosen.unk_id).sum())
             lengths = np.array([len(sentence) for sentence in ids], np.uint32)
             yield index, {"ids": flat, "sentence_lengths": lengths}
+        if index + 1 != survey.count:
+            raise changed
         if not total.tokens:  # here, since TFDS fails on an empty split
             raise InputError(
                 f"corpus.sources: no text is left for the {split} split: no document there of "

@@ -36,8 +36,9 @@ def write(trained: Trained, architecture: str, dtype: str, folder: str) -> str:
         *_front(architecture),
         f"# {code(trained.name)}",
         "",
-        f"A BERT pre-trained with bert_jax {bert_jax.__version__}: `{architecture}`, "
-        f"{_USE[architecture]}.",
+        # What was imported was trained by others, or by a run that its source names.
+        f"A BERT {'written' if trained.source else 'pre-trained'} with bert_jax "
+        f"{bert_jax.__version__}: `{architecture}`, {_USE[architecture]}.",
         f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
         "",
         *_how_to(architecture, folder),

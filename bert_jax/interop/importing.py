@@ -8,12 +8,14 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax import weights
 from bert_jax.base import Base
+from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
 from bert_jax.interop import fitting, names, settings, surgery, tf1, vocabularies
 from bert_jax.interop.fitting import Say
 from bert_jax.predict import Trained
 from bert_jax.section import printable
 from bert_jax.text import tokenizer as tokenizer_lib
+from bert_jax.workdir import Workdir
 
 
 def import_weights(
@@ -54,6 +56,11 @@ def import_weights(
 
 
 def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"]) -> Base:
+    run = Workdir(source)  # first, since it asks whether a bucket can be looked into
+    if run.experiment.exists():
+        return _of_run(source, what)
+    if is_bucket(source):
+        raise InputError(f"{source}: no run there; checkpoints of others are read on this machine")
     prefix = tf1.find(source)
     if prefix is not None:
         return tf1.read(prefix, what, say)
@@ -62,15 +69,17 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
             f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "
             "a vocabulary, a TensorFlow checkpoint, or a run"
         )
-    if (source / "experiment.json").exists():
-        run = Trained.of(source, what)
-        where = f"{source.name}, step {run.step}"
-        return Base(run.model, run.params, run.tokenizer, where, moments=run.moments)
     if what == "with_moments":
         raise InputError(
             f"{source}: --with-optimizer: a Hugging Face folder holds weights alone; leave it out"
         )
     return read_folder(source, say)
+
+
+def _of_run(source: epath.Path, what: Literal["params", "with_moments"]) -> Base:
+    trained = Trained.of(source, what)
+    where = f"{source.name}, step {trained.step}"
+    return Base(trained.model, trained.params, trained.tokenizer, where, moments=trained.moments)
 
 
 def read_folder(folder: epath.Path, say: Say) -> Base:

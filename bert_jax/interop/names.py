@@ -152,7 +152,7 @@ def to_ours(
       naming: whose names they are.
 
     Raises:
-      InputError: a tensor is missing, too many, or of another shape.
+      InputError: a tensor is missing, too many, of another shape, or not finite.
     """
     wanted: dict[str, Tensor] = {}
     for tensor in naming.tensors(cfg):
@@ -169,6 +169,11 @@ def to_ours(
     params: dict[str, Any] = {}
     for tensor in found:
         value = theirs[tensor.name]
+        if not np.isfinite(value).all():
+            raise InputError(
+                f"{where}: tensor {tensor.name!r} holds values that are no numbers; take another "
+                "checkpoint"
+            )
         if tensor.is_vocabulary:
             value = value[: cfg.vocab_size]
         _leaf(params, tensor, cfg)[...] = value.T if tensor.is_kernel else value

@@ -42,7 +42,10 @@ def find(source: epath.Path) -> epath.Path | None:
         if not found:
             return None
         return source / (_PREFIX if _PREFIX in found else found[0])
-    prefix = source.with_name(source.name.removesuffix(".index"))
+    name = source.name.removesuffix(".index")
+    if not name:
+        return None
+    prefix = source.with_name(name)
     return prefix if prefix.with_name(f"{prefix.name}.index").exists() else None
 
 

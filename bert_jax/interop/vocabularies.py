@@ -13,8 +13,13 @@ from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text import vocabulary
 from bert_jax.workdir import named_errors
 
+# What their tokenizers may leave out, and ours never does.
+_ALWAYS = ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text", "do_basic_tokenize")
 _SENTENCEPIECE = ("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model")
-_LONGEST_WORD = 200  # of the reference; theirs is 100 unless tokenizer.json says so
+_LONGEST_WORD = 200  # of the reference
+# Theirs unless tokenizer.json says otherwise. It is taken: such words are links and worse.
+_THEIR_LONGEST_WORD = 100
+_CUTTER = "BertPreTokenizer"
 
 
 def read(folder: epath.Path) -> tokenizer_lib.WordPiece:
@@ -80,20 +85,40 @@ def _pieces(path: epath.Path, parts: dict[str, Any]) -> list[str]:
         raise InputError(f"{path}: its model is {kind!r}; only WordPiece is supported")
     if not all(type(number) is int for number in ids.values()):
         raise InputError(f"{path}: damaged, an id of its vocabulary is no whole number")
-    if model.get("continuing_subword_prefix", "##") != "##":
-        raise InputError(
-            f"{path}: continuing_subword_prefix={model['continuing_subword_prefix']!r}: only '##' "
-            "is supported"
-        )
+    _require_ours(path, parts, model)
     by_id = {number: piece for piece, number in ids.items()}
     if sorted(by_id) != list(range(len(ids))):
         raise InputError(f"{path}: the ids of its {len(ids)} pieces are not 0 to {len(ids) - 1}")
+    for piece in ids:
+        if piece != piece.strip() or "\n" in piece:
+            raise InputError(
+                f"{path}: the piece {piece!r} holds blanks, which a line of a vocab.txt cannot; "
+                "such are not imported"
+            )
     for piece in _added(parts.get("added_tokens")):
         if piece not in ids:
             raise InputError(
                 f"{path}: the added token {piece!r} is not in the vocabulary; such are not imported"
             )
     return [by_id[number] for number in range(len(ids))]
+
+
+def _require_ours(path: epath.Path, parts: dict[str, Any], model: dict[str, Any]) -> None:
+    """Raises InputError if text would be cut into other pieces than ours are."""
+    before = parts.get("pre_tokenizer") or {"type": _CUTTER}
+    said = {
+        "continuing_subword_prefix": (model.get("continuing_subword_prefix", "##"), ["##"]),
+        "unk_token": (model.get("unk_token", vocabulary.UNK), [vocabulary.UNK]),
+        "max_input_chars_per_word": (
+            model.get("max_input_chars_per_word", _THEIR_LONGEST_WORD),
+            [_THEIR_LONGEST_WORD, _LONGEST_WORD],
+        ),
+        "pre_tokenizer": (before.get("type") if isinstance(before, dict) else before, [_CUTTER]),
+    }
+    for name, (value, ours) in said.items():
+        if value not in ours:
+            allowed = " or ".join(map(repr, ours))
+            raise InputError(f"{path}: {name}={value!r}: only {allowed} is supported")
 
 
 def _added(tokens: Any) -> list[str]:
@@ -107,7 +132,7 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
     """Whether text is lower-cased: what the files say, which must agree."""
     normalizer = parts.get("normalizer") or {}
     kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
-    if normalizer and kind != "BertNormalizer":
+    if normalizer and (kind != "BertNormalizer" or not isinstance(normalizer, dict)):
         raise InputError(
             f"{folder / 'tokenizer.json'}: its normalizer is {kind!r}; only BertNormalizer is "
             "supported"
@@ -129,7 +154,7 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
                 f"{folder / where}: strip_accents={strips} with lower-casing {uncased}: ours "
                 "strips accents of uncased text, and of no other"
             )
-        for name in ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text"):
+        for name in _ALWAYS:
             if values.get(name, True) is not True:
                 raise InputError(f"{folder / where}: {name}={values[name]}: only true is supported")
     return "uncased" if uncased else "cased"

@@ -84,7 +84,7 @@ class Checkpoints:
         if found.get("format_version") != FORMAT_VERSION:
             raise InputError(
                 f"{self._folder / str(step)}: format_version {found.get('format_version')!r}, "
-                f"this version reads {FORMAT_VERSION}"
+                f"this version reads {FORMAT_VERSION}; use the bert-jax that wrote it"
             )
         return found
 

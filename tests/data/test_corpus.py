@@ -540,8 +540,28 @@ def test_an_exchanged_tokenizer_is_refused(prepared):
 def test_a_manifest_of_another_format_is_refused(prepared):
     manifest = corpus.open_manifest(prepared.folder)
     (prepared.folder / "manifest.json").write_text(json.dumps({**manifest, "format_version": 0}))
-    with pytest.raises(InputError, match="format_version 0, this version reads 2"):
+    with pytest.raises(
+        InputError, match=f"format_version 0, this version reads 2; .*remove {prepared.folder} to"
+    ):
         prepared.prepare()
+
+
+@pytest.mark.parametrize("change", ["more", "fewer"])
+def test_text_that_changes_while_it_is_read_is_refused(change, place, monkeypatch):
+    path, take = place.text / "000.txt", survey.Survey.take
+
+    def changed(settings):
+        found = take(settings)
+        if change == "more":
+            path.write_text(path.read_text() + "\n\nOne more .\nIt came late .\n")
+        else:
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(corpus.Survey, "take", changed)
+    with pytest.raises(InputError, match=r"corpus\.sources: .*changed while it was read"):
+        place.prepare()
+    assert not [p for p in pathlib.Path(place.folder).glob("*") if p.name != "lock"]
 
 
 def test_a_corpus_is_prepared_from_compressed_json(prepared_once, place):

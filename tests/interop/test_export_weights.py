@@ -78,6 +78,7 @@ def test_what_is_imported_scored_exported_and_imported_again_has_every_bit_and_s
     first = score("one")
     for command in ("export --workdir one --as pretraining --out hf", "import hf --workdir two"):
         assert broken.call(command)[0] == 0
+    assert "A BERT written with bert_jax" in pathlib.Path("hf/README.md").read_text()
     weights = [pathlib.Path(base, "params.safetensors").read_bytes() for base in ("one", "two")]
     assert weights[0] == weights[1] and score("two") == first
 
@@ -88,6 +89,11 @@ def test_a_base_of_a_run_has_its_weights_and_answers_as_it_does(copy_of_run, cap
     assert base.model == run.model and base.tokenizer.sha256 == run.tokenizer.sha256
     for name, value in flat(copy_of_run / "run").items():
         np.testing.assert_array_equal(value, flat(copy_of_run / "base")[name], name)
+
+
+def test_a_run_whose_lines_are_of_no_kind_has_no_scores(copy_of_run):
+    pathlib.Path("run/metrics.jsonl").write_text('{"step": 22}\n')
+    assert Trained.of(epath.Path("run")).evaluation is None
 
 
 def test_bfloat16_is_the_nearest_and_is_labelled(copy_of_run):

@@ -193,6 +193,14 @@ def edit(file: str, **fields) -> None:
     path.write_text(json.dumps(known | fields))
 
 
+def renamed_piece(piece: str) -> None:
+    """The last one's name, in tokenizer.json alone."""
+    pathlib.Path("hf/vocab.txt").unlink()
+    model = fast(None)["model"]
+    del model["vocab"][VOCAB[-1]]
+    edit("hf/tokenizer.json", model=model | {"vocab": model["vocab"] | {piece: PIECES - 1}})
+
+
 def weights(tensors: dict[str, np.ndarray]):
     return lambda: save_file(tensors, "hf/model.safetensors")
 
@@ -319,6 +327,32 @@ REFUSED = {
         lambda: edit("hf/tokenizer.json", **fast(normalizer={"type": "NFC"})),
         ["normalizer", "NFC"],
     ),
+    "a normalizer by its name": (
+        lambda: edit("hf/tokenizer.json", **fast(normalizer="BertNormalizer")),
+        ["normalizer", "BertNormalizer"],
+    ),
+    "a piece of two lines": (
+        lambda: (edit("hf/tokenizer.json", **fast(None)), renamed_piece("a\nb")),
+        ["tokenizer.json", r"'a\nb'"],
+    ),
+    "another end of words": (
+        lambda: edit("hf/tokenizer.json", **fast(None) | {"pre_tokenizer": {"type": "Split"}}),
+        ["tokenizer.json", "pre_tokenizer", "Split"],
+    ),
+    "shorter words": (
+        lambda: edit(
+            "hf/tokenizer.json", model=fast(None)["model"] | {"max_input_chars_per_word": 3}
+        ),
+        ["tokenizer.json", "max_input_chars_per_word=3"],
+    ),
+    "words left whole": (
+        lambda: edit("hf/tokenizer_config.json", do_basic_tokenize=False),
+        ["tokenizer_config.json", "do_basic_tokenize"],
+    ),
+    "weights that are no numbers": (
+        weights(TENSORS | {QUERY: np.full((64, 64), np.nan, np.float32)}),
+        [QUERY, "no numbers"],
+    ),
     "two cases": (
         lambda: (
             edit("hf/tokenizer.json", **fast({"type": "BertNormalizer", "lowercase": True})),
@@ -339,6 +373,13 @@ def test_what_would_not_be_the_same_model_is_refused_in_one_line(name, tmp_path,
     hf_folder.write(tmp_path / "hf")
     breaks, words = REFUSED[name]
     broken.refuses(broken.Case(name, "import hf --workdir made/base", tuple(words), breaks))
+
+
+@pytest.mark.parametrize("source", ["nowhere", "nowhere/..", "nowhere/.index", ".index"])
+def test_a_source_that_is_nowhere_is_refused_in_one_line(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = f"import {source} --workdir made/base"
+    broken.refuses(broken.Case("nowhere", command, (source, "no such folder")))
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, monkeypatch):
