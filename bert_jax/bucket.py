@@ -24,14 +24,16 @@ def is_bucket(path: epath.PathLike) -> bool:
     """Whether the path lies in a bucket.
 
     Raises:
-      InputError: it lies at another kind of place that is none of this machine's folders, or the
-        [gcs] extra is not installed.
+      InputError: it lies at another kind of place that is none of this machine's folders, no bucket
+        is named, or the [gcs] extra is not installed.
     """
     name = os.fspath(path)
     if "://" not in name:
         return False
     if not name.startswith("gs://"):
         raise InputError(f"{name}: of places with ://, only buckets (gs://) can be used")
+    if name[len("gs://") :].startswith("/") or not name[len("gs://") :]:
+        raise InputError(f"{name}: names no bucket; write gs://BUCKET/FOLDER")
     try:
         import gcsfs  # noqa: F401
     except ImportError as error:

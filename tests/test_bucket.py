@@ -156,6 +156,13 @@ def test_without_the_extra_it_is_named(words, copy_of_run, monkeypatch):
     assert "pip install 'bert-jax[gcs]'" in err
 
 
+@pytest.mark.parametrize("where", ["gs://", "gs:///run"])
+def test_a_place_without_a_bucket_is_refused_before_anything_is_asked(where, copy_of_run):
+    code, err = call(f"pretrain small.py --workdir {where}")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "names no bucket; write gs://BUCKET/FOLDER" in err
+
+
 @pytest.mark.parametrize("where", ["--workdir s3://b/run", "--set run.corpus_dir=s3://b/run"])
 def test_other_places_than_buckets_and_folders_are_refused(where, copy_of_run):
     code, err = call(f"pretrain small.py {where}")
