@@ -7,7 +7,7 @@ from bert_jax import resolve
 from bert_jax.config import Experiment
 from bert_jax.doctor import corpus, curves
 from bert_jax.doctor.finding import Finding, severity, share
-from bert_jax.training import metrics
+from bert_jax.training import divergence, metrics
 from bert_jax.workdir import Workdir, in_use, is_complete
 
 # Waiting for data is time bought for nothing. A tenth is worth a setting, a third is a fault.
@@ -52,7 +52,8 @@ def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
     done = _done(workdir, train)
     found = [_unfinished(experiment, workdir, timings, done), _warmup(experiment, done)]
     found += curves.findings(experiment, train, evaluations, done)
-    found += [_skipped(train), *_time(timings), _repeated(timings)]
+    found += [_skipped(train), _rolled_back(timings), _jumps(train)]
+    found += [*_time(timings), _repeated(timings)]
     return [finding for finding in found if finding]
 
 
@@ -121,10 +122,41 @@ def _skipped(train: list[dict[str, Any]]) -> Finding | None:
     )
 
 
+def _rolled_back(timings: list[dict[str, Any]]) -> Finding | None:
+    back = [line for line in timings if line.get("kind") == "roll_back"]
+    if not back:
+        return None
+    first, last = back[0]["bad"]
+    return Finding(
+        "note",
+        f"roll-backs over steps without a finite loss or gradient: {len(back)}; steps left out: "
+        f"{len(back[-1]['skipped'])}",
+        f"timings.jsonl: steps {first} to {last}",
+        "the update before them may have broken the parameters, or the hardware failed",
+        f"`bert-jax show --step {max(first - 1, 0)}` shows its text; more than once: a lower "
+        "optimizer.peak_learning_rate",
+    )
+
+
+def _jumps(train: list[dict[str, Any]]) -> Finding | None:
+    spikes = divergence.Spikes()
+    found = [spike for spike in map(spikes.of_line, train) if spike]
+    if not found:
+        return None
+    step, loss, usual = found[0]
+    return Finding(
+        "note",
+        f"jumps in the loss of single steps: {len(found)}",
+        f"metrics.jsonl: {loss:.3f} at step {step}, usually below {usual:.3f}",
+        "one batch unlike all others, or a rate too high for this part of the run",
+        f"`bert-jax show --step {step}` shows its text",
+    )
+
+
 def _time(timings: list[dict[str, Any]]) -> list[Finding]:
     """Where time went that was no training."""
     # A start's seconds are for preparing and opening, which is paid for once.
-    timings = [line for line in timings if line.get("kind") != "start"]
+    timings = [line for line in timings if line.get("kind") not in ("start", "roll_back")]
     seconds = sum(line["seconds"] for line in timings)
     if not seconds:
         return []

@@ -11,7 +11,7 @@ PARTS = {
     "evaluation": "evaluation",
     "checkpoint": "saving",
     "start": "preparing, opening, restoring",
-    "repeated": "steps done again after a kill",
+    "repeated": "steps done again, after a kill or a roll-back",
     "away": "between a stop and the next start",
 }
 
@@ -19,9 +19,9 @@ PARTS = {
 def account(timings: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of each of PARTS; together the time from the first start to the last line.
 
-    Steps after the checkpoint from which a later start went on were in vain: their time is
-    `repeated`. What a killed process did after its last line counts as `away`; the time after a
-    run was finished, if it is extended later, does not count at all.
+    Steps after the checkpoint from which a later start went on, or to which the run went back,
+    were in vain: their time is `repeated`. What a killed process did after its last line counts as
+    `away`; the time after a run was finished, if it is extended later, does not count at all.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     again = _done_again_from(timings)
@@ -31,6 +31,8 @@ def account(timings: list[dict[str, Any]]) -> dict[str, float]:
             before = timings[index - 1] if index else {"outcome": "finished"}
             if before.get("outcome") != "finished":
                 parts["away"] += max(line["time"] - line["seconds"] - before["time"], 0.0)
+        elif line.get("kind") == "roll_back":
+            parts["repeated"] += line["seconds"]
         elif line.get("kind") in ("train", "end"):
             kept = _share_kept(line, again[index])
             for what, seconds in _lap(line):
@@ -49,12 +51,12 @@ def _lap(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _done_again_from(timings: list[dict[str, Any]]) -> list[float]:
-    """For each line the lowest step from which a later start went on."""
+    """For each line the lowest step from which a later start or roll-back went on."""
     lowest = float("inf")
     found = []
     for line in reversed(timings):
         found.append(lowest)
-        if line.get("kind") == "start":
+        if line.get("kind") in ("start", "roll_back"):
             lowest = min(lowest, line["step"])
     return found[::-1]
 

@@ -69,6 +69,9 @@ def healthy(steps=STEPS, every=EVERY, **claim):
             "next_sentence_accuracy": 0.8 - 0.3 * guess,
         }
         extra = {"bad_steps": 0.0, "filled": 0.95, "gradient_norm": 0.9 + rng.normal(0, 0.2)}
+        # The highest of a hundred noisy losses.
+        highest = loss + 0.45 + 0.243 * guess + 0.3 + abs(rng.normal(0, 0.06))
+        extra |= {"worst_step": step - 7, "worst_step_loss": highest}
         train.append({"step": step, "kind": "train", **line, **extra})
         timings.append({"step": step, "kind": "train", "steps": every, "seconds": 50.0})
         timings[-1] |= {"data_seconds": 0.5, "checkpoint_seconds": 0.5, "evaluation_seconds": 0.5}
@@ -301,6 +304,27 @@ def test_a_stop_on_request_repeats_no_step(tmp_path):
     at = {"step": 4_000, "kind": "end", "seconds": 1.0, "outcome": "stopped"}
     run.timings[41:41] = [at, dict(at, kind="start")]
     assert run.examine(tmp_path) == []
+
+
+def test_a_loss_that_jumps_is_a_note_with_its_step(tmp_path):
+    run = healthy()
+    run.train[60]["worst_step_loss"] += 2.0
+    (found,) = run.examine(tmp_path)
+    assert found.what == "jumps in the loss of single steps: 1" and found.severity == "note"
+    assert "at step 6093" in found.example and "--step 6093" in found.remedy
+
+
+def test_a_roll_back_is_a_note_with_its_steps(tmp_path):
+    run = healthy()
+    back = {"step": 4_000, "kind": "roll_back", "seconds": 9.0}
+    run.timings[46:46] = [back | {"bad": [4_450, 4_459], "skipped": list(range(4_449, 4_460))}]
+    (found,) = run.examine(tmp_path)
+    assert (
+        found.what.startswith("roll-backs over steps without a finite loss or gradient: 1;")
+        and found.severity == "note"
+    )
+    assert "steps left out: 11" in found.what and "steps 4450 to 4459" in found.example
+    assert "--step 4449" in found.remedy
 
 
 def test_a_run_of_an_older_version_is_read(tmp_path):

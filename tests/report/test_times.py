@@ -80,3 +80,16 @@ def test_steps_after_the_last_save_of_a_failed_run_are_done_again():
     ]
     parts = times.account(timings)
     assert parts["training"] == 200.0 and parts["repeated"] == 90.0
+
+
+def test_steps_that_a_run_went_back_over_are_done_again():
+    timings = [
+        {"kind": "start", "step": 0, "time": 0.0, "seconds": 0.0},
+        lap(100, 100, 100.0, 100.0),
+        {"kind": "roll_back", "step": 50, "time": 130.0, "seconds": 30.0},
+        lap(100, 50, 180.0, 50.0),
+    ]
+    parts = times.account(timings)
+    assert parts["repeated"] == pytest.approx(50 + 30)
+    assert parts["training"] == pytest.approx(50 + 50)
+    assert sum(parts.values()) == pytest.approx(180.0)

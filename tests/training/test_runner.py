@@ -115,6 +115,46 @@ def test_another_corpus_under_a_run_is_refused(text, tmp_path):
         pretrain(file, tmp_path / "w", f"run.corpus_dir={manifest.parent}")
 
 
+@pytest.mark.parametrize("change", ["manifest", "stream", "touch", "removed"])
+def test_a_corpus_that_changes_under_a_running_run_is_named(change, text, tmp_path, monkeypatch):
+    """At the next save, which is not made; a file that was only written anew is no change."""
+    folder, file = text
+    pretrain(file, tmp_path / "undisturbed")
+    shutil.copytree(folder / "corpus", tmp_path / "corpus")
+    ids = tmp_path / "corpus" / "stream" / "train" / "ids.bin"
+    good = batches.TrainBatches.batch
+
+    def batch(self, number, rows):
+        if number == 10 and self.rows_per_epoch:  # some steps ahead
+            monkeypatch.undo()
+            if change == "manifest":
+                path = tmp_path / "corpus" / "manifest.json"
+                path.write_text(path.read_text().replace('"keep"', '"drop"'))
+            elif change == "stream":
+                content = bytearray(ids.read_bytes())
+                content[7] ^= 1
+                ids.write_bytes(content)
+            elif change == "touch":
+                os.utime(ids)
+            else:
+                shutil.rmtree(tmp_path / "corpus")
+        return good(self, number, rows)
+
+    monkeypatch.setattr(batches.TrainBatches, "batch", batch)
+    run = (file, tmp_path / "w", f"run.corpus_dir={tmp_path / 'corpus'}")
+    if change == "touch":
+        assert pretrain(*run)[0] == "finished"
+        return
+    with pytest.raises(InputError, match=r"corpus.*(changed|damaged|no prepared corpus)"):
+        pretrain(*run)
+    assert {p.name for p in (tmp_path / "w" / "checkpoints").iterdir()} <= {"4", "8"}
+    shutil.rmtree(tmp_path / "corpus", ignore_errors=True)
+    shutil.copytree(folder / "corpus", tmp_path / "corpus")
+    assert pretrain(*run)[0] == "finished"
+    ours, theirs = (tmp_path / name / "metrics.jsonl" for name in ("w", "undisturbed"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
 def test_text_in_brackets_is_shown_as_it_is(capsys):
     Progress(Console(width=80)).say("[SEP] [bold]x[/bold]")
     assert "[SEP] [bold]x[/bold]" in capsys.readouterr().out
