@@ -129,6 +129,14 @@ def _parser() -> argparse.ArgumentParser:
             help="change a field of the experiment, e.g. phases.0.steps=100; may be repeated",
         )
 
+    def takes_checkpoint(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument(
+            "--checkpoint",
+            default="newest",
+            metavar="STEP",
+            help="of a run: newest, best (by held-out loss), or a step [newest]",
+        )
+
     sub = add("prepare", commands.prepare)
     takes_experiment(sub)
     sub.add_argument(
@@ -141,7 +149,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="go on with more steps in the last phase; the learning-rate schedule changes",
     )
-    takes_experiment(add("evaluate", commands.evaluate), True)
+    sub = add("evaluate", commands.evaluate)
+    takes_experiment(sub, saved=True)
+    takes_checkpoint(sub)
     sub = add("show", commands.show)
     takes_experiment(sub, saved=True)
     sub.add_argument("--step", type=int, default=0, metavar="N", help="steps done before it [0]")
@@ -205,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("text", metavar="TEXT", nargs="*", help="A; left out: lines of A or A<tab>B")
     sub.add_argument("--next", metavar="B", help="a second text; with one TEXT")
     sub.add_argument("--top", type=int, default=5, metavar="K", help="pieces a mask [5]")
+    takes_checkpoint(sub)
 
     sub = add("import", commands.import_)
     sub.add_argument(
@@ -247,6 +258,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --as tf1: the moments of bert_adam and global_step, too",
     )
+    takes_checkpoint(sub)
 
     sub = add("doctor", commands.doctor)
     sub.add_argument(

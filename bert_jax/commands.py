@@ -44,7 +44,7 @@ def pretrain(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Score the newest checkpoint on held-out text."""
+    """Score a checkpoint on held-out text."""
     from bert_jax.predict import load_params
     from bert_jax.training import evaluate, step
     from bert_jax.training import mesh as mesh_lib
@@ -54,7 +54,7 @@ def evaluate(args: argparse.Namespace) -> int:
     prepared = Prepared.open(workdir.corpus)
     layout = Mesh()  # not the run's own, which is for the devices it was trained on
     mesh = mesh_lib.make_mesh(layout)
-    params, done = load_params(experiment, workdir, prepared, mesh)
+    params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
     found = evaluate.evaluate(
         prepared.held_out(experiment, mesh),
         params,
@@ -159,7 +159,7 @@ def predict(args: argparse.Namespace) -> int:
         raise InputError("--next: give exactly one TEXT with it")
     if args.top < 1:
         raise InputError(f"--top {args.top}: must be at least 1")
-    trained = Trained.of(epath.Path(args.workdir))
+    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
     predictor = Predictor(trained.model, trained.tokenizer)
     asked = [("TEXT", text, args.next) for text in args.text]
     for where, a, b in asked or _asked_lines():
@@ -203,7 +203,8 @@ def export(args: argparse.Namespace) -> int:
     if args.kind != "tf1" and args.with_optimizer:
         raise InputError("--with-optimizer: only --as tf1 has a place for it")
     what = "with_moments" if args.with_optimizer else "params"
-    trained, target = Trained.of(epath.Path(args.workdir), what), epath.Path(args.out)
+    trained = Trained.of(epath.Path(args.workdir), what, args.checkpoint)
+    target = epath.Path(args.out)
     if args.kind == "tf1":
         tf1.write(trained, target)
         form = tf1.DESCRIPTION

@@ -53,14 +53,20 @@ class Trained:
     moments: Moments | None = None
 
     @classmethod
-    def of(cls, folder: epath.Path, what: What = "params") -> "Trained":
-        """A base, or the newest checkpoint of a run.
+    def of(cls, folder: epath.Path, what: What = "params", which: str = "newest") -> "Trained":
+        """A base, or a checkpoint of a run.
+
+        Args:
+          folder: of a base or a run.
+          what: is wanted of it.
+          which: of a run's checkpoints: `newest`, `best`, or a step.
 
         Raises:
           InputError: neither is here, or it is damaged, or has no moments that were asked for.
         """
         run = Workdir(folder)  # first, since it asks whether a bucket can be looked into
         if base_lib.is_base(folder):
+            _require_newest(folder, which)
             base = base_lib.read(folder)
             if what == "with_moments" and base.moments is None:
                 raise InputError(
@@ -84,7 +90,7 @@ class Trained:
                 f"{folder}: --with-optimizer: optimizer.name={experiment.optimizer.name}; only "
                 "bert_adam's moments can go elsewhere"
             )
-        state, done = _newest(experiment, workdir, prepared, mesh_lib.one_device(), what)
+        state, done = _restored(experiment, workdir, prepared, mesh_lib.one_device(), what, which)
         moments = None
         if what == "with_moments":
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
@@ -105,9 +111,13 @@ class Trained:
 
 
 def load_params(
-    experiment: Experiment, workdir: Workdir, prepared: Prepared, mesh: jax.sharding.Mesh
+    experiment: Experiment,
+    workdir: Workdir,
+    prepared: Prepared,
+    mesh: jax.sharding.Mesh,
+    which: str = "newest",
 ) -> tuple[Any, int]:
-    """Parameters of the newest checkpoint, and its step; of a base its own, and 0.
+    """Parameters of a checkpoint, and its step; of a base its own, and 0.
 
     They are whole on each device of the mesh.
 
@@ -115,22 +125,29 @@ def load_params(
       InputError: there is none, or it belongs to another experiment or corpus.
     """
     if base_lib.is_base(workdir.root):
+        _require_newest(workdir.root, which)
         base = base_lib.read(workdir.root)
         base_lib.require_same_model(base, experiment.model, str(workdir.root))
         base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
         return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
-    state, done = _newest(experiment, workdir, prepared, mesh, "params")
+    state, done = _restored(experiment, workdir, prepared, mesh, "params", which)
     return state["params"], done
 
 
-def _newest(
+def _require_newest(folder: epath.Path, which: str) -> None:
+    if which != "newest":
+        raise InputError(f"--checkpoint {which}: {folder} is a base, which has none; leave it out")
+
+
+def _restored(
     experiment: Experiment,
     workdir: Workdir,
     prepared: Prepared,
     mesh: jax.sharding.Mesh,
     what: What,
+    which: str,
 ) -> tuple[step.State, int]:
-    """`params`, and `optimizer` if it is asked for, of the newest checkpoint, and its step.
+    """`params`, and `optimizer` if it is asked for, of a checkpoint, and its step.
 
     Whole on each device of the mesh: a run's own sharding is for the devices it was trained on.
     """
@@ -147,7 +164,11 @@ def _newest(
             )
         abstract = step.abstract_state(experiment.model, experiment.optimizer, Mesh(), mesh)
         wanted = ("params",) if what == "params" else ("params", "optimizer")
-        restored = saved.newest({name: abstract[name] for name in wanted})
+        part = {name: abstract[name] for name in wanted}
+        if which == "newest":
+            restored = saved.newest(part)
+        else:
+            restored = saved.restore(saved.named(which), part)
         prepared.require_same(restored.metadata)
         for why in restored.damaged.values():
             print(f"{why}; step {restored.step} is used instead", file=sys.stderr)

@@ -233,6 +233,31 @@ class Checkpoints:
             )
         return None
 
+    def named(self, which: str) -> int:
+        """The step of the checkpoint that is called so.
+
+        Args:
+          which: a step, or `best`: the lowest held-out loss of those that have one.
+
+        Raises:
+          InputError: there is no such checkpoint.
+        """
+        if which == "best":
+            losses = {}
+            for step in self.steps:
+                with contextlib.suppress(Damaged):
+                    losses[step] = self.metadata(step)["held_out_loss"]
+            known = [(loss, step) for step, loss in losses.items() if loss is not None]
+            if known:
+                return min(known)[1]
+        elif which.isdecimal() and int(which) in self.steps:
+            return int(which)
+        there = ", ".join(map(str, self.steps))
+        raise InputError(
+            f"--checkpoint {which}: {self._folder} has none of this step or name; there are {there}"
+            + ("; none of them was evaluated" if which == "best" else "")
+        )
+
     def newest_step(self) -> int | None:
         """The newest step of whose checkpoint the metadata are whole; None if there is none.
 

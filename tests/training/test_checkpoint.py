@@ -215,6 +215,22 @@ def test_checkpoints_are_listed_and_verified(finished, run, capsys):
     assert "20: damaged" in out[6] and "16: damaged" in out[7]
 
 
+def test_an_older_checkpoint_may_be_asked_for(finished, run, tmp_path, capsys):
+    from bert_jax import cli
+
+    for which, step in (("newest", 22), ("20", 20), ("16", 16), ("best", 22)):
+        assert cli.main(["evaluate", "--workdir", str(run), "--checkpoint", which]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == step
+    assert cli.main(["predict", "--workdir", str(run), "--checkpoint", "16", "wa [MASK]"]) == 0
+    flipped_bit(run / "checkpoints" / "20")
+    out = str(tmp_path / "out")
+    export = ["export", "--workdir", str(run), "--as", "encoder", "--out", out, "--checkpoint"]
+    for which, words in (("17", "there are 22, 20, 16"), ("x", "none of this step or name")):
+        assert cli.main([*export, which]) == 2
+        assert words in capsys.readouterr().err
+    assert cli.main([*export, "16"]) == 0 and "step 16" in capsys.readouterr().out
+
+
 def test_checkpoints_of_no_run_are_refused(tmp_path, capsys):
     from bert_jax import cli
 
