@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bert_jax.config import Corpus, Experiment, InputError, load_file
 from bert_jax.section import Section
-from bert_jax.workdir import Workdir
+from bert_jax.workdir import Workdir, sealed
 
 FORMAT_VERSION = 1
 
@@ -34,13 +34,14 @@ def load_with_origin(path: str, settings: Sequence[str]) -> tuple[Experiment, di
         name, changed = "", _differences_from_defaults(experiment)
     else:
         name, changed = parent[0], differences(parent[1], experiment, "all")
-    return experiment, {
+    origin = {
         "format_version": FORMAT_VERSION,
         "experiment": path,
         "parent": name,
         "settings": list(settings),
         "differences": changed,
     }
+    return experiment, sealed(origin)
 
 
 def _load(path: str) -> tuple[Experiment, tuple[str, Experiment] | None]:

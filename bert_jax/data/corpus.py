@@ -34,6 +34,7 @@ from bert_jax.workdir import (
     mark_complete,
     named_errors,
     read_json,
+    sealed,
     write_atomic,
 )
 
@@ -142,9 +143,18 @@ def _wrong_part(manifest: dict[str, Any]) -> str | None:
             return "sources"
     for split in SPLITS:
         counts = manifest["splits"].get(split)
-        if not isinstance(counts, dict) or not isinstance(counts.get("tokens"), int):
+        names = [field.name for field in dataclasses.fields(dataset.SplitCounts)]
+        if not isinstance(counts, dict) or not all(_is_count(counts.get(name)) for name in names):
             return f"splits.{split}"
+    if not _is_count(manifest.get("documents_repeated")):
+        return "documents_repeated"
+    if not _is_count(manifest["settings"].get("vocab_size")):
+        return "settings.vocab_size"
     return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**64
 
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:
@@ -275,7 +285,7 @@ def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
     dataset.write(corpus, chosen, survey, folder, counts)
     for split in SPLITS:
         stream.write(dataset.folder_of(folder), split, folder / "stream" / split, vocab_size)
-    manifest = {
+    record = {
         "format_version": FORMAT_VERSION,
         "settings": {**dataclasses.asdict(corpus), "vocab_size": vocab_size},
         "sources": sources,
@@ -289,6 +299,7 @@ def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
             for name in ("bert-jax", "sentencex", "sentencepiece", "tokenizers", "numpy")
         },
     }
+    manifest = sealed(record)
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
     for split in SPLITS:
