@@ -52,7 +52,7 @@ def _load(path: str) -> tuple[Experiment, tuple[str, Experiment] | None]:
         loaded = load_file(file)
         return loaded.experiment, loaded.parent
     if file.suffix == ".json":
-        return from_json(file.read_text(encoding="utf-8", errors="replace"), path), None
+        return from_json(_text(file.read_bytes(), path), path), None
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
 
 
@@ -79,9 +79,17 @@ def load_saved(workdir: Workdir) -> Experiment:
         )
     if not workdir.experiment.exists():
         raise InputError(f"{workdir.root}: no run here (no experiment.json)")
-    return from_json(
-        workdir.experiment.read_bytes().decode("utf-8", "replace"), str(workdir.experiment)
-    )
+    where = str(workdir.experiment)
+    return from_json(_text(workdir.experiment.read_bytes(), where), where)
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{where}: byte {error.start} is not UTF-8; put the whole file back"
+        ) from error
 
 
 def override(experiment: Experiment, settings: Sequence[str]) -> Experiment:

@@ -167,9 +167,7 @@ def read_json(
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
     except (ValueError, RecursionError, OSError) as error:
-        raise InputError(
-            f"{path}: damaged, not readable as JSON ({error}); {restore}"
-        ) from error
+        raise InputError(f"{path}: damaged, not readable as JSON ({error}); {restore}") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: damaged, not a JSON object; {restore}")
     if value.get("format_version") != format_version:

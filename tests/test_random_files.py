@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from samples import small_corpus
 
 from bert_jax import base as base_lib
-from bert_jax import resolve, weights
+from bert_jax import weights
 from bert_jax.base import Base, Moments
 from bert_jax.config import Corpus
 from bert_jax.data import corpus as corpus_lib
@@ -23,7 +23,6 @@ from bert_jax.interop import exporting, importing, settings
 from bert_jax.predict import Trained
 from bert_jax.text import documents, tokenizer, vocabulary
 from bert_jax.training.prepared import Prepared
-from bert_jax.workdir import mark_complete
 
 TEXT = "wa w7 Straße [MASK] 東京 \u0301 ##b"
 
@@ -145,7 +144,9 @@ def test_a_folder_of_others_gives_what_its_files_say(imported, folder, name, dat
     root, whole = imported
     file = root / folder / name
     with damage(file, data, f"imported/{name}") as content:
-        found = result(lambda: importing.read_folder(epath.Path(root / folder), silent), file.parent)
+        found = result(
+            lambda: importing.read_folder(epath.Path(root / folder), silent), file.parent
+        )
         read = result(lambda: weights.read(epath.Path(file)), file) if "-of-" in name else None
     if found is REFUSED:
         return
@@ -266,7 +267,10 @@ def trained_on(experiment, folder) -> tuple[dict, list[dict]]:
     rows = np.arange(8)
     found = [train.batch(step, rows) for step in (0, 1, 40)]
     manifest = {name: v for name, v in prepared.manifest.items() if name != "checksum"}
-    return manifest, [*found, {"unigrams": np.array(corpus_lib.open_stream(folder, "train").unigrams)}]
+    return manifest, [
+        *found,
+        {"unigrams": np.array(corpus_lib.open_stream(folder, "train").unigrams)},
+    ]
 
 
 @pytest.mark.parametrize("name", CORPUS)

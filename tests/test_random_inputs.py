@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from broken import call
-from damage import TRIED, changed, broken_bytes, damage, few, scalars
+from damage import broken_bytes, changed, scalars
 from hypothesis import given
 from hypothesis import strategies as st
 
