@@ -7,17 +7,21 @@ import pathlib
 import shutil
 
 import pytest
+from compare import assert_identical
 from damage import REFUSED, TRIED, damage, damaged, few, result
 from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax import lease, resolve, workdir
-from bert_jax.config import InputError
+from bert_jax.config import InputError, Mesh
 from bert_jax.doctor.run import examine_lines
 from bert_jax.plan import document
 from bert_jax.report import figures, page
 from bert_jax.report.records import Record
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.step import abstract_state
 from bert_jax.workdir import sealed
 
 FILES = [
@@ -102,6 +106,40 @@ def test_a_report_tells_what_the_files_say_or_refuses_them(run, name, data):
 def test_whatever_lines_are_read_can_be_drawn(run, name, data):
     with damage(run / name, data, f"drawn: {name}"):
         result(lambda: told(run), name)
+
+
+# --- checkpoints ---
+
+
+@pytest.fixture(scope="module")
+def checkpoints(run):
+    """What the run keeps, the shape of its state, and its checkpoints by step."""
+    experiment = resolve.load_saved(workdir.Workdir("run"))
+    one = mesh_lib.one_device()
+    whole = abstract_state(experiment.model, experiment.optimizer, Mesh(), one)
+    with Checkpoints(epath.Path("run/checkpoints"), experiment.run, "read") as saved:
+        return experiment, whole, {step: saved.restore(step, whole) for step in saved.steps}
+
+
+@few(0.5)
+@given(data=st.data())
+def test_a_checkpoint_is_what_was_saved_or_the_one_before_is_used(run, checkpoints, data):
+    experiment, whole, saved = checkpoints
+    folder = run / "checkpoints" / str(max(saved))
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.stat().st_size)
+    file = data.draw(st.sampled_from(files))
+    kind = "d/*" if file.parent.name == "d" else file.name
+    with (
+        damage(file, data, f"checkpoint/{kind}"),
+        Checkpoints(epath.Path(folder.parent), experiment.run, "read") as opened,
+    ):
+        found = result(lambda: opened.newest(whole), folder)
+        claim = result(lambda: opened.claim(opened.newest_step()), folder)
+    if found is not REFUSED:
+        assert (str(folder) in found.damaged.get(max(saved), "")) == (found.step != max(saved))
+        assert_identical(found.state, saved[found.step].state)
+        assert found.metadata == saved[found.step].metadata
+    assert claim is REFUSED or claim == experiment
 
 
 # --- locks ---

@@ -42,6 +42,7 @@ _NEEDED: dict[str, dict[str | None, tuple[str, ...]]] = {
     "timings.jsonl": {
         "start": _TIMES,
         "train": _TIMES,
+        "roll_back": _TIMES,
         "end": (*_TIMES, "outcome"),
         None: ("seconds",),  # of older versions, which knew steps alone
     },
@@ -181,7 +182,11 @@ def _can_be(kind: str, name: str, value: Any) -> bool:
         return isinstance(value, dict)
     if name == "sentences":
         return isinstance(value, list) and all(map(_is_sentence, value))
-    if kind in ("start", "end") and name not in _TIMES and not name.endswith("_seconds"):
+    if (
+        kind in ("start", "roll_back", "end")
+        and name not in _TIMES
+        and not name.endswith("_seconds")
+    ):
         return True  # nobody reads it
     return _is_number(value) and (name not in _SHARES or value <= 1)
 

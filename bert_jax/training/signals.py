@@ -89,7 +89,8 @@ class Pulse:
     def beat(self, times: int = 1) -> None:
         """Something was done; the next beat is due, after a long time `times` as late."""
         if self._seconds:
-            faulthandler.dump_traceback_later(times * self._seconds, exit=True)
+            # 2: what stands for standard error in this process may be no file.
+            faulthandler.dump_traceback_later(times * self._seconds, exit=True, file=2)
 
     def rest(self) -> None:
         """What comes now may take any time."""
