@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from bert_jax.config import InputError
@@ -24,6 +24,7 @@ settings.register_profile(
     database=None,
     max_examples=int(EXAMPLES or 100),
     suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
 )
 settings.load_profile("patient")
 

@@ -1,12 +1,11 @@
 """Whatever is typed or lies in a file: the command works, or says in one line why it does not."""
 
 import contextlib
-import json
 import shutil
 
 import pytest
 from broken import call
-from damage import broken_bytes, changed, scalars
+from damage import TRIED, damage, scalars
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +38,7 @@ def works_or_says_why(args: list[str]) -> None:
 
 @given(st.lists(st.one_of(near_settings, st.text()), min_size=1, max_size=3))
 def test_any_settings_are_taken_or_refused_in_one_line(run, texts):
+    TRIED["command: --set"] += 1
     flags = [flag for text in texts for flag in ("--set", text)]
     with contextlib.chdir(run):
         works_or_says_why(["config", "small.py", *flags])
@@ -46,13 +46,8 @@ def test_any_settings_are_taken_or_refused_in_one_line(run, texts):
 
 @given(st.data())
 def test_any_experiment_as_json_is_taken_or_refused_in_one_line(run, data):
-    saved = (run / "run" / "experiment.json").read_bytes()
-    if data.draw(st.booleans()):
-        content = json.dumps(changed(json.loads(saved), data)).encode()
-    else:
-        content = broken_bytes(saved, data)
-    (run / "e.json").write_bytes(content)
-    works_or_says_why(["config", str(run / "e.json")])
+    with damage(run / "run" / "experiment.json", data, "command: experiment.json"):
+        works_or_says_why(["config", str(run / "run" / "experiment.json")])
 
 
 @pytest.mark.parametrize(
@@ -61,16 +56,6 @@ def test_any_experiment_as_json_is_taken_or_refused_in_one_line(run, data):
 )
 @given(data=st.data())
 def test_any_file_of_a_corpus_is_read_or_refused_in_one_line(run, name, data):
-    file = run / "corpus" / name
-    whole = file.read_bytes()
-    if data.draw(st.booleans()):
-        content = json.dumps(changed(json.loads(whole), data)).encode()
-    else:
-        content = broken_bytes(whole, data)
-    file.write_bytes(content)
-    try:
-        with contextlib.chdir(run):
-            works_or_says_why(["show", "--workdir", "run", "--rows", "1"])
-            works_or_says_why(["prepare", "small.py", "--workdir", "run"])
-    finally:
-        file.write_bytes(whole)
+    with contextlib.chdir(run), damage(run / "corpus" / name, data, f"command: {name}"):
+        works_or_says_why(["show", "--workdir", "run", "--rows", "1"])
+        works_or_says_why(["prepare", "small.py", "--workdir", "run"])
