@@ -126,6 +126,11 @@ def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
             raise
 
 
+def no_link(path: str, flags: int) -> int:
+    """For `open`: no file elsewhere is written where a folder of others holds a link to it."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def require_plain(path: epath.PathLike) -> None:
     """Raises InputError if something other than a file or a folder stands there."""
     name = os.fspath(path)  # epath takes a device for a file
@@ -208,6 +213,8 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
             raise InputError(f"{path}: cannot be written ({error.strerror})") from error
         if error.errno in (errno.EACCES, errno.EPERM):
             raise InputError(f"{path}: may not be used ({error.strerror})") from error
+        if error.errno == errno.ELOOP:
+            raise InputError(f"{path}: is a link; remove it") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise InputError(f"{path}: is a file where a folder is needed") from error
         raise InputError(f"{error.filename or path}: {error.strerror or error}") from error
@@ -309,7 +316,7 @@ def _held(path: epath.Path) -> IO[bytes]:
     """The lock file, opened and locked."""
     tries = 0
     while True:
-        file = open(os.fspath(path), "a+b", buffering=0)  # noqa: SIM115
+        file = open(os.fspath(path), "a+b", buffering=0, opener=no_link)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A holder that fails removes its lock: what we opened may be no longer the one there.

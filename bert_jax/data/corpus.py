@@ -15,6 +15,7 @@ and sent there; each host that reads it keeps a copy (see data.copies).
 import dataclasses
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -182,12 +183,20 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
     if not is_complete(target):
         with lock(folder):
             if not is_complete(target):
+                _require_no_link(target.parent, target)
                 depth = "full"
                 files.require(folder, manifest["files"], "dataset/", depth, mends["dataset/"])
                 vocab_size = manifest["settings"]["vocab_size"]
                 stream.write(dataset.folder_of(folder), split, target, vocab_size)
     files.require(folder, manifest["files"], f"stream/{split}/", depth, mends["stream/"])
     return stream.Stream.open(target)
+
+
+def _require_no_link(*folders: epath.Path) -> None:
+    """Raises InputError for a link: what lies where it leads would be removed."""
+    for folder in folders:
+        if os.path.islink(folder):
+            raise InputError(f"{folder}: is a link; remove it and run again, it is made anew")
 
 
 def _mends(folder: epath.Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from etils import epath
 
 from bert_jax.bucket import Growing, is_bucket
 from bert_jax.config import InputError
-from bert_jax.workdir import named_errors, write_atomic
+from bert_jax.workdir import named_errors, no_link, write_atomic
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
 
@@ -92,7 +92,7 @@ class Lines:
             if self._object is not None:
                 self._object.append(text)
                 return
-            with self._path.open("a") as file:
+            with open(os.fspath(self._path), "a", encoding="utf-8", opener=no_link) as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
