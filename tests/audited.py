@@ -23,7 +23,7 @@ found: list[str] = []
 
 def is_hostile(path) -> bool:
     # "<string>" is of no file, and a library without a folder of none here.
-    if not isinstance(path, str) or path.startswith("<") or ".so" in path and os.sep not in path:
+    if not isinstance(path, str) or path.startswith("<") or (".so" in path and os.sep not in path):
         return False
     return os.path.realpath(path).startswith(HOSTILE + os.sep)
 
