@@ -34,12 +34,11 @@ def may_be_written(path) -> bool:
     return (os.path.realpath(os.fsdecode(path)) + os.sep).startswith(_PLACES)
 
 
-def itself(path):
-    """A path whose last part is not followed: a link that is removed or replaced leads nowhere."""
+def may_be_changed(path) -> bool:
+    """As `may_be_written`, of a path whose last part is not followed if it is a link."""
     if isinstance(path, int) or path is None:
-        return path
-    folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
-    return os.path.join(os.path.realpath(folder), name)
+        return True
+    return may_be_written(os.path.dirname(os.path.abspath(os.fsdecode(path))))
 
 
 def watch(event: str, args: tuple) -> None:
@@ -59,7 +58,7 @@ def watch(event: str, args: tuple) -> None:
         found.append(f"opened {args[0]} to write")
     # Names below an open folder (dir_fd, an integer behind them) belong to a shutil.rmtree.
     elif event in _CHANGES and not any(type(a) is int and a >= 0 for a in args[1:]):
-        wrong = [path for path in args[: _CHANGES[event]] if not may_be_written(itself(path))]
+        wrong = [path for path in args[: _CHANGES[event]] if not may_be_changed(path)]
         found.extend(f"{event} {path}" for path in wrong)
 
 

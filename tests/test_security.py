@@ -142,7 +142,7 @@ COMMANDS = [
     "doctor run",
     "doctor corpus",
     "import run --workdir run/base",
-    "export --workdir run --out run/exported",
+    "export --workdir run --as pretraining --out run/exported",
     "import hf --workdir run/imported",
     "predict --workdir run/imported w7",
     "export --workdir run/imported --as masked_lm --out run/again",
