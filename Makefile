@@ -20,7 +20,7 @@ TF := .venv-tf
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test lint bench bench-torch parity tf1 plans clean another-interpreter
+.PHONY: all pretrain test fuzz lint bench bench-torch parity tf1 plans clean another-interpreter
 
 all: $(STAMP)
 
@@ -43,6 +43,10 @@ pretrain: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Thousands of damaged files of each kind, and how many were tried; half an hour.
+fuzz: $(STAMP)
+	FUZZ_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -n 0 tests/test_random_*.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -19,7 +19,14 @@ from etils import epath
 from bert_jax import resolve, weights
 from bert_jax.config import Experiment, InputError, Model
 from bert_jax.text import tokenizer as tokenizer_lib
-from bert_jax.workdir import is_complete, mark_complete, new_folder, read_json, write_atomic
+from bert_jax.workdir import (
+    is_complete,
+    mark_complete,
+    new_folder,
+    read_json,
+    sealed,
+    write_atomic,
+)
 
 FORMAT_VERSION = 1
 
@@ -95,7 +102,7 @@ def write(base: Base, folder: epath.Path) -> None:
             weights.write(made / _MOMENTS, flat(trees), {"format": "bert_jax"})
             record["moments_step"] = base.moments.step
             record["moments_sha256"] = weights.sha256(made / _MOMENTS)
-        write_atomic(made / _JSON, json.dumps(record, indent=2) + "\n")
+        write_atomic(made / _JSON, json.dumps(sealed(record), indent=2) + "\n")
         mark_complete(made)
 
 
@@ -225,7 +232,7 @@ def _record(folder: epath.Path) -> dict[str, Any]:
             f"{folder}: no base here; make one with `bert-jax import SOURCE --workdir B` (SOURCE "
             "may be a run, too)"
         )
-    record = read_json(folder / _JSON, FORMAT_VERSION, "import it anew")
+    record = read_json(folder / _JSON, FORMAT_VERSION, "import it anew", "import it anew")
     kinds = {
         "model": dict,
         "source": str,

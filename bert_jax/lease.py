@@ -33,6 +33,9 @@ FORMAT_VERSION = 1
 # as dead, whatever the clocks say, since those of two machines may differ; between two looks at it.
 BEAT, SILENCE, LOOK = 10.0, 90.0, 3.0
 
+# Seconds since 1970: the year 9999, up to which times can be written.
+_LAST = 253402300800.0
+
 
 @dataclasses.dataclass
 class Holder:
@@ -74,10 +77,20 @@ class Holder:
             if found.pop("format_version") != FORMAT_VERSION:
                 return None
             holder = cls(**found)
-            float(holder.since), float(holder.beat)
-            return holder
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
+        return holder if holder._is_sound() else None
+
+    def _is_sound(self) -> bool:
+        """Whether every field can be what `me` wrote there."""
+        texts = (self.token, self.host, self.machine, self.began, self.state)
+        times = (self.since, self.beat)
+        return (
+            all(type(text) is str for text in texts)
+            and all(type(number) is float and 0 <= number < _LAST for number in times)
+            and type(self.process) is int
+            and 0 < self.process < 2**32
+        )
 
     def text(self) -> str:
         """For a file."""

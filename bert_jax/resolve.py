@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bert_jax.config import Corpus, Experiment, InputError, load_file
 from bert_jax.section import Section
-from bert_jax.workdir import Workdir
+from bert_jax.workdir import Workdir, sealed
 
 FORMAT_VERSION = 1
 
@@ -34,13 +34,14 @@ def load_with_origin(path: str, settings: Sequence[str]) -> tuple[Experiment, di
         name, changed = "", _differences_from_defaults(experiment)
     else:
         name, changed = parent[0], differences(parent[1], experiment, "all")
-    return experiment, {
+    origin = {
         "format_version": FORMAT_VERSION,
         "experiment": path,
         "parent": name,
         "settings": list(settings),
         "differences": changed,
     }
+    return experiment, sealed(origin)
 
 
 def _load(path: str) -> tuple[Experiment, tuple[str, Experiment] | None]:
@@ -51,7 +52,7 @@ def _load(path: str) -> tuple[Experiment, tuple[str, Experiment] | None]:
         loaded = load_file(file)
         return loaded.experiment, loaded.parent
     if file.suffix == ".json":
-        return from_json(file.read_text(encoding="utf-8", errors="replace"), path), None
+        return from_json(_text(file.read_bytes(), path), path), None
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
 
 
@@ -78,9 +79,17 @@ def load_saved(workdir: Workdir) -> Experiment:
         )
     if not workdir.experiment.exists():
         raise InputError(f"{workdir.root}: no run here (no experiment.json)")
-    return from_json(
-        workdir.experiment.read_bytes().decode("utf-8", "replace"), str(workdir.experiment)
-    )
+    where = str(workdir.experiment)
+    return from_json(_text(workdir.experiment.read_bytes(), where), where)
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{where}: byte {error.start} is not UTF-8; put the whole file back"
+        ) from error
 
 
 def override(experiment: Experiment, settings: Sequence[str]) -> Experiment:

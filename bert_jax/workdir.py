@@ -17,6 +17,7 @@ written last; one without is rebuilt.
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -30,6 +31,9 @@ from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
 
 COMPLETE = "COMPLETE"
+
+# Of a record, its checksum.
+_CHECKSUM = "checksum"
 
 _LOCK_TRIES = 4
 
@@ -122,6 +126,11 @@ def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
             raise
 
 
+def no_link(path: str, flags: int) -> int:
+    """For `open`: no file elsewhere is written where a folder of others holds a link to it."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def require_plain(path: epath.PathLike) -> None:
     """Raises InputError if something other than a file or a folder stands there."""
     name = os.fspath(path)  # epath takes a device for a file
@@ -129,34 +138,54 @@ def require_plain(path: epath.PathLike) -> None:
         raise InputError(f"{path}: is a device or a pipe; name a file")
 
 
+def sealed(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with a checksum of all of it, which `read_json` compares."""
+    return {**record, _CHECKSUM: _checksum(record)}
+
+
+def is_sealed(record: dict[str, Any]) -> bool:
+    """Whether a record that was read carries a checksum; those of older versions do not."""
+    return _CHECKSUM in record
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    held = {name: value for name, value in record.items() if name != _CHECKSUM}
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+
+
 def read_json(
-    path: epath.Path, format_version: int, mend: str = "use the bert-jax that wrote it"
+    path: epath.Path,
+    format_version: int,
+    mend: str = "use the bert-jax that wrote it",
+    restore: str = "put the whole file back",
 ) -> dict[str, Any]:
-    """Reads a JSON object that carries `format_version`.
+    """Reads a JSON object that carries `format_version`, and a checksum if it was `sealed`.
 
     Args:
       path: of the file.
       format_version: which is read.
       mend: what to do about another one, in words.
+      restore: what to do about a damaged file.
 
     Raises:
-      InputError: unreadable, not a JSON object, or of another format version.
+      InputError: unreadable, not a JSON object, of another format version, or changed since it was
+        sealed.
     """
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
     except (ValueError, RecursionError, OSError) as error:
-        raise InputError(
-            f"{path}: damaged, not readable as JSON ({error}); put the whole file back"
-        ) from error
+        raise InputError(f"{path}: damaged, not readable as JSON ({error}); {restore}") from error
     if not isinstance(value, dict):
-        raise InputError(f"{path}: damaged, not a JSON object; put the whole file back")
+        raise InputError(f"{path}: damaged, not a JSON object; {restore}")
     if value.get("format_version") != format_version:
         raise InputError(
             f"{path}: format_version {value.get('format_version')!r}, "
             f"this version reads {format_version}; {mend}"
         )
+    if is_sealed(value) and value[_CHECKSUM] != _checksum(value):
+        raise InputError(f"{path}: damaged, was changed since it was written; {restore}")
     return value
 
 
@@ -184,6 +213,8 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
             raise InputError(f"{path}: cannot be written ({error.strerror})") from error
         if error.errno in (errno.EACCES, errno.EPERM):
             raise InputError(f"{path}: may not be used ({error.strerror})") from error
+        if error.errno == errno.ELOOP:
+            raise InputError(f"{path}: is a link; remove it") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise InputError(f"{path}: is a file where a folder is needed") from error
         raise InputError(f"{error.filename or path}: {error.strerror or error}") from error
@@ -285,7 +316,7 @@ def _held(path: epath.Path) -> IO[bytes]:
     """The lock file, opened and locked."""
     tries = 0
     while True:
-        file = open(os.fspath(path), "a+b", buffering=0)  # noqa: SIM115
+        file = open(os.fspath(path), "a+b", buffering=0, opener=no_link)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A holder that fails removes its lock: what we opened may be no longer the one there.

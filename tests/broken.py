@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from small_run import write_text
 
 from bert_jax import cli
+from bert_jax.workdir import is_sealed, sealed
 
 
 def finished_run(folder: pathlib.Path) -> pathlib.Path:
@@ -161,10 +162,12 @@ def texts(*contents: str | bytes) -> Callable[[], object]:
 
 
 def change_json(name: str, change: Callable[[dict], object]) -> Callable[[], object]:
+    """Another value in a JSON file, with a checksum that is right if there was one."""
+
     def edit():
         value = json.loads(path(name).read_text())
         change(value)
-        path(name).write_text(json.dumps(value))
+        path(name).write_text(json.dumps(sealed(value) if is_sealed(value) else value))
 
     return edit
 

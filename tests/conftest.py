@@ -32,3 +32,13 @@ def copy_of_run(finished_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "copy")
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     return tmp_path / "copy"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many damaged inputs `make fuzz` tried, of each kind."""
+    import damage
+
+    if damage.EXAMPLES:
+        for kind, count in sorted(damage.TRIED.items()):
+            terminalreporter.write_line(f"{count:7} {kind}")
+        terminalreporter.write_line(f"{sum(damage.TRIED.values()):7} damaged inputs")

@@ -1,12 +1,18 @@
 """Small things to train on."""
 
+import contextlib
 import dataclasses
+import pathlib
 
 import jax
 import numpy as np
+import tensorflow_datasets as tfds
+from etils import epath
+from small_run import write_text
 
-from bert_jax.config import Data, Mesh, Model, Optimizer
-from bert_jax.data import batches, stream
+from bert_jax import resolve
+from bert_jax.config import Data, Experiment, Mesh, Model, Optimizer
+from bert_jax.data import batches, corpus, stream
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 
@@ -81,3 +87,40 @@ def run(
 
 def without_dropout(model: Model = MODEL) -> Model:
     return dataclasses.replace(model, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def small_corpus(folder: pathlib.Path) -> tuple[Experiment, epath.Path]:
+    """A small run's experiment, and its corpus, prepared."""
+    experiment = resolve.load(str(write_text(folder)))
+    made = epath.Path(folder / "corpus")
+    corpus.prepare(experiment.corpus, experiment.model.vocab_size, made, lambda line: None)
+    return experiment, made
+
+
+class _Texts(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Texts as a TFDS dataset."""
+
+    name = "texts"
+    VERSION = tfds.core.Version("1.0.0")
+
+    def __init__(self, texts: list[str], **kwargs):
+        self._texts = texts
+        super().__init__(**kwargs)
+
+    def _info(self):
+        features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
+        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        yield from enumerate({"text": text} for text in self._texts)
+
+
+def text_dataset(folder: pathlib.Path, texts: list[str]) -> pathlib.Path:
+    """Writes a TFDS dataset of these texts; returns its own folder."""
+    tfds.disable_progress_bar()
+    with contextlib.redirect_stdout(None):
+        _Texts(texts, data_dir=folder, file_format="array_record").download_and_prepare()
+    return folder / "texts" / "1.0.0"

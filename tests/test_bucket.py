@@ -22,7 +22,7 @@ from bert_jax import lease
 from bert_jax.config import InputError
 from bert_jax.data import copies, corpus
 from bert_jax.training import metrics
-from bert_jax.workdir import in_use, lock, write_atomic
+from bert_jax.workdir import in_use, lock, sealed, write_atomic
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"
@@ -138,7 +138,7 @@ def test_another_corpus_under_a_run_is_refused_by_its_name(objects, remote):
     manifest = json.loads(objects.files()["corpus/manifest.json"])
     assert call(f"pretrain small.py {there} --set phases.1.steps=1") == (0, "")
     manifest["versions"]["numpy"] = "0"
-    objects.put("corpus/manifest.json", json.dumps(manifest).encode(), {})
+    objects.put("corpus/manifest.json", json.dumps(sealed(manifest)).encode(), {})
     code, err = call(f"evaluate --workdir {FOLDER}")
     assert (code, err.count("\n")) == (2, 1)
     assert "gs://bucket/corpus: not the corpus this run was trained on" in err

@@ -24,7 +24,7 @@ from bert_jax.config import Data, InputError
 from bert_jax.data import draws, masking, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.workdir import read_json, write_atomic
+from bert_jax.workdir import is_sealed, read_json, sealed, write_atomic
 
 PLANS_VERSION = 1
 
@@ -230,7 +230,9 @@ def rows_per_epoch(
     """R of a phase: the rows in its first plan, remembered in the file `plans`."""
     key = f"{seed}/train/{phase}/length={length}/short_seq_prob={data.short_seq_prob}"
     anew = "remove it, it is made anew"
-    known = read_json(plans, PLANS_VERSION, anew) if plans.exists() else {"rows": {}}
+    known = read_json(plans, PLANS_VERSION, anew, anew) if plans.exists() else {}
+    if not is_sealed(known):  # none is there, or an older one, which might be damaged
+        known = {"rows": {}}
     # Every row of a plan takes a sentence at least.
     possible = range(1, len(stream.sentence_offsets))
     rows = known["rows"].get(key, 1) if isinstance(known.get("rows"), dict) else None
@@ -238,7 +240,7 @@ def rows_per_epoch(
         raise InputError(f"{plans}: damaged; {anew}")
     if key not in known["rows"]:
         rows = len(make_plan(stream, (seed, "train", phase, 0), length, data))
-        known = {"format_version": PLANS_VERSION, "rows": {**known["rows"], key: rows}}
+        known = sealed({"format_version": PLANS_VERSION, "rows": {**known["rows"], key: rows}})
         with contextlib.suppress(InputError):  # counted again where the corpus cannot be written
             write_atomic(plans, json.dumps(known, indent=2) + "\n")
     return known["rows"][key]

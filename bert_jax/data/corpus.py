@@ -15,6 +15,7 @@ and sent there; each host that reads it keeps a copy (see data.copies).
 import dataclasses
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,7 @@ from bert_jax.workdir import (
     mark_complete,
     named_errors,
     read_json,
+    sealed,
     write_atomic,
 )
 
@@ -142,9 +144,18 @@ def _wrong_part(manifest: dict[str, Any]) -> str | None:
             return "sources"
     for split in SPLITS:
         counts = manifest["splits"].get(split)
-        if not isinstance(counts, dict) or not isinstance(counts.get("tokens"), int):
+        names = [field.name for field in dataclasses.fields(dataset.SplitCounts)]
+        if not isinstance(counts, dict) or not all(_is_count(counts.get(name)) for name in names):
             return f"splits.{split}"
+    if not _is_count(manifest.get("documents_repeated")):
+        return "documents_repeated"
+    if not _is_count(manifest["settings"].get("vocab_size")):
+        return "settings.vocab_size"
     return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**64
 
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:
@@ -172,12 +183,20 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
     if not is_complete(target):
         with lock(folder):
             if not is_complete(target):
+                _require_no_link(target.parent, target)
                 depth = "full"
                 files.require(folder, manifest["files"], "dataset/", depth, mends["dataset/"])
                 vocab_size = manifest["settings"]["vocab_size"]
                 stream.write(dataset.folder_of(folder), split, target, vocab_size)
     files.require(folder, manifest["files"], f"stream/{split}/", depth, mends["stream/"])
     return stream.Stream.open(target)
+
+
+def _require_no_link(*folders: epath.Path) -> None:
+    """Raises InputError for a link: what lies where it leads would be removed."""
+    for folder in folders:
+        if os.path.islink(folder):
+            raise InputError(f"{folder}: is a link; remove it and run again, it is made anew")
 
 
 def _mends(folder: epath.Path) -> dict[str, str]:
@@ -275,7 +294,7 @@ def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
     dataset.write(corpus, chosen, survey, folder, counts)
     for split in SPLITS:
         stream.write(dataset.folder_of(folder), split, folder / "stream" / split, vocab_size)
-    manifest = {
+    record = {
         "format_version": FORMAT_VERSION,
         "settings": {**dataclasses.asdict(corpus), "vocab_size": vocab_size},
         "sources": sources,
@@ -289,6 +308,7 @@ def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
             for name in ("bert-jax", "sentencex", "sentencepiece", "tokenizers", "numpy")
         },
     }
+    manifest = sealed(record)
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
     for split in SPLITS:

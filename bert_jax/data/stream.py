@@ -55,7 +55,7 @@ class Stream:
         """
         folder = epath.Path(folder)
         path = folder / "stream.json"
-        arrays = read_json(path, FORMAT_VERSION, _anew(folder)).get("arrays")
+        arrays = read_json(path, FORMAT_VERSION, _anew(folder), _anew(folder)).get("arrays")
         if not _are_described(arrays):
             raise InputError(f"{path}: damaged; {_anew(folder)}")
         maps = {}

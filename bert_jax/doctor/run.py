@@ -114,7 +114,7 @@ def _skipped(train: list[dict[str, Any]]) -> Finding | None:
         return None
     first = next(number for number, count in enumerate(bad) if count)
     return Finding(
-        severity(max(sum(bad) / steps[-1], bad[-1] / spans[-1]), _SKIPPED),
+        severity(max(sum(bad) / steps[-1], bad[-1] / max(spans[-1], 1)), _SKIPPED),
         f"{sum(bad):,} of {steps[-1]:,} steps were skipped: loss or gradient not finite",
         f"metrics.jsonl: {bad[first]} of the {spans[first]} steps up to {steps[first]}",
         "their text taught nothing; many in a row are a run that has run away",

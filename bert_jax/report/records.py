@@ -6,16 +6,20 @@ import pathlib
 import time
 from typing import Any, Literal
 
+from etils import epath
+
 from bert_jax import resolve
-from bert_jax.config import Experiment
+from bert_jax.config import Experiment, InputError
 from bert_jax.plan import document
 from bert_jax.section import printable
 from bert_jax.training.metrics import Lines
-from bert_jax.workdir import Workdir, in_use, read_json
+from bert_jax.workdir import Workdir, in_use, is_sealed, read_json
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
 
 Line = dict[str, Any]
+
+_WRITTEN_ANEW = "remove it; the next start of the run writes it anew"
 
 # Laps whose median is "now".
 _RECENT = 10
@@ -65,17 +69,13 @@ class Record:
             label=printable(pathlib.PurePath(root).name or str(root)),
             workdir=workdir,
             experiment=experiment,
-            origin=(
-                read_json(workdir.origin, resolve.FORMAT_VERSION) if workdir.origin.exists() else {}
-            ),
+            origin=_origin(workdir.origin) if workdir.origin.exists() else {},
             state="running" if going_on else _state(timings),
             train=[line for line in lines if line.get("kind") == "train"],
             evaluation=[line for line in lines if line.get("kind") == "evaluation"],
             predictions=Lines(workdir.predictions).read(),
             timings=timings,
-            plan=(
-                read_json(workdir.plan, document.FORMAT_VERSION) if workdir.plan.exists() else {}
-            ),
+            plan=_plan(workdir.plan) if workdir.plan.exists() else {},
         )
 
     @property
@@ -114,6 +114,27 @@ class Record:
         pace = (newest["time"] - start["time"]) / steps
         behind = time.time() - newest["time"]
         return max(pace * (self.experiment.total_steps - newest["step"]) - behind, 0.0)
+
+
+def _origin(path: epath.Path) -> dict[str, Any]:
+    """What resolve.load_with_origin gave."""
+    found = read_json(path, resolve.FORMAT_VERSION, restore=_WRITTEN_ANEW)
+    texts = [found.get(name) for name in ("experiment", "parent")]
+    for name in ("settings", "differences"):
+        values = found.get(name)
+        texts += values if isinstance(values, list) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(f"{path}: damaged; {_WRITTEN_ANEW}")
+    return found
+
+
+def _plan(path: epath.Path) -> dict[str, Any]:
+    """What plan.document gave."""
+    anew = "remove it, or plan anew with `bert-jax plan`"
+    found = read_json(path, document.FORMAT_VERSION, anew, anew)
+    if not is_sealed(found):
+        raise InputError(f"{path}: carries no checksum, so it might be damaged; {anew}")
+    return found
 
 
 def _state(timings: list[Line]) -> State:

@@ -80,8 +80,12 @@ def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
     try:
         return tfds.builder_from_directory(folder)
     except Exception as error:  # TFDS raises many kinds; each means the folder cannot be read
-        reason = str(error).split("\n")[0]
-        raise InputError(f"{folder}: TFDS cannot read it: {reason}") from error
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: epath.PathLike, error: Exception) -> InputError:
+    reason = str(error).split("\n")[0]
+    return InputError(f"{folder}: TFDS cannot read it: {reason}")
 
 
 def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, Any]]:
@@ -96,14 +100,27 @@ def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, 
     if info.file_format not in _READERS:
         kind = getattr(info.file_format, "value", None)
         raise InputError(f"{folder}: stored as {kind}; only array_record and tfrecord can be read")
-    files = zip(info.splits[split].filepaths, info.splits[split].shard_lengths, strict=True)
-    for path, count in files:
+    for path, count in _shards(folder, info.splits[split]):
         read = 0
         for record in _whole(path, _READERS[info.file_format], info.features):
             read += 1
             yield record
         if read != count:
             raise _damaged(path, f"{read} records, not {count}")
+
+
+def _shards(folder: epath.PathLike, split: Any) -> list[tuple[epath.Path, int]]:
+    """A split's files, and how many records each holds."""
+    try:
+        shards = list(zip(split.filepaths, split.shard_lengths, strict=True))
+    except Exception as error:  # as when it is opened
+        raise _unreadable(folder, error) from error
+    if not shards:  # as after the lengths were lost: TFDS would give an empty split
+        raise InputError(
+            f"{epath.Path(folder) / 'dataset_info.json'}: lists no file of split {split.name!r}; "
+            "put the whole file back"
+        )
+    return shards
 
 
 def _whole(

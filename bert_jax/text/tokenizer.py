@@ -232,7 +232,7 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
             if not model:  # taken for "no model given"
                 raise RuntimeError("empty")
             return SentencePiece(model, case)
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError) as error:  # of a piece that is no text
             raise InputError(f"{path}: not a SentencePiece model, or damaged") from error
     return WordPiece(vocabulary.read_vocab(path), case)
 

@@ -17,9 +17,47 @@ from etils import epath
 
 from bert_jax.bucket import Growing, is_bucket
 from bert_jax.config import InputError
-from bert_jax.workdir import DiskFull, named_errors, write_atomic
+from bert_jax.workdir import DiskFull, named_errors, no_link, write_atomic
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
+
+OUTCOMES = ("finished", "stopped", "failed")
+
+# What a line holds beside its step, by file and kind.
+_TIMES = ("time", "seconds", "steps")
+_NEEDED: dict[str, dict[str | None, tuple[str, ...]]] = {
+    "metrics.jsonl": {
+        "train": (),
+        "evaluation": (
+            "masked_lm_loss",
+            "masked_lm_accuracy",
+            "unigram_loss",
+            "next_sentence_accuracy",
+            "next_sentence_majority",
+            "next_sentence_error",
+            "rows",
+        ),
+    },
+    "predictions.jsonl": {"predictions": ("sentences",)},
+    "timings.jsonl": {
+        "start": _TIMES,
+        "train": _TIMES,
+        "roll_back": _TIMES,
+        "end": (*_TIMES, "outcome"),
+        None: ("seconds",),  # of older versions, which knew steps alone
+    },
+}
+# What a training line holds that has a loss; without one, all its steps were skipped.
+_WITH_LOSS = ("next_sentence_loss", "gradient_norm")
+_SHARES = (
+    "masked_lm_accuracy",
+    "next_sentence_accuracy",
+    "next_sentence_majority",
+    "filled",
+    "bad_steps",
+)
+# None is negative, and none that floats of 32 bits give is larger.
+_LARGEST = 1e39
 
 
 def fetch(arrays: Any) -> Any:
@@ -67,7 +105,8 @@ class Lines:
                 raise
 
     def _write(self) -> None:
-        with named_errors(self._path), self._path.open("ab") as file:
+        name = os.fspath(self._path)
+        with named_errors(self._path), open(name, "ab", opener=no_link) as file:
             before = file.tell()
             try:
                 file.write(self._waiting.encode())
@@ -90,7 +129,7 @@ class Lines:
         """All whole lines; a last one cut off by a kill is left out.
 
         Raises:
-          InputError: another line is not JSON.
+          InputError: another line is not JSON, or none that a run has written.
         """
         if not self._path.exists():
             return []
@@ -104,9 +143,10 @@ class Lines:
                 raise InputError(
                     f"{self._path}:{number}: not JSON ({error}); mend or remove the line"
                 ) from error
-            if not isinstance(lines[-1], dict) or not isinstance(lines[-1].get("step"), int):
+            fault = _fault(self._path.name, lines)
+            if fault:
                 raise InputError(
-                    f"{self._path}:{number}: not a line of a run (no step); remove the line"
+                    f"{self._path}:{number}: not a line of a run ({fault}); mend or remove it"
                 )
         return lines
 
@@ -125,3 +165,72 @@ class NoLines(Lines):
 
     def forget_after(self, step: int) -> None:
         """Does nothing."""
+
+
+def _fault(file: str, lines: list[Any]) -> str:
+    """What is wrong with the last of a file's lines, in words; "" if nothing is."""
+    line = lines[-1]
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return "no step"
+    if not 0 <= line["step"] < _LARGEST:
+        return "its step cannot be"
+    if file not in _NEEDED:
+        return ""
+    kind = line.get("kind")
+    if kind not in list(_NEEDED[file]):
+        return f"its kind is {kind!r}"
+    if file != "timings.jsonl":  # where steps that are done again are kept
+        if len(lines) > 1 and line["step"] < lines[-2]["step"]:
+            return "its step lies before that of the line above"
+        if kind == "train" and not line["step"]:
+            return "its step cannot be"
+    needed = _NEEDED[file][kind]
+    if kind == "train" and "masked_lm_loss" in line:
+        needed += _WITH_LOSS
+    missing = [name for name in needed if name not in line]
+    if missing:
+        return f"no {missing[0]}"
+    wrong = [name for name, value in line.items() if not _can_be(kind, name, value)]
+    return f"its {wrong[0]} cannot be" if wrong else ""
+
+
+def _can_be(kind: str, name: str, value: Any) -> bool:
+    """Whether a value of a line is of its kind and in its range."""
+    if name == "kind":
+        return True
+    if name == "outcome":
+        return value in OUTCOMES
+    if name == "environment":
+        return isinstance(value, dict)
+    if name == "sentences":
+        return isinstance(value, list) and all(map(_is_sentence, value))
+    if (
+        kind in ("start", "roll_back", "end")
+        and name not in _TIMES
+        and not name.endswith("_seconds")
+    ):
+        return True  # nobody reads it
+    return _is_number(value) and (name not in _SHARES or value <= 1)
+
+
+def _is_sentence(value: Any) -> bool:
+    """Whether this is what `watch.Watched.predict` says of a sentence."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("text"), str)
+        and isinstance(value.get("truth", ""), str)
+        and _is_number(value.get("truth_probability", 0.0))
+        and isinstance(value.get("masks"), list)
+        and all(
+            isinstance(said, list)
+            and len(said) == 2
+            and isinstance(said[0], str)
+            and _is_number(said[1])
+            for pieces in value["masks"]
+            for said in (pieces if isinstance(pieces, list) else [None])
+        )
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < _LARGEST

@@ -11,7 +11,7 @@ from etils import epath
 
 from bert_jax.config import InputError
 from bert_jax.data import corpus, files, stream
-from bert_jax.workdir import lock
+from bert_jax.workdir import lock, sealed
 
 FOLDER = epath.Path("corpus")
 
@@ -102,6 +102,6 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name, copy_of_run):
     path = pathlib.Path("corpus/manifest.json")
     manifest = json.loads(path.read_text())
     manifest["files"][name] = [0, ""]
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(sealed(manifest)))
     with pytest.raises(InputError, match="damaged, files is not as `prepare` wrote it"):
         corpus.open_manifest(FOLDER)

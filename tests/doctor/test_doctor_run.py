@@ -59,7 +59,7 @@ def healthy(steps=STEPS, every=EVERY, **claim):
     """Masked LM falls from 9 to about 4; next sentence is learned from the middle on."""
     rng = np.random.default_rng(0)
     train, evaluations = [], []
-    timings = [{"step": 0, "kind": "start", "seconds": 30.0}]
+    timings = [{"step": 0, "kind": "start", "time": 1.8e9, "seconds": 30.0, "steps": 0}]
     for step in range(every, steps + 1, every):
         loss = 4 + 5 * math.exp(-step / 2_500)
         guess = 1 / (1 + math.exp((step - 4_000) / 800))
@@ -67,6 +67,7 @@ def healthy(steps=STEPS, every=EVERY, **claim):
             "masked_lm_loss": loss + rng.normal(0, 0.02),
             "next_sentence_loss": 0.45 + 0.243 * guess,
             "next_sentence_accuracy": 0.8 - 0.3 * guess,
+            "masked_lm_accuracy": 0.3,
         }
         extra = {"bad_steps": 0.0, "filled": 0.95, "gradient_norm": 0.9 + rng.normal(0, 0.2)}
         # The highest of a hundred noisy losses.
@@ -74,13 +75,23 @@ def healthy(steps=STEPS, every=EVERY, **claim):
         extra |= {"worst_step": step - 7, "worst_step_loss": highest}
         train.append({"step": step, "kind": "train", **line, **extra})
         timings.append({"step": step, "kind": "train", "steps": every, "seconds": 50.0})
+        timings[-1]["time"] = 1.8e9 + step
         timings[-1] |= {"data_seconds": 0.5, "checkpoint_seconds": 0.5, "evaluation_seconds": 0.5}
         if step % (10 * every) == 0:
             line = dict(line, masked_lm_loss=loss + 0.1)
             lines = {"unigram_loss": UNIGRAM, "next_sentence_majority": 0.51, "rows": 5_000}
             evaluations.append({"step": step, "kind": "evaluation", **line, **lines})
             evaluations[-1]["next_sentence_error"] = 0.007
-    timings.append({"step": steps, "kind": "end", "seconds": 1.0, "outcome": "finished"})
+    timings.append(
+        {
+            "step": steps,
+            "kind": "end",
+            "time": 1.9e9,
+            "seconds": 1.0,
+            "steps": 0,
+            "outcome": "finished",
+        }
+    )
     return Run(experiment(steps, **claim), train, evaluations, timings)
 
 
@@ -158,7 +169,7 @@ def waits_for_data():
 def killed_again_and_again():
     """Three kills around step 4,000, each back to the checkpoint of step 3,000."""
     run = healthy()
-    start = {"step": 3_000, "kind": "start", "seconds": 30.0}
+    start = {"step": 3_000, "kind": "start", "time": 1.8e9, "seconds": 30.0, "steps": 0}
     run.timings[41:41] = [start, *run.timings[31:41]] * 3
     return run
 
@@ -294,14 +305,30 @@ def test_a_run_under_way_is_not_called_stopped(tmp_path):
         assert run.examine(tmp_path) == []
     (found,) = run.examine(tmp_path)
     assert found.what == "the run was killed at step 3,000 of 10,000"
-    run.timings.append({"step": 3_000, "kind": "end", "seconds": 1.0, "outcome": "stopped"})
+    run.timings.append(
+        {
+            "step": 3_000,
+            "kind": "end",
+            "time": 1.9e9,
+            "seconds": 1.0,
+            "steps": 0,
+            "outcome": "stopped",
+        }
+    )
     (found,) = run.examine(tmp_path)
     assert found.what == "the run has stopped at step 3,000 of 10,000"
 
 
 def test_a_stop_on_request_repeats_no_step(tmp_path):
     run = healthy()
-    at = {"step": 4_000, "kind": "end", "seconds": 1.0, "outcome": "stopped"}
+    at = {
+        "step": 4_000,
+        "kind": "end",
+        "time": 1.9e9,
+        "seconds": 1.0,
+        "steps": 0,
+        "outcome": "stopped",
+    }
     run.timings[41:41] = [at, dict(at, kind="start")]
     assert run.examine(tmp_path) == []
 

@@ -88,17 +88,8 @@ def test_theirs_to_ours_to_theirs_keeps_every_bit(tmp_path):
         np.testing.assert_array_equal(back[name], tensor, name)
 
 
-def shards(count: int = 3, listed: dict[str, str] | None = None) -> None:
-    """hf/model.safetensors in several files, as save_pretrained cuts it."""
-    names = sorted(TENSORS)
-    file = "model-{:05}-of-{:05}.safetensors".format
-    map_ = {name: file(i * count // len(names) + 1, count) for i, name in enumerate(names)}
-    for shard in set(map_.values()):
-        held = {name: TENSORS[name] for name in names if map_[name] == shard}
-        save_file(held, f"hf/{shard}", {"format": "pt"})
-    index = {"metadata": {"total_size": 0}, "weight_map": map_ | (listed or {})}
-    pathlib.Path("hf/model.safetensors.index.json").write_text(json.dumps(index))
-    pathlib.Path("hf/model.safetensors").unlink()
+def shards(listed: dict[str, str] | None = None) -> None:
+    hf_folder.cut_in_shards(pathlib.Path("hf"), listed)
 
 
 def test_weights_in_several_files_are_those_in_one(tmp_path, monkeypatch):

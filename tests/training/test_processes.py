@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from small_run import EXPERIMENT, settings, write_text
 
+from bert_jax.workdir import sealed
+
 ROOT = pathlib.Path(__file__).parents[2]
 MEMBER = pathlib.Path(__file__).parent / "pod_member.py"
 STEPS = 30
@@ -168,7 +170,9 @@ def test_another_corpus_on_one_host_ends_all_with_the_same_line(text, tmp_path):
         copied.parent.mkdir()
         subprocess.run(["cp", "-r", folder / "corpus", copied], check=True)
         manifest = json.loads((copied / "manifest.json").read_text())
-        (copied / "manifest.json").write_text(json.dumps(manifest | {"documents_repeated": number}))
+        (copied / "manifest.json").write_text(
+            json.dumps(sealed(manifest | {"documents_repeated": number}))
+        )
     code, lines = pod(
         folder, "corpus", 2, "none", "@chdir", tmp_path, "pretrain", file,
         "--workdir", tmp_path / "w", "--set", "run.corpus_dir=corpus",

@@ -23,7 +23,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir
+from bert_jax.workdir import Workdir, sealed
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_another_corpus_under_a_run_is_refused(text, tmp_path):
     shutil.copytree(text[0] / "corpus", manifest.parent)
     changed = json.loads(manifest.read_text())
     changed["versions"]["numpy"] = "0"
-    manifest.write_text(json.dumps(changed))
+    manifest.write_text(json.dumps(sealed(changed)))
     with pytest.raises(InputError, match="not the corpus this run was trained on"):
         pretrain(file, tmp_path / "w", f"run.corpus_dir={manifest.parent}")
 
@@ -209,7 +209,7 @@ def test_a_refused_resume_leaves_the_run_s_config(text, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(text[0] / "corpus", other)
     manifest = json.loads((other / "manifest.json").read_text())
-    (other / "manifest.json").write_text(json.dumps(manifest | {"documents_repeated": 9}))
+    (other / "manifest.json").write_text(json.dumps(sealed(manifest | {"documents_repeated": 9})))
     with pytest.raises(InputError):
         pretrain(file, tmp_path / "w", f"run.corpus_dir={other}")
     assert (tmp_path / "w" / "experiment.json").read_bytes() == before

@@ -1,0 +1,57 @@
+"""The golden PyTorch model as the folder that save_pretrained would have written."""
+
+import json
+import pathlib
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from bert_jax import conformance
+from bert_jax.base import Base
+from bert_jax.interop import names
+
+GOLDEN = pathlib.Path(conformance.__file__).parent / "files" / "hf_bert_tiny"
+PIECES = 1000
+
+TENSORS = load_file(GOLDEN / "model.safetensors")
+CONFIG = json.loads((GOLDEN / "config.json").read_text())
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(5, PIECES))]
+
+
+def write(
+    folder: pathlib.Path,
+    tensors: dict[str, np.ndarray] = TENSORS,
+    config: dict | None = None,
+    vocab: list[str] = VOCAB,
+) -> pathlib.Path:
+    """config.json with some fields changed, the weights, and vocab.txt."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    (folder / "vocab.txt").write_text("\n".join(vocab) + "\n")
+    save_file(
+        {name: np.ascontiguousarray(t) for name, t in tensors.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+def cut_in_shards(folder: pathlib.Path, listed: dict[str, str] | None = None) -> None:
+    """The folder's model.safetensors in three files, as save_pretrained cuts it.
+
+    The index says what `listed` says, too.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    order = sorted(tensors)
+    file = "model-{:05}-of-{:05}.safetensors".format
+    map_ = {name: file(i * 3 // len(order) + 1, 3) for i, name in enumerate(order)}
+    for shard in set(map_.values()):
+        held = {name: tensors[name] for name in order if map_[name] == shard}
+        save_file(held, folder / shard, {"format": "pt"})
+    index = {"metadata": {"total_size": 0}, "weight_map": map_ | (listed or {})}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+
+
+def names_of(base: Base) -> dict[str, np.ndarray]:
+    """The tensors of a base by the names of this folder's."""
+    return names.to_theirs(base.params, base.model, "BertForPreTraining")

@@ -1,0 +1,335 @@
+"""A damaged file gives what its text says, or is refused in a line that names it; nothing else."""
+
+import json
+import pathlib
+import shutil
+
+import hf_folder
+import ml_dtypes
+import numpy as np
+import pytest
+from damage import REFUSED, damage, few, result
+from etils import epath
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import small_corpus
+
+from bert_jax import base as base_lib
+from bert_jax import weights
+from bert_jax.base import Base, Moments
+from bert_jax.config import Corpus
+from bert_jax.data import corpus as corpus_lib
+from bert_jax.interop import exporting, importing, settings
+from bert_jax.predict import Trained
+from bert_jax.text import documents, tokenizer, vocabulary
+from bert_jax.training.prepared import Prepared
+
+TEXT = "wa w7 Straße [MASK] 東京 \u0301 ##b"
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def same_trees(ours: dict, theirs: dict) -> None:
+    ours, theirs = base_lib.flat(ours), base_lib.flat(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype
+        np.testing.assert_array_equal(value, theirs[name], name)
+
+
+# --- vocabularies ---
+
+
+@given(st.data())
+def test_a_vocabulary_is_its_lines(vocab_txt, data):
+    with damage(vocab_txt, data) as content:
+        found = result(lambda: tokenizer.load(vocab_txt), vocab_txt)
+    if found is not REFUSED:
+        lines = content.decode().removesuffix("\n").split("\n")
+        assert found.vocab == [line.strip() for line in lines]
+        assert len(set(found.vocab)) == found.size == len(found.continues)
+        assert [found.vocab[i] for i in (found.pad_id, found.mask_id)] == ["[PAD]", "[MASK]"]
+        assert all(0 <= i < found.size for i in found.encode(TEXT))
+
+
+@given(st.data())
+def test_a_sentencepiece_model_works_or_is_none(model_file, data):
+    with damage(model_file, data, ".model"):
+        found = result(lambda: tokenizer.load(model_file), model_file)
+    if found is not REFUSED:
+        assert len({found.pad_id, found.cls_id, found.sep_id, found.mask_id}) == 4
+        ids = found.encode(TEXT)
+        assert all(0 <= i < found.size for i in ids)
+        assert not {found.pad_id, found.cls_id, found.sep_id, found.mask_id} & set(ids)
+        assert isinstance(found.decode(ids), str)
+        assert len(found.continues) == found.size
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "sentencepiece"])
+@pytest.mark.parametrize("part", ["tokenizer.json", "vocabulary"])
+@given(data=st.data())
+def test_a_tokenizer_folder_is_as_it_was_saved(vocab_txt, model_file, folders, kind, part, data):
+    files = {"wordpiece": (vocab_txt, "vocab.txt"), "sentencepiece": (model_file, f"{kind}.model")}
+    source, name = files[kind]
+    folder = folders / kind
+    saved = tokenizer.load(source)
+    if not folder.exists():
+        saved.save(epath.Path(folder))
+    file = folder / (name if part == "vocabulary" else part)
+    with damage(file, data, f"tokenizer folder/{file.name}"):
+        found = result(lambda: tokenizer.load(folder), folder)
+    if found is not REFUSED:
+        assert (found.kind, found.case, found.sha256) == (kind, saved.case, saved.sha256)
+        assert [found.piece(i) for i in range(found.size)] == [
+            saved.piece(i) for i in range(saved.size)
+        ]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tmp_path_factory.mktemp("folders")
+
+
+@pytest.fixture(scope="module")
+def vocab_txt(tmp_path_factory):
+    file = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    pieces = [*vocabulary.SPECIALS, ".", "w", "a", "##a", "##b", "東", *(f"w{i}" for i in range(9))]
+    file.write_text("\n".join(pieces) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("model") / "a.model"
+    lines = [f"wa w{i} streets and tokens of {i * 7} words" for i in range(300)]
+    file.write_bytes(vocabulary.train_sentencepiece(lines, 60, "unigram"))
+    return file
+
+
+# --- what others wrote ---
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A folder with every file that save_pretrained writes, one with shards, and their base."""
+    root = tmp_path_factory.mktemp("hf")
+    plain = epath.Path(hf_folder.write(root / "plain"))
+    base = importing.read_folder(plain, silent)
+    trained = Trained("x", base.model, base.params, base.tokenizer)
+    exporting.export_weights(trained, "pretraining", "float32", epath.Path(root / "whole"))
+    shutil.copytree(root / "whole", root / "shards")
+    hf_folder.cut_in_shards(root / "shards")
+    (root / "tf1").mkdir()
+    (root / "tf1" / "bert_config.json").write_text(settings.write_tf1(base.model))
+    return root, base
+
+
+FOLDERS = [
+    ("whole", "config.json"),
+    ("whole", "vocab.txt"),
+    ("whole", "tokenizer.json"),
+    ("whole", "tokenizer_config.json"),
+    ("whole", "model.safetensors"),
+    ("shards", "model.safetensors.index.json"),
+    ("shards", "model-00002-of-00003.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("folder", "name"), FOLDERS)
+@few(0.5)
+@given(data=st.data())
+def test_a_folder_of_others_gives_what_its_files_say(imported, folder, name, data):
+    root, whole = imported
+    file = root / folder / name
+    with damage(file, data, f"imported/{name}") as content:
+        found = result(
+            lambda: importing.read_folder(epath.Path(root / folder), silent), file.parent
+        )
+        read = result(lambda: weights.read(epath.Path(file)), file) if "-of-" in name else None
+    if found is REFUSED:
+        return
+    assert found.tokenizer.vocab == whole.tokenizer.vocab
+    assert found.tokenizer.case == whole.tokenizer.case
+    if name == "model.safetensors" or read is not None:
+        # A file of others carries no checksum: what it says is what is in it.
+        said = reference_tensors(content)
+        assert found.fresh == ()
+        for ours, value in hf_folder.names_of(found).items():
+            if ours in said:
+                np.testing.assert_array_equal(value, said[ours], ours)
+        assert read is None or read.keys() == said.keys()
+    else:
+        same_trees(found.params, whole.params)
+    if name != "config.json":
+        assert found.model == whole.model
+    else:
+        require_said(found.model, json.loads(content))
+
+
+def require_said(model, fields: dict) -> None:
+    """The model is the one that a config.json's fields describe."""
+    acts = {"gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh"}
+    acts["gelu_pytorch_tanh"] = "gelu_tanh"
+    assert model.hidden_act == acts[fields.get("hidden_act", "gelu")]
+    for name in ("num_attention_heads", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+        default = {"num_attention_heads": 12}.get(name, 0.1)
+        assert getattr(model, name) == fields.get(name, default)
+
+
+def reference_tensors(content: bytes) -> dict[str, np.ndarray]:
+    """A file of safetensors, read from the description of its format."""
+    length = int.from_bytes(content[:8], "little")
+    header, body = json.loads(content[8 : 8 + length]), content[8 + length :]
+    header.pop("__metadata__", None)
+    kinds = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+    found = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        values = np.frombuffer(body[start:end], kinds[entry["dtype"]])
+        found[name] = values.reshape(entry["shape"]).astype(np.float32)
+    return found
+
+
+@given(st.data())
+def test_a_bert_config_gives_what_it_says(imported, data):
+    file = imported[0] / "tf1" / "bert_config.json"
+    with damage(file, data) as content:
+        found = result(lambda: settings.read_tf1(epath.Path(file), silent), file)
+    if found is not REFUSED:
+        fields = json.loads(content)
+        assert found.num_hidden_layers == fields.get("num_hidden_layers", 12)
+        assert found.num_attention_heads == fields.get("num_attention_heads", 12)
+        assert found.type_vocab_size == fields.get("type_vocab_size", 16)
+
+
+# --- what we wrote: it carries checksums, so damage is always seen ---
+
+BASE = [
+    "base.json",
+    "params.safetensors",
+    "moments.safetensors",
+    "tokenizer/tokenizer.json",
+    "tokenizer/vocab.txt",
+]
+
+
+@pytest.fixture(scope="module")
+def base(imported, tmp_path_factory):
+    old = imported[1]
+    moments = Moments(7, old.params, old.params)
+    made = Base(old.model, old.params, old.tokenizer, "a folder", ("pooler",), moments)
+    folder = epath.Path(tmp_path_factory.mktemp("base") / "base")
+    base_lib.write(made, folder)
+    return folder, base_lib.read(folder)
+
+
+@pytest.mark.parametrize("name", BASE)
+@few(0.5)
+@given(data=st.data())
+def test_a_base_is_as_it_was_written(base, name, data):
+    folder, whole = base
+    file = pathlib.Path(folder / name)
+    with damage(file, data, f"base/{name}"):
+        found = result(lambda: base_lib.read(folder), folder)
+    if found is not REFUSED:
+        assert (found.model, found.source, found.fresh) == (whole.model, whole.source, whole.fresh)
+        assert found.tokenizer.sha256 == whole.tokenizer.sha256
+        assert found.moments.step == whole.moments.step
+        same_trees(found.params, whole.params)
+        same_trees(found.moments.mean, whole.moments.mean)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A prepared corpus and its experiment."""
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+CORPUS = [
+    "manifest.json",
+    "plans.json",
+    "tokenizer/tokenizer.json",
+    "tokenizer/vocab.txt",
+    "stream/train/stream.json",
+    "stream/train/ids.bin",
+    "stream/train/sentence_offsets.bin",
+    "stream/train/document_offsets.bin",
+    "stream/train/unigrams.bin",
+]
+
+
+def trained_on(experiment, folder) -> tuple[dict, list[dict]]:
+    """The manifest, and batches of the first epoch and of one behind it."""
+    prepared = Prepared.open(folder)
+    train = prepared.train_batches(experiment, 0)
+    rows = np.arange(8)
+    found = [train.batch(step, rows) for step in (0, 1, 40)]
+    manifest = {name: v for name, v in prepared.manifest.items() if name != "checksum"}
+    return manifest, [
+        *found,
+        {"unigrams": np.array(corpus_lib.open_stream(folder, "train").unigrams)},
+    ]
+
+
+@pytest.mark.parametrize("name", CORPUS)
+@few(0.5)
+@given(data=st.data())
+def test_a_corpus_gives_the_same_batches(corpus, name, data):
+    experiment, folder = corpus
+    manifest, whole = trained_on(experiment, folder)
+    with damage(pathlib.Path(folder / name), data, f"corpus/{name}"):
+        found = result(lambda: trained_on(experiment, folder), folder)
+    if found is not REFUSED:
+        assert found[0] == manifest
+        for ours, theirs in zip(found[1], whole, strict=True):
+            for key, value in ours.items():
+                np.testing.assert_array_equal(value, theirs[key], key)
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "train"])
+@few(0.5)
+@given(data=st.data())
+def test_a_stream_is_made_of_a_sound_dataset_alone(corpus, name, data):
+    _, folder = corpus
+    whole = np.array(corpus_lib.open_stream(folder, "train").ids)
+    (file,) = pathlib.Path(folder / "dataset").rglob(f"*{name}*")
+    kept = folder / "stream" / "train"
+    aside = folder / "aside"
+    kept.rename(aside)
+    try:
+        with damage(file, data, f"corpus/dataset/{name}"):
+            found = result(lambda: np.array(corpus_lib.open_stream(folder, "train").ids), file)
+    finally:
+        if kept.exists():
+            kept.rmtree()
+        aside.rename(kept)
+    if found is not REFUSED:
+        np.testing.assert_array_equal(found, whole)
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "train"])
+@few(0.5)
+@given(data=st.data())
+def test_a_tfds_source_gives_its_documents_or_none(source, name, data):
+    folder, whole = source
+    claim = Corpus(sources=(f"tfds_dir:{folder}",))
+
+    def read():
+        return [d.text for d in documents.read(claim)], documents.fingerprint(claim)
+
+    (file,) = folder.rglob(f"*{name}*")
+    with damage(file, data, f"tfds_dir/{name}"):
+        found = result(read, folder)
+    if found is not REFUSED:
+        assert found[0] == whole
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A dataset of TFDS, and the texts in it."""
+    from samples import text_dataset
+
+    texts = [f"Article {i} é.\nIt goes on." for i in range(20)]
+    return text_dataset(tmp_path_factory.mktemp("tfds"), texts), texts

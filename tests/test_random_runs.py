@@ -1,0 +1,194 @@
+"""What a run leaves behind, damaged: the report and the doctor say what it says, or refuse it."""
+
+import contextlib
+import fcntl
+import json
+import pathlib
+import shutil
+
+import pytest
+from compare import assert_identical
+from damage import REFUSED, TRIED, damage, damaged, few, result
+from etils import epath
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert_jax import lease, resolve, workdir
+from bert_jax.config import InputError, Mesh
+from bert_jax.doctor.run import examine_lines
+from bert_jax.plan import document
+from bert_jax.report import figures, page
+from bert_jax.report.records import Record
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.step import abstract_state
+from bert_jax.workdir import sealed
+
+FILES = [
+    "metrics.jsonl",
+    "predictions.jsonl",
+    "timings.jsonl",
+    "origin.json",
+    "plan.json",
+    "experiment.json",
+]
+SECONDS = {"total": 0.5, "compute": 0.3, "random_bits": 0.1, "collectives": 0.1, "latency": 0.1}
+# As plan.document gives it, without what no report shows.
+PLAN = {
+    "format_version": document.FORMAT_VERSION,
+    "experiment": "small",
+    "versions": {"libtpu": "0.0.1"},
+    "slices": [
+        {
+            "topology": "v5e:4x4",
+            "chips": 16,
+            "device_memory": 2**34,
+            "phases": [
+                {"phase": 0, "outcome": "fits", "memory": {"peak": 2**30}, "seconds": SECONDS}
+                | {"utilisation": 0.5, "hours": 2.0},
+                {"phase": 1, "outcome": "too large", "memory": {}, "hours": None},
+            ],
+        }
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def run(finished_run, tmp_path_factory):
+    """The workdir of a finished and planned run; its paths are relative."""
+    folder = tmp_path_factory.mktemp("random") / "run"
+    shutil.copytree(finished_run, folder)
+    (folder / "run" / "plan.json").write_text(json.dumps(sealed(PLAN)))
+    with contextlib.chdir(folder):
+        yield pathlib.Path("run")
+
+
+def told(run: pathlib.Path) -> str:
+    """The page, and what the doctor says."""
+    record = Record.read(str(run))
+    found = examine_lines(record.experiment, record.workdir)
+    text = page.render([record]) + "\n".join(f"{f.what} {f.example}" for f in found)
+    text.encode()  # it can be written
+    return text
+
+
+@pytest.mark.parametrize("name", FILES)
+@given(data=st.data())
+def test_a_report_tells_what_the_files_say_or_refuses_them(run, name, data):
+    file = run / name
+    with pytest.MonkeyPatch.context() as patch, damage(file, data) as content:
+        for name_of_slow in ("draw", "draw_bars"):  # a second; see below
+            patch.setattr(figures, name_of_slow, lambda *_: "")
+        if result(lambda: told(run), name) is REFUSED:
+            return
+        record = Record.read(str(run))
+    if name.endswith(".jsonl"):
+        # The end of a last line that was cut off is left out, and nothing else.
+        said = [json.loads(line) for line in content.split(b"\n")[:-1]]
+        by_kind = {
+            kind: [s for s in said if s.get("kind") == kind] for kind in ("train", "evaluation")
+        }
+        shown = {
+            "metrics.jsonl": (record.train, record.evaluation) == tuple(by_kind.values()),
+            "predictions.jsonl": record.predictions == said,
+            "timings.jsonl": record.timings == said,
+        }
+        assert shown[name]
+    elif name == "plan.json":
+        assert {key: record.plan.get(key) for key in PLAN} == PLAN
+    elif name == "experiment.json":
+        assert record.experiment == resolve.from_json(content.decode(), name)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
+@few(0.02)
+@given(data=st.data())
+def test_whatever_lines_are_read_can_be_drawn(run, name, data):
+    with damage(run / name, data, f"drawn: {name}"):
+        result(lambda: told(run), name)
+
+
+# --- checkpoints ---
+
+
+@pytest.fixture(scope="module")
+def checkpoints(run):
+    """What the run keeps, the shape of its state, and its checkpoints by step."""
+    experiment = resolve.load_saved(workdir.Workdir("run"))
+    one = mesh_lib.one_device()
+    whole = abstract_state(experiment.model, experiment.optimizer, Mesh(), one)
+    with Checkpoints(epath.Path("run/checkpoints"), experiment.run, "read") as saved:
+        return experiment, whole, {step: saved.restore(step, whole) for step in saved.steps}
+
+
+NAMES = [
+    pytest.param(
+        "_CHECKPOINT_METADATA",
+        marks=pytest.mark.xfail(reason="Orbax reads it where all checkpoints are opened"),
+    ),
+    "state/**/*",
+]
+
+
+@pytest.mark.parametrize("names", NAMES)
+@few(0.1)
+@given(data=st.data())
+def test_a_checkpoint_is_what_was_saved_or_the_one_before_is_used(run, checkpoints, names, data):
+    experiment, whole, saved = checkpoints
+    folder = run / "checkpoints" / str(max(saved))
+    files = sorted(p for p in folder.glob(names) if p.is_file() and p.stat().st_size)
+    file = data.draw(st.sampled_from(files))
+    kind = "d/*" if file.parent.name == "d" else file.name
+    with (
+        damage(file, data, f"checkpoint/{kind}"),
+        Checkpoints(epath.Path(folder.parent), experiment.run, "read") as opened,
+    ):
+        found = result(lambda: opened.newest(whole), folder)
+        claim = result(lambda: opened.claim(opened.newest_step()), folder)
+    if found is not REFUSED:
+        assert (str(folder) in found.damaged.get(max(saved), "")) == (found.step != max(saved))
+        assert_identical(found.state, saved[found.step].state)
+        assert found.metadata == saved[found.step].metadata
+    assert claim is REFUSED or claim == experiment
+
+
+# --- locks ---
+
+HOLDER = lease.Holder("ab12", "host", "boot pid:[1]", 4242, "12345", 1.79e9, 1.79e9)
+
+
+@given(data=st.data())
+def test_whatever_a_lock_says_the_folder_is_in_use(tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / "locked"
+    folder.mkdir(exist_ok=True)
+    (folder / "lock").write_bytes(damaged(HOLDER.text().encode(), "lock.json", data))
+    TRIED["lock"] += 1
+    with pytest.MonkeyPatch.context() as patch, (folder / "lock").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        patch.setattr(workdir.time, "sleep", lambda _: None)
+        with (
+            pytest.raises(InputError, match="locked: in use by") as refused,
+            workdir.lock(epath.Path(folder)),
+        ):
+            pass
+    assert str(refused.value).isprintable()
+
+
+@given(data=st.data())
+def test_a_lock_in_a_bucket_says_who_holds_it_or_is_named(tmp_path_factory, data):
+    """A bucket's folder is one like others to `lease`, but for how an object is read."""
+    folder = epath.Path(tmp_path_factory.getbasetemp() / "leased")
+    place = folder / "lock" / "000007"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(damaged(HOLDER.text().encode(), "lock.json", data))
+    TRIED["lock in a bucket"] += 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lease.bucket, "read", lambda path: path.read_bytes())
+        assert result(lambda: lease.is_held(folder), place) in (True, False, REFUSED)
+        last = result(lambda: lease._read(folder, 7), place)
+        patch.setattr(lease.time, "sleep", lambda _: None)
+        patch.setattr(lease, "SILENCE", 0.0)
+        for machine in (HOLDER.machine, "another"):
+            patch.setattr(lease, "_machine", lambda here=machine: here)
+            if last is not REFUSED:
+                assert result(lambda: lease._last_of(folder, 7, last), folder) == last
