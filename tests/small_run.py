@@ -111,5 +111,5 @@ def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
         experiment.model, experiment.optimizer, experiment.mesh, mesh_lib.make_mesh(experiment.mesh)
     )
     with Checkpoints(epath.Path(workdir / "checkpoints"), experiment.run, "read") as saved:
-        step = saved.latest_step
+        step = max(saved.steps)
         return step, jax.device_get(saved.restore(step, abstract).state)

@@ -121,16 +121,7 @@ def checkpoints(run):
         return experiment, whole, {step: saved.restore(step, whole) for step in saved.steps}
 
 
-NAMES = [
-    pytest.param(
-        "_CHECKPOINT_METADATA",
-        marks=pytest.mark.xfail(reason="Orbax reads it where all checkpoints are opened"),
-    ),
-    "state/**/*",
-]
-
-
-@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("names", ["_CHECKPOINT_METADATA", "state/**/*"])
 @few(0.1)
 @given(data=st.data())
 def test_a_checkpoint_is_what_was_saved_or_the_one_before_is_used(run, checkpoints, names, data):

@@ -99,16 +99,14 @@ class Beginnings:
         return self.peers.complaint(f"checkpoint {number}, {self._asked}", complaint)
 
     def _put_aside(self, saved: Checkpoints, restored: Restored) -> None:
-        if not restored.damaged:
-            return
+        """Of those that are older than the one restored, where nothing can be said of them."""
 
         def rename() -> None:
-            for number, why in restored.damaged.items():
+            for number, why in (saved.unreadable() | restored.damaged).items():
                 aside = saved.set_aside(number)
                 self.progress.say(f"{why}; now {aside.name}, going on from step {restored.step}")
 
         self.peers.first(f"damaged {self._asked}", rename)
-        saved.look_again()
 
     def _first(self) -> Beginning:
         """The state before the first step, with the weights of `init_from` if it names some."""

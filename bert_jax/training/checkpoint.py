@@ -21,6 +21,7 @@ import jax
 from absl import logging as absl_logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Run
@@ -82,27 +83,29 @@ class Checkpoints:
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         self._folder, self._access = folder, access
         self._kept = _Kept(run)
-        with named_errors(folder):
-            self._checkpointer = ocp.training.Checkpointer(
-                absolute(folder),
+        self._opened: ocp.training.Checkpointer | None = None
+
+    @property
+    def _checkpointer(self) -> ocp.training.Checkpointer:
+        """Orbax's own, to write. It cannot be opened where one checkpoint is not readable."""
+        if self._opened is None:
+            for step in self.steps:
+                self._kept.losses[step] = self.metadata(step)["held_out_loss"]
+            self._opened = ocp.training.Checkpointer(
+                absolute(self._folder),
                 context=_context(),
                 preservation_policy=self._kept,
-                cleanup_tmp_directories=access == "write",
+                cleanup_tmp_directories=True,
             )
-        if access == "write":
-            for step in self.steps:
-                with contextlib.suppress(InputError):
-                    self._kept.losses[step] = self.metadata(step)["held_out_loss"]
+        return self._opened
 
     @property
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, the newest first; one may be damaged nevertheless."""
-        return sorted((found.step for found in self._checkpointer.checkpoints), reverse=True)
-
-    @property
-    def latest_step(self) -> int | None:
-        """The step of the newest whole checkpoint."""
-        return next(iter(self.steps), None)
+        with named_errors(self._folder):
+            if not self._folder.exists():
+                return []
+            return sorted(checkpoint_steps(absolute(self._folder)), reverse=True)
 
     def finish(self) -> None:
         """Waits until what is being saved is on disk; a save that fails leaves nothing.
@@ -112,7 +115,8 @@ class Checkpoints:
         """
         try:
             with named_errors(self._folder):
-                self._checkpointer.wait()
+                if self._opened is not None:
+                    self._opened.wait()
         except InputError:
             self._remove_unfinished()
             raise
@@ -264,16 +268,21 @@ class Checkpoints:
         Raises:
           InputError: there are only damaged ones, or one of another format.
         """
-        complaints = []
+        unreadable = self.unreadable()
+        readable = [step for step in self.steps if step not in unreadable]
+        if unreadable and not readable:
+            raise InputError(f"{'; '.join(unreadable.values())}: put the files back")
+        return max(readable, default=None)
+
+    def unreadable(self) -> dict[int, str]:
+        """Checkpoints of which nothing can be said: {step: why}."""
+        found = {}
         for step in self.steps:
             try:
                 self.metadata(step)
-                return step
             except Damaged as error:
-                complaints.append(str(error))
-        if complaints:
-            raise InputError(f"{'; '.join(complaints)}: put the files back")
-        return None
+                found[step] = str(error)
+        return found
 
     def set_aside(self, step: int) -> epath.Path:
         """Renames a damaged checkpoint, so that it is no longer counted; by one process for all."""
@@ -283,10 +292,6 @@ class Checkpoints:
         with named_errors(self._folder):
             (self._folder / str(step)).rename(aside)
         return aside
-
-    def look_again(self) -> None:
-        """Reads which checkpoints there are, after some were set aside."""
-        self._checkpointer.reload()
 
     def forget_after(self, step: int) -> None:
         """Removes newer checkpoints: of steps that will be done again, otherwise."""
@@ -314,7 +319,8 @@ class Checkpoints:
         """Finishes what is being saved; a save that failed leaves nothing."""
         try:
             with named_errors(self._folder):
-                self._checkpointer.close()
+                if self._opened is not None:
+                    self._opened.close()
         finally:
             self._remove_unfinished()
 

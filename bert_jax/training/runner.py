@@ -100,6 +100,7 @@ class Trainer:
         self.bad_steps: range | None = None  # that the run is to roll back over
         self.failed = ""  # why, once it has
         self.done = 0  # steps
+        self.saved_step = 0  # of the newest checkpoint, perhaps still on its way
         self.kept = "saved"  # what of the last steps is on disk, in words
 
     def run(self, stop: StopRequest, forget: Callable[[], None]) -> Outcome:
@@ -137,7 +138,7 @@ class Trainer:
                             break
                 self.pulse.rest()
                 with self.clock.waiting("checkpoint"):
-                    if not self.failed and saved.latest_step != self.done:
+                    if not self.failed and self.saved_step != self.done:
                         self._save(saved, state, window)
                     stack.close()  # here, so that the last save's end is counted
             except BaseException as error:
@@ -168,7 +169,7 @@ class Trainer:
         """
         with self.clock.waiting("restore"):
             self.began = self.beginnings.find(saved, at_most)
-        self.done = self.began.done
+        self.done = self.saved_step = self.began.done
         before = self.done or -1
         self.metrics.forget_after(before)
         self.predictions.forget_after(before)
@@ -351,7 +352,7 @@ class Trainer:
             # Whoever rolls back needs one from before, and those that are kept are few.
             self.kept = (
                 f"not saved, since {bad_in_a_row} steps up to it have no finite loss or gradient; "
-                f"the newest checkpoint is of step {saved.latest_step}"
+                f"the newest checkpoint is of step {self.saved_step}"
             )
             self.progress.say(f"step {self.done}: {self.kept}")
             return
@@ -371,7 +372,7 @@ class Trainer:
             # Before the checkpoint that will not write them again.
             self._flush_lines()
             saved.save(self.done, state, metadata, evaluated.get("loss"))
-            self.kept = "saved"
+            self.saved_step, self.kept = self.done, "saved"
         except DiskFull as error:
             self._not_saved(error)
 

@@ -81,7 +81,22 @@ def other_step(step: pathlib.Path) -> None:
     shutil.copytree(step.parent / "16", step)
 
 
-DAMAGES = [empty, no_metadata, cut_off, no_arrays, flipped_bit, other_window, other_step]
+def orbax_refuses(step: pathlib.Path) -> None:
+    """Its own part of the metadata, which it reads of all checkpoints where it is opened."""
+    path = step / "_CHECKPOINT_METADATA"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"metrics": 5}))
+
+
+DAMAGES = [
+    orbax_refuses,
+    empty,
+    no_metadata,
+    cut_off,
+    no_arrays,
+    flipped_bit,
+    other_window,
+    other_step,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -114,6 +129,14 @@ def test_where_all_are_damaged_nothing_is_begun_anew(finished, run):
     with pytest.raises(InputError, match=r"(?s)22: damaged.*20: damaged.*16: damaged.*--workdir"):
         pretrain(file, run, "run.keep_best=0")
     assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
+
+
+def test_an_older_one_that_nothing_can_be_said_of_is_put_aside_too(finished, run):
+    file, _ = finished
+    orbax_refuses(run / "checkpoints" / "16")
+    shutil.rmtree(run / "checkpoints" / "22")
+    outcome, shown = pretrain(file, run, "run.keep_best=0")
+    assert outcome == "finished" and "now damaged-16, going on from step 20" in shown
 
 
 def test_of_two_damaged_ones_of_a_step_both_are_kept(finished, run):
