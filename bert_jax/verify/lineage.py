@@ -18,7 +18,7 @@ class Killed:
 
     Attributes:
       ended: how the process ended.
-      began: steps done at its first step; None if it did none.
+      began: the newest checkpoint when it started; None of what is no run.
       done: steps done when it was killed; None if it was not: the run came to its end before.
       differences: what is not as it should be, a line each.
     """
@@ -57,7 +57,9 @@ class Lineage:
         ended, start = self._run(one.death)
         notes = Notes.read(self.notes)
         executions, done = notes.of_start(start), notes.killed.get(start)
-        found = Killed(ended, executions[0].step if executions else None, done, [])
+        if done is not None:
+            done = max(done, saved)  # it may have died before its first step
+        found = Killed(ended, saved, done, [])
         found.differences += self._batches(executions, saved)
         if done is None:
             if ended.code != endings.FINISHED:

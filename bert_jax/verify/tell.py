@@ -34,8 +34,8 @@ def ended_only(ended: Ended) -> Killed:
 def row(one: Row) -> str:
     """A round in a line."""
     killed, ended = one.killed, one.killed.ended
-    steps = ("-", "-") if killed.began is None else (killed.began, killed.done)
-    where = " ".join(f"{step!s:>9}" for step in steps)
+    steps = ("-" if step is None else str(step) for step in (killed.began, killed.done))
+    where = " ".join(f"{step:>9}" for step in steps)
     return f"{one.number:>5}  {one.kind:<23} {where} {ended.code:>5} {ended.seconds:>8.1f}"
 
 
