@@ -16,6 +16,9 @@ _DEVICES = "--xla_force_host_platform_device_count="
 
 HUNG = "hung"
 
+# What is started; a test of what a broken one would show puts another here.
+VICTIM = "bert_jax.verify.victim"
+
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
@@ -38,12 +41,10 @@ class Children:
 
     Attributes:
       experiment: a resolved config.
-      module: what is run; `bert_jax.verify.victim` but for tests of what a broken one would show.
       patience: seconds after which a start has hung; None: it may take as long as it likes.
     """
 
     experiment: pathlib.Path
-    module: str = "bert_jax.verify.victim"
     patience: float | None = None
 
     def run(
@@ -70,7 +71,7 @@ class Children:
         with log.open("ab") as out:
             here = out.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", self.module, order.to_json(), *words],
+                [sys.executable, "-m", VICTIM, order.to_json(), *words],
                 env=os.environ | _environment(devices),
                 stdin=subprocess.DEVNULL,
                 stdout=out,

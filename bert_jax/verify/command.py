@@ -51,14 +51,7 @@ _PATIENCE, _LEAST_PATIENCE = 3.0, 600.0
 Say = Callable[[str], None]
 
 
-def verify(
-    experiment: Experiment,
-    root: epath.Path,
-    count: int,
-    seed: int,
-    say: Say,
-    module: str = Children.module,
-) -> int:
+def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, say: Say) -> int:
     """Runs the experiment undisturbed and killed `count` times; returns how many things differ.
 
     Args:
@@ -67,7 +60,6 @@ def verify(
       count: of kills.
       seed: of where they come.
       say: is given each line.
-      module: what is started (see Children).
 
     Raises:
       InputError: a run or a folder that this cannot be done with, or an undisturbed run that fails.
@@ -81,7 +73,7 @@ def verify(
         experiment = dataclasses.replace(experiment, run=run)
         claim = folder / "experiment.json"
         write_atomic(epath.Path(claim), resolve.to_json(experiment))
-        verification = Verification(experiment, folder, Children(claim, module), say)
+        verification = Verification(experiment, folder, Children(claim), say)
         verification.undisturbed()
         verification.kill(count, seed)
         verification.compare()

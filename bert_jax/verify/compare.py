@@ -35,7 +35,8 @@ class Comparison:
 
 def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
     """The last checkpoints of two workdirs, bit for bit."""
-    (a, a_beside), (b, b_beside) = (_last_state(experiment, place) for place in (ours, theirs))
+    (a, a_beside), (b, b_beside) = (last_state(experiment, place) for place in (ours, theirs))
+    a, b = _named(a), _named(b)
     differing = [name for name in a if a[name].tobytes() != b[name].tobytes()]
     differences = []
     if differing:
@@ -52,18 +53,20 @@ def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> 
     return Comparison(what, differences)
 
 
-def _last_state(
-    experiment: Experiment, root: pathlib.Path
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """{path: array} of the last state, and the JSON beside it."""
+def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[str, Any]]:
+    """The last state of a workdir, on the host, and the JSON beside it."""
     here = mesh_lib.make_mesh(Mesh(), jax.local_devices(backend="cpu")[:1])
     abstract = step.abstract_state(experiment.model, experiment.optimizer, Mesh(), here)
-    place = epath.Path(Workdir(root).checkpoints)
+    place = Workdir(root).checkpoints
     with Checkpoints(place, experiment.run.keep_checkpoints, "read") as saved:
         state, beside = saved.restore(experiment.total_steps, abstract)
-    leaves = jax.tree.leaves_with_path(jax.device_get(state))
-    named = {jax.tree_util.keystr(k, simple=True, separator="/"): np.asarray(v) for k, v in leaves}
-    return named, beside
+    return jax.device_get(state), beside
+
+
+def _named(state: Any) -> dict[str, np.ndarray]:
+    """{path: array} of a tree."""
+    leaves = jax.tree.leaves_with_path(state)
+    return {jax.tree_util.keystr(k, simple=True, separator="/"): np.asarray(v) for k, v in leaves}
 
 
 def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
