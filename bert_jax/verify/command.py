@@ -23,14 +23,14 @@ from collections.abc import Callable
 
 from etils import epath
 
-from bert_jax import resolve
+from bert_jax import endings, resolve
 from bert_jax.bucket import is_bucket
 from bert_jax.config import Experiment, InputError
 from bert_jax.training.metrics import Lines
 from bert_jax.verify import compare, elsewhere, rounds, tell
 from bert_jax.verify.children import Children
 from bert_jax.verify.compare import Comparison
-from bert_jax.verify.lineage import Lineage
+from bert_jax.verify.lineage import Lineage, newest_checkpoint
 from bert_jax.verify.notes import Execution, Notes
 from bert_jax.verify.orders import Order
 from bert_jax.verify.rounds import Calendar, Round
@@ -114,13 +114,18 @@ def _clear(folder: pathlib.Path, experiment: Experiment, count: int, seed: int) 
         "rounds": count,
         "seed": seed,
     }
+    write_atomic(epath.Path(folder / _MARK), json.dumps(asked, indent=2) + "\n")
+    _remove(folder, keep=_MARK)
+
+
+def _remove(folder: pathlib.Path, keep: str = "") -> None:
+    """Removes all but the lock and what is to be kept."""
     with named_errors(folder):
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name not in ("lock", _MARK):
+            elif path.name not in ("lock", keep):
                 path.unlink()
-    write_atomic(epath.Path(folder / _MARK), json.dumps(asked, indent=2) + "\n")
 
 
 class Verification:
@@ -144,24 +149,23 @@ class Verification:
 
     def undisturbed(self) -> None:
         """The corpus and the run that all others are compared with."""
-        for command, name in (("prepare", "corpus"), ("pretrain", "undisturbed")):
-            place = self._folder / "undisturbed"
-            notes = self._folder / f"{name}.notes"
-            ended = self._children.run(command, place, Order(None, str(notes)))
-            if ended.code != 0:
-                raise InputError(
-                    f"{place}.log: the undisturbed `{command}` ended with exit code {ended.code}: "
-                    + "; ".join(ended.tail[-1:])
-                )
-            self._say(f"undisturbed: {command}, {ended.seconds:.1f} s")
-            notes_read = Notes.read(notes)
-            if command == "prepare":
-                self._prepare_seconds = notes_read.prepare_seconds or 0.0
-            else:
-                self._planned = notes_read.survivors()
-                patience = max(_LEAST_PATIENCE, _PATIENCE * ended.seconds)
-                self._children = dataclasses.replace(self._children, patience=patience)
-        self._ends.append(compare.rows(self._experiment, self._planned))
+        place = self._folder / "undisturbed"
+        notes = place.with_name("undisturbed.notes")
+        ended = self._children.run("pretrain", place, Order(None, str(notes)))
+        if ended.code != endings.FINISHED:
+            said = "; ".join(ended.tail[-1:])
+            if ended.code == endings.BAD_INPUT:
+                _remove(self._folder)
+                raise InputError(said.removeprefix("bert-jax: "))
+            raise InputError(
+                f"{place}.log: the undisturbed run ended with exit code {ended.code}: {said}"
+            )
+        self._say(f"undisturbed: {ended.seconds:.1f} s")
+        found = Notes.read(notes)
+        self._planned, self._prepare_seconds = found.survivors(), found.prepare_seconds or 0.0
+        patience = max(_LEAST_PATIENCE, _PATIENCE * ended.seconds)
+        self._children = dataclasses.replace(self._children, patience=patience)
+        self._ends.append(compare.rows(place.name, self._experiment, self._planned))
 
     def kill(self, count: int, seed: int) -> None:
         """So many kills."""
@@ -220,17 +224,16 @@ class Verification:
         """Ends the killed runs, runs elsewhere, and compares all with the undisturbed one."""
         undisturbed = self._folder / "undisturbed"
         for lineage in self._lineages:
-            name = lineage.workdir.name
-            wrong = lineage.finish()
-            self._ends.append(Comparison(f"{name}: went on to its end", wrong))
-            if wrong:
-                continue
+            place = lineage.workdir
+            self._ends.append(Comparison(place.name, "went on to its end", lineage.finish()))
+            if newest_checkpoint(place) != self._experiment.total_steps:
+                continue  # it did not come there
             survivors = Notes.read(lineage.notes).survivors()
             self._ends += [
-                compare.states(self._experiment, lineage.workdir, undisturbed),
-                compare.texts("metrics.jsonl", lineage.workdir, undisturbed),
-                compare.texts("predictions.jsonl", lineage.workdir, undisturbed),
-                compare.rows(self._experiment, survivors),
+                compare.states(self._experiment, place, undisturbed),
+                compare.texts("metrics.jsonl", place, undisturbed),
+                compare.texts("predictions.jsonl", place, undisturbed),
+                compare.rows(place.name, self._experiment, survivors),
             ]
         workdir = Workdir(undisturbed)
         starts = [line for line in Lines(workdir.timings).read() if line["kind"] == "start"]

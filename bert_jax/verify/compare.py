@@ -25,10 +25,12 @@ class Comparison:
     """Two things, compared.
 
     Attributes:
+      whose: the run that is compared with the undisturbed one.
       what: in words, with how much of it there is.
       differences: a line each; none if they are the same.
     """
 
+    whose: str
     what: str
     differences: list[str]
 
@@ -50,7 +52,7 @@ def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> 
             differences.append(f"the checkpoint's {name} differs")
     total = sum(value.size for value in a.values())
     what = f"parameters, optimizer and counters: {len(a)} arrays, {total:,} numbers, bit for bit"
-    return Comparison(what, differences)
+    return Comparison(ours.name, what, differences)
 
 
 def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[str, Any]]:
@@ -74,22 +76,22 @@ def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
     a, b = ((place / name).read_bytes().splitlines() for place in (ours, theirs))
     what = f"{name}: {len(b)} lines, byte for byte"
     if a == b:
-        return Comparison(what, [])
+        return Comparison(ours.name, what, [])
     numbered = enumerate(zip(a, b, strict=False), 1)
     first = next((i for i, (x, y) in numbered if x != y), min(len(a), len(b)) + 1)
     ours_there, theirs_there = (
         printable(x[first - 1].decode(errors="replace")[:120]) if first <= len(x) else "nothing"
         for x in (a, b)
     )
-    return Comparison(
-        what, [f"{name}:{first} differs: {ours_there} and undisturbed {theirs_there}"]
-    )
+    differs = f"{name}:{first} differs: {ours_there} and undisturbed {theirs_there}"
+    return Comparison(ours.name, what, [differs])
 
 
-def rows(experiment: Experiment, survivors: dict[int, Execution]) -> Comparison:
+def rows(whose: str, experiment: Experiment, survivors: dict[int, Execution]) -> Comparison:
     """Whether each row of each phase was trained on once.
 
     Args:
+      whose: the run.
       experiment: the claim.
       survivors: {step: its last execution}.
     """
@@ -109,7 +111,7 @@ def rows(experiment: Experiment, survivors: dict[int, Execution]) -> Comparison:
                 f"more than once; {strange:,} are not of the plan"
             )
         count, first = count + expected, first + phase.steps
-    return Comparison(f"each of {count:,} rows trained on once", differences)
+    return Comparison(whose, f"each of {count:,} rows trained on once", differences)
 
 
 def corpora(made: pathlib.Path, undisturbed: pathlib.Path) -> list[str]:

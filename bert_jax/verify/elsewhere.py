@@ -54,32 +54,28 @@ def run(
     """Two devices, stopped; two processes, of which one is killed; one device, to the end."""
     notes, total = workdir.with_name(workdir.name + ".notes"), experiment.total_steps
     stop, kill = Death("step", signal.SIGTERM, total // 3), Death("step", step=2 * total // 3)
-    ends = []
-    for what, devices, order, code in (
+    stages = (
         ("2 devices", 2, Order(stop, str(notes), 1), endings.STOPPED),
         ("2 processes", 1, Order(kill, str(notes), 2, processes=2), _KILLED),
         ("1 device", 1, Order(None, str(notes), 3), endings.FINISHED),
-    ):
+    )
+    ends = []
+    for what, devices, order, code in stages:
         ended = children.run("pretrain", workdir, order, devices=devices)
         if ended.code != code:
             said = "; ".join(ended.tail)
             ends.append(f"on {what}: ended with exit code {ended.code}, not {code}: {said}")
-    what = "2 devices, then 2 processes, then 1 device: "
+    whose = f"{workdir.name} ({', '.join(what for what, *_ in stages)})"
     if ends:
-        return [Comparison(what + "starts and stops", ends)]
+        return [Comparison(whose, "started and stopped", ends)]
     found = Notes.read(notes)
-    seen = [len(found.of_start(start)) for start in (1, 2, 3)]
+    seen = " + ".join(str(len(found.of_start(start))) for start in (1, 2, 3))
     # The step in which a process was killed was noted by those that came to it alone.
     whole = [e for e in found.executions if e.start != 2 or e.step < found.killed[2]]
-    batches = Comparison(
-        f"{what}{' + '.join(map(str, seen))} batches by hash", other_batches(whole, planned)
-    )
     worst, where = compare.losses(workdir, undisturbed)
+    off = [] if worst <= TOLERANCE else [f"{where} is off by {worst:.2g}"]
     return [
-        batches,
-        compare.rows(experiment, found.survivors()),
-        Comparison(
-            f"{what}losses off by {worst:.1e} at most, {TOLERANCE:.0e} allowed",
-            [] if worst <= TOLERANCE else [f"{where} is off by {worst:.2g}"],
-        ),
+        Comparison(whose, f"{seen} batches by hash", other_batches(whole, planned)),
+        compare.rows(whose, experiment, found.survivors()),
+        Comparison(whose, f"losses off by {worst:.1e} at most, {TOLERANCE:.0e} allowed", off),
     ]

@@ -48,9 +48,9 @@ def table(rows: Sequence[Row], ends: Sequence[Comparison]) -> Iterator[str]:
         differing = sum(len(one.differences) for one in of_kind)
         yield f"{kind:<23} {len(of_kind):>5} {differing:>12}"
     yield ""
-    yield f"{'differences':>12}  compared with the undisturbed run"
+    yield "differences"
     for end in ends:
-        yield f"{len(end.differences):>12}  {end.what}"
+        yield f"{len(end.differences):>11}  {end.whose}: {end.what}"
         for difference in end.differences:
-            yield f"{'':>14}{printable(difference)}"
+            yield f"{'':>13}{printable(difference)}"
     yield ""

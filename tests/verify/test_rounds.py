@@ -209,10 +209,10 @@ def test_rows_that_were_missed_or_seen_twice_are_counted(experiment):
     phases = tuple(dataclasses.replace(p, steps=10, batch_size=2) for p in experiment.phases)
     experiment = dataclasses.replace(experiment, phases=phases)
     whole = planned(10) | {s + 10: e for s, e in planned(10).items()}
-    assert compare.rows(experiment, whole).differences == []
-    (found,) = compare.rows(experiment, whole | {3: whole[4]}).differences
+    assert compare.rows("x", experiment, whole).differences == []
+    (found,) = compare.rows("x", experiment, whole | {3: whole[4]}).differences
     assert found.startswith("phase 0: of 20 rows 2 were not seen and 2 more than once; 0 are not")
-    found = compare.rows(experiment, {s: e for s, e in whole.items() if s != 19}).differences
+    found = compare.rows("x", experiment, {s: e for s, e in whole.items() if s != 19}).differences
     assert found == [
         "phase 1: of 20 rows 2 were not seen and 0 more than once; 0 are not of the plan"
     ]
