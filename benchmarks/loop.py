@@ -159,7 +159,7 @@ def saving(folder: pathlib.Path, shape: str, rounds: int) -> list[dict[str, floa
     for number in range(rounds):
         with contextlib.ExitStack() as stack:
             saved = stack.enter_context(
-                Checkpoints(epath.Path(folder / f"saves{number}"), 1, "write")
+                Checkpoints(epath.Path(folder / f"saves{number}"), Run(), "write")
             )
             start = time.perf_counter()
             saved.save(1, state, {})

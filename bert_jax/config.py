@@ -10,9 +10,10 @@ import traceback
 from dataclasses import dataclass, field
 
 from bert_jax.section import InputError, Section
-from bert_jax.sections import Corpus, Data, Mesh, Model, Optimizer, Phase, Run
+from bert_jax.sections import SKIPPED_STEPS, Corpus, Data, Mesh, Model, Optimizer, Phase, Run
 
 __all__ = [
+    "SKIPPED_STEPS",
     "Corpus",
     "Data",
     "Experiment",

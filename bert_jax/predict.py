@@ -1,6 +1,7 @@
 """The parameters of a trained run or a base, for those who ask it."""
 
 import dataclasses
+import sys
 from typing import Any, Literal
 
 import jax
@@ -135,17 +136,19 @@ def _newest(
     """
     if not workdir.checkpoints.exists():
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-    with Checkpoints(workdir.checkpoints, experiment.run.keep_checkpoints, "read") as saved:
-        if saved.latest_step is None:
+    with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
+        newest = saved.newest_step()
+        if newest is None:
             raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-        changed = resolve.differences(saved.claim(saved.latest_step), experiment, "identity")
+        changed = resolve.differences(saved.claim(newest), experiment, "identity")
         if changed:
             raise InputError(
                 f"{workdir.root}: was trained with other settings ({'; '.join(changed)})"
             )
         abstract = step.abstract_state(experiment.model, experiment.optimizer, Mesh(), mesh)
         wanted = ("params",) if what == "params" else ("params", "optimizer")
-        part = {name: abstract[name] for name in wanted}
-        state, metadata = saved.restore(saved.latest_step, part)
-        prepared.require_same(metadata)
-        return state, saved.latest_step
+        restored = saved.newest({name: abstract[name] for name in wanted})
+        prepared.require_same(restored.metadata)
+        for why in restored.damaged.values():
+            print(f"{why}; step {restored.step} is used instead", file=sys.stderr)
+        return restored.state, restored.step

@@ -10,6 +10,9 @@ from typing import Literal
 
 from bert_jax.section import InputError, Section
 
+# How many steps of a run may be left out.
+SKIPPED_STEPS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Section):
@@ -183,6 +186,10 @@ class Optimizer(Section):
     clip_norm: float = 1.0
     reference_replicas: int = 1
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
+    # A step whose loss or gradient is not finite changes nothing. After so many in a row the run
+    # goes back to the checkpoint before them and leaves them out, or ends.
+    bad_steps_in_a_row: int = 10
+    after_bad_steps: Literal["roll_back", "stop"] = "roll_back"
 
     def _validate(self) -> None:
         self._require(self.peak_learning_rate > 0, "peak_learning_rate", "must be positive")
@@ -190,7 +197,12 @@ class Optimizer(Section):
         self._require_share("b1", "b2")
         self._require(self.eps > 0, "eps", "must be positive")
         self._require(self.clip_norm > 0, "clip_norm", "must be positive")
-        self._require_at_least(1, "reference_replicas")
+        self._require_at_least(1, "reference_replicas", "bad_steps_in_a_row")
+        self._require(
+            self.bad_steps_in_a_row < SKIPPED_STEPS,
+            "bad_steps_in_a_row",
+            f"a run leaves out {SKIPPED_STEPS} steps at most, these and the one before them",
+        )
         if self.clip != "per_replica":
             self._require(
                 self.reference_replicas == 1,
@@ -242,7 +254,16 @@ class Run(Section):
     eval_every: int = 10_000
     eval_batch_size: int = 256
     checkpoint_every: int = 1_000
+    # The newest so many, the best so many by held-out loss, and those of steps divisible by
+    # keep_every; 0: none for that reason.
     keep_checkpoints: int = 3
+    keep_best: int = 1
+    keep_every: int = 0
+    # A checkpoint that does not fit on the disk ends the run, or is left out and tried again.
+    when_disk_is_full: Literal["stop", "go_on"] = "stop"
+    # The process ends, and shows what it stood in, when no step was done for so many seconds; 0:
+    # never. An evaluation and a save count as a step; a step that is compiled has as many more.
+    hang_after_seconds: int = 1_800
     prefetch_batches: int = 4
     data_workers: int = 0
     # Texts with [MASK], asked at every evaluation; none: sentences of held-out documents.
@@ -251,8 +272,11 @@ class Run(Section):
     corpus_dir: str = ""
 
     def _validate(self) -> None:
-        self._require_at_least(
-            1, "log_every", "eval_every", "eval_batch_size", "checkpoint_every", "keep_checkpoints"
-        )
+        self._require_at_least(1, "log_every", "eval_every", "eval_batch_size", "checkpoint_every")
         self._require_at_least(1, "prefetch_batches")
-        self._require_at_least(0, "data_workers")
+        self._require_at_least(0, "data_workers", "keep_best", "keep_every", "hang_after_seconds")
+        self._require(
+            self.keep_checkpoints >= 2,
+            "keep_checkpoints",
+            "must be at least 2: where the newest cannot be used, the one before is needed",
+        )

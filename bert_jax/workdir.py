@@ -39,6 +39,10 @@ _CLIENTS = ("gcsfs", "google", "aiohttp")
 _FULL = "{}: the disk is full; free some space and run again"
 
 
+class DiskFull(InputError):
+    """There is no space left where something is to be written."""
+
+
 class Workdir:
     """Names of the files of one run."""
 
@@ -175,7 +179,7 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InputError(_FULL.format(path)) from error
+            raise DiskFull(_FULL.format(path)) from error
         if error.errno == errno.EROFS:
             raise InputError(f"{path}: cannot be written ({error.strerror})") from error
         if error.errno in (errno.EACCES, errno.EPERM):
@@ -186,7 +190,7 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:  # as libraries in C++ pass it on
         if os.strerror(errno.ENOSPC) not in str(error):
             raise
-        raise InputError(_FULL.format(path)) from error
+        raise DiskFull(_FULL.format(path)) from error
     except ImportError as error:
         raise InputError(f"{path}: reading it needs the [gcs] extra ({error})") from error
     except Exception as error:

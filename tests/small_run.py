@@ -1,5 +1,6 @@
 """A run small enough to be started many times: text, an experiment file, and the command."""
 
+import io
 import os
 import pathlib
 import random
@@ -86,6 +87,24 @@ def settings(devices: int) -> dict[str, str]:
     }
 
 
+def pretrain(
+    file: pathlib.Path, workdir: pathlib.Path, *settings: str, length: str = "keep"
+) -> tuple[str, str]:
+    """Runs in this process; returns the outcome and what was shown."""
+    from rich.console import Console
+
+    from bert_jax import resolve
+    from bert_jax.training import session
+    from bert_jax.training.progress import Progress
+    from bert_jax.workdir import Workdir
+
+    experiment = resolve.override(resolve.load(str(file)), settings)
+    console = Console(record=True, width=200, file=io.StringIO())
+    place = Workdir(workdir, experiment.run.corpus_dir)
+    outcome = session.pretrain(experiment, place, length, Progress(console))
+    return outcome, console.export_text()
+
+
 def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
     """The newest checkpoint of a run: its step and its whole state."""
     # Not above: conftest reads this module before jax may start.
@@ -101,6 +120,6 @@ def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
     abstract = abstract_state(
         experiment.model, experiment.optimizer, experiment.mesh, mesh_lib.make_mesh(experiment.mesh)
     )
-    with Checkpoints(epath.Path(workdir / "checkpoints"), 3, "read") as saved:
+    with Checkpoints(epath.Path(workdir / "checkpoints"), experiment.run, "read") as saved:
         step = saved.latest_step
-        return step, jax.device_get(saved.restore(step, abstract)[0])
+        return step, jax.device_get(saved.restore(step, abstract).state)

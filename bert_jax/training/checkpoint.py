@@ -2,19 +2,19 @@
 
 A checkpoint is the state of training.step and a little JSON beside it: what the run is, what it
 ran on, and the metrics summed since the last line was written, so that the lines of a resumed run
-are those of an uninterrupted one.
+are those of an uninterrupted one. The JSON holds a checksum of every array, the same on any mesh,
+and one of itself: Orbax restores a flipped bit without a word.
 """
 
 import contextlib
+import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import logging
-import os
-import platform
+import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,78 +23,148 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from bert_jax import resolve
-from bert_jax.config import Experiment, InputError
+from bert_jax.config import Experiment, InputError, Run
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.checksums import checksums
 from bert_jax.workdir import absolute, named_errors
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_UNSEALED_VERSION = 1  # had no checksums
 
-_PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+# Of folders of checkpoints that were found damaged, before their step.
+ASIDE = "damaged-"
+
+# What is no damage, as Orbax and those below it say it: no memory, no right, no answer.
+_NOT_DAMAGE = re.compile(
+    r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|Permission denied|UNAVAILABLE|DEADLINE_EXCEEDED"
+    r"|UNAUTHENTICATED"
+)
+
+
+class Damaged(InputError):
+    """A checkpoint that cannot be read, or holds other bits than were saved."""
+
+
+@dataclasses.dataclass
+class Restored:
+    """A checkpoint that was read.
+
+    Attributes:
+      step: steps done.
+      state: what was asked for of the state, as it was saved.
+      metadata: what was saved beside it.
+      damaged: newer checkpoints that cannot be used: {step: why}.
+    """
+
+    step: int
+    state: Any
+    metadata: dict[str, Any]
+    damaged: dict[int, str]
 
 
 class Checkpoints:
-    """The checkpoints of one run, the newest `keep` of them.
+    """The checkpoints of one run.
 
     Saving is asynchronous: the state is copied, written behind the next steps, and counts only
     once it is whole. Opened to `read`, nothing is touched: a run may be saving meanwhile.
+
+    Args:
+      folder: where they are.
+      run: which are kept.
+      access: whether this is the run itself.
     """
 
-    def __init__(self, folder: epath.Path, keep: int, access: Literal["read", "write"]):
+    def __init__(self, folder: epath.Path, run: Run, access: Literal["read", "write"]):
         # What Orbax logs as an error it raises too, and each of its threads and tasks logs it anew.
         absl_logging.set_verbosity(absl_logging.FATAL)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         sys.unraisablehook = _overhear_closed_loops
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        saving = ocp.options.ArrayOptions.Saving(use_compression=False)
-        loading = ocp.options.PyTreeOptions.Loading(partial_load=True)
-        context = ocp.Context(
-            array_options=ocp.options.ArrayOptions(saving=saving),
-            pytree_options=ocp.options.PyTreeOptions(loading=loading),
-        )
+        self._folder, self._access = folder, access
+        self._kept = _Kept(run)
         with named_errors(folder):
             self._checkpointer = ocp.training.Checkpointer(
                 absolute(folder),
-                context=context,
-                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+                context=_context(),
+                preservation_policy=self._kept,
                 cleanup_tmp_directories=access == "write",
             )
-        self._folder, self._access = folder, access
+        if access == "write":
+            for step in self.steps:
+                with contextlib.suppress(InputError):
+                    self._kept.losses[step] = self.metadata(step)["held_out_loss"]
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the whole checkpoints, the newest first; one may be damaged nevertheless."""
+        return sorted((found.step for found in self._checkpointer.checkpoints), reverse=True)
 
     @property
     def latest_step(self) -> int | None:
         """The step of the newest whole checkpoint."""
-        latest = self._checkpointer.latest
-        return None if latest is None else latest.step
+        return next(iter(self.steps), None)
 
-    def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
-        """Begins to save; an earlier save is finished first."""
-        metadata = {"format_version": FORMAT_VERSION, **metadata}
+    def save(
+        self, step: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
+    ) -> None:
+        """Begins to save; an earlier save is finished first.
+
+        Args:
+          step: steps done.
+          state: of training.step.
+          metadata: JSON that is kept beside it.
+          held_out_loss: by which the best are told; None if it was not evaluated at this step.
+
+        Raises:
+          InputError: it cannot be written, or the save before could not; DiskFull of a full disk.
+        """
+        metadata = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "checksums": checksums(state),
+            "held_out_loss": held_out_loss,
+            **metadata,
+        }
+        self._kept.losses[step] = held_out_loss
         with named_errors(self._folder):
-            self._checkpointer.save_async(step, state, force=True, custom_metadata=metadata)
+            self._checkpointer.save_async(
+                step,
+                state,
+                force=True,
+                custom_metadata=metadata | {"sha256": _sha256(metadata)},
+            )
 
     def metadata(self, step: int) -> dict[str, Any]:
         """What was saved beside the state.
 
         Raises:
-          InputError: the checkpoint is damaged or of another format.
+          Damaged: it cannot be read, or is not what was written.
+          InputError: it is of another format.
         """
-        with self._damage(step):
-            found = self._checkpointer.metadata(step).custom_metadata
-            if not found:
+        with self._damage(step), _alone():
+            found = ocp.metadata(absolute(self._folder / str(step))).custom_metadata
+            if not isinstance(found, dict) or not found:
                 raise ValueError("nothing says what run it belongs to")
-        if found.get("format_version") != FORMAT_VERSION:
-            raise InputError(
-                f"{self._folder / str(step)}: format_version {found.get('format_version')!r}, "
-                f"this version reads {FORMAT_VERSION}; use the bert-jax that wrote it"
-            )
-        return found
+            version = found.get("format_version")
+            said = found.pop("sha256", None)
+            if version != _UNSEALED_VERSION and said != _sha256(found):
+                raise ValueError("what is said of it was changed")
+            if version == FORMAT_VERSION:
+                if found["step"] != step:
+                    raise ValueError(f"it is of step {found['step']}")
+                return found
+        raise InputError(
+            f"{self._folder / str(step)}: format_version {version!r}, this version reads "
+            f"{FORMAT_VERSION}; use the bert-jax that wrote it"
+        )
 
     def claim(self, step: int) -> Experiment:
         """The experiment that the checkpoint belongs to."""
         where = f"{self._folder / str(step)}"
         return resolve.from_json(json.dumps(self.metadata(step)["experiment"]), where)
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-        """The state of a step, laid out as `abstract_state` says, and its metadata.
+    def restore(self, step: int, abstract_state: Any) -> Restored:
+        """The state of a step, laid out as `abstract_state` says, with its checksums compared.
 
         Args:
           step: one of the steps saved.
@@ -102,23 +172,105 @@ class Checkpoints:
             tree restores that part.
 
         Raises:
-          InputError: the checkpoint is damaged or of another format.
+          Damaged: it cannot be read, or is not what was written.
+          InputError: it is of another format, may not be read, or does not fit into memory.
         """
         metadata = self.metadata(step)
-        with self._damage(step):
-            return self._checkpointer.load(step, abstract_state), metadata
+        with mesh_lib.named_memory(), self._damage(step), _alone():
+            state = ocp.load(absolute(self._folder / str(step)), abstract_state)
+            said = metadata["checksums"]
+            for name, found in checksums(state).items():
+                if said.get(name) != found:
+                    raise ValueError(f"{name} is not what was saved")
+        return Restored(step, state, metadata, {})
+
+    def newest(
+        self,
+        abstract_state: Any,
+        at_most: int | None = None,
+        agreed: Callable[[int, str], str] = lambda step, complaint: complaint,
+    ) -> Restored | None:
+        """The newest checkpoint that is not damaged; None if there is none at all.
+
+        Args:
+          abstract_state: see `restore`.
+          at_most: no newer one than of this step; any if None.
+          agreed: (step, complaint) to the complaint of all processes; "" if nobody has any.
+
+        Raises:
+          InputError: see `restore`; or all are damaged.
+        """
+        damaged: dict[int, str] = {}
+        for step in self.steps:
+            if at_most is not None and step > at_most:
+                continue
+            restored, complaint = None, ""
+            try:
+                restored = self.restore(step, abstract_state)
+            except Damaged as error:
+                complaint = str(error)
+            complaint = agreed(step, complaint)
+            if restored is not None and not complaint:
+                return dataclasses.replace(restored, damaged=damaged)
+            damaged[step] = complaint
+        if damaged:
+            raise InputError(
+                f"{'; '.join(damaged.values())}: no checkpoint is left to go on from; put the "
+                "files back, or choose another --workdir to start anew"
+            )
+        return None
+
+    def newest_step(self) -> int | None:
+        """The newest step of whose checkpoint the metadata are whole; None if there is none.
+
+        Raises:
+          InputError: there are only damaged ones, or one of another format.
+        """
+        complaints = []
+        for step in self.steps:
+            try:
+                self.metadata(step)
+                return step
+            except Damaged as error:
+                complaints.append(str(error))
+        if complaints:
+            raise InputError(f"{'; '.join(complaints)}: put the files back")
+        return None
+
+    def set_aside(self, step: int) -> epath.Path:
+        """Renames a damaged checkpoint, so that it is no longer counted; by one process for all."""
+        number = 0
+        while (aside := self._folder / f"{ASIDE}{step}{f'-{number}' if number else ''}").exists():
+            number += 1
+        with named_errors(self._folder):
+            (self._folder / str(step)).rename(aside)
+        return aside
+
+    def look_again(self) -> None:
+        """Reads which checkpoints there are, after some were set aside."""
+        self._checkpointer.reload()
+
+    def forget_after(self, step: int) -> None:
+        """Removes newer checkpoints: of steps that will be done again, otherwise."""
+        with named_errors(self._folder):
+            self._checkpointer.wait()
+            for newer in self.steps:
+                if newer > step:
+                    self._checkpointer.delete(newer)
 
     @contextlib.contextmanager
     def _damage(self, step: int) -> Iterator[None]:
-        """Orbax raises many kinds of error; each means that the folder cannot be read."""
+        """Orbax raises many kinds of error; most mean that the folder is not as it was saved."""
+        folder = self._folder / str(step)
         try:
             yield
+        except (InputError, MemoryError, jax.errors.JaxRuntimeError):
+            raise
         except Exception as error:
             reason = str(error).split("\n")[0][:200]
-            raise InputError(
-                f"{self._folder / str(step)}: damaged, cannot be restored ({reason}); move this "
-                "folder away to go on from the checkpoint before it"
-            ) from error
+            if _NOT_DAMAGE.search(str(error)):
+                raise InputError(f"{folder}: cannot be read now ({reason}); run again") from error
+            raise Damaged(f"{folder}: damaged, cannot be restored ({reason})") from error
 
     def close(self) -> None:
         """Finishes what is being saved; a save that failed leaves nothing."""
@@ -143,40 +295,54 @@ class Checkpoints:
         self.close()
 
 
+class _Kept:
+    """Orbax's question which checkpoints to keep, answered by what the JSON beside them says.
+
+    Not its `best_fn` with `max_to_keep`, which removes the newest; nor its metrics, files without
+    which it cannot be opened.
+    """
+
+    def __init__(self, run: Run):
+        self.losses: dict[int, float | None] = {}
+        self._run = run
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Of each checkpoint, the oldest first."""
+        del context
+        steps = [found.step for found in checkpoints]
+        known = [(self.losses[s], s) for s in steps if self.losses.get(s) is not None]
+        kept = {*sorted(steps)[-self._run.keep_checkpoints :]}
+        kept.update(step for _, step in sorted(known)[: self._run.keep_best])
+        every = self._run.keep_every
+        return [step in kept or (every > 0 and step % every == 0) for step in steps]
+
+
+def _context(**options: Any) -> ocp.Context:
+    saving = ocp.options.ArrayOptions.Saving(use_compression=False)
+    loading = ocp.options.PyTreeOptions.Loading(partial_load=True)
+    return ocp.Context(
+        array_options=ocp.options.ArrayOptions(saving=saving),
+        pytree_options=ocp.options.PyTreeOptions(loading=loading),
+        **options,
+    )
+
+
+def _alone() -> ocp.Context:
+    """Each process reads for itself: else one that fails would leave the others waiting for it."""
+    me = jax.process_index()
+    if jax.process_count() == 1:
+        return _context()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+    )
+    return _context(multiprocessing_options=alone)
+
+
+def _sha256(metadata: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
+
+
 def _overhear_closed_loops(unraisable: Any) -> None:
     """Passes over what threads of a failed load say when Orbax has gone: their loop is closed."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that a step is made of."""
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
-
-
-def environment() -> dict[str, Any]:
-    """What arithmetic depends on beside the run: equal environments give equal bits."""
-    return {
-        "versions": versions(),
-        "devices": [jax.devices()[0].device_kind, jax.device_count()],
-        "processes": jax.process_count(),
-        "cpu": _cpu_model(),
-        "threads": len(os.sched_getaffinity(0)),
-        "flags": {
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-            "jax_threefry_partitionable": jax.config.jax_threefry_partitionable,
-            "jax_default_matmul_precision": str(jax.config.jax_default_matmul_precision),
-        },
-    }
-
-
-def _cpu_model() -> str:
-    """Its name and what it can do: on rented machines the name alone says little."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            fields = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines())
-        found = {name.strip(): value.strip() for name, value in fields.items()}
-        features = hashlib.sha256(found["flags"].encode()).hexdigest()[:8]
-        return f"{found['model name']} ({features})"
-    except (OSError, ValueError, KeyError):
-        return platform.processor() or platform.machine()

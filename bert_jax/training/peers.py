@@ -68,21 +68,21 @@ class Peers:
         """Whether this is process 0: the one that writes."""
         return self.number == 0
 
-    def agree(self, what: str, complaint: str) -> None:
-        """Goes on when all processes have come here, each without a complaint ("").
+    def complaint(self, what: str, complaint: str) -> str:
+        """Goes on when all processes have come here.
 
         Args:
           what: names the place; each is come to once.
-          complaint: of this process.
+          complaint: of this process; "" for none.
+
+        Returns:
+          The complaint of the first process that has one, on all of them.
 
         Raises:
-          InputError: the complaint of the first process that has one, on all of them; or one has
-            not come in time.
+          InputError: one has not come in time.
         """
         if self.count == 1:
-            if complaint:
-                raise InputError(complaint)
-            return
+            return complaint
         self._tell(f"{what}/{self.number}", complaint)
         if self.leads:
             deadline = time.monotonic() + 2 * self._limit  # they may have waited for us as long
@@ -90,9 +90,18 @@ class Peers:
                 self._ask(f"{what}/{i}", deadline - time.monotonic(), i) for i in range(self.count)
             ]
             self._tell(f"{what}/verdict", next(filter(None, said), ""))
-        verdict = self._ask(f"{what}/verdict", 3 * self._limit, 0)
+        return self._ask(f"{what}/verdict", 3 * self._limit, 0)
+
+    def agree(self, what: str, complaint: str) -> None:
+        """Goes on when all processes have come here, each without a complaint; see `complaint`.
+
+        Raises:
+          InputError: the complaint of the first process that has one, on all of them; or one has
+            not come in time.
+        """
+        verdict = self.complaint(what, complaint)
         if verdict:
-            raise _Agreed(verdict)
+            raise InputError(verdict) if self.count == 1 else _Agreed(verdict)
 
     def require_same(self, what: str, facts: Mapping[str, str], remedy: str) -> None:
         """Raises InputError on all processes if one has other facts than process 0.

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ class Prepared:
       ids: of the tokenizer.
       folder: where it lies here.
       named: where it was said to lie: in a bucket, perhaps.
+      stamps: {file: (bytes, when written)} of what batches are made of.
     """
 
     manifest: dict[str, Any]
@@ -32,6 +34,7 @@ class Prepared:
     ids: batches.Ids
     folder: epath.Path
     named: epath.Path
+    stamps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: epath.Path) -> "Prepared":
@@ -55,10 +58,26 @@ class Prepared:
                 "start anew with another --workdir"
             )
 
+    def require_unchanged(self) -> None:
+        """Raises InputError if the corpus was changed or removed since its batches were asked for.
+
+        Files are read anew only if they were written since.
+        """
+        if corpus.open_manifest(self.folder) != self.manifest:
+            raise InputError(
+                f"{self.folder / 'manifest.json'}: was changed while a run was reading the corpus; "
+                "put that one back and run again, it goes on from its newest checkpoint"
+            )
+        if any(_stamp(name) != stamp for name, stamp in self.stamps.items()):
+            corpus.verify(self.folder)
+            self.stamps |= {name: _stamp(name) for name in self.stamps}
+
     def train_batches(self, experiment: Experiment, phase: int) -> batches.TrainBatches:
         """The batches of a phase."""
         spec = experiment.phases[phase]
         stream = corpus.open_stream(self.folder, "train")
+        files = sorted((self.folder / "stream" / "train").iterdir())
+        self.stamps |= {os.fspath(path): _stamp(path) for path in files}
         rows = batches.rows_per_epoch(
             stream,
             experiment.data,
@@ -92,3 +111,11 @@ class Prepared:
             self.tokenizer,
             corpus.open_stream(self.folder, "validation"),
         )
+
+
+def _stamp(path: epath.PathLike) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return (-1, -1)
+    return found.st_size, found.st_mtime_ns

@@ -14,30 +14,25 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from bert_jax import base as base_lib
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.model import flops
+from bert_jax.training import divergence, metrics, step, watch
 from bert_jax.training import evaluate as evaluate_lib
-from bert_jax.training import feed as feed_lib
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import metrics, step, watch
-from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training.checkpoint import Checkpoints, environment
+from bert_jax.training.beginning import Beginning, Beginnings
+from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.clock import Clock, Counts
+from bert_jax.training.environment import environment
 from bert_jax.training.feed import Feed
 from bert_jax.training.peers import Peers
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import Pulse, StopRequest
-from bert_jax.workdir import Workdir, write_atomic
+from bert_jax.workdir import DiskFull, Workdir, write_atomic
 
 Outcome = Literal["finished", "stopped", "failed"]
-
-# After this many steps in a row without a finite loss and gradient a run has failed.
-_HOPELESS = 50
 
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
@@ -90,17 +85,21 @@ class Trainer:
         self.metrics = lines(workdir.metrics)
         self.predictions = lines(workdir.predictions)
         self.timings = lines(workdir.timings)
-        # Which weights the first step began with; "" for fresh ones.
-        self.init_sha256 = ""
         self.held_out = self.prepared.held_out(experiment, self.mesh)
         self.watched = self.prepared.watched(experiment)
         self.eval_step = step.make_eval_step(experiment.model, experiment.mesh, self.mesh)
         replicated = mesh_lib.replicated(self.mesh)
         self.empty_window = jax.jit(step.empty_window, out_shardings=replicated)
-        # (step, window, bad steps in a row, counts) of a line whose numbers are on the device.
-        self.pending: tuple[int, dict[str, jax.Array], jax.Array, Counts] | None = None
+        self.beginnings = Beginnings(experiment, self.mesh, self.prepared, peers, progress)
+        self.began = Beginning(0, {}, {}, (), "")  # from where the steps since were done
+        # (step, window, the state's counters, counts) of a line whose numbers are on the device.
+        self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
+        self.spikes = divergence.Spikes()
+        self.evaluation: dict[str, Any] = {}  # the last line of its kind
+        self.bad_steps: range | None = None  # that the run is to roll back over
         self.failed = ""  # why, once it has
         self.done = 0  # steps
+        self.kept = "saved"  # what of the last steps is on disk, in words
 
     def run(self, stop: StopRequest, forget: Callable[[], None]) -> Outcome:
         """Trains; returns how it ended. The state is saved unless it failed.
@@ -111,11 +110,13 @@ class Trainer:
         """
         total = self.experiment.total_steps
         with contextlib.ExitStack() as stack:
-            keep = self.experiment.run.keep_checkpoints
-            saved = stack.enter_context(Checkpoints(self.workdir.checkpoints, keep, "write"))
+            saved = Checkpoints(self.workdir.checkpoints, self.experiment.run, "write")
+            stack.enter_context(saved)
             stack.enter_context(self.peers.at_once(forget))
             stack.enter_context(mesh_lib.named_memory())
-            state, window = self._start(saved)
+            # Times of lost steps are kept; a line cut off by a kill is not.
+            self.timings.forget_after(total)
+            state, window = self._begin(saved)
             # Only now: a claim that was refused must not stand in the workdir.
             if self.peers.leads:
                 write_atomic(self.workdir.experiment, resolve.to_json(self.experiment))
@@ -127,8 +128,13 @@ class Trainer:
             self.pulse.beat()
             try:
                 with self.progress.bar(self.done, total):
-                    while self.done < total and not stop.requested and not self.failed:
-                        state, window = self._phase(saved, state, window, stop)
+                    while not stop.requested and not self.failed:
+                        if self.bad_steps is not None:
+                            state, window = self._roll_back(saved, self.bad_steps)
+                        elif self.done < total:
+                            state, window = self._phase(saved, state, window, stop)
+                        else:
+                            break
                 self.pulse.rest()
                 with self.clock.waiting("checkpoint"):
                     if not self.failed and saved.latest_step != self.done:
@@ -153,66 +159,41 @@ class Trainer:
         for lines in (self.metrics, self.predictions, self.timings):
             lines.flush()
 
-    def _start(self, saved: Checkpoints) -> tuple[step.State, dict[str, jax.Array]]:
-        """The newest checkpoint, or the state before the first step; sets `done`."""
-        experiment = self.experiment
-        abstract = step.abstract_state(
-            experiment.model, experiment.optimizer, experiment.mesh, self.mesh
-        )
-        shardings = jax.tree.map(lambda s: s.sharding, abstract)
-        # Times of lost steps are kept; a line cut off by a kill is not.
-        self.timings.forget_after(experiment.total_steps)
-        done = saved.latest_step
-        self.peers.require_same(
-            "newest checkpoint", {"newest": str(done)}, "wait until all see the same files"
-        )
-        if done is None:
-            self.metrics.forget_after(-1)
-            self.predictions.forget_after(-1)
-            make = jax.jit(
-                lambda: step.init_state(experiment.model, experiment.optimizer, experiment.seed),
-                out_shardings=shardings,
-            )
-            return self._with_init(make(), shardings), self.empty_window()
-        with self.clock.waiting("restore"):
-            state, metadata = saved.restore(done, abstract)
-        self.prepared.require_same(metadata)
-        # Checkpoints from before there was `init_from` began with fresh weights.
-        self.init_sha256 = metadata.get("init_sha256", "")
-        for name, value in environment().items():
-            if metadata["environment"].get(name) != value:
-                self.progress.say(
-                    f"resume: {name} differs from the saved run's: batches exact, arithmetic to "
-                    "rounding"
-                )
-        self.metrics.forget_after(done)
-        self.predictions.forget_after(done)
-        window = {k: np.array(v, np.float32) for k, v in metadata["window"].items()}
-        window = feed_lib.put(window, mesh_lib.replicated(self.mesh))
-        self.progress.say(f"resume: from step {done}")
-        self.done = done
-        return state, window
+    def _begin(
+        self, saved: Checkpoints, at_most: int | None = None
+    ) -> tuple[step.State, dict[str, jax.Array]]:
+        """The state and the window to go on with, no later than a step; sets `done`.
 
-    def _with_init(self, state: step.State, shardings: step.State) -> step.State:
-        """The state with the weights of `init_from`, if the claim names some."""
-        base = base_lib.start_of(self.experiment)
-        if base is None:
-            return state
-        where = self.experiment.init_from
-        base_lib.require_same_tokenizer(base, self.prepared.tokenizer, where)
-        self.init_sha256 = base.sha256
-        self.peers.require_same(
-            "init_from", {"weights": base.sha256[:16]}, f"give all of them the same {where}"
+        Lines of steps that will be done again are dropped.
+        """
+        with self.clock.waiting("restore"):
+            self.began = self.beginnings.find(saved, at_most)
+        self.done = self.began.done
+        before = self.done or -1
+        self.metrics.forget_after(before)
+        self.predictions.forget_after(before)
+        self.spikes = divergence.Spikes.of(self.metrics.read())
+        if self.done:
+            self.progress.say(f"resume: from step {self.done}")
+        return self.began.state, self.began.window
+
+    def _roll_back(self, saved: Checkpoints, bad: range) -> tuple[step.State, dict[str, jax.Array]]:
+        """The state before the bad steps, which will be left out; the newer checkpoints go.
+
+        Nothing of this needs to be remembered: whoever goes on from a checkpoint before the bad
+        steps comes to the same bad steps, and here.
+        """
+        skipped, first = divergence.left_out(self.began.skipped, bad)
+        self.pending, self.bad_steps = None, None
+        saved.forget_after(first)
+        self.progress.say(
+            f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient; going back, and leaving "
+            f"out these and the one before (`bert-jax show --step {first}` shows its text)"
         )
-        fresh = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
-        kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
-        self.progress.say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{fresh}")
-        state = state | {"params": feed_lib.put(base.params, shardings["params"])}
-        if base.moments is not None:
-            trees = (base.moments.mean, base.moments.square)
-            placed = (feed_lib.put(tree, shardings["params"]) for tree in trees)
-            state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *placed)
-        return state
+        state, window = self._begin(saved, first)
+        self.began.skipped = skipped
+        self._note("roll_back", self._lap() | {"bad": [bad[0], bad[-1]], "skipped": list(skipped)})
+        return self.beginnings.leave_out(state, skipped), window
 
     def _phase(
         self,
@@ -249,17 +230,18 @@ class Trainer:
         )
         # The first call compiles, or finds what was compiled before.
         calling = self.clock.waiting("compilation")
+        self.pulse.beat(times=2)
         with feed:
-            while self.done < first + spec.steps and not stop.requested and not self.failed:
+            while self.done < first + spec.steps and not (stop.requested or self._went_wrong):
                 with self.clock.waiting("data"):
                     batch = next(feed)
                 with calling:
                     state, window = train_step(state, window, batch, key)
                 calling = contextlib.nullcontext()
                 self.done += 1
+                self.pulse.beat()
                 self.clock.count(tokens, operations)
                 window = self._after_step(saved, state, window)
-                self.pulse.beat()
                 stop.after_step(self.done)
         self._write_pending()
         return state, window
@@ -272,9 +254,9 @@ class Trainer:
         self._write_pending()
         last = self.done == self.experiment.total_steps
         if self.done % run.log_every == 0 or last:
-            # A copy: the state is given away to the next step.
-            bad = jnp.copy(state["bad_in_a_row"])
-            self.pending = (self.done, window, bad, self.clock.take_counts())
+            # Copies: the state is given away to the next step.
+            counters = {name: jnp.copy(state[name]) for name in ("step", "bad_in_a_row")}
+            self.pending = (self.done, window, counters, self.clock.take_counts())
             window = self.empty_window()
         evaluates = self.done % run.eval_every == 0 or last
         saves = self.done % run.checkpoint_every == 0 or last
@@ -284,6 +266,7 @@ class Trainer:
         if evaluates:
             with self.clock.waiting("evaluation"):
                 self._evaluate(state)
+            self.pulse.beat()
         if saves:
             with self.clock.waiting("checkpoint"):
                 self._save(saved, state, window)
@@ -293,52 +276,101 @@ class Trainer:
         """Writes the line of the last full window: by now the device is a step further."""
         if self.pending is None:
             return
-        (done, window, bad, counts), self.pending = self.pending, None
-        sums, bad_in_a_row = metrics.fetch((window, bad))
+        (done, window, counters, counts), self.pending = self.pending, None
+        sums, counters = metrics.fetch((window, counters))
         # Here, when the device has done these steps: handing them over takes no time.
         seconds = self.clock.lap(counts)
+        most = self.experiment.optimizer.bad_steps_in_a_row
+        bad = divergence.bad_steps(int(counters["step"]), int(counters["bad_in_a_row"]), most)
+        if bad is not None:
+            self._diverged(bad)
+            return
+        worst_loss, worst_step = map(float, sums.pop(step.WORST_STEP))
         line = {"step": done, "kind": "train", **metrics.means(sums)}
         if "masked_lm_loss" in line:
             line["loss"] = line["masked_lm_loss"] + line["next_sentence_loss"]
-        if bad_in_a_row >= _HOPELESS:
-            self.failed = (
-                f"no finite loss or gradient in the {bad_in_a_row} steps up to {done}, whose "
-                "updates were skipped; start anew with a lower optimizer.peak_learning_rate"
-            )
+            line |= {"worst_step": int(worst_step), "worst_step_loss": worst_loss}
         self.metrics.append(line)
         if "filled" in line:
             seconds["real_tokens_per_second"] = seconds["tokens_per_second"] * line["filled"]
         self.timings.append({"step": done, "kind": "train", "time": time.time(), **seconds})
         self.progress.train(line, seconds)
+        if spike := self.spikes.of_line(line):
+            number, loss, usual = spike
+            self.progress.say(
+                f"step {number}: its loss jumps to {loss:.3f}, usually below {usual:.3f}; "
+                f"`bert-jax show --workdir {self.workdir.root} --step {number}` shows its text"
+            )
+
+    @property
+    def _went_wrong(self) -> bool:
+        return bool(self.failed) or self.bad_steps is not None
+
+    def _diverged(self, bad: range) -> None:
+        """Many steps in a row were bad, and the device waits for what is to be done."""
+        what = f"no finite loss or gradient in the {len(bad)} steps from {bad[0]} to {bad[-1]}"
+        skipped, _ = divergence.left_out(self.began.skipped, bad)
+        if self.experiment.optimizer.after_bad_steps == "stop":
+            self.failed = f"{what}, and optimizer.after_bad_steps=stop"
+        elif divergence.too_many(skipped):
+            self.failed = f"{what}, and {len(self.began.skipped)} steps are left out already"
+        else:
+            self.bad_steps = bad
+            return
+        self.failed += (
+            "; the checkpoints are of the time before; start anew with a lower "
+            "optimizer.peak_learning_rate"
+        )
 
     def _evaluate(self, state: step.State) -> None:
         self._write_pending()
         found = evaluate_lib.evaluate(self.held_out, state["params"], self.eval_step, self.mesh)
         if not math.isfinite(found["loss"]):
+            if metrics.fetch(state["bad_in_a_row"]):
+                return  # the steps will tell
             self.failed = (
                 f"the held-out loss of step {self.done} is not finite: the parameters have run "
                 "away; start anew with a lower optimizer.peak_learning_rate"
             )
             return
-        line = {"step": self.done, "kind": "evaluation", **found}
-        self.metrics.append(line)
+        self.evaluation = {"step": self.done, "kind": "evaluation", **found}
+        self.metrics.append(self.evaluation)
         params = watch.on_one_device(state["params"], self.mesh)
         if self.peers.leads:
             said = self.watched.predict(params)
             self.predictions.append({"step": self.done, "kind": "predictions", "sentences": said})
-        self.progress.say(f"step {self.done}: {evaluate_lib.summary(line)}")
+        self.progress.say(f"step {self.done}: {evaluate_lib.summary(self.evaluation)}")
 
     def _save(self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]) -> None:
         # Lines up to this step are on disk before the checkpoint that will not write them again.
         self._write_pending()
-        if self.failed:
+        if self._went_wrong:
             return
         self._flush_lines()
+        self.prepared.require_unchanged()
+        sums, bad_in_a_row = metrics.fetch((window, state["bad_in_a_row"]))
+        if bad_in_a_row and self.done < self.experiment.total_steps:
+            # Whoever rolls back needs one from before, and those that are kept are few.
+            self.kept = (
+                f"not saved, since {bad_in_a_row} steps up to it have no finite loss or gradient; "
+                f"the newest checkpoint is of step {saved.latest_step}"
+            )
+            self.progress.say(f"step {self.done}: {self.kept}")
+            return
         metadata = {
-            "window": {k: v.tolist() for k, v in metrics.fetch(window).items()},
+            "window": {k: v.tolist() for k, v in sums.items()},
             "corpus_sha256": self.prepared.sha256,
-            "init_sha256": self.init_sha256,
+            "init_sha256": self.began.init_sha256,
             "experiment": json.loads(resolve.to_json(self.experiment)),
             "environment": environment(),
         }
-        saved.save(self.done, state, metadata)
+        evaluated = self.evaluation if self.evaluation.get("step") == self.done else {}
+        try:
+            saved.save(self.done, state, metadata, evaluated.get("loss"))
+        except DiskFull as error:
+            if self.experiment.run.when_disk_is_full == "stop" or self.peers.count > 1:
+                raise
+            self.kept = f"not saved: {error}"
+            self.progress.say(f"step {self.done}: {self.kept}")
+            return
+        self.kept = "saved"

@@ -23,8 +23,9 @@ from bert_jax.data import corpus
 from bert_jax.training import evaluate, metrics, runner
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import peers as peers_lib
-from bert_jax.training.checkpoint import Checkpoints, environment, versions
+from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.clock import Clock
+from bert_jax.training.environment import environment, versions
 from bert_jax.training.peers import Peers
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
@@ -77,7 +78,7 @@ def _pretrain(
     origin: dict[str, Any] | None,
     peers: Peers,
 ) -> runner.Outcome:
-    pulse = Pulse()
+    pulse = Pulse(experiment.run.hang_after_seconds)
     pulse.beat()
     mesh = mesh_lib.make_mesh(experiment.mesh)
     runner.require_runnable(experiment, mesh)
@@ -102,7 +103,7 @@ def _pretrain(
         progress.say(f"failed: {trainer.failed}")
         return outcome
     if outcome == "stopped":
-        progress.say(f"stopped at step {trainer.done}, saved; run the same command again")
+        progress.say(f"stopped at step {trainer.done}, {trainer.kept}; run the same command again")
         return outcome
     lines = metrics.Lines(workdir.metrics).read()
     evaluations = [evaluate.summary(line) for line in lines if line["kind"] == "evaluation"]
@@ -220,11 +221,12 @@ def _require_same_claim(
     """Raises InputError if the newest checkpoint here belongs to another claim."""
     if not workdir.checkpoints.exists():
         return
-    with Checkpoints(workdir.checkpoints, experiment.run.keep_checkpoints, "read") as checkpoints:
-        if checkpoints.latest_step is None:
+    with Checkpoints(workdir.checkpoints, experiment.run, "read") as checkpoints:
+        newest = checkpoints.newest_step()
+        if newest is None:
             return
-        saved = checkpoints.claim(checkpoints.latest_step)
-        began_with = checkpoints.metadata(checkpoints.latest_step).get("init_sha256", "")
+        saved = checkpoints.claim(newest)
+        began_with = checkpoints.metadata(newest)["init_sha256"]
     changed = resolve.differences(saved, experiment, "identity")
     if length == "extend":
         last = f"phases.{len(saved.phases) - 1}.steps:"

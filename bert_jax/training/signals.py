@@ -78,18 +78,20 @@ class SharedStopRequest(StopRequest):
 class Pulse:
     """Ends the process with the stacks of its threads when it has not beaten for too long.
 
-    For how long is said by BERT_JAX_HANG_AFTER, in seconds; unless it is set, nothing happens.
+    Args:
+      seconds: that may pass between two beats; 0: any number. BERT_JAX_HANG_AFTER, if it is set,
+        says otherwise.
     """
 
-    def __init__(self) -> None:
-        self._seconds = peers_lib.seconds("BERT_JAX_HANG_AFTER")
+    def __init__(self, seconds: float):
+        self._seconds = peers_lib.seconds("BERT_JAX_HANG_AFTER") or seconds
 
-    def beat(self) -> None:
-        """Something was done; the next beat is due."""
-        if self._seconds is not None:
-            faulthandler.dump_traceback_later(self._seconds, exit=True)
+    def beat(self, times: int = 1) -> None:
+        """Something was done; the next beat is due, after a long time `times` as late."""
+        if self._seconds:
+            faulthandler.dump_traceback_later(times * self._seconds, exit=True)
 
     def rest(self) -> None:
         """What comes now may take any time."""
-        if self._seconds is not None:
+        if self._seconds:
             faulthandler.cancel_dump_traceback_later()

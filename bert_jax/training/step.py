@@ -10,6 +10,9 @@ State, the whole of what a run remembers:
     optimizer       optax state
     skipped_steps   int32 [64], steps that only count; -1 where unused
     bad_in_a_row    int32 [], steps since the last one whose loss and gradient were finite
+
+Once `bad_in_a_row` has reached `optimizer.bad_steps_in_a_row` the state is latched: steps change
+nothing at all, `step` included, until the host has read it and decided what to do.
 """
 
 import functools
@@ -22,7 +25,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from bert_jax.config import Mesh, Model, Optimizer
+from bert_jax.config import SKIPPED_STEPS, Mesh, Model, Optimizer
 from bert_jax.model import heads, layers, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
@@ -33,11 +36,13 @@ State = dict[str, Any]
 Batch = dict[str, jax.Array]
 Metrics = losses.Metrics
 
-SKIPPED_STEPS = 64
 _DROPOUT = 0x64726F70
 
+_LOSSES = ("masked_lm_loss", "next_sentence_loss")
 # What a step reports, each as (sum, count).
 METRIC_NAMES = (*losses.NAMES, "gradient_norm", "learning_rate", "filled", "bad_steps")
+# In the window beside them: (loss, step) of the step whose loss was highest.
+WORST_STEP = "worst_step"
 
 
 def init_state(model: Model, optimizer: Optimizer, seed: int) -> State:
@@ -74,7 +79,7 @@ def abstract_state(
 
 def empty_window() -> Metrics:
     """Sums of no steps."""
-    return {name: jnp.zeros(2, jnp.float32) for name in METRIC_NAMES}
+    return {name: jnp.zeros(2, jnp.float32) for name in (*METRIC_NAMES, WORST_STEP)}
 
 
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
@@ -133,29 +138,50 @@ def make_train_step(
         update, opt_state = tx.update(gradient, state["optimizer"], state["params"])
         params = jax.tree.map(lambda p, u: p - rate * u, state["params"], update)
 
-        loss = metrics["masked_lm_loss"][0] + metrics["next_sentence_loss"][0]
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        wanted = jnp.all(state["skipped_steps"] != state["step"])
-        keep = functools.partial(jnp.where, finite & wanted)
-        new = {
-            "step": state["step"] + 1,
-            "params": jax.tree.map(keep, params, state["params"]),
-            "optimizer": jax.tree.map(keep, opt_state, state["optimizer"]),
-            "skipped_steps": state["skipped_steps"],
-            "bad_in_a_row": jnp.where(finite | ~wanted, 0, state["bad_in_a_row"] + 1),
-        }
-        one = jnp.ones([])
-        metrics |= {
-            "gradient_norm": jnp.stack([norm, one]),
-            "learning_rate": jnp.stack([rate, one]),
-            "bad_steps": jnp.stack([1.0 - finite, one]),
-        }
-        # A step that is not finite is counted, and kept out of the means of the others.
-        seen = {k: v if k == "bad_steps" else jnp.where(finite, v, 0.0) for k, v in metrics.items()}
-        return new, jax.tree.map(jnp.add, window, seen)
+        new = {"params": params, "optimizer": opt_state}
+        return _guarded(optimizer.bad_steps_in_a_row, state, new, window, metrics, norm, rate)
 
     places = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
     return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=places)
+
+
+def _guarded(
+    most_bad: int,
+    state: State,
+    new: State,
+    window: Metrics,
+    metrics: Metrics,
+    norm: jax.Array,
+    rate: jax.Array,
+) -> tuple[State, Metrics]:
+    """The new state where the step is good, else the old one; and the window with its metrics.
+
+    A step that is not finite, or is to be skipped, is counted and does nothing else.
+    """
+    means = {name: metrics[name][0] / jnp.maximum(metrics[name][1], 1.0) for name in _LOSSES}
+    loss = sum(means.values())
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    wanted = jnp.all(state["skipped_steps"] != state["step"])
+    latched = state["bad_in_a_row"] >= most_bad
+    good = finite & wanted & ~latched
+    keep = functools.partial(jnp.where, good)
+    bad_in_a_row = jnp.where(finite | ~wanted, 0, state["bad_in_a_row"] + 1)
+    after = {
+        "step": state["step"] + jnp.where(latched, 0, 1),
+        "params": jax.tree.map(keep, new["params"], state["params"]),
+        "optimizer": jax.tree.map(keep, new["optimizer"], state["optimizer"]),
+        "skipped_steps": state["skipped_steps"],
+        "bad_in_a_row": jnp.where(latched, state["bad_in_a_row"], bad_in_a_row),
+    }
+    one, counted = jnp.ones([]), jnp.where(latched, 0.0, 1.0)
+    metrics |= {"gradient_norm": jnp.stack([norm, one]), "learning_rate": jnp.stack([rate, one])}
+    # Kept out of the means of the others.
+    seen = {name: jnp.where(good, pair, 0.0) for name, pair in metrics.items()}
+    seen["bad_steps"] = jnp.stack([jnp.where(good, 0.0, counted), counted])
+    worst = window[WORST_STEP]
+    sums = {name: window[name] + seen[name] for name in METRIC_NAMES}
+    this = jnp.stack([loss, state["step"].astype(jnp.float32)])
+    return after, sums | {WORST_STEP: jnp.where(good & (loss > worst[0]), this, worst)}
 
 
 def make_eval_step(

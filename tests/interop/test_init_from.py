@@ -29,9 +29,9 @@ def restored(workdir: str, step: int) -> tuple[dict, dict]:
     experiment = resolve.from_json(pathlib.Path(workdir, "experiment.json").read_text(), workdir)
     mesh = mesh_lib.make_mesh(experiment.mesh)
     abstract = abstract_state(experiment.model, experiment.optimizer, experiment.mesh, mesh)
-    with Checkpoints(epath.Path(workdir, "checkpoints"), 30, "read") as saved:
-        state, metadata = saved.restore(step, abstract)
-        return jax.device_get(state), metadata
+    with Checkpoints(epath.Path(workdir, "checkpoints"), experiment.run, "read") as saved:
+        found = saved.restore(step, abstract)
+        return jax.device_get(found.state), found.metadata
 
 
 def test_a_run_begins_with_the_weights_of_its_base(copy_of_run):

@@ -1,0 +1,144 @@
+"""The state a run goes on with: of its newest good checkpoint, or the one before the first step."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from bert_jax import base as base_lib
+from bert_jax.config import Experiment
+from bert_jax.training import feed, step
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import optimizer as optimizer_lib
+from bert_jax.training.checkpoint import Checkpoints, Restored
+from bert_jax.training.environment import environment
+from bert_jax.training.peers import Peers
+from bert_jax.training.prepared import Prepared
+from bert_jax.training.progress import Progress
+
+
+@dataclasses.dataclass
+class Beginning:
+    """Where a run goes on.
+
+    Attributes:
+      done: steps.
+      state: of training.step, laid over the mesh.
+      window: sums since the last line was written.
+      skipped: steps that are left out.
+      init_sha256: of the weights the first step began with; "" of fresh ones.
+    """
+
+    done: int
+    state: step.State
+    window: dict[str, jax.Array]
+    skipped: tuple[int, ...]
+    init_sha256: str
+
+
+class Beginnings:
+    """Finds them; all processes find the same."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        mesh: jax.sharding.Mesh,
+        prepared: Prepared,
+        peers: Peers,
+        progress: Progress,
+    ):
+        self.experiment, self.mesh, self.prepared = experiment, mesh, prepared
+        self.peers, self.progress = peers, progress
+        self._abstract = step.abstract_state(
+            experiment.model, experiment.optimizer, experiment.mesh, mesh
+        )
+        self._shardings = jax.tree.map(lambda s: s.sharding, self._abstract)
+        self._asked = 0
+
+    def find(self, saved: Checkpoints, at_most: int | None = None) -> Beginning:
+        """The newest checkpoint that can be used; damaged ones before it are put aside.
+
+        Args:
+          saved: of the run.
+          at_most: none of a later step; any if None.
+
+        Raises:
+          InputError: all are damaged, or of another corpus, or the processes see different ones.
+        """
+        self._asked += 1
+        self.peers.require_same(
+            f"checkpoints {self._asked}",
+            {"checkpoints": ", ".join(map(str, saved.steps))},
+            "wait until all see the same files",
+        )
+        restored = saved.newest(self._abstract, at_most, self._agreed)
+        if restored is None:
+            return self._first()
+        self.prepared.require_same(restored.metadata)
+        self._put_aside(saved, restored)
+        for name, value in environment().items():
+            if restored.metadata["environment"].get(name) != value:
+                self.progress.say(
+                    f"resume: {name} differs from the saved run's: batches exact, arithmetic to "
+                    "rounding"
+                )
+        window = {k: np.array(v, np.float32) for k, v in restored.metadata["window"].items()}
+        window = feed.put(window, mesh_lib.replicated(self.mesh))
+        skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)
+        began_with = restored.metadata["init_sha256"]
+        return Beginning(restored.step, restored.state, window, skipped, began_with)
+
+    def leave_out(self, state: step.State, steps: tuple[int, ...]) -> step.State:
+        """The state with these steps among those that are left out."""
+        slots = np.full(step.SKIPPED_STEPS, -1, np.int32)
+        slots[: len(steps)] = steps
+        return state | {"skipped_steps": feed.put(slots, self._shardings["skipped_steps"])}
+
+    def _agreed(self, number: int, complaint: str) -> str:
+        return self.peers.complaint(f"checkpoint {number}, {self._asked}", complaint)
+
+    def _put_aside(self, saved: Checkpoints, restored: Restored) -> None:
+        if not restored.damaged:
+            return
+
+        def rename() -> None:
+            for number, why in restored.damaged.items():
+                aside = saved.set_aside(number)
+                self.progress.say(f"{why}; now {aside.name}, going on from step {restored.step}")
+
+        self.peers.first(f"damaged {self._asked}", rename)
+        saved.look_again()
+
+    def _first(self) -> Beginning:
+        """The state before the first step, with the weights of `init_from` if it names some."""
+        experiment = self.experiment
+        make = jax.jit(
+            lambda: step.init_state(experiment.model, experiment.optimizer, experiment.seed),
+            out_shardings=self._shardings,
+        )
+        window = jax.jit(step.empty_window, out_shardings=mesh_lib.replicated(self.mesh))
+        state, sha256 = self._with_init(make())
+        return Beginning(0, state, window(), (), sha256)
+
+    def _with_init(self, state: step.State) -> tuple[step.State, str]:
+        base = base_lib.start_of(self.experiment)
+        if base is None:
+            return state, ""
+        where = self.experiment.init_from
+        base_lib.require_same_tokenizer(base, self.prepared.tokenizer, where)
+        self.peers.require_same(
+            f"init_from {self._asked}",
+            {"weights": base.sha256[:16]},
+            f"give all of them the same {where}",
+        )
+        fresh = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
+        kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
+        self.progress.say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{fresh}")
+        places: Any = self._shardings["params"]
+        state = state | {"params": feed.put(base.params, places)}
+        if base.moments is not None:
+            trees = (base.moments.mean, base.moments.square)
+            placed = (feed.put(tree, places) for tree in trees)
+            state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *placed)
+        return state, base.sha256

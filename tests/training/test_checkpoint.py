@@ -1,0 +1,234 @@
+"""A checkpoint is what was saved, or it is named, put aside, and the one before is used."""
+
+import json
+import pathlib
+import random
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import samples
+from compare import assert_identical
+from etils import epath
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+from small_run import final_state, pretrain, write_text
+
+from bert_jax import predict
+from bert_jax.config import InputError, Run
+from bert_jax.training.checkpoint import Checkpoints, Damaged
+from bert_jax.training.checksums import checksums
+from bert_jax.workdir import Workdir
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The experiment file and a finished run, with checkpoints 16, 20 and 22."""
+    folder = tmp_path_factory.mktemp("trust")
+    file = write_text(folder)
+    assert pretrain(file, folder / "run", "run.keep_best=0")[0] == "finished"
+    return file, folder / "run"
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy to be damaged."""
+    shutil.copytree(finished[1], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def empty(step: pathlib.Path) -> None:
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+def no_metadata(step: pathlib.Path) -> None:
+    (step / "_CHECKPOINT_METADATA").unlink()
+
+
+def cut_off(step: pathlib.Path) -> None:
+    for path in step.rglob("*"):
+        if path.is_file() and "metadata" not in path.name.lower():
+            path.write_bytes(path.read_bytes()[:10])
+
+
+def no_arrays(step: pathlib.Path) -> None:
+    shutil.rmtree(step / "state")
+
+
+def flipped_bit(step: pathlib.Path) -> None:
+    """In the middle of the largest file, which holds arrays."""
+    path = max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def other_window(step: pathlib.Path) -> None:
+    """A sum of the metrics that would go into the next line."""
+    path = step / "_CHECKPOINT_METADATA"
+    found = json.loads(path.read_text())
+    found["custom_metadata"]["window"]["masked_lm_loss"][0] += 1
+    path.write_text(json.dumps(found))
+
+
+def other_step(step: pathlib.Path) -> None:
+    """The checkpoint of another step under this one's name."""
+    shutil.rmtree(step)
+    shutil.copytree(step.parent / "16", step)
+
+
+DAMAGES = [empty, no_metadata, cut_off, no_arrays, flipped_bit, other_window, other_step]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, finished, run):
+    file, undisturbed = finished
+    damage(run / "checkpoints" / "22")
+    outcome, shown = pretrain(file, run, "run.keep_best=0")
+    assert outcome == "finished"
+    assert "checkpoints/22: damaged, cannot be restored (" in shown
+    assert "now damaged-22, going on from step 20" in shown
+    assert (run / "checkpoints" / "damaged-22").exists()
+    assert (run / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
+    assert_identical(final_state(run)[1], final_state(undisturbed)[1])
+
+
+def test_readers_use_the_one_before_and_touch_nothing(finished, run, capsys):
+    cut_off(run / "checkpoints" / "22")
+    other_window(run / "checkpoints" / "20")
+    trained = predict.Trained.of(epath.Path(run), "params")
+    assert trained.step == 16
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("step 16 is used instead" in line for line in said)
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
+
+
+def test_where_all_are_damaged_nothing_is_begun_anew(finished, run):
+    file, _ = finished
+    for step in ("16", "20", "22"):
+        flipped_bit(run / "checkpoints" / step)
+    with pytest.raises(InputError, match=r"(?s)22: damaged.*20: damaged.*16: damaged.*--workdir"):
+        pretrain(file, run, "run.keep_best=0")
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
+
+
+def test_of_two_damaged_ones_of_a_step_both_are_kept(finished, run):
+    file, _ = finished
+    for _ in range(2):
+        cut_off(run / "checkpoints" / "22")
+        assert pretrain(file, run, "run.keep_best=0")[0] == "finished"
+    names = {p.name for p in (run / "checkpoints").iterdir()}
+    assert {"damaged-22", "damaged-22-1", "22"} <= names
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(finished, run, monkeypatch):
+    """Nor is one for which there is too little memory."""
+    file, _ = finished
+    from bert_jax.training import checkpoint
+
+    for error, words in (
+        (ValueError("PERMISSION_DENIED: Error opening state"), "cannot be read now"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "too little memory"),
+    ):
+
+        def fail(*_, error=error):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.ocp, "load", fail)
+            with pytest.raises(InputError, match=words) as refused:
+                pretrain(file, run, "run.keep_best=0")
+        assert not isinstance(refused.value, Damaged)
+        assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
+
+
+def test_a_checkpoint_of_another_format_is_named(finished, run):
+    file, _ = finished
+    path = run / "checkpoints" / "22" / "_CHECKPOINT_METADATA"
+    found = json.loads(path.read_text())
+    found["custom_metadata"]["format_version"] = 1
+    path.write_text(json.dumps(found))
+    with pytest.raises(InputError, match="format_version 1, this version reads 2"):
+        pretrain(file, run, "run.keep_best=0")
+
+
+def test_every_flipped_bit_is_found(finished, run):
+    """Wherever it is: the state is then the one that was saved, or the checkpoint is refused."""
+    good, rng = final_state(run)[1], random.Random(0)
+    step = run / "checkpoints" / "22"
+    files = sorted(p for p in step.rglob("*") if p.is_file() and p.stat().st_size)
+    refused = 0
+    for _ in range(60):
+        path = rng.choice(files)
+        content = path.read_bytes()
+        at = rng.randrange(len(content))
+        changed = content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+        path.write_bytes(changed)
+        number, state = newest_state(run)
+        assert number in (22, 20)
+        if number == 22:
+            assert_identical(state, good)
+        refused += number == 20
+        path.write_bytes(content)
+    assert refused > 5
+
+
+def newest_state(run: pathlib.Path) -> tuple[int, dict]:
+    from bert_jax import resolve
+    from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training.step import abstract_state
+
+    experiment = resolve.load_saved(Workdir(run))
+    mesh = mesh_lib.one_device()
+    abstract = abstract_state(experiment.model, experiment.optimizer, experiment.mesh, mesh)
+    with Checkpoints(epath.Path(run / "checkpoints"), Run(), "read") as saved:
+        found = saved.newest(abstract)
+    return found.step, jax.device_get(found.state)
+
+
+# --- checksums ----------------------------------------------------------------------------------
+
+
+def reference(array: np.ndarray) -> str:
+    """Written anew, in Python's integers."""
+
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+        return x ^ x >> 16
+
+    bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+    low = high = 0
+    for place, word in enumerate(map(int, bits)):
+        first = mixed(word ^ place * 0x9E3779B9 % 2**32)
+        second = (first ^ first >> 15) * 0xBB67AE85 % 2**32
+        low, high = low + first, high + (second ^ second >> 13)
+    return f"{high % 2**32:08x}{low % 2**32:08x}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "float16", "uint8"])
+def test_checksums_equal_the_definition(dtype):
+    array = np.random.default_rng(0).integers(0, 200, (3, 5, 7)).astype(dtype)
+    assert checksums({"a": {"b": array}}) == {"a/b": reference(array)}
+
+
+@pytest.mark.parametrize("spec", [("data_0",), (None, "data_0"), ()])
+def test_checksums_are_the_same_on_any_mesh(spec):
+    array = jnp.arange(64.0).reshape(8, 8)
+    sharding = NamedSharding(samples.mesh_of(4), PartitionSpec(*spec))
+    assert checksums([jax.device_put(array, sharding)]) == checksums([array])
+
+
+@settings(deadline=None, database=None)
+@given(st.data())
+def test_two_changes_do_not_cancel_out(data):
+    """Two flips of one bit would in a sum of products with odd numbers."""
+    array = np.zeros(50, np.uint32)
+    places = data.draw(st.lists(st.integers(0, 49), min_size=1, max_size=4, unique=True))
+    changed = array.copy()
+    changed[places] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
+    assert checksums([changed]) != checksums([array])

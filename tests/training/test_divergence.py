@@ -1,0 +1,233 @@
+"""Steps without a finite loss or gradient, and losses that jump."""
+
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from compare import assert_identical
+from small_run import final_state, pretrain, write_text
+
+from bert_jax.data import batches
+from bert_jax.training import divergence, evaluate, metrics, step
+from bert_jax.workdir import Workdir
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("diverging")
+    file = write_text(folder)
+    source = file.read_text().replace('name="adamw"', 'name="adamw", bad_steps_in_a_row=3')
+    file.write_text(source)
+    return folder, file
+
+
+def poison(monkeypatch, poisoned: set[int]):
+    """No finite loss at these steps of the first phase."""
+    good = batches.TrainBatches.batch
+
+    def batch(self, number, rows):
+        found = good(self, number, rows)
+        if number in poisoned and found["input_ids"].shape[1] == 16:
+            found["masked_lm_weights"][:] = np.nan
+        return found
+
+    monkeypatch.setattr(batches.TrainBatches, "batch", batch)
+
+
+def lines_of(workdir) -> list[dict]:
+    return metrics.Lines(Workdir(workdir).metrics).read()
+
+
+@pytest.mark.parametrize("settings", [(), ("run.checkpoint_every=1",), ("run.log_every=1",)])
+def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(text, tmp_path, monkeypatch, settings):
+    """The same run whenever it logs and saves, but for its lines."""
+    _, file = text
+    poison(monkeypatch, {5, 6, 7})
+    outcome, shown = pretrain(file, tmp_path / "w", *settings)
+    assert outcome == "finished"
+    assert "steps 5 to 7 have no finite loss or gradient; going back" in shown
+    assert "show --step 4" in shown
+    _, state = final_state(tmp_path / "w")
+    assert state["skipped_steps"][:5].tolist() == [4, 5, 6, 7, -1]
+    assert state["bad_in_a_row"] == 0 and state["step"] == 22
+    steps = [line["step"] for line in lines_of(tmp_path / "w") if line["kind"] == "train"]
+    assert steps == sorted(set(steps)) and steps[-1] == 22
+
+    # What it comes to is the run of a step that leaves these four out from the start.
+    make = step.init_state
+
+    def without(*args):
+        state = make(*args)
+        state["skipped_steps"] = state["skipped_steps"].at[:4].set(np.arange(4, 8))
+        return state
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "init_state", without)
+        pretrain(file, tmp_path / "reference", *settings)
+    assert_identical(state, final_state(tmp_path / "reference")[1])
+    ours, theirs = (tmp_path / name / "metrics.jsonl" for name in ("w", "reference"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    roll_back = [
+        line
+        for line in metrics.Lines(Workdir(tmp_path / "w").timings).read()
+        if line["kind"] == "roll_back"
+    ]
+    assert [line["bad"] for line in roll_back] == [[5, 7]]
+
+
+def test_a_run_recovers_from_an_update_that_breaks_it(text, tmp_path, monkeypatch):
+    """Each later step is bad until the update is undone: skipping the bad steps alone would not."""
+    _, file = text
+    make = step.make_train_step
+
+    def breaking(*args):
+        train_step = make(*args)
+
+        def one(state, window, batch, key):
+            number = int(state["step"])
+            wanted = number not in state["skipped_steps"].tolist()
+            state, window = train_step(state, window, batch, key)
+            if number == 9 and wanted:
+                broken = jax.tree.map(lambda p: p * np.float32(1e30), state["params"])
+                state = state | {"params": broken}
+            return state, window
+
+        return one
+
+    monkeypatch.setattr(step, "make_train_step", breaking)
+    outcome, shown = pretrain(file, tmp_path / "w")
+    assert outcome == "finished" and "steps 10 to 12 have no finite loss" in shown
+    assert final_state(tmp_path / "w")[1]["skipped_steps"][:5].tolist() == [9, 10, 11, 12, -1]
+
+
+def test_bad_steps_that_come_back_are_left_out_with_an_earlier_one(text, tmp_path, monkeypatch):
+    _, file = text
+    poison(monkeypatch, {5, 6, 7, 8, 9, 10})
+    outcome, shown = pretrain(file, tmp_path / "w")
+    assert outcome == "finished" and shown.count("going back") == 2
+    skipped = final_state(tmp_path / "w")[1]["skipped_steps"]
+    assert skipped[:9].tolist() == [3, 4, 5, 6, 7, 8, 9, 10, -1]
+
+
+def test_fewer_bad_steps_are_passed_over(text, tmp_path, monkeypatch):
+    _, file = text
+    poison(monkeypatch, {5, 6, 8})
+    outcome, shown = pretrain(file, tmp_path / "w", "run.checkpoint_every=1")
+    assert outcome == "finished" and "going back" not in shown
+    assert "step 6: not saved, since 1 steps up to it have no finite loss" in shown
+    assert final_state(tmp_path / "w")[1]["skipped_steps"].tolist() == [-1] * 64
+
+
+def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(text, tmp_path, monkeypatch):
+    """And the run that goes on is the one that was not stopped."""
+    _, file = text
+    poison(monkeypatch, {5, 6, 7})
+    pretrain(file, tmp_path / "undisturbed")
+    make = step.make_train_step
+
+    def deadly(*args):
+        train_step = make(*args)
+
+        def one(state, window, batch, key):
+            if int(state["step"]) == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return train_step(state, window, batch, key)
+
+        return one
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "make_train_step", deadly)
+        outcome, shown = pretrain(file, tmp_path / "w")
+    assert outcome == "stopped"
+    assert "stopped at step 7, not saved, since 2 steps up to it" in shown
+    assert "the newest checkpoint is of step 4" in shown
+    assert pretrain(file, tmp_path / "w")[0] == "finished"
+    assert_identical(final_state(tmp_path / "w")[1], final_state(tmp_path / "undisturbed")[1])
+    ours, theirs = (tmp_path / name / "metrics.jsonl" for name in ("w", "undisturbed"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_run_may_stop_instead(text, tmp_path, monkeypatch):
+    _, file = text
+    poison(monkeypatch, {5, 6, 7})
+    outcome, shown = pretrain(file, tmp_path / "w", "optimizer.after_bad_steps=stop")
+    assert outcome == "failed"
+    assert "failed: no finite loss or gradient in the 3 steps from 5 to 7" in shown
+    assert [p.name for p in (tmp_path / "w" / "checkpoints").iterdir()] == ["4"]
+
+
+def test_a_run_that_is_never_finite_fails_by_name(text, tmp_path):
+    _, file = text
+    rate = "optimizer.peak_learning_rate=1e30"
+    settings = (rate, "phases.0.steps=90", "optimizer.bad_steps_in_a_row=20")
+    outcome, shown = pretrain(file, tmp_path / "w", *settings)
+    assert outcome == "failed" and "steps are left out already" in shown
+    assert "peak_learning_rate" in shown
+
+
+def test_held_out_losses_that_are_not_finite_fail_by_name(text, tmp_path, monkeypatch):
+    """Though the steps are."""
+    _, file = text
+    found = evaluate.evaluate
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args: found(*args) | {"loss": float("nan")})
+    outcome, shown = pretrain(file, tmp_path / "w")
+    assert outcome == "failed" and "the held-out loss of step 6 is not finite" in shown
+
+
+# --- the decisions ------------------------------------------------------------------------------
+
+
+def test_which_steps_are_left_out():
+    assert divergence.left_out((), range(5, 8)) == ((4, 5, 6, 7), 4)
+    assert divergence.left_out((), range(0, 3)) == ((0, 1, 2), 0)
+    assert divergence.left_out((2, 3, 4), range(5, 7)) == ((1, 2, 3, 4, 5, 6), 1)
+    assert divergence.left_out((0,), range(1, 3)) == ((0, 1, 2), 1)
+
+
+def lines(losses):
+    return [
+        {"kind": "train", "step": 10 * i + 10, "worst_step": 10 * i + 3, "worst_step_loss": loss}
+        for i, loss in enumerate(losses)
+    ]
+
+
+def test_a_jump_is_found_and_named():
+    rng = np.random.default_rng(0)
+    usual = 3 + 0.05 * rng.standard_normal(40)
+    usual[30] = 4.2
+    found = [
+        (i, spike)
+        for i, spike in enumerate(map(divergence.Spikes().of_line, lines(usual)))
+        if spike
+    ]
+    assert [(i, spike[0]) for i, spike in found] == [(30, 303)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_learning_are_no_jumps(seed):
+    rng = np.random.default_rng(seed)
+    falling = 6 * np.exp(-np.arange(300) / 60) + 2 + 0.05 * rng.standard_normal(300)
+    spikes = divergence.Spikes()
+    assert not any(spikes.of_line(line) for line in lines(falling))
+
+
+def test_the_step_of_a_jump_is_named_while_the_run_goes_on(text, tmp_path, monkeypatch):
+    _, file = text
+    good = batches.TrainBatches.batch
+
+    def batch(self, number, rows):
+        found = good(self, number, rows)
+        if number == 11 and found["input_ids"].shape[1] == 16:
+            found["masked_lm_ids"][:] = 0  # which never is an answer
+        return found
+
+    monkeypatch.setattr(batches.TrainBatches, "batch", batch)
+    monkeypatch.setattr(divergence, "_SHARE", 0.0)
+    monkeypatch.setattr(divergence, "_TIMES", 2.0)
+    _, shown = pretrain(file, tmp_path / "w", "run.log_every=1")
+    lines = [line for line in lines_of(tmp_path / "w") if line["kind"] == "train"]
+    worst = {line["step"]: line["worst_step"] for line in lines}
+    assert worst[12] == 11
+    assert "step 11: its loss jumps to" in shown and "--step 11" in shown
