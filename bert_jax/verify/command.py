@@ -73,7 +73,8 @@ def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, say:
         experiment = dataclasses.replace(experiment, run=run)
         claim = folder / "experiment.json"
         write_atomic(epath.Path(claim), resolve.to_json(experiment))
-        verification = Verification(experiment, folder, Children(claim), say)
+        not_finite = rounds.steps_without_loss(experiment, seed)
+        verification = Verification(experiment, folder, Children(claim), not_finite, say)
         verification.undisturbed()
         verification.kill(count, seed)
         verification.compare()
@@ -135,14 +136,22 @@ class Verification:
       experiment: the claim.
       folder: W.
       children: start the command.
+      not_finite: steps in a row whose loss is made not to be, in all runs alike.
       say: is given each line.
     """
 
-    def __init__(self, experiment: Experiment, folder: pathlib.Path, children: Children, say: Say):
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: pathlib.Path,
+        children: Children,
+        not_finite: range,
+        say: Say,
+    ):
         self._experiment, self._folder = experiment, folder
-        self._children, self._say = children, say
-        self._planned: dict[int, Execution] = {}
-        self._prepare_seconds = 0.0
+        self._children, self._not_finite, self._say = children, not_finite, say
+        self._notes = Notes([], {}, {}, None)  # of the undisturbed run
+        self._planned: dict[int, Execution] = {}  # {step: what it did there}
         self._lineages: list[Lineage] = []
         self._rows: list[Row] = []
         self._ends: list[Comparison] = []
@@ -151,7 +160,8 @@ class Verification:
         """The corpus and the run that all others are compared with."""
         place = self._folder / "undisturbed"
         notes = place.with_name("undisturbed.notes")
-        ended = self._children.run("pretrain", place, Order(None, str(notes)))
+        order = Order(None, str(notes), not_finite=tuple(self._not_finite))
+        ended = self._children.run("pretrain", place, order)
         if ended.code != endings.FINISHED:
             said = "; ".join(ended.tail[-1:])
             if ended.code == endings.BAD_INPUT:
@@ -161,17 +171,20 @@ class Verification:
                 f"{place}.log: the undisturbed run ended with exit code {ended.code}: {said}"
             )
         self._say(f"undisturbed: {ended.seconds:.1f} s")
-        found = Notes.read(notes)
-        self._planned, self._prepare_seconds = found.survivors(), found.prepare_seconds or 0.0
+        self._notes = Notes.read(notes)
+        self._planned = self._notes.survivors()
         patience = max(_LEAST_PATIENCE, _PATIENCE * ended.seconds)
         self._children = dataclasses.replace(self._children, patience=patience)
         self._ends.append(compare.rows(place.name, self._experiment, self._planned))
+        if self._not_finite:
+            went = [] if self._notes.rolled_back else ["it did not"]
+            steps = f"{self._not_finite[0]} to {self._not_finite[-1]}"
+            what = f"went back over steps {steps}, whose loss was made not finite"
+            self._ends.append(Comparison(place.name, what, went))
 
     def kill(self, count: int, seed: int) -> None:
         """So many kills."""
-        calendar = Calendar.of(
-            self._experiment, self._folder / "undisturbed", self._prepare_seconds
-        )
+        calendar = Calendar.of(self._experiment, self._folder / "undisturbed", self._notes)
         for kind, why in rounds.absent_kinds(calendar).items():
             self._say(f"left out: {kind}: {why}")
         self._say(tell.HEADER)
@@ -198,7 +211,10 @@ class Verification:
         number = len(self._lineages) + 1
         place = self._folder / ("killed" if number == 1 else f"killed-{number}")
         every = self._experiment.run.checkpoint_every
-        self._lineages.append(Lineage(self._children, place, every, self._planned))
+        caught, _ = next(iter(self._notes.rolled_back.values()), (0, 0))
+        self._lineages.append(
+            Lineage(self._children, place, every, self._planned, self._not_finite, caught)
+        )
 
     def _prepare(self, number: int, one: Round) -> Row:
         """A kill of `prepare`, which is then run to its end."""
@@ -243,7 +259,12 @@ class Verification:
             self._say(f"left out: other devices and processes: {why}")
             return
         self._ends += elsewhere.run(
-            self._children, self._experiment, self._folder / "elsewhere", undisturbed, self._planned
+            self._children,
+            self._experiment,
+            self._folder / "elsewhere",
+            undisturbed,
+            self._planned,
+            self._not_finite,
         )
 
     def told(self, seconds: float) -> int:

@@ -15,6 +15,7 @@ from bert_jax.section import printable
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.checksums import path_of
 from bert_jax.training.metrics import Lines
 from bert_jax.verify.notes import Execution
 from bert_jax.workdir import Workdir
@@ -47,7 +48,7 @@ def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> 
         differences = [
             f"{len(differing)} of {len(a)} arrays differ, the first is {first}, by {by:.3g} at most"
         ]
-    for name in sorted(a_beside.keys() | b_beside.keys()):
+    for name in sorted((a_beside.keys() | b_beside.keys()) - {"checksums"}):  # of these arrays
         if a_beside.get(name) != b_beside.get(name):
             differences.append(f"the checkpoint's {name} differs")
     total = sum(value.size for value in a.values())
@@ -60,15 +61,15 @@ def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[st
     here = mesh_lib.make_mesh(Mesh(), jax.local_devices(backend="cpu")[:1])
     abstract = step.abstract_state(experiment.model, experiment.optimizer, Mesh(), here)
     place = Workdir(root).checkpoints
-    with Checkpoints(place, experiment.run.keep_checkpoints, "read") as saved:
-        state, beside = saved.restore(experiment.total_steps, abstract)
-    return jax.device_get(state), beside
+    with Checkpoints(place, experiment.run, "read") as saved:
+        restored = saved.restore(experiment.total_steps, abstract)
+    return jax.device_get(restored.state), restored.metadata
 
 
 def _named(state: Any) -> dict[str, np.ndarray]:
     """{path: array} of a tree."""
     leaves = jax.tree.leaves_with_path(state)
-    return {jax.tree_util.keystr(k, simple=True, separator="/"): np.asarray(v) for k, v in leaves}
+    return {path_of(path): np.asarray(value) for path, value in leaves}
 
 
 def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:

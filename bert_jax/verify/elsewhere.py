@@ -2,6 +2,7 @@
 
 import pathlib
 import signal
+from dataclasses import replace
 
 from bert_jax import endings
 from bert_jax.config import Experiment
@@ -50,14 +51,28 @@ def run(
     workdir: pathlib.Path,
     undisturbed: pathlib.Path,
     planned: dict[int, Execution],
+    not_finite: range,
 ) -> list[Comparison]:
-    """Two devices, stopped; two processes, of which one is killed; one device, to the end."""
+    """Two devices, stopped; two processes, of which one is killed; one device, to the end.
+
+    Args:
+      children: start the command.
+      experiment: the claim.
+      workdir: where.
+      undisturbed: the workdir of the run that is compared with.
+      planned: {step: what it did there}.
+      not_finite: steps whose loss is made not to be.
+    """
     notes, total = workdir.with_name(workdir.name + ".notes"), experiment.total_steps
-    stop, kill = Death("step", signal.SIGTERM, total // 3), Death("step", step=2 * total // 3)
+    told = Order(None, str(notes), not_finite=tuple(not_finite))
+    stop, kill = (
+        Death("step", signal.SIGTERM, total // 3),
+        Death("step", step=2 * total // 3, process=1),
+    )
     stages = (
-        ("2 devices", 2, Order(stop, str(notes), 1), endings.STOPPED),
-        ("2 processes", 1, Order(kill, str(notes), 2, processes=2), _KILLED),
-        ("1 device", 1, Order(None, str(notes), 3), endings.FINISHED),
+        ("2 devices", 2, replace(told, start=1, death=stop), endings.STOPPED),
+        ("2 processes", 1, replace(told, start=2, death=kill, processes=2), _KILLED),
+        ("1 device", 1, replace(told, start=3), endings.FINISHED),
     )
     ends = []
     for what, devices, order, code in stages:

@@ -37,6 +37,8 @@ class Lineage:
       workdir: of the run.
       checkpoint_every: steps between two saves.
       planned: {step: what the undisturbed run did there}.
+      not_finite: steps in a row whose loss is made not to be.
+      caught: steps done when the undisturbed run went back over them.
     """
 
     def __init__(
@@ -45,9 +47,14 @@ class Lineage:
         workdir: pathlib.Path,
         checkpoint_every: int,
         planned: dict[int, Execution],
+        not_finite: range = range(0),
+        caught: int = 0,
     ):
         self.workdir, self.notes = workdir, workdir.with_name(workdir.name + ".notes")
         self._children, self._every, self._planned = children, checkpoint_every, planned
+        self._not_finite = not_finite
+        # Steps done at which nothing is saved, unless the run went back before.
+        self._unsaved = range(not_finite.start + 1, caught + 2) if not_finite else range(0)
         self._starts = 0
         self._least = 0  # the step from which the next start must go on at least
 
@@ -65,7 +72,13 @@ class Lineage:
             if ended.code != endings.FINISHED:
                 found.differences.append(f"was to be killed and {_ended(ended)}")
             return found
-        found.differences += self._death(one.death, found, executions)
+        went_back = notes.rolled_back.get(start)
+        self._least = self._whole(one.death, done, went_back)
+        expected = endings.STOPPED if one.death.signal == signal.SIGTERM else -signal.SIGKILL
+        # A request to stop that comes in the last step finds the run finished.
+        at_end = expected == endings.STOPPED and done + 1 == len(self._planned)
+        if ended.code != expected and not (at_end and ended.code == endings.FINISHED):
+            found.differences.append(f"was to end with exit code {expected} and {_ended(ended)}")
         return found
 
     def finish(self) -> list[str]:
@@ -79,7 +92,7 @@ class Lineage:
 
     def _run(self, death: Death | None) -> tuple[Ended, int]:
         self._starts += 1
-        order = Order(death, str(self.notes), self._starts)
+        order = Order(death, str(self.notes), self._starts, not_finite=tuple(self._not_finite))
         return self._children.run("pretrain", self.workdir, order), self._starts
 
     def _batches(self, executions: list[Execution], saved: int) -> list[str]:
@@ -95,21 +108,18 @@ class Lineage:
                 wrong.append(f"step {after} came after step {before}")
         return wrong + other_batches(executions, self._planned)
 
-    def _death(self, death: Death, found: Killed, executions: list[Execution]) -> list[str]:
-        """Whether it died as told, with no more lost than a kill may cost."""
-        if death.signal == signal.SIGTERM:
-            self._least = executions[-1].step + 1 if executions else self._least
-            stopped = found.ended.code == endings.STOPPED
-            # A request to stop that comes in the last step finds the run finished.
-            if stopped or (found.ended.code, self._least) == (endings.FINISHED, len(self._planned)):
-                return []
-            return [f"was to stop with the state saved and {_ended(found.ended)}"]
+    def _whole(self, death: Death, done: int, went_back: tuple[int, int] | None) -> int:
+        """The step of the newest checkpoint there must be after a death, at least."""
+        least, saves = self._least, death.signal == signal.SIGTERM
+        reached = done + saves
+        if went_back is not None:
+            least = went_back[1]  # newer ones went with the steps
+        elif reached in self._unsaved:
+            reached, saves = self._not_finite.start, False
+        if saves:
+            return max(least, reached)
         # A save waits for the one before it, so no more than the newest of those begun is lost.
-        whole = found.done // self._every * self._every - self._every
-        self._least = max(self._least, whole)
-        if found.ended.code == -signal.SIGKILL:
-            return []
-        return [f"was to be killed and {_ended(found.ended)}"]
+        return max(least, reached // self._every * self._every - self._every)
 
 
 def newest_checkpoint(workdir: pathlib.Path) -> int:

@@ -5,6 +5,7 @@ kill nor a second process can cut it:
 
     {"kind": "step", "start": N, "process": P, "step": S, "rows": [...], "hashes": [...]}
     {"kind": "killed", "start": N, "process": P, "done": S}
+    {"kind": "rolled_back", "start": N, "process": P, "done": S, "to": S}
     {"kind": "prepared", "start": N, "process": P, "seconds": T}
 """
 
@@ -83,23 +84,27 @@ class Notes:
       executions: in the order in which they were begun; what several processes did of a step is
         one of them.
       killed: {start: steps done when it was killed}.
+      rolled_back: {start: (steps done, steps done where it went back to)}.
       prepare_seconds: what making the corpus took; None if nothing was made.
     """
 
     executions: list[Execution]
     killed: dict[int, int]
+    rolled_back: dict[int, tuple[int, int]]
     prepare_seconds: float | None
 
     @classmethod
     def read(cls, path: pathlib.Path) -> "Notes":
         """Reads a file of notes; none if it is not there."""
-        notes = cls([], {}, None)
+        notes = cls([], {}, {}, None)
         parts: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
         times: dict[tuple[int, int, int], int] = {}
         for line in path.read_text().splitlines() if path.exists() else ():
             note = json.loads(line)
             if note["kind"] == "killed":
                 notes.killed[note["start"]] = note["done"]
+            elif note["kind"] == "rolled_back":
+                notes.rolled_back[note["start"]] = (note["done"], note["to"])
             elif note["kind"] == "prepared":
                 notes.prepare_seconds = note["seconds"]
             else:

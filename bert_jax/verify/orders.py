@@ -7,7 +7,7 @@ import pathlib
 import signal
 from typing import Literal
 
-Place = Literal["step", "save", "evaluation", "start", "prepare"]
+Place = Literal["step", "save", "evaluation", "start", "prepare", "roll_back"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Death:
 
     Attributes:
       at: before a step; once a save has begun; in an evaluation; while a run is being taken up;
-        while the corpus is made.
+        while the corpus is made; between a roll-back and the next save.
       signal: what it gets.
       step: steps done then; if this place is not met, at the next of its kind.
       part: of a save, files that stand there; of an evaluation, batches done; of a start, files of
-        lines that were opened.
+        lines that were opened; of a roll-back, steps done again.
       after: seconds from that place on.
       process: of several, which one.
     """
@@ -42,12 +42,14 @@ class Order:
       notes: the file it appends its notes to; "" for none.
       start: its number among the starts that share these notes.
       processes: how many are started, on this machine, to be one run.
+      not_finite: steps whose loss is made not to be.
     """
 
     death: Death | None = None
     notes: str = ""
     start: int = 0
     processes: int = 1
+    not_finite: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """As `from_json` reads it."""

@@ -14,6 +14,7 @@ from etils import epath
 from bert_jax.config import Experiment
 from bert_jax.data import batches, corpus
 from bert_jax.training.metrics import Lines
+from bert_jax.verify.notes import Notes
 from bert_jax.verify.orders import Death, files_below
 from bert_jax.workdir import Workdir
 
@@ -26,6 +27,7 @@ Kind = Literal[
     "in a start",
     "at an epoch's end",
     "at the switch of phases",
+    "after a roll-back",
 ]
 
 # A save is cut at any of its files, a start before any of its files of lines and the first step.
@@ -54,6 +56,8 @@ class Calendar:
       saved_files: of a checkpoint.
       epoch_ends: steps in which an epoch's first row stands, but for the first epochs of phases.
       switches: first steps of phases, but for the first phase.
+      rolled_back: (steps done when it went back, steps done where it went back to); None if it
+        never did.
       step_seconds: of a step.
       prepare_seconds: of making the corpus.
     """
@@ -65,14 +69,13 @@ class Calendar:
     saved_files: int
     epoch_ends: tuple[int, ...]
     switches: tuple[int, ...]
+    rolled_back: tuple[int, int] | None
     step_seconds: float
     prepare_seconds: float
 
     @classmethod
-    def of(
-        cls, experiment: Experiment, undisturbed: pathlib.Path, prepare_seconds: float
-    ) -> "Calendar":
-        """Reads it off the workdir of a finished run."""
+    def of(cls, experiment: Experiment, undisturbed: pathlib.Path, notes: Notes) -> "Calendar":
+        """Reads it off the workdir of a finished run, and its notes."""
         total, run = experiment.total_steps, experiment.run
         workdir = Workdir(undisturbed, experiment.run.corpus_dir)
         laps = [x for x in Lines(workdir.timings).read() if x["kind"] == "train" and x["steps"]]
@@ -86,9 +89,24 @@ class Calendar:
             files_below(undisturbed / "checkpoints" / str(total)),
             tuple(epoch_ends(experiment, workdir.corpus)),
             tuple(itertools.accumulate(steps[:-1])),
+            next(iter(notes.rolled_back.values()), None),
             statistics.median(lap["seconds"] / lap["steps"] for lap in laps),
-            prepare_seconds,
+            notes.prepare_seconds or 0.0,
         )
+
+
+def steps_without_loss(experiment: Experiment, seed: int) -> range:
+    """Steps whose loss is made not to be finite, so that every run goes back over them.
+
+    So many in a row as it takes, between the first save and the end; none where that is too short,
+    or the run would stop.
+    """
+    optimizer, every = experiment.optimizer, experiment.run.checkpoint_every
+    first, last = every + 1, experiment.total_steps - optimizer.bad_steps_in_a_row - 2
+    if first > last or optimizer.after_bad_steps == "stop":
+        return range(0)
+    at = random.Random(seed).randint(first, last)
+    return range(at, at + optimizer.bad_steps_in_a_row)
 
 
 def epoch_ends(experiment: Experiment, folder: epath.Path) -> list[int]:
@@ -113,6 +131,11 @@ def absent_kinds(calendar: Calendar) -> dict[Kind, str]:
         absent["at an epoch's end"] = "no phase reads the corpus more than once"
     if not calendar.switches:
         absent["at the switch of phases"] = "the run has one phase"
+    if calendar.rolled_back is None:
+        absent["after a roll-back"] = (
+            "optimizer.after_bad_steps=stop, or more steps than optimizer.bad_steps_in_a_row are "
+            "wanted after the first save"
+        )
     return absent
 
 
@@ -145,6 +168,10 @@ def _death(kind: Kind, calendar: Calendar, chance: random.Random) -> Death:
     if kind == "in a start":
         part = chance.randrange(_START_PARTS)
         return Death("start", step=chance.randrange(total), part=part)
+    if kind == "after a roll-back":
+        done, to = calendar.rolled_back or (0, 0)
+        again = min(save for save in calendar.saves if save > to) - to
+        return Death("roll_back", step=done, part=chance.randrange(again))
     near = calendar.epoch_ends if kind == "at an epoch's end" else calendar.switches
     at = min(chance.choice(near) + chance.choice((-1, 0, 1)), total - 1)
     number = chance.choice((signal.SIGKILL, signal.SIGTERM))

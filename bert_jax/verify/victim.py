@@ -18,6 +18,7 @@ from typing import Any
 from bert_jax import cli, pod
 from bert_jax.data import corpus
 from bert_jax.training import metrics, step, watch
+from bert_jax.training.beginning import Beginning, Beginnings
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.verify.notes import Notebook, rows_of
 from bert_jax.verify.orders import Death, Order, files_below
@@ -37,7 +38,9 @@ class Victim:
         mine = order.death is not None and order.death.process == number
         self._death: Death | None = order.death if mine else None
         self._notes = Notebook(order.notes, order.start, number)
+        self._not_finite = frozenset(order.not_finite)
         self._done = 0  # steps
+        self._again: int | None = None  # steps since the roll-back; None before
         self._parts = 0  # of the evaluation or the start that is on
         self._begun = False  # the death
         self._dying: threading.Thread | None = None
@@ -48,6 +51,7 @@ class Victim:
         step.make_eval_step = self._evaluating(step.make_eval_step)
         watch.Watched.predict = self._before(watch.Watched.predict, self._predictions)
         Checkpoints.save = self._saving(Checkpoints.save)
+        Beginnings.find = self._finding(Beginnings.find)
         metrics.Lines.forget_after = self._before(metrics.Lines.forget_after, self._opened)
         corpus.prepare = self._preparing(corpus.prepare)
 
@@ -63,14 +67,19 @@ class Victim:
             train_step = make(*args)
 
             def noting(state: Any, window: Any, batch: Any, key: Any) -> Any:
-                self._done = int(state["step"])
                 if self._due("step") or self._due("start"):  # all files of lines are open
+                    self._die()
+                if self._due("roll_back") and self._again == self._death.part:
                     self._die()
                 rows, hashes = zip(*rows_of(batch), strict=True)
                 note = {"step": self._done, "rows": rows, "hashes": hashes}
                 self._notes.write("step", note)
+                if self._done in self._not_finite:
+                    weights = "masked_lm_weights"
+                    batch = batch | {weights: batch[weights] * float("nan")}
                 done = train_step(state, window, batch, key)
                 self._done, self._parts = self._done + 1, 0
+                self._again = None if self._again is None else self._again + 1
                 return done
 
             return noting
@@ -102,13 +111,26 @@ class Victim:
         self._parts += 1
 
     def _saving(self, save: Callable) -> Callable:
-        def saving(checkpoints: Checkpoints, at: int, state: Any, metadata: Any) -> None:
+        def saving(checkpoints: Checkpoints, at: int, *args: Any) -> None:
             if self._due("save"):
                 folder = pathlib.Path(checkpoints._folder)
                 self._in_a_thread(lambda: self._watch(folder, at))
-            save(checkpoints, at, state, metadata)
+            if self._due("roll_back"):
+                self._die()
+            save(checkpoints, at, *args)
 
         return saving
+
+    def _finding(self, find: Callable[..., Beginning]) -> Callable[..., Beginning]:
+        def finding(beginnings: Beginnings, saved: Checkpoints, *at_most: int | None) -> Beginning:
+            found = find(beginnings, saved, *at_most)
+            if at_most and at_most[0] is not None:
+                self._again = 0
+                self._notes.write("rolled_back", {"done": self._done, "to": found.done})
+            self._done = found.done
+            return found
+
+        return finding
 
     def _watch(self, folder: pathlib.Path, at: int) -> None:
         """Dies once so many files of the save stand there, or it is whole."""
@@ -143,6 +165,8 @@ class Victim:
         death = self._death
         if death is None or self._begun or death.at != place:
             return False
+        if place == "roll_back":
+            return self._again is not None
         return place in ("start", "prepare") or self._done >= death.step
 
     def _die(self) -> None:

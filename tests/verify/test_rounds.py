@@ -27,6 +27,7 @@ CALENDAR = Calendar(
     saved_files=9,
     epoch_ends=(17, 34, 99),
     switches=(70,),
+    rolled_back=(45, 30),
     step_seconds=0.1,
     prepare_seconds=2.0,
 )
@@ -41,12 +42,12 @@ def experiment(tmp_path):
 
 
 def test_each_kind_comes_as_often_as_any_other():
-    for count in (1, 8, 100, 103):
+    for count in (1, 9, 100, 103):
         drawn = rounds.draw(CALENDAR, count, seed=3)
         times = collections.Counter(one.kind for one in drawn)
         assert sum(times.values()) == count
         assert max(times.values()) - min(times.values()) <= 1
-        assert len(times) == min(count, 8)
+        assert len(times) == min(count, 9)
 
 
 def test_a_draw_is_a_function_of_its_seed():
@@ -70,16 +71,29 @@ def test_kills_come_where_their_kind_has_a_place():
     assert len(places["SIGKILL"]) > 80
     parts = {one.death.part for one in drawn if one.kind == "in an evaluation"}
     assert parts == {0, 1, 2, 3}
+    parts = {one.death.part for one in drawn if one.kind == "after a roll-back"}
+    assert parts == set(range(30)), "up to the save of step 60"
     steps = [one.death.step for one in drawn if one.kind != "in prepare"]
     assert steps == sorted(steps)
     assert max(one.death.after for one in drawn if one.kind == "in prepare") < 2.0
 
 
 def test_a_kind_without_a_place_is_left_out():
-    short = dataclasses.replace(CALENDAR, epoch_ends=(), switches=())
-    assert set(rounds.absent_kinds(short)) == {"at an epoch's end", "at the switch of phases"}
+    short = dataclasses.replace(CALENDAR, epoch_ends=(), switches=(), rolled_back=None)
+    assert set(rounds.absent_kinds(short)) == {
+        "at an epoch's end", "at the switch of phases", "after a roll-back",
+    }  # fmt: skip
     drawn = rounds.draw(short, 60, seed=0)
     assert set(collections.Counter(one.kind for one in drawn).values()) == {10}
+
+
+def test_steps_without_a_loss_lie_after_the_first_save(experiment):
+    three = resolve.override(experiment, ["optimizer.bad_steps_in_a_row=3"])
+    found = {rounds.steps_without_loss(three, seed) for seed in range(100)}
+    assert {len(steps) for steps in found} == {3}
+    assert {steps.start for steps in found} == set(range(5, 18))
+    for setting in ("optimizer.after_bad_steps=stop", "optimizer.bad_steps_in_a_row=16"):
+        assert not rounds.steps_without_loss(resolve.override(experiment, [setting]), 0)
 
 
 # --- notes --------------------------------------------------------------------------------------
@@ -129,8 +143,8 @@ def planned(steps=20, size=2):
 class Script:
     """Stands for the processes: each start does what it is given."""
 
-    def __init__(self, *starts):
-        self.starts = iter(starts)
+    def __init__(self, *starts, went_back=None):
+        self.starts, self.went_back = iter(starts), went_back
 
     def run(self, command, workdir, order, **_):
         first, last, saved, code, add = next(self.starts)
@@ -139,7 +153,14 @@ class Script:
                 one = note(step, [2 * step, 2 * step + 1], order.start, add=add)
                 file.write(json.dumps(one) + "\n")
             if order.death:
-                killed = {"kind": "killed", "start": order.start, "process": 0, "done": last}
+                if self.went_back:
+                    back = {"kind": "rolled_back", "start": order.start, "process": 0}
+                    file.write(
+                        json.dumps(back | dict(zip(("done", "to"), self.went_back, strict=True)))
+                        + "\n"
+                    )
+                killed = {"kind": "killed", "start": order.start, "process": 0}
+                killed["done"] = last - (order.death.signal == signal.SIGTERM)
                 file.write(json.dumps(killed) + "\n")
         for step in saved:
             (workdir / "checkpoints" / str(step)).mkdir(parents=True)
@@ -167,7 +188,7 @@ def test_a_lineage_that_goes_on_as_it_should_shows_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("starts", "words"),
     [
-        ([(0, 9, [4], 1, 0)], "was to be killed and ended with exit code 1: the last line"),
+        ([(0, 9, [4], 1, 0)], "was to end with exit code -9 and ended with exit code 1: the last"),
         ([(0, 13, [4], -9, 0), (4, 20, [], 0, 0)], "the newest checkpoint is of step 4, not of 8"),
         ([(0, 9, [8], -9, 0), (9, 20, [], 0, 0)], "went on from step 9, and the newest checkpoint"),
         ([(0, 9, [4], -9, 0), (4, 20, [], 0, 1)], "16 steps saw another batch, the first is step"),
@@ -188,8 +209,23 @@ def test_a_stop_that_saves_nothing_is_said(tmp_path):
     assert run.kill(STOP).differences == []
     assert run.finish() == ["the newest checkpoint is of step 8, not of 10"]
     assert lineage(tmp_path, (0, 10, [], -15, 0)).kill(STOP).differences[-1].startswith(
-        "was to stop with the state saved and ended with exit code -15"
+        "was to end with exit code 75 and ended with exit code -15"
     )  # fmt: skip
+
+
+def test_what_must_be_saved_around_steps_without_a_loss(tmp_path):
+    """Steps 9 to 11 have none, and the undisturbed run went back over them at 13."""
+
+    def least(death, done, went_back=None):
+        run = Lineage(Script(), tmp_path / "killed", 4, planned(), range(9, 12), 13)
+        return run._whole(death, done, went_back)
+
+    kill, stop = KILL.death, STOP.death
+    assert least(kill, 9) == 4 and least(stop, 8) == 9
+    assert least(stop, 9) == 4, "step 9 is not finite, so nothing is saved after it"
+    assert least(kill, 13) == 4, "12 could not be saved"
+    assert least(kill, 17) == 12, "it had gone back before"
+    assert least(kill, 9, (13, 8)) == 8 and least(stop, 9, (13, 8)) == 10
 
 
 def test_a_run_that_ends_before_its_death_is_no_kill(tmp_path):
