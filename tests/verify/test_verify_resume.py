@@ -110,7 +110,7 @@ def test_a_flipped_bit_of_a_parameter_is_named(verified, tmp_path):
     found = compare.states(experiment, tmp_path / "killed", folder / "undisturbed")
     assert len(found.differences) == 1
     assert (
-        "1 of 94 arrays differ, the first is params/encoder/word_embeddings, by "
+        "1 of 94 arrays differ, the first is params/encoder/embeddings/word/embedding, by "
         in (found.differences[0])
     )
     assert not compare.states(experiment, folder / "killed", folder / "undisturbed").differences
