@@ -17,7 +17,7 @@ from small_run import bert_jax, settings, write_text
 
 from bert_jax import cli, resolve
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.verify import children, compare, rounds
+from bert_jax.verify import children, compare, elsewhere, rounds
 
 HERE = pathlib.Path(__file__).parent
 KINDS = rounds.Kind.__args__
@@ -142,20 +142,20 @@ def test_another_corpus_is_named(verified, tmp_path):
 
 
 def test_a_run_that_goes_on_with_another_batch_is_found(tmp_path, monkeypatch, capsys):
-    """Exit code 1; and batches that cannot be halved are not tried on two devices."""
     for name, value in settings(1).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
     monkeypatch.setattr(children, "VICTIM", "one_step_on")
+    monkeypatch.setattr(elsewhere, "left_out", lambda *_: "not here")
     code = cli.main(
         [
             *("verify-resume", str(write_text(tmp_path)), "--workdir", str(tmp_path / "v")),
-            *("--rounds", "1", "--set", "phases.0.batch_size=7"),
+            *("--rounds", "1", "--set", "optimizer.bad_steps_in_a_row=3"),
         ]
     )
     said = capsys.readouterr().out
     assert code == 1, said
-    assert "left out: other devices and processes: phases.0.batch_size=7 cannot be halved" in said
+    assert "left out: other devices and processes: not here" in said
     assert "steps saw another batch, the first is step " in said
     assert "killed: went on to its end" in said
     assert not said.splitlines()[-1].endswith(" 0 differences")
