@@ -8,8 +8,10 @@ import time
 
 import pytest
 from broken import call, tree
+from small_run import pretrain
 
 from bert_jax.training import metrics
+from bert_jax.training.checkpoint import Checkpoints
 
 
 class Disk:
@@ -64,6 +66,40 @@ def test_a_disk_that_fills_up_in_a_run_costs_no_checkpoint(disk, copy_of_run, ca
     assert saved and all(name.isdecimal() for name in saved)
     disk.mount("remount,size=20m")
     assert call(command) == (0, "")
+    lines = (disk.folder / "w" / "metrics.jsonl").read_bytes()
+    assert lines == pathlib.Path("run/metrics.jsonl").read_bytes()
+
+
+def test_a_run_may_go_on_where_its_checkpoints_do_not_fit(disk, copy_of_run):
+    """It tries again at each; there is space again before the last."""
+    disk.mount("size=3m")
+    space = disk.folder / "space"
+
+    def fill():
+        with contextlib.suppress(OSError), open(space, "wb", 0) as file:
+            while file.write(b"x" * 512):
+                pass
+
+    saved = []
+    save = Checkpoints.save
+
+    def watched(self, step, *args):
+        saved.append(step)
+        if step == 6:
+            fill()
+        if step == 18:
+            space.unlink()
+        save(self, step, *args)
+
+    settings = ("run.checkpoint_every=3", "run.when_disk_is_full=go_on")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", watched)
+        outcome, shown = pretrain("small.py", disk.folder / "w", *settings)
+    assert outcome == "finished"
+    assert saved == [3, 6, 9, 12, 15, 18, 21, 22]
+    assert "without a new checkpoint: " in shown and "the disk is full" in shown
+    kept = {path.name for path in (disk.folder / "w" / "checkpoints").iterdir()}
+    assert "22" in kept and all(name.isdecimal() for name in kept)
     lines = (disk.folder / "w" / "metrics.jsonl").read_bytes()
     assert lines == pathlib.Path("run/metrics.jsonl").read_bytes()
 

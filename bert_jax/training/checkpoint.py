@@ -104,10 +104,23 @@ class Checkpoints:
         """The step of the newest whole checkpoint."""
         return next(iter(self.steps), None)
 
+    def finish(self) -> None:
+        """Waits until what is being saved is on disk; a save that fails leaves nothing.
+
+        Raises:
+          InputError: it could not be written; DiskFull of a full disk.
+        """
+        try:
+            with named_errors(self._folder):
+                self._checkpointer.wait()
+        except InputError:
+            self._remove_unfinished()
+            raise
+
     def save(
         self, step: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
     ) -> None:
-        """Begins to save; an earlier save is finished first.
+        """Begins to save; an earlier save must be finished.
 
         Args:
           step: steps done.
@@ -116,7 +129,7 @@ class Checkpoints:
           held_out_loss: by which the best are told; None if it was not evaluated at this step.
 
         Raises:
-          InputError: it cannot be written, or the save before could not; DiskFull of a full disk.
+          InputError: it cannot be written; DiskFull of a full disk.
         """
         metadata = {
             "format_version": FORMAT_VERSION,
@@ -252,8 +265,8 @@ class Checkpoints:
 
     def forget_after(self, step: int) -> None:
         """Removes newer checkpoints: of steps that will be done again, otherwise."""
+        self.finish()
         with named_errors(self._folder):
-            self._checkpointer.wait()
             for newer in self.steps:
                 if newer > step:
                     self._checkpointer.delete(newer)
@@ -278,11 +291,12 @@ class Checkpoints:
             with named_errors(self._folder):
                 self._checkpointer.close()
         finally:
-            if self._access == "write" and jax.process_index() == 0:
-                self._remove_unfinished()
+            self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
         """Else a full disk would stay full. Nothing is being saved any more."""
+        if self._access == "read" or jax.process_index():
+            return
         with contextlib.suppress(OSError, ValueError):  # epath's word for a folder not empty
             for path in self._folder.glob("*.orbax-checkpoint-tmp"):
                 path.rmtree()

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from etils import epath
 
 from bert_jax.bucket import Growing, is_bucket
 from bert_jax.config import InputError
-from bert_jax.workdir import named_errors, write_atomic
+from bert_jax.workdir import DiskFull, named_errors, write_atomic
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
 
@@ -41,29 +41,50 @@ class Lines:
     """A file of JSON lines, each with a `step`, flushed as it is written.
 
     In a bucket, where nothing can be appended, it is written now and then, and by `flush`.
+
+    Args:
+      path: of the file.
+      when_full: whether a full disk is an error, or lines wait until there is space.
     """
 
-    def __init__(self, path: epath.Path):
-        self._path = path
+    def __init__(self, path: epath.Path, when_full: Literal["stop", "go_on"] = "stop"):
+        self._path, self._when_full = path, when_full
         self._object = Growing(path) if is_bucket(path) else None
+        self._waiting = ""
 
     def append(self, line: dict[str, Any]) -> None:
         """Adds a line, with numbers that read back as the same bits."""
         text = json.dumps(line, allow_nan=False) + "\n"
-        with named_errors(self._path):
-            if self._object is not None:
+        if self._object is not None:
+            with named_errors(self._path):
                 self._object.append(text)
-                return
-            with self._path.open("a") as file:
-                file.write(text)
+            return
+        self._waiting += text
+        try:
+            self._write()
+        except DiskFull:
+            if self._when_full == "stop":
+                raise
+
+    def _write(self) -> None:
+        with named_errors(self._path), self._path.open("ab") as file:
+            before = file.tell()
+            try:
+                file.write(self._waiting.encode())
                 file.flush()
                 os.fsync(file.fileno())
+            except OSError:
+                file.truncate(before)
+                raise
+        self._waiting = ""
 
     def flush(self) -> None:
         """Writes what is not written yet: whatever may follow, these lines are there."""
         if self._object is not None:
             with named_errors(self._path):
                 self._object.write()
+        elif self._waiting:
+            self._write()
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines; a last one cut off by a kill is left out.

@@ -82,9 +82,10 @@ class Trainer:
             "give all of them the corpus that one of them prepared",
         )
         lines = metrics.Lines if peers.leads else metrics.NoLines
-        self.metrics = lines(workdir.metrics)
-        self.predictions = lines(workdir.predictions)
-        self.timings = lines(workdir.timings)
+        full = experiment.run.when_disk_is_full
+        self.metrics = lines(workdir.metrics, full)
+        self.predictions = lines(workdir.predictions, full)
+        self.timings = lines(workdir.timings, full)
         self.held_out = self.prepared.held_out(experiment, self.mesh)
         self.watched = self.prepared.watched(experiment)
         self.eval_step = step.make_eval_step(experiment.model, experiment.mesh, self.mesh)
@@ -342,11 +343,9 @@ class Trainer:
         self.progress.say(f"step {self.done}: {evaluate_lib.summary(self.evaluation)}")
 
     def _save(self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]) -> None:
-        # Lines up to this step are on disk before the checkpoint that will not write them again.
         self._write_pending()
         if self._went_wrong:
             return
-        self._flush_lines()
         self.prepared.require_unchanged()
         sums, bad_in_a_row = metrics.fetch((window, state["bad_in_a_row"]))
         if bad_in_a_row and self.done < self.experiment.total_steps:
@@ -366,11 +365,19 @@ class Trainer:
         }
         evaluated = self.evaluation if self.evaluation.get("step") == self.done else {}
         try:
+            saved.finish()
+        except DiskFull as error:  # the one before; what it took is free again
+            self._not_saved(error)
+        try:
+            # Before the checkpoint that will not write them again.
+            self._flush_lines()
             saved.save(self.done, state, metadata, evaluated.get("loss"))
+            self.kept = "saved"
         except DiskFull as error:
-            if self.experiment.run.when_disk_is_full == "stop" or self.peers.count > 1:
-                raise
-            self.kept = f"not saved: {error}"
-            self.progress.say(f"step {self.done}: {self.kept}")
-            return
-        self.kept = "saved"
+            self._not_saved(error)
+
+    def _not_saved(self, error: DiskFull) -> None:
+        if self.experiment.run.when_disk_is_full == "stop" or self.peers.count > 1:
+            raise error
+        self.kept = f"without a new checkpoint: {error}"
+        self.progress.say(f"step {self.done}: {self.kept}")

@@ -11,6 +11,7 @@ from bert_jax.endings import INTERRUPTED
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.peers import Peers
 
+_STDERR = 2
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -51,7 +52,7 @@ class StopRequest:
 
     def _request(self) -> None:
         if not self.requested:
-            os.write(2, b"stopping after this step; Ctrl-C again leaves at once, unsaved\n")
+            os.write(_STDERR, b"stopping after this step; Ctrl-C again leaves at once, unsaved\n")
         self.requested = True
 
 
@@ -71,7 +72,7 @@ class SharedStopRequest(StopRequest):
         self.requested |= multihost_utils.reached_preemption_sync_point(done)
 
     def _request(self) -> None:
-        os.write(2, b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n")
+        os.write(_STDERR, b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n")
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -89,7 +90,7 @@ class Pulse:
     def beat(self, times: int = 1) -> None:
         """Something was done; the next beat is due, after a long time `times` as late."""
         if self._seconds:
-            faulthandler.dump_traceback_later(times * self._seconds, exit=True)
+            faulthandler.dump_traceback_later(times * self._seconds, exit=True, file=_STDERR)
 
     def rest(self) -> None:
         """What comes now may take any time."""
