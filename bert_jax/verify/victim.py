@@ -27,7 +27,7 @@ from bert_jax.verify.orders import Death, Order, files_below
 _DIE_WITH_PARENT = (1, signal.SIGKILL)
 # Of several processes: how long all may take to come, and a step.
 _ARRIVE, _HANG = 120.0, 600.0
-_LOOK = 0.0002  # seconds between two looks at a save
+_LOOK = 0.005  # seconds between two looks at a save: more often would slow it down
 
 
 class Victim:
