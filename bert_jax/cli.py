@@ -199,6 +199,12 @@ def _parser() -> argparse.ArgumentParser:
         "--tensorboard", action="store_true", help="write event files to W/tensorboard, too"
     )
 
+    sub = add("checkpoints", commands.checkpoints)
+    sub.add_argument("workdir", metavar="W", help="a run")
+    sub.add_argument(
+        "--verify", action="store_true", help="read them all, and compare them with their checksums"
+    )
+
     sub = add("predict", commands.predict)
     sub.add_argument("--workdir", metavar="W", required=True, help="a run")
     sub.add_argument("text", metavar="TEXT", nargs="*", help="A; left out: lines of A or A<tab>B")

@@ -132,6 +132,22 @@ def report(args: argparse.Namespace) -> int:
     return FINISHED
 
 
+def checkpoints(args: argparse.Namespace) -> int:
+    """List a run's checkpoints: steps, sizes, held-out losses."""
+    from etils import epath
+
+    from bert_jax.training import listing
+
+    say, folder = _console_say(), epath.Path(args.workdir)
+    for line in listing.listing(folder):
+        say(line)
+    damaged = 0
+    for number, why in listing.verify(folder) if args.verify else ():
+        say(why or f"step {number}: every array is what was saved")
+        damaged += bool(why)
+    return FAILED if damaged else FINISHED
+
+
 def predict(args: argparse.Namespace) -> int:
     """Fill [MASK], and say whether B follows A."""
     from etils import epath

@@ -262,7 +262,7 @@ class Run(Section):
     # A checkpoint that does not fit on the disk ends the run, or is left out and tried again.
     when_disk_is_full: Literal["stop", "go_on"] = "stop"
     # The process ends, and shows what it stood in, when no step was done for so many seconds; 0:
-    # never. An evaluation and a save count as a step; a step that is compiled has as many more.
+    # never. An evaluation counts as a step; what compiles may take twice as long.
     hang_after_seconds: int = 1_800
     prefetch_batches: int = 4
     data_workers: int = 0

@@ -91,6 +91,21 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_and_writes_the_bytes_of_a_local
         assert objects.files("run/")[f"run/{name}"] == (tmp_path / "local" / name).read_bytes()
     assert not [name for name in objects.files() if "tmp" in name]
     assert_can_be_read(objects, tmp_path)
+    assert_damage_is_put_aside(objects, file, there, tmp_path)
+
+
+def assert_damage_is_put_aside(objects, file, there, tmp_path):
+    newest = "run/checkpoints/22/"
+    name = max(objects.files(newest), key=lambda name: len(objects.files()[name]))
+    content = bytearray(objects.files()[name])
+    content[len(content) // 2] ^= 1
+    objects.put(name, bytes(content), {})
+    done = bert_jax("pretrain", file, *there)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"22: damaged, cannot be restored" in done.stdout and b"now damaged-22" in done.stdout
+    assert objects.files("run/checkpoints/damaged-22/") and objects.files(newest)
+    ours = objects.files("run/")["run/metrics.jsonl"]
+    assert ours == (tmp_path / "local" / "metrics.jsonl").read_bytes()
 
 
 def assert_can_be_read(objects, tmp_path):

@@ -126,7 +126,6 @@ class Trainer:
             if self.done == total:
                 return "finished"
             self._note("start", self._lap() | {"environment": environment()})
-            self.pulse.beat()
             try:
                 with self.progress.bar(self.done, total):
                     while not stop.requested and not self.failed:

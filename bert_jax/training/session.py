@@ -79,7 +79,7 @@ def _pretrain(
     peers: Peers,
 ) -> runner.Outcome:
     pulse = Pulse(experiment.run.hang_after_seconds)
-    pulse.beat()
+    pulse.beat(times=2)
     mesh = mesh_lib.make_mesh(experiment.mesh)
     runner.require_runnable(experiment, mesh)
     _keep_freed_memory()
@@ -92,7 +92,7 @@ def _pretrain(
         pulse.rest()
         with clock.waiting("prepare"):
             peers.first("prepare", lambda: _prepare(experiment, workdir, progress, peers))
-        pulse.beat()
+        pulse.beat(times=2)
         with StopRequest.of(peers) as stop:
             trainer = runner.Trainer(
                 experiment, workdir, mesh, progress, clock, origin, peers, pulse

@@ -190,6 +190,38 @@ def newest_state(run: pathlib.Path) -> tuple[int, dict]:
     return found.step, jax.device_get(found.state)
 
 
+def test_checkpoints_are_listed_and_verified(finished, run, capsys):
+    from bert_jax import cli
+
+    assert cli.main(["checkpoints", str(run), "--verify"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in out[1:4]] == ["22", "20", "16"]
+    assert out[1].endswith("newest, best") and "finished" in out[4]
+    loss = next(
+        line["loss"]
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if line["kind"] == "evaluation" and line["step"] == 22
+    )
+    assert f" {loss:.3f}, newest" in out[1]
+    assert out[5:] == [f"step {n}: every array is what was saved" for n in (22, 20, 16)]
+
+    flipped_bit(run / "checkpoints" / "20")
+    other_window(run / "checkpoints" / "16")
+    assert cli.main(["checkpoints", str(run)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[3].endswith("damaged") and "damaged" not in out[2]  # which is not read
+    assert cli.main(["checkpoints", str(run), "--verify"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert "20: damaged" in out[6] and "16: damaged" in out[7]
+
+
+def test_checkpoints_of_no_run_are_refused(tmp_path, capsys):
+    from bert_jax import cli
+
+    assert cli.main(["checkpoints", str(tmp_path / "nowhere")]) == 2
+    assert "no run here" in capsys.readouterr().err
+
+
 # --- checksums ----------------------------------------------------------------------------------
 
 

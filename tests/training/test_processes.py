@@ -119,6 +119,34 @@ def test_a_stopped_pod_goes_on_with_fewer_processes(text):
     assert_same_metrics(folder / "fewer", folder / "one", 1e-5)
 
 
+def test_damage_that_one_process_sees_is_skipped_by_all(text):
+    """The state lies cut over two processes; what one of them wrote is damaged."""
+    folder, file = text
+    cut = ("--set", "mesh.parallelism=zero3", "--set", "run.checkpoint_every=2")
+    run = ("pretrain", file, "--workdir", folder / "damaged", *cut)
+    code, _ = pod(folder, "before", 2, "1 5 SIGTERM", *run)
+    assert code == 75
+    newest = max((folder / "damaged" / "checkpoints").iterdir(), key=lambda p: int(p.name))
+    # With all devices the whole is there; with process 1's own, its half is not.
+    hurt = damage_of_one(newest)
+    code, lines = pod(folder, "after", 2, "none", *run)
+    assert code == 0, hurt
+    aside = [line for line in lines if "damaged, cannot be restored" in line]
+    assert len(aside) == 1 and aside[0].startswith("[0] ") and f"damaged-{newest.name}" in aside[0]
+    assert (folder / "damaged" / "checkpoints" / f"damaged-{newest.name}").is_dir()
+    before, after, whole = (rows(folder, name) for name in ("before", "after", "one"))
+    assert before | after == whole and set(before) & set(after)
+    assert_same_metrics(folder / "damaged", folder / "one", 1e-5)
+
+
+def damage_of_one(checkpoint: pathlib.Path) -> list[str]:
+    """Cuts off the largest file that holds arrays of process 1."""
+    files = [p for p in checkpoint.rglob("*") if p.is_file() and "process_1" in str(p)]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    return sorted(str(p.relative_to(checkpoint)) for p in files)
+
+
 def test_other_settings_on_one_host_end_all_with_the_same_line(text, tmp_path):
     folder, file = text
     workdir = tmp_path / "w"

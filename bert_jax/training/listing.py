@@ -1,0 +1,82 @@
+"""Which checkpoints a run has, and whether they are what was saved."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+from bert_jax import resolve
+from bert_jax.config import InputError, Mesh
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
+from bert_jax.training.checkpoint import ASIDE, Checkpoints, Damaged
+from bert_jax.workdir import Workdir, named_errors
+
+
+def listing(folder: epath.Path) -> Iterator[str]:
+    """A table of a run's checkpoints, the newest first, and those that were put aside.
+
+    Raises:
+      InputError: no run here, or it cannot be read.
+    """
+    experiment, workdir, saved = _open(folder)
+    with saved:
+        rows = [(number, *_told(saved, number)) for number in saved.steps]
+    known = [(loss, number) for number, loss, _ in rows if loss is not None]
+    best = min(known)[1] if known else None
+    if not rows:
+        yield f"{workdir.checkpoints}: no checkpoint yet"
+    else:
+        yield f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss"
+    for row, (number, loss, damage) in enumerate(rows):
+        place = workdir.checkpoints / str(number)
+        saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().mtime))
+        words = ["-" if loss is None else f"{loss:.3f}"]
+        words += ["newest"] * (row == 0) + ["best"] * (number == best) + [damage] * bool(damage)
+        yield f"{number:>10}  {saved_at}  {_bytes(place) / 1e6:>9.1f}  {', '.join(words)}"
+    for place in sorted(workdir.checkpoints.glob(f"{ASIDE}*")):
+        yield f"{place.name}: was found damaged and put aside, {_bytes(place) / 1e6:.1f} MB"
+    if rows and rows[0][0] == experiment.total_steps:
+        yield "the run is finished"
+
+
+def verify(folder: epath.Path) -> Iterator[tuple[int, str]]:
+    """Reads all checkpoints of a run, whole, on one device: (step, what is wrong or "").
+
+    Raises:
+      InputError: no run here, or it cannot be read.
+    """
+    experiment, _, saved = _open(folder)
+    mesh = mesh_lib.one_device()
+    abstract = step.abstract_state(experiment.model, experiment.optimizer, Mesh(), mesh)
+    with saved:
+        for number in saved.steps:
+            try:
+                saved.restore(number, abstract)
+            except Damaged as error:
+                yield number, str(error)
+            else:
+                yield number, ""
+
+
+def _open(folder: epath.Path) -> tuple[Any, Workdir, Checkpoints]:
+    experiment = resolve.load_saved(Workdir(folder))
+    workdir = Workdir(folder, experiment.run.corpus_dir)
+    if not workdir.checkpoints.exists():
+        raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
+    return experiment, workdir, Checkpoints(workdir.checkpoints, experiment.run, "read")
+
+
+def _told(saved: Checkpoints, number: int) -> tuple[float | None, str]:
+    try:
+        return saved.metadata(number)["held_out_loss"], ""
+    except Damaged:
+        return None, "damaged"
+
+
+def _bytes(place: epath.Path) -> int:
+    with named_errors(place):
+        return sum(
+            _bytes(path) if path.is_dir() else path.stat().length for path in place.iterdir()
+        )

@@ -1,0 +1,24 @@
+"""A run that hangs ends, and shows where."""
+
+import pathlib
+
+from small_run import command, write_text
+
+MEMBER = pathlib.Path(__file__).parent / "pod_member.py"
+
+
+def test_a_run_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
+    file = write_text(tmp_path)
+    run = ("pretrain", file, "--workdir", tmp_path / "w", "--set", "run.hang_after_seconds=20")
+    done = command(MEMBER, tmp_path / "rows", 0, 5, "hang", *run)
+    assert done.returncode == 1
+    err = done.stderr.decode()
+    assert "Timeout (0:00:20)!" in err and "pod_member.py" in err and "in noting" in err
+    assert (tmp_path / "w" / "checkpoints" / "4").exists()
+
+
+def test_a_slow_start_is_no_hang(tmp_path):
+    """Nor is a step that takes less than it may."""
+    file = write_text(tmp_path)
+    run = ("pretrain", file, "--workdir", tmp_path / "w", "--set", "run.hang_after_seconds=60")
+    assert command(MEMBER, tmp_path / "rows", 0, 5, "none", *run).returncode == 0
