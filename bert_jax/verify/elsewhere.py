@@ -13,8 +13,8 @@ from bert_jax.verify.lineage import other_batches
 from bert_jax.verify.notes import Execution, Notes
 from bert_jax.verify.orders import Death, Order
 
-# What rounding makes of a loss over a whole run: sums over devices are added in another order, and the
-# updates that follow carry it on. It was 4e-6 after 240 steps of experiments/tiny.py, and grows.
+# What rounding makes of a loss over a whole run: sums over devices are added in another order, and
+# the updates that follow carry it on. It was 4e-6 in 240 steps of experiments/tiny.py, and grows.
 TOLERANCE = 1e-2
 
 # As a shell, and so the local pod, says that a process was killed.
