@@ -23,6 +23,7 @@ _USE_CACHE = (
     "predict",
     "export",
     "doctor",
+    "verify-resume",
 )
 
 
@@ -112,7 +113,11 @@ def _parser() -> argparse.ArgumentParser:
             )
         return sub
 
-    def takes_experiment(sub: argparse.ArgumentParser, saved: bool = False) -> None:
+    def takes_experiment(
+        sub: argparse.ArgumentParser,
+        saved: bool = False,
+        workdir: str = "where the run lives [runs/NAME]",
+    ) -> None:
         sub.add_argument(
             "experiment",
             metavar="EXPERIMENT",
@@ -120,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
             help="a .py file that defines experiment(), or a resolved config as .json"
             + ("; left out: the config saved in --workdir" if saved else ""),
         )
-        sub.add_argument("--workdir", metavar="W", help="where the run lives [runs/NAME]")
+        sub.add_argument("--workdir", metavar="W", help=workdir)
         sub.add_argument(
             "--set",
             metavar="FIELD=VALUE",
@@ -274,6 +279,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="change a field of the EXPERIMENT, e.g. corpus.sources=text:my_folder",
     )
+
+    sub = add("verify-resume", commands.verify_resume)
+    takes_experiment(
+        sub, workdir="where its runs live; made anew if it is there [runs/NAME-verify]"
+    )
+    sub.add_argument("--rounds", type=int, default=20, metavar="N", help="kills [20]")
+    sub.add_argument("--seed", type=int, default=0, metavar="S", help="of where they come [0]")
 
     takes_experiment(add("conformance", commands.conformance), True)
     sub = add("conformance instances", conformance.write_instances)

@@ -232,6 +232,19 @@ def conformance(args: argparse.Namespace) -> int:
     return FINISHED if command.print_rules(_claim(args)[0] if named else None) else FAILED
 
 
+def verify_resume(args: argparse.Namespace) -> int:
+    """Kill the run at random moments and prove that it goes on as if nothing had happened."""
+    from etils import epath
+
+    from bert_jax import resolve
+    from bert_jax.verify import command
+
+    experiment = resolve.override(resolve.load(args.experiment), args.set)
+    root = epath.Path(args.workdir or f"runs/{experiment.name}-verify")
+    differences = command.verify(experiment, root, args.rounds, args.seed, _console_say())
+    return FAILED if differences else FINISHED
+
+
 def tokenize(args: argparse.Namespace) -> int:
     """Lines of text from standard input to lines of ids."""
     from bert_jax.text import tokenizer

@@ -8,7 +8,7 @@ EXIT_CODES = """\
 exit codes:
   0    finished
   1    failure; of doctor: a problem was found; of conformance: a rule is broken; of checkpoints:
-       one is damaged
+       one is damaged; of verify-resume: something differs
   2    bad input or usage
   75   stopped on request with the state saved; run again to go on
   130  Ctrl-C before training, or a second one during it

@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 
+from bert_jax.verify.orders import Death, Order
+
 EXPERIMENT = """
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Phase, Run
 
@@ -48,14 +50,16 @@ def write_text(folder: pathlib.Path, documents: int = 27) -> pathlib.Path:
     return file
 
 
-def command(*args: object, devices: int = 1, stdin: bytes = b"") -> subprocess.CompletedProcess:
+def command(
+    *args: object, devices: int = 1, stdin: bytes = b"", timeout: float = 300
+) -> subprocess.CompletedProcess:
     """Runs `python ARGS` as a user would, with compiled programs shared between runs."""
     return subprocess.run(
         [sys.executable, *map(str, args)],
         input=stdin,
         capture_output=True,
         env=os.environ | settings(devices),
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
 
@@ -63,6 +67,12 @@ def command(*args: object, devices: int = 1, stdin: bytes = b"") -> subprocess.C
 def bert_jax(*args: object, **options) -> subprocess.CompletedProcess:
     """Runs `bert-jax ARGS`."""
     return command("-m", "bert_jax.cli", *args, **options)
+
+
+def killed(step: int, signal: int, *args: object, **options) -> subprocess.CompletedProcess:
+    """Runs `bert-jax ARGS`, sent the signal before step STEP."""
+    order = Order(Death("step", signal, step))
+    return command("-m", "bert_jax.verify.victim", order.to_json(), *args, **options)
 
 
 def settings(devices: int) -> dict[str, str]:

@@ -15,7 +15,7 @@ import fsspec
 import pytest
 from broken import call
 from etils import epath
-from small_run import bert_jax, command, write_text
+from small_run import bert_jax, killed, write_text
 
 from bert_jax import bucket as bucket_lib
 from bert_jax import lease
@@ -27,8 +27,6 @@ from bert_jax.workdir import in_use, lock, sealed, write_atomic
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"
 )
-
-KILL_AT = pathlib.Path(__file__).parent / "training" / "kill_at.py"
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +75,8 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_and_writes_the_bytes_of_a_local
     prepared = bert_jax("prepare", file, *there)
     assert prepared.returncode == 0, prepared.stderr.decode()
     for step in (6, 15):
-        killed = command(KILL_AT, step, signal.SIGKILL, "pretrain", file, *there)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+        dead = killed(step, signal.SIGKILL, "pretrain", file, *there)
+        assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
     saved = {name.split("/")[2] for name in objects.files("run/checkpoints/")}
     # The newest as if the kill had come while it was being written.
     newest = max(map(int, saved))

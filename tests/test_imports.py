@@ -89,6 +89,18 @@ ALLOWED = {
         "model",
         "training",
     },
+    "verify": {
+        "bucket",
+        "section",
+        "config",
+        "resolve",
+        "workdir",
+        "data",
+        "training",
+        "endings",
+        "pod",
+        "cli",
+    },
     "show": {"section", "config", "workdir", "text", "data", "model", "training"},
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 from etils import epath
+from tensorflow_datasets.core.example_serializer import ExampleSerializer
 
 from bert_jax.config import Corpus, InputError
 from bert_jax.data.survey import Survey
@@ -118,5 +119,20 @@ def write(
         file_format=tfds.core.FileFormat.ARRAY_RECORD,
     )
     # TFDS prints of downloads, and there are none.
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), _equal_bytes():
         builder.download_and_prepare()
+
+
+@contextlib.contextmanager
+def _equal_bytes() -> Iterator[None]:
+    """Has TFDS write equal examples as equal bytes: protobuf orders a map anew in every process."""
+
+    def serialize(self: ExampleSerializer, example: Any) -> bytes:
+        return self.get_tf_example(example).SerializeToString(deterministic=True)
+
+    before = ExampleSerializer.serialize_example
+    ExampleSerializer.serialize_example = serialize
+    try:
+        yield
+    finally:
+        ExampleSerializer.serialize_example = before

@@ -344,6 +344,11 @@ class Trainer:
 
     def _save(self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]) -> None:
         self._write_pending()
+        if self.bad_steps is not None:
+            self.kept = (
+                f"not saved, since it has to go back over the steps {self.bad_steps[0]} to "
+                f"{self.bad_steps[-1]}; the newest checkpoint is of step {saved.latest_step}"
+            )
         if self._went_wrong:
             return
         self.prepared.require_unchanged()

@@ -204,6 +204,29 @@ def test_preparing_twice_from_scratch_gives_the_same_bytes(prepared_once, place)
         assert ours[name].replace(here, there) == others[name], name
 
 
+ALONE = """
+import sys
+from etils import epath
+from bert_jax.config import Corpus
+from bert_jax.data import corpus
+settings = Corpus(
+    sources=(sys.argv[1],), layout="sentences_by_line", tokenizer=sys.argv[2], validation_share=0.1
+)
+corpus.prepare(settings, int(sys.argv[4]), epath.Path(sys.argv[3]), print)
+"""
+
+
+def test_every_process_writes_the_same_bytes(place):
+    """A corpus that was removed is prepared again, and must be the one the run was trained on."""
+    hashes = []
+    for number in range(4):
+        arguments = [place.settings.sources[0], place.vocab, place.root / f"{number}", SIZE]
+        subprocess.run([sys.executable, "-c", ALONE, *map(str, arguments)], timeout=100, check=True)
+        manifest = json.loads((place.root / f"{number}" / "manifest.json").read_text())
+        hashes.append(manifest["files"])
+    assert all(files == hashes[0] for files in hashes)
+
+
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
 def test_a_tokenizer_is_trained_on_the_text(place, kind):
     manifest = place.prepare(50, tokenizer="train", tokenizer_kind=kind)

@@ -6,7 +6,6 @@ row holds) for each row of its devices to FOLDER. In ARGS $JAX_PROCESS_ID is the
 and `@chdir F` leads the command to run in F/NUMBER: as hosts have disks of their own.
 """
 
-import hashlib
 import json
 import os
 import pathlib
@@ -15,25 +14,15 @@ import sys
 import time
 
 import jax
-import numpy as np
 
 from bert_jax import cli
 from bert_jax.config import InputError
 from bert_jax.training import step
+from bert_jax.verify.notes import rows_of
 
 FOLDER, WHO, STEP, WHAT = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 ME = int(os.environ.get("JAX_PROCESS_ID", "0"))
 make_train_step = step.make_train_step
-
-
-def rows_of(batch):
-    """(row, hash) of the rows that lie on this process's devices."""
-    names = sorted(batch)
-    for shards in zip(*(batch[name].addressable_shards for name in names), strict=True):
-        arrays = dict(zip(names, (np.asarray(shard.data) for shard in shards), strict=True))
-        for i, row in enumerate(arrays["rows"].tolist()):
-            held = b"".join(arrays[name][i].tobytes() for name in names)
-            yield row, hashlib.sha256(held).hexdigest()
 
 
 def make_noting(*args):

@@ -120,18 +120,28 @@ def test_fewer_bad_steps_are_passed_over(text, tmp_path, monkeypatch):
     assert final_state(tmp_path / "w")[1]["skipped_steps"].tolist() == [-1] * 64
 
 
-def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("at", "every", "why"),
+    [
+        (6, 4, "since 2 steps up to it have no finite loss"),
+        (8, 5, "since it has to go back over the steps 5 to 7"),
+    ],
+)
+def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
+    at, every, why, text, tmp_path, monkeypatch
+):
     """And the run that goes on is the one that was not stopped."""
     _, file = text
     poison(monkeypatch, {5, 6, 7})
-    pretrain(file, tmp_path / "undisturbed")
+    settings = f"run.checkpoint_every={every}"
+    pretrain(file, tmp_path / "undisturbed", settings)
     make = step.make_train_step
 
     def deadly(*args):
         train_step = make(*args)
 
         def one(state, window, batch, key):
-            if int(state["step"]) == 6:
+            if int(state["step"]) == at:
                 os.kill(os.getpid(), signal.SIGTERM)
             return train_step(state, window, batch, key)
 
@@ -139,11 +149,11 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(text, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(step, "make_train_step", deadly)
-        outcome, shown = pretrain(file, tmp_path / "w")
+        outcome, shown = pretrain(file, tmp_path / "w", settings)
     assert outcome == "stopped"
-    assert "stopped at step 7, not saved, since 2 steps up to it" in shown
-    assert "the newest checkpoint is of step 4" in shown
-    assert pretrain(file, tmp_path / "w")[0] == "finished"
+    assert f"stopped at step {at + 1}, not saved, {why}" in shown
+    assert f"the newest checkpoint is of step {every}" in shown
+    assert pretrain(file, tmp_path / "w", settings)[0] == "finished"
     assert_identical(final_state(tmp_path / "w")[1], final_state(tmp_path / "undisturbed")[1])
     ours, theirs = (tmp_path / name / "metrics.jsonl" for name in ("w", "undisturbed"))
     assert ours.read_bytes() == theirs.read_bytes()

@@ -7,9 +7,9 @@ import signal
 import numpy as np
 import pytest
 from compare import assert_identical
-from small_run import bert_jax, command, final_state, write_text
+from small_run import bert_jax, command, final_state, killed, write_text
 
-KILL_AT = pathlib.Path(__file__).parent / "kill_at.py"
+from bert_jax.verify.orders import Death, Order
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,8 @@ def test_resume_is_bit_exact(undisturbed):
     assert 2 < epoch_end < 12, "the first phase must cross an epoch's end"
     steps = sorted({epoch_end - 1, epoch_end, epoch_end + 1, 13, 14, 15})
     for step in steps:
-        killed = command(
-            KILL_AT, step, signal.SIGKILL, "pretrain", file, "--workdir", folder / "killed"
-        )
-        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+        dead = killed(step, signal.SIGKILL, "pretrain", file, "--workdir", folder / "killed")
+        assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
     done = bert_jax("pretrain", file, "--workdir", folder / "killed")
     assert done.returncode == 0, done.stderr.decode()
     assert "resume: from step" in done.stdout.decode()
@@ -50,12 +48,12 @@ def test_sigterm_saves_and_the_run_goes_on(undisturbed):
     """Stopped at a step that is no multiple of the log or checkpoint interval."""
     folder, file, _ = undisturbed
     workdir = folder / "stopped"
-    stopped = command(KILL_AT, 10, signal.SIGTERM, "pretrain", file, "--workdir", workdir)
+    stopped = killed(10, signal.SIGTERM, "pretrain", file, "--workdir", workdir)
     assert stopped.returncode == 75, stopped.stderr.decode()
     last = stopped.stdout.decode().splitlines()[-1]
     assert last == "stopped at step 11, saved; run the same command again"
     assert (workdir / "checkpoints" / "11").exists()
-    interrupted = command(KILL_AT, 16, signal.SIGINT, "pretrain", file, "--workdir", workdir)
+    interrupted = killed(16, signal.SIGINT, "pretrain", file, "--workdir", workdir)
     assert interrupted.returncode == 75, interrupted.stderr.decode()
     done = bert_jax("pretrain", file, "--workdir", workdir)
     assert done.returncode == 0, done.stderr.decode()
@@ -101,12 +99,12 @@ def test_a_second_interrupt_leaves_at_once(undisturbed, tmp_path):
     _, file, _ = undisturbed
     driver = tmp_path / "twice.py"
     driver.write_text(
-        KILL_AT.read_text().replace(
-            "os.kill(os.getpid(), SIGNAL)",
-            "os.kill(os.getpid(), SIGNAL); os.kill(os.getpid(), SIGNAL)",
-        )
+        "import os, sys; from bert_jax.verify import victim; kill = os.kill\n"
+        "os.kill = lambda *whom: (kill(*whom), kill(*whom))\n"
+        "sys.exit(victim.main(sys.argv[1:]))\n"
     )
-    left = command(driver, 5, signal.SIGINT, "pretrain", file, "--workdir", tmp_path / "run")
+    order = Order(Death("step", signal.SIGINT, 5)).to_json()
+    left = command(driver, order, "pretrain", file, "--workdir", tmp_path / "run")
     assert left.returncode == 130
 
 
@@ -129,10 +127,10 @@ def relaid(undisturbed):
     folder, file, _ = undisturbed
     workdir = folder / "relaid"
     run = ("pretrain", file, "--workdir", workdir)
-    done = command(KILL_AT, 4, signal.SIGTERM, *run, devices=2)
+    done = killed(4, signal.SIGTERM, *run, devices=2)
     assert done.returncode == 75, done.stderr.decode()
     cut = ("--set", "mesh.parallelism=zero1", "--set", "mesh.accumulation=1,2")
-    done = command(KILL_AT, 10, signal.SIGTERM, *run, *cut, devices=2)
+    done = killed(10, signal.SIGTERM, *run, *cut, devices=2)
     assert done.returncode == 75, done.stderr.decode()
     cut = ("--set", "mesh.parallelism=zero3", "--set", "mesh.tensor=2")
     done = bert_jax(*run, *cut, devices=4)

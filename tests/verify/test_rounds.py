@@ -1,0 +1,320 @@
+"""The draw of kills, what is read from notes, and what is refused; no run is started."""
+
+import collections
+import dataclasses
+import json
+import math
+import pathlib
+import signal
+
+import numpy as np
+import pytest
+from small_run import write_text
+
+from bert_jax import cli, resolve
+from bert_jax.verify import compare, elsewhere, rounds
+from bert_jax.verify.children import Ended
+from bert_jax.verify.lineage import Lineage, newest_checkpoint
+from bert_jax.verify.notes import Execution, Notes
+from bert_jax.verify.orders import Death, Order
+from bert_jax.verify.rounds import Calendar, Round
+
+CALENDAR = Calendar(
+    total=100,
+    saves=(30, 60, 90, 100),
+    evaluations=(50, 100),
+    evaluation_batches=3,
+    saved_files=9,
+    epoch_ends=(17, 34, 99),
+    switches=(70,),
+    rolled_back=(45, 30),
+    step_seconds=0.1,
+    prepare_seconds=2.0,
+)
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    return resolve.load(str(write_text(tmp_path)))
+
+
+# --- the draw -----------------------------------------------------------------------------------
+
+
+def test_each_kind_comes_as_often_as_any_other():
+    for count in (1, 9, 100, 103):
+        drawn = rounds.draw(CALENDAR, count, seed=3)
+        times = collections.Counter(one.kind for one in drawn)
+        assert sum(times.values()) == count
+        assert max(times.values()) - min(times.values()) <= 1
+        assert len(times) == min(count, 9)
+
+
+def test_a_draw_is_a_function_of_its_seed():
+    drawn = rounds.draw(CALENDAR, 40, seed=3)
+    assert drawn == rounds.draw(CALENDAR, 40, seed=3) != rounds.draw(CALENDAR, 40, seed=4)
+
+
+def test_kills_come_where_their_kind_has_a_place():
+    places = collections.defaultdict(set)
+    drawn = rounds.draw(CALENDAR, 2000, seed=0)
+    for one in drawn:
+        places[one.kind].add(one.death.step)
+        if one.death.signal == signal.SIGTERM:  # it would find the last step done
+            assert one.death.step <= 98
+        if one.death.at == "save" and one.death.step == 100:
+            assert one.death.part == 0
+    assert places["in a save"] == {30, 60, 90, 100}
+    assert places["in an evaluation"] == {50, 100}
+    assert places["at an epoch's end"] == {16, 17, 18, 33, 34, 35, 98, 99}
+    assert places["at the switch of phases"] == {69, 70, 71}
+    assert len(places["SIGKILL"]) > 80
+    parts = {one.death.part for one in drawn if one.kind == "in an evaluation"}
+    assert parts == {0, 1, 2, 3}
+    parts = {one.death.part for one in drawn if one.kind == "after a roll-back"}
+    assert parts == set(range(30)), "up to the save of step 60"
+    steps = [one.death.step for one in drawn if one.kind != "in prepare"]
+    assert steps == sorted(steps)
+    assert max(one.death.after for one in drawn if one.kind == "in prepare") < 2.0
+
+
+def test_a_kind_without_a_place_is_left_out():
+    short = dataclasses.replace(CALENDAR, epoch_ends=(), switches=(), rolled_back=None)
+    assert set(rounds.absent_kinds(short)) == {
+        "at an epoch's end", "at the switch of phases", "after a roll-back",
+    }  # fmt: skip
+    drawn = rounds.draw(short, 60, seed=0)
+    assert set(collections.Counter(one.kind for one in drawn).values()) == {10}
+
+
+def test_steps_without_a_loss_lie_after_the_first_save(experiment):
+    three = resolve.override(experiment, ["optimizer.bad_steps_in_a_row=3"])
+    found = {rounds.steps_without_loss(three, seed) for seed in range(100)}
+    assert {len(steps) for steps in found} == {3}
+    assert {steps.start for steps in found} == set(range(5, 18))
+    for setting in ("optimizer.after_bad_steps=stop", "optimizer.bad_steps_in_a_row=16"):
+        assert not rounds.steps_without_loss(resolve.override(experiment, [setting]), 0)
+
+
+# --- notes --------------------------------------------------------------------------------------
+
+
+def note(step, rows, start=1, process=0, add=0):
+    hashes = [row + add for row in rows]
+    return {
+        "kind": "step", "start": start, "process": process, "step": step, "rows": rows,
+        "hashes": hashes,
+    }  # fmt: skip
+
+
+def write(path: pathlib.Path, *notes) -> Notes:
+    path.write_text("".join(json.dumps(one) + "\n" for one in notes))
+    return Notes.read(path)
+
+
+def test_what_two_processes_did_of_a_step_is_one_execution(tmp_path):
+    found = write(
+        tmp_path / "notes",
+        note(0, [2, 3], process=1),
+        note(1, [6, 7], process=1),
+        note(0, [0, 1]),
+        note(1, [4, 5]),
+    )
+    assert [e.step for e in found.executions] == [0, 1]
+    assert found.executions[0].rows.tolist() == [0, 1, 2, 3]
+    assert found.executions[1].hashes.tolist() == [4, 5, 6, 7]
+
+
+def test_a_step_done_again_is_an_execution_of_its_own(tmp_path):
+    found = write(tmp_path / "notes", note(0, [0]), note(0, [0], add=1), note(0, [0], start=2))
+    assert [e.hashes.tolist() for e in found.executions] == [[0], [1], [0]]
+    assert len(found.of_start(1)) == 2
+    assert found.survivors()[0].start == 2
+
+
+# --- a lineage ----------------------------------------------------------------------------------
+
+
+def planned(steps=20, size=2):
+    return {s: Execution(0, s, *[np.arange(s * size, (s + 1) * size, dtype=np.uint64)] * 2)
+            for s in range(steps)}  # fmt: skip
+
+
+class Script:
+    """Stands for the processes: each start does what it is given."""
+
+    def __init__(self, *starts, went_back=None):
+        self.starts, self.went_back = iter(starts), went_back
+
+    def run(self, command, workdir, order, **_):
+        first, last, saved, code, add = next(self.starts)
+        with open(order.notes, "a") as file:
+            for step in range(first, last):
+                one = note(step, [2 * step, 2 * step + 1], order.start, add=add)
+                file.write(json.dumps(one) + "\n")
+            if order.death:
+                if self.went_back:
+                    back = {"kind": "rolled_back", "start": order.start, "process": 0}
+                    file.write(
+                        json.dumps(back | dict(zip(("done", "to"), self.went_back, strict=True)))
+                        + "\n"
+                    )
+                killed = {"kind": "killed", "start": order.start, "process": 0}
+                killed["done"] = last - (order.death.signal == signal.SIGTERM)
+                file.write(json.dumps(killed) + "\n")
+        for step in saved:
+            (workdir / "checkpoints" / str(step)).mkdir(parents=True)
+        return Ended(code, 1.0, ("the last line",))
+
+
+KILL = Round("SIGKILL", Death("step", signal.SIGKILL, 9))
+STOP = Round("SIGTERM", Death("step", signal.SIGTERM, 9))
+
+
+def lineage(tmp_path, *starts):
+    return Lineage(Script(*starts), tmp_path / "killed", 4, planned())
+
+
+def test_a_lineage_that_goes_on_as_it_should_shows_nothing(tmp_path):
+    run = lineage(
+        tmp_path, (0, 9, [4, 8], -9, 0), (8, 11, [11], 75, 0), (11, 20, [16, 20], 0, 0)
+    )  # fmt: skip
+    assert run.kill(KILL).differences == []
+    assert run.kill(STOP).differences == []
+    assert run.finish() == []
+    assert newest_checkpoint(tmp_path / "killed") == 20
+
+
+@pytest.mark.parametrize(
+    ("starts", "words"),
+    [
+        ([(0, 9, [4], 1, 0)], "was to end with exit code -9 and ended with exit code 1: the last"),
+        ([(0, 13, [4], -9, 0), (4, 20, [], 0, 0)], "the newest checkpoint is of step 4, not of 8"),
+        ([(0, 9, [8], -9, 0), (9, 20, [], 0, 0)], "went on from step 9, and the newest checkpoint"),
+        ([(0, 9, [4], -9, 0), (4, 20, [], 0, 1)], "16 steps saw another batch, the first is step"),
+        ([(0, 9, [4], -9, 0), (4, 20, [], 1, 0)], "was to finish and ended with exit code 1"),
+    ],
+)  # fmt: skip
+def test_what_a_kill_may_not_do_is_said(starts, words, tmp_path):
+    run = lineage(tmp_path, *starts)
+    found = run.kill(KILL).differences
+    if len(starts) > 1:
+        assert found == []
+        found = run.finish()
+    assert len(found) == 1 and words in found[0]
+
+
+def test_a_stop_that_saves_nothing_is_said(tmp_path):
+    run = lineage(tmp_path, (0, 10, [8], 75, 0), (8, 20, [], 0, 0))
+    assert run.kill(STOP).differences == []
+    assert run.finish() == ["the newest checkpoint is of step 8, not of 10"]
+    assert lineage(tmp_path, (0, 10, [], -15, 0)).kill(STOP).differences[-1].startswith(
+        "was to end with exit code 75 and ended with exit code -15"
+    )  # fmt: skip
+
+
+def test_what_must_be_saved_around_steps_without_a_loss(tmp_path):
+    """Steps 9 to 11 have none, and the undisturbed run went back over them at 13."""
+
+    def least(death, done, went_back=None):
+        run = Lineage(Script(), tmp_path / "killed", 4, planned(), range(9, 12), 13)
+        return run._whole(death, done, went_back)
+
+    kill, stop = KILL.death, STOP.death
+    assert least(kill, 9) == 4 and least(stop, 8) == 9
+    assert least(stop, 9) == 4, "step 9 is not finite, so nothing is saved after it"
+    assert least(kill, 13) == 4, "12 could not be saved"
+    assert least(kill, 17) == 12, "it had gone back before"
+    assert least(kill, 9, (13, 8)) == 8 and least(stop, 9, (13, 8)) == 10
+
+
+def test_a_run_that_ends_before_its_death_is_no_kill(tmp_path):
+    run = lineage(tmp_path, (0, 20, [20], 0, 0))
+    late = Round("in a save", Death("save", step=20))
+    run._children.run = lambda command, workdir, order, **_: Script((0, 20, [20], 0, 0)).run(
+        command, workdir, Order(None, order.notes, order.start)
+    )
+    killed = run.kill(late)
+    assert killed.done is None and killed.differences == []
+
+
+# --- rows, losses, other devices ----------------------------------------------------------------
+
+
+def test_rows_that_were_missed_or_seen_twice_are_counted(experiment):
+    phases = tuple(dataclasses.replace(p, steps=10, batch_size=2) for p in experiment.phases)
+    experiment = dataclasses.replace(experiment, phases=phases)
+    whole = planned(10) | {s + 10: e for s, e in planned(10).items()}
+    assert compare.rows("x", experiment, whole).differences == []
+    (found,) = compare.rows("x", experiment, whole | {3: whole[4]}).differences
+    assert found.startswith("phase 0: of 20 rows 2 were not seen and 2 more than once; 0 are not")
+    found = compare.rows("x", experiment, {s: e for s, e in whole.items() if s != 19}).differences
+    assert found == [
+        "phase 1: of 20 rows 2 were not seen and 0 more than once; 0 are not of the plan"
+    ]
+
+
+def test_the_farthest_loss_is_named(tmp_path):
+    def lines(name, last, step=6):
+        (tmp_path / name).mkdir()
+        rows = [
+            {"step": 3, "kind": "train", "masked_lm_loss": 2.0, "gradient_norm": 9.0},
+            {"step": step, "kind": "evaluation", "masked_lm_loss": last},
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+        return tmp_path / name
+
+    a = lines("a", 4.0)
+    by, where = compare.losses(lines("b", 4.1), a)
+    assert by == pytest.approx(0.025) and where == "masked_lm_loss of evaluation, step 6"
+    assert compare.losses(lines("c", 4.0, step=7), a)[0] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("settings", "platform", "why"),
+    [
+        ([], "cpu", ""),
+        ([], "TPU v5 lite", "virtual devices are of a CPU, and this run had TPU v5 lite"),
+        (["mesh.tensor=2"], "cpu", "mesh.tensor=2"),
+        (["model.dropout_rng=rbg16"], "cpu", "model.dropout_rng=rbg16"),
+        (["phases.1.batch_size=3"], "cpu", "phases.1.batch_size=3 cannot be halved"),
+        (["mesh.accumulation=4"], "cpu", "phases.1.batch_size=4 cannot be halved"),
+        (["optimizer.clip=per_replica"], "cpu", "reference_replicas=1 cannot be halved"),
+    ],
+)
+def test_what_cannot_be_laid_over_two_devices_is_left_out(settings, platform, why, experiment):
+    found = elsewhere.left_out(resolve.override(experiment, settings), platform)
+    assert why in found and bool(why) == bool(found)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (["--set", "run.checkpoint_every=22"], "run.checkpoint_every=22: comes only at the end of"),
+        (["--set", "run.eval_every=100"], "run.eval_every=100: comes only at the end of 22 steps"),
+        (["--workdir", "gs://bucket/v"], "gs://bucket/v: name a folder of this machine"),
+        (["--workdir", "{}/text"], "text: holds all.txt, which `verify-resume` did not make"),
+        (["--workdir", "{}/vocab.txt"], "vocab.txt: is a file where a folder is needed"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_in_one_line(args, words, tmp_path, capsys):
+    file = write_text(tmp_path)
+    args = [arg.format(tmp_path) for arg in args]
+    before = sorted(tmp_path.rglob("*"))
+    place = ["--workdir", str(tmp_path / "v")] if "--workdir" not in args else []
+    assert cli.main(["verify-resume", str(file), *place, *args]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_one_of_several_processes_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    args = ["verify-resume", str(write_text(tmp_path)), "--workdir", str(tmp_path / "v")]
+    assert cli.main(args) == 2
+    assert "JAX_NUM_PROCESSES: this command starts processes of its own" in capsys.readouterr().err

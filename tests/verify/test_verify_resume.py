@@ -1,0 +1,205 @@
+"""`bert-jax verify-resume` as a user runs it: a round of each kind, and a run that is not sound."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from small_run import bert_jax, settings, write_text
+
+from bert_jax import cli, resolve
+from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.verify import children, compare, elsewhere, rounds
+
+HERE = pathlib.Path(__file__).parent
+KINDS = rounds.Kind.__args__
+
+
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory):
+    """A round of each kind: the folder, and what was said."""
+    folder = tmp_path_factory.mktemp("verify")
+    done = bert_jax(
+        "verify-resume", write_text(folder), "--workdir", folder / "v", "--rounds", len(KINDS),
+        "--set", "optimizer.bad_steps_in_a_row=3", timeout=600,
+    )  # fmt: skip
+    said = done.stdout.decode()
+    assert done.returncode == 0, said + done.stderr.decode()
+    return folder / "v", said.splitlines()
+
+
+def test_a_round_of_each_kind_finds_no_difference(verified):
+    _, said = verified
+    assert said[-1] == f"verify-resume: {len(KINDS)} kills, 0 differences"
+    summary = {line[:23].strip(): line[23:].split() for line in said[-30:]}
+    for kind in KINDS:
+        assert summary[kind] == ["1", "0"]
+    assert not any("difference:" in line or "left out" in line for line in said)
+
+
+def test_each_round_says_where_it_began_and_died(verified):
+    _, said = verified
+    first = next(i for i, line in enumerate(said) if line.startswith("round"))
+    lines = [line.split() for line in said[first + 1 : first + 1 + len(KINDS)]]
+    assert [int(words[0]) for words in lines] == list(range(1, len(KINDS) + 1))
+    codes = {words[-2] for words in lines}
+    assert codes <= {"-9", "75"} and len(codes) == 2
+    for *_, began, done, _, _ in lines[1:]:
+        assert int(began) <= int(done) <= 22
+
+
+def test_what_was_compared_is_said(verified):
+    _, said = verified
+    text = "\n".join(said)
+    for what in (
+        "0  undisturbed: each of 144 rows trained on once",
+        "0  undisturbed: went back over steps ",
+        "0  killed: parameters, optimizer and counters: ",
+        "0  killed: metrics.jsonl: 12 lines, byte for byte",
+        "0  killed: predictions.jsonl: 4 lines, byte for byte",
+        "0  killed: each of 144 rows trained on once",
+        "0  elsewhere (2 devices, 2 processes, 1 device): losses off by ",
+    ):
+        assert what in text
+
+
+def test_the_folder_is_made_anew_and_nothing_else_is_touched(verified, tmp_path):
+    """A former folder with something of the user's in it is refused, whole."""
+    folder, _ = verified
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "thesis.txt").write_text("mine")
+    before = sorted(path.name for path in copy.rglob("*"))
+    refused = bert_jax("verify-resume", folder / "experiment.json", "--workdir", copy)
+    assert refused.returncode == 2
+    assert "holds thesis.txt, which `verify-resume` did not make" in refused.stderr.decode()
+    assert sorted(path.name for path in copy.rglob("*")) == before
+
+
+def test_a_refused_experiment_leaves_nothing(tmp_path):
+    refused = bert_jax(
+        "verify-resume", write_text(tmp_path), "--workdir", tmp_path / "v", "--set",
+        "corpus.sources=text:/nowhere/at/all",
+    )  # fmt: skip
+    assert refused.returncode == 2
+    (line,) = refused.stderr.decode().splitlines()
+    assert line.startswith("bert-jax: ") and "/nowhere/at/all" in line
+    assert not (tmp_path / "v").exists()
+
+
+# --- what would be found ------------------------------------------------------------------------
+
+
+def experiment_of(folder):
+    return resolve.from_json((folder / "experiment.json").read_text(), "experiment.json")
+
+
+def test_a_flipped_bit_of_a_parameter_is_named(verified, tmp_path):
+    folder, _ = verified
+    experiment = experiment_of(folder)
+    shutil.copytree(folder / "killed", tmp_path / "killed")
+    checkpoints = epath.Path(tmp_path / "killed" / "checkpoints")
+    state, beside = compare.last_state(experiment, tmp_path / "killed")
+    words = state["params"]["encoder"]["embeddings"]["word"]
+    table = np.array(words["embedding"])
+    table.view(np.uint32).ravel()[7] ^= 1
+    words["embedding"] = table
+    state = jax.device_put(state)
+    (checkpoints / "22").rmtree()
+    with Checkpoints(checkpoints, experiment.run, "write") as saved:
+        loss = beside.pop("held_out_loss")
+        del beside["checksums"]
+        saved.save(22, state, beside, loss)
+    found = compare.states(experiment, tmp_path / "killed", folder / "undisturbed")
+    assert len(found.differences) == 1
+    assert (
+        "1 of 94 arrays differ, the first is params/encoder/embeddings/word/embedding, by "
+        in (found.differences[0])
+    )
+    assert not compare.states(experiment, folder / "killed", folder / "undisturbed").differences
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "predictions.jsonl"])
+def test_a_changed_line_is_named(name, verified, tmp_path):
+    folder, _ = verified
+    lines = (folder / "killed" / name).read_text().splitlines(keepends=True)
+    changed = [*lines[:2], lines[2].replace("0.", "0.0", 1), *lines[3:]]
+    for text, where in ((changed, 3), (lines[:-1], len(lines)), ([*lines, "{}\n"], len(lines) + 1)):
+        (tmp_path / name).write_text("".join(text))
+        (found,) = compare.texts(name, tmp_path, folder / "undisturbed").differences
+        assert found.startswith(f"{name}:{where} differs: ")
+
+
+def test_another_corpus_is_named(verified, tmp_path):
+    folder, _ = verified
+    shutil.copytree(folder / "corpus", tmp_path / "corpus")
+    assert compare.corpora(tmp_path / "corpus", folder / "corpus") == []
+    ids = tmp_path / "corpus" / "stream" / "train" / "ids.npy"
+    ids = ids if ids.exists() else next((tmp_path / "corpus" / "stream" / "train").glob("ids*"))
+    ids.write_bytes(ids.read_bytes()[:-1] + b"\x07")
+    (tmp_path / "corpus" / "COMPLETE").unlink()
+    assert compare.corpora(tmp_path / "corpus", folder / "corpus") == [
+        "COMPLETE is not in both",
+        f"stream/train/{ids.name} differs",
+    ]
+
+
+def test_a_run_that_goes_on_with_another_batch_is_found(tmp_path, monkeypatch, capsys):
+    for name, value in settings(1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
+    monkeypatch.setattr(children, "VICTIM", "one_step_on")
+    monkeypatch.setattr(elsewhere, "left_out", lambda *_: "not here")
+    code = cli.main(
+        [
+            *("verify-resume", str(write_text(tmp_path)), "--workdir", str(tmp_path / "v")),
+            *("--rounds", "1", "--set", "optimizer.bad_steps_in_a_row=3"),
+        ]
+    )
+    said = capsys.readouterr().out
+    assert code == 1, said
+    assert "left out: other devices and processes: not here" in said
+    assert "steps saw another batch, the first is step " in said
+    assert "killed: went on to its end" in said
+    assert not said.splitlines()[-1].endswith(" 0 differences")
+
+
+def test_an_interrupt_ends_the_child_too(tmp_path):
+    """Ctrl-C reaches the command alone, and nothing of it stays."""
+    environment = os.environ | settings(1)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "bert_jax.cli", "verify-resume", str(write_text(tmp_path))),
+            *("--workdir", str(tmp_path / "v")),
+        ],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    log = tmp_path / "v" / "undisturbed.log"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children_of = [int(n) for n in pathlib.Path(
+        f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]  # fmt: skip
+    assert children_of
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and error == b"bert-jax: interrupted\n"
+    assert not any(pathlib.Path(f"/proc/{number}").exists() for number in children_of)
+
+
+def test_the_mark_says_what_was_asked_for(verified):
+    folder, _ = verified
+    asked = json.loads((folder / "verify.json").read_text())
+    assert asked == {
+        "format_version": 1, "experiment": "small", "rounds": len(KINDS), "seed": 0,
+    }  # fmt: skip
