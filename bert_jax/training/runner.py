@@ -347,7 +347,7 @@ class Trainer:
         if self.bad_steps is not None:
             self.kept = (
                 f"not saved, since it has to go back over the steps {self.bad_steps[0]} to "
-                f"{self.bad_steps[-1]}; the newest checkpoint is of step {saved.latest_step}"
+                f"{self.bad_steps[-1]}; the newest checkpoint is of step {self.saved_step}"
             )
         if self._went_wrong:
             return
