@@ -58,6 +58,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.loop
 	$(BIN)/python -m benchmarks.start
+	$(BIN)/python -m benchmarks.reliability
 
 bench-torch: $(STAMP) $(TORCH)/installed
 	$(BIN)/python -m benchmarks.torch_step --python $(TORCH)/bin/python
