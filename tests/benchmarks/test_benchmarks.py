@@ -47,6 +47,12 @@ def test_loop_prints_its_figures(tmp_path):
     assert 0 < figures("loop", tmp_path, *arguments)["save_blocking_share"] < 1
 
 
+def test_reliability_prints_its_figures(tmp_path):
+    arguments = ("--rounds", 1, "--laps", 2, "--shape", "micro", "--state", "micro")
+    found = figures("reliability", tmp_path, *arguments)
+    assert 0 < found["blocking_share"] < 1 and 0 < found["verification_share_of_restore"] < 1
+
+
 def test_start_prints_its_figures(tmp_path):
     experiment = small_run.write_text(tmp_path / "small")
     assert figures("start", tmp_path, experiment, "--rounds", 1)["warm_cpu_seconds"] > 0
