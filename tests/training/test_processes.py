@@ -106,18 +106,29 @@ def test_four_processes_train_as_one(text):
 
 
 def test_a_stopped_pod_goes_on_with_fewer_processes(text):
-    """SIGTERM to one of four: all save the same step; two go on with the very next batch."""
+    """SIGTERM to one of four: all save the same step; two go on with the very next batch; then one.
+
+    The state lies whole on each, then cut over two, then whole again.
+    """
     folder, file = text
     run = ("pretrain", file, "--workdir", folder / "fewer")
-    code, lines = pod(folder, "first", 4, "2 4 SIGTERM", *run)
-    assert code == 75
-    stopped = [line for line in lines if "stopped at step" in line]
-    at = int(stopped[0].split("stopped at step ")[1].split(",")[0])
-    assert 4 < at < STEPS and (folder / "fewer" / "checkpoints" / str(at)).is_dir()
-    assert pod(folder, "then", 2, "none", *run)[0] == 0
-    first, then, whole = (rows(folder, name) for name in ("first", "then", "one"))
-    assert sorted(first) == list(range(at)) and sorted(then) == list(range(at, STEPS))
-    assert first | then == whole
+    cut = ("--set", "mesh.parallelism=zero3")
+    found, at = {}, 0
+    for name, processes, deed, layout in (
+        ("first", 4, "2 3 SIGTERM", ()),
+        ("then", 2, "1 14 SIGTERM", cut),
+    ):
+        code, lines = pod(folder, name, processes, deed, *run, *layout)
+        assert code == 75
+        stopped = [line for line in lines if "stopped at step" in line]
+        before, at = at, int(stopped[0].split("stopped at step ")[1].split(",")[0])
+        assert before < at < STEPS and (folder / "fewer" / "checkpoints" / str(at)).is_dir()
+        found[name] = rows(folder, name)
+        assert sorted(found[name]) == list(range(before, at))
+    assert start(folder, "last", "none", *run).wait() == 0
+    found["last"] = rows(folder, "last")
+    assert sorted(found["last"]) == list(range(at, STEPS))
+    assert found["first"] | found["then"] | found["last"] == rows(folder, "one")
     assert_same_metrics(folder / "fewer", folder / "one", 1e-5)
 
 

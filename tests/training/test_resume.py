@@ -151,6 +151,27 @@ def test_a_run_goes_on_under_other_shardings(undisturbed, relaid):
         np.testing.assert_allclose(list(a.values()), [b[name] for name in a], 1e-4, 1e-4)
 
 
+def test_sixteen_devices_then_eight_then_sixteen_see_the_same_batches(undisturbed, tmp_path):
+    """The lines say so: they are those of one device, to rounding."""
+    _, file, _ = undisturbed
+    larger = ("--set", "phases.0.batch_size=16", "--set", "phases.1.batch_size=16")
+    run = ("pretrain", file, *larger, "--workdir")
+    assert bert_jax(*run, tmp_path / "one").returncode == 0
+    for devices, step in ((16, 6), (8, 16)):
+        done = killed(step, signal.SIGTERM, *run, tmp_path / "many", devices=devices)
+        assert done.returncode == 75, done.stderr.decode()
+    cut = ("--set", "mesh.parallelism=zero3", "--set", "mesh.tensor=2")
+    assert bert_jax(*run, tmp_path / "many", *cut, devices=16).returncode == 0
+    ours, theirs = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("many", "one")
+    )
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys() and a.pop("kind") == b.pop("kind")
+        np.testing.assert_allclose(list(a.values()), [b[name] for name in a], 1e-4, 1e-4)
+
+
 def test_what_many_devices_trained_one_device_reads(undisturbed, relaid, tmp_path):
     """The run's own mesh asks for four."""
     said = []
