@@ -42,7 +42,7 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 # A compilation takes a core and a half, and a gigabyte or two.
-_AT_ONCE = 2
+AT_ONCE = 2
 # What a compilation and its reading are made of.
 _SOURCES = (
     "config.py",
@@ -148,7 +148,8 @@ def compile_all(
     """
     versions()
     compiler = _Compiler(say, refusals)
-    with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as pool:
+    width = min(AT_ONCE, len(os.sched_getaffinity(0)))  # `taskset` holds it to one
+    with concurrent.futures.ThreadPoolExecutor(width) as pool:
         futures = [pool.submit(compiler.outcome, job) for job in jobs]
         try:
             return [future.result() for future in futures]

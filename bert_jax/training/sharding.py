@@ -45,7 +45,7 @@ _LAYER = "encoder/layers/"
 # Stacked layers have their first dimension for the layers.
 RULES = (
     Rule("encoder/embeddings/word/embedding", data=(0, 1), tensor=0),
-    Rule("encoder/embeddings/position/embedding", data=(0,)),
+    Rule("encoder/embeddings/position/embedding", data=(1,)),
     Rule("encoder/embeddings/segment/embedding"),
     Rule(_LAYER + "(query|key|value|intermediate)/kernel", data=(1,), tensor=2),
     Rule(_LAYER + "(query|key|value|intermediate)/bias", tensor=1),
