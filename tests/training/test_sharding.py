@@ -12,6 +12,7 @@ from compare import assert_close
 from jax.extend import core
 from test_step import assert_same_run, reference  # noqa: F401
 
+from bert_jax import resolve
 from bert_jax.config import InputError, Mesh
 from bert_jax.model import heads, layers, losses
 from bert_jax.model.encoder import Loop
@@ -189,6 +190,14 @@ def test_two_axes_in_one_dimension_are_named():
     ]
     with pytest.raises(ValueError, match=r"encoder/embeddings/word/embedding.*dimension 0"):
         _cuts(Mesh(parallelism="zero1", tensor=2), rules)
+
+
+def test_a_thousand_devices_divide_the_state_of_large():
+    experiment = resolve.load("experiments/bert_large_pod.py")
+    shapes = jax.eval_shape(lambda: heads.init_params(experiment.model, jax.random.key(0)))
+    mesh = jax.sharding.AbstractMesh((8, 8, 16), ("data_0", "data_1", "data_2"))
+    cut = sharding.cuts(shapes, Mesh(parallelism="zero3"), mesh)
+    assert cut["encoder"]["embeddings"]["position"]["embedding"].data == 1
 
 
 def test_a_dimension_that_the_devices_do_not_divide_is_named():
