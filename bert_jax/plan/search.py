@@ -28,8 +28,8 @@ from bert_jax.plan.variants import Variant, shards_of, variant_of, vary
 SHORT = 4
 # So many recipes are told, and have all their neighbours tried.
 BEST = 3
-# Nothing is begun that would likely end later; first, with SHORT layers, and in all. What was
-# compiled is kept: a search begun again gets farther.
+# First with SHORT layers, then in all. Once something fits, nothing is begun that would likely end
+# later; before, until then. What was compiled is kept: a search begun again gets farther.
 SHORT_SECONDS = 420.0
 SECONDS = 780.0
 
@@ -123,7 +123,7 @@ class _Search:
     def run(self) -> dict[str, Any]:
         limit = SECONDS if self._is_whole() else SHORT_SECONDS
         chosen = self._next()
-        while chosen and not self._is_late(limit):
+        while chosen and not self._is_late(limit, bool(self._ranking())):
             self._try(chosen, limit)
             chosen = self._next()
         ranked = self._ranking()
@@ -234,7 +234,7 @@ class _Search:
             wanted = sorted(v for v in variants if (number, v) not in self.outcomes)
             if not wanted:
                 continue
-            if self._is_late(limit):
+            if self._is_late(limit, bool(self._ranking())):
                 return
             self._compile(number, wanted)
 
@@ -311,7 +311,7 @@ class _Search:
         for at, found in enumerate(ranking):
             if len(whole) == BEST:
                 break
-            if self._is_late(SECONDS):
+            if self._is_late(SECONDS, bool(whole)):
                 return sorted(whole, key=lambda one: one.hours) or list(ranking[at:])
             began = time.monotonic()
             jobs = [
@@ -334,8 +334,10 @@ class _Search:
         """Whether what is compiled first has all layers."""
         return self.first is self.experiment
 
-    def _is_late(self, limit: float) -> bool:
-        late = time.monotonic() - self.began + self.longest > limit
+    def _is_late(self, limit: float, something_fits: bool) -> bool:
+        """Whether what begins now would end too late; while nothing fits, whether it begins so."""
+        expected = self.longest if something_fits else 0.0
+        late = time.monotonic() - self.began + expected > limit
         self.cut_short |= late
         return late
 

@@ -177,7 +177,7 @@ def test_a_search_ends_in_its_time_with_something_that_fits(each, settings, answ
     clock["each"] = each
     answers[0] = realistic
     found = searched(settings, SMALL_SLICE)
-    assert clock["seconds"] <= search.SECONDS
+    assert clock["seconds"] <= 15 * 60
     assert found["ranked"][0]["whole"]
     assert all(one["peak"] < FULL for one in found["ranked"])
     if each != 60:
@@ -185,7 +185,7 @@ def test_a_search_ends_in_its_time_with_something_that_fits(each, settings, answ
 
 
 def test_without_time_for_a_whole_one_those_of_few_layers_are_told_as_such(answers, clock):
-    clock["each"] = 200.0
+    clock["each"] = 270.0
     answers[0] = realistic
     found = searched(REPLICATED + UNROLLED, SMALL_SLICE)
     assert found["cut_short"] and found["ranked"]
