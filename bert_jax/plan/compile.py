@@ -135,6 +135,7 @@ def compile_all(
     jobs: Sequence[Job],
     say: Callable[[str], None],
     refusals: Literal["raise", "return"] = "raise",
+    seconds: float | None = None,
 ) -> list[Outcome]:
     """Compiles jobs, two at a time; those done before are looked up.
 
@@ -142,8 +143,10 @@ def compile_all(
       jobs: what to compile.
       say: is told what is begun.
       refusals: what becomes of an experiment that cannot be laid over its slice.
+      seconds: after so many, what is under way is ended; None: however long it takes.
 
     Raises:
+      TimeoutError: not all was done in time; what was is kept.
       InputError: libtpu is not installed; or such an experiment, unless it is to be returned.
     """
     versions()
@@ -152,7 +155,8 @@ def compile_all(
     with concurrent.futures.ThreadPoolExecutor(width) as pool:
         futures = [pool.submit(compiler.outcome, job) for job in jobs]
         try:
-            return [future.result() for future in futures]
+            concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
+            return [future.result(None if seconds is None else 0) for future in futures]
         except BaseException:
             compiler.stop()
             for future in futures:

@@ -28,10 +28,10 @@ from bert_jax.plan.variants import Variant, shards_of, variant_of, vary
 SHORT = 4
 # So many recipes are told, and have all their neighbours tried.
 BEST = 3
-# First with SHORT layers, then in all. Once something fits, nothing is begun that would likely end
-# later; before, until then. What was compiled is kept: a search begun again gets farther.
+# When no more is begun with SHORT layers, and when the search is over: what is under way then is
+# ended, once something fits. What was compiled is kept: a search begun again gets farther.
 SHORT_SECONDS = 420.0
-SECONDS = 780.0
+SECONDS = 840.0
 
 # Fewer positions at once leave the matrix units half empty; with so many, what a layer works on
 # stays in a chip's fast memory.
@@ -102,7 +102,6 @@ class _Search:
         self.experiment, self.topology, self.say = experiment, topology, say
         self.first = _compiled_first(experiment)
         self.began = time.monotonic()
-        self.longest = 0.0  # seconds of compilations side by side
         self.cut_short = False
         self.numbers = range(len(experiment.phases))
         # The phase with most to keep first: what does not fit is refused there, in seconds.
@@ -123,7 +122,7 @@ class _Search:
     def run(self) -> dict[str, Any]:
         limit = SECONDS if self._is_whole() else SHORT_SECONDS
         chosen = self._next()
-        while chosen and not self._is_late(limit, bool(self._ranking())):
+        while chosen and not self._is_late(limit):
             self._try(chosen, limit)
             chosen = self._next()
         ranked = self._ranking()
@@ -234,17 +233,20 @@ class _Search:
             wanted = sorted(v for v in variants if (number, v) not in self.outcomes)
             if not wanted:
                 continue
-            if self._is_late(limit, bool(self._ranking())):
+            if self._is_late(limit):
                 return
             self._compile(number, wanted)
 
     def _compile(self, number: int, variants: Sequence[Variant]) -> None:
-        began = time.monotonic()
+        left = self._seconds_left() if self._ranking() else None
+        try:
+            answers = compile_variants(self.first, number, self.topology, variants, self.say, left)
+        except TimeoutError:
+            self.cut_short = True
+            return
         for variant in variants:  # those that the experiment forbids are not answered
             self.outcomes[number, variant] = Outcome(kind="refused")
-        answers = compile_variants(self.first, number, self.topology, variants, self.say)
         self.outcomes |= {(number, variant): outcome for variant, outcome in answers}
-        self.longest = max(self.longest, time.monotonic() - began)
 
     def _is_worth_it(self, recipe: Recipe) -> bool:
         """Whether what is known leaves hope; else it is given up."""
@@ -311,9 +313,8 @@ class _Search:
         for at, found in enumerate(ranking):
             if len(whole) == BEST:
                 break
-            if self._is_late(SECONDS, bool(whole)):
+            if self._is_late(SECONDS):
                 return sorted(whole, key=lambda one: one.hours) or list(ranking[at:])
-            began = time.monotonic()
             jobs = [
                 Job(
                     vary(self.experiment, number, found.recipe.variant(number)),
@@ -322,8 +323,12 @@ class _Search:
                 )
                 for number in self.numbers
             ]
-            outcomes = compile_all(jobs, self.say, "return")
-            self.longest = max(self.longest, time.monotonic() - began)
+            left = self._seconds_left() if whole else None
+            try:
+                outcomes = compile_all(jobs, self.say, "return", left)
+            except TimeoutError:
+                self.cut_short = True
+                break
             if all(outcome.program is not None for outcome in outcomes):
                 hours = sum(map(self._outcome_hours, self.numbers, outcomes))
                 layers = self.experiment.model.num_hidden_layers
@@ -334,10 +339,11 @@ class _Search:
         """Whether what is compiled first has all layers."""
         return self.first is self.experiment
 
-    def _is_late(self, limit: float, something_fits: bool) -> bool:
-        """Whether what begins now would end too late; while nothing fits, whether it begins so."""
-        expected = self.longest if something_fits else 0.0
-        late = time.monotonic() - self.began + expected > limit
+    def _seconds_left(self) -> float:
+        return max(SECONDS - (time.monotonic() - self.began), 0.0)
+
+    def _is_late(self, limit: float) -> bool:
+        late = time.monotonic() - self.began >= limit
         self.cut_short |= late
         return late
 

@@ -232,6 +232,20 @@ def test_a_layout_that_is_refused_is_bad_input(job, monkeypatch):
     assert compile_lib.compile_all([job], print, "return")[0].kind == "refused"
 
 
+def test_what_takes_too_long_is_ended_and_what_was_done_is_kept(job, monkeypatch):
+    """The first phase is answered, the second never."""
+    value = json.dumps({"kind": "too large", "message": "m"})
+    wait = "import json, time; json.load(open(sys.argv[1]))['phase'] and time.sleep(600)"
+    worker_does(monkeypatch, f"{wait}; open(answer, 'w').write({value!r})")
+    both = [job, dataclasses.replace(job, phase=1)]
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        compile_lib.compile_all(both, print, seconds=20)
+    assert time.monotonic() - began < 300
+    worker_does(monkeypatch, "sys.exit(1)")
+    assert compile_lib.compile_all([job], print)[0].kind == "too large"
+
+
 def test_an_outcome_is_the_same_when_read_back():
     outcome = compiled(topology.parse("v5e:2x4"))
     assert Outcome.of(json.loads(json.dumps(dataclasses.asdict(outcome)))) == outcome
