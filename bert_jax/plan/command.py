@@ -62,6 +62,8 @@ def make_plan(
 ) -> dict[str, Any]:
     """Compiles every phase for every slice; where one does not fit, looks for what helps.
 
+    A search finds what fits, and takes its time: with it nothing else is looked for.
+
     Returns:
       See `document.document`; with `search`, each slice holds what `search.search` gives.
     """
@@ -73,7 +75,7 @@ def make_plan(
         mine = [next(outcomes) for _ in numbers]
         entry = document.slice_entry(experiment, topology, mine, price_per_chip_hour)
         for phase in entry["phases"]:
-            if phase["outcome"] == "too large":
+            if phase["outcome"] == "too large" and mode == "plan":
                 phase["remedies"] = remedies.look_for(
                     experiment, phase["phase"], topology, _say_aside
                 )

@@ -42,7 +42,7 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 # A compilation takes a core and a half, and a gigabyte or two.
-_AT_ONCE = 2
+AT_ONCE = 2
 # What a compilation and its reading are made of.
 _SOURCES = (
     "config.py",
@@ -135,6 +135,7 @@ def compile_all(
     jobs: Sequence[Job],
     say: Callable[[str], None],
     refusals: Literal["raise", "return"] = "raise",
+    seconds: float | None = None,
 ) -> list[Outcome]:
     """Compiles jobs, two at a time; those done before are looked up.
 
@@ -142,16 +143,20 @@ def compile_all(
       jobs: what to compile.
       say: is told what is begun.
       refusals: what becomes of an experiment that cannot be laid over its slice.
+      seconds: after so many, what is under way is ended; None: however long it takes.
 
     Raises:
+      TimeoutError: not all was done in time; what was is kept.
       InputError: libtpu is not installed; or such an experiment, unless it is to be returned.
     """
     versions()
     compiler = _Compiler(say, refusals)
-    with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as pool:
+    width = min(AT_ONCE, len(os.sched_getaffinity(0)))  # `taskset` holds it to one
+    with concurrent.futures.ThreadPoolExecutor(width) as pool:
         futures = [pool.submit(compiler.outcome, job) for job in jobs]
         try:
-            return [future.result() for future in futures]
+            concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
+            return [future.result(None if seconds is None else 0) for future in futures]
         except BaseException:
             compiler.stop()
             for future in futures:

@@ -72,15 +72,20 @@ def compile_variants(
     topology: Topology,
     variants: Iterable[Variant],
     say: Callable[[str], None],
+    seconds: float | None = None,
 ) -> list[tuple[Variant, Outcome]]:
-    """Compiles a phase's step in several ways; those that the experiment forbids are left out."""
+    """Compiles a phase's step in several ways; those that the experiment forbids are left out.
+
+    Raises:
+      TimeoutError: not all was done in so many seconds.
+    """
     jobs = {}
     for variant in variants:
         try:
             jobs[variant] = Job(vary(experiment, phase, variant), phase, topology)
         except InputError:
             continue
-    outcomes = compile_all(list(jobs.values()), say, "return")
+    outcomes = compile_all(list(jobs.values()), say, "return", seconds)
     return [
         (variant, outcome)
         for variant, outcome in zip(jobs, outcomes, strict=True)

@@ -35,16 +35,18 @@ def _slice(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _search(search: dict[str, Any]) -> Iterator[str]:
-    late = "; time ran out before all were" if search["cut_short"] else ""
+    late = "; time ran out" if search["cut_short"] else ""
     yield (
-        f"  search: of {search['possible']} layouts {search['excluded']} cannot fit by arithmetic, "
-        f"{search['compiled']} were compiled with few layers{late}; the best:"
+        f"  search: of {search['possible']} layouts of a phase {search['excluded']} cannot fit by "
+        f"arithmetic, {search['compiled']} were compiled, {search['unfit']} of which do not "
+        f"fit{late}; the best:"
     )
     for found in search["ranked"]:
         settings = " ".join(f"--set {setting}" for setting in found["settings"])
-        yield f"    {found['hours']:8,.1f} hours, {found['layers']} layers: {settings}"
+        few = "" if found["whole"] else f", of {found['layers']} layers alone, whole not tried"
+        yield f"    {found['hours']:8,.1f} hours, {found['peak'] / _GIB:.2f} GiB{few}: {settings}"
     if not search["ranked"]:
-        yield "    none"
+        yield "    none that fits was found"
 
 
 def _phase(phase: dict[str, Any], entry: dict[str, Any]) -> Iterator[str]:

@@ -14,72 +14,18 @@ import jax
 import numpy as np
 import pytest
 import samples
+from stand_in import TOO_LARGE, VERSIONS, compiled
 
 from bert_jax import cli, resolve
 from bert_jax.config import InputError
 from bert_jax.data import batches
 from bert_jax.plan import compile as compile_lib
-from bert_jax.plan import document, estimate, remedies, scaling, search, tell, topology, worker
+from bert_jax.plan import document, estimate, tell, topology, worker
 from bert_jax.plan.compile import Job, Outcome
-from bert_jax.plan.program import Collective, Program
 from bert_jax.plan.variants import Variant, vary
 from bert_jax.training import step
 
 POD = "experiments/bert_large_pod.py"
-VERSIONS = {"libtpu": "1.2", "jax": "3.4", "jaxlib": "3.4"}
-
-
-def program(cycles: int) -> Program:
-    gather = Collective(
-        kind="all-gather",
-        count=2,
-        payload=90_000_000,
-        group=tuple(range(8)),
-        where="loop",
-        cover=None,
-    )
-    return Program(
-        cycles=cycles,
-        random_bytes=0,
-        kernels=(),
-        collectives=(gather,),
-        operations={"fusion": 3},
-        endless=0,
-    )
-
-
-def compiled(topology_: topology.Topology, cycles: int = 15_000_000) -> Outcome:
-    axes = [range(length) for length in topology_.shape]
-    grid = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(axes))
-    cores = range(topology_.tpu.devices_per_chip)
-    return Outcome(
-        kind="compiled",
-        memory={"peak": 2**30, "arguments": 2**28, "temporaries": 2**29, "code": 2**20},
-        program=program(cycles),
-        places=tuple((*map(int, place), core) for place in grid for core in cores),
-        whole_batch=(),
-    )
-
-
-TOO_LARGE = Outcome(
-    kind="too large", message="RESOURCE_EXHAUSTED", wanted=20 * 2**30, available=16 * 2**30
-)
-
-
-@pytest.fixture
-def answers(monkeypatch):
-    """Compilations are answered by the function in this list; what was asked is put behind it."""
-    asked = [lambda job: compiled(job.topology)]
-
-    def compile_all(jobs, say, refusals="raise"):
-        asked.extend(jobs)
-        return [asked[0](job) for job in jobs]
-
-    for module in (compile_lib, remedies, scaling, search):
-        monkeypatch.setattr(module, "compile_all", compile_all)
-    monkeypatch.setattr("bert_jax.plan.command.compile_all", compile_all)
-    monkeypatch.setattr(compile_lib, "versions", lambda: VERSIONS)
-    return asked
 
 
 def call(capsys, *args):
@@ -286,6 +232,20 @@ def test_a_layout_that_is_refused_is_bad_input(job, monkeypatch):
     assert compile_lib.compile_all([job], print, "return")[0].kind == "refused"
 
 
+def test_what_takes_too_long_is_ended_and_what_was_done_is_kept(job, monkeypatch):
+    """The first phase is answered, the second never."""
+    value = json.dumps({"kind": "too large", "message": "m"})
+    wait = "import json, time; json.load(open(sys.argv[1]))['phase'] and time.sleep(600)"
+    worker_does(monkeypatch, f"{wait}; open(answer, 'w').write({value!r})")
+    both = [job, dataclasses.replace(job, phase=1)]
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        compile_lib.compile_all(both, print, seconds=20)
+    assert time.monotonic() - began < 300
+    worker_does(monkeypatch, "sys.exit(1)")
+    assert compile_lib.compile_all([job], print)[0].kind == "too large"
+
+
 def test_an_outcome_is_the_same_when_read_back():
     outcome = compiled(topology.parse("v5e:2x4"))
     assert Outcome.of(json.loads(json.dumps(dataclasses.asdict(outcome)))) == outcome
@@ -326,109 +286,7 @@ def test_the_abstract_batch_is_what_training_is_fed():
     }
 
 
-# --- search and scaling -------------------------------------------------------------------------
-
-
-def test_search_ranks_layouts_by_the_hours_of_the_recipe(answers):
-    """The stand-in likes zero1, no recomputation, and two micro-batches in the second phase."""
-    experiment = resolve.load(POD)
-
-    def cycles(job: Job) -> int:
-        mesh = job.experiment.mesh
-        liked = (
-            (mesh.parallelism == "zero1")
-            + (mesh.remat == "none")
-            + (mesh.accumulation_of(job.phase) == 1 + job.phase)
-        )
-        return 1_000_000 * (4 - liked) * job.experiment.model.num_hidden_layers
-
-    answers[0] = lambda job: compiled(job.topology, cycles(job))
-    found = search.search(experiment, topology.parse("v5e:8x8"), lambda line: None)
-    assert found["ranked"][0]["settings"] == [
-        "mesh.parallelism=zero1",
-        "mesh.remat=none",
-        "mesh.accumulation=1,2",
-    ]
-    assert len(found["ranked"]) == 3 and not found["cut_short"]
-    hours = [one["hours"] for one in found["ranked"]]
-    assert hours == sorted(hours)
-    # Of 24 layers, as the experiment has them.
-    step = estimate.estimate(
-        program(24_000_000),
-        topology.parse("v5e:8x8"),
-        compiled(topology.parse("v5e:8x8")).places,
-        "bfloat16",
-    )
-    assert hours[0] == pytest.approx(1e6 * step.total / 3600)
-    assert all(job.experiment.model.num_hidden_layers in (search.SHORT, 24) for job in answers[1:])
-
-
-def test_search_goes_on_to_what_fits_when_compiled_whole(answers):
-    answers[0] = lambda job: (
-        TOO_LARGE
-        if job.experiment.mesh.parallelism != "zero3"
-        and job.experiment.model.num_hidden_layers > search.SHORT
-        else compiled(job.topology)
-    )
-    found = search.search(resolve.load(POD), topology.parse("v5e:8x8"), lambda line: None)
-    assert all("mesh.parallelism=zero3" in one["settings"] for one in found["ranked"])
-    assert found["ranked"]
-
-
-def test_settings_of_a_search_are_settings(answers):
-    experiment = resolve.load(POD)
-    found = search.search(experiment, topology.parse("v5e:8x8"), lambda line: None)
-    for one in found["ranked"]:
-        resolve.override(experiment, one["settings"])
-
-
-def test_the_memory_bound_is_arithmetic():
-    model = dataclasses.replace(
-        resolve.load(POD).model,
-        num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=256,
-        num_attention_heads=1,
-        vocab_size=1000,
-    )
-    parameters = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 64_000
-    for parallelism, state in (
-        ("replicated", 12 * parameters),
-        ("zero1", 3 * parameters + 2 * parameters),
-        ("zero3", 3 * parameters),
-    ):
-        for remat, kept in (("full", 64), ("none", 64 + 256)):
-            variant = Variant(parallelism, remat, 1)
-            least = search.least_bytes(model, variant, 4, 1000)
-            assert least == state + 2 * 2 * 1000 * kept
-
-
-def test_what_cannot_fit_by_arithmetic_is_not_compiled(answers):
-    experiment = resolve.override(
-        resolve.load(POD), ["phases.1.batch_size=65536", "phases.1.steps=1000"]
-    )
-    found = search.search(experiment, topology.parse("v5e:8x8"), lambda line: None)
-    assert found["excluded"] > 0
-    shards = 64
-    for job in answers[1:]:
-        rows = job.experiment.phases[job.phase].batch_size // shards
-        tokens = rows // job.experiment.mesh.accumulation_of(job.phase)
-        tokens *= job.experiment.phases[job.phase].sequence_length
-        mesh = job.experiment.mesh
-        variant = Variant(mesh.parallelism, mesh.remat, 1)
-        assert search.least_bytes(experiment.model, variant, shards, tokens) <= 16 * 2**30
-
-
-def test_search_stops_beginning_when_its_time_is_up(answers, monkeypatch):
-    slice_ = topology.parse("v5e:8x8")
-    monkeypatch.setattr(search, "SECONDS", -1.0)
-    found = search.search(resolve.load(POD), slice_, lambda line: None)
-    assert found["cut_short"] and len(found["ranked"]) == 3
-    assert {one["layers"] for one in found["ranked"]} == {search.SHORT}
-    monkeypatch.setattr(search, "SHORT_SECONDS", -1.0)
-    asked = len(answers)
-    found = search.search(resolve.load(POD), slice_, lambda line: None)
-    assert found["cut_short"] and not found["ranked"] and len(answers) == asked
+# --- scaling -----------------------------------------------------------------------------------
 
 
 def test_scaling_keeps_the_rows_of_a_chip(answers, capsys):

@@ -89,25 +89,24 @@ def test_evaluation_of_cut_parameters_is_that_of_whole_ones(layout):
 
 
 def test_zero1_reduces_once_however_often_it_accumulates():
-    """No collective stands in a loop; parameters travel once and gradients once."""
-    counts = []
-    for parts in (1, 4):
-        layout = Mesh(parallelism="zero1", accumulation=parts)
-        outside, inside = _collectives(layout, parts)
-        assert not inside
-        counts.append(outside)
+    """No collective runs more often with more micro-batches; gradients travel layer by layer."""
+    layers_ = samples.MODEL.num_hidden_layers
+    counts = [_collectives(Mesh(parallelism="zero1", accumulation=n), n) for n in (1, 4)]
     assert counts[0] == counts[1]
-    assert counts[0]["reduce_scatter"] == counts[0]["all_gather"] > 5
+    outside, inside = counts[0]
+    assert inside == {"reduce_scatter": 6 * layers_}
+    assert outside["reduce_scatter"] + 6 == outside["all_gather"] > 6
 
 
 def test_zero3_gathers_a_layer_where_it_is_used():
     outside, inside = _collectives(Mesh(parallelism="zero3"), 1)
-    assert inside["all_gather"] >= 6 and inside["reduce_scatter"] == 6
+    layers_ = samples.MODEL.num_hidden_layers
+    assert inside["all_gather"] >= 6 * layers_ and inside["reduce_scatter"] == 6 * layers_
     assert 0 < outside["reduce_scatter"] < 6
 
 
 def _collectives(layout, parts):
-    """How often each collective stands outside and inside of loops over layers or micro-batches."""
+    """How often each collective runs outside and inside of loops over layers or micro-batches."""
     mesh = samples.mesh_of(2, layout)
     run = step.make_train_step(samples.MODEL, samples.OPTIMIZER, layout, parts, 100, mesh)
     state = step.abstract_state(samples.MODEL, samples.OPTIMIZER, layout, mesh)
@@ -115,19 +114,20 @@ def _collectives(layout, parts):
     key = step.phase_key(samples.MODEL, 0, 0)
     outside, inside = {}, {}
 
-    def walk(jaxpr, looped):
+    def walk(jaxpr, looped, times=1):
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name in ("all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all"):
                 counts = inside if looped else outside
-                counts[name] = counts.get(name, 0) + 1
+                counts[name] = counts.get(name, 0) + times
+            rounds = times * (eqn.params["length"] if name == "scan" else 1)
             for value in jax.tree.leaves(
                 eqn.params, is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)
             ):
                 if isinstance(value, core.ClosedJaxpr):
-                    walk(value.jaxpr, looped or name == "scan")
+                    walk(value.jaxpr, looped or name == "scan", rounds)
                 elif isinstance(value, core.Jaxpr):
-                    walk(value, looped or name == "scan")
+                    walk(value, looped or name == "scan", rounds)
 
     walk(jax.make_jaxpr(run)(state, step.empty_window(), batch, key).jaxpr, False)
     return outside, inside
