@@ -30,8 +30,8 @@ SHORT = 4
 BEST = 3
 # When no more is begun with SHORT layers, and when the search is over: what is under way then is
 # ended, once something fits. What was compiled is kept: a search begun again gets farther.
-SHORT_SECONDS = 420.0
-SECONDS = 840.0
+SHORT_SECONDS = 360.0
+SECONDS = 720.0
 
 # Fewer positions at once leave the matrix units half empty; with so many, what a layer works on
 # stays in a chip's fast memory.
