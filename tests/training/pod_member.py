@@ -1,9 +1,10 @@
 """`pod_member.py FOLDER WHO STEP WHAT ARGS...`: `bert-jax ARGS` that notes down its rows.
 
 Before step STEP process WHO does WHAT: `hang`, `fail`, or gets the signal of that name; `none` is
-nothing; `absent` never comes at all. Each process writes a line (step, row, hash of all that the
-row holds) for each row of its devices to FOLDER. In ARGS $JAX_PROCESS_ID is the process's number,
-and `@chdir F` leads the command to run in F/NUMBER: as hosts have disks of their own.
+nothing; `absent` never comes at all; `poison` makes three steps from STEP on have no finite loss,
+on all processes. Each process writes a line (step, row, hash of all that the row holds) for each
+row of its devices to FOLDER. In ARGS $JAX_PROCESS_ID is the process's number, and `@chdir F` leads
+the command to run in F/NUMBER: as hosts have disks of their own.
 """
 
 import json
@@ -30,7 +31,9 @@ def make_noting(*args):
 
     def noting(state, window, batch, key):
         now = int(state["step"])
-        if WHAT != "none" and now == STEP and ME == WHO:
+        if WHAT == "poison" and STEP <= now < STEP + 3:
+            batch = batch | {"masked_lm_weights": batch["masked_lm_weights"] * float("nan")}
+        elif WHAT not in ("none", "poison") and now == STEP and ME == WHO:
             if WHAT == "hang":
                 time.sleep(1000)
             if WHAT == "fail":

@@ -132,6 +132,20 @@ def test_a_stopped_pod_goes_on_with_fewer_processes(text):
     assert_same_metrics(folder / "fewer", folder / "one", 1e-5)
 
 
+def test_processes_roll_back_together(text):
+    """The state is cut over both; the run is that of one process."""
+    folder, file = text
+    few = ("--set", "optimizer.bad_steps_in_a_row=3", "--set", "run.checkpoint_every=2")
+    run = ("pretrain", file, *few, "--workdir")
+    assert start(folder, "back1", "0 9 poison", *run, folder / "back1").wait() == 0
+    cut = ("--set", "mesh.parallelism=zero3")
+    code, lines = pod(folder, "back2", 2, "0 9 poison", *run, folder / "back2", *cut)
+    assert code == 0
+    said = [line for line in lines if "going back" in line]
+    assert len(said) == 1 and said[0].startswith("[0] steps 9 to 11 have no finite loss")
+    assert_same_metrics(folder / "back2", folder / "back1", 1e-5)
+
+
 def test_damage_that_one_process_sees_is_skipped_by_all(text):
     """The state lies cut over two processes; what one of them wrote is damaged."""
     folder, file = text
