@@ -135,6 +135,14 @@ def _assign(tree: dict, path: str, text: str, setting: str) -> None:
             node = node[key]
 
 
+# What a value has to be, in words.
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    tuple[int, ...]: "a whole number, or several as 1,4",
+}
+
+
 def _parse(text: str, hint: Any, setting: str) -> object:
     if dataclasses.is_dataclass(hint):
         raise InputError(f"--set {setting}: names a whole section; set one of its fields")
@@ -151,8 +159,8 @@ def _parse(text: str, hint: Any, setting: str) -> object:
             return float(text)
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        kind = getattr(hint, "__name__", "list")
-        raise InputError(f"--set {setting}: {text!r} is not of type {kind}") from error
+        kind = _KINDS.get(hint, "JSON")
+        raise InputError(f"--set {setting}: {text!r} is not {kind}") from error
 
 
 def to_json(experiment: Experiment) -> str:

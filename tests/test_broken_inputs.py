@@ -222,7 +222,7 @@ SETTINGS = [
         f"pretrain {NEW} --set model.hiden_size=8",
         ("model.hiden_size=8", "did you mean hidden_size?"),
     ),
-    Case("a value of the wrong type", f"pretrain {NEW} --set seed=many", ("seed=many", "int")),
+    Case("a value of the wrong type", f"pretrain {NEW} --set seed=many", ("seed=many", "whole number")),
     Case("no value", f"pretrain {NEW} --set seed", ("--set seed", "FIELD=VALUE")),
     Case(
         "a word that is no choice",
@@ -288,8 +288,8 @@ SETTINGS = [
     ),
     Case(
         "a state that devices do not divide",
-        f"pretrain {NEW} --set mesh.parallelism=zero3 --set model.max_position_embeddings=33",
-        ("mesh.parallelism=zero3", "encoder/embeddings/position/embedding", "33", "4 devices"),
+        f"pretrain {NEW} --set mesh.parallelism=zero3 --set model.intermediate_size=34",
+        ("mesh.parallelism=zero3", "encoder/layers/output/kernel", "34", "4 devices"),
     ),
 ]
 

@@ -59,8 +59,8 @@ def test_set_changes_fields_of_every_type():
     [
         ("model.hiden_size=3", ["hiden_size", "did you mean hidden_size"]),
         ("modle.hidden_size=3", ["modle", "did you mean model"]),
-        ("model.hidden_size=x", ["'x'", "int"]),
-        ("model.hidden_size=1.5", ["int"]),
+        ("model.hidden_size=x", ["'x'", "whole number"]),
+        ("model.hidden_size=1.5", ["whole number"]),
         ("model.hidden_size", ["FIELD=VALUE"]),
         ("model=3", ["whole section"]),
         ("model.hidden_size.deep=3", ["single value"]),

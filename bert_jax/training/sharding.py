@@ -116,7 +116,7 @@ def _cut(
         if dimension is not None and shape[dimension] % parts:
             raise InputError(
                 f"{field}: {name} has {shape[dimension]} in dimension {dimension}, which "
-                f"{parts} devices do not divide; take fewer devices or another mesh.parallelism"
+                f"{parts} devices do not divide; take another number, or leave this setting out"
             )
     return Cut(data, tensor)
 
