@@ -67,6 +67,9 @@ def make_plan(
     Returns:
       See `document.document`; with `search`, each slice holds what `search.search` gives.
     """
+    found = {}
+    if mode == "search":  # first: it has its time, and of what it compiled all is kept
+        found = {t.name: search.search(experiment, t, _say_aside) for t in topologies}
     numbers = range(len(experiment.phases))
     jobs = [Job(experiment, number, topology) for topology in topologies for number in numbers]
     outcomes = iter(compile_all(jobs, _say_aside))
@@ -80,7 +83,7 @@ def make_plan(
                     experiment, phase["phase"], topology, _say_aside
                 )
         if mode == "search":
-            entry["search"] = search.search(experiment, topology, _say_aside)
+            entry["search"] = found[topology.name]
         slices.append(entry)
     return document.document(experiment, slices, price_per_chip_hour)
 
