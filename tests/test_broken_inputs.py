@@ -222,7 +222,11 @@ SETTINGS = [
         f"pretrain {NEW} --set model.hiden_size=8",
         ("model.hiden_size=8", "did you mean hidden_size?"),
     ),
-    Case("a value of the wrong type", f"pretrain {NEW} --set seed=many", ("seed=many", "whole number")),
+    Case(
+        "a value of the wrong type",
+        f"pretrain {NEW} --set seed=many",
+        ("seed=many", "whole number"),
+    ),
     Case("no value", f"pretrain {NEW} --set seed", ("--set seed", "FIELD=VALUE")),
     Case(
         "a word that is no choice",

@@ -221,6 +221,20 @@ def test_lines_are_written_rarely_and_whole_when_they_must_be(objects, tmp_path)
     assert metrics.Lines(there).read()[-2:] == [{"step": 234, "loss": 234 / 7}, {"step": 235}]
 
 
+def test_lines_that_a_run_goes_back_over_do_not_come_again(objects, tmp_path):
+    """The same object goes on; some lines were not written yet."""
+    here, there = tmp_path / "lines.jsonl", FOLDER / "lines.jsonl"
+    local, remote = metrics.Lines(epath.Path(here)), metrics.Lines(there)
+    for lines in (local, remote):
+        for step in (3, 6, 9):
+            lines.append({"step": step})
+        lines.forget_after(6)
+        lines.append({"step": 9, "again": 1})
+        lines.flush()
+        assert lines.read() == [{"step": 3}, {"step": 6}, {"step": 9, "again": 1}]
+    assert objects.files()["run/lines.jsonl"] == here.read_bytes()
+
+
 # --- The lock ---
 
 

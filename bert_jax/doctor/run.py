@@ -127,9 +127,11 @@ def _rolled_back(timings: list[dict[str, Any]]) -> Finding | None:
     if not back:
         return None
     first, last = back[0]["bad"]
+    # One that a kill undid comes again.
+    times = len({tuple(line["bad"]) for line in back})
     return Finding(
         "note",
-        f"roll-backs over steps without a finite loss or gradient: {len(back)}; steps left out: "
+        f"roll-backs over steps without a finite loss or gradient: {times}; steps left out: "
         f"{len(back[-1]['skipped'])}",
         f"timings.jsonl: steps {first} to {last}",
         "the update before them may have broken the parameters, or the hardware failed",

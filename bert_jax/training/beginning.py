@@ -67,6 +67,8 @@ class Beginnings:
           InputError: all are damaged, or of another corpus, or the processes see different ones.
         """
         self._asked += 1
+        # Until then the first may be removing old ones.
+        self.peers.agree(f"last save {self._asked}", "")
         self.peers.require_same(
             f"checkpoints {self._asked}",
             {"checkpoints": ", ".join(map(str, saved.steps))},
@@ -107,6 +109,7 @@ class Beginnings:
                 self.progress.say(f"{why}; now {aside.name}, going on from step {restored.step}")
 
         self.peers.first(f"damaged {self._asked}", rename)
+        saved.look_again()
 
     def _first(self) -> Beginning:
         """The state before the first step, with the weights of `init_from` if it names some."""

@@ -293,6 +293,11 @@ class Checkpoints:
             (self._folder / str(step)).rename(aside)
         return aside
 
+    def look_again(self) -> None:
+        """To be called once some were set aside: else their steps, done again, cannot be saved."""
+        if self._opened is not None:
+            self._opened.reload()
+
     def forget_after(self, step: int) -> None:
         """Removes newer checkpoints: of steps that will be done again, otherwise."""
         self.finish()

@@ -42,7 +42,7 @@ _NEEDED: dict[str, dict[str | None, tuple[str, ...]]] = {
     "timings.jsonl": {
         "start": _TIMES,
         "train": _TIMES,
-        "roll_back": _TIMES,
+        "roll_back": (*_TIMES, "bad", "skipped"),
         "end": (*_TIMES, "outcome"),
         None: ("seconds",),  # of older versions, which knew steps alone
     },
@@ -151,10 +151,13 @@ class Lines:
         return lines
 
     def forget_after(self, step: int) -> None:
-        """Drops lines of steps that will be done again; to be called before any is added."""
+        """Drops lines of steps that will be done again, those not yet written among them."""
+        self.flush()
         lines = [line for line in self.read() if line["step"] <= step]
         if self._path.exists():
             write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+        if self._object is not None:
+            self._object = Growing(self._path)  # the other still has them all
 
 
 class NoLines(Lines):
@@ -204,6 +207,9 @@ def _can_be(kind: str, name: str, value: Any) -> bool:
         return isinstance(value, dict)
     if name == "sentences":
         return isinstance(value, list) and all(map(_is_sentence, value))
+    if kind == "roll_back" and name in ("bad", "skipped"):
+        steps = isinstance(value, list) and all(type(step) is int for step in value)
+        return steps and (name == "skipped" or len(value) == 2)
     if (
         kind in ("start", "roll_back", "end")
         and name not in _TIMES

@@ -5,6 +5,7 @@ from its step; nothing but the state has memory. What waits for the device is do
 log, evaluate, save.
 """
 
+import collections
 import contextlib
 import json
 import math
@@ -33,6 +34,9 @@ from bert_jax.training.signals import Pulse, StopRequest
 from bert_jax.workdir import DiskFull, Workdir, write_atomic
 
 Outcome = Literal["finished", "stopped", "failed"]
+
+# Steps that wait for the devices. jax lets dozens wait, and a request to stop, or a beat, for them.
+_AHEAD = 2
 
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
@@ -131,6 +135,7 @@ class Trainer:
                 with self.progress.bar(self.done, total):
                     while not stop.requested and not self.failed:
                         if self.bad_steps is not None:
+                            state, window = {}, {}  # two states may be more than there is room for
                             state, window = self._roll_back(saved, self.bad_steps)
                         elif self.done < total:
                             state, window = self._phase(saved, state, window, stop)
@@ -145,7 +150,8 @@ class Trainer:
                 with contextlib.suppress(Exception):  # the disk may be full
                     self._note("end", self._lap() | {"outcome": "failed", "why": str(error)})
                 raise
-        outcome = "failed" if self.failed else "finished" if self.done == total else "stopped"
+        whole = self.done == total and self.kept == "saved"
+        outcome = "failed" if self.failed else "finished" if whole else "stopped"
         self._note("end", self._lap() | {"outcome": outcome})
         return outcome
 
@@ -170,6 +176,7 @@ class Trainer:
         with self.clock.waiting("restore"):
             self.began = self.beginnings.find(saved, at_most)
         self.done = self.saved_step = self.began.done
+        self.evaluation = {}
         before = self.done or -1
         self.metrics.forget_after(before)
         self.predictions.forget_after(before)
@@ -186,6 +193,7 @@ class Trainer:
         """
         skipped, first = divergence.left_out(self.began.skipped, bad)
         self.pending, self.bad_steps = None, None
+        self.pulse.beat(times=2)
         saved.forget_after(first)
         self.progress.say(
             f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient; going back, and leaving "
@@ -231,6 +239,7 @@ class Trainer:
         )
         # The first call compiles, or finds what was compiled before.
         calling = self.clock.waiting("compilation")
+        under_way: collections.deque[jax.Array] = collections.deque()
         self.pulse.beat(times=2)
         with feed:
             while self.done < first + spec.steps and not (stop.requested or self._went_wrong):
@@ -239,6 +248,9 @@ class Trainer:
                 with calling:
                     state, window = train_step(state, window, batch, key)
                 calling = contextlib.nullcontext()
+                under_way.append(jnp.copy(state["step"]))
+                if len(under_way) > _AHEAD:
+                    jax.block_until_ready(under_way.popleft())
                 self.done += 1
                 self.pulse.beat()
                 self.clock.count(tokens, operations)

@@ -67,7 +67,11 @@ def pretrain(
         peers.require_same(
             "settings", _facts(experiment, length), "start all of them with the same command"
         )
-        return _pretrain(experiment, workdir, length, progress, origin, peers)
+        pulse = Pulse(experiment.run.hang_after_seconds)
+        try:
+            return _pretrain(experiment, workdir, length, progress, origin, peers, pulse)
+        finally:
+            pulse.rest()  # whoever called this may live on
 
 
 def _pretrain(
@@ -77,8 +81,8 @@ def _pretrain(
     progress: Progress,
     origin: dict[str, Any] | None,
     peers: Peers,
+    pulse: Pulse,
 ) -> runner.Outcome:
-    pulse = Pulse(experiment.run.hang_after_seconds)
     pulse.beat(times=2)
     mesh = mesh_lib.make_mesh(experiment.mesh)
     runner.require_runnable(experiment, mesh)
@@ -98,7 +102,6 @@ def _pretrain(
                 experiment, workdir, mesh, progress, clock, origin, peers, pulse
             )
             outcome = trainer.run(stop, forget)
-    pulse.rest()
     if outcome == "failed":
         progress.say(f"failed: {trainer.failed}")
         return outcome

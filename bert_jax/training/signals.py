@@ -62,6 +62,10 @@ class SharedStopRequest(StopRequest):
     jax hears SIGTERM and finds a step that none has done yet; SIGINT is turned into it.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = 0
+
     def __enter__(self) -> "StopRequest":
         peers_lib.notice_sigterm()
         self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
@@ -69,7 +73,10 @@ class SharedStopRequest(StopRequest):
 
     def after_step(self, done: int) -> None:
         """Is called after each step, on all processes alike."""
-        self.requested |= multihost_utils.reached_preemption_sync_point(done)
+        # jax stops at one more than the most that a process has told. A roll-back sets `done` back:
+        # that step could be far off then, or the run over before.
+        self._told = max(self._told + 1, done)
+        self.requested |= multihost_utils.reached_preemption_sync_point(self._told)
 
     def _request(self) -> None:
         os.write(_STDERR, b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n")

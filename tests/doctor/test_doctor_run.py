@@ -343,7 +343,7 @@ def test_a_loss_that_jumps_is_a_note_with_its_step(tmp_path):
 
 def test_a_roll_back_is_a_note_with_its_steps(tmp_path):
     run = healthy()
-    back = {"step": 4_000, "kind": "roll_back", "seconds": 9.0}
+    back = {"step": 4_000, "kind": "roll_back", "time": 0.0, "seconds": 9.0, "steps": 0}
     run.timings[46:46] = [back | {"bad": [4_450, 4_459], "skipped": list(range(4_449, 4_460))}]
     (found,) = run.examine(tmp_path)
     assert (
@@ -352,6 +352,37 @@ def test_a_roll_back_is_a_note_with_its_steps(tmp_path):
     )
     assert "steps left out: 11" in found.what and "steps 4450 to 4459" in found.example
     assert "--step 4449" in found.remedy
+
+
+def test_a_roll_back_that_a_kill_undid_counts_once(tmp_path):
+    run = healthy()
+    back = {
+        "step": 4_000,
+        "kind": "roll_back",
+        "time": 0.0,
+        "seconds": 9.0,
+        "steps": 0,
+        "bad": [4_450, 4_459],
+    }
+    run.timings[46:46] = [back | {"skipped": list(range(4_449, 4_460))}] * 2
+    (found,) = run.examine(tmp_path)
+    assert "gradient: 1;" in found.what
+
+
+@pytest.mark.parametrize("damage", [{}, {"bad": [1]}, {"bad": "12"}, {"bad": [1, None]}])
+def test_a_roll_back_without_its_steps_is_damage(damage, tmp_path):
+    run = healthy()
+    back = {
+        "step": 4_000,
+        "kind": "roll_back",
+        "time": 0.0,
+        "seconds": 9.0,
+        "steps": 0,
+        "skipped": [],
+    }
+    run.timings[46:46] = [back | damage]
+    with pytest.raises(InputError, match=r"timings.jsonl:47: not a line of a run .*bad"):
+        run.examine(tmp_path)
 
 
 def test_a_run_of_an_older_version_is_read(tmp_path):

@@ -4,6 +4,7 @@ import os
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_identical
@@ -11,6 +12,8 @@ from small_run import final_state, pretrain, write_text
 
 from bert_jax.data import batches
 from bert_jax.training import divergence, evaluate, metrics, step
+from bert_jax.training.beginning import Beginnings
+from bert_jax.training.runner import Trainer
 from bert_jax.workdir import Workdir
 
 
@@ -157,6 +160,96 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
     assert_identical(final_state(tmp_path / "w")[1], final_state(tmp_path / "undisturbed")[1])
     ours, theirs = (tmp_path / name / "metrics.jsonl" for name in ("w", "undisturbed"))
     assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_roll_back_holds_one_state(text, tmp_path, monkeypatch):
+    """Two may be more than the devices have room for."""
+    _, file = text
+    poison(monkeypatch, {5, 6, 7})
+    find, held = Beginnings.find, []
+
+    def words() -> int:
+        return sum(array.shape == (1024, 16) for array in jax.live_arrays())
+
+    def counting(self, saved, at_most=None):
+        held.append(words())
+        found = find(self, saved, at_most)
+        held.append(words())
+        return found
+
+    monkeypatch.setattr(Beginnings, "find", counting)
+    assert pretrain(file, tmp_path / "w")[0] == "finished"
+    assert held[0] < held[1] and held[2:] == held[:2]
+
+
+def test_a_checkpoint_found_damaged_in_a_roll_back_is_saved_anew(text, tmp_path, monkeypatch):
+    _, file = text
+    pretrain(file, tmp_path / "undisturbed", "run.checkpoint_every=2")
+    poison(monkeypatch, {5, 6, 7})
+    pretrain(file, tmp_path / "reference", "run.checkpoint_every=2")
+    diverged = Trainer._diverged
+
+    def damaging(self, bad):
+        largest = max(
+            (p for p in (tmp_path / "w" / "checkpoints" / "4").rglob("*") if p.is_file()),
+            key=lambda p: p.stat().st_size,
+        )
+        largest.write_bytes(b"")
+        diverged(self, bad)
+
+    monkeypatch.setattr(Trainer, "_diverged", damaging)
+    outcome, shown = pretrain(file, tmp_path / "w", "run.checkpoint_every=2")
+    assert outcome == "finished" and "now damaged-4, going on from step 2" in shown
+    assert_identical(final_state(tmp_path / "w")[1], final_state(tmp_path / "reference")[1])
+
+
+def test_a_stop_in_the_last_step_of_a_run_that_has_to_go_back_is_no_end(
+    text, tmp_path, monkeypatch
+):
+    _, file = text
+    settings = ("phases.0.steps=6", "phases.1.steps=2", "run.log_every=99")
+    poison(monkeypatch, {3, 4, 5})
+    diverged = Trainer._diverged
+
+    def stopping(self, bad):
+        os.kill(os.getpid(), signal.SIGTERM)
+        diverged(self, bad)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_diverged", stopping)
+        outcome, shown = pretrain(file, tmp_path / "w", *settings)
+    assert outcome == "stopped" and "not saved, since it has to go back" in shown
+    assert pretrain(file, tmp_path / "w", *settings)[0] == "finished"
+    assert final_state(tmp_path / "w")[0] == 8
+
+
+def test_few_steps_wait_for_the_devices(text, tmp_path, monkeypatch):
+    """A request to stop waits for them, and so does the watchdog."""
+    _, file = text
+    make, waiting, most = step.make_train_step, [], [0]
+
+    def slow(*args):
+        train_step = make(*args)
+
+        def one(state, window, batch, key):
+            state, window = train_step(state, window, batch, key)
+            state = state | {"step": hold(state["step"])}
+            waiting.append(jnp.copy(state["step"]))
+            most[0] = max(most[0], sum(not array.is_ready() for array in waiting))
+            return state, window
+
+        return one
+
+    @jax.jit
+    def hold(number):
+        some = jnp.full((100, 100), number, jnp.float32)
+        busy = jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), some)
+        return number + (busy[0, 0] > 2).astype(jnp.int32)
+
+    monkeypatch.setattr(step, "make_train_step", slow)
+    seldom = [f"run.{name}_every=99" for name in ("log", "eval", "checkpoint")]
+    assert pretrain(file, tmp_path / "w", *seldom)[0] == "finished"
+    assert 1 <= most[0] <= 3
 
 
 def test_a_run_may_stop_instead(text, tmp_path, monkeypatch):
