@@ -36,7 +36,7 @@ from bert_jax.workdir import DiskFull, Workdir, write_atomic
 Outcome = Literal["finished", "stopped", "failed"]
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or a beat, for them.
-_AHEAD = 2
+_AHEAD = 4
 
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
