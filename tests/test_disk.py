@@ -123,7 +123,7 @@ def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, mo
                 while file.write(b"x" * 512):
                     pass
         # Longer than what is left in the file's last block.
-        append(self, line | {"more": "x" * 5000})
+        append(self, line | {f"more_{number}": 0.5 for number in range(400)})
 
     command = f"pretrain small.py --workdir {disk.folder}/w --set run.checkpoint_every=5"
     with monkeypatch.context() as patch:

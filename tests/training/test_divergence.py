@@ -178,7 +178,8 @@ def test_a_roll_back_holds_one_state(text, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(Beginnings, "find", counting)
-    assert pretrain(file, tmp_path / "w")[0] == "finished"
+    outcome, shown = pretrain(file, tmp_path / "w")
+    assert outcome == "finished", shown
     assert held[0] < held[1] and held[2:] == held[:2]
 
 
