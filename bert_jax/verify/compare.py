@@ -135,10 +135,15 @@ def _hashes(folder: pathlib.Path) -> dict[str, str]:
     return found
 
 
-def losses(ours: pathlib.Path, theirs: pathlib.Path) -> tuple[float, str]:
+def losses(ours: pathlib.Path, theirs: pathlib.Path, last: int) -> tuple[float, str]:
     """The largest relative difference of a loss in the lines of two runs, and where it stands.
 
     Infinite where lines or losses are missing.
+
+    Args:
+      ours: a workdir.
+      theirs: another.
+      last: the last step whose losses are compared; of later lines only that they are there.
     """
     a, b = (Lines(epath.Path(place / "metrics.jsonl")).read() for place in (ours, theirs))
     worst, where = 0.0, "no line"
@@ -146,7 +151,7 @@ def losses(ours: pathlib.Path, theirs: pathlib.Path) -> tuple[float, str]:
         return np.inf, "other lines"
     for x, y in zip(a, b, strict=True):
         names = {name for name in x.keys() | y.keys() if "loss" in name}
-        for name in sorted(names):
+        for name in sorted(names) if x["step"] <= last else ():
             if name not in x or name not in y:
                 return np.inf, f"{name} of {_place(y)}"
             by = abs(x[name] - y[name]) / max(abs(y[name]), 1e-6)

@@ -13,9 +13,11 @@ from bert_jax.verify.lineage import other_batches
 from bert_jax.verify.notes import Execution, Notes
 from bert_jax.verify.orders import Death, Order
 
-# What rounding makes of a loss over a whole run: sums over devices are added in another order, and
-# the updates that follow carry it on. It was 4e-6 in 240 steps of experiments/tiny.py, and grows.
-TOLERANCE = 1e-2
+# How far losses may be off, relatively, in lines of the first steps: sums over devices are added
+# in another order, and a run multiplies what rounding does to it. Those of experiments/tiny.py were
+# off by 2e-7 up to step 300, 4e-6 at 350, 2e-4 at 400, and in the end by 1e-3, of next sentence by
+# a tenth. So the meshes take turns in these steps, and later lines say nothing of them.
+TOLERANCE, STEPS = 1e-4, 300
 
 # As a shell, and so the local pod, says that a process was killed.
 _KILLED = 128 + signal.SIGKILL
@@ -63,11 +65,11 @@ def run(
       planned: {step: what it did there}.
       not_finite: steps whose loss is made not to be.
     """
-    notes, total = workdir.with_name(workdir.name + ".notes"), experiment.total_steps
+    notes, compared = workdir.with_name(workdir.name + ".notes"), min(experiment.total_steps, STEPS)
     told = Order(None, str(notes), not_finite=tuple(not_finite))
     stop, kill = (
-        Death("step", signal.SIGTERM, total // 3),
-        Death("step", step=2 * total // 3, process=1),
+        Death("step", signal.SIGTERM, compared // 3),
+        Death("step", step=2 * compared // 3, process=1),
     )
     stages = (
         ("2 devices", 2, replace(told, start=1, death=stop), endings.STOPPED),
@@ -87,10 +89,14 @@ def run(
     seen = " + ".join(str(len(found.of_start(start))) for start in (1, 2, 3))
     # The step in which a process was killed was noted by those that came to it alone.
     whole = [e for e in found.executions if e.start != 2 or e.step < found.killed[2]]
-    worst, where = compare.losses(workdir, undisturbed)
+    worst, where = compare.losses(workdir, undisturbed, compared)
     off = [] if worst <= TOLERANCE else [f"{where} is off by {worst:.2g}"]
     return [
         Comparison(whose, f"{seen} batches by hash", other_batches(whole, planned)),
         compare.rows(whose, experiment, found.survivors()),
-        Comparison(whose, f"losses off by {worst:.1e} at most, {TOLERANCE:.0e} allowed", off),
+        Comparison(
+            whose,
+            f"losses up to step {compared} off by {worst:.1e} at most, {TOLERANCE:.0e} allowed",
+            off,
+        ),
     ]

@@ -266,9 +266,10 @@ def test_the_farthest_loss_is_named(tmp_path):
         return tmp_path / name
 
     a = lines("a", 4.0)
-    by, where = compare.losses(lines("b", 4.1), a)
+    by, where = compare.losses(lines("b", 4.1), a, 99)
     assert by == pytest.approx(0.025) and where == "masked_lm_loss of evaluation, step 6"
-    assert compare.losses(lines("c", 4.0, step=7), a)[0] == math.inf
+    assert compare.losses(lines("c", 4.0, step=7), a, 99)[0] == math.inf
+    assert compare.losses(lines("d", 4.1), a, 5)[0] == 0.0  # which is past the last
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_what_was_compared_is_said(verified):
         "0  killed: metrics.jsonl: 12 lines, byte for byte",
         "0  killed: predictions.jsonl: 4 lines, byte for byte",
         "0  killed: each of 144 rows trained on once",
-        "0  elsewhere (2 devices, 2 processes, 1 device): losses off by ",
+        "0  elsewhere (2 devices, 2 processes, 1 device): losses up to step ",
     ):
         assert what in text
 
