@@ -318,7 +318,7 @@ def test_evaluate_refuses_other_settings_than_the_run_s(setting, run, capsys):
 def test_a_config_that_is_not_text_is_named(run, capsys, tmp_path):
     (tmp_path / "experiment.json").write_bytes(b"\xff\xfe{")
     code, _, err = call(capsys, "config", "--workdir", tmp_path)
-    assert code == 2 and "experiment.json: not JSON" in err
+    assert code == 2 and "experiment.json: byte 0 is not UTF-8" in err
 
 
 def test_predict_says_when_there_is_nothing_to_fill(run, capsys):

@@ -52,7 +52,7 @@ def process(*args: object, stdout=subprocess.PIPE, **env: str) -> subprocess.Com
 
 def test_nothing_but_the_line_reaches_standard_error(copy_of_run):
     """Of a whole process: no warning, no log, no traceback of a library's thread."""
-    for file in pathlib.Path("run/checkpoints/22").rglob("*"):
+    for file in pathlib.Path("run/checkpoints").rglob("*"):
         if file.is_file() and "metadata" not in file.name.lower():
             os.truncate(file, 10)
     before = tree(copy_of_run)
@@ -116,13 +116,14 @@ def test_a_folder_that_another_process_holds_is_named(folder, copy_of_run):
 
 
 def test_a_refused_start_leaves_an_existing_run_to_go_on(copy_of_run):
-    """The newest checkpoint damaged, then moved away as told: the run goes on to the same end."""
+    """All checkpoints damaged, then one put back as told: the run goes on to the same end."""
     lines = pathlib.Path("run/metrics.jsonl").read_bytes()
-    newest = pathlib.Path("run/checkpoints/22")
-    shutil.rmtree(newest / "state")
+    states = sorted(pathlib.Path("run/checkpoints").glob("*/state"))
+    for state in states:
+        shutil.move(state, f"away-{state.parent.name}")
     code, err = call("pretrain small.py --workdir run")
-    assert code == 2 and "move this folder away" in err
-    shutil.move(newest, "away")
+    assert code == 2 and "put the files back" in err
+    shutil.move(f"away-{states[0].parent.name}", states[0])
     assert call("pretrain small.py --workdir run") == (0, "")
     assert pathlib.Path("run/metrics.jsonl").read_bytes() == lines
 

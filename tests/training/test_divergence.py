@@ -250,7 +250,7 @@ def test_few_steps_wait_for_the_devices(text, tmp_path, monkeypatch):
     monkeypatch.setattr(step, "make_train_step", slow)
     seldom = [f"run.{name}_every=99" for name in ("log", "eval", "checkpoint")]
     assert pretrain(file, tmp_path / "w", *seldom)[0] == "finished"
-    assert 1 <= most[0] <= 3
+    assert 1 <= most[0] <= 5  # the one at work, too
 
 
 def test_a_run_may_stop_instead(text, tmp_path, monkeypatch):

@@ -257,9 +257,13 @@ def test_rows_that_were_missed_or_seen_twice_are_counted(experiment):
 def test_the_farthest_loss_is_named(tmp_path):
     def lines(name, last, step=6):
         (tmp_path / name).mkdir()
+        shares = ("masked_lm_accuracy", "next_sentence_accuracy", "next_sentence_majority")
+        held_out = dict.fromkeys(shares, 0.5) | {"next_sentence_error": 0.1, "rows": 9}
+        losses = {"next_sentence_loss": 0.7, "masked_lm_loss": 2.0, "gradient_norm": 9.0}
+        more = {"next_sentence_loss": 0.7, "masked_lm_loss": last, "unigram_loss": 5.0}
         rows = [
-            {"step": 3, "kind": "train", "masked_lm_loss": 2.0, "gradient_norm": 9.0},
-            {"step": step, "kind": "evaluation", "masked_lm_loss": last},
+            {"step": 3, "kind": "train", **losses},
+            {"step": step, "kind": "evaluation", **held_out, **more},
         ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / name / "metrics.jsonl").write_text(text)
