@@ -67,8 +67,9 @@ class Beginnings:
           InputError: all are damaged, or of another corpus, or the processes see different ones.
         """
         self._asked += 1
-        # Until then the first may be removing old ones.
+        # Until then the first may be removing some.
         self.peers.agree(f"last save {self._asked}", "")
+        saved.look_again()
         self.peers.require_same(
             f"checkpoints {self._asked}",
             {"checkpoints": ", ".join(map(str, saved.steps))},

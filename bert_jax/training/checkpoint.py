@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -27,6 +27,7 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Run
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums
+from bert_jax.training.kept import Kept
 from bert_jax.workdir import absolute, named_errors
 
 FORMAT_VERSION = 2
@@ -34,6 +35,8 @@ _UNSEALED_VERSION = 1  # had no checksums
 
 # Of folders of checkpoints that were found damaged, before their step.
 ASIDE = "damaged-"
+# Orbax's, after the step of one that is not whole; it removes them before it saves.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 # What is no damage, as Orbax and those below it say it: no memory, no right, no answer.
 _NOT_DAMAGE = re.compile(
@@ -82,7 +85,7 @@ class Checkpoints:
         sys.unraisablehook = _overhear_closed_loops
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         self._folder, self._access = folder, access
-        self._kept = _Kept(run)
+        self._kept = Kept(run)
         self._opened: ocp.training.Checkpointer | None = None
 
     @property
@@ -294,17 +297,26 @@ class Checkpoints:
         return aside
 
     def look_again(self) -> None:
-        """To be called once some were set aside: else their steps, done again, cannot be saved."""
+        """To be called once some were taken away: else their steps, done again, cannot be saved."""
         if self._opened is not None:
             self._opened.reload()
 
     def forget_after(self, step: int) -> None:
-        """Removes newer checkpoints: of steps that will be done again, otherwise."""
+        """Removes newer checkpoints: of steps that will be done again, otherwise.
+
+        All processes call it, and `look_again` once they have met.
+        """
         self.finish()
+        if jax.process_index():
+            return
         with named_errors(self._folder):
             for newer in self.steps:
                 if newer > step:
-                    self._checkpointer.delete(newer)
+                    # Half removed under its own name it would be a damaged one, perhaps the last.
+                    gone = self._folder / f"{newer}{_UNFINISHED}"
+                    gone.rmtree(missing_ok=True)
+                    (self._folder / str(newer)).rename(gone)
+                    gone.rmtree()
 
     @contextlib.contextmanager
     def _damage(self, step: int) -> Iterator[None]:
@@ -334,7 +346,7 @@ class Checkpoints:
         if self._access == "read" or jax.process_index():
             return
         with contextlib.suppress(OSError, ValueError):  # epath's word for a folder not empty
-            for path in self._folder.glob("*.orbax-checkpoint-tmp"):
+            for path in self._folder.glob(f"*{_UNFINISHED}"):
                 path.rmtree()
             self._folder.rmdir()
 
@@ -343,28 +355,6 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Kept:
-    """Orbax's question which checkpoints to keep, answered by what the JSON beside them says.
-
-    Not its `best_fn` with `max_to_keep`, which removes the newest; nor its metrics, files without
-    which it cannot be opened.
-    """
-
-    def __init__(self, run: Run):
-        self.losses: dict[int, float | None] = {}
-        self._run = run
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Of each checkpoint, the oldest first."""
-        del context
-        steps = [found.step for found in checkpoints]
-        known = [(self.losses[s], s) for s in steps if self.losses.get(s) is not None]
-        kept = {*sorted(steps)[-self._run.keep_checkpoints :]}
-        kept.update(step for _, step in sorted(known)[: self._run.keep_best])
-        every = self._run.keep_every
-        return [step in kept or (every > 0 and step % every == 0) for step in steps]
 
 
 def _context(**options: Any) -> ocp.Context:

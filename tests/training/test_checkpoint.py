@@ -148,6 +148,25 @@ def test_of_two_damaged_ones_of_a_step_both_are_kept(finished, run):
     assert {"damaged-22", "damaged-22-1", "22"} <= names
 
 
+def test_a_kill_while_newer_ones_are_removed_leaves_no_half_one(run, monkeypatch):
+    folder = epath.Path(run / "checkpoints")
+
+    def killed(path, missing_ok=False):
+        if path.exists():
+            next(f for f in pathlib.Path(path).rglob("*") if f.is_file()).unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(folder), "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt), Checkpoints(folder, Run(), "write") as saved:
+        saved.forget_after(0)
+    monkeypatch.undo()
+    with Checkpoints(folder, Run(), "write") as saved:
+        assert saved.steps == [20, 16] and not saved.unreadable()
+        saved.forget_after(0)
+        assert not saved.steps
+    assert not list((run / "checkpoints").glob("*"))
+
+
 def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(finished, run, monkeypatch):
     """Nor is one for which there is too little memory."""
     file, _ = finished
