@@ -1,6 +1,6 @@
 """What the loop costs beside the step, and how long it stands still for a checkpoint.
 
-`python -m benchmarks.loop`. Overhead: seconds a step of a real run (`session.pretrain`) of a very
+`python -m benchmarks.loop`. Overhead: seconds a step of a real run (`pretrain`) of a very
 small model, less those of the bare compiled step on one batch, in the same process, in turns. Wall
 time is what the loop adds for real, CPU time counts what its data thread does beside it. Saving:
 the time `Checkpoints.save` keeps the loop, as a share of the time until the files are whole.
@@ -22,9 +22,10 @@ from rich.console import Console
 
 from benchmarks import measure, ours, shapes
 from bert_jax.config import Corpus, Data, Experiment, Model, Phase, Run
-from bert_jax.training import feed, session, step
+from bert_jax.training import feed, pretraining, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.objective import Pretraining
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
 from bert_jax.workdir import Workdir
@@ -115,7 +116,7 @@ def overhead(folder: pathlib.Path, rounds: int, laps: int) -> dict[str, list[flo
     bare = None
     for number in range(rounds):
         progress = Laps()
-        session.pretrain(
+        pretraining.pretrain(
             claim, Workdir(folder / f"run{number}", str(folder / "corpus")), "keep", progress
         )
         found["loop_wall"] += progress.wall
@@ -135,7 +136,9 @@ def bare_laps(claim: Experiment, workdir: Workdir) -> Iterator[tuple[float, floa
     rows = np.arange(spec.batch_size)
     host = Prepared.open(workdir.corpus).train_batches(claim, 0).batch(0, rows)
     batch = feed.place(host, rows, spec.batch_size, mesh_lib.batch_sharding(mesh))
-    run = step.make_train_step(claim.model, claim.optimizer, claim.mesh, 1, claim.total_steps, mesh)
+    run = step.make_train_step(
+        Pretraining(claim.model), claim.optimizer, claim.mesh, 1, claim.total_steps, mesh
+    )
     key = step.phase_key(claim.model, claim.seed, 0)
     state, window = ours.first_state(claim.model, mesh)
     state, window = run(state, window, batch, key)

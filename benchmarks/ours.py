@@ -11,6 +11,7 @@ from bert_jax.config import Mesh, Model, Optimizer
 from bert_jax.model import flops
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.objective import Pretraining
 
 OPTIMIZER = Optimizer(name="adamw", schedule="linear", warmup_steps=10)
 _TOTAL_STEPS = 1_000
@@ -33,7 +34,9 @@ def first_state(model: Model, mesh: jax.sharding.Mesh) -> tuple[step.State, dict
     """State and metrics window before the first step, on all devices."""
 
     def make() -> tuple[step.State, dict[str, jax.Array]]:
-        return step.init_state(model, OPTIMIZER, 0), step.empty_window()
+        return step.init_state(Pretraining(model), OPTIMIZER, 0), step.empty_window(
+            Pretraining(model)
+        )
 
     return jax.jit(make, out_shardings=mesh_lib.replicated(mesh))()
 
@@ -55,7 +58,7 @@ class Ours:
         batch = feed.place(
             shapes.make_batch(size, 0), rows, size.batch, mesh_lib.batch_sharding(mesh)
         )
-        run = step.make_train_step(model, OPTIMIZER, layout, 1, _TOTAL_STEPS, mesh)
+        run = step.make_train_step(Pretraining(model), OPTIMIZER, layout, 1, _TOTAL_STEPS, mesh)
         key = step.phase_key(model, 0, 0)
         state, window = run(state, window, batch, key)
         sums = jax.device_get(window)

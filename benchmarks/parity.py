@@ -30,6 +30,7 @@ from bert_jax.predict import Trained
 from bert_jax.text import tokenizer
 from bert_jax.training import feed, metrics, optimizer, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.objective import Pretraining
 from bert_jax.training.prepared import Prepared
 
 STEPS = 50
@@ -127,16 +128,20 @@ def training(trained: Trained, prepared: Prepared, experiment: Experiment) -> di
     """Batches, learning rates and losses of 50 steps."""
     mesh = mesh_lib.make_mesh(experiment.mesh)
     cfg, total = experiment.optimizer, experiment.total_steps
-    state = step.init_state(experiment.model, cfg, 0) | {"params": trained.params}
+    state = step.init_state(Pretraining(experiment.model), cfg, 0) | {"params": trained.params}
     # A copy: the step is given its state to keep.
     state = jax.device_put(jax.tree.map(jnp.copy, state), mesh_lib.replicated(mesh))
-    train_step = step.make_train_step(experiment.model, cfg, experiment.mesh, 1, total, mesh)
+    train_step = step.make_train_step(
+        Pretraining(experiment.model), cfg, experiment.mesh, 1, total, mesh
+    )
     key = step.phase_key(experiment.model, experiment.seed, 0)
     sharding, rows = mesh_lib.batch_sharding(mesh), np.arange(16)
     batches, losses = [], []
     for number in range(STEPS):
         batch = prepared.train_batches(experiment, 0).batch(number, rows)
-        window = jax.device_put(step.empty_window(), mesh_lib.replicated(mesh))
+        window = jax.device_put(
+            step.empty_window(Pretraining(experiment.model)), mesh_lib.replicated(mesh)
+        )
         placed = feed.place(batch, rows, len(rows), sharding)
         state, window = train_step(state, window, placed, key)
         means = metrics.means(metrics.fetch(window))

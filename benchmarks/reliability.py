@@ -20,10 +20,11 @@ from etils import epath
 
 from benchmarks import loop, measure, ours, shapes
 from bert_jax.config import Experiment, Mesh, Run
-from bert_jax.training import checkpoint, session, step
+from bert_jax.training import checkpoint, pretraining, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.checksums import checksums
+from bert_jax.training.objective import Pretraining
 from bert_jax.workdir import Workdir
 
 EVERY = 50
@@ -81,7 +82,7 @@ def saving(
         for name, every in (("never", 10**9), ("saving", EVERY)):
             progress = loop.Laps()
             place = Workdir(folder / f"{name}{number}", str(folder / "corpus"))
-            session.pretrain(claim(folder, shape, laps, every), place, "keep", progress)
+            pretraining.pretrain(claim(folder, shape, laps, every), place, "keep", progress)
             found[name] += progress.wall
             if name == "saving":
                 lines = map(json.loads, place.timings.read_text().splitlines())
@@ -113,7 +114,7 @@ def trusted(folder: pathlib.Path, shape: str, number: int) -> dict[str, float]:
             saved.save(1, state, {})
             blocking = time.perf_counter() - start
         total = time.perf_counter() - start
-        abstract = step.abstract_state(model, ours.OPTIMIZER, Mesh(), mesh)
+        abstract = step.abstract_state(Pretraining(model), ours.OPTIMIZER, Mesh(), mesh)
         start = time.perf_counter()
         with Checkpoints(place, Run(), "read") as saved:
             saved.restore(1, abstract)

@@ -16,6 +16,7 @@ from bert_jax.section import printable
 _USE_CACHE = (
     "prepare",
     "pretrain",
+    "finetune",
     "evaluate",
     "show",
     "plan",
@@ -153,6 +154,26 @@ def _parser() -> argparse.ArgumentParser:
         "--extend",
         action="store_true",
         help="go on with more steps in the last phase; the learning-rate schedule changes",
+    )
+    sub = add("finetune", commands.finetune)
+    sub.add_argument(
+        "task",
+        metavar="TASKFILE",
+        help="a .py file whose experiment() gives a Finetuning, or a resolved one as .json",
+    )
+    sub.add_argument(
+        "--from",
+        dest="base",
+        metavar="BASE",
+        help="a base or a run, whose encoder is adapted; left out: the one that the run began with",
+    )
+    sub.add_argument("--workdir", metavar="W", help="where the run lives [runs/NAME]")
+    sub.add_argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        help="change a field of the TASKFILE, e.g. optimizer.peak_learning_rate=2e-5",
     )
     sub = add("evaluate", commands.evaluate)
     takes_experiment(sub, saved=True)

@@ -10,6 +10,10 @@ from bert_jax.config import Experiment, InputError, Mesh
 from bert_jax.conformance import command
 from bert_jax.endings import FAILED, FINISHED, STOPPED
 from bert_jax.section import printable
+from bert_jax.training.objective import Pretraining
+
+# Of runs that end so.
+_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 
 
 def prepare(args: argparse.Namespace) -> int:
@@ -32,15 +36,28 @@ def prepare(args: argparse.Namespace) -> int:
 def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
     from bert_jax import resolve
-    from bert_jax.training import session
+    from bert_jax.training import pretraining
     from bert_jax.training.progress import LineConsole, Progress
 
     experiment, origin = resolve.load_with_origin(args.experiment, args.set)
     workdir = _workdir(args, experiment)
     progress = Progress(LineConsole())
     extend = "extend" if args.extend else "keep"
-    outcome = session.pretrain(experiment, workdir, extend, progress, origin)
-    return {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}[outcome]
+    outcome = pretraining.pretrain(experiment, workdir, extend, progress, origin)
+    return _CODES[outcome]
+
+
+def finetune(args: argparse.Namespace) -> int:
+    """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
+    from bert_jax import resolve
+    from bert_jax.config import Finetuning
+    from bert_jax.tasks import command
+    from bert_jax.training.progress import LineConsole, Progress
+
+    claim, origin = resolve.load_with_origin(args.task, args.set, Finetuning)
+    progress = Progress(LineConsole())
+    outcome = command.finetune(claim, args.base, args.workdir, progress, origin)
+    return _CODES[outcome]
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -58,7 +75,7 @@ def evaluate(args: argparse.Namespace) -> int:
     found = evaluate.evaluate(
         prepared.held_out(experiment, mesh),
         params,
-        step.make_eval_step(experiment.model, layout, mesh),
+        step.make_eval_step(Pretraining(experiment.model), layout, mesh),
         mesh,
     )
     print(f"step {done}: {evaluate.summary(found)}")

@@ -8,15 +8,19 @@ import pathlib
 import runpy
 import traceback
 from dataclasses import dataclass, field
+from typing import Any
 
+from bert_jax.finetuning import Adapt, Finetuning, Task
 from bert_jax.section import InputError, Section
 from bert_jax.sections import SKIPPED_STEPS, Corpus, Data, Mesh, Model, Optimizer, Phase, Run
 
 __all__ = [
     "SKIPPED_STEPS",
+    "Adapt",
     "Corpus",
     "Data",
     "Experiment",
+    "Finetuning",
     "InputError",
     "Loaded",
     "Mesh",
@@ -24,12 +28,10 @@ __all__ = [
     "Optimizer",
     "Phase",
     "Run",
+    "Task",
     "load_file",
     "parent",
 ]
-
-# Bytes of a folder's name, as file systems allow them.
-_LONGEST_NAME = 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +68,7 @@ class Experiment(Section):
         raise ValueError(f"{done} steps are all of them")
 
     def _validate(self) -> None:
-        self._require(
-            self.name.isprintable()
-            and not set(self.name) & set("/\\ ")
-            and self.name[:1] not in ("", ".")
-            and len(self.name.encode()) <= _LONGEST_NAME,
-            "name",
-            "must be usable as a folder name, short, without blanks or slashes",
-        )
+        self._require_folder_name("name")
         self._require(0 <= self.seed < 2**32, "seed", "must be in [0, 2**32)")
         self._require(len(self.phases) > 0, "phases", "name at least one phase")
         lengths = {
@@ -142,8 +137,8 @@ class Loaded:
     """
 
     folder: pathlib.Path
-    parent: tuple[str, Experiment] | None = None
-    experiment: Experiment | None = None
+    parent: tuple[str, Any] | None = None
+    experiment: Any = None
 
 
 _loading: contextvars.ContextVar[Loaded] = contextvars.ContextVar("experiment file being run")
@@ -172,15 +167,16 @@ def load_file(path: pathlib.Path) -> Loaded:
         raise InputError(f"{place}: {type(error).__name__}: {error}") from error
     finally:
         _loading.reset(token)
-    if not isinstance(value, Experiment):
+    if not isinstance(value, Experiment | Finetuning):
         raise InputError(
-            f"{path}: experiment() returned {type(value).__name__}, not bert_jax.config.Experiment"
+            f"{path}: experiment() returned {type(value).__name__}, not bert_jax.config.Experiment "
+            "or Finetuning"
         )
     loaded.experiment = value
     return loaded
 
 
-def parent(name: str) -> Experiment:
+def parent(name: str) -> Any:
     """The claim in the file `name` beside the experiment file that calls this, to be varied."""
     loading = _loading.get()
     path = loading.folder / name

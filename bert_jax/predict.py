@@ -16,6 +16,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, step
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.objective import Pretraining
 from bert_jax.training.prepared import Prepared
 from bert_jax.workdir import Workdir
 
@@ -162,7 +163,9 @@ def _restored(
             raise InputError(
                 f"{workdir.root}: was trained with other settings ({'; '.join(changed)})"
             )
-        abstract = step.abstract_state(experiment.model, experiment.optimizer, Mesh(), mesh)
+        abstract = step.abstract_state(
+            Pretraining(experiment.model), experiment.optimizer, Mesh(), mesh
+        )
         wanted = ("params",) if what == "params" else ("params", "optimizer")
         part = {name: abstract[name] for name in wanted}
         if which == "newest":

@@ -8,27 +8,34 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from bert_jax.config import Corpus, Experiment, InputError, load_file
+from bert_jax.config import Corpus, Experiment, Finetuning, InputError, load_file
 from bert_jax.section import Section
 from bert_jax.workdir import Workdir, sealed
 
 FORMAT_VERSION = 1
 
 T = typing.TypeVar("T", bound=Section)
+Claim = typing.TypeVar("Claim", bound=Section)  # an Experiment or a Finetuning
 
 
-def load(path: str) -> Experiment:
-    """Reads EXPERIMENT: a .py file that defines `experiment()`, or a resolved config as JSON."""
-    return _load(path)[0]
+def load(path: str, kind: type[Claim] = Experiment) -> Claim:
+    """Reads EXPERIMENT: a .py file that defines `experiment()`, or a resolved config as JSON.
+
+    Raises:
+      InputError: there is none, or it is of another kind.
+    """
+    return _load(path, kind)[0]
 
 
-def load_with_origin(path: str, settings: Sequence[str]) -> tuple[Experiment, dict[str, Any]]:
+def load_with_origin(
+    path: str, settings: Sequence[str], kind: type[Claim] = Experiment
+) -> tuple[Claim, dict[str, Any]]:
     """EXPERIMENT with `--set` strings applied, and a JSON object that says where it comes from.
 
     The object names the file, the experiment file that it varies ("" if none), the strings, and
     lists what differs from that parent, or from the defaults of the sections.
     """
-    loaded, parent = _load(path)
+    loaded, parent = _load(path, kind)
     experiment = override(loaded, settings)
     if parent is None:
         name, changed = "", _differences_from_defaults(experiment)
@@ -44,33 +51,47 @@ def load_with_origin(path: str, settings: Sequence[str]) -> tuple[Experiment, di
     return experiment, sealed(origin)
 
 
-def _load(path: str) -> tuple[Experiment, tuple[str, Experiment] | None]:
+def _load(path: str, kind: type[Claim]) -> tuple[Claim, tuple[str, Claim] | None]:
     file = pathlib.Path(path)
     if not file.is_file():
         raise InputError(f"{path}: no such experiment file")
     if file.suffix == ".py":
         loaded = load_file(file)
+        _require_kind(type(loaded.experiment), kind, path)
         return loaded.experiment, loaded.parent
     if file.suffix == ".json":
-        return from_json(_text(file.read_bytes(), path), path), None
+        return from_json(_text(file.read_bytes(), path), path, kind), None
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
 
 
-def _differences_from_defaults(experiment: Experiment) -> list[str]:
-    """As `differences`, section by section: phases and sources have no defaults."""
+def _require_kind(found: type, wanted: type, where: str) -> None:
+    if found is not wanted:
+        what, command = {
+            Experiment: ("a pre-training", "pretrain"),
+            Finetuning: ("a fine-tuning", "finetune"),
+        }[found]
+        raise InputError(f"{where}: {what}; `bert-jax {command}` takes it, this command does not")
+
+
+def _differences_from_defaults(claim: Section) -> list[str]:
+    """As `differences`, section by section: phases, sources and tasks have no defaults."""
     lines = []
-    for name in ("model", "data", "optimizer", "mesh", "run"):
-        section = getattr(experiment, name)
-        lines += [f"{name}.{line}" for line in differences(type(section)(), section, "all")]
-    plain = Corpus(sources=experiment.corpus.sources)
-    return lines + [f"corpus.{line}" for line in differences(plain, experiment.corpus, "all")]
+    for f in dataclasses.fields(claim):
+        if f.default_factory is not dataclasses.MISSING:
+            section = getattr(claim, f.name)
+            changed = differences(f.default_factory(), section, "all")
+            lines += [f"{f.name}.{line}" for line in changed]
+    if isinstance(claim, Experiment):
+        plain = Corpus(sources=claim.corpus.sources)
+        lines += [f"corpus.{line}" for line in differences(plain, claim.corpus, "all")]
+    return lines
 
 
-def load_saved(workdir: Workdir) -> Experiment:
+def load_saved(workdir: Workdir, kind: type[Claim] = Experiment) -> Claim:
     """The experiment that a run was started with.
 
     Raises:
-      InputError: no run here.
+      InputError: no run here, or one of another kind.
     """
     if (workdir.root / "base.json").exists():
         raise InputError(
@@ -80,7 +101,7 @@ def load_saved(workdir: Workdir) -> Experiment:
     if not workdir.experiment.exists():
         raise InputError(f"{workdir.root}: no run here (no experiment.json)")
     where = str(workdir.experiment)
-    return from_json(_text(workdir.experiment.read_bytes(), where), where)
+    return from_json(_text(workdir.experiment.read_bytes(), where), where, kind)
 
 
 def _text(content: bytes, where: str) -> str:
@@ -92,7 +113,7 @@ def _text(content: bytes, where: str) -> str:
         ) from error
 
 
-def override(experiment: Experiment, settings: Sequence[str]) -> Experiment:
+def override(experiment: Claim, settings: Sequence[str]) -> Claim:
     """Applies `--set` strings like `model.hidden_size=128` or `phases.0.steps=10`, all at once.
 
     Raises:
@@ -106,13 +127,12 @@ def override(experiment: Experiment, settings: Sequence[str]) -> Experiment:
             raise InputError(
                 f"--set {setting}: write it as FIELD=VALUE, e.g. model.hidden_size=128"
             )
-        _assign(tree, path.strip(), text, setting)
-    return _build(Experiment, tree, "")
+        _assign(type(experiment), tree, path.strip(), text, setting)
+    return _build(type(experiment), tree, "")
 
 
-def _assign(tree: dict, path: str, text: str, setting: str) -> None:
+def _assign(hint: Any, tree: dict, path: str, text: str, setting: str) -> None:
     node: Any = tree
-    hint: Any = Experiment
     keys = path.split(".")
     for depth, key in enumerate(keys):
         where = ".".join(keys[:depth])
@@ -163,16 +183,17 @@ def _parse(text: str, hint: Any, setting: str) -> object:
         raise InputError(f"--set {setting}: {text!r} is not {kind}") from error
 
 
-def to_json(experiment: Experiment) -> str:
+def to_json(experiment: Section) -> str:
     """The resolved experiment as readable JSON, with its format version."""
     return json.dumps({"format_version": FORMAT_VERSION, **_plain(experiment)}, indent=2) + "\n"
 
 
-def from_json(text: str, where: str) -> Experiment:
+def from_json(text: str, where: str, kind: type[Claim] = Experiment) -> Claim:
     """Reads what `to_json` wrote. `where` names the file in errors.
 
     Raises:
-      InputError: not JSON, another format version, an unknown, missing or impossible field.
+      InputError: not JSON, another format version, a claim of another kind, an unknown, missing or
+        impossible field.
     """
     try:
         tree = json.loads(text)
@@ -185,8 +206,9 @@ def from_json(text: str, where: str) -> Experiment:
         raise InputError(
             f"{where}: format_version {version!r}, this version reads {FORMAT_VERSION}"
         )
+    _require_kind(Finetuning if "task" in tree else Experiment, kind, where)
     try:
-        return _build(Experiment, tree, "")
+        return _build(kind, tree, "")
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
 

@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 # No size, count or interval is larger, and arrays are indexed with no more bits.
 _INTEGERS = 2**32
+# Bytes of a folder's name, as file systems allow them.
+_LONGEST_NAME = 255
 
 
 class InputError(Exception):
@@ -59,6 +61,17 @@ class Section:
     def _require_at_least(self, least: float, *names: str) -> None:
         for name in names:
             self._require(getattr(self, name) >= least, name, f"must be at least {least}")
+
+    def _require_folder_name(self, name: str) -> None:
+        value = getattr(self, name)
+        self._require(
+            value.isprintable()
+            and not set(value) & set("/\\ ")
+            and value[:1] not in ("", ".")
+            and len(value.encode()) <= _LONGEST_NAME,
+            name,
+            "must be usable as a folder name, short, without blanks or slashes",
+        )
 
     def _require_share(self, *names: str) -> None:
         for name in names:

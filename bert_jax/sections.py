@@ -186,6 +186,8 @@ class Optimizer(Section):
     clip_norm: float = 1.0
     reference_replicas: int = 1
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
+    # Each layer learns by so much slower than the one above it, the embeddings slowest of all.
+    layer_decay: float = 1.0
     # A step whose loss or gradient is not finite changes nothing. After so many in a row the run
     # goes back to the checkpoint before them and leaves them out, or ends.
     bad_steps_in_a_row: int = 10
@@ -195,6 +197,7 @@ class Optimizer(Section):
         self._require(self.peak_learning_rate > 0, "peak_learning_rate", "must be positive")
         self._require_at_least(0, "warmup_steps", "weight_decay")
         self._require_share("b1", "b2")
+        self._require(0 < self.layer_decay <= 1, "layer_decay", "must be in (0, 1]")
         self._require(self.eps > 0, "eps", "must be positive")
         self._require(self.clip_norm > 0, "clip_norm", "must be positive")
         self._require_at_least(1, "reference_replicas", "bad_steps_in_a_row")

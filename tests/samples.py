@@ -15,6 +15,7 @@ from bert_jax.config import Data, Experiment, Mesh, Model, Optimizer
 from bert_jax.data import batches, corpus, stream
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.objective import Pretraining
 
 MODEL = Model(
     vocab_size=100,
@@ -68,18 +69,18 @@ def run(
     """Trains from seed 0; returns the final state and each step's metric sums."""
     layout = layout or Mesh()
     mesh = mesh_of(devices, layout)
-    abstract = step.abstract_state(model, optimizer, layout, mesh)
+    abstract = step.abstract_state(Pretraining(model), optimizer, layout, mesh)
     places = jax.tree.map(lambda s: s.sharding, abstract)
-    state = jax.device_put(step.init_state(model, optimizer, 0), places)
+    state = jax.device_put(step.init_state(Pretraining(model), optimizer, 0), places)
     parts = layout.accumulation_of(0)
-    train_step = step.make_train_step(model, optimizer, layout, parts, TOTAL, mesh)
+    train_step = step.make_train_step(Pretraining(model), optimizer, layout, parts, TOTAL, mesh)
     train = train_batches(shape)
     sharding = mesh_lib.batch_sharding(mesh)
     rows = np.arange(shape.batch_size)
     seen = []
     for number in range(steps):
         batch = feed.place(train.batch(number, rows), rows, shape.batch_size, sharding)
-        window = jax.device_put(step.empty_window(), mesh_lib.replicated(mesh))
+        window = jax.device_put(step.empty_window(Pretraining(model)), mesh_lib.replicated(mesh))
         state, window = train_step(state, window, batch, step.phase_key(model, 0, 0))
         seen.append(jax.device_get(window))
     return jax.device_get(state), seen

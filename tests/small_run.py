@@ -94,14 +94,14 @@ def pretrain(
     from rich.console import Console
 
     from bert_jax import resolve
-    from bert_jax.training import session
+    from bert_jax.training import pretraining
     from bert_jax.training.progress import Progress
     from bert_jax.workdir import Workdir
 
     experiment = resolve.override(resolve.load(str(file)), settings)
     console = Console(record=True, width=200, file=io.StringIO())
     place = Workdir(workdir, experiment.run.corpus_dir)
-    outcome = session.pretrain(experiment, place, length, Progress(console))
+    outcome = pretraining.pretrain(experiment, place, length, Progress(console))
     return outcome, console.export_text()
 
 
@@ -114,11 +114,15 @@ def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
     from bert_jax import resolve
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.checkpoint import Checkpoints
+    from bert_jax.training.objective import Pretraining
     from bert_jax.training.step import abstract_state
 
     experiment = resolve.from_json((workdir / "experiment.json").read_text(), "experiment")
     abstract = abstract_state(
-        experiment.model, experiment.optimizer, experiment.mesh, mesh_lib.make_mesh(experiment.mesh)
+        Pretraining(experiment.model),
+        experiment.optimizer,
+        experiment.mesh,
+        mesh_lib.make_mesh(experiment.mesh),
     )
     with Checkpoints(epath.Path(workdir / "checkpoints"), experiment.run, "read") as saved:
         step = max(saved.steps)

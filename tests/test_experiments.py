@@ -10,8 +10,10 @@ import samples
 
 from bert_jax import resolve
 from bert_jax.data import batches
-from bert_jax.training import feed, runner, sharding, step
+from bert_jax.training import feed, sharding, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.objective import Pretraining
+from bert_jax.training.pretraining import require_runnable
 
 EXPERIMENTS = sorted((pathlib.Path(__file__).parents[1] / "experiments").glob("*.py"))
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -22,7 +24,7 @@ def describe(experiment) -> str:
     """The resolved config, and every parameter with its shape, type and place."""
     lines = [f"{path} = {value!r}" for path, value in resolve.flatten(experiment)]
     shapes = jax.eval_shape(
-        lambda: step.init_state(experiment.model, experiment.optimizer, 0)["params"]
+        lambda: step.init_state(Pretraining(experiment.model), experiment.optimizer, 0)["params"]
     )
     mesh = mesh_lib.make_mesh(experiment.mesh, jax.devices()[:1])
     cuts = sharding.cuts(shapes, experiment.mesh, mesh)
@@ -63,15 +65,15 @@ def test_the_paper_s_experiments_run_two_shrunk_steps(name):
     ]
     experiment = resolve.override(experiment, settings)
     mesh = mesh_lib.make_mesh(experiment.mesh)
-    runner.require_runnable(experiment, mesh)
-    state = step.init_state(experiment.model, experiment.optimizer, experiment.seed)
+    require_runnable(experiment, mesh)
+    state = step.init_state(Pretraining(experiment.model), experiment.optimizer, experiment.seed)
     for number, phase in enumerate(experiment.phases):
         shape = batches.Shape(
             phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size
         )
         train = samples.train_batches(shape, number)
         train_step = step.make_train_step(
-            experiment.model,
+            Pretraining(experiment.model),
             experiment.optimizer,
             experiment.mesh,
             experiment.mesh.accumulation_of(number),
@@ -82,7 +84,9 @@ def test_the_paper_s_experiments_run_two_shrunk_steps(name):
         rows = np.arange(phase.batch_size)
         places = mesh_lib.batch_sharding(mesh)
         batch = feed.place(train.batch(0, rows), rows, phase.batch_size, places)
-        state, window = train_step(state, step.empty_window(), batch, key)
+        state, window = train_step(
+            state, step.empty_window(Pretraining(experiment.model)), batch, key
+        )
         assert np.isfinite(window["masked_lm_loss"]).all() and window["bad_steps"][0] == 0
     assert int(state["step"]) == 2
 

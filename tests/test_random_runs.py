@@ -21,6 +21,7 @@ from bert_jax.report import figures, page
 from bert_jax.report.records import Record
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state
 from bert_jax.workdir import sealed
 
@@ -116,7 +117,7 @@ def checkpoints(run):
     """What the run keeps, the shape of its state, and its checkpoints by step."""
     experiment = resolve.load_saved(workdir.Workdir("run"))
     one = mesh_lib.one_device()
-    whole = abstract_state(experiment.model, experiment.optimizer, Mesh(), one)
+    whole = abstract_state(Pretraining(experiment.model), experiment.optimizer, Mesh(), one)
     with Checkpoints(epath.Path("run/checkpoints"), experiment.run, "read") as saved:
         return experiment, whole, {step: saved.restore(step, whole) for step in saved.steps}
 

@@ -13,6 +13,7 @@ from bert_jax.config import Mesh, Model, Optimizer
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.training import step
+from bert_jax.training.objective import Pretraining
 
 CORES, _ROWS, _LENGTH = 3, 2, 16
 
@@ -57,17 +58,17 @@ def summed_gradient(clip_norm: float) -> heads.Params:
     """The gradient that a training step over all cores gives to its optimizer."""
     cfg = dataclasses.replace(_OPTIMIZER, clip_norm=clip_norm)
     mesh = jax.make_mesh((1,), ("data_0",), (AxisType.Auto,), devices=jax.devices()[:1])
-    train_step = step.make_train_step(MODEL, cfg, Mesh(), 1, 1_000_000, mesh)
-    state = step.init_state(MODEL, cfg, 0)
+    train_step = step.make_train_step(Pretraining(MODEL), cfg, Mesh(), 1, 1_000_000, mesh)
+    state = step.init_state(Pretraining(MODEL), cfg, 0)
     key = step.phase_key(MODEL, 0, 0)
-    new, _ = train_step(state, step.empty_window(), batch(), key)
+    new, _ = train_step(state, step.empty_window(Pretraining(MODEL)), batch(), key)
     # Before the first step there is no momentum.
     return jax.tree.map(lambda m: m / (1 - cfg.b1), new["optimizer"][0].mu)
 
 
 def gradients() -> Iterator[heads.Params]:
     """Each core's own gradient before that step, its loss written from run_pretraining.py."""
-    params = step.init_state(MODEL, _OPTIMIZER, 0)["params"]
+    params = step.init_state(Pretraining(MODEL), _OPTIMIZER, 0)["params"]
     gradient = jax.jit(jax.grad(_core_loss))
     for core in range(CORES):
         rows = slice(core * _ROWS, (core + 1) * _ROWS)

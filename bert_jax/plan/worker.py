@@ -23,7 +23,9 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Phase
 from bert_jax.plan import checks, hlo, program, topology
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import runner, step
+from bert_jax.training import step
+from bert_jax.training.objective import Pretraining
+from bert_jax.training.pretraining import require_runnable
 from bert_jax.workdir import write_atomic
 
 # PR_SET_PDEATHSIG and SIGKILL.
@@ -66,8 +68,9 @@ def compile_step(
       jax.errors.JaxRuntimeError: the compiler refuses.
     """
     mesh = mesh_lib.make_mesh(experiment.mesh, devices)
-    runner.require_runnable(experiment, mesh)
-    state = step.abstract_state(experiment.model, experiment.optimizer, experiment.mesh, mesh)
+    require_runnable(experiment, mesh)
+    objective = Pretraining(experiment.model)
+    state = step.abstract_state(objective, experiment.optimizer, experiment.mesh, mesh)
     compiled = lower_step(experiment, number, mesh, state).compile()
     memory = compiled.memory_analysis()
     module = hlo.parse(compiled.as_text())
@@ -93,14 +96,19 @@ def lower_step(
 ) -> jax.stages.Lowered:
     """The training step of a phase, traced for a mesh and an abstract state."""
     replicated = mesh_lib.replicated(mesh)
-    model, optimizer, layout = experiment.model, experiment.optimizer, experiment.mesh
+    objective = Pretraining(experiment.model)
     train_step = step.make_train_step(
-        model, optimizer, layout, layout.accumulation_of(number), experiment.total_steps, mesh
+        objective,
+        experiment.optimizer,
+        experiment.mesh,
+        experiment.mesh.accumulation_of(number),
+        experiment.total_steps,
+        mesh,
     )
-    key = jax.eval_shape(lambda: step.phase_key(model, experiment.seed, number))
+    key = jax.eval_shape(lambda: step.phase_key(experiment.model, experiment.seed, number))
     return train_step.lower(
         state,
-        _placed(jax.eval_shape(step.empty_window), replicated),
+        _placed(jax.eval_shape(lambda: step.empty_window(objective)), replicated),
         _placed(abstract_batch(experiment.phases[number]), mesh_lib.batch_sharding(mesh)),
         _placed(key, replicated),
     )

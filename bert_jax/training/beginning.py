@@ -1,20 +1,16 @@
 """The state a run goes on with: of its newest good checkpoint, or the one before the first step."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
 
-from bert_jax import base as base_lib
-from bert_jax.config import Experiment
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.checkpoint import Checkpoints, Restored
 from bert_jax.training.environment import environment
+from bert_jax.training.job import Job
 from bert_jax.training.peers import Peers
-from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
 
 
@@ -42,17 +38,13 @@ class Beginnings:
 
     def __init__(
         self,
-        experiment: Experiment,
+        job: Job,
         mesh: jax.sharding.Mesh,
-        prepared: Prepared,
         peers: Peers,
         progress: Progress,
     ):
-        self.experiment, self.mesh, self.prepared = experiment, mesh, prepared
-        self.peers, self.progress = peers, progress
-        self._abstract = step.abstract_state(
-            experiment.model, experiment.optimizer, experiment.mesh, mesh
-        )
+        self.job, self.mesh, self.peers, self.progress = job, mesh, peers, progress
+        self._abstract = step.abstract_state(job.objective, job.optimizer, job.claim.mesh, mesh)
         self._shardings = jax.tree.map(lambda s: s.sharding, self._abstract)
         self._asked = 0
 
@@ -78,7 +70,7 @@ class Beginnings:
         restored = saved.newest(self._abstract, at_most, self._agreed)
         if restored is None:
             return self._first()
-        self.prepared.require_same(restored.metadata)
+        self.job.require_same(restored.metadata)
         self._put_aside(saved, restored)
         for name, value in environment().items():
             if restored.metadata["environment"].get(name) != value:
@@ -113,34 +105,14 @@ class Beginnings:
         saved.look_again()
 
     def _first(self) -> Beginning:
-        """The state before the first step, with the weights of `init_from` if it names some."""
-        experiment = self.experiment
+        """The state before the first step."""
+        job = self.job
         make = jax.jit(
-            lambda: step.init_state(experiment.model, experiment.optimizer, experiment.seed),
+            lambda: step.init_state(job.objective, job.optimizer, job.claim.seed),
             out_shardings=self._shardings,
         )
-        window = jax.jit(step.empty_window, out_shardings=mesh_lib.replicated(self.mesh))
-        state, sha256 = self._with_init(make())
-        return Beginning(0, state, window(), (), sha256)
-
-    def _with_init(self, state: step.State) -> tuple[step.State, str]:
-        base = base_lib.start_of(self.experiment)
-        if base is None:
-            return state, ""
-        where = self.experiment.init_from
-        base_lib.require_same_tokenizer(base, self.prepared.tokenizer, where)
-        self.peers.require_same(
-            f"init_from {self._asked}",
-            {"weights": base.sha256[:16]},
-            f"give all of them the same {where}",
+        window = jax.jit(
+            lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(self.mesh)
         )
-        fresh = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
-        kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
-        self.progress.say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{fresh}")
-        places: Any = self._shardings["params"]
-        state = state | {"params": feed.put(base.params, places)}
-        if base.moments is not None:
-            trees = (base.moments.mean, base.moments.square)
-            placed = (feed.put(tree, places) for tree in trees)
-            state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *placed)
-        return state, base.sha256
+        state, sha256 = self.job.begin(make())
+        return Beginning(0, state, window(), (), sha256)

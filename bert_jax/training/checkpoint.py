@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 from absl import logging as absl_logging
@@ -25,11 +25,13 @@ from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Run
+from bert_jax.section import Section
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums
 from bert_jax.training.kept import Kept
 from bert_jax.workdir import absolute, named_errors
 
+Claim = TypeVar("Claim", bound=Section)
 FORMAT_VERSION = 2
 _UNSEALED_VERSION = 1  # had no checksums
 
@@ -178,10 +180,14 @@ class Checkpoints:
             f"{FORMAT_VERSION}; use the bert-jax that wrote it"
         )
 
-    def claim(self, step: int) -> Experiment:
-        """The experiment that the checkpoint belongs to."""
+    def claim(self, step: int, kind: type[Claim] = Experiment) -> Claim:
+        """The claim that the checkpoint belongs to, an `Experiment` or the like.
+
+        Raises:
+          InputError: it is of another kind.
+        """
         where = f"{self._folder / str(step)}"
-        return resolve.from_json(json.dumps(self.metadata(step)["experiment"]), where)
+        return resolve.from_json(json.dumps(self.metadata(step)["experiment"]), where, kind)
 
     def restore(self, step: int, abstract_state: Any) -> Restored:
         """The state of a step, laid out as `abstract_state` says, with its checksums compared.

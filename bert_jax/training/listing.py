@@ -11,6 +11,7 @@ from bert_jax.config import InputError, Mesh
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.checkpoint import ASIDE, Checkpoints, Damaged
+from bert_jax.training.objective import Pretraining
 from bert_jax.workdir import Workdir, named_errors
 
 
@@ -49,7 +50,9 @@ def verify(folder: epath.Path) -> Iterator[tuple[int, str]]:
     """
     experiment, _, saved = _open(folder)
     mesh = mesh_lib.one_device()
-    abstract = step.abstract_state(experiment.model, experiment.optimizer, Mesh(), mesh)
+    abstract = step.abstract_state(
+        Pretraining(experiment.model), experiment.optimizer, Mesh(), mesh
+    )
     with saved:
         for number in saved.steps:
             try:

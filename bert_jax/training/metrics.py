@@ -21,6 +21,8 @@ from bert_jax.workdir import DiskFull, named_errors, no_link, write_atomic
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
 
+# Kinds of lines that tell of an evaluation: of pre-training, and of a task.
+EVALUATIONS = ("evaluation", "scores")
 OUTCOMES = ("finished", "stopped", "failed")
 
 # What a line holds beside its step, by file and kind.
@@ -37,6 +39,7 @@ _NEEDED: dict[str, dict[str | None, tuple[str, ...]]] = {
             "next_sentence_error",
             "rows",
         ),
+        "scores": ("loss", "score", "examples"),
     },
     "predictions.jsonl": {"predictions": ("sentences",)},
     "timings.jsonl": {
@@ -216,6 +219,8 @@ def _can_be(kind: str, name: str, value: Any) -> bool:
         and not name.endswith("_seconds")
     ):
         return True  # nobody reads it
+    if kind == "scores":  # correlations and thresholds may be negative
+        return _is_number(abs(value)) if type(value) in (int, float) else False
     return _is_number(value) and (name not in _SHARES or value <= 1)
 
 

@@ -30,6 +30,8 @@ def make(cfg: Optimizer) -> optax.GradientTransformation:
     chain = [moments, optax.add_decayed_weights(cfg.weight_decay, mask=decays)]
     if cfg.name == "lamb":
         chain.append(scale_by_stacked_trust_ratio())
+    if cfg.layer_decay < 1.0:
+        chain.append(scale_by_layer(cfg.layer_decay))
     return optax.chain(*chain)
 
 
@@ -94,6 +96,27 @@ def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransf
         return direction, optax.ScaleByAdamState(count=state.count + 1, mu=mu, nu=nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def scale_by_layer(decay: float) -> optax.GradientTransformation:
+    """Updates times `decay` for each layer above, heads counting as one (Howard and Ruder 2018).
+
+    Of L layers the top one's come to decay times what they were, the embeddings' to decay^(L+1).
+    """
+
+    def scale(path: tuple[Any, ...], update: jax.Array, above: jax.Array) -> jax.Array:
+        names = [key.key for key in path]
+        if _STACKED in names:
+            return update * above.reshape(-1, *[1] * (update.ndim - 1))
+        return update * (decay * above[0]) if names[0] == "encoder" else update
+
+    def apply(updates: Tree, state: optax.EmptyState, params: Tree = None) -> tuple[Tree, Any]:
+        del params
+        layers = len(jax.tree.leaves(updates["encoder"][_STACKED])[0])
+        above = jnp.asarray([decay ** (layers - number) for number in range(layers)], jnp.float32)
+        return jax.tree.map_with_path(lambda p, u: scale(p, u, above), updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), apply)
 
 
 def scale_by_stacked_trust_ratio() -> optax.GradientTransformation:

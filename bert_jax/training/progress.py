@@ -39,10 +39,9 @@ class Progress:
         self._total = self._first = 0
         self._since = 0.0
 
-    @classmethod
-    def silent(cls) -> "Progress":
-        """Shows nothing: of several processes one speaks."""
-        return cls(Console(quiet=True))
+    def be_silent(self) -> None:
+        """Shows nothing from now on: of several processes one speaks."""
+        self._console.quiet = True
 
     def say(self, line: str) -> None:
         """Shows a line."""

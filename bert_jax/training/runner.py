@@ -17,18 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from bert_jax import resolve
-from bert_jax.config import Experiment, InputError
-from bert_jax.model import flops
-from bert_jax.training import divergence, metrics, step, watch
-from bert_jax.training import evaluate as evaluate_lib
+from bert_jax.training import divergence, metrics, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.beginning import Beginning, Beginnings
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.clock import Clock, Counts
 from bert_jax.training.environment import environment
 from bert_jax.training.feed import Feed
+from bert_jax.training.job import Job
 from bert_jax.training.peers import Peers
-from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import Pulse, StopRequest
 from bert_jax.workdir import DiskFull, Workdir, write_atomic
@@ -39,35 +36,16 @@ Outcome = Literal["finished", "stopped", "failed"]
 _AHEAD = 4
 
 
-def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
-    """Raises InputError if the batches or the state cannot be laid over these devices."""
-    step.abstract_state(experiment.model, experiment.optimizer, experiment.mesh, mesh)
-    replicas = experiment.optimizer.reference_replicas
-    shards = mesh_lib.data_shards(mesh)
-    if experiment.optimizer.clip == "per_replica" and replicas % shards:
-        raise InputError(
-            f"optimizer.reference_replicas={replicas}: not a multiple of the {shards} devices; "
-            "a replica's gradient must be computed on one device"
-        )
-    for i, phase in enumerate(experiment.phases):
-        where = f"phases.{i}.batch_size"
-        parts = experiment.mesh.accumulation_of(i)
-        mesh_lib.require_divisible(phase.batch_size, where, mesh, parts)
-
-
 class Trainer:
     """One run on the devices of all its processes, from its newest checkpoint to its end.
 
     Every process takes every step and reads every line's numbers, so that all decide alike; the
     one that leads writes and speaks.
-
-    Raises:
-      InputError: a corpus that is not there, or another one than on process 0.
     """
 
     def __init__(
         self,
-        experiment: Experiment,
+        job: Job,
         workdir: Workdir,
         mesh: jax.sharding.Mesh,
         progress: Progress,
@@ -76,26 +54,18 @@ class Trainer:
         peers: Peers,
         pulse: Pulse,
     ):
-        self.experiment, self.workdir, self.mesh = experiment, workdir, mesh
+        self.job, self.claim, self.workdir, self.mesh = job, job.claim, workdir, mesh
         self.progress, self.clock, self.origin = progress, clock, origin
         self.peers, self.pulse = peers, pulse
-        self.prepared = Prepared.open(workdir.corpus)
-        peers.require_same(
-            "corpus",
-            {"corpus.manifest": self.prepared.sha256[:16]},
-            "give all of them the corpus that one of them prepared",
-        )
         lines = metrics.Lines if peers.leads else metrics.NoLines
-        full = experiment.run.when_disk_is_full
+        full = self.claim.run.when_disk_is_full
         self.metrics = lines(workdir.metrics, full)
         self.predictions = lines(workdir.predictions, full)
         self.timings = lines(workdir.timings, full)
-        self.held_out = self.prepared.held_out(experiment, self.mesh)
-        self.watched = self.prepared.watched(experiment)
-        self.eval_step = step.make_eval_step(experiment.model, experiment.mesh, self.mesh)
-        replicated = mesh_lib.replicated(self.mesh)
-        self.empty_window = jax.jit(step.empty_window, out_shardings=replicated)
-        self.beginnings = Beginnings(experiment, self.mesh, self.prepared, peers, progress)
+        self.empty_window = jax.jit(
+            lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(mesh)
+        )
+        self.beginnings = Beginnings(job, mesh, peers, progress)
         self.began = Beginning(0, {}, {}, (), "")  # from where the steps since were done
         # (step, window, the state's counters, counts) of a line whose numbers are on the device.
         self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
@@ -114,9 +84,9 @@ class Trainer:
           stop: a request to stop, entered.
           forget: is called if several processes end without unwinding.
         """
-        total = self.experiment.total_steps
+        total = self.job.total_steps
         with contextlib.ExitStack() as stack:
-            saved = Checkpoints(self.workdir.checkpoints, self.experiment.run, "write")
+            saved = Checkpoints(self.workdir.checkpoints, self.claim.run, "write")
             stack.enter_context(saved)
             stack.enter_context(self.peers.at_once(forget))
             stack.enter_context(mesh_lib.named_memory())
@@ -125,7 +95,7 @@ class Trainer:
             state, window = self._begin(saved)
             # Only now: a claim that was refused must not stand in the workdir.
             if self.peers.leads:
-                write_atomic(self.workdir.experiment, resolve.to_json(self.experiment))
+                write_atomic(self.workdir.experiment, resolve.to_json(self.claim))
             if self.peers.leads and self.origin is not None:
                 write_atomic(self.workdir.origin, json.dumps(self.origin, indent=2) + "\n")
             if self.done == total:
@@ -197,7 +167,7 @@ class Trainer:
         saved.forget_after(first)
         self.progress.say(
             f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient; going back, and leaving "
-            f"out these and the one before (`bert-jax show --step {first}` shows its text)"
+            f"out these and the one before (`{self.job.how_to_see(first)}` shows its text)"
         )
         state, window = self._begin(saved, first)
         self.began.skipped = skipped
@@ -212,48 +182,44 @@ class Trainer:
         stop: StopRequest,
     ) -> tuple[step.State, dict[str, jax.Array]]:
         """Steps of the phase that is on, until its end or a request to stop."""
-        experiment, run = self.experiment, self.experiment.run
-        phase, first = experiment.phase_at(self.done)
-        spec = experiment.phases[phase]
+        claim, run = self.claim, self.claim.run
+        stretch = self.job.stretch(self.done)
         train_step = step.make_train_step(
-            experiment.model,
-            experiment.optimizer,
-            experiment.mesh,
-            experiment.mesh.accumulation_of(phase),
-            experiment.total_steps,
+            self.job.objective,
+            self.job.optimizer,
+            claim.mesh,
+            claim.mesh.accumulation_of(stretch.number),
+            self.job.total_steps,
             self.mesh,
         )
-        key = step.phase_key(experiment.model, experiment.seed, phase)
-        tokens = spec.batch_size * spec.sequence_length
-        operations = flops.train_step_flops(
-            experiment.model, spec.batch_size, spec.sequence_length, spec.max_predictions_per_seq
-        )
+        key = step.phase_key(self.job.objective.model, claim.seed, stretch.number)
         feed = Feed(
-            self.prepared.train_batches(experiment, phase).batch,
-            self.done - first,
-            spec.steps,
-            spec.batch_size,
+            stretch.batch,
+            self.done - stretch.first,
+            stretch.steps,
+            stretch.batch_size,
             mesh_lib.batch_sharding(self.mesh),
             run.prefetch_batches,
             run.data_workers,
         )
         # The first call compiles, or finds what was compiled before.
         calling = self.clock.waiting("compilation")
+        last = stretch.first + stretch.steps
         under_way: collections.deque[jax.Array] = collections.deque()
         self.pulse.beat(times=2)
         with feed:
-            while self.done < first + spec.steps and not (stop.requested or self._went_wrong):
+            while self.done < last and not (stop.requested or self._went_wrong):
                 with self.clock.waiting("data"):
                     batch = next(feed)
                 with calling:
-                    state, window = train_step(state, window, batch, key)
+                    state, window = train_step(state, window, batch, key, self.job.fixed)
                 calling = contextlib.nullcontext()
                 under_way.append(jnp.copy(state["step"]))
                 if len(under_way) > _AHEAD:
                     jax.block_until_ready(under_way.popleft())
                 self.done += 1
                 self.pulse.beat()
-                self.clock.count(tokens, operations)
+                self.clock.count(batch["input_ids"].size, self.job.operations(batch))
                 window = self._after_step(saved, state, window)
                 stop.after_step(self.done)
         self._write_pending()
@@ -263,9 +229,9 @@ class Trainer:
         self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]
     ) -> dict[str, jax.Array]:
         """Logs, evaluates and saves what is due; returns the window of the next step."""
-        run = self.experiment.run
+        run = self.claim.run
         self._write_pending()
-        last = self.done == self.experiment.total_steps
+        last = self.done == self.job.total_steps
         if self.done % run.log_every == 0 or last:
             # Copies: the state is given away to the next step.
             counters = {name: jnp.copy(state[name]) for name in ("step", "bad_in_a_row")}
@@ -293,15 +259,16 @@ class Trainer:
         sums, counters = metrics.fetch((window, counters))
         # Here, when the device has done these steps: handing them over takes no time.
         seconds = self.clock.lap(counts)
-        most = self.experiment.optimizer.bad_steps_in_a_row
+        most = self.claim.optimizer.bad_steps_in_a_row
         bad = divergence.bad_steps(int(counters["step"]), int(counters["bad_in_a_row"]), most)
         if bad is not None:
             self._diverged(bad)
             return
         worst_loss, worst_step = map(float, sums.pop(step.WORST_STEP))
         line = {"step": done, "kind": "train", **metrics.means(sums)}
-        if "masked_lm_loss" in line:
-            line["loss"] = line["masked_lm_loss"] + line["next_sentence_loss"]
+        losses = [line[name] for name in self.job.objective.losses if name in line]
+        if losses:
+            line["loss"] = sum(losses)
             line |= {"worst_step": int(worst_step), "worst_step_loss": worst_loss}
         self.metrics.append(line)
         if "filled" in line:
@@ -312,7 +279,7 @@ class Trainer:
             number, loss, usual = spike
             self.progress.say(
                 f"step {number}: its loss jumps to {loss:.3f}, usually below {usual:.3f}; "
-                f"`bert-jax show --workdir {self.workdir.root} --step {number}` shows its text"
+                f"`{self.job.how_to_see(number)}` shows its text"
             )
 
     @property
@@ -323,7 +290,7 @@ class Trainer:
         """Many steps in a row were bad, and the device waits for what is to be done."""
         what = f"no finite loss or gradient in the {len(bad)} steps from {bad[0]} to {bad[-1]}"
         skipped, _ = divergence.left_out(self.began.skipped, bad)
-        if self.experiment.optimizer.after_bad_steps == "stop":
+        if self.claim.optimizer.after_bad_steps == "stop":
             self.failed = f"{what}, and optimizer.after_bad_steps=stop"
         elif divergence.too_many(skipped):
             self.failed = f"{what}, and {len(self.began.skipped)} steps are left out already"
@@ -337,7 +304,7 @@ class Trainer:
 
     def _evaluate(self, state: step.State) -> None:
         self._write_pending()
-        found = evaluate_lib.evaluate(self.held_out, state["params"], self.eval_step, self.mesh)
+        found = self.job.evaluate(state["params"])
         if not math.isfinite(found["loss"]):
             if metrics.fetch(state["bad_in_a_row"]):
                 return  # the steps will tell
@@ -348,11 +315,10 @@ class Trainer:
             return
         self.evaluation = {"step": self.done, "kind": "evaluation", **found}
         self.metrics.append(self.evaluation)
-        params = watch.on_one_device(state["params"], self.mesh)
-        if self.peers.leads:
-            said = self.watched.predict(params)
+        said = self.job.watched(state["params"])
+        if said:
             self.predictions.append({"step": self.done, "kind": "predictions", "sentences": said})
-        self.progress.say(f"step {self.done}: {evaluate_lib.summary(self.evaluation)}")
+        self.progress.say(f"step {self.done}: {self.job.summary(self.evaluation)}")
 
     def _save(self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]) -> None:
         self._write_pending()
@@ -363,9 +329,9 @@ class Trainer:
             )
         if self._went_wrong:
             return
-        self.prepared.require_unchanged()
+        self.job.require_unchanged()
         sums, bad_in_a_row = metrics.fetch((window, state["bad_in_a_row"]))
-        if bad_in_a_row and self.done < self.experiment.total_steps:
+        if bad_in_a_row and self.done < self.job.total_steps:
             # Whoever rolls back needs one from before, and those that are kept are few.
             self.kept = (
                 f"not saved, since {bad_in_a_row} steps up to it have no finite loss or gradient; "
@@ -375,9 +341,9 @@ class Trainer:
             return
         metadata = {
             "window": {k: v.tolist() for k, v in sums.items()},
-            "corpus_sha256": self.prepared.sha256,
+            "corpus_sha256": self.job.sha256,
             "init_sha256": self.began.init_sha256,
-            "experiment": json.loads(resolve.to_json(self.experiment)),
+            "experiment": json.loads(resolve.to_json(self.claim)),
             "environment": environment(),
         }
         evaluated = self.evaluation if self.evaluation.get("step") == self.done else {}
@@ -394,7 +360,7 @@ class Trainer:
             self._not_saved(error)
 
     def _not_saved(self, error: DiskFull) -> None:
-        if self.experiment.run.when_disk_is_full == "stop" or self.peers.count > 1:
+        if self.claim.run.when_disk_is_full == "stop" or self.peers.count > 1:
             raise error
         self.kept = f"without a new checkpoint: {error}"
         self.progress.say(f"step {self.done}: {self.kept}")

@@ -16,19 +16,18 @@ import jax
 from etils import epath
 
 import bert_jax
-from bert_jax import base as base_lib
 from bert_jax import hardware, resolve
-from bert_jax.config import Experiment, InputError
-from bert_jax.data import corpus
-from bert_jax.training import evaluate, metrics, runner
+from bert_jax.config import InputError
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import metrics
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.clock import Clock
 from bert_jax.training.environment import environment, versions
+from bert_jax.training.job import Job
 from bert_jax.training.peers import Peers
-from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
+from bert_jax.training.runner import Outcome, Trainer
 from bert_jax.training.signals import Pulse, StopRequest
 from bert_jax.workdir import Workdir, cache_folder, lock
 
@@ -41,66 +40,63 @@ _COMPILED_SECONDS = 30 * 24 * 3600
 _ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 
 
-def pretrain(
-    experiment: Experiment,
+def run(
+    job: Job,
     workdir: Workdir,
-    length: Literal["keep", "extend"],
     progress: Progress,
+    length: Literal["keep", "extend"] = "keep",
     origin: dict[str, Any] | None = None,
-) -> runner.Outcome:
-    """Runs the experiment in its workdir to its end, or until asked to stop.
+) -> Outcome:
+    """Does a job in its workdir to its end, or until asked to stop.
 
     Args:
-      experiment: the claim; a run that is there already must have made the same.
-      workdir: where it lives.
-      length: `extend` allows more steps in the last phase than the run was started with.
+      job: what is to be done; a run that is there already must be of the same.
+      workdir: where the run lives.
       progress: shows what happens.
-      origin: where the experiment comes from, as resolve.load_with_origin says it; kept for the
-        report.
+      length: `extend` allows more steps than the run was started with.
+      origin: where the claim comes from, as resolve.load_with_origin says it; kept for the report.
 
     Raises:
       InputError: bad settings, bad text, or a workdir of another run.
     """
     with peers_lib.connected() as peers:
         if not peers.leads:
-            progress = Progress.silent()
+            progress.be_silent()
         peers.require_same(
-            "settings", _facts(experiment, length), "start all of them with the same command"
+            "settings", _facts(job.claim, length), "start all of them with the same command"
         )
-        pulse = Pulse(experiment.run.hang_after_seconds)
+        pulse = Pulse(job.claim.run.hang_after_seconds)
         try:
-            return _pretrain(experiment, workdir, length, progress, origin, peers, pulse)
+            return _run(job, workdir, progress, origin, peers, pulse)
         finally:
             pulse.rest()  # whoever called this may live on
 
 
-def _pretrain(
-    experiment: Experiment,
+def _run(
+    job: Job,
     workdir: Workdir,
-    length: Literal["keep", "extend"],
     progress: Progress,
     origin: dict[str, Any] | None,
     peers: Peers,
     pulse: Pulse,
-) -> runner.Outcome:
+) -> Outcome:
     pulse.beat(times=2)
-    mesh = mesh_lib.make_mesh(experiment.mesh)
-    runner.require_runnable(experiment, mesh)
+    mesh = mesh_lib.make_mesh(job.claim.mesh)
+    job.require_runnable(mesh)
     _keep_freed_memory()
     _keep_compiled_programs()
-    clock = Clock(hardware.peak_flops(experiment.model.compute_dtype))
-    with _held(experiment, workdir, peers) as forget:
+    clock = Clock(hardware.peak_flops(job.compute_dtype))
+    with _held(job, workdir, peers) as forget:
         peers.require_shared(workdir.root)
-        _require_same_claim(experiment, workdir, length, progress)
+        _require_going_on(job, workdir, progress)
         # A signal ends this at once: a corpus half made is made anew.
         pulse.rest()
         with clock.waiting("prepare"):
-            peers.first("prepare", lambda: _prepare(experiment, workdir, progress, peers))
+            peers.first("prepare", lambda: job.prepare(peers.count))
         pulse.beat(times=2)
         with StopRequest.of(peers) as stop:
-            trainer = runner.Trainer(
-                experiment, workdir, mesh, progress, clock, origin, peers, pulse
-            )
+            job.open(mesh, peers)
+            trainer = Trainer(job, workdir, mesh, progress, clock, origin, peers, pulse)
             outcome = trainer.run(stop, forget)
     if outcome == "failed":
         progress.say(f"failed: {trainer.failed}")
@@ -109,34 +105,20 @@ def _pretrain(
         progress.say(f"stopped at step {trainer.done}, {trainer.kept}; run the same command again")
         return outcome
     lines = metrics.Lines(workdir.metrics).read()
-    evaluations = [evaluate.summary(line) for line in lines if line["kind"] == "evaluation"]
+    evaluations = [job.summary(line) for line in lines if line["kind"] in metrics.EVALUATIONS]
     progress.say("; ".join([f"finished: step {trainer.done}", *evaluations[-1:]]))
-    progress.say(
-        f"{workdir.root} holds the finished run; to start anew choose another --workdir, to go "
-        "on raise the last phase's steps with --extend"
-    )
+    progress.say(f"{workdir.root} holds the finished run; to start anew {job.how_to_go_on}")
     return outcome
 
 
-def _prepare(experiment: Experiment, workdir: Workdir, progress: Progress, peers: Peers) -> None:
-    """Makes the corpus, or finds it, with all that processes would else make at the same time."""
-    corpus.prepare(experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say)
-    if peers.count == 1:
-        return
-    prepared = Prepared.open(workdir.corpus)
-    corpus.open_stream(workdir.corpus, "validation")
-    for phase in range(len(experiment.phases)):
-        prepared.train_batches(experiment, phase)
-
-
-def _facts(experiment: Experiment, length: str) -> dict[str, str]:
+def _facts(claim: Any, length: str) -> dict[str, str]:
     """What all processes must have alike, by name."""
     code = hashlib.sha256()
     folder = pathlib.Path(bert_jax.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         code.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return {
-        **{name: repr(value) for name, value in resolve.flatten(experiment)},
+        **{name: repr(value) for name, value in resolve.flatten(claim)},
         **versions(),
         "python": platform.python_version(),
         "code of bert_jax": code.hexdigest()[:12],
@@ -145,7 +127,7 @@ def _facts(experiment: Experiment, length: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _held(experiment: Experiment, workdir: Workdir, peers: Peers) -> Iterator[Callable[[], None]]:
+def _held(job: Job, workdir: Workdir, peers: Peers) -> Iterator[Callable[[], None]]:
     """The workdir, held by process 0 for all; gives what makes it forget a run hardly begun.
 
     A run that is refused before its first checkpoint leaves none of the files it began.
@@ -155,7 +137,7 @@ def _held(experiment: Experiment, workdir: Workdir, peers: Peers) -> Iterator[Ca
         return
     workdir.require_ours()
     if not workdir.checkpoints.exists():
-        base_lib.start_of(experiment)  # before a corpus is made for weights that do not fit
+        job.require_start()  # before a corpus is made for weights that do not fit
     with lock(workdir.root):
         files = (
             workdir.experiment,
@@ -218,37 +200,21 @@ def _forget_old_environments(cache: epath.Path, ours: str) -> None:
                 folder.rmtree()
 
 
-def _require_same_claim(
-    experiment: Experiment, workdir: Workdir, length: str, progress: Progress
-) -> None:
+def _require_going_on(job: Job, workdir: Workdir, progress: Progress) -> None:
     """Raises InputError if the newest checkpoint here belongs to another claim."""
     if not workdir.checkpoints.exists():
         return
-    with Checkpoints(workdir.checkpoints, experiment.run, "read") as checkpoints:
+    with Checkpoints(workdir.checkpoints, job.claim.run, "read") as checkpoints:
         newest = checkpoints.newest_step()
         if newest is None:
             return
-        saved = checkpoints.claim(newest)
+        saved = checkpoints.claim(newest, type(job.claim))
         began_with = checkpoints.metadata(newest)["init_sha256"]
-    changed = resolve.differences(saved, experiment, "identity")
-    if length == "extend":
-        last = f"phases.{len(saved.phases) - 1}.steps:"
-        if experiment.total_steps < saved.total_steps:
-            raise InputError(
-                f"--extend: the run has {saved.total_steps} steps already, "
-                f"not {experiment.total_steps}"
-            )
-        if any(line.startswith(last) for line in changed):
-            progress.say("extend: the learning-rate schedule now ends later, and so changes")
-        changed = [line for line in changed if not line.startswith(last)]
+    changed = job.changed(saved, began_with)
     if changed:
         raise InputError(
             f"{workdir.root}: this run was started with other settings ({'; '.join(changed)}); "
             "give it the old ones, or choose another --workdir"
         )
-    if experiment.init_from and not base_lib.is_base(epath.Path(experiment.init_from)):
-        progress.say(f"resume: there is no {experiment.init_from} any more to compare with")
-    elif experiment.init_from:
-        base_lib.require_same_weights(experiment.init_from, began_with)
-    for line in resolve.differences(saved, experiment, "placement"):
+    for line in resolve.differences(saved, job.claim, "placement"):
         progress.say(f"resume: {line}")

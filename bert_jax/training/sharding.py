@@ -43,7 +43,7 @@ class Rule(NamedTuple):
 _LAYER = "encoder/layers/"
 
 # Stacked layers have their first dimension for the layers.
-RULES = (
+ENCODER = (
     Rule("encoder/embeddings/word/embedding", data=(0, 1), tensor=0),
     Rule("encoder/embeddings/position/embedding", data=(1,)),
     Rule("encoder/embeddings/segment/embedding"),
@@ -51,11 +51,17 @@ RULES = (
     Rule(_LAYER + "(query|key|value|intermediate)/bias", tensor=1),
     Rule(_LAYER + "(attention_output|output)/kernel", data=(1, 2), tensor=1),
     Rule(_LAYER + "(attention_output|output)/bias"),
-    Rule("(pooler|masked_lm/transform)/kernel", data=(0,)),
-    Rule("(pooler|masked_lm/transform)/bias"),
+    Rule(r"encoder/.*layer_norm/(scale|bias)"),
+)
+POOLER = (Rule("pooler/kernel", data=(0,)), Rule("pooler/bias"))
+RULES = (
+    *ENCODER,
+    *POOLER,
+    Rule("masked_lm/transform/kernel", data=(0,)),
+    Rule("masked_lm/transform/bias"),
+    Rule("masked_lm/layer_norm/(scale|bias)"),
     Rule("masked_lm/output_bias", tensor=0),
     Rule("next_sentence/(kernel|bias)"),
-    Rule(r".*layer_norm/(scale|bias)"),
 )
 
 

@@ -26,28 +26,27 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from bert_jax.config import SKIPPED_STEPS, Mesh, Model, Optimizer
-from bert_jax.model import heads, layers, losses
+from bert_jax.model import layers, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding
+from bert_jax.training.objective import Batch, Objective
 
 State = dict[str, Any]
-Batch = dict[str, jax.Array]
 Metrics = losses.Metrics
 
 _DROPOUT = 0x64726F70
 
-_LOSSES = ("masked_lm_loss", "next_sentence_loss")
-# What a step reports, each as (sum, count).
-METRIC_NAMES = (*losses.NAMES, "gradient_norm", "learning_rate", "filled", "bad_steps")
+# What a step reports beside the objective's metrics, each as (sum, count).
+OWN_METRICS = ("gradient_norm", "learning_rate", "filled", "bad_steps")
 # In the window beside them: (loss, step) of the step whose loss was highest.
 WORST_STEP = "worst_step"
 
 
-def init_state(model: Model, optimizer: Optimizer, seed: int) -> State:
+def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
     """The state before the first step, a function of the seed alone."""
-    params = heads.init_params(model, jax.random.key(seed, impl="threefry2x32"))
+    params = objective.init_params(jax.random.key(seed, impl="threefry2x32"))
     return {
         "step": jnp.zeros([], jnp.int32),
         "params": params,
@@ -58,16 +57,17 @@ def init_state(model: Model, optimizer: Optimizer, seed: int) -> State:
 
 
 def abstract_state(
-    model: Model, optimizer: Optimizer, layout: Mesh, mesh: jax.sharding.Mesh
+    objective: Objective, optimizer: Optimizer, layout: Mesh, mesh: jax.sharding.Mesh
 ) -> State:
     """Shapes, types and shardings of the state; nothing is computed.
 
     Raises:
       InputError: the devices do not divide a dimension that is to be cut.
     """
-    shapes = jax.eval_shape(lambda: init_state(model, optimizer, 0))
+    shapes = jax.eval_shape(lambda: init_state(objective, optimizer, 0))
     everywhere = mesh_lib.replicated(mesh)
-    params = sharding.shardings(sharding.cuts(shapes["params"], layout, mesh), mesh)
+    cut = sharding.cuts(shapes["params"], layout, mesh, objective.rules)
+    params = sharding.shardings(cut, mesh)
     places = jax.tree.map(lambda _: everywhere, shapes) | {
         "params": params,
         "optimizer": sharding.like_params(shapes["optimizer"], params, everywhere),
@@ -77,9 +77,10 @@ def abstract_state(
     )
 
 
-def empty_window() -> Metrics:
+def empty_window(objective: Objective) -> Metrics:
     """Sums of no steps."""
-    return {name: jnp.zeros(2, jnp.float32) for name in (*METRIC_NAMES, WORST_STEP)}
+    names = (*objective.metrics, *OWN_METRICS, WORST_STEP)
+    return {name: jnp.zeros(2, jnp.float32) for name in names}
 
 
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
@@ -90,20 +91,21 @@ def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
 
 
 def make_train_step(
-    model: Model,
+    objective: Objective,
     optimizer: Optimizer,
     layout: Mesh,
     accumulation: int,
     total_steps: int,
     mesh: jax.sharding.Mesh,
-) -> Callable[[State, Metrics, Batch, jax.Array], tuple[State, Metrics]]:
-    """Compiles `(state, window, batch, phase key) -> (state, window)`.
+) -> Callable[..., tuple[State, Metrics]]:
+    """Compiles `(state, window, batch, phase key, fixed) -> (state, window)`.
 
     The state and the window are donated. The window is the running sum of the metrics since it
-    was last emptied.
+    was last emptied. What is fixed does not learn, and lies whole on all devices; it may
+    be left out.
 
     Args:
-      model: the encoder's shape and numerics.
+      objective: what is learned.
       optimizer: the update.
       layout: how the step is laid over devices.
       accumulation: micro-batches, `layout.accumulation_of` the phase.
@@ -114,22 +116,22 @@ def make_train_step(
       InputError: the devices do not divide a dimension that is to be cut.
     """
     tx = optimizer_lib.make(optimizer)
-    state = abstract_state(model, optimizer, layout, mesh)
-    cut = sharding.cuts(state["params"], layout, mesh)
+    state = abstract_state(objective, optimizer, layout, mesh)
+    cut = sharding.cuts(state["params"], layout, mesh, objective.rules)
     cut_specs, whole = sharding.specs(cut, mesh), PartitionSpec()
     gradients = jax.shard_map(
-        functools.partial(_gradients, model, optimizer, layout, accumulation, cut, mesh),
+        functools.partial(_gradients, objective, optimizer, layout, accumulation, cut, mesh),
         mesh=mesh,
-        in_specs=(cut_specs, whole, mesh_lib.batch_spec(mesh), whole),
+        in_specs=(cut_specs, whole, whole, mesh_lib.batch_spec(mesh), whole),
         out_specs=(cut_specs, whole),
         axis_names=set(mesh_lib.data_axes(mesh)),
         check_vma=False,
     )
 
     def train_step(
-        state: State, window: Metrics, batch: Batch, key: jax.Array
+        state: State, window: Metrics, batch: Batch, key: jax.Array, fixed: Any = None
     ) -> tuple[State, Metrics]:
-        gradient, metrics = gradients(state["params"], state["step"], batch, key)
+        gradient, metrics = gradients(state["params"], fixed, state["step"], batch, key)
         if optimizer.clip == "global":
             gradient, norm = optimizer_lib.clip(gradient, optimizer.clip_norm)
         else:
@@ -139,13 +141,15 @@ def make_train_step(
         params = jax.tree.map(lambda p, u: p - rate * u, state["params"], update)
 
         new = {"params": params, "optimizer": opt_state}
-        return _guarded(optimizer.bad_steps_in_a_row, state, new, window, metrics, norm, rate)
+        most_bad = optimizer.bad_steps_in_a_row
+        return _guarded(objective, most_bad, state, new, window, metrics, norm, rate)
 
     places = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
     return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=places)
 
 
 def _guarded(
+    objective: Objective,
     most_bad: int,
     state: State,
     new: State,
@@ -158,8 +162,7 @@ def _guarded(
 
     A step that is not finite, or is to be skipped, is counted and does nothing else.
     """
-    means = {name: metrics[name][0] / jnp.maximum(metrics[name][1], 1.0) for name in _LOSSES}
-    loss = sum(means.values())
+    loss = sum(metrics[n][0] / jnp.maximum(metrics[n][1], 1.0) for n in objective.losses)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     wanted = jnp.all(state["skipped_steps"] != state["step"])
     latched = state["bad_in_a_row"] >= most_bad
@@ -179,51 +182,86 @@ def _guarded(
     seen = {name: jnp.where(good, pair, 0.0) for name, pair in metrics.items()}
     seen["bad_steps"] = jnp.stack([jnp.where(good, 0.0, counted), counted])
     worst = window[WORST_STEP]
-    sums = {name: window[name] + seen[name] for name in METRIC_NAMES}
+    sums = {name: window[name] + pair for name, pair in seen.items()}
     this = jnp.stack([loss, state["step"].astype(jnp.float32)])
     return after, sums | {WORST_STEP: jnp.where(good & (loss > worst[0]), this, worst)}
 
 
 def make_eval_step(
-    model: Model, layout: Mesh, mesh: jax.sharding.Mesh
+    objective: Objective, layout: Mesh, mesh: jax.sharding.Mesh
 ) -> Callable[[Any, Metrics, Batch], Metrics]:
     """Compiles `(params, sums, batch) -> sums` with the metrics of the batch added."""
-    shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0)))
-    cut = sharding.cuts(shapes, layout, mesh)
+
+    def metrics(*args: Any) -> Metrics:
+        return lax.psum(objective.forward(*args), mesh_lib.data_axes(mesh))
+
+    sharded = _without_noise(objective, metrics, layout, mesh, PartitionSpec())
+
+    def eval_step(params: Any, sums: Metrics, batch: Batch) -> Metrics:
+        return jax.tree.map(jnp.add, sums, sharded(params, None, batch))
+
+    return jax.jit(eval_step)
+
+
+def make_rows_step(
+    objective: Objective,
+    function: Callable[..., jax.Array],
+    layout: Mesh,
+    mesh: jax.sharding.Mesh,
+) -> Callable[[Any, Any, Batch], jax.Array]:
+    """Compiles `(params, fixed, batch) -> [B, ...]`, whole on all devices.
+
+    Args:
+      objective: whose parameters they are.
+      function: takes what `Objective.forward` takes, and gives something of each row.
+      layout: how the parameters lie.
+      mesh: the devices.
+    """
+    rows = _without_noise(objective, function, layout, mesh, mesh_lib.batch_spec(mesh))
+    return jax.jit(rows, out_shardings=mesh_lib.replicated(mesh))
+
+
+def _without_noise(
+    objective: Objective,
+    function: Callable[..., Any],
+    layout: Mesh,
+    mesh: jax.sharding.Mesh,
+    out: PartitionSpec,
+) -> Callable[[Any, Any, Batch], Any]:
+    """`(params, fixed, batch)`, each shard with its rows and whole parameters."""
+    shapes = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
+    cut = sharding.cuts(shapes, layout, mesh, objective.rules)
     axes = mesh_lib.data_axes(mesh)
 
-    def shard(params: Any, batch: Batch) -> Metrics:
-        wire = sharding.Wire(axes, model.compute_dtype, "float32")
-        params, loop = _assembled(params, cut, wire, Loop(layers=layout.layer_loop))
-        logits = heads.pretraining_logits(model, params, batch, None, loop)
-        return lax.psum(losses.pretraining(*logits, batch), axes)
+    def shard(params: Any, fixed: Any, batch: Batch) -> Any:
+        loop = Loop(layers=layout.layer_loop)
+        if layout.parallelism != "replicated":
+            wire = sharding.Wire(axes, objective.model.compute_dtype, "float32")
+            params, loop = _assembled(params, cut, wire, loop)
+        return function(params, fixed, batch, None, loop)
 
-    sharded = jax.shard_map(
+    return jax.shard_map(
         shard,
         mesh=mesh,
-        in_specs=(sharding.specs(cut, mesh), mesh_lib.batch_spec(mesh)),
-        out_specs=PartitionSpec(),
+        in_specs=(sharding.specs(cut, mesh), PartitionSpec(), mesh_lib.batch_spec(mesh)),
+        out_specs=out,
         axis_names=set(axes),
         check_vma=False,
     )
-
-    def eval_step(params: Any, sums: Metrics, batch: Batch) -> Metrics:
-        return jax.tree.map(jnp.add, sums, sharded(params, batch))
-
-    return jax.jit(eval_step)
 
 
 # --- inside shard_map: one shard's part of the batch -------------------------------------------
 
 
 def _gradients(
-    model: Model,
+    objective: Objective,
     optimizer: Optimizer,
     layout: Mesh,
     accumulation: int,
     cut: Any,
     mesh: jax.sharding.Mesh,
     params: Any,
+    fixed: Any,
     step: jax.Array,
     batch: Batch,
     key: jax.Array,
@@ -236,22 +274,22 @@ def _gradients(
     known from the data, so that micro-batches and shards only add.
     """
     axes = mesh_lib.data_axes(mesh)
-    wire = sharding.Wire(axes, model.compute_dtype, optimizer.gradient_reduction)
+    wire = sharding.Wire(axes, objective.model.compute_dtype, optimizer.gradient_reduction)
     per_replica = optimizer.clip == "per_replica"
-    total = None if per_replica else lax.psum(_denominators(batch), axes)
+    total = None if per_replica else lax.psum(objective.counts(batch), axes)
     if layout.parallelism == "zero1":
         params = sharding.whole(params, cut, wire)
 
     def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
-        predictions, rows = _denominators(micro) if per_replica else total
+        counts = objective.counts(micro) if per_replica else total
 
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
             loop = Loop(layout.remat, layout.layer_loop)
             if layout.parallelism == "zero3":
                 params, loop = _assembled(params, cut, wire, loop)
-            metrics = _forward(model, loop, axes, params, step, micro, number, key)
-            masked_lm = metrics["masked_lm_loss"][0] / (predictions + losses.MASKED_LM_EPS)
-            return masked_lm + metrics["next_sentence_loss"][0] / rows, metrics
+            noise = _noise(objective.model, axes, step, micro, number, key)
+            metrics = objective.forward(params, fixed, micro, noise, loop)
+            return objective.loss(metrics, counts), metrics | {"filled": _filled(micro)}
 
         gradient, metrics = jax.grad(loss, has_aux=True)(params)
         if per_replica:
@@ -284,31 +322,26 @@ def _assembled(params: Any, cut: Any, wire: sharding.Wire, loop: Loop) -> tuple[
     return outside, loop._replace(whole=whole_layer)
 
 
-def _denominators(batch: Batch) -> tuple[jax.Array, jax.Array]:
-    return batch["masked_lm_weights"].sum(), batch["row_weights"].sum()
-
-
-def _forward(
+def _noise(
     model: Model,
-    loop: Loop,
     axes: tuple[str, ...],
-    params: Any,
     step: jax.Array,
     micro: Batch,
     number: jax.Array,
     key: jax.Array,
-) -> Metrics:
-    """Metrics of a micro-batch, with noise."""
+) -> layers.Noise:
+    """The noise of a micro-batch."""
     if model.dropout_rng == "threefry8":
-        noise: layers.Noise = layers.RowNoise.of(key, micro["rows"])
-    else:
-        for value in (step, number, lax.axis_index(axes)):
-            key = jax.random.fold_in(key, value)
-        noise = layers.ShardNoise(key)
-    logits = heads.pretraining_logits(model, params, micro, noise, loop)
+        return layers.RowNoise.of(key, micro["rows"])
+    for value in (step, number, lax.axis_index(axes)):
+        key = jax.random.fold_in(key, value)
+    return layers.ShardNoise(key)
+
+
+def _filled(micro: Batch) -> jax.Array:
+    """How much of a batch is no padding."""
     real = micro["input_mask"].astype(jnp.float32)
-    filled = jnp.stack([real.sum(), jnp.float32(real.size)])
-    return losses.pretraining(*logits, micro) | {"filled": filled}
+    return jnp.stack([real.sum(), jnp.float32(real.size)])
 
 
 def _add_up(

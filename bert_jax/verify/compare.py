@@ -17,6 +17,7 @@ from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.checksums import path_of
 from bert_jax.training.metrics import Lines
+from bert_jax.training.objective import Pretraining
 from bert_jax.verify.notes import Execution
 from bert_jax.workdir import Workdir
 
@@ -59,7 +60,9 @@ def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> 
 def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[str, Any]]:
     """The last state of a workdir, on the host, and the JSON beside it."""
     here = mesh_lib.make_mesh(Mesh(), jax.local_devices(backend="cpu")[:1])
-    abstract = step.abstract_state(experiment.model, experiment.optimizer, Mesh(), here)
+    abstract = step.abstract_state(
+        Pretraining(experiment.model), experiment.optimizer, Mesh(), here
+    )
     place = Workdir(root).checkpoints
     with Checkpoints(place, experiment.run, "read") as saved:
         restored = saved.restore(experiment.total_steps, abstract)

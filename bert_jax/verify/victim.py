@@ -66,7 +66,7 @@ class Victim:
         def make_noting(*args: Any) -> Callable:
             train_step = make(*args)
 
-            def noting(state: Any, window: Any, batch: Any, key: Any) -> Any:
+            def noting(state: Any, window: Any, batch: Any, key: Any, fixed: Any) -> Any:
                 if self._due("step") or self._due("start"):  # all files of lines are open
                     self._die()
                 if self._due("roll_back") and self._again == self._death.part:
@@ -77,7 +77,7 @@ class Victim:
                 if self._done in self._not_finite:
                     weights = "masked_lm_weights"
                     batch = batch | {weights: batch[weights] * float("nan")}
-                done = train_step(state, window, batch, key)
+                done = train_step(state, window, batch, key, fixed)
                 self._done, self._parts = self._done + 1, 0
                 self._again = None if self._again is None else self._again + 1
                 return done

@@ -13,6 +13,7 @@ from bert_jax import base as base_lib
 from bert_jax import cli, resolve
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state
 
 # The learning rate of step 0 is 0, so that the parameters after it are those before it.
@@ -28,7 +29,9 @@ def base_of_run() -> base_lib.Base:
 def restored(workdir: str, step: int) -> tuple[dict, dict]:
     experiment = resolve.from_json(pathlib.Path(workdir, "experiment.json").read_text(), workdir)
     mesh = mesh_lib.make_mesh(experiment.mesh)
-    abstract = abstract_state(experiment.model, experiment.optimizer, experiment.mesh, mesh)
+    abstract = abstract_state(
+        Pretraining(experiment.model), experiment.optimizer, experiment.mesh, mesh
+    )
     with Checkpoints(epath.Path(workdir, "checkpoints"), experiment.run, "read") as saved:
         found = saved.restore(step, abstract)
         return jax.device_get(found.state), found.metadata

@@ -24,6 +24,7 @@ from bert_jax.plan import document, estimate, tell, topology, worker
 from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.variants import Variant, vary
 from bert_jax.training import step
+from bert_jax.training.objective import Pretraining
 
 POD = "experiments/bert_large_pod.py"
 
@@ -343,7 +344,9 @@ def test_the_real_compiler_plans_a_small_step(tmp_path, monkeypatch):
     (outcome,) = compile_lib.compile_all([Job(experiment, 0, slice_)], print)
     assert outcome.kind == "compiled"
     assert outcome.whole_batch == () and outcome.program.endless == 0
-    shapes = jax.eval_shape(lambda: step.init_state(experiment.model, experiment.optimizer, 0))
+    shapes = jax.eval_shape(
+        lambda: step.init_state(Pretraining(experiment.model), experiment.optimizer, 0)
+    )
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     assert state / 4 < outcome.memory["donated"] < state / 2
     kernel = "encoder/layers/query/kernel [2, 256, 256] float32, on a device [2, 64, 256]"

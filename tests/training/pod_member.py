@@ -29,7 +29,7 @@ make_train_step = step.make_train_step
 def make_noting(*args):
     train_step = make_train_step(*args)
 
-    def noting(state, window, batch, key):
+    def noting(state, window, batch, key, fixed):
         now = int(state["step"])
         if WHAT == "poison" and STEP <= now < STEP + 3:
             batch = batch | {"masked_lm_weights": batch["masked_lm_weights"] * float("nan")}
@@ -44,7 +44,7 @@ def make_noting(*args):
         with open(FOLDER / f"rows-{jax.process_count()}-{ME}.jsonl", "a") as file:
             for row, sha in rows_of(batch):
                 file.write(json.dumps([now, row, sha]) + "\n")
-        return train_step(state, window, batch, key)
+        return train_step(state, window, batch, key, fixed)
 
     return noting
 

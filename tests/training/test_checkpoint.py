@@ -21,6 +21,7 @@ from bert_jax import predict
 from bert_jax.config import InputError, Run
 from bert_jax.training.checkpoint import Checkpoints, Damaged
 from bert_jax.training.checksums import checksums
+from bert_jax.training.objective import Pretraining
 from bert_jax.workdir import Workdir
 
 
@@ -226,7 +227,9 @@ def newest_state(run: pathlib.Path) -> tuple[int, dict]:
 
     experiment = resolve.load_saved(Workdir(run))
     mesh = mesh_lib.one_device()
-    abstract = abstract_state(experiment.model, experiment.optimizer, experiment.mesh, mesh)
+    abstract = abstract_state(
+        Pretraining(experiment.model), experiment.optimizer, experiment.mesh, mesh
+    )
     with Checkpoints(epath.Path(run / "checkpoints"), Run(), "read") as saved:
         found = saved.newest(abstract)
     return found.step, jax.device_get(found.state)

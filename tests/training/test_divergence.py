@@ -88,10 +88,10 @@ def test_a_run_recovers_from_an_update_that_breaks_it(text, tmp_path, monkeypatc
     def breaking(*args):
         train_step = make(*args)
 
-        def one(state, window, batch, key):
+        def one(state, window, batch, key, fixed):
             number = int(state["step"])
             wanted = number not in state["skipped_steps"].tolist()
-            state, window = train_step(state, window, batch, key)
+            state, window = train_step(state, window, batch, key, fixed)
             if number == 9 and wanted:
                 broken = jax.tree.map(lambda p: p * np.float32(1e30), state["params"])
                 state = state | {"params": broken}
@@ -143,10 +143,10 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
     def deadly(*args):
         train_step = make(*args)
 
-        def one(state, window, batch, key):
+        def one(state, window, batch, key, fixed):
             if int(state["step"]) == at:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return train_step(state, window, batch, key)
+            return train_step(state, window, batch, key, fixed)
 
         return one
 
@@ -232,8 +232,8 @@ def test_few_steps_wait_for_the_devices(text, tmp_path, monkeypatch):
     def slow(*args):
         train_step = make(*args)
 
-        def one(state, window, batch, key):
-            state, window = train_step(state, window, batch, key)
+        def one(state, window, batch, key, fixed):
+            state, window = train_step(state, window, batch, key, fixed)
             state = state | {"step": hold(state["step"])}
             waiting.append(jnp.copy(state["step"]))
             most[0] = max(most[0], sum(not array.is_ready() for array in waiting))

@@ -18,6 +18,7 @@ from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding, step
+from bert_jax.training.objective import Pretraining
 
 STEPS = 10
 KERNEL = ("encoder", "layers", "query", "kernel")
@@ -62,7 +63,7 @@ def test_lamb_s_norms_are_those_of_whole_tensors():
 def test_a_device_holds_its_share_of_parameters_and_moments(parallelism):
     layout = Mesh(parallelism=parallelism, tensor=2)
     mesh = samples.mesh_of(4, layout)
-    state = step.abstract_state(samples.MODEL, samples.OPTIMIZER, layout, mesh)
+    state = step.abstract_state(Pretraining(samples.MODEL), samples.OPTIMIZER, layout, mesh)
     moments = jax.tree.leaves_with_path(state["optimizer"])
     cut = [leaf for path, leaf in moments if path[-len(KERNEL) :] == _path(KERNEL)]
     assert len(cut) == 2
@@ -84,7 +85,9 @@ def test_evaluation_of_cut_parameters_is_that_of_whole_ones(layout):
     for chosen, devices in ((Mesh(), 1), (layout, 4)):
         mesh = samples.mesh_of(devices, chosen)
         zero = {name: jnp.zeros(2) for name in losses.NAMES}
-        found.append(step.make_eval_step(samples.MODEL, chosen, mesh)(params, zero, batch))
+        found.append(
+            step.make_eval_step(Pretraining(samples.MODEL), chosen, mesh)(params, zero, batch)
+        )
     assert_close(found[1], found[0], 1e-6)
 
 
@@ -108,8 +111,10 @@ def test_zero3_gathers_a_layer_where_it_is_used():
 def _collectives(layout, parts):
     """How often each collective runs outside and inside of loops over layers or micro-batches."""
     mesh = samples.mesh_of(2, layout)
-    run = step.make_train_step(samples.MODEL, samples.OPTIMIZER, layout, parts, 100, mesh)
-    state = step.abstract_state(samples.MODEL, samples.OPTIMIZER, layout, mesh)
+    run = step.make_train_step(
+        Pretraining(samples.MODEL), samples.OPTIMIZER, layout, parts, 100, mesh
+    )
+    state = step.abstract_state(Pretraining(samples.MODEL), samples.OPTIMIZER, layout, mesh)
     batch = samples.train_batches().batch(0, np.arange(8))
     key = step.phase_key(samples.MODEL, 0, 0)
     outside, inside = {}, {}
@@ -129,7 +134,10 @@ def _collectives(layout, parts):
                 elif isinstance(value, core.Jaxpr):
                     walk(value, looped or name == "scan", rounds)
 
-    walk(jax.make_jaxpr(run)(state, step.empty_window(), batch, key).jaxpr, False)
+    walk(
+        jax.make_jaxpr(run)(state, step.empty_window(Pretraining(samples.MODEL)), batch, key).jaxpr,
+        False,
+    )
     return outside, inside
 
 

@@ -11,9 +11,10 @@ from compare import assert_close, assert_identical, difference
 
 from bert_jax.config import Mesh
 from bert_jax.data import batches
-from bert_jax.model import heads
+from bert_jax.model import heads, losses
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
+from bert_jax.training.objective import Pretraining
 
 STEPS = 10
 
@@ -89,7 +90,7 @@ def test_per_replica_clip_sums_the_clipped_gradients_of_the_groups(per_replica):
 
 
 def _reference_loss(params, model, part, key):
-    from bert_jax.model import layers, losses
+    from bert_jax.model import layers
     from bert_jax.model.encoder import Loop
 
     noise = layers.RowNoise.of(key, part["rows"])
@@ -101,10 +102,10 @@ def _reference_loss(params, model, part, key):
 def test_rows_of_weight_zero_change_nothing():
     """Evaluation fills its last batch up with such rows."""
     model, mesh = samples.MODEL, samples.mesh_of(1)
-    evaluate = step.make_eval_step(model, Mesh(), mesh)
+    evaluate = step.make_eval_step(Pretraining(model), Mesh(), mesh)
     params = heads.init_params(model, jax.random.key(0))
     batch = samples.train_batches().batch(0, np.arange(8))
-    zero = {name: jnp.zeros(2) for name in step.METRIC_NAMES[:4]}
+    zero = {name: jnp.zeros(2) for name in losses.NAMES}
     alone = evaluate(params, zero, {k: v[:5] for k, v in batch.items()})
     batch["row_weights"][5:] = 0
     batch["masked_lm_weights"][5:] = 0
@@ -113,14 +114,21 @@ def test_rows_of_weight_zero_change_nothing():
 
 def test_a_step_that_is_not_finite_changes_no_parameter():
     mesh = samples.mesh_of(2)
-    state = step.init_state(samples.MODEL, samples.OPTIMIZER, 0)
+    state = step.init_state(Pretraining(samples.MODEL), samples.OPTIMIZER, 0)
     state["step"] = jnp.int32(5)
-    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 1, 100, mesh)
+    train_step = step.make_train_step(
+        Pretraining(samples.MODEL), samples.OPTIMIZER, Mesh(), 1, 100, mesh
+    )
     batch = samples.train_batches().batch(0, np.arange(8))
     batch["masked_lm_weights"][3, 0] = np.nan
     before = jax.device_get(state)
     new, window = jax.device_get(
-        train_step(state, step.empty_window(), batch, step.phase_key(samples.MODEL, 0, 0))
+        train_step(
+            state,
+            step.empty_window(Pretraining(samples.MODEL)),
+            batch,
+            step.phase_key(samples.MODEL, 0, 0),
+        )
     )
     assert new["step"] == 6 and new["bad_in_a_row"] == 1
     assert_identical(new["params"], before["params"])
@@ -130,14 +138,21 @@ def test_a_step_that_is_not_finite_changes_no_parameter():
 
 
 def test_a_skipped_step_does_nothing_but_count():
-    state = step.init_state(samples.MODEL, samples.OPTIMIZER, 0)
+    state = step.init_state(Pretraining(samples.MODEL), samples.OPTIMIZER, 0)
     state |= {"step": jnp.int32(7), "skipped_steps": state["skipped_steps"].at[3].set(7)}
     before = jax.device_get(state)
     mesh = samples.mesh_of(1)
-    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 1, 100, mesh)
+    train_step = step.make_train_step(
+        Pretraining(samples.MODEL), samples.OPTIMIZER, Mesh(), 1, 100, mesh
+    )
     batch = samples.train_batches().batch(0, np.arange(8))
     new, _ = jax.device_get(
-        train_step(state, step.empty_window(), batch, step.phase_key(samples.MODEL, 0, 0))
+        train_step(
+            state,
+            step.empty_window(Pretraining(samples.MODEL)),
+            batch,
+            step.phase_key(samples.MODEL, 0, 0),
+        )
     )
     assert new["step"] == 8 and new["bad_in_a_row"] == 0
     assert_identical(new["params"], before["params"])
@@ -185,10 +200,14 @@ def test_no_logits_of_every_position_exist():
     shape = batches.Shape(sequence_length=20, max_predictions=3, batch_size=8)
     batch = samples.train_batches(shape).batch(0, np.arange(8))
     mesh = samples.mesh_of(1)
-    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 1, 100, mesh)
-    state = step.init_state(samples.MODEL, samples.OPTIMIZER, 0)
+    train_step = step.make_train_step(
+        Pretraining(samples.MODEL), samples.OPTIMIZER, Mesh(), 1, 100, mesh
+    )
+    state = step.init_state(Pretraining(samples.MODEL), samples.OPTIMIZER, 0)
     key = step.phase_key(samples.MODEL, 0, 0)
-    text = train_step.lower(state, step.empty_window(), batch, key).as_text()
+    text = train_step.lower(
+        state, step.empty_window(Pretraining(samples.MODEL)), batch, key
+    ).as_text()
     assert "8x3x1024xf32" in text or "24x1024xf32" in text
     assert "20x1024xf32" not in text and "160x1024xf32" not in text
 
@@ -196,12 +215,19 @@ def test_no_logits_of_every_position_exist():
 def test_state_and_window_are_donated():
     mesh = samples.mesh_of(1)
     state = jax.device_put(
-        step.init_state(samples.MODEL, samples.OPTIMIZER, 0), mesh_lib.replicated(mesh)
+        step.init_state(Pretraining(samples.MODEL), samples.OPTIMIZER, 0), mesh_lib.replicated(mesh)
     )
-    train_step = step.make_train_step(samples.MODEL, samples.OPTIMIZER, Mesh(), 1, 100, mesh)
+    train_step = step.make_train_step(
+        Pretraining(samples.MODEL), samples.OPTIMIZER, Mesh(), 1, 100, mesh
+    )
     batch = samples.train_batches().batch(0, np.arange(8))
     kernel = state["params"]["pooler"]["kernel"]
-    train_step(state, step.empty_window(), batch, step.phase_key(samples.MODEL, 0, 0))
+    train_step(
+        state,
+        step.empty_window(Pretraining(samples.MODEL)),
+        batch,
+        step.phase_key(samples.MODEL, 0, 0),
+    )
     assert kernel.is_deleted()
 
 

@@ -1,0 +1,161 @@
+"""Fine-tuning as the loop is given it."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from bert_jax import resolve
+from bert_jax.config import Finetuning, InputError
+from bert_jax.model import flops
+from bert_jax.tasks import adapt as adapt_lib
+from bert_jax.tasks import records, rows
+from bert_jax.tasks import shape as shape_lib
+from bert_jax.tasks.adapted import Adapted
+from bert_jax.tasks.forward import Forward
+from bert_jax.tasks.objective import TaskObjective
+from bert_jax.training import feed, step
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.job import Stretch
+from bert_jax.training.peers import Peers
+from bert_jax.workdir import Workdir
+
+
+class FinetuningJob:
+    """A task and the base that is adapted to it; see `training.job.Job`.
+
+    Args:
+      claim: with `init_from`.
+      workdir: of the run.
+      say: shows a line.
+    """
+
+    how_to_go_on = "choose another --workdir"
+
+    def __init__(self, claim: Finetuning, workdir: Workdir, say: Callable[[str], None]):
+        self.claim, self.compute_dtype = claim, claim.adapt.compute_dtype
+        self._workdir, self._say = workdir, say
+        self._base = Adapted.of(claim)
+        self._train = records.read(claim.task, claim.task.train, "labelled")
+        self._held_out = records.read(claim.task, claim.task.validation, "labelled")
+        self.labels = records.labels_of(claim.task, self._train)
+        records.require_known(self.labels, self._held_out)
+        self.sha256 = records.sha256([*self._train, *self._held_out], self.labels)
+        self.total_steps = math.ceil(claim.epochs * len(self._train) / claim.batch_size)
+        self.optimizer = dataclasses.replace(
+            claim.optimizer, warmup_steps=int(claim.warmup_share * self.total_steps)
+        )
+        self._shape = shape_lib.of(claim.task, self.labels, self._base.tokenizer)
+        self._rows = self._shape.rows(self._train)
+        self.objective: TaskObjective = self._base.objective(
+            claim, self._shape, self._rows.together
+        )
+        self._batches = rows.TrainBatches(
+            self._rows, self._base.tokenizer.pad_id, claim.batch_size, claim.seed
+        )
+        self.fixed: Any = None
+
+    def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
+        """See `Job`."""
+        adapt_lib.require_layout(self.claim.adapt, self.claim.mesh)
+        step.abstract_state(self.objective, self.optimizer, self.claim.mesh, mesh)
+        size = self.claim.batch_size
+        parts = self.claim.mesh.accumulation_of(0)
+        mesh_lib.require_divisible(size, "finetuning.batch_size", mesh, parts)
+
+    def require_start(self) -> None:
+        """Was read at once."""
+
+    def changed(self, saved: Finetuning, began_with: str) -> list[str]:
+        """See `Job`; where the base lies may change."""
+        if began_with != self._base.sha256:
+            raise InputError(
+                f"--from {self.claim.init_from}: holds other weights than those this run adapts; "
+                "name the base it began with, or choose another --workdir"
+            )
+        changed = resolve.differences(saved, self.claim, "identity")
+        return [line for line in changed if not line.startswith("init_from:")]
+
+    def prepare(self, processes: int) -> None:
+        """Was read at once, by each process."""
+
+    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
+        """See `Job`."""
+        peers.require_same(
+            "examples",
+            {"examples": self.sha256[:16], "base": self._base.sha256[:16]},
+            "give all of them the same files",
+        )
+        if self.claim.adapt.how != "full":
+            replicated = mesh_lib.replicated(mesh)
+            self.fixed = feed.put(self._base.read_by(self._shape), replicated)
+        self._forward = Forward(self.objective, self.claim.mesh, mesh)
+        size = -(-self.claim.run.eval_batch_size // mesh_lib.data_shards(mesh))
+        self._eval_rows = self._shape.rows(self._held_out)
+        self._eval_batches = rows.eval_batches(
+            self._eval_rows,
+            self._base.tokenizer.pad_id,
+            size * mesh_lib.data_shards(mesh) * self._eval_rows.together,
+        )
+        self._say(
+            f"finetune: {len(self._train)} examples, {len(self._held_out)} held out, "
+            f"{self.total_steps} steps; {self.claim.init_from} {self._base.sha256[:12]}"
+        )
+
+    def stretch(self, done: int) -> Stretch:
+        """All steps are alike."""
+        del done
+        size = self.claim.batch_size * self._rows.together
+        return Stretch(0, 0, self.total_steps, size, self._batches.batch)
+
+    def operations(self, batch: dict[str, jax.Array]) -> int:
+        """See `Job`; of `full`, to which others come close, since gradients flow to the bottom."""
+        return flops.train_step_flops(self.objective.model, *batch["input_ids"].shape, 0)
+
+    def begin(self, state: step.State) -> tuple[step.State, str]:
+        """With the weights of the base, where they learn."""
+        params = dict(state["params"])
+        if self.claim.adapt.how == "full":
+            for name, tree in self._base.read_by(self._shape).items():
+                if name not in self._base.fresh_parts:
+                    places = jax.tree.map(lambda leaf: leaf.sharding, params[name])
+                    params[name] = feed.put(tree, places)
+        return state | {"params": params}, self._base.sha256
+
+    def require_same(self, metadata: dict[str, Any]) -> None:
+        """See `Job`."""
+        if metadata["corpus_sha256"] != self.sha256:
+            raise InputError(
+                f"{self._workdir.root}: the examples are not those that this run learned from; "
+                "put them back, or start anew with another --workdir"
+            )
+
+    def require_unchanged(self) -> None:
+        """The examples are in memory."""
+
+    def evaluate(self, params: Any) -> dict[str, Any]:
+        """The loss, all scores, and as `score` the one that decides, on the validation examples."""
+        outputs, loss = self._forward.outputs(
+            params, self.fixed, self._eval_batches, self._eval_rows
+        )
+        found = self._shape.scores(outputs, self._eval_rows, self._held_out)
+        score = found[self.claim.task.main_score]
+        examples = len(self._held_out)
+        return {"kind": "scores", "loss": loss, "score": score, "examples": examples, **found}
+
+    def summary(self, line: dict[str, Any]) -> str:
+        """See `Job`."""
+        names = [n for n in line if n not in ("step", "kind", "loss", "score", "examples")]
+        told = ", ".join(f"{name} {line[name]:.4f}" for name in names)
+        return f"held-out loss {line['loss']:.4f}; {told} ({line['examples']} examples)"
+
+    def watched(self, params: Any) -> list[dict[str, Any]]:
+        """Nothing."""
+        del params
+        return []
+
+    def how_to_see(self, number: int) -> str:
+        """See `Job`."""
+        return f"bert-jax show --workdir {self._workdir.root} --step {number}"

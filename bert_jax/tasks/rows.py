@@ -1,0 +1,165 @@
+"""Examples as ids, and batches of them.
+
+A batch is a function of (seed, step): an epoch is a permutation of the examples, and one goes on
+where the other ends. Rows are padded to the longest of their batch, so that short texts cost
+little; how far is known to every process from the lengths alone.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from bert_jax.data import draws
+from bert_jax.text.tokenizer import Tokenizer
+
+Batch = dict[str, np.ndarray]
+
+# Batches are padded to a multiple of this, so that few programs are compiled.
+LENGTH_STEP = 32
+
+
+@dataclasses.dataclass
+class Rows:
+    """Rows of ids, and what each is to come to.
+
+    Attributes:
+      ids: of each row int32 [n], [CLS] and [SEP] among them.
+      first: int32 [rows], how many of a row's ids are of segment 0.
+      numbers: targets that are one number a row: {name: [rows]}.
+      tokens: targets that are one number an id: {name: [n] of each row}; 0 where padded.
+      notes: what the task wants to know of each row when it is answered.
+      together: rows that make one example, one after the other: the texts of a choice.
+    """
+
+    ids: list[np.ndarray]
+    first: np.ndarray
+    numbers: dict[str, np.ndarray]
+    tokens: dict[str, list[np.ndarray]]
+    notes: list[Any]
+    together: int = 1
+
+    def __post_init__(self) -> None:
+        self.lengths = np.array([len(ids) for ids in self.ids], np.int32)
+
+    def batch(self, which: np.ndarray, length: int, pad_id: int) -> Batch:
+        """Some rows, padded.
+
+        Args:
+          which: numbers of rows, [B].
+          length: S, at least that of the longest.
+          pad_id: what stands where nothing does.
+
+        Returns:
+          `input_ids`, `segment_ids`, `input_mask` int32 [B, S]; the targets, [B] or [B, S].
+        """
+        found = {
+            "input_ids": _padded([self.ids[i] for i in which], length, pad_id, np.int32),
+        }
+        column, lengths = np.arange(length), self.lengths[which, None]
+        found["input_mask"] = (column < lengths).astype(np.int32)
+        beyond = (column >= self.first[which, None]) & (column < lengths)
+        found["segment_ids"] = beyond.astype(np.int32)
+        for name, values in self.numbers.items():
+            found[name] = values[which]
+        for name, arrays in self.tokens.items():
+            found[name] = _padded([arrays[i] for i in which], length, 0, arrays[0].dtype)
+        return found
+
+    def padded_length(self, which: np.ndarray) -> int:
+        """To what length rows are padded in one batch."""
+        return -(-int(self.lengths[which].max()) // LENGTH_STEP) * LENGTH_STEP
+
+
+def _padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.ndarray:
+    found = np.full((len(rows), length), value, dtype)
+    for row, values in zip(found, rows, strict=True):
+        row[: len(values)] = values
+    return found
+
+
+class TrainBatches:
+    """Batches of shuffled examples. May be pickled.
+
+    Args:
+      rows: of the training examples.
+      pad_id: of the tokenizer.
+      examples: a step.
+      seed: of the run.
+    """
+
+    def __init__(self, rows: Rows, pad_id: int, examples: int, seed: int):
+        self._rows, self._pad_id, self._examples = rows, pad_id, examples
+        self._key = draws.key_of(seed, "finetune")
+        self._orders: dict[int, np.ndarray] = {}
+
+    def batch(self, step: int, indices: np.ndarray) -> Batch:
+        """Rows `indices` (of all rows of the step, any subset in any order) of a step.
+
+        Besides what `Rows.batch` gives: `rows` uint32 [B], numbered through the run, and
+        `row_weights` float32 [B], all 1.
+        """
+        all_of_it = self._of_step(step)
+        which = all_of_it[indices]
+        row = step * len(all_of_it) + np.asarray(indices, np.int64)
+        return {
+            "rows": row.astype(np.uint32),
+            "row_weights": np.ones(len(which), np.float32),
+            **self._rows.batch(which, self._rows.padded_length(all_of_it), self._pad_id),
+        }
+
+    def _of_step(self, step: int) -> np.ndarray:
+        """Numbers of all rows of a step."""
+        together = self._rows.together
+        total = len(self._rows.ids) // together
+        place = step * self._examples + np.arange(self._examples)
+        epochs, slots = np.divmod(place, total)
+        examples = np.empty(len(place), np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            examples[here] = self._order(int(epoch), total)[slots[here]]
+        return (examples[:, None] * together + np.arange(together)).reshape(-1)
+
+    def _order(self, epoch: int, total: int) -> np.ndarray:
+        if epoch not in self._orders:
+            if len(self._orders) > 1:
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = draws.permutation(self._key, epoch, total)
+        return self._orders[epoch]
+
+
+def eval_batches(rows: Rows, pad_id: int, size: int) -> list[tuple[np.ndarray, Batch]]:
+    """All rows once, those of like lengths together, so that little is padded.
+
+    Args:
+      rows: of the examples.
+      pad_id: of the tokenizer.
+      size: rows a batch, a multiple of `rows.together`.
+
+    Returns:
+      For each batch, which rows its first ones are, and its arrays as `TrainBatches.batch` gives
+      them; the last is filled up with rows of `row_weights` 0.
+    """
+    together = rows.together
+    longest = rows.lengths.reshape(-1, together).max(axis=1)
+    order = np.argsort(-longest, kind="stable")
+    order = (order[:, None] * together + np.arange(together)).reshape(-1)
+    found = []
+    for start in range(0, len(order), size):
+        which = order[start : start + size]
+        filled = np.concatenate([which, np.resize(which, size - len(which))])
+        batch = rows.batch(filled, rows.padded_length(which), pad_id)
+        weights = (np.arange(size) < len(which)).astype(np.float32)
+        found.append((which, {"rows": filled.astype(np.uint32), "row_weights": weights, **batch}))
+    return found
+
+
+def joined(
+    tokenizer: Tokenizer, first: list[int], second: list[int] | None
+) -> tuple[np.ndarray, int]:
+    """[CLS] A [SEP] or [CLS] A [SEP] B [SEP]: the ids, and how many of them are of segment 0."""
+    ids = [tokenizer.cls_id, *first, tokenizer.sep_id]
+    split = len(ids)
+    if second is not None:
+        ids += [*second, tokenizer.sep_id]
+    return np.array(ids, np.int32), split

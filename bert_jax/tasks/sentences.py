@@ -1,0 +1,101 @@
+"""One text or several to one answer: `classify`, `pair`, `regress` and `choice`.
+
+As section 3.2 of Devlin et al. 2018 has it: what [CLS] comes to is read by one layer. Of a choice
+each text is read with the one before it, and the highest of their scores is the answer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bert_jax.finetuning import SCORES, Task
+from bert_jax.tasks import scores
+from bert_jax.tasks.examples import Sentence
+from bert_jax.tasks.rows import Rows, joined
+from bert_jax.text.tokenizer import Tokenizer
+
+
+class Sentences:
+    """The task for one model; see `tasks.shape.Shape`."""
+
+    reads = "pooled"
+
+    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
+        self._task, self._labels, self._tokenizer = task, labels, tokenizer
+        self._together = len(labels) if task.shape == "choice" else 1
+        self.outputs = 1 if task.shape in ("regress", "choice") else len(labels)
+
+    def rows(self, examples: Sequence[Sentence]) -> Rows:
+        """Longer ones are cut: a piece at a time from the end of the longer text."""
+        ids, first = [], []
+        for example in examples:
+            pieces = [self._tokenizer.encode(text) for text in example.texts]
+            pairs = [(pieces[0], other) for other in pieces[1:]] or [(pieces[0], None)]
+            for a, b in pairs:
+                row, split = joined(self._tokenizer, *self._cut(a, b))
+                ids.append(row)
+                first.append(split)
+        numbers = {}
+        if examples[0].label is not None:
+            truth = self._truth(examples)
+            numbers["targets"] = np.repeat(truth, self._together)
+        return Rows(ids, np.array(first, np.int32), numbers, {}, [], self._together)
+
+    def answers(
+        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]
+    ) -> list[Any]:
+        """What the outputs say, and how likely the model takes it to be.
+
+        Args:
+          outputs: of each row, float32 [outputs].
+          rows: which rows they are.
+          examples: whose rows they are.
+
+        Returns:
+          For each example `label` and `probabilities` by label, or the `value` of a regression.
+        """
+        del rows, examples
+        if self._task.shape == "regress":
+            return [{"value": float(row[0])} for row in outputs]
+        found = []
+        for logits in self._by_example(outputs):
+            chances = np.exp(logits - logits.max())
+            chances /= chances.sum()
+            by_label = dict(zip(self._labels, map(float, chances), strict=True))
+            found.append({"label": self._labels[int(logits.argmax())], "probabilities": by_label})
+        return found
+
+    def scores(
+        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]
+    ) -> dict[str, float]:
+        """All scores of the shape; `f1` of two labels alone, whose second is the positive one."""
+        del rows
+        truth = self._truth(examples)
+        if self._task.shape == "regress":
+            said = np.array([row[0] for row in outputs])
+        else:
+            said = self._by_example(outputs).argmax(axis=1)
+        names = SCORES[self._task.shape]
+        if len(self._labels) != 2:
+            names = tuple(name for name in names if name != "f1")
+        return {name: scores.score(name, truth, said) for name in names}
+
+    def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
+        if self._task.shape == "regress":
+            return np.array([example.label for example in examples], np.float32)
+        number = {label: i for i, label in enumerate(self._labels)}
+        return np.array([number[str(example.label)] for example in examples], np.int32)
+
+    def _by_example(self, outputs: list[np.ndarray]) -> np.ndarray:
+        """[examples, labels]"""
+        return np.stack(outputs).reshape(-1, len(self._labels))
+
+    def _cut(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None]:
+        room = self._task.max_sequence_length - (2 if b is None else 3)
+        if b is None:
+            return a[:room], None
+        a, b = list(a), list(b)
+        while len(a) + len(b) > room:
+            (a if len(a) > len(b) else b).pop()
+        return a, b

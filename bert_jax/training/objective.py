@@ -1,0 +1,85 @@
+"""What is learned: which parameters, and what a batch says of them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+
+from bert_jax.config import Model
+from bert_jax.model import heads, layers
+from bert_jax.model import losses as losses_lib
+from bert_jax.model.encoder import Loop
+from bert_jax.training import sharding
+
+Batch = dict[str, jax.Array]
+
+
+class Objective(Protocol):
+    """The mathematics of a step: it knows no devices, no optimizer and no files.
+
+    Attributes:
+      model: the encoder's shape and numerics.
+      metrics: names of what `forward` returns.
+      losses: those of them whose means are added up to the loss.
+      rules: where the parameters are cut.
+    """
+
+    model: Model
+    metrics: tuple[str, ...]
+    losses: tuple[str, ...]
+    rules: Sequence[sharding.Rule]
+
+    def init_params(self, key: jax.Array) -> Any:
+        """Fresh parameters, those that learn alone: nested dicts of float32 arrays."""
+
+    def forward(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> losses_lib.Metrics:
+        """What the parameters make of some rows.
+
+        Args:
+          params: those that learn, whole but for what `loop` makes whole.
+          fixed: a tree of arrays that do not learn.
+          batch: the rows.
+          noise: of dropout; None drops nothing.
+          loop: how the layers are run.
+        """
+
+    def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
+        """What the sum of each of the `losses` is divided by; known from the data alone."""
+
+    def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
+        """What is differentiated: the sums of some rows over the counts of all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretraining:
+    """Masked pieces and the next sentence (Devlin et al. 2018, section 3.1)."""
+
+    model: Model
+    metrics: tuple[str, ...] = losses_lib.NAMES
+    losses: tuple[str, ...] = ("masked_lm_loss", "next_sentence_loss")
+    rules: Sequence[sharding.Rule] = sharding.RULES
+
+    def init_params(self, key: jax.Array) -> heads.Params:
+        """See `Objective`."""
+        return heads.init_params(self.model, key)
+
+    def forward(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> losses_lib.Metrics:
+        """See `Objective`; nothing is fixed."""
+        del fixed
+        logits = heads.pretraining_logits(self.model, params, batch, noise, loop)
+        return losses_lib.pretraining(*logits, batch)
+
+    def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
+        """See `Objective`."""
+        return batch["masked_lm_weights"].sum(), batch["row_weights"].sum()
+
+    def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
+        """See `Objective`."""
+        predictions, rows = counts
+        masked_lm = metrics["masked_lm_loss"][0] / (predictions + losses_lib.MASKED_LM_EPS)
+        return masked_lm + metrics["next_sentence_loss"][0] / rows

@@ -1,0 +1,207 @@
+"""Pre-training as the loop is given it."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from etils import epath
+
+from bert_jax import base as base_lib
+from bert_jax import resolve
+from bert_jax.config import Experiment, InputError
+from bert_jax.data import corpus
+from bert_jax.model import flops
+from bert_jax.training import evaluate as evaluate_lib
+from bert_jax.training import feed, session, watch
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import optimizer as optimizer_lib
+from bert_jax.training import step as step_lib
+from bert_jax.training.job import Stretch
+from bert_jax.training.objective import Pretraining
+from bert_jax.training.peers import Peers
+from bert_jax.training.prepared import Prepared
+from bert_jax.training.progress import Progress
+from bert_jax.workdir import Workdir
+
+
+def pretrain(
+    experiment: Experiment,
+    workdir: Workdir,
+    length: Literal["keep", "extend"],
+    progress: Progress,
+    origin: dict[str, Any] | None = None,
+) -> session.Outcome:
+    """Runs the experiment in its workdir to its end, or until asked to stop.
+
+    Args:
+      experiment: the claim; a run that is there already must have made the same.
+      workdir: where it lives.
+      length: `extend` allows more steps in the last phase than the run was started with.
+      progress: shows what happens.
+      origin: see session.run.
+
+    Raises:
+      InputError: bad settings, bad text, or a workdir of another run.
+    """
+    job = PretrainingJob(experiment, workdir, length, progress.say)
+    return session.run(job, workdir, progress, length, origin)
+
+
+def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
+    """Raises InputError if the batches or the state cannot be laid over these devices."""
+    objective = Pretraining(experiment.model)
+    step_lib.abstract_state(objective, experiment.optimizer, experiment.mesh, mesh)
+    replicas = experiment.optimizer.reference_replicas
+    shards = mesh_lib.data_shards(mesh)
+    if experiment.optimizer.clip == "per_replica" and replicas % shards:
+        raise InputError(
+            f"optimizer.reference_replicas={replicas}: not a multiple of the {shards} devices; "
+            "a replica's gradient must be computed on one device"
+        )
+    for i, phase in enumerate(experiment.phases):
+        where = f"phases.{i}.batch_size"
+        parts = experiment.mesh.accumulation_of(i)
+        mesh_lib.require_divisible(phase.batch_size, where, mesh, parts)
+
+
+class PretrainingJob:
+    """An experiment on its corpus; see `training.job.Job`.
+
+    Args:
+      experiment: the claim.
+      workdir: of the run.
+      length: `extend` allows more steps in the last phase than the run was started with.
+      say: shows a line.
+    """
+
+    fixed = None
+    how_to_go_on = "choose another --workdir, to go on raise the last phase's steps with --extend"
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        workdir: Workdir,
+        length: Literal["keep", "extend"],
+        say: Callable[[str], None],
+    ):
+        self.claim, self.objective = experiment, Pretraining(experiment.model)
+        self.optimizer = experiment.optimizer
+        self.compute_dtype = experiment.model.compute_dtype
+        self.total_steps = experiment.total_steps
+        self._workdir, self._length, self._say = workdir, length, say
+        self._begun = 0
+
+    def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
+        """See `Job`."""
+        require_runnable(self.claim, mesh)
+
+    def require_start(self) -> None:
+        """See `Job`."""
+        base_lib.start_of(self.claim)
+
+    def changed(self, saved: Experiment, began_with: str) -> list[str]:
+        """See `Job`."""
+        claim = self.claim
+        changed = resolve.differences(saved, claim, "identity")
+        if self._length == "extend":
+            last = f"phases.{len(saved.phases) - 1}.steps:"
+            if claim.total_steps < saved.total_steps:
+                raise InputError(
+                    f"--extend: the run has {saved.total_steps} steps already, "
+                    f"not {claim.total_steps}"
+                )
+            if any(line.startswith(last) for line in changed):
+                self._say("extend: the learning-rate schedule now ends later, and so changes")
+            changed = [line for line in changed if not line.startswith(last)]
+        if claim.init_from and not changed:
+            if base_lib.is_base(epath.Path(claim.init_from)):
+                base_lib.require_same_weights(claim.init_from, began_with)
+            else:
+                self._say(f"resume: there is no {claim.init_from} any more to compare with")
+        return changed
+
+    def prepare(self, processes: int) -> None:
+        """Makes the corpus, or finds it, with all that processes would make at the same time."""
+        claim, folder = self.claim, self._workdir.corpus
+        corpus.prepare(claim.corpus, claim.model.vocab_size, folder, self._say)
+        if processes == 1:
+            return
+        prepared = Prepared.open(folder)
+        corpus.open_stream(folder, "validation")
+        for phase in range(len(claim.phases)):
+            prepared.train_batches(claim, phase)
+
+    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
+        """See `Job`."""
+        self._mesh, self._peers = mesh, peers
+        self._prepared = Prepared.open(self._workdir.corpus)
+        self.sha256 = self._prepared.sha256
+        peers.require_same(
+            "corpus",
+            {"corpus.manifest": self.sha256[:16]},
+            "give all of them the corpus that one of them prepared",
+        )
+        self._held_out = self._prepared.held_out(self.claim, mesh)
+        self._watched = self._prepared.watched(self.claim)
+        self._eval_step = step_lib.make_eval_step(self.objective, self.claim.mesh, mesh)
+
+    def stretch(self, done: int) -> Stretch:
+        """A phase."""
+        number, first = self.claim.phase_at(done)
+        phase = self.claim.phases[number]
+        batches = self._prepared.train_batches(self.claim, number)
+        return Stretch(number, first, phase.steps, phase.batch_size, batches.batch)
+
+    def operations(self, batch: dict[str, jax.Array]) -> int:
+        """See `Job`."""
+        predictions = batch["masked_lm_positions"].shape[1]
+        return flops.train_step_flops(self.claim.model, *batch["input_ids"].shape, predictions)
+
+    def begin(self, state: step_lib.State) -> tuple[step_lib.State, str]:
+        """With the weights of `init_from`, if it names some."""
+        base = base_lib.start_of(self.claim)
+        if base is None:
+            return state, ""
+        where = self.claim.init_from
+        base_lib.require_same_tokenizer(base, self._prepared.tokenizer, where)
+        self._begun += 1
+        self._peers.require_same(
+            f"init_from {self._begun}",
+            {"weights": base.sha256[:16]},
+            f"give all of them the same {where}",
+        )
+        fresh = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
+        kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
+        self._say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{fresh}")
+        places = jax.tree.map(lambda leaf: leaf.sharding, state["params"])
+        state = state | {"params": feed.put(base.params, places)}
+        if base.moments is not None:
+            trees = (base.moments.mean, base.moments.square)
+            placed = (feed.put(tree, places) for tree in trees)
+            state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *placed)
+        return state, base.sha256
+
+    def require_same(self, metadata: dict[str, Any]) -> None:
+        """See `Job`."""
+        self._prepared.require_same(metadata)
+
+    def require_unchanged(self) -> None:
+        """See `Job`."""
+        self._prepared.require_unchanged()
+
+    def evaluate(self, params: Any) -> dict[str, Any]:
+        """On held-out text."""
+        return evaluate_lib.evaluate(self._held_out, params, self._eval_step, self._mesh)
+
+    def summary(self, line: dict[str, Any]) -> str:
+        """See `Job`."""
+        return evaluate_lib.summary(line)
+
+    def watched(self, params: Any) -> list[dict[str, Any]]:
+        """What the model says of a few sentences."""
+        params = watch.on_one_device(params, self._mesh)
+        return self._watched.predict(params) if self._peers.leads else []
+
+    def how_to_see(self, step: int) -> str:
+        """See `Job`."""
+        return f"bert-jax show --workdir {self._workdir.root} --step {step}"
