@@ -9,14 +9,17 @@ import runpy
 import traceback
 from dataclasses import dataclass, field
 
+from bert_jax.finetuning import Adapt, Finetuning, Task
 from bert_jax.section import InputError, Section
 from bert_jax.sections import SKIPPED_STEPS, Corpus, Data, Mesh, Model, Optimizer, Phase, Run
 
 __all__ = [
     "SKIPPED_STEPS",
+    "Adapt",
     "Corpus",
     "Data",
     "Experiment",
+    "Finetuning",
     "InputError",
     "Loaded",
     "Mesh",
@@ -24,6 +27,7 @@ __all__ = [
     "Optimizer",
     "Phase",
     "Run",
+    "Task",
     "load_file",
     "parent",
 ]

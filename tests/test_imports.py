@@ -16,7 +16,8 @@ MODULES = {
 ALLOWED = {
     "section": set(),
     "sections": {"section"},
-    "config": {"section", "sections"},
+    "finetuning": {"section", "sections"},
+    "config": {"section", "sections", "finetuning"},
     "resolve": {"section", "config", "workdir"},
     "bucket": {"config"},
     "lease": {"bucket", "config"},
