@@ -4,6 +4,7 @@ Fine-tuning is section 3.2 and appendix A.3 of Devlin et al. 2018; `lora` is Hu 
 decay of the learning rate by layer Howard and Ruder 2018 and Clark et al. 2020.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,7 +23,24 @@ SCORES: dict[str, tuple[str, ...]] = {
     "span": ("f1", "exact_match"),
 }
 
-_SOURCES = ("tsv", "csv", "jsonl", "conll", "squad", "tfds")
+# Where examples of each kind of task can be read from.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "classify": ("tsv", "csv", "jsonl", "tfds"),
+    "pair": ("tsv", "csv", "jsonl", "tfds"),
+    "regress": ("tsv", "csv", "jsonl", "tfds"),
+    "choice": ("tsv", "csv", "jsonl", "tfds"),
+    "tag": ("conll", "jsonl", "tfds"),
+    "span": ("squad", "tfds"),
+}
+
+_FORMS = {
+    "tsv": "tsv:FILE",
+    "csv": "csv:FILE",
+    "jsonl": "jsonl:FILE",
+    "conll": "conll:FILE",
+    "squad": "squad:FILE",
+    "tfds": "tfds:NAME:SPLIT",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +48,10 @@ class Task(Section):
     """What is asked of a text, and where examples of it are.
 
     A source is `tsv:FILE`, `csv:FILE`, `jsonl:FILE`, `conll:FILE`, `squad:FILE` or
-    `tfds:NAME:SPLIT` (`tfds:glue/sst2:train`); relative paths are relative to the current
-    directory. Columns are named as the file's first line names them, or as JSON and TFDS do, or,
-    where there is no such line and in CoNLL files, by their numbers from 0.
+    `tfds:NAME:SPLIT` (`tfds:glue/sst2:train`); `SOURCES` says which are read for which shape.
+    Relative paths are relative to the current directory. Columns are named as the file's first
+    line names them, or as JSON and TFDS do, or, where there is no such line and in CoNLL files, by
+    their numbers from 0. Those of a span are SQuAD's, whatever is named here.
     """
 
     kind = "identity"
@@ -43,12 +62,13 @@ class Task(Section):
     validation: tuple[str, ...]
     header: Literal["first_line", "none"] = "first_line"
     text_column: str = "sentence"
-    # The second text of a pair.
+    # The second text of a pair, and of a regression, which is over pairs.
     second_column: str = ""
     # The texts to choose from, each a column; the first is answer 0.
     choice_columns: tuple[str, ...] = ()
     label_column: str = "label"
-    # In this order; none: those of the training examples, sorted.
+    # In this order, label 1 being the positive one of `f1`; none: those of the training examples,
+    # sorted. Of a choice they name the answers; none: 0, 1, and so on.
     labels: tuple[str, ...] = ()
     # The one that decides; empty: the usual one of the shape.
     score: str = ""
@@ -61,47 +81,101 @@ class Task(Section):
     # Whether there may be no answer (SQuAD 2.0).
     no_answer: Literal["never", "possible"] = "never"
 
-    def _validate(self) -> None:
-        for name in ("train", "validation"):
-            sources = getattr(self, name)
-            self._require(len(sources) > 0, name, "name at least one source of examples")
-            for source in sources:
-                word, colon, rest = source.partition(":")
-                if not colon or not rest or word not in _SOURCES:
+    @property
+    def main_score(self) -> str:
+        """The score that decides."""
+        return self.score or SCORES[self.shape][0]
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The columns of an example's texts, in the order in which the encoder reads them."""
+        if self.shape in ("pair", "regress"):
+            return self.text_column, self.second_column
+        return self.text_column, *self.choice_columns
+
+    def require_readable(self, where: str, sources: tuple[str, ...]) -> None:
+        """Raises InputError, which names `where`, if examples cannot be read from a source."""
+        for source in sources:
+            word, _, place = source.partition(":")
+            # The name of a dataset may end in a colon and its version.
+            parts = place.rpartition(":")[::2] if word == "tfds" else [place]
+            if word not in _FORMS or not all(parts):
+                raise InputError(f"{where}: {source!r} is not {_listed(_FORMS)}")
+            if word not in SOURCES[self.shape]:
+                raise InputError(
+                    f"{where}: {source!r}: task.shape={self.shape} reads "
+                    f"{_listed(SOURCES[self.shape])}"
+                )
+            numbered = word == "conll" or (word in ("tsv", "csv") and self.header == "none")
+            for column in (*self.text_columns, self.label_column):
+                if numbered and not (column.isascii() and column.isdecimal()):
                     raise InputError(
-                        f"task.{name}: {source!r} is not tsv:FILE, csv:FILE, jsonl:FILE, "
-                        "conll:FILE, squad:FILE or tfds:NAME:SPLIT"
+                        f"{where}: {source!r} has no names of columns: give task.text_column, "
+                        f"task.label_column and others as numbers from 0, not {column!r}"
                     )
-                if (self.shape == "span") != (word in ("squad", "tfds") and self.shape == "span"):
-                    raise InputError(f"task.{name}: {source!r} holds no answers in contexts")
-                if word == "conll" and self.shape != "tag":
-                    raise InputError(f"task.{name}: {source!r} holds words with tags alone")
-        self._require(
-            (self.second_column != "") == (self.shape == "pair")
-            or (self.shape == "regress" and self.second_column != ""),
-            "second_column",
-            "a pair has two texts, other tasks have none",
-        )
-        self._require(
-            (len(self.choice_columns) >= 2) == (self.shape == "choice"),
-            "choice_columns",
-            "task.shape=choice needs two at least, other tasks have none",
-        )
+
+    def _validate(self) -> None:
+        self._validate_columns()
+        self._validate_labels()
+        for name in ("train", "validation"):
+            self._require(len(getattr(self, name)) > 0, name, "name at least one source")
+            self.require_readable(f"task.{name}", getattr(self, name))
         self._require(
             self.score in ("", *SCORES[self.shape]),
             "score",
             f"task.shape={self.shape} is scored by {', '.join(SCORES[self.shape])}",
         )
-        self._require(
-            len(set(self.labels)) == len(self.labels), "labels", "one is named more than once"
-        )
         self._require_at_least(8, "max_sequence_length")
         self._require_at_least(1, "document_stride", "max_query_length", "max_answer_length")
 
-    @property
-    def main_score(self) -> str:
-        """The score that decides."""
-        return self.score or SCORES[self.shape][0]
+    def _validate_columns(self) -> None:
+        if self.shape in ("pair", "regress"):
+            self._require(
+                self.second_column != "", "second_column", f"task.shape={self.shape} has two texts"
+            )
+        else:
+            self._require(
+                self.second_column == "", "second_column", f"task.shape={self.shape} has no second"
+            )
+        if self.shape == "choice":
+            self._require(
+                len(self.choice_columns) >= 2, "choice_columns", "task.shape=choice needs two"
+            )
+        else:
+            self._require(
+                not self.choice_columns, "choice_columns", f"task.shape={self.shape} has none"
+            )
+        columns = (*self.text_columns, self.label_column)
+        if "" in columns or len(set(columns)) < len(columns):
+            raise InputError(
+                f"task.text_column and others: {columns} name each column once, and none is empty"
+            )
+
+    def _validate_labels(self) -> None:
+        self._require(
+            len(set(self.labels)) == len(self.labels), "labels", "one is named more than once"
+        )
+        # As they are read.
+        self._require(
+            all(label and label == label.strip() for label in self.labels),
+            "labels",
+            "one is empty, or has blanks around it",
+        )
+        if self.shape in ("regress", "span"):
+            self._require(not self.labels, "labels", f"task.shape={self.shape} has none")
+        elif self.shape == "choice":
+            self._require(
+                len(self.labels) in (0, len(self.choice_columns)),
+                "labels",
+                f"name one for each of the {len(self.choice_columns)} choices, or none",
+            )
+        else:
+            self._require(len(self.labels) != 1, "labels", "name two at least, or none")
+
+
+def _listed(words: Iterable[str]) -> str:
+    *most, last = (_FORMS[word] for word in words)
+    return f"{', '.join(most)} or {last}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,15 @@ MODULES = {
 ALLOWED = {
     "section": set(),
     "sections": {"section"},
-    "config": {"section", "sections"},
+    "finetuning": {"section", "sections"},
+    "config": {"section", "sections", "finetuning"},
     "resolve": {"section", "config", "workdir"},
     "bucket": {"config"},
     "lease": {"bucket", "config"},
     "workdir": {"bucket", "lease", "config"},
     "text": {"config", "workdir"},
     "data": {"bucket", "config", "workdir", "text"},
+    "tasks": {"config", "text"},
     "hardware": set(),
     "endings": {"section"},
     "pod": {"endings", "section"},
@@ -142,8 +144,15 @@ def test_only_the_files_of_tf1_import_tensorflow():
     assert users == {"bert_jax.interop.tf1_files"}
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) in ("text", "data")])
-def test_text_and_data_never_import_jax(module):
+# What reads and scores a task; what learns it stands beside.
+TASKS = [
+    f"bert_jax.tasks.{name}"
+    for name in ("examples", "files", "tables", "squad", "records", "scores", "squad_scores")
+]
+
+
+@pytest.mark.parametrize("module", [*(m for m in MODULES if room(m) in ("text", "data")), *TASKS])
+def test_text_data_and_examples_never_import_jax(module):
     tops = {name.split(".")[0] for name in imports(MODULES[module])}
     assert not tops & {"jax", "flax", "optax", "orbax"}
 
@@ -177,9 +186,10 @@ def test_no_tensorflow_or_torch_at_run_time():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_data_and_the_doctor_of_text_load_without_jax():
+def test_data_examples_and_the_doctor_of_text_load_without_jax():
     code = (
-        "import sys, bert_jax.data.batches, bert_jax.data.stream, bert_jax.doctor;"
+        "import sys, bert_jax.data.batches, bert_jax.data.stream, bert_jax.doctor,"
+        "bert_jax.tasks.records, bert_jax.tasks.scores, bert_jax.tasks.squad_scores;"
         "sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

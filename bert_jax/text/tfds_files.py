@@ -61,7 +61,8 @@ def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
     """A builder for the dataset in `folder`, once its features are seen to be plain data.
 
     Raises:
-      InputError: no dataset there, damaged metadata, or a feature class outside TFDS's own.
+      InputError: no dataset there, damaged metadata, a feature class outside TFDS's own, or
+        examples without named fields.
     """
     folder = epath.Path(folder)
     try:
@@ -78,9 +79,13 @@ def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
                 "features; refused, since reading it would run that code"
             )
     try:
-        return tfds.builder_from_directory(folder)
+        builder = tfds.builder_from_directory(folder)
+        features = builder.info.features
     except Exception as error:  # TFDS raises many kinds; each means the folder cannot be read
         raise _unreadable(folder, error) from error
+    if not isinstance(features, tfds.features.FeaturesDict):
+        raise InputError(f"{folder / 'features.json'}: its examples have no named fields")
+    return builder
 
 
 def _unreadable(folder: epath.PathLike, error: Exception) -> InputError:
@@ -107,6 +112,21 @@ def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, 
             yield record
         if read != count:
             raise _damaged(path, f"{read} records, not {count}")
+
+
+def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:
+    """Features whose numbers stand for classes, or are sequences of such, by their keys.
+
+    Raises:
+      InputError: as `open_folder`.
+    """
+    found = {}
+    for key, feature in open_folder(folder).info.features.items():
+        if isinstance(feature, tfds.features.Sequence):
+            feature = feature.feature
+        if isinstance(feature, tfds.features.ClassLabel) and feature.num_classes is not None:
+            found[key] = feature
+    return found
 
 
 def _shards(folder: epath.PathLike, split: Any) -> list[tuple[epath.Path, int]]:

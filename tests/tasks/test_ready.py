@@ -1,0 +1,186 @@
+"""Ready TFDS datasets as examples: named classes, nested answers, what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from bert_jax.config import InputError, Task
+from bert_jax.tasks import records
+from bert_jax.tasks.examples import Answer
+from bert_jax.text import tfds_files
+
+CONTEXT = "Größe: 12 m."
+FEATURES = {
+    "glue": {
+        "sentence1": tfds.features.Text(),
+        "sentence2": tfds.features.Text(),
+        "label": tfds.features.ClassLabel(names=["not_same", "same"]),
+        "score": np.float32,
+        "truth": np.bool_,
+        "idx": np.int32,
+        "bare": tfds.features.ClassLabel(num_classes=3),
+    },
+    "conll": {
+        "tokens": tfds.features.Sequence(tfds.features.Text()),
+        "ner": tfds.features.Sequence(tfds.features.ClassLabel(names=["O", "B-PER", "I-PER"])),
+    },
+    "squad": {
+        "id": np.str_,
+        "context": tfds.features.Text(),
+        "question": tfds.features.Text(),
+        "is_impossible": np.bool_,
+        "answers": tfds.features.Sequence({"text": tfds.features.Text(), "answer_start": np.int32}),
+    },
+}
+PAIR = {"sentence1": "A é", "sentence2": "B", "score": 3.5, "truth": True, "idx": 7, "bare": 2}
+EXAMPLES = {
+    "glue": {
+        "train": [PAIR | {"label": "same"}, PAIR | {"label": "not_same"}],
+        "test": [PAIR | {"label": "same"}, PAIR | {"label": -1}],
+    },
+    "conll": {"train": [{"tokens": ["Ada", "é"], "ner": ["B-PER", "O"]}]},
+    "squad": {
+        "train": [
+            {
+                "id": "q1",
+                "context": CONTEXT,
+                "question": "How tall?",
+                "is_impossible": False,
+                "answers": {"text": ["12 m", "12"], "answer_start": [7, 7]},
+            },
+            {
+                "id": "q2",
+                "context": CONTEXT,
+                "question": "How wide?",
+                "is_impossible": True,
+                "answers": {"text": [], "answer_start": []},
+            },
+        ]
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """The three, as `download_and_prepare` leaves them."""
+    root = tmp_path_factory.mktemp("tfds")
+    tfds.disable_progress_bar()
+    for key in FEATURES:
+
+        class Ready(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+            """A dataset of a few examples."""
+
+            name = key
+            VERSION = tfds.core.Version("1.0.0")
+
+            def _info(self):
+                features = tfds.features.FeaturesDict(FEATURES[self.name])
+                return tfds.core.DatasetInfo(
+                    builder=self, features=features, disable_shuffling=True
+                )
+
+            def _split_generators(self, dl_manager):
+                return {name: enumerate(found) for name, found in EXAMPLES[self.name].items()}
+
+            def _generate_examples(self, examples):
+                yield from examples
+
+        Ready(data_dir=root, file_format="array_record").download_and_prepare()
+    return root
+
+
+@pytest.fixture(autouse=True)
+def ready(data_dir, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
+
+
+def read(shape, source, labelled="labelled", **settings):
+    task = Task(shape=shape, train=(source,), validation=(source,), **settings)
+    return records.read(task, (source,), labelled)
+
+
+def pairs(source, labelled="labelled", **settings):
+    columns = {"text_column": "sentence1", "second_column": "sentence2"}
+    return read("pair", source, labelled, **columns | settings)
+
+
+@pytest.mark.parametrize("source", ["tfds:glue:train", "tfds:glue:1.0.0:train"])
+def test_classes_are_called_by_their_names(source):
+    first, second = pairs(source)
+    assert (first.texts, first.label) == (("A é", "B"), "same")
+    assert (second.place, second.label) == (f"{source}:1", "not_same")
+
+
+@pytest.mark.parametrize(("column", "label"), [("truth", "true"), ("idx", "7"), ("bare", "2")])
+def test_labels_may_be_booleans_integers_and_classes_without_names(column, label):
+    assert pairs("tfds:glue:train", label_column=column)[0].label == label
+
+
+def test_labels_of_a_regression_are_read_from_floats():
+    columns = {"text_column": "sentence1", "second_column": "sentence2", "label_column": "score"}
+    assert read("regress", "tfds:glue:train", **columns)[0].label == 3.5
+
+
+def test_examples_without_a_label_are_read_where_labels_are_not():
+    assert [e.label for e in pairs("tfds:glue:test", "unlabelled")] == [None, None]
+    with pytest.raises(InputError, match="tfds:glue:test:1: column 'label' is missing"):
+        pairs("tfds:glue:test")
+
+
+def test_words_and_tags_are_sequences():
+    columns = {"text_column": "tokens", "label_column": "ner"}
+    (found,) = read("tag", "tfds:conll:train", **columns)
+    assert (found.words, found.tags) == (("Ada", "é"), ("B-PER", "O"))
+
+
+def test_answers_are_nested_features():
+    first, second = read("span", "tfds:squad:train", no_answer="possible")
+    assert first.place == "tfds:squad:train: question q1"
+    assert (first.context, first.answers) == (CONTEXT, (Answer("12 m", 7), Answer("12", 7)))
+    assert (second.question, second.answers, second.possible) == ("How wide?", (), False)
+
+
+def test_what_a_dataset_does_not_have_is_named():
+    with pytest.raises(InputError, match=r"tfds:glue:train:0: no column 'text', but .*'label'"):
+        read("classify", "tfds:glue:train", text_column="text")
+    with pytest.raises(InputError, match="no split 'dev'; it has"):
+        pairs("tfds:glue:dev")
+    with pytest.raises(InputError, match="no prepared dataset"):
+        pairs("tfds:other:train")
+    with pytest.raises(InputError, match="tfds:glue:train:0: no 'id', but"):
+        read("span", "tfds:glue:train")
+    with pytest.raises(InputError, match="column 'sentence1' is a text, not a list"):
+        read("tag", "tfds:glue:train", text_column="sentence1")
+
+
+def test_a_class_that_its_names_do_not_reach_is_named(data_dir, tmp_path, monkeypatch):
+    """As after other names were put beside the records."""
+    folder = tmp_path / "glue" / "1.0.0"
+    shutil.copytree(data_dir / "glue" / "1.0.0", folder)
+    (folder / "label.labels.txt").write_text("not_same\n")
+    features = json.loads((folder / "features.json").read_text())
+    features["featuresDict"]["features"]["label"]["classLabel"]["numClasses"] = "1"
+    (folder / "features.json").write_text(json.dumps(features))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    with pytest.raises(InputError, match="tfds:glue:train:0: class 1, but there are 1 classes"):
+        pairs("tfds:glue:train")
+
+
+def test_text_that_is_not_utf8_is_named(monkeypatch):
+    monkeypatch.setattr(tfds_files, "records", lambda folder, split: iter([{"text": b"caf\xe9"}]))
+    with pytest.raises(InputError, match="tfds:glue:train:0: not UTF-8"):
+        read("classify", "tfds:glue:train", text_column="text")
+
+
+def test_a_dataset_without_named_fields_is_refused(data_dir, tmp_path):
+    folder = tmp_path / "1.0.0"
+    shutil.copytree(data_dir / "glue" / "1.0.0", folder)
+    name = "tensorflow_datasets.core.features.sequence_feature.Sequence"
+    text = {"pythonClassName": "tensorflow_datasets.core.features.text_feature.Text", "text": {}}
+    tree = {"pythonClassName": name, "sequence": {"feature": text, "length": "-1"}}
+    (folder / "features.json").write_text(json.dumps(tree))
+    with pytest.raises(InputError, match=r"features\.json: its examples have no named fields"):
+        list(tfds_files.records(folder))

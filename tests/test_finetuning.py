@@ -1,0 +1,103 @@
+"""The claim of a task: which sources, columns and labels go together."""
+
+import pytest
+
+from bert_jax.config import InputError, Task
+from bert_jax.finetuning import SOURCES
+
+SHAPES = {
+    "classify": {},
+    "pair": {"second_column": "b"},
+    "regress": {"second_column": "b"},
+    "choice": {"choice_columns": ("b", "c")},
+    "tag": {"text_column": "0", "label_column": "1"},
+    "span": {},
+}
+FORMS = {
+    "tsv": "tsv:x",
+    "csv": "csv:x",
+    "jsonl": "jsonl:x",
+    "conll": "conll:x",
+    "squad": "squad:x",
+    "tfds": "tfds:x/y:1.0.0:train",
+}
+
+
+def task(shape="classify", source=None, **settings):
+    source = source or FORMS[SOURCES[shape][0]]
+    fields = {"train": (source,), "validation": (source,)} | SHAPES[shape] | settings
+    return Task(shape=shape, **fields)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("word", FORMS)
+def test_a_shape_is_read_from_the_sources_that_can_hold_it(shape, word):
+    if word in SOURCES[shape]:
+        assert task(shape, FORMS[word]).train == (FORMS[word],)
+    else:
+        with pytest.raises(InputError, match=rf"task\.train: '{word}:x': task.shape={shape} reads"):
+            task(shape, FORMS[word])
+
+
+@pytest.mark.parametrize("source", ["x", "tsv", "tsv:", "text:x", "tfds:x", "tfds:x:", "tfds::y"])
+def test_what_is_no_source_is_refused(source):
+    with pytest.raises(InputError, match=r"task\.train: .* is not tsv:FILE, .* tfds:NAME:SPLIT$"):
+        task(source=source)
+    with pytest.raises(InputError, match=r"source: .* is not tsv:FILE"):
+        task().require_readable("source", (source,))
+
+
+def test_texts_are_in_the_order_of_the_encoder():
+    assert task("classify").text_columns == ("sentence",)
+    assert task("pair").text_columns == ("sentence", "b")
+    assert task("regress").text_columns == ("sentence", "b")
+    assert task("choice").text_columns == ("sentence", "b", "c")
+
+
+def test_columns_without_names_are_numbers():
+    numbers = {"text_column": "3", "label_column": "1"}
+    assert task(source="tsv:x", header="none", **numbers)
+    for source in ("tsv:x", "csv:x"):
+        for column in ("sentence", "-1", "\u0663"):
+            with pytest.raises(InputError, match=r"as numbers from 0, not "):
+                task(source=source, header="none", **numbers | {"text_column": column})
+    with pytest.raises(InputError, match=r"'conll:x' .*as numbers from 0, not 'label'"):
+        task("tag", label_column="label")
+    # JSON names its columns whatever the header is.
+    assert task(source="jsonl:x", header="none")
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "words"),
+    [
+        ("pair", {"second_column": ""}, "task.second_column='': task.shape=pair has two texts"),
+        ("regress", {"second_column": ""}, "task.second_column=''"),
+        ("classify", {"second_column": "b"}, "task.second_column='b'"),
+        ("choice", {"choice_columns": ("b",)}, "task.choice_columns=('b',)"),
+        ("classify", {"choice_columns": ("b", "c")}, "task.choice_columns"),
+        ("pair", {"second_column": "sentence"}, "each column once"),
+        ("pair", {"second_column": "label"}, "each column once"),
+        ("classify", {"text_column": ""}, "none is empty"),
+        ("classify", {"labels": ("a", "a")}, "task.labels"),
+        ("classify", {"labels": ("a",)}, "two at least"),
+        ("classify", {"labels": ("a", "b ")}, "blanks around"),
+        ("classify", {"labels": ("a", "")}, "one is empty"),
+        ("choice", {"labels": ("A", "B", "C")}, "each of the 2 choices"),
+        ("regress", {"labels": ("a", "b")}, "task.shape=regress has none"),
+        ("span", {"labels": ("a", "b")}, "task.shape=span has none"),
+        ("tag", {"score": "f1"}, "task.score='f1'"),
+        ("classify", {"train": ()}, "task.train=()"),
+        ("classify", {"validation": ()}, "task.validation=()"),
+        ("classify", {"max_sequence_length": 7}, "task.max_sequence_length=7"),
+        ("span", {"document_stride": 0}, "task.document_stride=0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(shape, settings, words):
+    with pytest.raises(InputError) as caught:
+        task(shape, **settings)
+    assert words in str(caught.value)
+
+
+def test_the_first_score_of_a_shape_decides_unless_another_is_named():
+    assert task("regress").main_score == "spearman"
+    assert task("regress", score="pearson").main_score == "pearson"
