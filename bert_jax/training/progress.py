@@ -17,6 +17,10 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+# What is told of a training line, and how it is called.
+_PRETRAINING = (("masked LM", "masked_lm_loss"), ("next sentence", "next_sentence_loss"))
+_TASK = (("loss", "loss"), ("accuracy", "accuracy"))
+
 
 class LineConsole(Console):
     """A console whose reader may leave: the run goes on without it."""
@@ -70,16 +74,10 @@ class Progress:
     def train(self, line: dict[str, float], seconds: dict[str, float]) -> None:
         """Shows a training line of metrics.jsonl and its timings."""
         bad = line.get("bad_steps", 0.0)
+        shown = _PRETRAINING if "masked_lm_loss" in line else _TASK
         words = [
             f"step {line['step']}/{self._total}",
-            *(
-                f"{label} {line[name]:.3f}"
-                for label, name in (
-                    ("masked LM", "masked_lm_loss"),
-                    ("next sentence", "next_sentence_loss"),
-                )
-                if name in line
-            ),
+            *(f"{label} {line[name]:.3f}" for label, name in shown if name in line),
             f"{seconds['tokens_per_second']:,.0f} tokens/s",
         ]
         if bad:

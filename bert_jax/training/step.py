@@ -37,6 +37,7 @@ State = dict[str, Any]
 Metrics = losses.Metrics
 
 _DROPOUT = 0x64726F70
+_KEPT_STEPS = 8
 
 # What a step reports beside the objective's metrics, each as (sum, count).
 OWN_METRICS = ("gradient_norm", "learning_rate", "filled", "bad_steps")
@@ -90,6 +91,9 @@ def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=impl), _DROPOUT), phase)
 
 
+# Those made before are kept: a run that goes on or back, or the next of a sweep, need not trace the
+# same again.
+@functools.lru_cache(maxsize=_KEPT_STEPS)
 def make_train_step(
     objective: Objective,
     optimizer: Optimizer,
@@ -187,6 +191,7 @@ def _guarded(
     return after, sums | {WORST_STEP: jnp.where(good & (loss > worst[0]), this, worst)}
 
 
+@functools.lru_cache(maxsize=_KEPT_STEPS)
 def make_eval_step(
     objective: Objective, layout: Mesh, mesh: jax.sharding.Mesh
 ) -> Callable[[Any, Metrics, Batch], Metrics]:
