@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from bert_jax import resolve
 from bert_jax.config import Finetuning, InputError
@@ -30,6 +31,10 @@ class FinetuningJob:
       claim: with `init_from`.
       workdir: of the run.
       say: shows a line.
+
+    Attributes:
+      labels: their names, by number.
+      eval_batches: of the validation examples, once it is open.
     """
 
     how_to_go_on = "choose another --workdir"
@@ -94,7 +99,7 @@ class FinetuningJob:
         self._forward = Forward(self.objective, self.claim.mesh, mesh)
         size = -(-self.claim.run.eval_batch_size // mesh_lib.data_shards(mesh))
         self._eval_rows = self._shape.rows(self._held_out)
-        self._eval_batches = rows.eval_batches(
+        self.eval_batches = rows.eval_batches(
             self._eval_rows,
             self._base.tokenizer.pad_id,
             size * mesh_lib.data_shards(mesh) * self._eval_rows.together,
@@ -138,12 +143,16 @@ class FinetuningJob:
     def evaluate(self, params: Any) -> dict[str, Any]:
         """The loss, all scores, and as `score` the one that decides, on the validation examples."""
         outputs, loss = self._forward.outputs(
-            params, self.fixed, self._eval_batches, self._eval_rows
+            params, self.fixed, self.eval_batches, self._eval_rows
         )
-        found = self._shape.scores(outputs, self._eval_rows, self._held_out)
+        found = self.scores(outputs)
         score = found[self.claim.task.main_score]
         examples = len(self._held_out)
         return {"kind": "scores", "loss": loss, "score": score, "examples": examples, **found}
+
+    def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
+        """All scores of what the head says of each validation row."""
+        return self._shape.scores(outputs, self._eval_rows, self._held_out)
 
     def summary(self, line: dict[str, Any]) -> str:
         """See `Job`."""

@@ -1,0 +1,158 @@
+"""Our fine-tuning against PyTorch's: same weights, order, schedule: `make finetune-parity`.
+
+    python -m benchmarks.finetune_parity TASKFILE --from BASE [--set FIELD=VALUE] [--seeds 3]
+
+Fine-tunes here and in the environment of PyTorch, where `finetune_peer` trains what transformers
+loads from the exported base on the batches of ours. Without dropout the losses of the first 100
+steps and the final score must agree; with it, in the mean over the seeds.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from bert_jax import base as base_lib
+from bert_jax import resolve
+from bert_jax.config import Finetuning
+from bert_jax.interop import exporting
+from bert_jax.predict import Trained
+from bert_jax.tasks import command
+from bert_jax.tasks.job import FinetuningJob
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import metrics, optimizer, step
+from bert_jax.training import peers as peers_lib
+from bert_jax.training.progress import LineConsole, Progress
+from bert_jax.workdir import Workdir
+
+# Of losses, and of final scores without dropout.
+FIRST, LOSSES, SCORES = 100, 1e-3, 5e-3
+
+
+def main() -> int:
+    """Trains on both sides, and compares."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", metavar="TASKFILE")
+    parser.add_argument("--from", dest="base", required=True)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--python", default=".venv-torch/bin/python", help="with torch")
+    flags = parser.parse_args()
+    claim = resolve.override(
+        resolve.load(flags.task, Finetuning), [*flags.set, f"init_from={flags.base}"]
+    )
+    pairs = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        base = Trained.of(epath.Path(flags.base))
+        exporting.export_weights(base, "encoder", "float32", epath.Path(folder / "base"))
+        for seed in range(flags.seeds):
+            pairs.append(one(resolve.override(claim, [f"seed={seed}"]), folder, flags.python))
+    return told(claim, pairs)
+
+
+def one(claim: Finetuning, folder: pathlib.Path, python: str) -> dict[str, Any]:
+    """Losses and scores of both sides with one seed."""
+    place = folder / f"seed-{claim.seed}"
+    claim = resolve.override(claim, ["run.log_every=1", f"run.eval_every={2**31}"])
+    progress = Progress(LineConsole(quiet=True))
+    command.finetune(claim, None, str(place / "run"), progress)
+    lines = metrics.Lines(Workdir(place / "run").metrics).read()
+    job = FinetuningJob(claim, Workdir(place / "run"), lambda line: None)
+    with peers_lib.connected() as peers:
+        job.open(mesh_lib.one_device(), peers)
+    np.savez(place / "training.npz", **of_training(job))
+    for number, (_, batch) in enumerate(job.eval_batches):
+        np.savez(place / f"held_out_{number}.npz", **batch)
+    shape = {
+        "shape": claim.task.shape,
+        "reads": job.objective.reads,
+        "dropout": [
+            claim.adapt.hidden_dropout_prob,
+            claim.adapt.attention_probs_dropout_prob,
+            claim.adapt.head_dropout_prob,
+        ],
+        "together": job.objective.together,
+        "clip": claim.optimizer.clip_norm,
+        "betas": [claim.optimizer.b1, claim.optimizer.b2],
+        "eps": claim.optimizer.eps,
+        "weight_decay": claim.optimizer.weight_decay,
+        "seed": claim.seed,
+    }
+    (place / "claim.json").write_text(json.dumps(shape))
+    arguments = [python, "-m", "benchmarks.finetune_peer", str(folder / "base"), str(place)]
+    subprocess.run(arguments, check=True)
+    theirs = dict(np.load(place / "peer.npz"))
+    outputs: list[Any] = [None] * sum(len(which) for which, _ in job.eval_batches)
+    for number, (which, batch) in enumerate(job.eval_batches):
+        lengths = batch["input_mask"].sum(axis=1)
+        for row, length, scores in zip(which, lengths, theirs[f"logits_{number}"], strict=False):
+            outputs[row] = scores if scores.ndim == 1 else scores[:length]
+    score = claim.task.main_score
+    return {
+        "ours": [line["loss"] for line in lines if line["kind"] == "train"],
+        "theirs": theirs["losses"].tolist(),
+        "our_score": next(line[score] for line in lines if line["kind"] == "scores"),
+        "their_score": job.scores(outputs)[score],
+    }
+
+
+def of_training(job: FinetuningJob) -> dict[str, Any]:
+    """Every batch, padded to one length, the learning rates, and the head before the first step."""
+    stretch = job.stretch(0)
+    rows = np.arange(stretch.batch_size)
+    batches = [stretch.batch(number, rows) for number in range(job.total_steps)]
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+
+    def padded(values: np.ndarray, width: int) -> np.ndarray:
+        more = longest - width if values.ndim == 2 else 0
+        return np.pad(values, ((0, 0), (0, more))) if more else values
+
+    stacked = {
+        name: np.stack([padded(b[name], b["input_ids"].shape[1]) for b in batches])
+        for name in batches[0]
+    }
+    rate = jax.jit(lambda number: optimizer.schedule(job.optimizer, job.total_steps, number))
+    state = step.init_state(job.objective, job.optimizer, job.claim.seed)
+    head = {f"head/{k}": np.asarray(v) for k, v in state["params"]["head"].items()}
+    widths = np.array([b["input_ids"].shape[1] for b in batches])
+    rates = np.array([float(rate(np.int32(i))) for i in range(job.total_steps)])
+    return stacked | base_lib.flat(head) | {"learning_rates": rates, "widths": widths}
+
+
+def told(claim: Finetuning, pairs: list[dict[str, Any]]) -> int:
+    """Says how far they are apart; 1 if that is too far."""
+    drops = max(claim.adapt.hidden_dropout_prob, claim.adapt.head_dropout_prob) > 0
+    ours, theirs = ([pair[side] for pair in pairs] for side in ("our_score", "their_score"))
+    print(f"{claim.task.main_score}: ours {ours}, PyTorch's {theirs}")
+    if drops:
+        spread = math.sqrt(
+            sum(statistics.variance(side) / len(side) for side in (ours, theirs)) or 1e-12
+        )
+        apart = abs(statistics.mean(ours) - statistics.mean(theirs)) / spread
+        print(f"finetune parity, dropout: means {apart:.2f} standard errors apart (at most 2)")
+        return int(apart > 2)
+    losses = max(
+        abs(a - b)
+        for pair in pairs
+        for a, b in list(zip(pair["ours"], pair["theirs"], strict=True))[:FIRST]
+    )
+    apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    print(
+        f"finetune parity: losses of the first {FIRST} steps {losses:.1e} apart (at most "
+        f"{LOSSES:g}), final scores {apart:.4f} (at most {SCORES:g})"
+    )
+    return int(not (losses <= LOSSES and apart <= SCORES))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
