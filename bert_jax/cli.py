@@ -238,10 +238,35 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = add("predict", commands.predict)
     sub.add_argument("--workdir", metavar="W", required=True, help="a run")
-    sub.add_argument("text", metavar="TEXT", nargs="*", help="A; left out: lines of A or A<tab>B")
+    sub.add_argument(
+        "text",
+        metavar="TEXT",
+        nargs="*",
+        help="A; of a fine-tuned run all texts of an example, one after the other, of QUESTION "
+        "CONTEXT say; left out: lines of standard input, where tabs part texts",
+    )
     sub.add_argument("--next", metavar="B", help="a second text; with one TEXT")
-    sub.add_argument("--top", type=int, default=5, metavar="K", help="pieces a mask [5]")
+    sub.add_argument("--top", type=int, metavar="K", help="pieces a mask [5]")
     takes_checkpoint(sub)
+    tuned = sub.add_argument_group("of a fine-tuned run alone")
+    tuned.add_argument(
+        "--source",
+        metavar="SOURCE",
+        action="append",
+        default=[],
+        help="examples as task.train has them, tsv:FILE say; may be repeated",
+    )
+    tuned.add_argument(
+        "--score",
+        action="store_true",
+        help="print scores instead of answers; of task.validation if there is no --source",
+    )
+    tuned.add_argument(
+        "--out", metavar="FILE", help="where answers go as JSON lines [they are printed]"
+    )
+    tuned.add_argument(
+        "--from", dest="base", metavar="BASE", help="where the run's base lies now [where it lay]"
+    )
 
     sub = add("import", commands.import_)
     sub.add_argument(
