@@ -167,13 +167,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="BASE",
         help="a base or a run, whose encoder is adapted; left out: the one that the run began with",
     )
-    sub.add_argument("--workdir", metavar="W", help="where the run lives [runs/NAME]")
+    sub.add_argument(
+        "--workdir",
+        metavar="W",
+        help="where the run lives [runs/NAME], or those of a sweep [runs/NAME-sweep]",
+    )
     sub.add_argument(
         "--set",
         metavar="FIELD=VALUE",
         action="append",
         default=[],
         help="change a field of the TASKFILE, e.g. optimizer.peak_learning_rate=2e-5",
+    )
+    sub.add_argument(
+        "--sweep",
+        metavar="FIELD=V1,V2",
+        action="append",
+        default=[],
+        help="a run for each value, e.g. seed=1,2,3, and of several fields for each choice of "
+        "values, one after the other; tells the mean over seeds",
     )
     sub = add("evaluate", commands.evaluate)
     takes_experiment(sub, saved=True)

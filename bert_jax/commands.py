@@ -51,9 +51,12 @@ def finetune(args: argparse.Namespace) -> int:
     """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
     from bert_jax import resolve
     from bert_jax.config import Finetuning
-    from bert_jax.tasks import command
+    from bert_jax.tasks import command, sweep
     from bert_jax.training.progress import LineConsole, Progress
 
+    if args.sweep:
+        of = sweep.members(args.task, args.set, args.sweep)
+        return _CODES[sweep.run(of, args.base, args.workdir, Progress(LineConsole()))]
     claim, origin = resolve.load_with_origin(args.task, args.set, Finetuning)
     progress = Progress(LineConsole())
     outcome = command.finetune(claim, args.base, args.workdir, progress, origin)
