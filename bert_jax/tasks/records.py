@@ -135,8 +135,8 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
       train: its training examples, labelled.
 
     Raises:
-      InputError: fewer than two labels, one that the task does not name, or, if entities are to be
-        scored, one that is not O, B-TYPE or I-TYPE.
+      InputError: fewer than two labels, one that the task does not name, or, if the score is F1
+        of the second, more than two, or of entities, one that is not O, B-TYPE or I-TYPE.
     """
     if task.shape in ("regress", "span"):
         return ()
@@ -151,6 +151,11 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
         raise InputError(
             f"task.train: {task.label_column!r} has but one label, {tables.listed(labels)}; there "
             "is nothing to learn"
+        )
+    if task.main_score == "f1" and len(labels) != 2:
+        raise InputError(
+            f"task.score=f1: is of two labels, and there are {len(labels)}, "
+            f"{tables.listed(labels)}; set task.score=macro_f1"
         )
     if task.main_score == "entity_f1":
         for label in labels:

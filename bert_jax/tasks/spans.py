@@ -88,7 +88,8 @@ class Spans:
                 targets.append([offset + p - start for p in answer] if inside else [0, 0])
         both = np.array(targets, np.int32)
         numbers = {"starts": both[:, 0], "ends": both[:, 1]}
-        return Rows(ids, np.array(first, np.int32), numbers, {}, notes)
+        limit = self._task.max_sequence_length
+        return Rows(ids, np.array(first, np.int32), numbers, {}, notes, limit)
 
     def answers(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
@@ -135,7 +136,7 @@ class Spans:
     def _window_starts(self, pieces: int, question: int) -> list[int]:
         room, starts = self._room(question), [0]
         while starts[-1] + room < pieces:
-            starts.append(starts[-1] + min(room, self._task.document_stride))
+            starts.append(starts[-1] + self._task.document_stride)
         return starts
 
     def _pieces(self, context: str) -> tuple[list[int], np.ndarray]:
