@@ -167,13 +167,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="BASE",
         help="a base or a run, whose encoder is adapted; left out: the one that the run began with",
     )
-    sub.add_argument("--workdir", metavar="W", help="where the run lives [runs/NAME]")
+    sub.add_argument(
+        "--workdir",
+        metavar="W",
+        help="where the run lives [runs/NAME], or those of a sweep [runs/NAME-sweep]",
+    )
     sub.add_argument(
         "--set",
         metavar="FIELD=VALUE",
         action="append",
         default=[],
         help="change a field of the TASKFILE, e.g. optimizer.peak_learning_rate=2e-5",
+    )
+    sub.add_argument(
+        "--sweep",
+        metavar="FIELD=V1,V2",
+        action="append",
+        default=[],
+        help="a run for each value, e.g. seed=1,2,3, and of several fields for each choice of "
+        "values, one after the other; tells the mean over seeds",
     )
     sub = add("evaluate", commands.evaluate)
     takes_experiment(sub, saved=True)
@@ -238,10 +250,35 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = add("predict", commands.predict)
     sub.add_argument("--workdir", metavar="W", required=True, help="a run")
-    sub.add_argument("text", metavar="TEXT", nargs="*", help="A; left out: lines of A or A<tab>B")
+    sub.add_argument(
+        "text",
+        metavar="TEXT",
+        nargs="*",
+        help="A; of a fine-tuned run all texts of an example, one after the other, of QUESTION "
+        "CONTEXT say; left out: lines of standard input, where tabs part texts",
+    )
     sub.add_argument("--next", metavar="B", help="a second text; with one TEXT")
-    sub.add_argument("--top", type=int, default=5, metavar="K", help="pieces a mask [5]")
+    sub.add_argument("--top", type=int, metavar="K", help="pieces a mask [5]")
     takes_checkpoint(sub)
+    tuned = sub.add_argument_group("of a fine-tuned run alone")
+    tuned.add_argument(
+        "--source",
+        metavar="SOURCE",
+        action="append",
+        default=[],
+        help="examples as task.train has them, tsv:FILE say; may be repeated",
+    )
+    tuned.add_argument(
+        "--score",
+        action="store_true",
+        help="print scores instead of answers; of task.validation if there is no --source",
+    )
+    tuned.add_argument(
+        "--out", metavar="FILE", help="where answers go as JSON lines [they are printed]"
+    )
+    tuned.add_argument(
+        "--from", dest="base", metavar="BASE", help="where the run's base lies now [where it lay]"
+    )
 
     sub = add("import", commands.import_)
     sub.add_argument(

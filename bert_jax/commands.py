@@ -51,9 +51,12 @@ def finetune(args: argparse.Namespace) -> int:
     """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
     from bert_jax import resolve
     from bert_jax.config import Finetuning
-    from bert_jax.tasks import command
+    from bert_jax.tasks import command, sweep
     from bert_jax.training.progress import LineConsole, Progress
 
+    if args.sweep:
+        of = sweep.members(args.task, args.set, args.sweep)
+        return _CODES[sweep.run(of, args.base, args.workdir, Progress(LineConsole()))]
     claim, origin = resolve.load_with_origin(args.task, args.set, Finetuning)
     progress = Progress(LineConsole())
     outcome = command.finetune(claim, args.base, args.workdir, progress, origin)
@@ -166,22 +169,62 @@ def checkpoints(args: argparse.Namespace) -> int:
 
 
 def predict(args: argparse.Namespace) -> int:
-    """Fill [MASK], and say whether B follows A."""
+    """Do the task of a fine-tuned run; else fill [MASK], and say whether B follows A."""
+    from bert_jax import resolve
+    from bert_jax.workdir import Workdir
+
+    tuned = resolve.holds_finetuning(Workdir(args.workdir))
+    if tuned:
+        given, what = {"--next": args.next, "--top": args.top}, "a fine-tuned run takes no such"
+    else:
+        given = {
+            "--source": args.source or None,
+            "--score": args.score or None,
+            "--out": args.out,
+            "--from": args.base,
+        }
+        what = "only a fine-tuned run takes this"
+    for flag, value in given.items():
+        if value is not None:
+            raise InputError(f"{flag}: {args.workdir}: {what}; leave it out")
+    return _do_task(args) if tuned else _fill_masks(args)
+
+
+def _do_task(args: argparse.Namespace) -> int:
+    from bert_jax.tasks import command
+
+    if args.text and (args.source or args.score):
+        raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
+    for line in command.predict(
+        args.workdir,
+        args.base,
+        args.checkpoint,
+        args.text or _input_lines(),
+        tuple(args.source),
+        "score" if args.score else "predict",
+        args.out,
+    ):
+        print(line)
+    return FINISHED
+
+
+def _fill_masks(args: argparse.Namespace) -> int:
     from etils import epath
 
     from bert_jax.predict import Trained
     from bert_jax.training.predictor import Predictor
 
+    top = 5 if args.top is None else args.top
     if args.next is not None and len(args.text) != 1:
         raise InputError("--next: give exactly one TEXT with it")
-    if args.top < 1:
-        raise InputError(f"--top {args.top}: must be at least 1")
+    if top < 1:
+        raise InputError(f"--top {top}: must be at least 1")
     trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
     predictor = Predictor(trained.model, trained.tokenizer)
     asked = [("TEXT", text, args.next) for text in args.text]
     for where, a, b in asked or _asked_lines():
         try:
-            answer = predictor.predict(trained.params, a, b, args.top)
+            answer = predictor.predict(trained.params, a, b, top)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         for text in (a,) if b is None else (a, b):

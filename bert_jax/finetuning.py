@@ -74,7 +74,7 @@ class Task(Section):
     score: str = ""
     max_sequence_length: int = 128
     # Pieces that windows over a long context move on by, of a question's that are kept, and of an
-    # answer's at most.
+    # answer's at most: SQuAD's, for rows of 384.
     document_stride: int = 128
     max_query_length: int = 64
     max_answer_length: int = 30
@@ -127,6 +127,25 @@ class Task(Section):
         )
         self._require_at_least(8, "max_sequence_length")
         self._require_at_least(1, "document_stride", "max_query_length", "max_answer_length")
+        if self.shape == "span":
+            self._validate_windows()
+
+    def _validate_windows(self) -> None:
+        """[CLS], a question and two [SEP] leave a window its room for the context."""
+        room = self.max_sequence_length - self.max_query_length - 3
+        whole = f"task.max_sequence_length={self.max_sequence_length}"
+        self._require(
+            room > 0,
+            "max_query_length",
+            f"{whole} has no room for a context beside it; set it to 384, as is usual, or shorten "
+            "the question",
+        )
+        self._require(
+            self.document_stride <= room,
+            "document_stride",
+            f"would leave pieces out, since windows of {whole} have room for {room} beside a "
+            "question; set it to 384, as is usual, or take shorter strides",
+        )
 
     def _validate_columns(self) -> None:
         if self.shape in ("pair", "regress"):

@@ -66,11 +66,15 @@ def _load(path: str, kind: type[Claim]) -> tuple[Claim, tuple[str, Claim] | None
 
 def _require_kind(found: type, wanted: type, where: str) -> None:
     if found is not wanted:
-        what, command = {
-            Experiment: ("a pre-training", "pretrain"),
-            Finetuning: ("a fine-tuning", "finetune"),
+        what, commands = {
+            Experiment: ("a pre-training", "`bert-jax pretrain` takes it"),
+            Finetuning: (
+                "a fine-tuning",
+                "`bert-jax finetune` takes it, `predict` (with --score for scores) and "
+                "`checkpoints` take its run",
+            ),
         }[found]
-        raise InputError(f"{where}: {what}; `bert-jax {command}` takes it, this command does not")
+        raise InputError(f"{where}: {what}; {commands}, this command does not")
 
 
 def _differences_from_defaults(claim: Section) -> list[str]:
@@ -85,6 +89,18 @@ def _differences_from_defaults(claim: Section) -> list[str]:
         plain = Corpus(sources=claim.corpus.sources)
         lines += [f"corpus.{line}" for line in differences(plain, claim.corpus, "all")]
     return lines
+
+
+def holds_finetuning(workdir: Workdir) -> bool:
+    """Whether a fine-tuned run lies here; neither a pre-training, nor a base, nor nothing is one.
+
+    Raises:
+      InputError: what lies here cannot be read.
+    """
+    if not workdir.experiment.exists():
+        return False
+    where = str(workdir.experiment)
+    return "task" in _object(_text(workdir.experiment.read_bytes(), where), where)
 
 
 def load_saved(workdir: Workdir, kind: type[Claim] = Experiment) -> Claim:
@@ -195,12 +211,7 @@ def from_json(text: str, where: str, kind: type[Claim] = Experiment) -> Claim:
       InputError: not JSON, another format version, a claim of another kind, an unknown, missing or
         impossible field.
     """
-    try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON ({error})") from error
-    if not isinstance(tree, dict):
-        raise InputError(f"{where}: expected a JSON object, a resolved experiment")
+    tree = _object(text, where)
     version = tree.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise InputError(
@@ -211,6 +222,16 @@ def from_json(text: str, where: str, kind: type[Claim] = Experiment) -> Claim:
         return _build(kind, tree, "")
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({error})") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{where}: expected a JSON object, a resolved experiment")
+    return tree
 
 
 def differences(old: Section, new: Section, kind: str) -> list[str]:

@@ -11,7 +11,7 @@ SHAPES = {
     "regress": {"second_column": "b"},
     "choice": {"choice_columns": ("b", "c")},
     "tag": {"text_column": "0", "label_column": "1"},
-    "span": {},
+    "span": {"max_sequence_length": 384},
 }
 FORMS = {
     "tsv": "tsv:x",
@@ -90,12 +90,33 @@ def test_columns_without_names_are_numbers():
         ("classify", {"validation": ()}, "task.validation=()"),
         ("classify", {"max_sequence_length": 7}, "task.max_sequence_length=7"),
         ("span", {"document_stride": 0}, "task.document_stride=0"),
+        (
+            "span",
+            {"max_sequence_length": 67, "document_stride": 1},
+            "task.max_query_length=64: task.max_sequence_length=67 has no room",
+        ),
+        (
+            "span",
+            {"max_sequence_length": 128},
+            "task.document_stride=128: would leave pieces out, since windows of "
+            "task.max_sequence_length=128 have room for 61",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(shape, settings, words):
     with pytest.raises(InputError) as caught:
         task(shape, **settings)
     assert words in str(caught.value)
+
+
+def test_windows_may_lie_side_by_side():
+    """Of 68 ids [CLS], 64 of a question and two [SEP] leave one; of 194 they leave 127."""
+    assert task("span", max_sequence_length=68, document_stride=1)
+    assert task("span", max_sequence_length=194, document_stride=127)
+    with pytest.raises(InputError, match=r"document_stride=128: .* room for 127 "):
+        task("span", max_sequence_length=194)
+    # Others have no windows.
+    assert task("classify", max_sequence_length=8)
 
 
 def test_the_first_score_of_a_shape_decides_unless_another_is_named():

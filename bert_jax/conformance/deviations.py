@@ -56,6 +56,7 @@ _FIELDS: dict[str, tuple[object, str]] = {
         "float32",
         "gradients are rounded to bfloat16 before cores add them; the reference adds float32",
     ),
+    "optimizer.layer_decay": (1.0, "lower layers learn slower; the reference's learn alike"),
 }
 
 _OPTIMIZERS = {

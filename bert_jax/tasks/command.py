@@ -1,14 +1,20 @@
-"""Fine-tuning in a workdir."""
+"""Fine-tuning in a workdir, and asking what was tuned."""
 
 import dataclasses
-from typing import Any
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Finetuning
+from bert_jax.tasks import asked, records
 from bert_jax.tasks.job import FinetuningJob
+from bert_jax.tasks.predicting import TaskModel
 from bert_jax.training import session
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir
+from bert_jax.workdir import Workdir, write_atomic
 
 
 def finetune(
@@ -37,3 +43,54 @@ def finetune(
         claim = dataclasses.replace(claim, init_from=base)
     job = FinetuningJob(claim, workdir, progress.say)
     return session.run(job, workdir, progress, origin=origin)
+
+
+def predict(
+    root: str,
+    base: str | None,
+    which: str,
+    texts: Sequence[str] | Iterator[tuple[str, str]],
+    sources: tuple[str, ...],
+    what: Literal["predict", "score"],
+    out: str | None,
+) -> Iterator[str]:
+    """Lines of what a fine-tuned run says: answers as JSON, or scores as JSON.
+
+    Args:
+      root: of the run.
+      base: where its base lies now; None: where it lay.
+      which: of its checkpoints.
+      texts: texts given one by one, or (place, line), if there is neither a source nor scores.
+      sources: of examples; with `score` none are the run's validation examples.
+      what: is told.
+      out: a file for the answers; None: they are told.
+
+    Raises:
+      InputError: see `TaskModel` and `records.each`; or a file that cannot be written.
+    """
+    model = TaskModel(root, base, which)
+    task = model.claim.task
+    scores = None
+    if what == "score":
+        examples = records.read(task, sources or task.validation, "labelled")
+        scores, answers = model.score(examples)
+    elif sources:
+        answers = model.predict(records.each(task, sources, "unlabelled"))
+    else:
+        answers = model.predict(
+            asked.of_arguments(task, texts)
+            if isinstance(texts, Sequence)
+            else asked.of_lines(task, texts)
+        )
+    if out is not None:
+        write_atomic(epath.Path(out), (f"{_json(answer)}\n" for answer in answers))
+    if scores is not None:
+        yield _json(scores)
+    elif out is None:
+        yield from map(_json, answers)
+
+
+def _json(value: dict[str, Any]) -> str:
+    """As people read it; what might command a terminal is escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)

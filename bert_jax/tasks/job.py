@@ -12,7 +12,7 @@ from bert_jax import resolve
 from bert_jax.config import Finetuning, InputError
 from bert_jax.model import flops
 from bert_jax.tasks import adapt as adapt_lib
-from bert_jax.tasks import records, rows
+from bert_jax.tasks import records, rows, tables
 from bert_jax.tasks import shape as shape_lib
 from bert_jax.tasks.adapted import Adapted
 from bert_jax.tasks.forward import Forward
@@ -131,11 +131,30 @@ class FinetuningJob:
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """See `Job`."""
+        labels = tuple(metadata["notes"]["labels"])
+        if labels != self.labels:
+            raise InputError(
+                f"{self._workdir.root}: this run learned the labels {tables.listed(labels)}, and "
+                f"those of task.labels or of the training examples are "
+                f"{tables.listed(self.labels)}; put them back, or start anew with another "
+                "--workdir"
+            )
         if metadata["corpus_sha256"] != self.sha256:
             raise InputError(
                 f"{self._workdir.root}: the examples are not those that this run learned from; "
                 "put them back, or start anew with another --workdir"
             )
+
+    def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
+        """What tasks.predicting and training.listing read: labels, when no answer is given, steps.
+
+        The threshold is that of this very step: a resumed run keeps the same.
+        """
+        return {
+            "labels": list(self.labels),
+            "no_answer_threshold": evaluation.get("no_answer_threshold"),
+            "total_steps": self.total_steps,
+        }
 
     def require_unchanged(self) -> None:
         """The examples are in memory."""

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from bert_jax.config import InputError, Task
@@ -20,6 +20,11 @@ _ENTITY_TAG = re.compile(r"O|[BI](-.+)?", re.DOTALL)
 
 
 def read(task: Task, sources: tuple[str, ...], labelled: Labelled) -> list[Example]:
+    """The examples of all sources, in order, all at once; see `each`."""
+    return list(each(task, sources, labelled))
+
+
+def each(task: Task, sources: tuple[str, ...], labelled: Labelled) -> Iterator[Example]:
     """The examples of all sources, in order: as `Question` for `span`, `Tagged` for `tag`, else
     `Sentence`.
 
@@ -35,18 +40,20 @@ def read(task: Task, sources: tuple[str, ...], labelled: Labelled) -> list[Examp
         id that two questions have; and as `tables.rows` and `squad.read`.
     """
     task.require_readable("source", sources)
-    found: list[Example] = []
+    places: dict[str, str] = {}
     for source in sources:
-        before = len(found)
+        examples: Iterable[Example]
         if task.shape == "span":
-            found += squad.read(source, task.no_answer, labelled)
+            examples = squad.read(source, task.no_answer, labelled)
+            examples = _with_own_ids(examples, places)
         else:
-            found += _of_rows(task, source, labelled)
-        if len(found) == before:
+            examples = _of_rows(task, source, labelled)
+        empty = True
+        for example in examples:
+            empty = False
+            yield example
+        if empty:
             raise InputError(f"{source}: holds no examples")
-    if task.shape == "span":
-        _require_own_ids(found)
-    return found
 
 
 def _of_rows(task: Task, source: str, labelled: Labelled) -> Iterable[Example]:
@@ -114,14 +121,14 @@ def _number(value: Any, what: str, place: str) -> float:
     return number
 
 
-def _require_own_ids(questions: Iterable[Question]) -> None:
-    places: dict[str, str] = {}
+def _with_own_ids(questions: Iterable[Question], places: dict[str, str]) -> Iterator[Question]:
     for question in questions:
         if question.id in places:
             raise InputError(
                 f"{question.place}: {places[question.id]} has the same id; rename or leave out one"
             )
         places[question.id] = question.place
+        yield question
 
 
 def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
@@ -135,8 +142,8 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
       train: its training examples, labelled.
 
     Raises:
-      InputError: fewer than two labels, one that the task does not name, or, if entities are to be
-        scored, one that is not O, B-TYPE or I-TYPE.
+      InputError: fewer than two labels, one that the task does not name, or, if the score is F1
+        of the second, more than two, or of entities, one that is not O, B-TYPE or I-TYPE.
     """
     if task.shape in ("regress", "span"):
         return ()
@@ -151,6 +158,11 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
         raise InputError(
             f"task.train: {task.label_column!r} has but one label, {tables.listed(labels)}; there "
             "is nothing to learn"
+        )
+    if task.main_score == "f1" and len(labels) != 2:
+        raise InputError(
+            f"task.score=f1: is of two labels, and there are {len(labels)}, "
+            f"{tables.listed(labels)}; set task.score=macro_f1"
         )
     if task.main_score == "entity_f1":
         for label in labels:

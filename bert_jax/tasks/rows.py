@@ -15,7 +15,7 @@ from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
 
-# Batches are padded to a multiple of this, so that few programs are compiled.
+# Batches are padded to a multiple of this, or to the limit, so that few programs are compiled.
 LENGTH_STEP = 32
 
 
@@ -29,6 +29,7 @@ class Rows:
       numbers: targets that are one number a row: {name: [rows]}.
       tokens: targets that are one number an id: {name: [n] of each row}; 0 where padded.
       notes: what the task wants to know of each row when it is answered.
+      limit: no row is longer, nor is padded further: the model may have no more positions.
       together: rows that make one example, one after the other: the texts of a choice.
     """
 
@@ -37,6 +38,7 @@ class Rows:
     numbers: dict[str, np.ndarray]
     tokens: dict[str, list[np.ndarray]]
     notes: list[Any]
+    limit: int
     together: int = 1
 
     def __post_init__(self) -> None:
@@ -68,7 +70,8 @@ class Rows:
 
     def padded_length(self, which: np.ndarray) -> int:
         """To what length rows are padded in one batch."""
-        return -(-int(self.lengths[which].max()) // LENGTH_STEP) * LENGTH_STEP
+        longest = int(self.lengths[which].max())
+        return min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.limit)
 
 
 def _padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.ndarray:

@@ -40,7 +40,8 @@ class Sentences:
         if examples[0].label is not None:
             truth = self._truth(examples)
             numbers["targets"] = np.repeat(truth, self._together)
-        return Rows(ids, np.array(first, np.int32), numbers, {}, [], self._together)
+        limit = self._task.max_sequence_length
+        return Rows(ids, np.array(first, np.int32), numbers, {}, [], limit, self._together)
 
     def answers(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]

@@ -42,7 +42,20 @@ class Shape(Protocol):
         """The scores of labelled examples by name."""
 
 
-def of(task: Task, labels: tuple[str, ...], tokenizer: Tokenizer) -> Shape:
-    """The task for these labels, in their order, and this tokenizer."""
-    kind = {"tag": Tags, "span": Spans}.get(task.shape, Sentences)
-    return kind(task, labels, tokenizer)
+def of(
+    task: Task,
+    labels: tuple[str, ...],
+    tokenizer: Tokenizer,
+    no_answer_threshold: float | None = None,
+) -> Shape:
+    """The task for these labels, in their order, and this tokenizer.
+
+    Args:
+      task: the task.
+      labels: their names.
+      tokenizer: of the base.
+      no_answer_threshold: see `Spans`.
+    """
+    if task.shape == "span":
+        return Spans(task, tokenizer, no_answer_threshold)
+    return (Tags if task.shape == "tag" else Sentences)(task, labels, tokenizer)

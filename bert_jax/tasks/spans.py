@@ -55,14 +55,21 @@ class _Said:
 
 
 class Spans:
-    """The task for one model; see `tasks.shape.Shape`."""
+    """The task for one model; see `tasks.shape.Shape`.
+
+    Args:
+      task: the task.
+      tokenizer: of the base.
+      no_answer_threshold: where there may be no answer, none is given if it is better by more than
+        this; None: the best answer is always told, and the threshold that is best is looked for.
+    """
 
     reads = "tokens"
     outputs = 2
 
-    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
-        del labels
+    def __init__(self, task: Task, tokenizer: Tokenizer, no_answer_threshold: float | None = None):
         self._task, self._tokenizer = task, tokenizer
+        self._threshold = no_answer_threshold
 
     def rows(self, examples: Sequence[Question]) -> Rows:
         """Windows; those that do not hold the whole answer are to say [CLS]."""
@@ -88,7 +95,8 @@ class Spans:
                 targets.append([offset + p - start for p in answer] if inside else [0, 0])
         both = np.array(targets, np.int32)
         numbers = {"starts": both[:, 0], "ends": both[:, 1]}
-        return Rows(ids, np.array(first, np.int32), numbers, {}, notes)
+        limit = self._task.max_sequence_length
+        return Rows(ids, np.array(first, np.int32), numbers, {}, notes, limit)
 
     def answers(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
@@ -110,20 +118,24 @@ class Spans:
             answer["best"] = [{"answer": text, "score": score} for score, text in said.best]
             if self._task.no_answer == "possible":
                 answer["no_answer"] = said.no_answer
+                if self._threshold is not None and said.no_answer > self._threshold:
+                    answer["answer"] = ""
             found.append(answer)
         return found
 
     def scores(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
     ) -> dict[str, float]:
-        """Exact match and F1; with the thresholds that are best here, if there may be no answer."""
+        """Exact match and F1; if there may be no answer, with the threshold, or the best for F1."""
         said = self._said(outputs, rows, examples)
         pairs = list(zip(examples, said, strict=True))
         answers = {example.id: s.best[0][1] for example, s in pairs}
         found = {}
         if self._task.no_answer == "possible":
             nothing = {example.id: s.no_answer for example, s in pairs}
-            limit = squad_scores.best_thresholds(examples, answers, nothing)["f1"].value
+            limit = self._threshold
+            if limit is None:
+                limit = squad_scores.best_thresholds(examples, answers, nothing)["f1"].value
             found["no_answer_threshold"] = limit
             answers = {i: "" if nothing[i] > limit else text for i, text in answers.items()}
         of_all = squad_scores.scores(examples, answers, self._task.no_answer)["all"]
@@ -135,7 +147,7 @@ class Spans:
     def _window_starts(self, pieces: int, question: int) -> list[int]:
         room, starts = self._room(question), [0]
         while starts[-1] + room < pieces:
-            starts.append(starts[-1] + min(room, self._task.document_stride))
+            starts.append(starts[-1] + self._task.document_stride)
         return starts
 
     def _pieces(self, context: str) -> tuple[list[int], np.ndarray]:

@@ -43,7 +43,7 @@ class Tags:
                 notes.append((number, begins))
         first = np.array([len(row) for row in ids], np.int32)
         targets = {"targets": tags, "target_weights": weights}
-        return Rows(ids, first, {}, targets, notes)
+        return Rows(ids, first, {}, targets, notes, self._task.max_sequence_length)
 
     def answers(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Tagged]

@@ -10,15 +10,11 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import logging
 import re
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import jax
-from absl import logging as absl_logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.utils import checkpoint_steps
@@ -27,7 +23,8 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Run
 from bert_jax.section import Section
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.checksums import checksums
+from bert_jax.training import silence
+from bert_jax.training.checksums import checksums, path_of
 from bert_jax.training.kept import Kept
 from bert_jax.workdir import absolute, named_errors
 
@@ -81,11 +78,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: epath.Path, run: Run, access: Literal["read", "write"]):
-        # What Orbax logs as an error it raises too, and each of its threads and tasks logs it anew.
-        absl_logging.set_verbosity(absl_logging.FATAL)
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        sys.unraisablehook = _overhear_closed_loops
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        silence.keep()
         self._folder, self._access = folder, access
         self._kept = Kept(run)
         self._opened: ocp.training.Checkpointer | None = None
@@ -209,6 +202,25 @@ class Checkpoints:
                 if said.get(name) != found:
                     raise ValueError(f"{name} is not what was saved")
         return Restored(step, state, metadata, {})
+
+    def abstract_state(self, step: int, place: jax.sharding.Sharding) -> Any:
+        """All that a checkpoint holds, as `restore` takes it, whatever it is of.
+
+        Args:
+          step: one of the steps saved.
+          place: where all arrays are to lie.
+
+        Raises:
+          Damaged: it cannot be read, or does not hold what was written.
+        """
+        said = self.metadata(step)["checksums"]
+        with self._damage(step), _alone():
+            tree = ocp.metadata(absolute(self._folder / str(step))).metadata
+            if {path_of(path) for path, _ in jax.tree.leaves_with_path(tree)} != said.keys():
+                raise ValueError("it lists other arrays than were saved")
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree
+            )
 
     def newest(
         self,
@@ -386,9 +398,3 @@ def _alone() -> ocp.Context:
 
 def _sha256(metadata: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
-
-
-def _overhear_closed_loops(unraisable: Any) -> None:
-    """Passes over what threads of a failed load say when Orbax has gone: their loop is closed."""
-    if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)

@@ -91,6 +91,13 @@ class Job(Protocol):
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata learned from the same."""
 
+    def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
+        """What checkpoints keep as `notes` for those who ask the model later, as JSON.
+
+        Args:
+          evaluation: what `evaluate` said after this step; empty if it was not asked.
+        """
+
     def require_unchanged(self) -> None:
         """Raises InputError if what is learned from was changed since the run began."""
 

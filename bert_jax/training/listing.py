@@ -1,17 +1,15 @@
 """Which checkpoints a run has, and whether they are what was saved."""
 
+import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from etils import epath
 
 from bert_jax import resolve
-from bert_jax.config import InputError, Mesh
+from bert_jax.config import Experiment, Finetuning, InputError
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import step
 from bert_jax.training.checkpoint import ASIDE, Checkpoints, Damaged
-from bert_jax.training.objective import Pretraining
 from bert_jax.workdir import Workdir, named_errors
 
 
@@ -21,7 +19,7 @@ def listing(folder: epath.Path) -> Iterator[str]:
     Raises:
       InputError: no run here, or it cannot be read.
     """
-    experiment, workdir, saved = _open(folder)
+    claim, workdir, saved = _open(folder)
     with saved:
         rows = [(number, *_told(saved, number)) for number in saved.steps]
     known = [(loss, number) for number, loss, _ in rows if loss is not None]
@@ -38,7 +36,7 @@ def listing(folder: epath.Path) -> Iterator[str]:
         yield f"{number:>10}  {saved_at}  {_bytes(place) / 1e6:>9.1f}  {', '.join(words)}"
     for place in sorted(workdir.checkpoints.glob(f"{ASIDE}*")):
         yield f"{place.name}: was found damaged and put aside, {_bytes(place) / 1e6:.1f} MB"
-    if rows and rows[0][0] == experiment.total_steps:
+    if rows and _is_finished(claim, saved, rows[0][0]):
         yield "the run is finished"
 
 
@@ -48,27 +46,33 @@ def verify(folder: epath.Path) -> Iterator[tuple[int, str]]:
     Raises:
       InputError: no run here, or it cannot be read.
     """
-    experiment, _, saved = _open(folder)
-    mesh = mesh_lib.one_device()
-    abstract = step.abstract_state(
-        Pretraining(experiment.model), experiment.optimizer, Mesh(), mesh
-    )
+    _, _, saved = _open(folder)
+    place = mesh_lib.replicated(mesh_lib.one_device())
     with saved:
         for number in saved.steps:
             try:
-                saved.restore(number, abstract)
+                saved.restore(number, saved.abstract_state(number, place))
             except Damaged as error:
                 yield number, str(error)
             else:
                 yield number, ""
 
 
-def _open(folder: epath.Path) -> tuple[Any, Workdir, Checkpoints]:
-    experiment = resolve.load_saved(Workdir(folder))
-    workdir = Workdir(folder, experiment.run.corpus_dir)
+def _open(folder: epath.Path) -> tuple[Experiment | Finetuning, Workdir, Checkpoints]:
+    workdir = Workdir(folder)
+    tuned = resolve.holds_finetuning(workdir)
+    claim = resolve.load_saved(workdir, Finetuning if tuned else Experiment)
     if not workdir.checkpoints.exists():
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-    return experiment, workdir, Checkpoints(workdir.checkpoints, experiment.run, "read")
+    return claim, workdir, Checkpoints(workdir.checkpoints, claim.run, "read")
+
+
+def _is_finished(claim: Experiment | Finetuning, saved: Checkpoints, newest: int) -> bool:
+    if isinstance(claim, Experiment):
+        return newest == claim.total_steps
+    with contextlib.suppress(Damaged):
+        return newest == saved.metadata(newest)["notes"]["total_steps"]
+    return False
 
 
 def _told(saved: Checkpoints, number: int) -> tuple[float | None, str]:

@@ -185,6 +185,11 @@ class PretrainingJob:
         """See `Job`."""
         self._prepared.require_same(metadata)
 
+    def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
+        """None: the corpus says it all."""
+        del evaluation
+        return {}
+
     def require_unchanged(self) -> None:
         """See `Job`."""
         self._prepared.require_unchanged()

@@ -339,14 +339,15 @@ class Trainer:
             )
             self.progress.say(f"step {self.done}: {self.kept}")
             return
+        evaluated = self.evaluation if self.evaluation.get("step") == self.done else {}
         metadata = {
             "window": {k: v.tolist() for k, v in sums.items()},
             "corpus_sha256": self.job.sha256,
             "init_sha256": self.began.init_sha256,
             "experiment": json.loads(resolve.to_json(self.claim)),
             "environment": environment(),
+            "notes": self.job.notes(evaluated),
         }
-        evaluated = self.evaluation if self.evaluation.get("step") == self.done else {}
         try:
             saved.finish()
         except DiskFull as error:  # the one before; what it took is free again

@@ -63,6 +63,9 @@ EXAMPLES = {
 }
 
 
+SHAPES = {"span": {"max_sequence_length": 384}}
+
+
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     """The three, as `download_and_prepare` leaves them."""
@@ -98,7 +101,9 @@ def ready(data_dir, monkeypatch):
 
 
 def read(shape, source, labelled="labelled", **settings):
-    task = Task(shape=shape, train=(source,), validation=(source,), **settings)
+    task = Task(
+        shape=shape, train=(source,), validation=(source,), **SHAPES.get(shape, {}) | settings
+    )
     return records.read(task, (source,), labelled)
 
 

@@ -20,6 +20,7 @@ def task(shape="classify", source="jsonl:none", **settings):
         "pair": {"second_column": "b"},
         "regress": {"second_column": "b"},
         "choice": {"choice_columns": ("b", "c")},
+        "span": {"max_sequence_length": 384},
     }
     fields = {"train": (source,), "validation": (source,)} | needed.get(shape, {}) | settings
     return Task(shape=shape, **fields)
@@ -309,6 +310,11 @@ def test_labels_are_those_named_or_those_found():
         (task(), sentences("a", "a"), "'label' has but one label, 'a'"),
         (task(labels=("a", "b")), sentences("a", "c"), "f:3: label 'c' is none of 'a', 'b'"),
         (task("choice"), sentences("2"), "f:2: label '2' is none of '0', '1'"),
+        (
+            task(score="f1"),
+            sentences("a", "c", "b"),
+            "task.score=f1: is of two labels, and there are",
+        ),
         (task("tag"), [tagged("NN", "VB")], "task.score=entity_f1: the tag 'NN'"),
         (task("tag"), [tagged("O", "S-PER")], "task.score=entity_f1: the tag 'S-PER'"),
         (task("tag"), [tagged("O", "Other")], "task.score=entity_f1: the tag 'Other'"),

@@ -48,11 +48,16 @@ TREE = {
 }
 
 
+def span_task(sources, no_answer):
+    fields = {"max_sequence_length": 384, "no_answer": no_answer}
+    return Task(shape="span", train=sources, validation=sources, **fields)
+
+
 def read(tmp_path, tree, labelled="labelled", no_answer="possible"):
     path = tmp_path / "x.json"
     path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
     source = (f"squad:{path}",)
-    task = Task(shape="span", train=source, validation=source, no_answer=no_answer)
+    task = span_task(source, no_answer)
     return records.read(task, source, labelled)
 
 
@@ -169,6 +174,6 @@ def test_two_questions_of_one_id_are_named_across_sources(tmp_path):
     read(tmp_path, TREE)
     (tmp_path / "y.json").write_text(json.dumps(TREE))
     sources = (f"squad:{tmp_path}/x.json", f"squad:{tmp_path}/y.json")
-    task = Task(shape="span", train=sources, validation=sources, no_answer="possible")
+    task = span_task(sources, "possible")
     with pytest.raises(InputError, match=r"y\.json: question q1: .*x\.json: question q1 has the s"):
         records.read(task, sources, "labelled")

@@ -1,0 +1,241 @@
+"""Losses of tasks against formulas in NumPy, and what of a base learns."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import shapes
+from compare import assert_close, assert_identical
+from shapes import LABELS, MODEL, base_params, objective, shape_of, without_dropout
+
+from bert_jax.config import Adapt, InputError, Mesh
+from bert_jax.model.encoder import Loop
+from bert_jax.tasks import adapt as adapt_lib
+from bert_jax.tasks import heads
+from bert_jax.training import optimizer as optimizer_lib
+
+SHAPES = list(LABELS)
+
+
+def batch_of(shape, which=(0, 3, 1, 2), length=40):
+    rows = shape_of(shape).rows(shapes.examples(shape))
+    which = np.array(which)
+    weights = np.ones(len(which), np.float32)
+    return {"row_weights": weights, **rows.batch(which, length, shapes.TOKENIZER.pad_id)}
+
+
+def nll(logits, label):
+    logits = np.asarray(logits, np.float64)
+    return np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[label]
+
+
+def by_hand(shape, logits, batch):
+    """The mean loss of a batch, example by example, and how many hit, in float64."""
+    losses, hits = [], []
+
+    def classified(scores, label):
+        losses.append(nll(scores, label))
+        hits.append(np.argmax(scores) == label)
+
+    for i, weight in enumerate(batch["row_weights"]):
+        if not weight:
+            continue
+        if shape == "regress":
+            losses.append((float(logits[i, 0]) - float(batch["targets"][i])) ** 2)
+        elif shape == "choice":
+            if i % 2 == 0:
+                classified(logits[i : i + 2, 0], batch["targets"][i])
+        elif shape == "tag":
+            for j in np.flatnonzero(batch["target_weights"][i]):
+                classified(logits[i, j], batch["targets"][i, j])
+        elif shape == "span":
+            real = logits[i, : batch["input_mask"][i].sum()]
+            both = [(real[:, k], batch[n][i]) for k, n in enumerate(("starts", "ends"))]
+            losses.append(np.mean([nll(*one) for one in both]))
+            hits.append(np.mean([np.argmax(scores) == label for scores, label in both]))
+        else:
+            classified(logits[i], batch["targets"][i])
+    return np.mean(losses), np.mean(hits) if hits else None, len(losses)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_losses_are_the_formulas(shape):
+    """Rows of weight 0 and padding count nothing, whatever the scores are there."""
+    task = objective(shape)
+    batch = batch_of(shape)
+    batch["row_weights"][2:] = 0
+    outputs = (task.outputs,) if task.reads == "pooled" else (40, task.outputs)
+    logits = np.random.default_rng(0).normal(size=(4, *outputs)).astype(np.float32) * 3
+    if shape == "span":
+        logits[batch["input_mask"] == 0] = 80  # higher than any other
+    loss, accuracy, count = by_hand(shape, logits, batch)
+    found = task.measured(jnp.asarray(logits), batch)
+    assert tuple(found) == task.metrics
+    np.testing.assert_allclose(found["loss"][0] / found["loss"][1], loss, rtol=1e-6)
+    (counted,) = task.counts(batch)
+    assert float(found["loss"][1]) == float(counted) == count
+    np.testing.assert_allclose(task.loss(found, (counted,)), loss, rtol=1e-6)
+    if shape != "regress":
+        np.testing.assert_allclose(found["accuracy"][0] / count, accuracy, rtol=1e-6)
+
+
+@functools.cache
+def logits_of(task):
+    fixed = None if task.adapt.how == "full" else base_params(task.reads)
+    return jax.jit(lambda params, batch: task.logits(params, fixed, batch, None, Loop()))
+
+
+def run_logits(task, params, batch):
+    ids = {name: batch[name] for name in ("input_ids", "segment_ids", "input_mask")}
+    return np.asarray(logits_of(task)(params, ids))
+
+
+@pytest.mark.parametrize("shape", ["pair", "tag"])
+def test_neither_padding_nor_other_rows_change_what_is_said_of_a_row(shape):
+    task = objective(shape)
+    params = base_params(task.reads)
+    params["head"] = task.init_params(jax.random.key(0))["head"]
+    together = run_logits(task, params, batch_of(shape))
+    for place, row in enumerate((0, 3, 1, 2)):
+        length = shape_of(shape).rows(shapes.examples(shape)).lengths[row]
+        alone = run_logits(task, params, batch_of(shape, (row,), 24))[0]
+        here = together[place]
+        if shape == "tag":
+            alone, here = alone[:length], here[:length]
+        np.testing.assert_allclose(here, alone, atol=1e-5)
+    # Rows are not all alike.
+    assert np.abs(together[0] - together[1]).max() > 1e-3
+
+
+def model_logits(reads, params, batch):
+    ids = {name: batch[name] for name in ("input_ids", "segment_ids", "input_mask")}
+    outputs = params["head"]["bias"].size
+    run = functools.partial(heads.task_logits, MODEL, reads, outputs)
+    return np.asarray(jax.jit(lambda p: run(p, ids, None, 0.0, Loop()))(params))
+
+
+def every_target():
+    from bert_jax.finetuning import LORA_TARGETS
+
+    return Adapt(how="lora", lora_rank=3, lora_alpha=6.0, lora_targets=LORA_TARGETS)
+
+
+def test_thin_matrices_begin_as_nothing():
+    task = objective("classify", every_target())
+    learning = task.init_params(jax.random.key(1))
+    assert set(learning) == {"head", "lora"} and set(learning["lora"]) == {
+        *every_target().lora_targets
+    }
+    base = base_params("pooled")
+    whole = adapt_lib.whole(task.adapt, learning, base)
+    assert_identical({name: whole[name] for name in base}, base)
+    for thin in learning["lora"].values():
+        assert not thin["up"].any() and np.abs(thin["down"]).min() > 0
+    # No two begin alike.
+    downs = [np.asarray(thin["down"]).ravel()[:5].tolist() for thin in learning["lora"].values()]
+    assert len({tuple(down) for down in downs}) == 6
+
+
+def test_thin_matrices_add_their_product():
+    task = objective("classify", every_target())
+    learning = task.init_params(jax.random.key(1))
+    rng = np.random.default_rng(0)
+    learning["lora"] = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), learning["lora"]
+    )
+    base = base_params("pooled")
+    expected = jax.tree.map(np.array, base)
+    for name, thin in learning["lora"].items():
+        for layer in range(2):
+            product = thin["down"][layer].astype(np.float64) @ thin["up"][layer]
+            expected["encoder"]["layers"][name]["kernel"][layer] += (6.0 / 3) * product
+    whole = adapt_lib.whole(task.adapt, learning, base)
+    assert_close({name: whole[name] for name in base}, expected, 1e-6)
+    assert_identical(whole["head"], learning["head"])
+    batch = batch_of("classify")
+    found = run_logits(task, learning, batch)
+    np.testing.assert_allclose(found, model_logits("pooled", whole, batch), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "fresh", "expected"),
+    [
+        ("full", (), {"encoder", "pooler", "head"}),
+        ("frozen", (), {"head"}),
+        ("frozen", ("pooler",), {"head", "pooler"}),
+        ("lora", (), {"head", "lora"}),
+        ("lora", ("pooler",), {"head", "lora", "pooler"}),
+    ],
+)
+def test_what_learns_has_a_gradient_and_nothing_else_is_kept(how, fresh, expected):
+    """A pooler that the base never had learns with the head: there is nothing in it to keep."""
+    adapt, model = without_dropout(how=how)
+    task = objective("classify", adapt, model, fresh)
+    params = task.init_params(jax.random.key(2))
+    assert set(params) == expected
+    fixed = None if how == "full" else base_params("pooled")
+    batch = batch_of("classify")
+
+    def loss(params):
+        return task.loss(task.forward(params, fixed, batch, None, Loop()), task.counts(batch))
+
+    gradient = jax.jit(jax.grad(loss))(params)
+    for name in expected - {"lora"}:
+        assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient[name])), name
+    if how == "lora":
+        for thin in gradient["lora"].values():  # as `up` is zero, `down` waits a step
+            assert np.abs(thin["up"]).max() > 0 and not thin["down"].any()
+
+
+def test_a_head_over_all_pieces_has_no_pooler_to_learn():
+    task = objective("tag", Adapt(how="frozen"), fresh_parts=("pooler",))
+    assert set(task.init_params(jax.random.key(0))) == {"head"}
+    assert [rule.path for rule in task.rules] == ["head/(kernel|bias)"]
+
+
+@pytest.mark.parametrize("how", ["frozen", "lora"])
+@pytest.mark.parametrize("parallelism", ["zero1", "zero3"])
+def test_what_is_small_is_not_cut(how, parallelism):
+    with pytest.raises(InputError, match=rf"^mesh.parallelism={parallelism}: adapt.how={how} "):
+        adapt_lib.require_layout(Adapt(how=how), Mesh(parallelism=parallelism))
+    adapt_lib.require_layout(Adapt(), Mesh(parallelism=parallelism))
+
+
+def test_a_layer_learns_by_so_much_slower_than_the_one_above():
+    """Of two layers at 0.5: head 1, upper layer 1/2, lower 1/4, embeddings 1/8."""
+    params = heads.init_params(MODEL, "pooled", 2, jax.random.key(0))
+    ones = jax.tree.map(jnp.ones_like, params)
+    scale = optimizer_lib.scale_by_layer(0.5)
+    found, _ = scale.update(ones, scale.init(params), params)
+    seen = {path: np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(found)}
+    for path, leaf in seen.items():
+        name = "/".join(key.key for key in path)
+        if name.startswith("encoder/layers/"):
+            np.testing.assert_array_equal(leaf[0], 0.25, name)
+            np.testing.assert_array_equal(leaf[1], 0.5, name)
+        else:
+            expected = 0.125 if name.startswith("encoder/embeddings/") else 1.0
+            np.testing.assert_array_equal(leaf, expected, name)
+    tops = {path[0].key for path in seen}
+    assert tops == {"encoder", "pooler", "head"}
+
+
+def test_decay_by_layer_is_of_the_whole_update():
+    """Weight decay and trust ratio among it: a lower layer's learning rate is lower."""
+    params = base_params("pooled")
+    gradient = jax.tree.map(lambda p: 0.3 * p + 0.01, params)
+    cfg = dataclasses.replace(shapes.OPTIMIZER, name="lamb", weight_decay=0.1)
+    plain, slower = (
+        optimizer_lib.make(dataclasses.replace(cfg, layer_decay=decay)) for decay in (1.0, 0.5)
+    )
+    ours, theirs = (
+        jax.jit(lambda p, tx=tx: tx.update(gradient, tx.init(p), p)[0])(params)
+        for tx in (slower, plain)
+    )
+    expected, _ = optimizer_lib.scale_by_layer(0.5).update(theirs, None)
+    assert_close(ours, expected, 1e-6)
+    kernels = [tree["encoder"]["layers"]["query"]["kernel"] for tree in (ours, theirs)]
+    np.testing.assert_allclose(kernels[0][0], kernels[1][0] / 4, rtol=1e-6)

@@ -1,0 +1,225 @@
+"""Windows over contexts, and answers out of them, against slow readings of run_squad.py's rules."""
+
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shapes import TOKENIZER, WORDS, ids, question, task
+
+from bert_jax.tasks.examples import Answer, Question
+from bert_jax.tasks.spans import Spans
+
+# Room for 21 pieces of a context beside a question of 3, so that every piece is tried.
+LONGEST, ASKED = 27, "wa wb ?"
+PARTS = ["wa", "wb", "Caf\u00e9", "na\u0308ive", "until", "12", "zzz", "\u65e5", "\u672c"]
+MARKS = [".", ",", "(", ")"]
+
+
+def shape(**settings):
+    fields = {"max_sequence_length": LONGEST, "document_stride": 9, "max_query_length": 3}
+    return Spans(task("span", **fields | settings), (), TOKENIZER)
+
+
+def oracle(rows, noise=0.0):
+    """Scores that say each row's targets."""
+    rng = np.random.default_rng(0)
+    found = []
+    for length, start, end in zip(
+        rows.lengths, rows.numbers["starts"], rows.numbers["ends"], strict=True
+    ):
+        logits = noise * rng.normal(size=(length, 2)).astype(np.float32)
+        logits[start, 0] += 10
+        logits[end, 1] += 10
+        found.append(logits)
+    return found
+
+
+def test_a_window_by_hand():
+    context = "Caf\u00e9 until, \u65e5\u672c"
+    rows = shape().rows([question(context, "until, \u65e5")])
+    assert rows.ids[0].tolist() == ids(
+        "[CLS] wa wb [UNK] [SEP] cafe un ##til , \u65e5 \u672c [SEP]"
+    )
+    assert rows.first.tolist() == [5]
+    window = rows.notes[0]
+    assert (window.question, window.offset) == (0, 5)
+    texts = [context[a:b] for a, b in window.places]
+    assert texts == ["Caf\u00e9", "until", "until", ",", "\u65e5", "\u672c"]
+    # An answer that is part of a word is all of its pieces.
+    assert rows.numbers["starts"].tolist() == [6] and rows.numbers["ends"].tolist() == [9]
+    inside = Question("f", "q", ASKED, context, (Answer("til", 7),), True)
+    assert shape().rows([inside]).numbers["starts"].tolist() == [6]
+    assert shape().rows([inside]).numbers["ends"].tolist() == [7]
+
+
+def test_questions_are_cut_and_leave_their_room_to_the_context():
+    context = " ".join(WORDS * 2)
+    long = question(context, "wa", text="wc wd we wf wg")
+    short = question(context, "wa", text="wc", number=1)
+    rows = shape().rows([long, short])
+    by_question = collections.defaultdict(list)
+    for row, window in zip(rows.ids, rows.notes, strict=True):
+        assert len(row) == LONGEST or window.places[-1, 1] == len(context)
+        by_question[window.question].append(window)
+    assert rows.ids[0][:5].tolist() == ids("[CLS] wc wd we [SEP]")
+    assert len(by_question[0][0].places) == 21 and len(by_question[1][0].places) == 23
+
+
+def slow_windows(pieces, room, stride):
+    """run_squad.py, convert_examples_to_features: (start, length) of each."""
+    found, start = [], 0
+    while start < pieces or not found:
+        length = min(pieces - start, room)
+        found.append((start, length))
+        if start + length == pieces:
+            break
+        start += min(length, stride)
+    return found
+
+
+def slow_is_max_context(windows, which, position):
+    """run_squad.py, _check_is_max_context, one window after the other."""
+    best_score, best = None, None
+    for number, (start, length) in enumerate(windows):
+        end = start + length - 1
+        if position < start or position > end:
+            continue
+        score = min(position - start, end - position) + 0.01 * length
+        if best_score is None or score > best_score:
+            best_score, best = score, number
+    return which == best
+
+
+@given(st.integers(0, 90), st.integers(1, 20))
+def test_windows_cover_every_piece_and_each_counts_where_it_has_most_context(pieces, stride):
+    context = " ".join(WORDS[i % 20] for i in range(pieces)) or "\u200b"
+    rows = shape(document_stride=stride).rows([question(context, text=ASKED)])
+    windows = slow_windows(pieces, 21, stride)
+    assert [len(w.places) for w in rows.notes] == [length for _, length in windows]
+    counted = collections.Counter()
+    for number, (window, (start, length)) in enumerate(zip(rows.notes, windows, strict=True)):
+        expected = [slow_is_max_context(windows, number, start + i) for i in range(length)]
+        assert window.counts.tolist() == expected
+        counted.update(window.places[window.counts, 0].tolist())
+        words = rows.ids[number][window.offset : window.offset + length].tolist()
+        assert words == [ids(WORDS[(start + i) % 20])[0] for i in range(length)]
+    assert set(counted.values()) <= {1} and len(counted) == pieces
+
+
+@st.composite
+def asked(draw):
+    """A context of any writing, and a short answer in it that begins and ends with words."""
+    parts = draw(st.lists(st.sampled_from([*PARTS, *MARKS]), min_size=1, max_size=50))
+    parts[draw(st.integers(0, len(parts) - 1))] = "wc"
+    context, places = draw(st.sampled_from(["", " ", "\n\u00a0"])), []
+    for part in parts:
+        places.append((len(context), len(context) + len(part)))
+        context += part + draw(st.sampled_from([" ", "  ", "\t"]))
+    first = draw(st.sampled_from([i for i, part in enumerate(parts) if part not in MARKS]))
+    last = min(first + draw(st.integers(0, 1)), len(parts) - 1)
+    start, end = places[first][0], places[last][1]
+    return context, Answer(context[start:end], start)
+
+
+@given(st.lists(asked(), min_size=1, max_size=3))
+def test_what_the_targets_say_is_the_answer_verbatim(pairs):
+    """Windows overlap by more than two answers, so that each is whole where it counts."""
+    examples = [
+        Question("f", str(i), ASKED, context, (answer,), True)
+        for i, (context, answer) in enumerate(pairs)
+    ]
+    spans = shape()
+    rows = spans.rows(examples)
+    outputs = oracle(rows)
+    for said, example in zip(spans.answers(outputs, rows, examples), examples, strict=True):
+        assert said["id"] == example.id and said["answer"] == example.answers[0].text
+        assert said["best"][0] == {"answer": said["answer"], "score": 20.0}
+        assert "no_answer" not in said
+    assert spans.scores(outputs, rows, examples) == {"f1": 1.0, "exact_match": 1.0}
+
+
+@given(st.integers(1, 45), st.integers(1, 22), st.integers(0, 2**32 - 1))
+def test_the_best_answer_is_the_best_of_all(pieces, longest, seed):
+    """Every first with every last, in each window where the first counts."""
+    words = [f"x{i}" for i in range(pieces)]  # all [UNK], and no two alike
+    example = question(" ".join(words))
+    spans = shape(max_answer_length=longest, max_sequence_length=24, no_answer="possible")
+    rows = spans.rows([example])
+    rng = np.random.default_rng(seed)
+    outputs = [rng.normal(size=(n, 2)).astype(np.float32) for n in rows.lengths]
+    best = {}
+    windows = slow_windows(pieces, 18, 9)
+    for number, (start, length) in enumerate(windows):
+        logits = outputs[number][5:]
+        for a in range(length):
+            if not slow_is_max_context(windows, number, start + a):
+                continue
+            for b in range(a, min(length, a + longest)):
+                text = " ".join(words[start + a : start + b + 1])
+                score = float(logits[a, 0] + logits[b, 1])
+                best[text] = max(score, best.get(text, score))
+    (said,) = spans.answers(outputs, rows, [example])
+    expected = sorted(best.items(), key=lambda pair: -pair[1])[:5]
+    assert [(b["answer"], pytest.approx(b["score"])) for b in said["best"]] == expected
+    nothing = min(float(logits[0].sum()) for logits in outputs)
+    assert said["no_answer"] == pytest.approx(nothing - expected[0][1], abs=1e-5)
+    assert len(said["answer"].split()) <= longest
+
+
+def test_a_context_without_pieces_has_no_answer():
+    example = question("\u200b")
+    spans = shape(no_answer="possible")
+    rows = spans.rows([example])
+    said = spans.answers([np.zeros((n, 2), np.float32) for n in rows.lengths], rows, [example])
+    assert said[0]["answer"] == ""
+    assert rows.numbers["starts"].tolist() == [0]
+
+
+def test_windows_without_the_whole_answer_say_that_there_is_none():
+    context = " ".join(WORDS * 2)
+    start = context.index("wt")
+    far = Question("f", "q", ASKED, context, (Answer("wt wa wb", start),), True)
+    rows = shape(document_stride=19).rows([far])
+    # Pieces 19 to 21 of 40: the window of 0 to 20 holds two of them, that of 19 to 39 all.
+    assert rows.numbers["starts"].tolist() == [0, 5]
+    assert rows.numbers["ends"].tolist() == [0, 7]
+    none = shape().rows([question(context)])
+    assert not none.numbers["starts"].any() and not none.numbers["ends"].any()
+
+
+def test_questions_without_answers_are_left_unanswered_beyond_the_best_threshold():
+    """By hand: [CLS] beats the answer by 2, 0 and -3; leaving the first alone is right."""
+    context = "wa wb wc"
+    examples = [question(context), question(context, "wb", number=1)]
+    examples.append(question(context, "wc", number=2))
+    spans = shape(no_answer="possible")
+    rows = spans.rows(examples)
+    outputs = []
+    for nothing, place in ((4.0, 0), (2.0, 1), (-1.0, 2)):
+        logits = np.full((rows.lengths[0], 2), -50, np.float32)
+        logits[0] = nothing / 2
+        logits[5 + place] = 1.0
+        outputs.append(logits)
+    said = spans.answers(outputs, rows, examples)
+    assert [(s["answer"], s["no_answer"]) for s in said] == [("wa", 2.0), ("wb", 0.0), ("wc", -3.0)]
+    found = spans.scores(outputs, rows, examples)
+    assert found == {"f1": 1.0, "exact_match": 1.0, "no_answer_threshold": 0.0}
+    # Where all have answers, none is left alone.
+    spans = shape()
+    assert spans.scores(outputs[1:], spans.rows(examples[1:]), examples[1:]) == {
+        "f1": 1.0,
+        "exact_match": 1.0,
+    }
+
+
+def test_one_context_of_many_questions_is_cut_into_pieces_once(monkeypatch):
+    from bert_jax.tasks import spans as spans_lib
+
+    cut = []
+    monkeypatch.setattr(
+        spans_lib, "units", lambda text, tokenizer: cut.append(text) or [(0, len(text))]
+    )
+    shape().rows([question("wa", number=i) for i in range(3)])
+    assert cut == ["wa"]

@@ -1,0 +1,103 @@
+"""Where the words of a text stand: what a tokenizer makes of them is what it makes of the text."""
+
+import unicodedata
+
+import pytest
+import sentencepiece
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bert_jax.conformance import golden
+from bert_jax.text import tokenizer
+from bert_jax.text.units import units
+
+CASES = ("uncased", "cased")
+
+# Python's lower case of a capital sigma looks at the letters around it, over marks that part words.
+SIGMA = "\u03a3"
+characters = st.characters(exclude_categories=["Cs"], exclude_characters=SIGMA) | st.sampled_from(
+    # Words, what stands alone, what goes, what only looks like one of these.
+    "aZé\u0301'-/$ß\u0130\u00a0\u2009\u3000\t\n\r\0\u200b\ufeff\ufffd\u4e2d\uf900\u3042\uac00\u2260"
+)
+settings.register_profile("patient", deadline=None, database=None)
+settings.load_profile("patient")
+
+
+@pytest.fixture(scope="module")
+def bert():
+    return {case: tokenizer.WordPiece(golden.vocabulary(), case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """A SentencePiece model."""
+    prefix = tmp_path_factory.mktemp("model") / "small"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["an old man", "a new mat"] * 5),
+        model_prefix=str(prefix),
+        vocab_size=20,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return tokenizer.load(prefix.with_suffix(".model"))
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(text=st.text(characters, max_size=40))
+@example(text="\u4e2d\u0301a")  # a mark after what stands alone
+@example(text="a\u2260b\u037e\u1fef")  # parts into a mark, is one, is one only when decomposed
+@example(text="na\u0308ive caf\u00e9\u00adx \u1e9e\u0130 '\u0345")
+@example(text="x" * 150 + "." + "y" * 250)
+def test_pieces_of_the_words_are_those_of_the_text(bert, case, text):
+    tokens = bert[case]
+    found = units(text, tokens)
+    assert [i for s, e in found for i in tokens.encode(text[s:e])] == tokens.encode(text)
+    # In order, none over another, and nothing between them but what parts words.
+    last = 0
+    for start, end in found:
+        assert last <= start < end
+        assert tokens.encode(text[last:start]) == []
+        last = end
+    assert tokens.encode(text[last:]) == []
+
+
+def test_a_final_sigma_is_told_by_what_follows_the_word(bert):
+    """The one exception: `A'S` as a text, its sigma before a letter, and word by word."""
+    text = "\u0391\u03a3'\u0391"
+    assert tokenizer.basic_tokens(text, "uncased")[0] == "\u03b1\u03c3"
+    words = [text[s:e] for s, e in units(text, bert["uncased"])]
+    assert words == ["\u0391\u03a3", "'", "\u0391"]
+    assert tokenizer.basic_tokens(words[0], "uncased") == ["\u03b1\u03c2"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_marks_and_ideographs_stand_alone(bert, case):
+    """Accents stay with their letter, in one character or two; a zero-width blank parts nothing."""
+    text = "Caf\u00e9s, e\u0301t\u200bc. \u65e5\u672c\u306e\u5c71\u00a0(3,5$)"
+    words = ["Caf\u00e9s", ",", "e\u0301t\u200bc", ".", "\u65e5", "\u672c", "\u306e", "\u5c71"]
+    words += ["(", "3", ",", "5", "$", ")"]
+    assert [text[s:e] for s, e in units(text, bert[case])] == words
+
+
+def test_nothing_has_no_words(bert):
+    for text in ("", " ", "\t\u3000\n"):
+        assert units(text, bert["cased"]) == []
+
+
+@given(text=st.text(characters, max_size=40))
+def test_with_sentencepiece_only_blanks_part_words(pieces, text):
+    found = units(text, pieces)
+    assert [text[s:e] for s, e in found] == text.split()
+    assert [s for s, _ in found] == sorted({s for s, _ in found})
+
+
+def test_characters_of_every_block_are_of_one_kind(bert):
+    """A letter, a blank or alone: the kind of a character is that of the tokenizer's own rules."""
+    for code in [*range(0x3100), *range(0x4E00, 0x4E10), *range(0xFE00, 0x10000)]:
+        char = chr(code)
+        if char == SIGMA or unicodedata.category(char) == "Cs":
+            continue
+        text = f"a{char}b"
+        found = units(text, bert["cased"])
+        words = [w for s, e in found for w in tokenizer.basic_tokens(text[s:e], "cased")]
+        assert words == tokenizer.basic_tokens(text, "cased"), f"U+{code:04X}"
