@@ -41,8 +41,11 @@ def finetune(
         base = resolve.load_saved(workdir, Finetuning).init_from
     if base is not None:
         claim = dataclasses.replace(claim, init_from=base)
-    job = FinetuningJob(claim, workdir, progress.say)
-    return session.run(job, workdir, progress, origin=origin)
+
+    def make() -> FinetuningJob:
+        return FinetuningJob(claim, workdir, progress.say)
+
+    return session.run(make, workdir, progress, origin=origin)
 
 
 def predict(

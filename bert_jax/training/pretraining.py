@@ -43,8 +43,11 @@ def pretrain(
     Raises:
       InputError: bad settings, bad text, or a workdir of another run.
     """
-    job = PretrainingJob(experiment, workdir, length, progress.say)
-    return session.run(job, workdir, progress, length, origin)
+
+    def make() -> PretrainingJob:
+        return PretrainingJob(experiment, workdir, length, progress.say)
+
+    return session.run(make, workdir, progress, length, origin)
 
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:

@@ -41,7 +41,7 @@ _ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 
 
 def run(
-    job: Job,
+    make_job: Callable[[], Job],
     workdir: Workdir,
     progress: Progress,
     length: Literal["keep", "extend"] = "keep",
@@ -50,7 +50,8 @@ def run(
     """Does a job in its workdir to its end, or until asked to stop.
 
     Args:
-      job: what is to be done; a run that is there already must be of the same.
+      make_job: gives what is to be done, once jax knows how many processes it has; a run that is
+        there already must be of the same.
       workdir: where the run lives.
       progress: shows what happens.
       length: `extend` allows more steps than the run was started with.
@@ -62,6 +63,7 @@ def run(
     with peers_lib.connected() as peers:
         if not peers.leads:
             progress.be_silent()
+        job = make_job()
         peers.require_same(
             "settings", _facts(job.claim, length), "start all of them with the same command"
         )
