@@ -58,15 +58,15 @@ class Job(Protocol):
     def require_start(self) -> None:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
 
-    def changed(self, saved: Any, began_with: str) -> list[str]:
+    def changed(self, saved: Any, metadata: dict[str, Any]) -> list[str]:
         """How the claim differs from a saved one that it is to go on with, in words.
 
         Args:
           saved: the claim of a checkpoint.
-          began_with: the hash that `begin` gave then.
+          metadata: of the checkpoint, its `notes` and as `init_sha256` what `begin` gave among it.
 
         Raises:
-          InputError: the weights it begins with are others now.
+          InputError: the weights it begins with are others now, or the state has another shape.
         """
 
     def prepare(self, processes: int) -> None:
