@@ -111,4 +111,4 @@ class Job(Protocol):
         """What predictions.jsonl keeps of an evaluation; all processes ask for it."""
 
     def how_to_see(self, step: int) -> str:
-        """The command that shows the text of a step."""
+        """Where the text of a step is to be seen, in words."""

@@ -209,4 +209,4 @@ class PretrainingJob:
 
     def how_to_see(self, step: int) -> str:
         """See `Job`."""
-        return f"bert-jax show --workdir {self._workdir.root} --step {step}"
+        return f"`bert-jax show --workdir {self._workdir.root} --step {step}` shows its text"

@@ -11,7 +11,7 @@ from bert_jax.config import Finetuning
 from bert_jax.tasks import records
 
 FILES = sorted((pathlib.Path(__file__).parents[2] / "experiments" / "tasks").glob("*.py"))
-STSB = "index genre filename year old_index source1 source2 sentence1 sentence2 score".split()
+STSB = "index genre filename year old_index source1 source2 sentence1 sentence2 score"
 SQUAD = {
     "version": "v2.0",
     "data": [
@@ -43,10 +43,7 @@ SQUAD = {
 # As those who spread the data lay them out.
 LAYOUTS = {
     "sst2": "sentence\tlabel\na fine film \t1\na bore \t0\n",
-    "stsb": "\n".join(
-        "\t".join(row)
-        for row in (STSB, ["0", "news", "x", "2012", "1", "none", "", "A .", "B .", "5.000"])
-    ),
+    "stsb": STSB.replace(" ", "\t") + "\n0\tnews\tx\t2012\t1\tnone\t\tA .\tB .\t5.000\n",
     "conll2000": "Confidence NN B-NP\nin IN B-PP\n\nIt PRP B-NP\n. . O\n",
     "squad": json.dumps(SQUAD),
 }
