@@ -68,15 +68,18 @@ class FinetuningJob:
     def require_start(self) -> None:
         """Was read at once."""
 
-    def changed(self, saved: Finetuning, began_with: str) -> list[str]:
+    def changed(self, saved: Finetuning, metadata: dict[str, Any]) -> list[str]:
         """See `Job`; where the base lies may change."""
-        if began_with != self._base.sha256:
+        if metadata["init_sha256"] != self._base.sha256:
             raise InputError(
                 f"--from {self.claim.init_from}: holds other weights than those this run adapts; "
                 "name the base it began with, or choose another --workdir"
             )
         changed = resolve.differences(saved, self.claim, "identity")
-        return [line for line in changed if not line.startswith("init_from:")]
+        changed = [line for line in changed if not line.startswith("init_from:")]
+        if not changed:
+            self.require_same(metadata)  # now: the head of other labels has another shape
+        return changed
 
     def prepare(self, processes: int) -> None:
         """Was read at once, by each process."""

@@ -58,15 +58,16 @@ class Job(Protocol):
     def require_start(self) -> None:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
 
-    def changed(self, saved: Any, began_with: str) -> list[str]:
+    def changed(self, saved: Any, metadata: dict[str, Any]) -> list[str]:
         """How the claim differs from a saved one that it is to go on with, in words.
 
         Args:
           saved: the claim of a checkpoint.
-          began_with: the hash that `begin` gave then.
+          metadata: of that checkpoint; its `init_sha256` is the hash that `begin` gave then.
 
         Raises:
-          InputError: the weights it begins with are others now.
+          InputError: the weights it begins with are others now, or what it learns from, as far as
+            that is known.
         """
 
     def prepare(self, processes: int) -> None:

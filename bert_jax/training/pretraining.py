@@ -99,7 +99,7 @@ class PretrainingJob:
         """See `Job`."""
         base_lib.start_of(self.claim)
 
-    def changed(self, saved: Experiment, began_with: str) -> list[str]:
+    def changed(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
         """See `Job`."""
         claim = self.claim
         changed = resolve.differences(saved, claim, "identity")
@@ -115,7 +115,7 @@ class PretrainingJob:
             changed = [line for line in changed if not line.startswith(last)]
         if claim.init_from and not changed:
             if base_lib.is_base(epath.Path(claim.init_from)):
-                base_lib.require_same_weights(claim.init_from, began_with)
+                base_lib.require_same_weights(claim.init_from, metadata["init_sha256"])
             else:
                 self._say(f"resume: there is no {claim.init_from} any more to compare with")
         return changed

@@ -61,7 +61,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     "layout",
-    [Mesh(accumulation=2), Mesh(parallelism="zero3", tensor=2, accumulation=2)],
+    [Mesh(), Mesh(parallelism="zero3", tensor=2, accumulation=2)],
     ids=["replicated", "zero3"],
 )
 def test_a_choice_is_learned_alike_on_four_devices(layout):
