@@ -58,15 +58,23 @@ class Job(Protocol):
     def require_start(self) -> None:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
 
-    def changed(self, saved: Any, began_with: str) -> list[str]:
+    def changed(self, saved: Any, metadata: dict[str, Any]) -> list[str]:
         """How the claim differs from a saved one that it is to go on with, in words.
 
         Args:
           saved: the claim of a checkpoint.
-          began_with: the hash that `begin` gave then.
+<<<<<<< .merge_file_YPfCT9
+          metadata: of the checkpoint, its `notes` and as `init_sha256` what `begin` gave among it.
 
         Raises:
-          InputError: the weights it begins with are others now.
+          InputError: the weights it begins with are others now, or the state has another shape.
+=======
+          metadata: of that checkpoint; its `init_sha256` is the hash that `begin` gave then.
+
+        Raises:
+          InputError: the weights it begins with are others now, or what it learns from, as far as
+            that is known.
+>>>>>>> .merge_file_a425vK
         """
 
     def prepare(self, processes: int) -> None:
@@ -111,4 +119,4 @@ class Job(Protocol):
         """What predictions.jsonl keeps of an evaluation; all processes ask for it."""
 
     def how_to_see(self, step: int) -> str:
-        """The command that shows the text of a step."""
+        """Where the text of a step is to be seen, in words."""

@@ -102,7 +102,7 @@ class PretrainingJob:
         """See `Job`."""
         base_lib.start_of(self.claim)
 
-    def changed(self, saved: Experiment, began_with: str) -> list[str]:
+    def changed(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
         """See `Job`."""
         claim = self.claim
         changed = resolve.differences(saved, claim, "identity")
@@ -118,7 +118,7 @@ class PretrainingJob:
             changed = [line for line in changed if not line.startswith(last)]
         if claim.init_from and not changed:
             if base_lib.is_base(epath.Path(claim.init_from)):
-                base_lib.require_same_weights(claim.init_from, began_with)
+                base_lib.require_same_weights(claim.init_from, metadata["init_sha256"])
             else:
                 self._say(f"resume: there is no {claim.init_from} any more to compare with")
         return changed
@@ -212,4 +212,4 @@ class PretrainingJob:
 
     def how_to_see(self, step: int) -> str:
         """See `Job`."""
-        return f"bert-jax show --workdir {self._workdir.root} --step {step}"
+        return f"`bert-jax show --workdir {self._workdir.root} --step {step}` shows its text"

@@ -167,7 +167,7 @@ class Trainer:
         saved.forget_after(first)
         self.progress.say(
             f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient; going back, and leaving "
-            f"out these and the one before (`{self.job.how_to_see(first)}` shows its text)"
+            f"out these and the one before ({self.job.how_to_see(first)})"
         )
         state, window = self._begin(saved, first)
         self.began.skipped = skipped
@@ -279,7 +279,7 @@ class Trainer:
             number, loss, usual = spike
             self.progress.say(
                 f"step {number}: its loss jumps to {loss:.3f}, usually below {usual:.3f}; "
-                f"`{self.job.how_to_see(number)}` shows its text"
+                f"{self.job.how_to_see(number)}"
             )
 
     @property

@@ -211,8 +211,8 @@ def _require_going_on(job: Job, workdir: Workdir, progress: Progress) -> None:
         if newest is None:
             return
         saved = checkpoints.claim(newest, type(job.claim))
-        began_with = checkpoints.metadata(newest)["init_sha256"]
-    changed = job.changed(saved, began_with)
+        metadata = checkpoints.metadata(newest)
+    changed = job.changed(saved, metadata)
     if changed:
         raise InputError(
             f"{workdir.root}: this run was started with other settings ({'; '.join(changed)}); "

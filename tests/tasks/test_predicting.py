@@ -1,0 +1,267 @@
+"""A fine-tuned run does its task: of typed texts, of sources, over its own base alone."""
+
+import io
+import json
+import pathlib
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import tuned
+
+from bert_jax import cli
+from bert_jax.config import InputError
+from bert_jax.tasks import predicting, records
+from bert_jax.tasks.predicting import TaskModel
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Folders with a base, a task, and its finished run in `run`, by shape."""
+    made = {}
+
+    def folder(shape):
+        if shape not in made:
+            here = tmp_path_factory.mktemp(shape)
+            tuned.write_base(here / "base")
+            how = {"classify": "lora", "tag": "frozen"}.get(shape, "full")
+            tuned.write_task(here, shape, how, epochs=8 if shape == "classify" else 1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(here)
+                assert tuned.finetune() == 0
+            made[shape] = here
+        return made[shape]
+
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path, monkeypatch):
+    """A copy of a finished classification by LoRA; the current folder."""
+    shutil.copytree(finished("classify"), tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+
+
+def typed(monkeypatch, text):
+    stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+
+
+def test_typed_texts_are_answered_in_their_order(run, capsys, monkeypatch):
+    asked = ["wa wb", "xb", "wa wc wa", "xd xa"]
+    found = tuned.said(capsys, *asked)
+    assert [(answer["text"], answer["label"]) for answer in found] == list(
+        zip(asked, ["good", "bad"] * 2, strict=True)
+    )
+    for answer in found:
+        assert list(answer["probabilities"]) == ["bad", "good"]
+        assert sum(answer["probabilities"].values()) == pytest.approx(1)
+        assert max(answer["probabilities"], key=answer["probabilities"].get) == answer["label"]
+    typed(monkeypatch, "\n".join(["", *asked, " ", ""]))
+    for answer, other in zip(tuned.said(capsys), found, strict=True):
+        assert answer["text"] == other["text"]
+        np.testing.assert_allclose(
+            list(answer["probabilities"].values()),
+            list(other["probabilities"].values()),
+            rtol=1e-5,
+        )
+
+
+def test_answers_to_a_source_are_the_same_in_any_windows(run, capsys, monkeypatch):
+    # Without labels: they are not read.
+    rows = [{"sentence": row["sentence"]} for row in tuned.rows("classify", 11)]
+    pathlib.Path("bare").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = tuned.said(capsys, "--source", "jsonl:bare")
+    assert [answer["text"] for answer in whole] == [row["sentence"] for row in rows]
+    monkeypatch.setattr(predicting, "WINDOW", 3)
+    assert tuned.said(capsys, "--source", "jsonl:bare", "--out", "answers") == []
+    for a, b in zip(whole, tuned.lines("answers"), strict=True):
+        assert a["label"] == b["label"]
+        assert a["probabilities"]["bad"] == pytest.approx(b["probabilities"]["bad"], rel=1e-5)
+
+
+def test_examples_are_taken_as_they_are_needed(run, monkeypatch):
+    monkeypatch.setattr(predicting, "WINDOW", 2)
+    model, taken = TaskModel("run"), 0
+
+    def examples():
+        nonlocal taken
+        for example in records.read(model.claim.task, ("jsonl:test",), "unlabelled"):
+            taken += 1
+            yield example
+
+    next(model.predict(examples()))
+    assert taken == 2
+
+
+def test_best_and_numbered_checkpoints_are_asked_by_name(run, capsys):
+    evaluations = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"]
+    kept = {int(path.name) for path in pathlib.Path("run/checkpoints").iterdir()}
+    best = min((x for x in evaluations if x["step"] in kept), key=lambda x: x["loss"])
+    (found,) = tuned.said(capsys, "--score", "--checkpoint", "best")
+    assert found["step"] == best["step"]
+    (found,) = tuned.said(capsys, "--score", "--checkpoint", str(min(kept)))
+    assert found["step"] == min(kept)
+    (line,) = tuned.said(capsys, "--checkpoint", "3", "wa", code=2)
+    assert "--checkpoint 3" in line
+
+
+@pytest.mark.parametrize("shape", ["classify", "choice", "tag", "span"])
+def test_scores_are_those_of_the_last_evaluation_and_of_the_answers(
+    finished, shape, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(finished(shape))
+    out = str(tmp_path / "answers")
+    (found,) = tuned.said(capsys, "--score", "--out", out)
+    last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
+    assert found == pytest.approx({k: v for k, v in last.items() if k != "kind"}, abs=1e-5)
+    answers, truth = tuned.lines(out), list(tuned.rows(shape, 11))
+    if shape == "classify":
+        hits = [a["label"] == t["label"] for a, t in zip(answers, truth, strict=True)]
+        assert found["accuracy"] == pytest.approx(np.mean(hits))
+    elif shape == "choice":
+        hits = [a["label"] == "0" for a in answers]
+        assert found["accuracy"] == pytest.approx(np.mean(hits))
+        assert answers[0]["texts"] == [truth[0][name] for name in ("sentence", "b", "c")]
+    elif shape == "tag":
+        assert [a["words"] for a in answers] == [t["words"] for t in truth]
+        hits = [
+            a == b
+            for x, t in zip(answers, truth, strict=True)
+            for a, b in zip(x["tags"], t["tags"], strict=True)
+        ]
+        assert found["accuracy"] == pytest.approx(np.mean(hits))
+    else:
+        paragraphs = tuned.questions(11)["data"][0]["paragraphs"]
+        golds = [[a["text"] for a in p["qas"][0]["answers"]] or [""] for p in paragraphs]
+        hits = [a["answer"] in gold for a, gold in zip(answers, golds, strict=True)]
+        assert found["exact_match"] == pytest.approx(np.mean(hits))
+        assert [a["id"] for a in answers] == [f"q{i}" for i in range(11)]
+
+
+def test_no_answer_is_given_above_the_threshold_of_the_checkpoint(
+    finished, capsys, monkeypatch, tmp_path
+):
+    shutil.copytree(finished("span"), tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
+    for answer in tuned.said(capsys, "--source", "squad:test"):
+        best, limit = answer["best"][0]["answer"], last["no_answer_threshold"]
+        assert answer["answer"] == ("" if answer["no_answer"] > limit else best)
+    # Typed ones are numbered.
+    found = tuned.said(capsys, "wa ?", "wb wc", "wa ?", "xa")
+    assert [(answer["id"], answer["question"]) for answer in found] == [
+        ("1", "wa ?"),
+        ("2", "wa ?"),
+    ]
+    # A checkpoint between two evaluations has none.
+    code = tuned.finetune(
+        "--set",
+        "run.eval_every=100",
+        "--set",
+        "run.keep_checkpoints=9",
+        "--workdir",
+        "other",
+        "--set",
+        "run.checkpoint_every=2",
+    )
+    assert code == 0
+    assert cli.main(["predict", "--workdir", "other", "--checkpoint", "2", "wa ?", "wb"]) == 0
+    assert "step 2 was not evaluated" in capsys.readouterr().err
+
+
+def test_a_base_is_found_where_it_lies_now(run, capsys):
+    before = tuned.said(capsys, "wa")
+    shutil.move("base", "moved")
+    (line,) = tuned.said(capsys, "wa", code=2)
+    assert "run adapts base: say with --from where that lies now" in line
+    assert tuned.said(capsys, "--from", "moved", "wa") == before
+
+
+def test_an_adapter_over_another_base_is_refused_by_both_names(run, capsys):
+    tuned.write_base("other", seed=1)
+    (line,) = tuned.said(capsys, "--from", "other", "wa", code=2)
+    assert "other: holds other weights" in line and "those that run adapts" in line
+
+
+def test_other_labels_are_refused_by_name(run, capsys):
+    text = pathlib.Path("train").read_text().replace('"good"', '"fine"', 2)
+    pathlib.Path("train").write_text(text)
+    assert tuned.finetune() == 2
+    err = capsys.readouterr().err
+    assert "run: this run learned the labels 'bad', 'good', and those of" in err
+    assert "are 'bad', 'fine', 'good'" in err
+
+
+def test_a_label_that_was_not_learned_has_no_score(run, capsys):
+    pathlib.Path("odd").write_text('{"sentence": "wa", "label": "odd"}\n')
+    (line,) = tuned.said(capsys, "--score", "--source", "jsonl:odd", code=2)
+    assert "odd:1: label 'odd' is none of 'bad', 'good'" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--next", "xa", "wa"], "--next: run: a fine-tuned run"),
+        (["--top", "3", "wa"], "--top: run: a fine-tuned run"),
+        (["--score", "wa"], "TEXT: --source and --score"),
+        (["--source", "text:test"], "'text:test' is not tsv:FILE"),
+        (["--source", "jsonl:nowhere"], "nowhere"),
+        (["wa", " "], "TEXT 2: text 1 is blank"),
+        (["wa", "--out", "base"], "base"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(run, capsys, words, what):
+    (line,) = tuned.said(capsys, *words, code=2)
+    assert what in line
+
+
+def test_answers_are_written_whole_or_not_at_all(run, capsys):
+    pathlib.Path("half").write_text('{"sentence": "wa"}\n{"sentence": " "}\n')
+    tuned.said(capsys, "--source", "jsonl:half", "--out", "answers", code=2)
+    assert not pathlib.Path("answers").exists()
+
+
+def test_texts_cannot_command_a_terminal(run, capsys):
+    assert cli.main(["predict", "--workdir", "run", "wa \x9b2J \u65e5"]) == 0
+    out = capsys.readouterr().out
+    assert "\x9b" not in out and "\u65e5" in out
+    assert json.loads(out)["text"] == "wa \x9b2J \u65e5"
+
+
+def test_nothing_here_or_a_run_hardly_begun_is_named(run, capsys):
+    shutil.rmtree("run/checkpoints")
+    (line,) = tuned.said(capsys, "wa", code=2)
+    assert "no checkpoint yet" in line
+    with pytest.raises(InputError, match="nowhere: no run here"):
+        TaskModel("nowhere")
+
+
+def test_checkpoints_of_a_task_are_listed_and_verified(run, capsys):
+    capsys.readouterr()
+    assert cli.main(["checkpoints", "run", "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "the run is finished" in out and "step 32: every array is what was saved" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "--workdir", "run"],
+        ["show", "--workdir", "run"],
+        ["plan", "--workdir", "run", "--topology", "v5e:2x2"],
+        ["report", "run"],
+        ["doctor", "run"],
+        ["export", "--workdir", "run", "--as", "encoder", "--out", "there"],
+        ["import", "run", "--workdir", "there"],
+        ["finetune", "task.py", "--from", "run", "--workdir", "there"],
+        ["pretrain", "task.py"],
+    ],
+)
+def test_what_takes_no_fine_tuning_says_what_does(run, capsys, words):
+    capsys.readouterr()
+    assert cli.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a fine-tuning; `bert-jax finetune` takes it" in line
+    assert not pathlib.Path("there").exists()

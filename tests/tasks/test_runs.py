@@ -1,0 +1,329 @@
+"""Fine-tunings from end to end: what is learned, kept, gone on with and refused."""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+
+import broken
+import jax
+import numpy as np
+import pytest
+from compare import assert_identical
+from etils import epath
+
+from bert_jax import resolve
+from bert_jax.config import Finetuning
+from bert_jax.tasks.job import FinetuningJob
+from bert_jax.tasks.rows import TrainBatches
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
+from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.workdir import Workdir
+
+TASKFILE = """
+from bert_jax.config import Finetuning, Optimizer, Run, Task
+
+
+def experiment():
+    return Finetuning(
+        name="toy", task=Task({task}, max_sequence_length=16), epochs=20, batch_size=16,
+        optimizer=Optimizer(
+            name="adamw", peak_learning_rate=1e-2, warmup_steps=0, schedule="linear"
+        ),
+        run=Run(log_every=5, eval_every=100, eval_batch_size=32, checkpoint_every=25),
+    )
+"""
+TASKS = {
+    "classify": 'shape="classify", train=("tsv:train.tsv",), validation=("tsv:test.tsv",)',
+    "tag": 'shape="tag", text_column="0", label_column="1", train=("conll:train.conll",), '
+    'validation=("conll:test.conll",)',
+    "span": 'shape="span", document_stride=4, max_query_length=3, max_answer_length=4, '
+    'train=("squad:train.json",), validation=("squad:test.json",)',
+}
+OTHERS = [f"w{c}" for c in "cdefghijklmnopqrst"]
+
+
+def write_examples(name, count, seed):
+    """The label is whether `wa` or `wb` is there; `xa` is a name, and `xb` goes on with it; the
+    answer is what stands behind `xc`.
+    """
+    rng = random.Random(seed)
+    lines, sentences, questions = ["sentence\tlabel"], [], []
+    for number in range(count):
+        words = [rng.choice(OTHERS) for _ in range(rng.randint(3, 6))]
+        label = rng.choice(["no", "yes"])
+        place = rng.randrange(len(words))
+        seen = [*words[:place], "wa" if label == "yes" else "wb", *words[place:]]
+        lines.append(f"{' '.join(seen)}\t{label}")
+        named = [*words[:place], "xa", "xb", *words[place:]]
+        tags = {"xa": "B-X", "xb": "I-X"}
+        sentences.append("".join(f"{word} {tags.get(word, 'O')}\n" for word in named))
+        long = [*words, *words[:place], "xc", "xd", *words]
+        context = " ".join(long)
+        answer = {"text": "xd", "answer_start": context.index("xd")}
+        questions.append({"id": str(number), "question": "xe xf", "answers": [answer]})
+        questions[-1] = {"context": context, "qas": [questions[-1]]}
+    pathlib.Path(f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    pathlib.Path(f"{name}.conll").write_text("\n".join(sentences))
+    tree = {"version": "1.1", "data": [{"paragraphs": questions}]}
+    pathlib.Path(f"{name}.json").write_text(json.dumps(tree))
+
+
+@pytest.fixture(scope="module")
+def folder(finished_run, tmp_path_factory):
+    """A finished pre-training `run`, and task files with their examples."""
+    place = tmp_path_factory.mktemp("tasks") / "copy"
+    shutil.copytree(finished_run, place)
+    with contextlib.chdir(place):
+        write_examples("train", 64, 0)
+        write_examples("test", 32, 1)
+        for shape, text in TASKS.items():
+            pathlib.Path(f"{shape}.py").write_text(TASKFILE.replace("{task}", text))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+def finetune(workdir, *settings, shape="classify", base="--from run"):
+    words = " ".join(f"--set {setting}" for setting in settings)
+    return broken.call(f"finetune {shape}.py {base} --workdir {workdir} {words}")
+
+
+def finished(workdir, *settings, **options):
+    code, err = finetune(workdir, *settings, **options)
+    assert code == 0, err
+    return lines(workdir)
+
+
+def lines(workdir):
+    return [json.loads(line) for line in pathlib.Path(workdir, "metrics.jsonl").open()]
+
+
+def job_of(workdir):
+    claim = resolve.load_saved(Workdir(workdir), Finetuning)
+    return FinetuningJob(claim, Workdir(workdir), lambda line: None)
+
+
+def final_state(workdir):
+    job = job_of(workdir)
+    mesh = mesh_lib.make_mesh(job.claim.mesh)
+    abstract = step.abstract_state(job.objective, job.optimizer, job.claim.mesh, mesh)
+    with Checkpoints(epath.Path(workdir, "checkpoints"), job.claim.run, "read") as saved:
+        number = max(saved.steps)
+        return job, jax.device_get(saved.restore(number, abstract).state)
+
+
+@pytest.fixture(scope="module")
+def full(folder):
+    """A run of 80 steps that nothing disturbed."""
+    with contextlib.chdir(folder):
+        finished("full")
+    return "full"
+
+
+@pytest.fixture(scope="module")
+def lora(folder):
+    with contextlib.chdir(folder):
+        finished("lora", "adapt.how=lora", "epochs=3")
+    return "lora"
+
+
+def test_a_sentence_s_label_is_learned(full):
+    found = lines(full)
+    losses = [line["loss"] for line in found if line["kind"] == "train"]
+    assert losses[0] > 0.5 > 0.2 > losses[-1]
+    scores = [line for line in found if line["kind"] == "scores"]
+    assert [line["step"] for line in scores] == [80]
+    assert scores[-1]["score"] == scores[-1]["accuracy"] > 0.9
+    assert scores[-1]["examples"] == 32
+
+
+@pytest.mark.parametrize("shape", ["tag", "span"])
+def test_tags_and_answers_are_learned(shape):
+    scores = finished(shape, shape=shape)[-1]
+    assert scores["kind"] == "scores" and scores["score"] > 0.9
+    name = {"tag": "entity_f1", "span": "f1"}[shape]
+    assert scores["score"] == scores[name]
+
+
+def test_it_begins_with_the_weights_of_the_run_and_a_fresh_head(full, folder):
+    """Before the first step; and they are not what it ends with."""
+    job, state = final_state(full)
+    mesh = mesh_lib.make_mesh(job.claim.mesh)
+    fresh = step.init_state(job.objective, job.optimizer, job.claim.seed)
+    places = jax.tree.map(
+        lambda s: s.sharding,
+        step.abstract_state(job.objective, job.optimizer, job.claim.mesh, mesh),
+    )
+    begun, _ = job.begin(jax.device_put(fresh, places))
+    from bert_jax.predict import Trained
+
+    theirs = Trained.of(epath.Path("run")).params
+    for name in ("encoder", "pooler"):
+        assert_identical(jax.device_get(begun["params"][name]), jax.device_get(theirs[name]))
+    kernels = [t["encoder"]["layers"]["query"]["kernel"] for t in (state["params"], theirs)]
+    assert np.abs(kernels[0] - np.asarray(kernels[1])).max() > 1e-3
+
+
+def stopped(monkeypatch, at, workdir, *settings):
+    """As `finetune`, with SIGTERM before a step."""
+    make = step.make_train_step
+
+    def deadly(*args):
+        train_step = make(*args)
+
+        def one(state, *more):
+            if int(state["step"]) == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return train_step(state, *more)
+
+        return one
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "make_train_step", deadly)
+        code, err = finetune(workdir, *settings)
+    assert code == 75, err
+
+
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request, monkeypatch):
+    """In the middle of an epoch and of a line; the base need not be named again."""
+    settings = ("adapt.how=lora", "epochs=3") if how == "lora" else ()
+    stopped(monkeypatch, 7, f"{how}-stopped", *settings)
+    again = finished(f"{how}-stopped", *settings, base="")
+    undisturbed = request.getfixturevalue(how)
+    assert again == lines(undisturbed)
+    assert_identical(final_state(f"{how}-stopped")[1], final_state(undisturbed)[1])
+
+
+def test_a_run_goes_back_over_steps_without_a_loss(monkeypatch):
+    good = TrainBatches.batch
+
+    def batch(self, number, rows):
+        found = good(self, number, rows)
+        return found | {"row_weights": found["row_weights"] * (np.nan if number in (4, 5) else 1)}
+
+    few = ("epochs=3", "optimizer.bad_steps_in_a_row=2", "run.checkpoint_every=2")
+    monkeypatch.setattr(TrainBatches, "batch", batch)
+    finished("back", *few)
+    _, state = final_state("back")
+    assert state["skipped_steps"][:4].tolist() == [3, 4, 5, -1] and state["step"] == 12
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
+
+
+@pytest.mark.parametrize("how", ["lora", "frozen"])
+def test_a_checkpoint_holds_what_learns_alone(how, request):
+    workdir = request.getfixturevalue("lora") if how == "lora" else "frozen"
+    if how == "frozen":
+        finished("frozen", "adapt.how=frozen", "epochs=1")
+    job, state = final_state(workdir)
+    begun = job.objective.init_params(jax.random.key(job.claim.seed))
+    assert np.abs(state["params"]["head"]["kernel"] - begun["head"]["kernel"]).max() > 1e-3
+    assert set(state["params"]) == {"head"} | ({"lora"} if how == "lora" else set())
+    with Checkpoints(epath.Path(workdir, "checkpoints"), job.claim.run, "read") as saved:
+        names = set(saved.metadata(max(saved.steps))["checksums"])
+    assert names and not [name for name in names if "encoder" in name or "pooler" in name]
+
+
+@pytest.mark.parametrize("how", ["lora", "frozen"])
+def test_what_is_small_is_not_cut_over_devices(how):
+    refuses(
+        "new",
+        f"mesh.parallelism=zero1: adapt.how={how} learns so little",
+        settings=("mesh.parallelism=zero1", f"adapt.how={how}"),
+    )
+
+
+# --- refused, in one line, with nothing left behind ---
+
+
+def refuses(workdir, *words, settings=(), shape="classify", base="--from run"):
+    said = " ".join(f"--set {setting}" for setting in settings)
+    command = f"finetune {shape}.py {base} --workdir {workdir} {said}"
+    broken.refuses(broken.Case("", command, words))
+
+
+@contextlib.contextmanager
+def changed(name, old, new):
+    """A file with other text, for a while."""
+    path = pathlib.Path(name)
+    before = path.read_text()
+    assert old in before
+    path.write_text(before.replace(old, new, 1))
+    try:
+        yield
+    finally:
+        path.write_text(before)
+
+
+def test_without_a_base_nothing_begins():
+    refuses("new", "--from: name a base or a run", base="")
+    refuses("new", "nowhere", base="--from nowhere")
+
+
+def test_another_base_is_refused_where_a_run_goes_on(lora):
+    settings = ("adapt.how=lora", "epochs=3")
+    shutil.copytree("run", "other")
+    newest = max(pathlib.Path("other/checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    shutil.rmtree(newest)  # the run as it was some steps before
+    refuses(lora, "--from other: holds other weights", settings=settings, base="--from other")
+
+
+def test_the_same_base_may_lie_elsewhere(lora):
+    shutil.copytree("run", "moved")
+    finished(lora, "adapt.how=lora", "epochs=3", base="--from moved")
+
+
+def test_other_settings_are_refused_where_a_run_goes_on(lora):
+    words = (f"{lora}: this run was started with other settings", "adapt.lora_rank: 8 -> 4")
+    refuses(lora, *words, settings=("adapt.how=lora", "epochs=3", "adapt.lora_rank=4"))
+
+
+@pytest.mark.parametrize("label", ["no", "maybe"])
+def test_other_examples_are_refused_where_a_run_goes_on(lora, label):
+    """Though they have the same settings; also where there is one more label."""
+    with changed("train.tsv", "\tyes", f"\t{label}"):
+        words = (f"{lora}: the examples are not those that this run learned from", "--workdir")
+        refuses(lora, *words, settings=("adapt.how=lora", "epochs=3"))
+
+
+def test_a_label_that_was_never_taught_is_named_by_its_line():
+    with changed("test.tsv", "\tyes", "\tmaybe"):
+        number = pathlib.Path("test.tsv").read_text().split("\tmaybe")[0].count("\n") + 1
+        refuses("new", f"test.tsv:{number}: label 'maybe'", "task.labels")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("task.text_column=text",), ("train.tsv:1", "'text'")),
+        (("task.train=tsv:none.tsv",), ("none.tsv",)),
+        (("task.max_sequence_length=33",), ("task.max_sequence_length=33", "position table", "32")),
+        (("task.score=entity_f1",), ("task.score='entity_f1'",)),
+        (("optimizer.warmup_steps=5",), ("optimizer.warmup_steps", "warmup_share")),
+        (("optimizer.clip=per_replica",), ("optimizer.clip", "not for fine-tuning")),
+        (("adapt.how=lora", "optimizer.layer_decay=0.9"), ("optimizer.layer_decay=0.9", "lora")),
+        (("mesh.accumulation=3",), ("mesh.accumulation=(3,)", "batch_size=16")),
+        (("batch_size=6",), ("finetuning.batch_size=6",)),
+        (("adapt.lora_targets=query,pooler",), ("adapt.lora_targets: 'pooler'",)),
+    ],
+    ids=lambda value: value[0] if "=" in value[0] else "",
+)
+def test_settings_that_cannot_be_are_refused(settings, words):
+    refuses("new", *words, settings=settings)
+
+
+def test_each_command_takes_its_own_kind_of_file(full):
+    refuses("new", "small.py: a pre-training; `bert-jax pretrain`", shape="small")
+    case = broken.Case("", "pretrain classify.py --workdir new", ("`bert-jax finetune`",))
+    broken.refuses(case)
+    # And a workdir of the other kind is not gone on with.
+    refuses("run", "run")
+    broken.refuses(broken.Case("", f"pretrain small.py --workdir {full}", (full,)))

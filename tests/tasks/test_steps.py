@@ -1,0 +1,124 @@
+"""Steps of a task over devices: however they are laid, the same as on one, with dropout on."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import samples
+import shapes
+from compare import assert_close
+
+from bert_jax.config import Adapt, Mesh
+from bert_jax.tasks.forward import Forward
+from bert_jax.tasks.rows import TrainBatches, eval_batches
+from bert_jax.training import feed, step
+from bert_jax.training import mesh as mesh_lib
+
+STEPS, EXAMPLES = 3, 8
+
+
+def train(shape, layout=Mesh(), devices=4, adapt=Adapt()):  # noqa: B008
+    """Three steps over six examples; the state and each step's sums."""
+    objective, optimizer = shapes.objective(shape, adapt), shapes.OPTIMIZER
+    rows = shapes.shape_of(shape).rows(shapes.examples(shape, 6))
+    batches = TrainBatches(rows, shapes.TOKENIZER.pad_id, EXAMPLES, 3)
+    mesh = samples.mesh_of(devices, layout)
+    abstract = step.abstract_state(objective, optimizer, layout, mesh)
+    state = jax.device_get(step.init_state(objective, optimizer, 0))
+    base = shapes.base_params(objective.reads)
+    fixed = None
+    if adapt.how == "full":
+        state["params"] |= base
+    else:
+        fixed = feed.put(base, mesh_lib.replicated(mesh))
+    state = feed.put(state, jax.tree.map(lambda s: s.sharding, abstract))
+    make = step.make_train_step(objective, optimizer, layout, layout.accumulation_of(0), 9, mesh)
+    size = EXAMPLES * rows.together
+    everything, sharding = np.arange(size), mesh_lib.batch_sharding(mesh)
+    seen = []
+    for number in range(STEPS):
+        batch = feed.place(batches.batch(number, everything), everything, size, sharding)
+        window = jax.device_put(step.empty_window(objective), mesh_lib.replicated(mesh))
+        key = step.phase_key(objective.model, 0, 0)
+        state, window = make(state, window, batch, key, fixed)
+        seen.append(jax.device_get(window))
+    return jax.device_get(state), seen
+
+
+@functools.cache
+def alone(shape, adapt=Adapt()):  # noqa: B008
+    return train(shape, devices=1, adapt=adapt)
+
+
+def assert_same(found, expected):
+    (state, seen), (other_state, other_seen) = found, expected
+    for ours, theirs in zip(seen, other_seen, strict=True):
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], 1e-5, 1e-5, err_msg=name)
+    assert_close(state["params"], other_state["params"], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Mesh(), Mesh(parallelism="zero3", tensor=2, accumulation=2)],
+    ids=["replicated", "zero3"],
+)
+def test_a_choice_is_learned_alike_on_four_devices(layout):
+    """Rows of one example must meet on one device, in one micro-batch."""
+    found, expected = train("choice", layout), alone("choice")
+    for state in (found[0], expected[0]):
+        # It is added to all choices alike, so that its gradient is rounding, which Adam blows up.
+        state["params"]["head"].pop("bias", None)
+    assert_same(found, expected)
+
+
+def test_tags_are_learned_alike_on_four_devices():
+    """Micro-batches have different numbers of words, and count as one batch."""
+    assert_same(train("tag", Mesh(parallelism="zero1", accumulation=2)), alone("tag"))
+
+
+def test_thin_matrices_are_learned_alike_on_four_devices():
+    lora = Adapt(how="lora", lora_rank=2)
+    cut = Mesh(tensor=2, accumulation=2)
+    assert_same(train("classify", cut, adapt=lora), alone("classify", lora))
+
+
+def test_every_step_learns():
+    _, seen = alone("choice")
+    assert len({float(window["loss"][0]) for window in seen}) == STEPS
+    assert all(window["bad_steps"][0] == 0 and window["loss"][1] == EXAMPLES for window in seen)
+
+
+def test_evaluation_is_the_same_however_rows_lie():
+    """Of cut parameters on four devices, in other batches; rows come back in their order."""
+    objective = shapes.objective("tag")
+    shape = shapes.shape_of("tag")
+    rows = shape.rows(shapes.examples("tag", 7))
+    params = shapes.base_params("tokens") | {
+        "head": objective.init_params(jax.random.key(0))["head"]
+    }
+    found = []
+    for devices, layout, size in ((1, Mesh(), 3), (4, Mesh(parallelism="zero3", tensor=2), 4)):
+        mesh = samples.mesh_of(devices, layout)
+        batches = eval_batches(rows, shapes.TOKENIZER.pad_id, size)
+        places = jax.tree.map(
+            lambda s: s.sharding,
+            step.abstract_state(objective, shapes.OPTIMIZER, layout, mesh)["params"],
+        )
+        forward = Forward(objective, layout, mesh)
+        found.append(forward.outputs(feed.put(params, places), None, batches, rows))
+    (ours, loss), (theirs, other_loss) = found
+    assert [len(row) for row in ours] == rows.lengths.tolist()
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert loss == pytest.approx(other_loss, rel=1e-5)
+    # By hand: the mean over words.
+    losses = []
+    for logits, tags, weights in zip(
+        ours, rows.tokens["targets"], rows.tokens["target_weights"], strict=True
+    ):
+        logits = logits.astype(np.float64)
+        nll = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(tags)), tags]
+        losses += nll[weights > 0].tolist()
+    assert loss == pytest.approx(np.mean(losses), rel=1e-5)

@@ -1,0 +1,66 @@
+"""The task files in experiments/tasks/: each loads, and reads files as its docstring has them."""
+
+import ast
+import json
+import pathlib
+
+import pytest
+
+from bert_jax import resolve
+from bert_jax.config import Finetuning
+from bert_jax.tasks import records
+
+FILES = sorted((pathlib.Path(__file__).parents[2] / "experiments" / "tasks").glob("*.py"))
+STSB = "index genre filename year old_index source1 source2 sentence1 sentence2 score"
+SQUAD = {
+    "version": "v2.0",
+    "data": [
+        {
+            "title": "A",
+            "paragraphs": [
+                {
+                    "context": "Of old it was red.",
+                    "qas": [
+                        {
+                            "id": "1",
+                            "question": "What was it?",
+                            "is_impossible": False,
+                            "answers": [{"text": "red", "answer_start": 14}],
+                        },
+                        {
+                            "id": "2",
+                            "question": "Who?",
+                            "is_impossible": True,
+                            "answers": [],
+                            "plausible_answers": [{"text": "it", "answer_start": 7}],
+                        },
+                    ],
+                }
+            ],
+        }
+    ],
+}
+# As those who spread the data lay them out.
+LAYOUTS = {
+    "sst2": "sentence\tlabel\na fine film \t1\na bore \t0\n",
+    "stsb": STSB.replace(" ", "\t") + "\n0\tnews\tx\t2012\t1\tnone\t\tA .\tB .\t5.000\n",
+    "conll2000": "Confidence NN B-NP\nin IN B-PP\n\nIt PRP B-NP\n. . O\n",
+    "squad": json.dumps(SQUAD),
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_task_file_reads_what_its_docstring_names(file, tmp_path, monkeypatch):
+    text = ast.get_docstring(ast.parse(file.read_text()))
+    assert f"bert-jax finetune experiments/tasks/{file.name} --from" in text
+    assert all(f"\n{word}:" in text for word in ("Source", "Hardware", "Expected"))
+    claim = resolve.load(str(file), Finetuning)
+    assert claim.name == file.stem
+    monkeypatch.chdir(tmp_path)
+    for source in (*claim.task.train, *claim.task.validation):
+        path = pathlib.Path(source.partition(":")[2])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(LAYOUTS[file.stem])
+        found = records.read(claim.task, (source,), "labelled")
+        assert len(found) == (1 if file.stem == "stsb" else 2)
+    records.labels_of(claim.task, found)
