@@ -82,18 +82,15 @@ class FinetuningJob:
             )
         changed = resolve.differences(saved, self.claim, "identity")
         changed = [line for line in changed if not line.startswith("init_from:")]
-<<<<<<< .merge_file_z5YhVT
         labels = tuple(metadata["notes"]["labels"])
-        if labels != self.labels and not changed:
-            raise InputError(
-                f"{self._workdir.root}: this run learned the labels {tables.listed(labels)}, and "
-                f"those of the training examples are {tables.listed(self.labels)}; put them back, "
-                "or start anew with another --workdir"
-            )
-=======
         if not changed:
-            self.require_same(metadata)  # now: the head of other labels has another shape
->>>>>>> .merge_file_vHqeLa
+            if labels != self.labels:
+                raise InputError(
+                    f"{self._workdir.root}: this run learned the labels {tables.listed(labels)}, "
+                    f"and those of the training examples are {tables.listed(self.labels)}; put "
+                    "them back, or start anew with another --workdir"
+                )
+            self.require_same(metadata)  # before a state of another shape is read
         return changed
 
     def prepare(self, processes: int) -> None:

@@ -63,18 +63,11 @@ class Job(Protocol):
 
         Args:
           saved: the claim of a checkpoint.
-<<<<<<< .merge_file_YPfCT9
           metadata: of the checkpoint, its `notes` and as `init_sha256` what `begin` gave among it.
-
-        Raises:
-          InputError: the weights it begins with are others now, or the state has another shape.
-=======
-          metadata: of that checkpoint; its `init_sha256` is the hash that `begin` gave then.
 
         Raises:
           InputError: the weights it begins with are others now, or what it learns from, as far as
             that is known.
->>>>>>> .merge_file_a425vK
         """
 
     def prepare(self, processes: int) -> None:

@@ -286,11 +286,17 @@ def test_other_settings_are_refused_where_a_run_goes_on(lora):
     refuses(lora, *words, settings=("adapt.how=lora", "epochs=3", "adapt.lora_rank=4"))
 
 
-@pytest.mark.parametrize("label", ["no", "maybe"])
-def test_other_examples_are_refused_where_a_run_goes_on(lora, label):
+@pytest.mark.parametrize(
+    ("label", "what"),
+    [
+        ("no", "the examples are not those that this run learned from"),
+        ("maybe", "this run learned the labels"),
+    ],
+)
+def test_other_examples_are_refused_where_a_run_goes_on(lora, label, what):
     """Though they have the same settings; also where there is one more label."""
     with changed("train.tsv", "\tyes", f"\t{label}"):
-        words = (f"{lora}: the examples are not those that this run learned from", "--workdir")
+        words = (f"{lora}: {what}", "--workdir")
         refuses(lora, *words, settings=("adapt.how=lora", "epochs=3"))
 
 
