@@ -48,12 +48,13 @@ def make_mesh(layout: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.
 
 
 def one_device() -> jax.sharding.Mesh:
-    """A mesh of this machine's first device.
+    """A mesh of this process's first device.
 
     Raises:
       InputError: see `make_mesh`.
     """
-    return make_mesh(Mesh(), _all_devices()[:1])
+    ours = [d for d in _all_devices() if d.process_index == jax.process_index()]
+    return make_mesh(Mesh(), ours[:1])
 
 
 def _all_devices() -> Sequence[jax.Device]:

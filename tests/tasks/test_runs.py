@@ -7,11 +7,14 @@ import pathlib
 import random
 import shutil
 import signal
+import subprocess
+import sys
 
 import broken
 import jax
 import numpy as np
 import pytest
+import small_run
 from compare import assert_identical
 from etils import epath
 
@@ -108,7 +111,9 @@ def lines(workdir):
 
 def job_of(workdir):
     claim = resolve.load_saved(Workdir(workdir), Finetuning)
-    return FinetuningJob(claim, Workdir(workdir), lambda line: None)
+    job = FinetuningJob(claim, Workdir(workdir), lambda line: None)
+    job.require_runnable(mesh_lib.make_mesh(claim.mesh))
+    return job
 
 
 def final_state(workdir):
@@ -201,6 +206,28 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request, monke
     undisturbed = request.getfixturevalue(how)
     assert again == lines(undisturbed)
     assert_identical(final_state(f"{how}-stopped")[1], final_state(undisturbed)[1])
+
+
+def test_two_processes_are_one_run(lora):
+    """Each reads the base's checkpoint and the examples, once they are connected."""
+    command = ["finetune", "classify.py", "--from", "run", "--workdir", "pod"]
+    command += ["--set", "adapt.how=lora", "--set", "epochs=3"]
+    root = str(pathlib.Path(__file__).parents[2])
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "launch", "local_pod", "--processes", "2", "--"),
+            *(sys.executable, "-m", "bert_jax.cli", *command),
+        ],
+        env=os.environ | small_run.settings(1) | {"PYTHONPATH": root},
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    assert len(lines("pod")) == len(lines(lora))
+    for ours, theirs in zip(lines("pod"), lines(lora), strict=True):
+        assert ours.pop("kind") == theirs.pop("kind")
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
 def test_a_run_goes_back_over_steps_without_a_loss(monkeypatch):
