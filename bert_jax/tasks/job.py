@@ -42,11 +42,6 @@ class FinetuningJob:
     def __init__(self, claim: Finetuning, workdir: Workdir, say: Callable[[str], None]):
         self.claim, self.compute_dtype = claim, claim.adapt.compute_dtype
         self._workdir, self._say = workdir, say
-        self.fixed: Any = None
-
-    def _read(self) -> None:
-        """The base and the examples: once processes are connected, for weights start jax."""
-        claim = self.claim
         self._base = Adapted.of(claim)
         self._train = records.read(claim.task, claim.task.train, "labelled")
         self._held_out = records.read(claim.task, claim.task.validation, "labelled")
@@ -65,14 +60,10 @@ class FinetuningJob:
         self._batches = rows.TrainBatches(
             self._rows, self._base.tokenizer.pad_id, claim.batch_size, claim.seed
         )
+        self.fixed: Any = None
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """See `Job`; reads what there is to learn first.
-
-        Raises:
-          InputError: also a base or examples that cannot be read.
-        """
-        self._read()
+        """See `Job`."""
         adapt_lib.require_layout(self.claim.adapt, self.claim.mesh)
         step.abstract_state(self.objective, self.optimizer, self.claim.mesh, mesh)
         size = self.claim.batch_size
