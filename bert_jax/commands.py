@@ -239,6 +239,30 @@ def _fill_masks(args: argparse.Namespace) -> int:
     return FINISHED
 
 
+def embed(args: argparse.Namespace) -> int:
+    """Write vectors of texts: of each text, or of each of its pieces."""
+    from etils import epath
+
+    from bert_jax import embed
+    from bert_jax.predict import Trained
+    from bert_jax.text import lines
+    from bert_jax.training import mesh as mesh_lib
+
+    features = embed.Features(
+        pooling=args.pooling,
+        layers=args.layers,
+        combine=args.combine,
+        length="unit" if args.normalize else "as_is",
+    )
+    found = lines.read(args.texts) if args.texts else _input_lines()
+    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    embedder = embed.Embedder(
+        trained, features, mesh_lib.make_mesh(Mesh()), args.max_length, args.batch_tokens
+    )
+    embed.write(embedder, (line for _, line in found), epath.Path(args.out), _console_say())
+    return FINISHED
+
+
 def import_(args: argparse.Namespace) -> int:
     """Make a base of others' checkpoint, or of a run."""
     from etils import epath
@@ -340,13 +364,10 @@ def _workdir(args: argparse.Namespace, experiment: Experiment):
 
 
 def _input_lines() -> Iterator[tuple[str, str]]:
-    """(where, line) of standard input, split at \\n alone."""
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        where = f"standard input:{number}"
-        try:
-            yield where, line.removesuffix(b"\n").decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{where}: byte {error.start} of the line is not UTF-8") from error
+    """(where, line) of standard input."""
+    from bert_jax.text import lines
+
+    return lines.decoded(sys.stdin.buffer, "standard input")
 
 
 def _asked_lines() -> Iterator[tuple[str, str, str | None]]:

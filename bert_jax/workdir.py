@@ -110,15 +110,28 @@ def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
             # As bytes: a text would be written in the encoding of this machine's language.
             path.write_bytes((text if isinstance(text, str) else "".join(text)).encode())
         return
+    with new_file(path) as beside, beside.open("w", encoding="utf-8") as file:
+        file.writelines((text,) if isinstance(text, str) else text)
+
+
+@contextlib.contextmanager
+def new_file(path: epath.Path) -> Iterator[epath.Path]:
+    """Gives a place beside the file's to write to, which takes it, flushed to disk, at the end.
+
+    A failure leaves what was there before.
+
+    Raises:
+      InputError: it cannot be written, or is a device or a pipe, which would be replaced by a file.
+    """
+    if is_bucket(path):
+        raise InputError(f"{path}: is made whole on this machine alone; name a file here")
     require_plain(path)
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with named_errors(path):
         try:
-            with beside.open("w", encoding="utf-8") as file:
-                file.writelines((text,) if isinstance(text, str) else text)
-                file.flush()
-                with contextlib.suppress(AttributeError, OSError):
-                    os.fsync(file.fileno())
+            yield beside
+            with contextlib.suppress(OSError), open(os.fspath(beside), "rb") as file:
+                os.fsync(file.fileno())
             beside.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -53,6 +53,17 @@ def test_a_corpus_that_does_not_fit_leaves_nothing(size, disk, copy_of_run):
         assert not tree(disk.folder)
 
 
+@pytest.mark.parametrize("name", ["v.npz", "v.parquet", "v.jsonl"])
+def test_vectors_that_do_not_fit_leave_nothing(name, disk, copy_of_run):
+    disk.mount("size=40k")
+    code, err = call(
+        f"embed --workdir run text/all.txt --pooling tokens --out {disk.folder}/{name}"
+    )
+    assert (code, err.count("\n")) == (2, 1), err
+    assert f"{disk.folder}/{name}: the disk is full; free some space" in err
+    assert not tree(disk.folder)
+
+
 def test_a_disk_that_fills_up_in_a_run_costs_no_checkpoint(disk, copy_of_run, caplog):
     """With more space the same command goes on, and the run is that of an endless disk."""
     disk.mount("size=1m")

@@ -54,6 +54,8 @@ ALLOWED = {
         "base",
     },
     "predict": {"config", "resolve", "workdir", "text", "data", "model", "training", "base"},
+    "vectors": {"config", "workdir"},
+    "embed": {"config", "data", "model", "training", "predict", "vectors"},
     "doctor": {"section", "config", "resolve", "workdir", "text", "data", "training"},
     "report": {
         "bucket",
@@ -192,7 +194,7 @@ def test_no_import_cycles():
 def test_no_tensorflow_or_torch_at_run_time():
     code = (
         "import sys, bert_jax.cli, bert_jax.interop.importing, bert_jax.interop.exporting,"
-        "bert_jax.predict, bert_jax.show, bert_jax.training.session;"
+        "bert_jax.predict, bert_jax.embed, bert_jax.show, bert_jax.training.session;"
         "sys.exit(bool({'tensorflow', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -138,6 +138,7 @@ COMMANDS = [
     "show --workdir run --rows 1",
     "config --workdir run",
     "predict --workdir run wa",
+    "embed --workdir run text/all.txt --pooling tokens --out run/vectors.npz",
     "report run",
     "doctor run",
     "doctor corpus",

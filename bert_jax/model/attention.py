@@ -1,9 +1,10 @@
-"""Scaled dot-product attention, in two ways that differ in what the backward pass finds.
+"""Scaled dot-product attention, in two ways that differ in what the backward pass finds; and of
+texts that share rows.
 
 Matrix products run in the type of their input and add up in float32; scores and softmax are
 float32.
 
-Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads.
+Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads; N texts of all rows.
 """
 
 import functools
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.model.layers import Noise
+from bert_jax.model.packing import Packing
 
 # The reference adds this to scores of padding (modeling.py, attention_layer).
 _MASKED_SCORE = -10_000.0
@@ -53,6 +55,19 @@ def attend(
         probs = jnp.where(keep, probs, jnp.zeros_like(probs))
         value = value * jnp.asarray(noise.scale(rate), value.dtype)
     return _product("bhqk,bkhd->bqhd", probs, value).astype(value.dtype)
+
+
+def attend_packed(
+    query: jax.Array, key: jax.Array, value: jax.Array, packing: Packing
+) -> jax.Array:
+    """As `attend` without dropout, each text by itself: [B, S, H, D / H] each -> the same."""
+    # Heads before places: else a CPU turns all scores around.
+    query, key, value = (jnp.swapaxes(packing.apart(x), 1, 2) for x in (query, key, value))
+    factor = 1.0 / math.sqrt(query.shape[-1])
+    scores = _product("nhqd,nhkd->nhqk", query, key) * factor + _padding(packing.mask)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True)).astype(value.dtype)
+    context = _product("nhqk,nhkd->nhqd", weights, value) / _row_sums(weights)
+    return packing.together(jnp.swapaxes(context, 1, 2).astype(value.dtype))
 
 
 def attend_again(

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.config import Model
 from bert_jax.model import attention, layers
+from bert_jax.model.packing import Packing
 
 # Rows of the vocabulary's tables are a multiple of this on every mesh, so that they can be
 # sharded anywhere and a checkpoint fits everywhere.
@@ -70,10 +71,20 @@ class Embeddings(nnx.Module):
         self.segment = Embedding(cfg.type_vocab_size, width, init, rngs=rngs)
         self.layer_norm = layers.LayerNorm(width)
 
-    def __call__(self, input_ids: jax.Array, segment_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """int32 [B, S] each -> float32 [B, S, D]; words as they are in the compute type."""
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        segment_ids: jax.Array,
+        dtype: jnp.dtype,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """int32 [B, S] each -> float32 [B, S, D]; words as they are in the compute type.
+
+        Positions rise from 0 in each row if none are given.
+        """
         word = look_up(self.word.embedding[...], input_ids, dtype)
-        position = self.position.embedding[: input_ids.shape[1]]
+        position = self.position.embedding
+        position = position[: input_ids.shape[1]] if positions is None else position[positions]
         # A product with one-hot rows: its gradient is a product too, not a scatter into two rows.
         table = self.segment.embedding[...]
         one_hot = jax.nn.one_hot(segment_ids.reshape(-1), len(table), dtype=jnp.float32)
@@ -135,7 +146,7 @@ def run_layer(
     layer: Layer,
     cfg: Model,
     x: jax.Array,
-    input_mask: jax.Array,
+    input_mask: jax.Array | Packing,
     noise: layers.Noise | None,
     scores: Literal["kept", "recomputed"],
 ) -> jax.Array:
@@ -151,7 +162,11 @@ def run_layer(
         product(dense, x, heads) for dense in (layer.query, layer.key, layer.value)
     )
     attend = attention.attend if scores == "kept" else attention.attend_again
-    context = attend(query, key, value, input_mask, at(0), cfg.attention_probs_dropout_prob)
+    if isinstance(input_mask, Packing):
+        context = attention.attend_packed(query, key, value, input_mask)
+    else:
+        rate = cfg.attention_probs_dropout_prob
+        context = attend(query, key, value, input_mask, at(0), rate)
     attended = product(layer.attention_output, context.reshape(b, s, d), x.shape).astype(
         jnp.float32
     )
@@ -182,7 +197,7 @@ def encode(
     cfg: Model,
     input_ids: jax.Array,
     segment_ids: jax.Array,
-    input_mask: jax.Array,
+    input_mask: jax.Array | Packing,
     noise: layers.Noise | None,
     loop: Loop,
     outputs: Literal["last", "all"] = "last",
@@ -194,8 +209,8 @@ def encode(
       cfg: its shape.
       input_ids: int32 [B, S].
       segment_ids: int32 [B, S].
-      input_mask: int32 [B, S], 0 for padding.
-      noise: of dropout; None drops nothing.
+      input_mask: int32 [B, S], 0 for padding; a `Packing` if several texts share a row.
+      noise: of dropout; None drops nothing, and texts that share a row want that.
       loop: how the layers are run.
       outputs: `last`, or `all`: the embeddings and every layer.
 
@@ -203,7 +218,8 @@ def encode(
       [B, S, D] or [L + 1, B, S, D], in the compute type.
     """
     dtype = jnp.dtype(cfg.compute_dtype)
-    x = encoder.embeddings(input_ids, segment_ids, dtype)
+    positions = input_mask.positions if isinstance(input_mask, Packing) else None
+    x = encoder.embeddings(input_ids, segment_ids, dtype, positions)
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
 

@@ -93,7 +93,10 @@ def _torus(devices: Sequence[jax.Device]) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def named_memory() -> Iterator[None]:
+def named_memory(
+    remedy: str = "take a smaller model or phases.N.batch_size, or set mesh.accumulation, "
+    "mesh.remat or mesh.parallelism",
+) -> Iterator[None]:
     """Raises InputError where the devices have too little memory for what is done meanwhile."""
     try:
         yield
@@ -104,8 +107,7 @@ def named_memory() -> Iterator[None]:
         wanted = re.search(r"allocat\w+ ([\d.]+ ?\w+)", text)
         raise InputError(
             "the devices have too little memory for this model and batch"
-            f"{f' ({wanted[1]} more wanted)' if wanted else ''}: take a smaller model or "
-            "phases.N.batch_size, or set mesh.accumulation, mesh.remat or mesh.parallelism"
+            f"{f' ({wanted[1]} more wanted)' if wanted else ''}: {remedy}"
         ) from error
 
 

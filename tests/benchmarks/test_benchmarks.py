@@ -9,7 +9,7 @@ import sys
 import pytest
 import small_run
 
-from benchmarks import measure, torch_step, worker
+from benchmarks import embed, measure, torch_step, worker
 
 
 def figures(name, folder, *arguments):
@@ -64,6 +64,30 @@ def test_start_prints_its_figures(tmp_path):
 def test_torch_step_prints_its_figures(tmp_path):
     arguments = ("--shapes", "micro", "--rounds", 1, "--compiled", "")
     assert figures("torch_step", tmp_path, *arguments)["micro_float32_stock"] > 0
+
+
+@pytest.mark.skipif(
+    not (measure.ROOT / ".venv-torch" / "embed").exists(), reason="`make bench-embed` first"
+)
+def test_embed_prints_its_figures_and_both_sides_agree(tmp_path):
+    arguments = ("--sentences", 9, "--rounds", 1, "--batches", "2,4", "--threads", 1)
+    found = figures("embed", tmp_path, *arguments)
+    assert found["sentences_per_second"] > 0 and found["first_ratio"] > 0
+    assert found["largest_difference"] < 1e-5
+
+
+def test_embed_is_compared_with_the_peer_s_best_batch():
+    seconds = {
+        "ours": [(2.0, 4.0), (1.0, 2.0), (4.0, 8.0)],
+        "peer 32": [(3.0, 3.0), (6.0, 6.0), (8.0, 8.0)],
+        "peer 64": [(4.0, 9.0), (5.0, 9.0), (5.0, 9.0)],
+    }
+    first = {"ours": (4.0, 5.0), "peer 32": (3.0, 4.0), "peer 64": (2.0, 3.0)}
+    found = embed.figures(seconds, first, 10, 1e-6)
+    assert (found["sentences_per_second"], found["peer_sentences_per_second"]) == (5.0, 2.0)
+    assert (found["ratio"], found["ratio_median"]) == (3.0, 2.5)
+    assert (found["cpu_ratio"], found["cpu_ratio_median"]) == (1.5, 1.5)
+    assert (found["first_ratio"], found["largest_difference"]) == (0.5, 1e-6)
 
 
 def test_the_faster_peer_is_the_one_we_are_compared_with():

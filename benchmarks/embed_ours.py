@@ -1,0 +1,44 @@
+"""Our side of `embed`, served from its own process."""
+
+import pathlib
+import time
+
+import jax
+import numpy as np
+from etils import epath
+
+from benchmarks import worker
+from bert_jax import embed
+from bert_jax.config import Mesh
+from bert_jax.interop import importing
+from bert_jax.predict import Trained
+from bert_jax.training import mesh as mesh_lib
+
+
+class Ours:
+    """One encoder, and the sentences."""
+
+    def build(self, source: str, folder: str, max_length: int, devices: int) -> int:
+        """Imports the weights; returns the tokens of all sentences."""
+        jax.config.update("jax_num_cpu_devices", devices)
+        self._folder = pathlib.Path(folder)
+        base = epath.Path(folder) / "base"
+        importing.import_weights(epath.Path(source), base, None, lambda line: None)
+        trained = Trained.of(base)
+        mesh = mesh_lib.make_mesh(Mesh())
+        self._embedder = embed.Embedder(trained, embed.Features(), mesh, max_length)
+        self._texts = (self._folder / "texts.txt").read_text().splitlines()
+        pieces = (len(trained.tokenizer.encode(text)) for text in self._texts)
+        return sum(min(count + 2, max_length) for count in pieces)
+
+    def embed(self) -> tuple[float, float]:
+        """Wall and CPU seconds from the sentences to their vectors."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        vectors = np.concatenate([found.vectors for found in self._embedder.embed(self._texts)])
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        np.save(self._folder / "ours.npy", vectors)
+        return wall, cpu
+
+
+if __name__ == "__main__":
+    worker.serve(Ours())

@@ -1,0 +1,85 @@
+"""Texts of any length to rows of the same number of tokens, with next to no padding.
+
+Texts are sorted by length and put one behind the other; attention, which takes each by itself, gets
+room for K tokens a text (`model.packing`). K is one of a few numbers, so that texts of all lengths
+share a handful of compiled programs.
+
+Shape letters: S tokens of a row, N texts of a row, K places for the tokens of a text.
+"""
+
+import collections
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+# K; beyond, a multiple of the last.
+_PLACES = (16, 32, 64, 128)
+
+Row = list[int]
+
+
+def batches(
+    lengths: Sequence[int], row_tokens: int, longest: int, shards: int
+) -> Iterator[tuple[int, int, list[Row]]]:
+    """Texts from the longest to the shortest, as many as go into a row, a row a shard.
+
+    Args:
+      lengths: tokens of each text.
+      row_tokens: S.
+      longest: that a text may be; at most S.
+      shards: rows of a batch.
+
+    Yields:
+      K and N, which depend on each other alone, and which texts are in each row.
+    """
+    order = collections.deque(sorted(range(len(lengths)), key=lambda i: -lengths[i]))
+    while order:
+        places, shorter = _places(lengths[order[0]], longest)
+        # So many as fill a row if all are just too long for the next shorter program.
+        slots = max(row_tokens // (shorter + 1), 1)
+        rows: list[Row] = []
+        for _ in range(shards):
+            row: Row = []
+            left = row_tokens
+            while order and len(row) < slots and lengths[order[0]] <= left:
+                left -= lengths[order[0]]
+                row.append(order.popleft())
+            rows.append(row)
+        yield places, slots, rows
+
+
+def pack(
+    texts: Sequence[np.ndarray], row_tokens: int, slots: int, places: int
+) -> dict[str, np.ndarray]:
+    """One row: `input_ids` int32 [S], and the parts of a `Packing` of it, [S], [N, K] and [S].
+
+    Args:
+      texts: ids of each, N at most, of K tokens at most, S together at most.
+      row_tokens: S.
+      slots: N.
+      places: K.
+    """
+    lengths = np.array([len(ids) for ids in texts], int)
+    starts = np.cumsum(lengths) - lengths
+    column = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+
+    def padded(values: np.ndarray) -> np.ndarray:
+        return np.pad(values, (0, row_tokens - len(values))).astype(np.int32)
+
+    tokens = np.full((slots, places), row_tokens, np.int32)
+    numbers = np.repeat(np.arange(len(texts)), lengths)
+    tokens[numbers, column] = np.arange(len(column))
+    return {
+        "input_ids": padded(np.concatenate([np.empty(0, int), *texts])),
+        "positions": padded(column),
+        "tokens": tokens,
+        "places": padded(numbers * places + column),
+    }
+
+
+def _places(length: int, longest: int) -> tuple[int, int]:
+    """K for texts of this length, and the next smaller one."""
+    step = _PLACES[-1]
+    steps = [_PLACES[0] // 2, *_PLACES, *range(2 * step, longest + step, step)]
+    i = next(i for i, most in enumerate(steps) if i and most >= length)
+    return min(steps[i], longest), steps[i - 1]

@@ -1,0 +1,321 @@
+"""Vectors of texts from the encoder of a run or a base.
+
+[CLS] and [SEP] stand around each text, as the encoder knows it, and an empty text is one, too.
+Texts are read some thousands at a time and put into rows by length (`data.packed`).
+
+Shape letters: S tokens of a row, N texts of a row, W width of a vector.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.sharding import PartitionSpec
+
+from bert_jax import vectors as vectors_lib
+from bert_jax.config import InputError, Model
+from bert_jax.data import packed
+from bert_jax.model import heads
+from bert_jax.model.encoder import Loop, encode
+from bert_jax.model.packing import Packing
+from bert_jax.predict import Trained
+from bert_jax.training import mesh as mesh_lib
+
+# Texts that are sorted together, their characters, and the bytes of vectors that are held.
+_TEXTS, _CHARACTERS, _BYTES = 8_192, 2**24, 2**28
+# Tokens of a row where nobody says: what a layer makes of so many stays in a CPU's caches; other
+# devices want much to do at once.
+_CPU_TOKENS, _OTHER_TOKENS, _MOST_TOKENS = 1_024, 16_384, 2**20
+# Batches that devices have been given before the first is waited for.
+_UNDER_WAY = 2
+_SECONDS_BETWEEN_LINES = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Features:
+    """What is taken of the encoder.
+
+    Attributes:
+      pooling: `mean` of all tokens, [CLS] and [SEP] among them, as sentence-transformers pools;
+        `cls`, the vector of [CLS]; `tokens`, one of each piece, without [CLS] and [SEP].
+      layers: 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
+      combine: the layers' vectors, one behind the other, or their mean.
+      length: of a vector: as it comes, or 1.
+    """
+
+    pooling: Literal["mean", "cls", "tokens"] = "mean"
+    layers: tuple[int, ...] = (-1,)
+    combine: Literal["concat", "mean"] = "concat"
+    length: Literal["as_is", "unit"] = "as_is"
+
+
+@dataclasses.dataclass
+class Embedded:
+    """Some texts in a row.
+
+    Attributes:
+      vectors: float32 [texts, W]; of `tokens` [pieces, W], text after text.
+      pieces: of each text; None unless vectors are of `tokens`.
+    """
+
+    vectors: np.ndarray
+    pieces: list[list[str]] | None
+
+
+class Embedder:
+    """An encoder, whole on each device of a mesh; texts are cut over them.
+
+    Attributes:
+      width: W.
+      max_length: tokens of a text that are read, [CLS] and [SEP] among them.
+      texts: done so far.
+      cut: those of them that were longer.
+
+    Args:
+      trained: whose encoder.
+      features: what is taken of it.
+      mesh: of the devices.
+      max_length: 0: as many as the model has positions.
+      batch_tokens: that a device works on at a time; 0: 1,024 on a CPU, 16,384 elsewhere. A text
+        of `max_length` fits in anyway.
+
+    Raises:
+      InputError: a layer that is not there, or a number out of range.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        features: Features,
+        mesh: jax.sharding.Mesh,
+        max_length: int = 0,
+        batch_tokens: int = 0,
+    ):
+        model, most = trained.model, trained.model.max_position_embeddings
+        if max_length and not 3 <= max_length <= most:
+            raise InputError(f"--max-length {max_length}: must be from 3 to the model's {most}")
+        if not 0 <= batch_tokens <= _MOST_TOKENS:
+            raise InputError(f"--batch-tokens {batch_tokens}: must be from 0 to {_MOST_TOKENS}")
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        layers = _layers(features.layers, model)
+        self.width = model.hidden_size * (len(layers) if features.combine == "concat" else 1)
+        self.max_length = max_length or most
+        self.texts = self.cut = 0
+        self._features, self._mesh, self._tokenizer = features, mesh, trained.tokenizer
+        self._row_tokens = max(
+            batch_tokens or (_CPU_TOKENS if on_cpu else _OTHER_TOKENS), self.max_length
+        )
+        shallow, params = _up_to(max(*layers, 1), model, trained.params)
+        self._params = jax.device_put(params, mesh_lib.replicated(mesh))
+        self._run = _program(shallow, features, layers, mesh)
+
+    @property
+    def longest_piece(self) -> int:
+        """Characters of the vocabulary's longest piece; 0 unless vectors are of `tokens`."""
+        if self._features.pooling != "tokens":
+            return 0
+        return max(len(self._tokenizer.piece(i)) for i in range(self._tokenizer.size))
+
+    def embed(self, texts: Iterable[str]) -> Iterator[Embedded]:
+        """Vectors of texts, in their order, some thousands at a time.
+
+        Raises:
+          InputError: the model gives numbers that are not finite, or has too much to do at once.
+        """
+        with ThreadPoolExecutor(1) as beside:  # devices work on a window while the next is made
+            ready = None
+            for window in _windows(texts):
+                ready, before = beside.submit(self._encoded, window), ready
+                if before is not None:
+                    yield from self._embedded(before.result())
+            if ready is not None:
+                yield from self._embedded(ready.result())
+
+    def _encoded(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids with [CLS] and [SEP], not cut."""
+        tok = self._tokenizer
+        return [np.array([tok.cls_id, *tok.encode(text), tok.sep_id], np.int32) for text in texts]
+
+    def _embedded(self, texts: list[np.ndarray]) -> Iterator[Embedded]:
+        """In parts whose vectors are not too many to hold."""
+        most = self.max_length
+        cut = [ids if len(ids) <= most else np.append(ids[: most - 1], ids[-1:]) for ids in texts]
+        rows = np.array([len(ids) - 2 for ids in cut])
+        if self._features.pooling != "tokens":
+            rows = np.ones_like(rows)
+        part = np.cumsum(rows) * self.width * 4 // _BYTES
+        for start, end in _ranges(part):
+            offsets = np.cumsum([0, *rows[start:end]])
+            vectors = np.empty((offsets[-1], self.width), np.float32)
+            for i, found in self._computed(cut[start:end]):
+                vectors[offsets[i] : offsets[i + 1]] = found
+            if not np.isfinite(vectors).all():
+                raise InputError(
+                    f"texts {self.texts + 1} to {self.texts + end - start}: the model gives "
+                    "numbers that are not finite; take another checkpoint"
+                )
+            self.texts += end - start
+            self.cut += sum(len(ids) > self.max_length for ids in texts[start:end])
+            pieces = None
+            if self._features.pooling == "tokens":
+                piece = self._tokenizer.piece
+                pieces = [[piece(i) for i in ids[1:-1].tolist()] for ids in cut[start:end]]
+            yield Embedded(vectors, pieces)
+
+    def _computed(self, texts: list[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
+        """(which text, its vectors), in the order in which devices do them."""
+        lengths = [len(ids) for ids in texts]
+        shards, sharding = mesh_lib.data_shards(self._mesh), mesh_lib.batch_sharding(self._mesh)
+        under_way: collections.deque[tuple[list[packed.Row], jax.Array]] = collections.deque()
+        for places, slots, rows in packed.batches(
+            lengths, self._row_tokens, self.max_length, shards
+        ):
+            made = [
+                packed.pack([texts[i] for i in row], self._row_tokens, slots, places)
+                for row in rows
+            ]
+            batch = {name: np.stack([row[name] for row in made]) for name in made[0]}
+            with _named_memory():
+                under_way.append((rows, self._run(self._params, jax.device_put(batch, sharding))))
+            if len(under_way) > _UNDER_WAY:
+                yield from self._fetched(lengths, *under_way.popleft())
+        while under_way:
+            yield from self._fetched(lengths, *under_way.popleft())
+
+    def _fetched(
+        self, lengths: list[int], rows: list[packed.Row], output: jax.Array
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        with _named_memory():
+            vectors = np.asarray(output)
+        for row, found in zip(rows, vectors, strict=True):
+            start = 0
+            for slot, i in enumerate(row):
+                if self._features.pooling == "tokens":
+                    yield i, found[start + 1 : start + lengths[i] - 1]
+                else:
+                    yield i, found[slot]
+                start += lengths[i]
+
+
+def write(
+    embedder: Embedder, texts: Iterable[str], path: epath.Path, say: Callable[[str], None]
+) -> None:
+    """Writes the vectors of texts to a file (see `vectors`), a row or an object a text.
+
+    Raises:
+      InputError: it cannot be written; see `Embedder.embed`.
+    """
+    began = said = time.monotonic()
+    with vectors_lib.writing(path, embedder.width, embedder.longest_piece) as add:
+        for found in embedder.embed(texts):
+            add(found.vectors, found.pieces)
+            if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                say(f"{embedder.texts} texts, {embedder.texts / (said - began):.0f} a second")
+    seconds = time.monotonic() - began
+    say(
+        f"{path}: {embedder.texts} texts, {embedder.width} numbers a vector; {seconds:.1f} s, "
+        f"{embedder.texts / seconds:.0f} texts a second"
+    )
+    if embedder.cut:
+        say(f"cut to {embedder.max_length} tokens: {embedder.cut} of {embedder.texts} texts")
+
+
+# --- on the host --------------------------------------------------------------------------------
+
+
+def _windows(texts: Iterable[str]) -> Iterator[list[str]]:
+    window: list[str] = []
+    characters = 0
+    for text in texts:
+        window.append(text)
+        characters += len(text)
+        if len(window) == _TEXTS or characters >= _CHARACTERS:
+            yield window
+            window, characters = [], 0
+    if window:
+        yield window
+
+
+def _ranges(part: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Where runs of equal numbers begin and end."""
+    cuts = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]
+    yield from itertools.pairwise(cuts)
+
+
+def _named_memory() -> contextlib.AbstractContextManager[None]:
+    return mesh_lib.named_memory("take a smaller --batch-tokens or --max-length")
+
+
+# --- on the devices -----------------------------------------------------------------------------
+
+
+def _layers(asked: tuple[int, ...], model: Model) -> tuple[int, ...]:
+    """Counted from 0, the embeddings."""
+    count = model.num_hidden_layers
+    for number in asked:
+        if not -count - 1 <= number <= count:
+            raise InputError(
+                f"--layers {number}: the model has layers 1 to {count}, and 0, the embeddings; "
+                f"counted from the last, -1 to {-count - 1}"
+            )
+    return tuple(number % (count + 1) for number in asked)
+
+
+def _up_to(depth: int, model: Model, params: heads.Params) -> tuple[Model, heads.Params]:
+    """The model and its parameters without the layers above."""
+    encoder = params["encoder"]
+    layers = jax.tree.map(lambda stacked: stacked[:depth], encoder["layers"])
+    shallow = dataclasses.replace(model, num_hidden_layers=depth)
+    return shallow, params | {"encoder": encoder | {"layers": layers}}
+
+
+def _program(
+    model: Model, features: Features, layers: tuple[int, ...], mesh: jax.sharding.Mesh
+) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
+    """Of rows that `packed.pack` makes: float32 [rows, N, W]; of `tokens` [rows, S, W]."""
+
+    def of_shard(params: heads.Params, batch: dict[str, jax.Array]) -> jax.Array:
+        ids = batch["input_ids"]  # [1, S]: of each shard one row
+        packing = Packing(batch["positions"], batch["tokens"][0], batch["places"])
+        encoder = heads.merge(model, params).encoder
+        inputs = encoder, model, ids, jnp.zeros_like(ids), packing, None, Loop()
+        if layers == (model.num_hidden_layers,):
+            found = [encode(*inputs)]
+        else:
+            every = encode(*inputs, outputs="all")
+            found = [every[layer] for layer in layers]
+        found = [hidden.astype(jnp.float32) for hidden in found]
+        combined = (
+            jnp.concatenate(found, -1) if features.combine == "concat" else sum(found) / len(found)
+        )
+        vectors = _pooled(combined, packing, features.pooling)
+        if features.length == "unit":
+            norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+            vectors = vectors / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
+        return vectors
+
+    spec = mesh_lib.batch_spec(mesh)
+    return jax.jit(
+        jax.shard_map(of_shard, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec)
+    )
+
+
+def _pooled(hidden: jax.Array, packing: Packing, pooling: str) -> jax.Array:
+    """[1, S, W] -> [1, N, W], or as it is for `tokens`."""
+    if pooling == "tokens":
+        return hidden
+    if pooling == "cls":
+        first = packing.tokens[:, 0]
+        return jnp.take(hidden, first, axis=1, mode="fill", fill_value=0)
+    counts = jnp.maximum(packing.mask.sum(axis=1), 1)  # none where there is no text
+    return (packing.apart(hidden).sum(axis=1) / counts[:, None])[None]

@@ -1,0 +1,289 @@
+"""Vectors of texts, against the paper's equations in float64 NumPy."""
+
+import dataclasses
+import gzip
+import json
+import math
+import pathlib
+
+import hf_folder
+import numpy as np
+import pytest
+import samples
+from broken import Case, call, refuses, remove, tree, write
+from etils import epath
+
+from bert_jax import embed
+from bert_jax.config import InputError
+from bert_jax.conformance import golden
+from bert_jax.interop import importing
+from bert_jax.predict import Trained
+
+LAYERS, HEADS, WIDTH = 3, 4, 64
+CLS, SEP = 2, 3
+# Pieces of texts of all lengths that share a program, and of one that is cut.
+LENGTHS = [7, 0, 1, 126, 30, 31, 14, 2, 62, 15, 63, 127, 5, 5, 300, 0]
+
+_erf = np.vectorize(math.erf)
+
+
+def bert(ids, segments, mask) -> np.ndarray:
+    """Devlin et al. 2018 and Vaswani et al. 2017, with PyTorch's weights: float64 [L + 1, S, D]."""
+
+    def dense(name, x):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def layer_norm(name, x):
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-12)
+        return x * weights[f"{name}.LayerNorm.weight"] + weights[f"{name}.LayerNorm.bias"]
+
+    weights = {
+        name.removeprefix("bert."): tensor.astype(np.float64)
+        for name, tensor in hf_folder.TENSORS.items()
+    }
+    table = "embeddings.{}_embeddings.weight".format
+    x = weights[table("word")][ids] + weights[table("token_type")][segments]
+    x = layer_norm("embeddings", x + weights[table("position")][: len(ids)])
+    found = [x]
+    for number in range(LAYERS):
+        at = f"encoder.layer.{number}"
+        query, key, value = (
+            dense(f"{at}.attention.self.{name}", x).reshape(len(x), HEADS, -1).swapaxes(0, 1)
+            for name in ("query", "key", "value")
+        )
+        scores = query @ key.swapaxes(1, 2) / math.sqrt(WIDTH / HEADS)
+        scores = np.exp(np.where(mask, scores, -np.inf))
+        context = (scores / scores.sum(-1, keepdims=True) @ value).swapaxes(0, 1).reshape(x.shape)
+        x = layer_norm(f"{at}.attention.output", x + dense(f"{at}.attention.output.dense", context))
+        inner = dense(f"{at}.intermediate.dense", x)
+        inner = inner * (1 + _erf(inner / math.sqrt(2))) / 2
+        x = layer_norm(f"{at}.output", x + dense(f"{at}.output.dense", inner))
+        found.append(x)
+    return np.stack(found)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("embed")
+    source = epath.Path(hf_folder.write(folder / "hf"))
+    importing.import_weights(source, epath.Path(folder / "base"), None, lambda line: None)
+    return Trained.of(epath.Path(folder / "base"))
+
+
+@pytest.fixture(scope="module")
+def ids():
+    rng = np.random.default_rng(0)
+    return [rng.integers(5, hf_folder.PIECES, n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def texts(ids):
+    return [" ".join(f"w{i}" for i in of_text) for of_text in ids]
+
+
+@pytest.fixture(scope="module")
+def states(ids):
+    """Of each text by itself."""
+    found = []
+    for of_text in ids:
+        whole = [CLS, *of_text[:126], SEP]
+        found.append(bert(whole, [0] * len(whole), np.ones(len(whole), bool)))
+    return found
+
+
+def embedded(trained, texts, devices=4, batch_tokens=200, max_length=0, **features):
+    """All vectors, all pieces, and the embedder."""
+    mesh = samples.mesh_of(devices)
+    features = embed.Features(**features)
+    embedder = embed.Embedder(trained, features, mesh, max_length, batch_tokens)
+    found = list(embedder.embed(iter(texts)))
+    vectors = np.concatenate([part.vectors for part in found])
+    assert vectors.dtype == np.float32 and vectors.shape[1] == embedder.width
+    pieces = [of_text for part in found for of_text in part.pieces or []]
+    return vectors, pieces, embedder
+
+
+def close(found, expected, tolerance=2e-6):
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() < tolerance * max(1, np.abs(expected).max())
+
+
+def test_the_numpy_model_is_pytorch_s():
+    batch, states = golden.pytorch("batch"), golden.pytorch("outputs")["hidden_states"]
+    for row, mask in enumerate(batch["attention_mask"].astype(bool)):
+        found = bert(batch["input_ids"][row], batch["token_type_ids"][row], mask)
+        close(states[:, row, mask], found[:, mask], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "layers", "combine"),
+    [
+        ("mean", (-1,), "concat"),
+        ("cls", (3,), "concat"),
+        ("tokens", (-1,), "concat"),
+        ("tokens", (-4, -3, -2, -1), "concat"),
+        ("mean", (1, 2), "mean"),
+        ("cls", (2, 0), "concat"),
+        ("tokens", (0,), "mean"),
+    ],
+)
+def test_vectors_equal_numpy(pooling, layers, combine, trained, texts, states):
+    expected = []
+    for of_text in states:
+        chosen = [of_text[layer] for layer in layers]
+        whole = np.concatenate(chosen, -1) if combine == "concat" else np.mean(chosen, 0)
+        expected.append(
+            {"mean": whole.mean(0)[None], "cls": whole[:1], "tokens": whole[1:-1]}[pooling]
+        )
+    found, pieces, embedder = embedded(
+        trained, texts, pooling=pooling, layers=layers, combine=combine
+    )
+    close(found, np.concatenate(expected))
+    assert (embedder.texts, embedder.cut, embedder.max_length) == (16, 2, 128)
+    if pooling == "tokens":
+        assert pieces == [text.split()[:126] for text in texts]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "tokens"])
+def test_vectors_of_length_one(pooling, trained, texts):
+    plain, *_ = embedded(trained, texts, pooling=pooling)
+    unit, *_ = embedded(trained, texts, pooling=pooling, length="unit")
+    close(unit, plain / np.linalg.norm(plain, axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize(
+    ("pooling", "devices", "batch_tokens"), [("mean", 1, 0), ("cls", 3, 300), ("tokens", 4, 1)]
+)
+def test_vectors_are_the_same_on_any_devices_in_any_batch(
+    pooling, devices, batch_tokens, trained, texts
+):
+    expected, *_ = embedded(trained, texts, pooling=pooling)
+    found, *_ = embedded(trained, texts, devices, batch_tokens, pooling=pooling)
+    close(found, expected)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "tokens"])
+def test_order_is_kept_over_windows_and_their_parts(pooling, trained, texts, monkeypatch):
+    expected, pieces, _ = embedded(trained, texts, pooling=pooling)
+    monkeypatch.setattr(embed, "_TEXTS", 3)
+    monkeypatch.setattr(embed, "_BYTES", 20 * WIDTH * 4)
+    found, again, embedder = embedded(trained, texts, pooling=pooling)
+    close(found, expected)
+    assert again == pieces and embedder.texts == len(texts)
+    monkeypatch.setattr(embed, "_CHARACTERS", 100)
+    close(embedded(trained, texts, pooling=pooling)[0], expected)
+
+
+def test_texts_are_cut_where_it_is_said(trained, texts):
+    found, pieces, embedder = embedded(trained, texts, max_length=16, pooling="tokens")
+    assert embedder.cut == sum(length > 14 for length in LENGTHS)
+    assert pieces == [text.split()[:14] for text in texts]
+    short = [" ".join(text.split()[:14]) for text in texts]
+    close(found, embedded(trained, short, pooling="tokens")[0])
+
+
+def test_bfloat16_is_close(trained, texts):
+    low = dataclasses.replace(
+        trained, model=dataclasses.replace(trained.model, compute_dtype="bfloat16")
+    )
+    expected, *_ = embedded(trained, texts)
+    found, *_ = embedded(low, texts)
+    assert 1e-4 < np.abs(found - expected).max() < 0.1
+
+
+def test_what_is_not_finite_is_not_written(trained, texts, tmp_path):
+    import jax
+
+    params = jax.tree.map(lambda leaf: leaf * np.nan, trained.params)
+    broken = dataclasses.replace(trained, params=params)
+    embedder = embed.Embedder(broken, embed.Features(), samples.mesh_of(1))
+    with pytest.raises(InputError, match="texts 1 to 16: the model gives numbers that are not"):
+        embed.write(embedder, texts, epath.Path(tmp_path / "v.npz"), print)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"layers": (4,)}, "--layers 4: the model has layers 1 to 3, and 0, the embeddings"),
+        ({"layers": (-1, -5)}, "--layers -5: the model has layers 1 to 3"),
+        ({"max_length": 2}, "--max-length 2: must be from 3 to the model's 128"),
+        ({"max_length": 129}, "--max-length 129: must be from 3 to the model's 128"),
+        ({"batch_tokens": -1}, "--batch-tokens -1: must be from 0 to 1048576"),
+        ({"batch_tokens": 2**20 + 1}, "--batch-tokens 1048577: must be from 0 to 1048576"),
+    ],
+)
+def test_numbers_out_of_range_are_named(arguments, said, trained):
+    with pytest.raises(InputError) as caught:
+        embedded(trained, [], **arguments)
+    assert said in str(caught.value)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_files_and_standard_input_are_lines_in_order(copy_of_run, capsys):
+    pathlib.Path("a.txt").write_text("wa wb\n\nxa")
+    pathlib.Path("b.txt.gz").write_bytes(gzip.compress(b"wc wd wa .\n"))
+    whole = b"wa wb\n\nxa\nwc wd wa .\n"
+    for arguments, stdin in (("a.txt b.txt.gz --out v.npz", b""), ("--out w.jsonl", whole)):
+        assert call(f"embed --workdir run {arguments} --layers -2,-1", stdin) == (0, "")
+    found = np.load("v.npz")["vectors"]
+    assert found.shape == (4, 32)
+    assert len(np.unique(found, axis=0)) == 4
+    rows = [json.loads(line)["vector"] for line in pathlib.Path("w.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(np.array(rows, np.float32), found, atol=1e-6)
+
+
+def test_it_says_how_many_texts_were_cut(trained, tmp_path):
+    said = []
+    embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1), max_length=5)
+    path = epath.Path(tmp_path / "v.npz")
+    embed.write(embedder, ["w9 w9 w9", "w9 w9 w9 w9", "", "w7 " * 99], path, said.append)
+    assert said[0].startswith(f"{path}: 4 texts, 64 numbers a vector; ")
+    assert said[1:] == ["cut to 5 tokens: 2 of 4 texts"]
+
+
+def test_a_failure_halfway_leaves_the_file_of_before(copy_of_run, monkeypatch):
+    monkeypatch.setattr(embed, "_TEXTS", 2)
+    pathlib.Path("v.npz").write_text("mine")
+    before = tree(pathlib.Path("."))
+    code, err = call("embed --workdir run --out v.npz", b"wa\n" * 9 + b"\xff\n")
+    assert code == 2 and "standard input:10: byte 0 of the line is not UTF-8" in err
+    assert tree(pathlib.Path(".")) == before
+
+
+CASES = [
+    Case("no file of text", "embed --workdir run a.txt --out v.npz", ("a.txt: no such file",)),
+    Case("a folder as text", "embed --workdir run text --out v.npz",
+         ("text: cannot be read", "directory")),
+    Case("bytes that are no text", "embed --workdir run a.txt --out new/v.npz",
+         ("a.txt:2: byte 1",), write("a.txt", b"wa\n.\xff")),
+    Case("no form of that name", "embed --workdir run text/all.txt --out v.csv",
+         ("v.csv", ".npz, .parquet, .jsonl")),
+    Case("a folder in the place of the output", "embed --workdir run text/all.txt --out v.npz",
+         ("v.npz", "directory"), lambda: pathlib.Path("v.npz").mkdir()),
+    Case("output below a file", "embed --workdir run text/all.txt --out vocab.txt/v.npz",
+         ("vocab.txt", "is a file where a folder is needed")),
+    Case("output into a bucket", "embed --workdir run text/all.txt --out gs://bucket/v.npz",
+         ("gs://bucket/v.npz", "on this machine alone")),
+    Case("layers that are no numbers", "embed --workdir run --out v.npz --layers -1,x",
+         ("--layers", "-1,x", "-4,-3,-2,-1")),
+    Case("layers and no number", "embed --workdir run --out v.npz --layers",
+         ("--layers", "expected one argument")),
+    Case("a layer that is not there", "embed --workdir run --out v.npz --layers 2",
+         ("--layers 2", "layers 1 to 1")),
+    Case("an unknown pooling", "embed --workdir run --out v.npz --pooling max",
+         ("--pooling", "max", "tokens")),
+    Case("no run", "embed --workdir nowhere --out v.npz", ("nowhere", "no run here")),
+    Case("no place for the output", "embed --workdir run", ("--out", "embed --help")),
+    Case("a checkpoint that is not there", "embed --workdir run --out v.npz --checkpoint 3",
+         ("--checkpoint 3",)),
+    Case("a run without checkpoints", "embed --workdir run --out v.npz",
+         ("no checkpoint yet",), remove("run/checkpoints")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_mistake_is_named_in_one_line_and_leaves_nothing_behind(case, copy_of_run):
+    refuses(case)
