@@ -68,8 +68,10 @@ def evaluate(args: argparse.Namespace) -> int:
     from bert_jax.predict import load_params
     from bert_jax.training import evaluate, step
     from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training.compiled import keep_compiled_programs
     from bert_jax.training.prepared import Prepared
 
+    keep_compiled_programs()
     experiment, workdir = _claim(args)
     prepared = Prepared.open(workdir.corpus)
     layout = Mesh()  # not the run's own, which is for the devices it was trained on
@@ -192,9 +194,11 @@ def predict(args: argparse.Namespace) -> int:
 
 def _do_task(args: argparse.Namespace) -> int:
     from bert_jax.tasks import command
+    from bert_jax.training.compiled import keep_compiled_programs
 
     if args.text and (args.source or args.score):
         raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
+    keep_compiled_programs()
     for line in command.predict(
         args.workdir,
         args.base,
@@ -212,6 +216,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
     from etils import epath
 
     from bert_jax.predict import Trained
+    from bert_jax.training.compiled import keep_compiled_programs
     from bert_jax.training.predictor import Predictor
 
     top = 5 if args.top is None else args.top
@@ -219,6 +224,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
         raise InputError("--next: give exactly one TEXT with it")
     if top < 1:
         raise InputError(f"--top {top}: must be at least 1")
+    keep_compiled_programs()
     trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
     predictor = Predictor(trained.model, trained.tokenizer)
     asked = [("TEXT", text, args.next) for text in args.text]
@@ -247,7 +253,9 @@ def embed(args: argparse.Namespace) -> int:
     from bert_jax.predict import Trained
     from bert_jax.text import lines
     from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training.compiled import keep_compiled_programs
 
+    keep_compiled_programs()
     features = embed.Features(
         pooling=args.pooling,
         layers=args.layers,

@@ -3,17 +3,10 @@
 import contextlib
 import ctypes
 import hashlib
-import json
-import os
 import pathlib
 import platform
-import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
-
-import jax
-from etils import epath
 
 import bert_jax
 from bert_jax import hardware, resolve
@@ -23,21 +16,17 @@ from bert_jax.training import metrics
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.clock import Clock
-from bert_jax.training.environment import environment, versions
+from bert_jax.training.compiled import keep_compiled_programs
+from bert_jax.training.environment import versions
 from bert_jax.training.job import Job
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Progress
 from bert_jax.training.runner import Outcome, Trainer
 from bert_jax.training.signals import Pulse, StopRequest
-from bert_jax.workdir import Workdir, cache_folder, lock
+from bert_jax.workdir import Workdir, lock
 
 # M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
-# Of compiled programs kept for one environment; the ones not used for longest go first.
-_COMPILED_BYTES = 2**30
-# An environment whose programs nobody used for a month.
-_COMPILED_SECONDS = 30 * 24 * 3600
-_ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 
 
 def run(
@@ -86,7 +75,7 @@ def _run(
     mesh = mesh_lib.make_mesh(job.claim.mesh)
     job.require_runnable(mesh)
     _keep_freed_memory()
-    _keep_compiled_programs()
+    keep_compiled_programs()
     clock = Clock(hardware.peak_flops(job.compute_dtype))
     with _held(job, workdir, peers) as forget:
         peers.require_shared(workdir.root)
@@ -174,32 +163,6 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         for option, value in _MALLOPT:
             libc.mallopt(option, value)
-
-
-def _keep_compiled_programs() -> None:
-    """Keeps compiled steps in the user's cache folder, so that a run goes on without compiling.
-
-    JAX_COMPILATION_CACHE_DIR names another place (a bucket that hosts share, say); empty: none.
-    """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return
-    # A CPU's programs use what that very CPU can do; home folders are shared between machines.
-    name = hashlib.sha256(json.dumps(environment()).encode()).hexdigest()[:16]
-    _forget_old_environments(cache_folder(), name)
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / name))
-    jax.config.update("jax_compilation_cache_max_size", _COMPILED_BYTES)
-
-
-def _forget_old_environments(cache: epath.Path, ours: str) -> None:
-    """Removes the programs of environments that were not used for long: of old versions, mostly."""
-    with contextlib.suppress(OSError):  # another process may remove the same, or nothing is there
-        for folder in cache.iterdir():
-            if folder.name == ours or not _ENVIRONMENT.fullmatch(folder.name):
-                continue
-            # jax writes a file at each use of a program.
-            used = max((path.stat().mtime for path in folder.iterdir()), default=0)
-            if used < time.time() - _COMPILED_SECONDS:
-                folder.rmtree()
 
 
 def _require_going_on(job: Job, workdir: Workdir, progress: Progress) -> None:

@@ -19,7 +19,7 @@ from bert_jax.config import InputError, Run
 from bert_jax.data import batches, stream
 from bert_jax.model import losses
 from bert_jax.text import tokenizer
-from bert_jax.training import evaluate, metrics, session, step, watch
+from bert_jax.training import compiled, evaluate, metrics, step, watch
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.prepared import Prepared
@@ -292,5 +292,5 @@ def test_programs_of_environments_unused_for_a_month_go(tmp_path):
         for number, age in enumerate(days):
             (tmp_path / name / str(number)).touch()
             os.utime(tmp_path / name / str(number), (now - age * day,) * 2)
-    session._forget_old_environments(epath.Path(tmp_path), ours="2" * 16)
+    compiled.forget_old_environments(epath.Path(tmp_path), ours="2" * 16)
     assert {path.name for path in tmp_path.iterdir()} == {"1" * 16, "2" * 16, "corpora"}
