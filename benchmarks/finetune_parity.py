@@ -1,4 +1,4 @@
-"""Our fine-tuning against PyTorch's: same weights, order, schedule: `make finetune-parity`.
+"""Our fine-tuning against PyTorch's: the same weights, order and schedule.
 
     python -m benchmarks.finetune_parity TASKFILE --from BASE [--set FIELD=VALUE] [--seeds 3]
 

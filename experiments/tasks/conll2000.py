@@ -12,6 +12,8 @@ Expected: a checkpoint of a few megabytes, which only this base can read.
 from bert_jax.config import Adapt, Finetuning, Optimizer, Run, Task
 from bert_jax.finetuning import LORA_TARGETS
 
+_CHUNKS = ("ADJP", "ADVP", "CONJP", "INTJ", "LST", "NP", "PP", "PRT", "SBAR", "UCP", "VP")
+
 
 def experiment() -> Finetuning:
     """8,936 sentences, and 2,012 to score on; a cased base knows more of names."""
@@ -23,6 +25,8 @@ def experiment() -> Finetuning:
             validation=("conll:data/conll2000/test.txt",),
             text_column="0",
             label_column="2",
+            # Named, since I-LST stands among the sentences to score on alone.
+            labels=("O", *(f"{place}-{kind}" for kind in _CHUNKS for place in "BI")),
         ),
         adapt=Adapt(how="lora", lora_targets=LORA_TARGETS),
         # Matrices that begin at zero want a higher rate than weights that have learned.
