@@ -118,8 +118,9 @@ class Lineage:
             reached, saves = self._not_finite.start, False
         if saves:
             return max(least, reached)
-        # A save waits for the one before it, so no more than the newest of those begun is lost.
-        return max(least, reached // self._every * self._every - self._every)
+        # A save waits for the one before it, so no more than the newest of those begun is lost; and
+        # the last step was handed over, what follows it perhaps not begun.
+        return max(least, (reached - 1) // self._every * self._every - self._every)
 
 
 def newest_checkpoint(workdir: pathlib.Path) -> int:

@@ -51,7 +51,7 @@ def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(text, tmp_path, monk
     outcome, shown = pretrain(file, tmp_path / "w", *settings)
     assert outcome == "finished"
     assert "steps 5 to 7 have no finite loss or gradient; going back" in shown
-    assert "show --step 4" in shown
+    assert "--step 4` shows its text" in shown
     _, state = final_state(tmp_path / "w")
     assert state["skipped_steps"][:5].tolist() == [4, 5, 6, 7, -1]
     assert state["bad_in_a_row"] == 0 and state["step"] == 22
