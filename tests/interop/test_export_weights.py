@@ -91,8 +91,8 @@ def test_a_base_of_a_run_has_its_weights_and_answers_as_it_does(copy_of_run, cap
         np.testing.assert_array_equal(value, flat(copy_of_run / "base")[name], name)
 
 
-def test_a_run_whose_lines_are_of_no_kind_has_no_scores(copy_of_run):
-    pathlib.Path("run/metrics.jsonl").write_text('{"step": 22}\n')
+def test_a_run_without_an_evaluation_has_no_scores(copy_of_run):
+    pathlib.Path("run/metrics.jsonl").write_text('{"step": 22, "kind": "train"}\n')
     assert Trained.of(epath.Path("run")).evaluation is None
 
 
