@@ -225,6 +225,7 @@ def test_what_must_be_saved_around_steps_without_a_loss(tmp_path):
     assert least(stop, 9) == 4, "step 9 is not finite, so nothing is saved after it"
     assert least(kill, 13) == 4, "12 could not be saved"
     assert least(kill, 17) == 12, "it had gone back before"
+    assert least(kill, 16) == 8, "the save of 16 may not have waited for that of 12 yet"
     assert least(kill, 9, (13, 8)) == 8 and least(stop, 9, (13, 8)) == 10
 
 
