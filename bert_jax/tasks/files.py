@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bert_jax.config import InputError
-from bert_jax.text import documents
+from bert_jax.text import lines as text_lines
 
 _LONGEST_QUOTE = 60
 
@@ -18,28 +18,8 @@ def lines(path: str) -> Iterator[str]:
     Raises:
       InputError: no such file, bytes that are not UTF-8, damaged compression.
     """
-    try:
-        with documents.open_bytes(path) as file:
-            for number, raw in enumerate(file, 1):
-                line = _decoded(raw, f"{path}:{number}")
-                if number == 1:
-                    line = line.removeprefix("\ufeff")
-                yield line.removesuffix("\n").removesuffix("\r")
-    except documents.DAMAGED as error:
-        raise InputError(
-            f"{path}: damaged compressed file ({error}); put the whole file back"
-        ) from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
-def _decoded(raw: bytes, place: str) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{place}: byte {error.start} of the line is not UTF-8; convert the file"
-        ) from error
+    for _, line in text_lines.of_file(path):
+        yield line.removesuffix("\r")
 
 
 def parsed(text: str, place: str) -> Any:

@@ -20,7 +20,7 @@ def read(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
     for path in paths:
         if not os.path.exists(path):
             raise InputError(f"{path}: no such file")
-    return itertools.chain.from_iterable(map(_read, paths))
+    return itertools.chain.from_iterable(map(of_file, paths))
 
 
 def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
@@ -36,10 +36,17 @@ def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
         try:
             yield where, line.removesuffix(b"\n").decode("utf-8")
         except UnicodeDecodeError as error:
-            raise InputError(f"{where}: byte {error.start} of the line is not UTF-8") from error
+            raise InputError(
+                f"{where}: byte {error.start} of the line is not UTF-8; convert the text"
+            ) from error
 
 
-def _read(path: str) -> Iterator[tuple[str, str]]:
+def of_file(path: str) -> Iterator[tuple[str, str]]:
+    """As `read`, of one file; that it is missing is seen when its first line is asked for.
+
+    Raises:
+      InputError: it cannot be read, is damaged, or is not UTF-8.
+    """
     try:
         with documents.open_bytes(path) as file:
             yield from decoded(file, path)
