@@ -234,8 +234,9 @@ def test_few_steps_wait_for_the_devices(text, tmp_path, monkeypatch):
 
         def one(state, window, batch, key, fixed):
             state, window = train_step(state, window, batch, key, fixed)
-            state = state | {"step": hold(state["step"])}
-            waiting.append(jnp.copy(state["step"]))
+            number, done = hold(state["step"])
+            state = state | {"step": number}
+            waiting.append(done)
             most[0] = max(most[0], sum(not array.is_ready() for array in waiting))
             return state, window
 
@@ -245,7 +246,8 @@ def test_few_steps_wait_for_the_devices(text, tmp_path, monkeypatch):
     def hold(number):
         some = jnp.full((100, 100), number, jnp.float32)
         busy = jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), some)
-        return number + (busy[0, 0] > 2).astype(jnp.int32)
+        # Two of one program: the second is there when the loop can know that the first is.
+        return number + (busy[0, 0] > 2).astype(jnp.int32), busy[0, 0]
 
     monkeypatch.setattr(step, "make_train_step", slow)
     seldom = [f"run.{name}_every=99" for name in ("log", "eval", "checkpoint")]
