@@ -36,6 +36,7 @@ def prepare(args: argparse.Namespace) -> int:
 def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
     from bert_jax import resolve
+    from bert_jax.tasks.probes import Probes
     from bert_jax.training import pretraining
     from bert_jax.training.progress import LineConsole, Progress
 
@@ -43,7 +44,8 @@ def pretrain(args: argparse.Namespace) -> int:
     workdir = _workdir(args, experiment)
     progress = Progress(LineConsole())
     extend = "extend" if args.extend else "keep"
-    outcome = pretraining.pretrain(experiment, workdir, extend, progress, origin)
+    probes = Probes(experiment.run.probes) if experiment.run.probes else None
+    outcome = pretraining.pretrain(experiment, workdir, extend, progress, origin, probes)
     return _CODES[outcome]
 
 

@@ -271,6 +271,10 @@ class Run(Section):
     data_workers: int = 0
     # Texts with [MASK], asked at every evaluation; none: sentences of held-out documents.
     watch: tuple[str, ...] = ()
+    # Task files; what a linear layer reads off the encoder is scored before the first step, after
+    # the last, and at evaluations as often as this share of the run's operations allows.
+    probes: tuple[str, ...] = ()
+    probe_share: float = 0.05
     # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
     corpus_dir: str = ""
 
@@ -278,6 +282,7 @@ class Run(Section):
         self._require_at_least(1, "log_every", "eval_every", "eval_batch_size", "checkpoint_every")
         self._require_at_least(1, "prefetch_batches")
         self._require_at_least(0, "data_workers", "keep_best", "keep_every", "hang_after_seconds")
+        self._require(0 < self.probe_share <= 1, "probe_share", "must be in (0, 1]")
         self._require(
             self.keep_checkpoints >= 2,
             "keep_checkpoints",

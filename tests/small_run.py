@@ -94,6 +94,7 @@ def pretrain(
     from rich.console import Console
 
     from bert_jax import resolve
+    from bert_jax.tasks.probes import Probes
     from bert_jax.training import pretraining
     from bert_jax.training.progress import Progress
     from bert_jax.workdir import Workdir
@@ -101,7 +102,8 @@ def pretrain(
     experiment = resolve.override(resolve.load(str(file)), settings)
     console = Console(record=True, width=200, file=io.StringIO())
     place = Workdir(workdir, experiment.run.corpus_dir)
-    outcome = pretraining.pretrain(experiment, place, length, Progress(console))
+    probes = Probes(experiment.run.probes) if experiment.run.probes else None
+    outcome = pretraining.pretrain(experiment, place, length, Progress(console), None, probes)
     return outcome, console.export_text()
 
 

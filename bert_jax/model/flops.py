@@ -14,7 +14,16 @@ _FORWARD_AND_BACKWARD = 3
 def train_step_flops(
     model: Model, batch_size: int, sequence_length: int, max_predictions_per_seq: int
 ) -> int:
-    """Operations of a forward and a backward pass over a whole batch.
+    """Operations of a forward and a backward pass over a whole batch; see `forward_flops`."""
+    return _FORWARD_AND_BACKWARD * forward_flops(
+        model, batch_size, sequence_length, max_predictions_per_seq
+    )
+
+
+def forward_flops(
+    model: Model, batch_size: int, sequence_length: int, max_predictions_per_seq: int
+) -> int:
+    """Operations of a forward pass over a whole batch.
 
     Args:
       model: the shape.
@@ -28,9 +37,8 @@ def train_step_flops(
     token = 2 * (4 * width * width + 2 * width * inner + 2 * sequence_length * width)
     prediction = 2 * (width * width + width * model.vocab_size)
     row = 2 * (width * width + 2 * width)
-    forward = (
+    return (
         tokens * model.num_hidden_layers * token
         + batch_size * max_predictions_per_seq * prediction
         + batch_size * row
     )
-    return _FORWARD_AND_BACKWARD * forward

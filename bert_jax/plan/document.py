@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,8 +45,10 @@ def document(
 
 
 def config_sha256(experiment: Experiment) -> str:
-    """Of the resolved experiment as it is saved."""
-    return hashlib.sha256(resolve.to_json(experiment).encode()).hexdigest()
+    """Of all that a plan follows from: the resolved experiment but for its `run`."""
+    fields = json.loads(resolve.to_json(experiment))
+    del fields["run"]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
 def slice_entry(

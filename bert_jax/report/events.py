@@ -12,7 +12,7 @@ _NOT_SCALARS = ("step", "kind", "time")
 
 
 class Events:
-    """Writes `W/tensorboard/{train,evaluation,timings}`, anew when opened, then what is added.
+    """Writes `W/tensorboard/{train,evaluation,probes,timings}`, anew when opened, then adds.
 
     Raises:
       InputError: the [tensorboard] extra is not installed.
@@ -31,7 +31,7 @@ class Events:
                 f"--tensorboard: event files are added to, which cannot be done in a bucket; copy "
                 f"{record.workdir.root} to this machine"
             )
-        self._written = dict.fromkeys(("train", "evaluation", "timings"), -1)
+        self._written = dict.fromkeys(("train", "evaluation", "probes", "timings"), -1)
         self._writers = {}
         for name in self._written:
             folder = self.folder / name
@@ -46,6 +46,7 @@ class Events:
         for name, lines in (
             ("train", record.train),
             ("evaluation", record.evaluation),
+            ("probes", [{"step": line["step"], **line["scores"]} for line in record.probes]),
             ("timings", record.laps),
         ):
             for line in lines:

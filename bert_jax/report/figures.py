@@ -42,6 +42,10 @@ def of_run(record: Record) -> list[Figure]:
             "saying the commoner label.",
         ),
         (Plot("Next-sentence loss, nat", both(record, "next_sentence_loss")), ""),
+        (
+            _probes(record),
+            "What a linear layer reads off the encoder as it is; dashed, without it.",
+        ),
         (Plot("Learning rate", [_curve(record.train, "learning_rate", "")]), ""),
         (
             Plot(
@@ -97,6 +101,7 @@ def of_comparison(records: Sequence[Record]) -> list[Figure]:
             ),
             "",
         ),
+        *_probes_of_each(records),
         (Plot("Masked LM loss in training, nat", each(lambda r: r.train, "masked_lm_loss")), ""),
         (Plot("Learning rate", each(lambda r: r.train, "learning_rate")), ""),
         (Plot("Gradient norm", each(lambda r: r.train, "gradient_norm"), scale="log"), ""),
@@ -149,6 +154,45 @@ def _train_and_held_out(record: Record, name: str, error: str = "") -> list[Curv
     return [
         _curve(record.train, name, "training"),
         _curve(record.evaluation, name, "held-out", 1, "points", error),
+    ]
+
+
+def _probes(record: Record) -> Plot:
+    """The scores of all probes of a run."""
+    newest = record.probes[-1] if record.probes else {"scores": {}, "majority": {}}
+    curves = [
+        _curve(_of_probe(record, name), "score", name, number, "points")
+        for number, name in enumerate(newest["scores"])
+    ]
+    levels = [(value, f"{name}: commonest") for name, value in newest["majority"].items()]
+    return Plot("Probes", curves, levels)
+
+
+def _probes_of_each(records: Sequence[Record]) -> list[tuple[Plot, str]]:
+    """A plot for each probe of any run."""
+    names = dict.fromkeys(
+        name for record in records for line in record.probes for name in line["scores"]
+    )
+    return [
+        (
+            Plot(
+                f"Probe {name}",
+                [
+                    _curve(_of_probe(record, name), "score", record.label, number, "points")
+                    for number, record in enumerate(records)
+                ],
+            ),
+            "",
+        )
+        for name in names
+    ]
+
+
+def _of_probe(record: Record, name: str) -> list[Line]:
+    return [
+        {"step": line["step"], "score": line["scores"][name]}
+        for line in record.probes
+        if name in line["scores"]
     ]
 
 

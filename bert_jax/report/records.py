@@ -37,6 +37,7 @@ class Record:
       state: how it stands.
       train: training lines of metrics.jsonl.
       evaluation: evaluation lines.
+      probes: lines of what probes said.
       predictions: lines of predictions.jsonl.
       timings: lines of timings.jsonl.
       plan: what it would take on TPUs (plan.document); empty if it was not planned.
@@ -49,6 +50,7 @@ class Record:
     state: State
     train: list[Line]
     evaluation: list[Line]
+    probes: list[Line]
     predictions: list[Line]
     timings: list[Line]
     plan: dict[str, Any]
@@ -73,6 +75,7 @@ class Record:
             state="running" if going_on else _state(timings),
             train=[line for line in lines if line.get("kind") == "train"],
             evaluation=[line for line in lines if line.get("kind") == "evaluation"],
+            probes=[line for line in lines if line.get("kind") == "probes"],
             predictions=Lines(workdir.predictions).read(),
             timings=timings,
             plan=_plan(workdir.plan) if workdir.plan.exists() else {},

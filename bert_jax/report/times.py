@@ -9,6 +9,7 @@ PARTS = {
     "data": "waiting for data",
     "compilation": "compiling steps",
     "evaluation": "evaluation",
+    "probes": "probes",
     "checkpoint": "saving",
     "start": "preparing, opening, restoring",
     "repeated": "steps done again, after a kill or a roll-back",
@@ -44,7 +45,7 @@ def account(timings: list[dict[str, Any]]) -> dict[str, float]:
 def _lap(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
     named = {
         what: line.get(f"{what}_seconds", 0.0)
-        for what in ("data", "compilation", "evaluation", "checkpoint")
+        for what in ("data", "compilation", "evaluation", "probes", "checkpoint")
     }
     yield from named.items()
     yield "training", max(line["seconds"] - sum(named.values()), 0.0)

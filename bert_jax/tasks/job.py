@@ -181,6 +181,11 @@ class FinetuningJob:
         told = ", ".join(f"{name} {line[name]:.4f}" for name in names)
         return f"held-out loss {line['loss']:.4f}; {told} ({line['examples']} examples)"
 
+    def probed(self, done: int, params: Any) -> dict[str, Any]:
+        """Nothing."""
+        del done, params
+        return {}
+
     def watched(self, params: Any) -> list[dict[str, Any]]:
         """Nothing."""
         del params

@@ -108,6 +108,12 @@ class Job(Protocol):
     def summary(self, line: dict[str, Any]) -> str:
         """An evaluation in words."""
 
+    def probed(self, done: int, params: Any) -> dict[str, Any]:
+        """What metrics.jsonl keeps of probes after so many steps; empty if they are not asked.
+
+        It depends on the claim and on `done` alone whether they are; all processes ask for it.
+        """
+
     def watched(self, params: Any) -> list[dict[str, Any]]:
         """What predictions.jsonl keeps of an evaluation; all processes ask for it."""
 

@@ -40,6 +40,7 @@ _NEEDED: dict[str, dict[str | None, tuple[str, ...]]] = {
             "rows",
         ),
         "scores": ("loss", "score", "examples"),
+        "probes": ("scores", "majority"),
     },
     "predictions.jsonl": {"predictions": ("sentences",)},
     "timings.jsonl": {
@@ -220,8 +221,14 @@ def _can_be(kind: str, name: str, value: Any) -> bool:
     ):
         return True  # nobody reads it
     if kind == "scores":  # correlations and thresholds may be negative
-        return _is_number(abs(value)) if type(value) in (int, float) else False
+        return _is_score(value)
+    if kind == "probes" and name != "step":
+        return isinstance(value, dict) and all(map(_is_score, value.values()))
     return _is_number(value) and (name not in _SHARES or value <= 1)
+
+
+def _is_score(value: Any) -> bool:
+    return _is_number(abs(value)) if type(value) in (int, float) else False
 
 
 def _is_sentence(value: Any) -> bool:

@@ -1,16 +1,17 @@
 """Pre-training as the loop is given it."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax import resolve
-from bert_jax.config import Experiment, InputError
+from bert_jax.config import Experiment, InputError, Mesh, Model
 from bert_jax.data import corpus
 from bert_jax.model import flops
+from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluate as evaluate_lib
 from bert_jax.training import feed, session, watch
 from bert_jax.training import mesh as mesh_lib
@@ -24,12 +25,28 @@ from bert_jax.training.progress import Progress
 from bert_jax.workdir import Workdir
 
 
+class Probes(Protocol):
+    """What is asked of the encoder beside its own losses; see `tasks.probes`."""
+
+    def open(
+        self, model: Model, tokenizer: Tokenizer, layout: Mesh, mesh: jax.sharding.Mesh, size: int
+    ) -> int:
+        """Makes ready to ask, in batches of about so many rows; operations of asking once."""
+
+    def describe(self) -> str:
+        """What they are, in words."""
+
+    def ask(self, params: Any) -> dict[str, dict[str, float]]:
+        """`scores` and `majority`, what nobody needs an encoder for, by name."""
+
+
 def pretrain(
     experiment: Experiment,
     workdir: Workdir,
     length: Literal["keep", "extend"],
     progress: Progress,
     origin: dict[str, Any] | None = None,
+    probes: Probes | None = None,
 ) -> session.Outcome:
     """Runs the experiment in its workdir to its end, or until asked to stop.
 
@@ -39,13 +56,14 @@ def pretrain(
       length: `extend` allows more steps in the last phase than the run was started with.
       progress: shows what happens.
       origin: see session.run.
+      probes: those that `run.probes` names; None: none.
 
     Raises:
       InputError: bad settings, bad text, or a workdir of another run.
     """
 
     def make() -> PretrainingJob:
-        return PretrainingJob(experiment, workdir, length, progress.say)
+        return PretrainingJob(experiment, workdir, length, progress.say, probes)
 
     return session.run(make, workdir, progress, length, origin)
 
@@ -75,6 +93,7 @@ class PretrainingJob:
       workdir: of the run.
       length: `extend` allows more steps in the last phase than the run was started with.
       say: shows a line.
+      probes: to be asked at times; None: none.
     """
 
     fixed = None
@@ -86,12 +105,14 @@ class PretrainingJob:
         workdir: Workdir,
         length: Literal["keep", "extend"],
         say: Callable[[str], None],
+        probes: Probes | None = None,
     ):
         self.claim, self.objective = experiment, Pretraining(experiment.model)
         self.optimizer = experiment.optimizer
         self.compute_dtype = experiment.model.compute_dtype
         self.total_steps = experiment.total_steps
         self._workdir, self._length, self._say = workdir, length, say
+        self._probes = probes
         self._begun = 0
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
@@ -147,6 +168,12 @@ class PretrainingJob:
         self._held_out = self._prepared.held_out(self.claim, mesh)
         self._watched = self._prepared.watched(self.claim)
         self._eval_step = step_lib.make_eval_step(self.objective, self.claim.mesh, mesh)
+        if self._probes is not None:
+            claim, tokenizer = self.claim, self._prepared.tokenizer
+            self._probe_operations = self._probes.open(
+                claim.model, tokenizer, claim.mesh, mesh, claim.run.eval_batch_size
+            )
+            self._say(f"probes: {self._probes.describe()}")
 
     def stretch(self, done: int) -> Stretch:
         """A phase."""
@@ -204,6 +231,26 @@ class PretrainingJob:
     def summary(self, line: dict[str, Any]) -> str:
         """See `Job`."""
         return evaluate_lib.summary(line)
+
+    def probed(self, done: int, params: Any) -> dict[str, Any]:
+        """See `Job`; before the first step, after the last, and where `run.probe_share` allows."""
+        if self._probes is None:
+            return {}
+        before = max(done - 1, 0) // self.claim.run.eval_every * self.claim.run.eval_every
+        allowed = self._probes_allowed(done) > self._probes_allowed(before)
+        if not allowed and done not in (0, self.total_steps):
+            return {}
+        return self._probes.ask(params)
+
+    def _probes_allowed(self, done: int) -> int:
+        """How often probes may be asked in so many steps."""
+        claim, operations = self.claim, 0
+        for phase in claim.phases:
+            steps = min(done, phase.steps)
+            done -= steps
+            shape = phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
+            operations += steps * flops.train_step_flops(claim.model, *shape)
+        return int(claim.run.probe_share * operations / self._probe_operations)
 
     def watched(self, params: Any) -> list[dict[str, Any]]:
         """What the model says of a few sentences."""

@@ -153,6 +153,8 @@ class Trainer:
         self.spikes = divergence.Spikes.of(self.metrics.read())
         if self.done:
             self.progress.say(f"resume: from step {self.done}")
+        else:
+            self._probe(self.began.state)
         return self.began.state, self.began.window
 
     def _roll_back(self, saved: Checkpoints, bad: range) -> tuple[step.State, dict[str, jax.Array]]:
@@ -245,6 +247,7 @@ class Trainer:
         if evaluates:
             with self.clock.waiting("evaluation"):
                 self._evaluate(state)
+            self._probe(state)
             self.pulse.beat()
         if saves:
             with self.clock.waiting("checkpoint"):
@@ -319,6 +322,16 @@ class Trainer:
         if said:
             self.predictions.append({"step": self.done, "kind": "predictions", "sentences": said})
         self.progress.say(f"step {self.done}: {self.job.summary(self.evaluation)}")
+
+    def _probe(self, state: step.State) -> None:
+        if self._went_wrong:
+            return
+        with self.clock.waiting("probes"):
+            found = self.job.probed(self.done, state["params"])
+        if found:
+            self.metrics.append({"step": self.done, "kind": "probes", **found})
+            told = (f"{name} {score:.4f}" for name, score in found["scores"].items())
+            self.progress.say(f"step {self.done}: probes: {', '.join(told)}")
 
     def _save(self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]) -> None:
         self._write_pending()

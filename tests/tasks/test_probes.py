@@ -1,0 +1,189 @@
+"""What a linear layer reads off an encoder while it is pre-trained."""
+
+import json
+
+import numpy as np
+import pytest
+from small_run import bert_jax, final_state, pretrain, write_text
+
+from bert_jax.config import InputError
+from bert_jax.tasks import probes
+from bert_jax.training.metrics import Lines
+from bert_jax.training.runner import Trainer
+
+TASK = """
+from bert_jax.config import Finetuning, Task
+
+
+def experiment():
+    return Finetuning(
+        name="{name}",
+        task=Task(shape="{shape}", train=("jsonl:{folder}/train",),
+                  validation=("jsonl:{folder}/test",), {fields}),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Text, an experiment, and a task of each shape: is a word of the w's or the x's?"""
+    folder = tmp_path_factory.mktemp("probed")
+    file = write_text(folder)
+    rng = np.random.default_rng(0)
+
+    def words(letter):
+        return [f"{letter}{chr(97 + i)}" for i in rng.integers(0, 19, 4)]
+
+    for name, count in (("train", 28), ("test", 16)):
+        lines = []
+        for i in range(count):
+            first, second = "wx"[i % 2], "wx"[i // 2 % 2]
+            lines.append(
+                {
+                    "sentence": " ".join(words(first)),
+                    "b": " ".join(words(second)),
+                    "label": first,
+                    "same": first == second,
+                    "words": [*words(first)[:2], *words(second)[:2]],
+                    "tags": [first, first, second, second],
+                }
+            )
+        (folder / name).write_text("\n".join(map(json.dumps, lines)) + "\n")
+    for name, shape, fields in (
+        ("letters", "classify", ""),
+        ("pairs", "pair", 'second_column="b", label_column="same"'),
+        ("words", "tag", 'text_column="words", label_column="tags", score="accuracy"'),
+        ("values", "regress", 'second_column="b"'),
+    ):
+        made = TASK.format(name=name, shape=shape, fields=fields, folder=folder)
+        (folder / f"{name}.py").write_text(made)
+    return folder, file
+
+
+def probed(folder, *names):
+    return "run.probes=" + ",".join(str(folder / f"{name}.py") for name in names)
+
+
+def lines(workdir):
+    return [line for line in Lines(workdir / "metrics.jsonl").read() if line["kind"] == "probes"]
+
+
+def test_ridge_takes_the_penalty_that_does_best_on_rows_left_out():
+    """Each row left out and the rest solved anew by NumPy, for every penalty."""
+    rng = np.random.default_rng(1)
+    classes = rng.integers(0, 3, 40)
+    features = rng.normal(size=(40, 12)) + 0.4 * np.eye(12)[classes]
+    features[:, 5] = 7.0  # constant: nothing is to be read there
+    weights, bias = probes.ridge(features, classes, 3)
+
+    live = np.delete(features, 5, axis=1)
+    scaled = (live - live.mean(0)) / live.std(0)
+    wanted = np.eye(3)[classes]
+
+    def solved(rows, penalty):
+        # The bias is a column of ones without a penalty.
+        design = np.hstack([scaled[rows], np.ones((len(rows), 1))])
+        pull = penalty * np.diag([1.0] * 11 + [0.0])
+        return np.linalg.solve(design.T @ design + pull, design.T @ wanted[rows])
+
+    def left_out(penalty):
+        found = 0.0
+        for row in range(40):
+            solution = solved(np.delete(np.arange(40), row), penalty)
+            found += np.square(wanted[row] - np.append(scaled[row], 1) @ solution).sum()
+        return found
+
+    best = min((share * 40 for share in (1e-3, 1e-2, 1e-1, 1.0, 10.0)), key=left_out)
+    expected = np.hstack([scaled, np.ones((40, 1))]) @ solved(np.arange(40), best)
+    np.testing.assert_allclose(features @ weights + bias, expected, atol=1e-9)
+
+
+def test_probes_are_asked_before_between_and_after_and_change_nothing(text, tmp_path):
+    folder, file = text
+    probes_of = probed(folder, "letters", "pairs", "words")
+    outcome, shown = pretrain(file, tmp_path / "with", probes_of, "run.probe_share=1")
+    assert outcome == "finished" and "letters (accuracy; 28 examples to learn from, 16" in shown
+    pretrain(file, tmp_path / "without")
+    found = lines(tmp_path / "with")
+    assert [line["step"] for line in found] == [0, 18, 22]  # asking costs as much as 13 steps
+    for line in found:
+        assert list(line["scores"]) == ["letters", "pairs", "words"]
+        assert line["majority"] == {"letters": 0.5, "pairs": 0.5, "words": 0.5}
+    # Which words there are is in their embeddings from the start.
+    assert found[0]["scores"]["letters"] > 0.75 and found[0]["scores"]["words"] > 0.6
+    others = [
+        [
+            line
+            for line in Lines(tmp_path / name / "metrics.jsonl").read()
+            if line["kind"] != "probes"
+        ]
+        for name in ("with", "without")
+    ]
+    assert others[0] == others[1]
+    states = [final_state(tmp_path / name)[1]["params"] for name in ("with", "without")]
+    word = [state["encoder"]["embeddings"]["word"]["embedding"] for state in states]
+    np.testing.assert_array_equal(*word)
+    timings = Lines(tmp_path / "with" / "timings.jsonl").read()
+    assert sum(line.get("probes_seconds", 0) > 0 for line in timings) >= 2
+    shown = bert_jax("report", tmp_path / "with")
+    assert shown.returncode == 0, shown.stderr
+    page = next((tmp_path / "with").glob("*.html")).read_text()
+    assert "What a linear layer reads off" in page and "letters: commonest" in page
+
+
+def test_a_share_is_kept_to(text, tmp_path):
+    """Asked once, these probes take more operations than all 22 steps."""
+    folder, file = text
+    pretrain(file, tmp_path / "w", probed(folder, "letters"), "run.probe_share=0.001")
+    assert [line["step"] for line in lines(tmp_path / "w")] == [0, 22]
+
+
+def test_a_resumed_run_says_the_same_of_its_probes(text, tmp_path):
+    folder, file = text
+    settings = [probed(folder, "letters"), "run.probe_share=1"]
+    pretrain(file, tmp_path / "whole", *settings)
+
+    class Killed(Exception):
+        pass
+
+    evaluate = Trainer._evaluate
+    for last in (6, 18):  # the first leaves a checkpoint of step 4, the second one of step 16
+
+        def ending(self, state, last=last):
+            if self.done == last:
+                raise Killed
+            evaluate(self, state)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "_evaluate", ending)
+            with pytest.raises(Killed):
+                pretrain(file, tmp_path / "killed", *settings)
+    assert pretrain(file, tmp_path / "killed", *settings)[0] == "finished"
+    assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
+
+
+def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
+    folder, file = text
+    settings = [probed(folder, "letters", "words"), "run.probe_share=1"]
+    found = []
+    for name, how in (("one", "replicated"), ("cut", "zero3")):
+        pretrain(file, tmp_path / name, *settings, f"mesh.parallelism={how}")
+        found.append([line["scores"] for line in lines(tmp_path / name)])
+    for one, cut in zip(*found, strict=True):
+        assert one == pytest.approx(cut, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("values",), "task.shape=regress cannot be a probe; those of classify, pair, tag can"),
+        (("letters", "letters"), "there are two of the name 'letters'"),
+        (("nowhere",), "nowhere.py"),
+        (("small",), "small.py"),
+    ],
+)
+def test_what_cannot_be_a_probe_is_named(names, said, text):
+    folder, _ = text
+    with pytest.raises(InputError) as caught:
+        probes.Probes([str(folder / f"{name}.py") for name in names])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
