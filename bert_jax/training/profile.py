@@ -78,8 +78,8 @@ class Profile:
             yield
 
     def _begin(self, done: int, state: Any) -> None:
+        jax.block_until_ready(state)  # which is time of the steps
         with self._clock.waiting("profile"):
-            jax.block_until_ready(state)
             options = jax.profiler.ProfileOptions()
             # Each call of Python would take some time of the steps, and most of the file.
             options.python_tracer_level = 0
@@ -107,9 +107,9 @@ class Profile:
         steps = f"steps_{self._traced.start + 1}_to_{self._traced.stop}"
         target = self._folder / "plugins" / "profile" / steps  # as XProf looks for it
         local, self._local = self._local, None
+        jax.block_until_ready(state)
         with self._clock.waiting("profile"), contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, local, ignore_errors=True)
-            jax.block_until_ready(state)
             try:
                 with named_errors(local):
                     jax.profiler.stop_trace()
