@@ -194,6 +194,9 @@ def parser() -> argparse.ArgumentParser:
         "--every", type=int, default=20, metavar="S", help="seconds between, with --follow [20]"
     )
     sub.add_argument(
+        "--price-per-chip-hour", type=float, metavar="X", help="what a chip costs, to say the cost"
+    )
+    sub.add_argument(
         "--tensorboard", action="store_true", help="write event files to W/tensorboard, too"
     )
 

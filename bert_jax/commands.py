@@ -122,9 +122,7 @@ def plan(args: argparse.Namespace) -> int:
     from bert_jax.plan import command, topology
 
     experiment, workdir = _claim(args)
-    price = args.price_per_chip_hour
-    if price is not None and not 0 <= price < math.inf:
-        raise InputError(f"--price-per-chip-hour {price:g}: must be a number from 0 on")
+    price = _price(args)
     if args.workdir and args.out:
         raise InputError("--out: the plan goes into --workdir; name one of the two")
     if args.workdir:
@@ -152,8 +150,17 @@ def report(args: argparse.Namespace) -> int:
         args.every if args.follow else None,
         "events" if args.tensorboard else "page",
         _console_say(),
+        _price(args),
     )
     return FINISHED
+
+
+def _price(args: argparse.Namespace) -> float | None:
+    """The price of a chip-hour, if one was given."""
+    price = args.price_per_chip_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise InputError(f"--price-per-chip-hour {price:g}: must be a number from 0 on")
+    return price
 
 
 def checkpoints(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ fixed torus, of 16 x 16 and 32 x 32, and close the axes that are as long as it.
 """
 
 import dataclasses
+import math
 import time
 from typing import Literal
 
@@ -135,6 +136,23 @@ TPUS = {
         slices=_FLAT,
     ),
 }
+
+
+def chips(kind: str, devices: int) -> int | None:
+    """How many chips so many devices are: what one pays for.
+
+    Args:
+      kind: as jax names the devices.
+      devices: of all processes.
+
+    Returns:
+      None for devices that are not in the table, a CPU's among them: nothing is guessed.
+    """
+    if kind not in PEAK_FLOPS:
+        return None
+    on_a_chip = {tpu.kind: tpu.devices_per_chip for tpu in TPUS.values()}
+    return math.ceil(devices / on_a_chip.get(kind, 1))
+
 
 # Wide enough for the full rate of a few cores, and over in hundredths of a second.
 _WIDTH = 1024

@@ -188,7 +188,7 @@ def _parse(text: str, hint: Any, setting: str) -> object:
         return [part for part in text.split(",") if part]
     try:
         if hint == tuple[int, ...] and not text.startswith("["):
-            return [int(part) for part in text.split(",")]
+            return [int(part) for part in text.split(",")] if text else []
         if hint is int:
             return int(text)
         if hint is float:

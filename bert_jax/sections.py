@@ -12,6 +12,8 @@ from bert_jax.section import InputError, Section
 
 # How many steps of a run may be left out.
 SKIPPED_STEPS = 64
+# How many are traced at most: a trace is kept in memory.
+_TRACED_STEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +271,8 @@ class Run(Section):
     hang_after_seconds: int = 1_800
     prefetch_batches: int = 4
     data_workers: int = 0
+    # A trace of the steps between, 10,20 say: once ten are done, until twenty are; none: no trace.
+    profile_steps: tuple[int, ...] = ()
     # Texts with [MASK], asked at every evaluation; none: sentences of held-out documents.
     watch: tuple[str, ...] = ()
     # Task files; what a linear layer reads off the encoder is scored before the first step, after
@@ -288,3 +292,14 @@ class Run(Section):
             "keep_checkpoints",
             "must be at least 2: where the newest cannot be used, the one before is needed",
         )
+        if self.profile_steps:
+            self._require(
+                len(self.profile_steps) == 2 and 0 <= self.profile_steps[0] < self.profile_steps[1],
+                "profile_steps",
+                "must be empty, or how many steps are done before and after, 10,20 say",
+            )
+            self._require(
+                self.profile_steps[1] - self.profile_steps[0] <= _TRACED_STEPS,
+                "profile_steps",
+                f"must be {_TRACED_STEPS} steps at most",
+            )

@@ -11,6 +11,7 @@ written last; one without is rebuilt.
     W/predictions.jsonl     what the model said of a few fixed sentences, as exact as the metrics
     W/timings.jsonl         how long it took
     W/origin.json           which experiment file and --set strings the last start was given
+    W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.document)
 """
 
@@ -63,6 +64,7 @@ class Workdir:
         self.predictions = self.root / "predictions.jsonl"
         self.timings = self.root / "timings.jsonl"
         self.origin = self.root / "origin.json"
+        self.profile = self.root / "profile"
         self.plan = self.root / "plan.json"
         self.report = self.root / "report.html"
 
@@ -76,6 +78,7 @@ class Workdir:
             "checkpoints",
             "metrics.jsonl",
             "timings.jsonl",
+            "profile",
             "plan.json",
             "lock",
         }

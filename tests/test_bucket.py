@@ -3,12 +3,14 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import fake_gcs
 import fsspec
@@ -22,6 +24,8 @@ from bert_jax import lease
 from bert_jax.config import InputError
 from bert_jax.data import copies, corpus
 from bert_jax.training import metrics
+from bert_jax.training.clock import Clock
+from bert_jax.training.profile import Profile
 from bert_jax.workdir import in_use, lock, sealed, write_atomic
 
 pytestmark = pytest.mark.skipif(
@@ -492,3 +496,29 @@ def test_the_cache_may_lie_elsewhere(objects, remote, tmp_path, monkeypatch):
     assert call([*SHOW.split(), "--cache-dir", str(tmp_path / "elsewhere")]) == (0, "")
     found = list((tmp_path / "elsewhere" / "corpora").rglob("ids.bin"))
     assert len(found) == 2 and not pathlib.Path("unused").exists()
+
+
+# --- A profile ---
+
+
+def test_a_profile_is_sent_to_the_bucket(objects, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    told = []
+    progress = types.SimpleNamespace(say=told.append)
+    profile = Profile((1, 3), FOLDER / "profile", 0, progress, Clock(None))
+    for done in range(4):
+        with profile.step(done, None):
+            pass
+    folder = "run/profile/plugins/profile/steps_2_to_3/"
+    assert told == [f"profile of steps 2 to 3: gs://bucket/{folder.rstrip('/')}"]
+    names = {name.removeprefix(folder) for name in objects.files("run/")}
+    assert {name.split(".", 2)[2] for name in names} == {"trace.json.gz", "xplane.pb"}
+    assert not os.listdir(tmp_path)
+
+    objects.refuses = lambda method, name: method == "POST"
+    again = Profile((4, 5), FOLDER / "profile", 0, progress, Clock(None))
+    with again.step(4, None):
+        pass
+    again.end()
+    assert told[1].startswith("no profile of steps 5 to 5: gs://bucket/run/profile/")
+    assert not os.listdir(tmp_path)

@@ -44,9 +44,12 @@ def test_set_changes_fields_of_every_type():
             "optimizer.peak_learning_rate=3e-4",
             "corpus.sources=text:c,text:d",
             "corpus.case=cased",
+            "run.profile_steps=10,20",
             "seed=3",
         ],
     )
+    assert changed.run.profile_steps == (10, 20)
+    assert resolve.override(changed, ["run.profile_steps="]).run.profile_steps == ()
     assert changed.model.hidden_size == 1024
     assert [p.steps for p in changed.phases] == [90_000, 5]
     assert changed.optimizer.peak_learning_rate == 3e-4
@@ -76,6 +79,12 @@ def test_set_changes_fields_of_every_type():
         ("optimizer.eps=0", ["positive"]),
         ("optimizer.warmup_steps=200000", ["warmup_steps", "100000 steps"]),
         ("optimizer.reference_replicas=4", ["per_replica"]),
+        ("run.profile_steps=10", ["profile_steps", "10,20"]),
+        ("run.profile_steps=10,10", ["profile_steps", "10,20"]),
+        ("run.profile_steps=-1,10", ["profile_steps", "10,20"]),
+        ("run.profile_steps=1,2,3", ["profile_steps", "10,20"]),
+        ("run.profile_steps=0,101", ["profile_steps", "100 steps at most"]),
+        ("run.profile_steps=1,x", ["'1,x'", "whole number"]),
         ("corpus.sources=novels", ["novels", "text:"]),
         ("corpus.encoding=utf-99", ["utf-99"]),
         ("corpus.validation_share=0", ["validation_share"]),

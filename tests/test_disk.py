@@ -5,13 +5,18 @@ import pathlib
 import shutil
 import subprocess
 import time
+import types
 
+import jax
 import pytest
 from broken import call, tree
+from etils import epath
 from small_run import pretrain
 
 from bert_jax.training import metrics
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.clock import Clock
+from bert_jax.training.profile import Profile
 
 
 class Disk:
@@ -173,3 +178,25 @@ def test_a_corpus_on_a_read_only_disk_can_be_trained_on(disk, copy_of_run, tmp_p
     assert call(f"prepare small.py --workdir {tmp_path}/first {corpus}")[0] == 0
     disk.mount("remount,ro,size=4m")
     assert call(f"pretrain small.py --workdir {tmp_path}/second {corpus} --set seed=3")[0] == 0
+
+
+@pytest.mark.parametrize("full", ["workdir", "scratch"])
+def test_a_profile_that_does_not_fit_is_said_and_leaves_nothing(full, disk, tmp_path, monkeypatch):
+    """In the workdir, and in the folder where jax writes it first."""
+    disk.mount("size=4k")
+    (tmp_path / "scratch").mkdir()
+    scratch = disk.folder if full == "scratch" else tmp_path / "scratch"
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    folder = disk.folder if full == "workdir" else tmp_path
+    told = []
+    console = types.SimpleNamespace(say=told.append)
+    profile = Profile((1, 3), epath.Path(folder) / "profile", 0, console, Clock(None))
+    try:
+        for done in range(5):
+            with profile.step(done, None):
+                pass
+    finally:
+        jax._src.profiler._profile_state.reset()  # jax takes a trace it could not write for one on
+    assert len(told) == 1
+    assert "no profile of steps 2 to 3: " in told[0] and "the disk is full" in told[0]
+    assert not tree(scratch) and not (folder / "profile").exists()

@@ -63,6 +63,7 @@ ALLOWED = {
         "config",
         "resolve",
         "workdir",
+        "hardware",
         "text",
         "data",
         "training",

@@ -28,22 +28,27 @@ _ROWS = 8
 _PREDICTIONS = 5
 
 
-def render(records: list[Record], refresh_seconds: int | None = None) -> str:
+def render(
+    records: list[Record],
+    refresh_seconds: int | None = None,
+    price_per_chip_hour: float | None = None,
+) -> str:
     """The page of a run, or of several compared.
 
     Args:
       records: one or more.
       refresh_seconds: the browser loads the page again after so many; None: never.
+      price_per_chip_hour: in any currency; None: costs are left out.
     """
     several = len(records) > 1
     return _template().render(
         title=" · ".join(record.label for record in records),
         now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         refresh=refresh_seconds,
-        runs=[_summary(record) for record in records],
+        runs=[_summary(record, price_per_chip_hour) for record in records],
         figures=figures.of_comparison(records) if several else figures.of_run(records[0]),
         differing=_differing(records) if several else [],
-        detail=None if several else _detail(records[0]),
+        detail=None if several else _detail(records[0], price_per_chip_hour),
     )
 
 
@@ -57,7 +62,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "duration": duration,
+        "duration": times.duration,
         "percent": lambda share: f"{100 * share:.1f} %",
         "svg": markupsafe.Markup,
         "shown": printable,
@@ -65,10 +70,9 @@ def _template() -> jinja2.Template:
     return environment.get_template("page.html")
 
 
-def _summary(record: Record) -> dict[str, Any]:
+def _summary(record: Record, price: float | None) -> dict[str, Any]:
     """What stands at the top about each run."""
-    parts = times.account(record.timings)
-    total = sum(parts.values())
+    goodput = times.goodput(record.timings)
     return {
         "label": record.label,
         "name": record.experiment.name,
@@ -80,25 +84,27 @@ def _summary(record: Record) -> dict[str, Any]:
         "tokens_per_second": record.recent("tokens_per_second"),
         "real_tokens_per_second": record.recent("real_tokens_per_second"),
         "utilisation": record.recent("utilisation"),
-        "seconds": total,
-        "goodput": parts["training"] / total if total else None,
+        "seconds": goodput.seconds,
+        "goodput": goodput.share,
+        "chip_hours": goodput.chip_hours,
+        "cost": None if price is None else goodput.cost(price),
     }
 
 
-def _detail(record: Record) -> dict[str, Any]:
+def _detail(record: Record, price: float | None) -> dict[str, Any]:
     """What stands below the curves of a single run."""
-    parts = times.account(record.timings)
-    total = sum(parts.values())
+    goodput = times.goodput(record.timings)
     statistics, why = _statistics(record)
     starts = [line for line in record.timings if line.get("kind") == "start"]
     return {
         "findings": _findings(record),
         "parts": [
-            {"what": times.PARTS[name], "seconds": seconds, "share": seconds / total}
-            for name, seconds in parts.items()
+            {"what": times.PARTS[name], "seconds": seconds, "share": seconds / goodput.seconds}
+            for name, seconds in goodput.parts.items()
             if seconds
         ],
         "starts": len(starts),
+        "goodput": goodput.tell(price),
         "evaluations": _spread(record.evaluation, _ROWS),
         "predictions": _predictions(record),
         "statistics": statistics,
@@ -189,15 +195,3 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, default=list, ensure_ascii=False)
-
-
-def duration(seconds: float) -> str:
-    """4210.0 as 1 h 10 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    days, hours_left = divmod(hours, 24)
-    return f"{days} d {hours_left} h" if days > 2 else f"{hours} h {minutes} min"

@@ -1,7 +1,11 @@
-"""Where a run's time went since its first start, over all restarts."""
+"""Where a run's time went since its first start, over all restarts, and what it costs."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
+
+from bert_jax import hardware
+from bert_jax.section import printable
 
 # In the order in which they are shown; the first is what one pays for.
 PARTS = {
@@ -11,10 +15,13 @@ PARTS = {
     "evaluation": "evaluation",
     "probes": "probes",
     "checkpoint": "saving",
+    "profile": "writing profiles",
     "start": "preparing, opening, restoring",
     "repeated": "steps done again, after a kill or a roll-back",
     "away": "between a stop and the next start",
 }
+
+_MOST_DEVICES = 2**32  # more are a damaged line
 
 
 def account(timings: list[dict[str, Any]]) -> dict[str, float]:
@@ -42,10 +49,93 @@ def account(timings: list[dict[str, Any]]) -> dict[str, float]:
     return parts
 
 
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """What came of a run's time so far, over all restarts.
+
+    A start is paid for from its beginning to its last line, on the chips that it had. Time away is
+    not: whether machines were held meanwhile nobody has written down. Nor is what a killed process
+    did after its last line, though a bill will have it.
+
+    Attributes:
+      parts: seconds of each of PARTS (`account`).
+      chip_hours: that were paid for, of starts whose devices are known chips.
+      other: kinds of devices of the other starts, whose cost nobody knows, as jax names them.
+    """
+
+    parts: dict[str, float]
+    chip_hours: float
+    other: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Since the first start."""
+        return sum(self.parts.values())
+
+    @property
+    def share(self) -> float | None:
+        """Of these seconds, those of steps that counted, in [0, 1]; None before the first line."""
+        return self.parts["training"] / self.seconds if self.seconds else None
+
+    def cost(self, price_per_chip_hour: float) -> float | None:
+        """So far, in the currency of the price; None if no start had known chips."""
+        return self.chip_hours * price_per_chip_hour if self.chip_hours else None
+
+    def tell(self, price_per_chip_hour: float | None = None) -> str:
+        """In a line.
+
+        Args:
+          price_per_chip_hour: in any currency; None: no cost is told.
+        """
+        if self.share is None:
+            return "goodput: nothing was timed yet"
+        said = (
+            f"goodput {100 * self.share:.1f} %: of {duration(self.seconds)} since the first start, "
+            f"{duration(self.parts['training'])} in {PARTS['training']}"
+        )
+        if self.chip_hours:
+            said += f"; {self.chip_hours:,.2f} chip-hours"
+        if price_per_chip_hour is not None:
+            cost = self.cost(price_per_chip_hour)
+            said += "; no cost" if cost is None else f", cost {cost:,.2f}"
+            if self.other:
+                kinds = printable(", ".join(self.other))
+                said += f", since {kinds} has no price" if cost is None else f" without {kinds}"
+        return said
+
+
+def goodput(timings: list[dict[str, Any]]) -> Goodput:
+    """How much of a run's time was worth something, and what was paid for.
+
+    Args:
+      timings: lines of timings.jsonl.
+    """
+    chip_seconds = 0.0
+    chips: int | None = None  # of the start to which a line belongs
+    other: dict[str, None] = {}
+    for line in timings:
+        if line.get("kind") == "start":
+            kind, devices = _devices(line)
+            chips = hardware.chips(kind, devices)
+            if chips is None:
+                other[kind] = None
+        if chips is not None and line.get("kind") in ("start", "train", "roll_back", "end"):
+            chip_seconds += chips * line["seconds"]
+    return Goodput(account(timings), chip_seconds / 3600, tuple(other))
+
+
+def _devices(start: dict[str, Any]) -> tuple[str, int]:
+    """Kind and number of a start's devices, of all its processes."""
+    match start.get("environment"):
+        case {"devices": [str(kind), int(count)]} if 0 < count < _MOST_DEVICES:
+            return kind, count
+    return "an unknown device", 0
+
+
 def _lap(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
     named = {
         what: line.get(f"{what}_seconds", 0.0)
-        for what in ("data", "compilation", "evaluation", "probes", "checkpoint")
+        for what in ("data", "compilation", "evaluation", "probes", "checkpoint", "profile")
     }
     yield from named.items()
     yield "training", max(line["seconds"] - sum(named.values()), 0.0)
@@ -66,3 +156,15 @@ def _share_kept(lap: dict[str, Any], again: float) -> float:
     """Of a lap's steps, the share that no later start does again."""
     done_again = min(max(lap["step"] - again, 0), lap["steps"])
     return 1 - done_again / max(lap["steps"], 1)
+
+
+def duration(seconds: float) -> str:
+    """4210.0 as 1 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    days, hours_left = divmod(hours, 24)
+    return f"{days} d {hours_left} h" if days > 2 else f"{hours} h {minutes} min"

@@ -10,7 +10,7 @@ from typing import Literal
 from etils import epath
 
 from bert_jax.config import InputError
-from bert_jax.report import page
+from bert_jax.report import page, times
 from bert_jax.report.events import Events
 from bert_jax.report.records import Record
 from bert_jax.workdir import write_atomic
@@ -22,6 +22,7 @@ def write(
     every: int | None,
     what: Literal["page", "events"],
     say: Callable[[str], None],
+    price_per_chip_hour: float | None = None,
 ) -> None:
     """Writes the page of a run, or one that compares several.
 
@@ -30,7 +31,8 @@ def write(
       out: where the page goes; None: into the workdir, or beside where several are compared.
       every: seconds after which it is written again while one of the runs goes on; None: once.
       what: `events` writes TensorBoard event files into each workdir, too.
-      say: is told where the page is.
+      say: is told where the page is, and at the end what came of the time.
+      price_per_chip_hour: in any currency; None: costs are left out.
 
     Raises:
       InputError: no run there, a damaged file, or a page that cannot be written.
@@ -44,20 +46,25 @@ def write(
         told = False
         while True:
             going_on = every is not None and any(r.state == "running" for r in records)
-            write_atomic(path, page.render(records, every if going_on else None))
+            refresh = every if going_on else None
+            write_atomic(path, page.render(records, refresh, price_per_chip_hour))
             if not told:
                 say(f"report: {path}")
                 told = True
             if not going_on:
-                return
+                break
             try:
                 time.sleep(every)
             except KeyboardInterrupt:
-                write_atomic(path, page.render(records))  # one that does not renew itself
+                # One that does not renew itself.
+                write_atomic(path, page.render(records, None, price_per_chip_hour))
                 raise
             records = _read(workdirs)
             for record, files in zip(records, events, strict=False):
                 files.add(record)
+    for record in records:
+        which = f"{record.label}: " if len(records) > 1 else ""
+        say(which + times.goodput(record.timings).tell(price_per_chip_hour))
 
 
 def _read(workdirs: Sequence[str]) -> list[Record]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 # What the loop waits for by name; the rest of a lap is steps. Waiting for data counts as steps:
 # it is part of how fast a run trains.
-NOT_STEPS = ("compilation", "evaluation", "probes", "checkpoint")
+NOT_STEPS = ("compilation", "evaluation", "probes", "checkpoint", "profile")
 
 
 @dataclasses.dataclass

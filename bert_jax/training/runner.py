@@ -26,6 +26,7 @@ from bert_jax.training.environment import environment
 from bert_jax.training.feed import Feed
 from bert_jax.training.job import Job
 from bert_jax.training.peers import Peers
+from bert_jax.training.profile import Profile
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import Pulse, StopRequest
 from bert_jax.workdir import DiskFull, Workdir, write_atomic
@@ -66,6 +67,8 @@ class Trainer:
             lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(mesh)
         )
         self.beginnings = Beginnings(job, mesh, peers, progress)
+        steps = self.claim.run.profile_steps
+        self.profile = Profile(steps, workdir.profile, peers.number, progress, clock)
         self.began = Beginning(0, {}, {}, (), "")  # from where the steps since were done
         # (step, window, the state's counters, counts) of a line whose numbers are on the device.
         self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
@@ -116,8 +119,11 @@ class Trainer:
                     if not self.failed and self.saved_step != self.done:
                         self._save(saved, state, window)
                     stack.close()  # here, so that the last save's end is counted
+                # After the save, for which one that is asked to stop may have little time.
+                self.profile.end()
             except BaseException as error:
                 with contextlib.suppress(Exception):  # the disk may be full
+                    self.profile.end()
                     self._note("end", self._lap() | {"outcome": "failed", "why": str(error)})
                 raise
         whole = self.done == total and self.kept == "saved"
@@ -211,10 +217,11 @@ class Trainer:
         self.pulse.beat(times=2)
         with feed:
             while self.done < last and not (stop.requested or self._went_wrong):
-                with self.clock.waiting("data"):
-                    batch = next(feed)
-                with calling:
-                    state, window = train_step(state, window, batch, key, self.job.fixed)
+                with self.profile.step(self.done, state):
+                    with self.clock.waiting("data"):
+                        batch = next(feed)
+                    with calling:
+                        state, window = train_step(state, window, batch, key, self.job.fixed)
                 calling = contextlib.nullcontext()
                 under_way.append(jnp.copy(state["step"]))
                 if len(under_way) > _AHEAD:

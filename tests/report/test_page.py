@@ -142,6 +142,27 @@ def test_several_runs_are_compared_on_one_page(run, tmp_path, monkeypatch):
     assert not tags.tags & {"script", "img"}
 
 
+def test_goodput_and_cost_are_told_and_shown(run, tmp_path, capsys):
+    """As if the run had had four chips, a price at which a second of one costs 1."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    timings = copy / "timings.jsonl"
+    lines = [json.loads(line) for line in timings.read_text().splitlines()]
+    assert lines[0]["environment"]["devices"] == ["cpu", 4]
+    assert cli.main(["report", str(copy), "--price-per-chip-hour", "3600"]) == 0
+    assert "; no cost, since cpu has no price\n" in capsys.readouterr().out
+    assert "cost so far" not in (copy / "report.html").read_text()
+
+    lines[0]["environment"]["devices"] = ["TPU v4", 4]
+    timings.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["report", str(copy), "--price-per-chip-hour", "3600"]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    cost = f"{4 * sum(line['seconds'] for line in lines):,.2f}"
+    assert told.startswith("goodput ") and told.endswith(f"chip-hours, cost {cost}")
+    text = Tags((copy / "report.html").read_text()).text
+    assert told in text and f"{cost}cost so far" in text
+
+
 def test_a_run_before_its_first_line_has_a_page(run, tmp_path):
     for name in ("experiment.json", "corpus"):
         source = run / name
@@ -212,7 +233,8 @@ def test_following_ends_with_the_run(tmp_path):
         first = report.read_text()
         training.terminate()
     assert training.returncode == 75
-    assert following.communicate(timeout=60)[0] == f"report: {report}\n"
+    where, goodput = following.communicate(timeout=60)[0].splitlines()
+    assert where == f"report: {report}" and goodput.startswith("goodput ")
     assert following.returncode == 0
     assert 'http-equiv="refresh"' in first and "running" in Tags(first).text
     assert 'http-equiv="refresh"' not in report.read_text()
@@ -226,6 +248,8 @@ def test_following_ends_with_the_run(tmp_path):
         (["{run}", "--out", "{empty}"], "is no file"),
         (["{run}", "--out", "{empty}/no/page.html"], "no folder"),
         (["{run}", "--follow", "--every", "0"], "--every 0"),
+        (["{run}", "--price-per-chip-hour", "nan"], "--price-per-chip-hour nan"),
+        (["{run}", "--price-per-chip-hour", "-1"], "--price-per-chip-hour -1"),
     ],
 )
 def test_bad_input_is_named(args, words, run, tmp_path, capsys):

@@ -133,6 +133,14 @@ def full(folder):
     return "full"
 
 
+def test_a_profiled_fine_tuning_is_the_one_without_bit_for_bit(full):
+    finished("profiled", "run.profile_steps=3,6")
+    assert os.listdir("profiled/profile/plugins/profile") == ["steps_4_to_6"]
+    said, plain = (pathlib.Path(name, "metrics.jsonl").read_bytes() for name in ("profiled", full))
+    assert said == plain
+    assert_identical(final_state("profiled")[1], final_state(full)[1])
+
+
 @pytest.fixture(scope="module")
 def lora(folder):
     with contextlib.chdir(folder):

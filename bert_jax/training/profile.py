@@ -1,0 +1,139 @@
+"""A trace of some steps, as XProf and Perfetto read it.
+
+jax traces into a local folder of this process, from which whole files go into the workdir, which
+may be a bucket:
+
+    W/profile/plugins/profile/steps_11_to_20/process_0.HOST.xplane.pb
+                                             process_0.HOST.trace.json.gz
+
+What stands in the way of a trace is said, and costs the run nothing.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from etils import epath
+
+from bert_jax import bucket
+from bert_jax.config import InputError
+from bert_jax.training.clock import Clock
+from bert_jax.training.progress import Progress
+from bert_jax.workdir import made, named_errors, new_file
+
+# Of the annotation around each step; XProf looks for a number of this kind.
+_STEP = "train"
+
+
+class Profile:
+    """Traces the steps of a window that this process does.
+
+    Args:
+      steps: the window: once so many steps are done, until so many are; empty: none.
+      folder: where traces go.
+      process: the number of this process; each writes files of its own.
+      progress: is told where a trace is, or why there is none.
+      clock: counts the time that tracing takes beside the steps.
+    """
+
+    def __init__(
+        self,
+        steps: tuple[int, ...],
+        folder: epath.Path,
+        process: int,
+        progress: Progress,
+        clock: Clock,
+    ):
+        self._window = range(*steps) if steps else range(0)
+        self._folder, self._process = folder, process
+        self._progress, self._clock = progress, clock
+        self._local: epath.Path | None = None  # where jax writes, while there is a trace
+        self._traced = range(0)  # steps done before each traced one
+        self._gave_up = False
+
+    @contextlib.contextmanager
+    def step(self, done: int, state: Any) -> Iterator[None]:
+        """To be entered around each step, the wait for its batch included.
+
+        At the edges of the window it waits for the steps under way, so that a trace holds its own.
+
+        Args:
+          done: steps done before.
+          state: after them.
+        """
+        # After a roll-back the steps begin again further down.
+        if self._local is not None and (done not in self._window or done != self._traced.stop):
+            self.end(state)
+        if self._local is None and done in self._window and not self._gave_up:
+            self._begin(done, state)
+        if self._local is None:
+            yield
+            return
+        self._traced = range(self._traced.start, done + 1)
+        with jax.profiler.StepTraceAnnotation(_STEP, step_num=done + 1):
+            yield
+
+    def _begin(self, done: int, state: Any) -> None:
+        jax.block_until_ready(state)  # which is time of the steps
+        with self._clock.waiting("profile"):
+            options = jax.profiler.ProfileOptions()
+            # Each call of Python would take some time of the steps, and most of the file.
+            options.python_tracer_level = 0
+            try:
+                local = epath.Path(tempfile.mkdtemp(prefix="bert_jax_profile_"))
+                try:
+                    jax.profiler.start_trace(local, profiler_options=options)
+                except BaseException:
+                    local.rmtree()
+                    raise
+            except (OSError, RuntimeError) as error:
+                self._gave_up = True
+                self._progress.say(f"no profile: {error}")
+                return
+            self._local, self._traced = local, range(done, done)
+
+    def end(self, state: Any = None) -> None:
+        """Ends and writes the trace, if there is one.
+
+        Args:
+          state: is waited for before.
+        """
+        if self._local is None:
+            return
+        steps = f"steps_{self._traced.start + 1}_to_{self._traced.stop}"
+        target = self._folder / "plugins" / "profile" / steps  # as XProf looks for it
+        local, self._local = self._local, None
+        jax.block_until_ready(state)
+        with self._clock.waiting("profile"), contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, local, ignore_errors=True)
+            try:
+                with named_errors(local):
+                    jax.profiler.stop_trace()
+                with named_errors(target):
+                    self._send(local, target)
+            except (InputError, OSError, RuntimeError) as error:
+                self._progress.say(f"no profile of {steps.replace('_', ' ')}: {error}")
+            else:
+                self._progress.say(f"profile of {steps.replace('_', ' ')}: {target}")
+
+    def _send(self, local: epath.Path, target: epath.Path) -> None:
+        """Copies the files that jax wrote, all or none."""
+        root = self._folder.parent
+        if not bucket.is_bucket(target):
+            inside = os.path.relpath(target, root)
+            if os.path.realpath(target) != os.path.join(os.path.realpath(root), inside):
+                raise InputError(f"{self._folder}: is a link, or holds one; remove it")
+        with made(target), contextlib.ExitStack() as sent:
+            for path in sorted(local.glob("plugins/profile/*/*")):
+                place = target / f"process_{self._process}.{path.name}"
+                sent.callback(place.unlink, missing_ok=True)
+                if bucket.is_bucket(target):
+                    bucket.send(path, place)
+                    continue
+                with new_file(place) as beside:
+                    shutil.copyfile(path, beside)
+            sent.pop_all()

@@ -1,0 +1,189 @@
+"""Traces of some steps: what they hold, and that they cost the run nothing."""
+
+import contextlib
+import gzip
+import json
+import os
+import pathlib
+import signal
+
+import jax
+import jax.numpy as jnp
+import pytest
+from broken import tree
+from compare import assert_identical
+from etils import epath
+from small_run import final_state, pretrain, write_text
+
+from bert_jax.training import step as step_lib
+from bert_jax.training.clock import Clock
+from bert_jax.training.profile import Profile
+
+
+def traced(profile: pathlib.Path) -> dict[str, list[int]]:
+    """Of each trace that XProf lists here, the numbers of its steps."""
+    found = {}
+    for run in sorted((profile / "plugins" / "profile").iterdir()):
+        (file,) = run.glob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        steps = [int(e["args"]["step_num"]) for e in events if e.get("name") == "train"]
+        found[run.name] = sorted(steps)
+        (planes,) = run.glob("*.xplane.pb")
+        assert b"step_num" in planes.read_bytes()
+    return found
+
+
+def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
+    for name in ("metrics.jsonl", "predictions.jsonl"):
+        assert (a / name).read_bytes() == (b / name).read_bytes()
+    assert_identical(final_state(a)[1], final_state(b)[1])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A folder with text and a finished run, without a profile; and the experiment file."""
+    folder = tmp_path_factory.mktemp("profile")
+    file = write_text(folder)
+    assert pretrain(file, folder / "plain")[0] == "finished"
+    return folder, file
+
+
+def test_a_profiled_run_is_the_run_without_bit_for_bit(plain):
+    """The window ends in another phase than it begins in."""
+    folder, file = plain
+    outcome, said = pretrain(file, folder / "profiled", "run.profile_steps=11,16")
+    assert outcome == "finished" and "profile of steps 12 to 16: " in said
+    assert traced(folder / "profiled" / "profile") == {"steps_12_to_16": [12, 13, 14, 15, 16]}
+    assert_same_run(folder / "profiled", folder / "plain")
+    lines = (folder / "profiled" / "timings.jsonl").read_text().splitlines()
+    assert sum(json.loads(line).get("profile_seconds", 0.0) for line in lines) > 0
+
+
+def test_a_stop_in_the_window_ends_the_trace_and_a_resume_begins_one(plain, monkeypatch):
+    folder, file = plain
+    make = step_lib.make_train_step
+
+    def make_stopping(*args):
+        train_step, calls = make(*args), []
+
+        def stopping(*args):
+            calls.append(0)
+            if len(calls) == 13:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return train_step(*args)
+
+        return stopping
+
+    workdir, window = folder / "stopped", "run.profile_steps=11,16"
+    with monkeypatch.context() as patch:
+        patch.setattr(step_lib, "make_train_step", make_stopping)
+        assert pretrain(file, workdir, window)[0] == "stopped"
+    assert traced(workdir / "profile") == {"steps_12_to_13": [12, 13]}
+    assert pretrain(file, workdir, window)[0] == "finished"
+    assert traced(workdir / "profile") == {
+        "steps_12_to_13": [12, 13],
+        "steps_14_to_16": [14, 15, 16],
+    }
+    assert_same_run(workdir, folder / "plain")
+
+
+def test_a_run_that_may_not_write_its_profile_says_so_and_goes_on(plain):
+    folder, file = plain
+    (folder / "blocked").mkdir()
+    (folder / "blocked" / "profile").write_text("a file")
+    outcome, said = pretrain(file, folder / "blocked", "run.profile_steps=20,22")
+    assert outcome == "finished"
+    assert "no profile of steps 21 to 22: " in said and "is a file where a folder" in said
+    assert_same_run(folder / "blocked", folder / "plain")
+
+
+# --- the window alone ---
+
+
+class Told(list):
+    """In the place of a Progress."""
+
+    say = list.append
+
+
+def profile(folder, window=(2, 5), process=0):
+    told = Told()
+    return Profile(window, epath.Path(folder), process, told, Clock(None)), told
+
+
+def take(profile, steps) -> None:
+    """Does steps, named by how many are done before."""
+    state = jnp.zeros(4)
+    for done in steps:
+        with profile.step(done, state):
+            state = state + 1
+    profile.end(state)
+
+
+def test_a_roll_back_in_the_window_begins_another_trace(tmp_path):
+    one, _ = profile(tmp_path / "profile")
+    take(one, [0, 1, 2, 3, 1, 2, 3, 4, 5, 6])
+    assert traced(tmp_path / "profile") == {"steps_3_to_4": [3, 4], "steps_3_to_5": [3, 4, 5]}
+
+
+def test_a_step_that_fails_is_in_the_trace(tmp_path):
+    one, _ = profile(tmp_path / "profile")
+    with pytest.raises(ZeroDivisionError), one.step(2, jnp.zeros(4)):
+        raise ZeroDivisionError
+    one.end()
+    assert traced(tmp_path / "profile") == {"steps_3_to_3": [3]}
+
+
+def test_a_trace_holds_the_steps_that_were_under_way_at_its_edges(tmp_path, monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    one, _ = profile(tmp_path / "profile")
+    for done in range(8):
+        with one.step(done, f"state {done}"):
+            pass
+    assert waited == ["state 2", "state 5"]
+
+
+def test_processes_write_side_by_side(tmp_path):
+    """As on hosts of one name; XProf shows what lies in one folder as one run."""
+    for number in range(2):
+        take(profile(tmp_path / "profile", process=number)[0], range(6))
+    (run,) = (tmp_path / "profile" / "plugins" / "profile").iterdir()
+    assert {path.name.split(".")[0] for path in run.iterdir()} == {"process_0", "process_1"}
+    assert len(list(run.glob("*.xplane.pb"))) == 2
+
+
+@pytest.mark.parametrize(("window", "steps"), [((), range(6)), ((2, 5), range(5, 9))])
+def test_no_window_and_one_that_a_resume_has_passed_are_no_trace(window, steps, tmp_path):
+    one, told = profile(tmp_path / "profile", window)
+    take(one, steps)
+    assert not told and not tree(tmp_path)
+
+
+def test_a_profile_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "w").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "w" / "profile").symlink_to(tmp_path / "elsewhere")
+    one, told = profile(tmp_path / "w" / "profile")
+    take(one, range(6))
+    assert "is a link, or holds one; remove it" in told[0]
+    assert not tree(tmp_path / "elsewhere")
+
+
+def test_a_place_that_jax_cannot_write_to_is_said_and_traced_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    one, told = profile(tmp_path / "profile")
+    take(one, range(6))
+    assert len(told) == 1 and told[0].startswith("no profile: ")
+    assert not tree(tmp_path)
+
+
+def test_a_second_trace_in_a_process_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    one, told = profile(tmp_path / "profile")
+    with contextlib.ExitStack() as stack:
+        stack.callback(jax.profiler.stop_trace)
+        jax.profiler.start_trace(tmp_path / "another")
+        take(one, range(6))
+    assert len(told) == 1 and "Only one profile may be run at a time" in told[0]
+    assert os.listdir(tmp_path) == ["another"]
