@@ -20,7 +20,7 @@ TF := .venv-tf
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test fuzz lint bench bench-torch bench-embed parity tf1 plans clean another-interpreter
+.PHONY: all pretrain test test-long fuzz lint bench bench-torch bench-embed parity tf1 plans clean another-interpreter
 
 all: $(STAMP)
 
@@ -43,6 +43,10 @@ pretrain: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest
+
+# The tests that take half a minute each and more, ten minutes in all.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long
 
 # Thousands of damaged files of each kind, and how many were tried; half an hour.
 fuzz: $(STAMP)

@@ -1,3 +1,4 @@
+import gc
 import os
 import pathlib
 import shutil
@@ -15,6 +16,9 @@ import small_run  # noqa: E402
 # the commands that tests start are compiled as for a user.
 os.environ.update(small_run.settings(devices=4))
 os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+# Programs that jax keeps are many small objects, and looking through them again and again for
+# garbage takes a tenth of the time.
+gc.set_threshold(100_000, 20, 50)
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,13 @@ def test_resolved_experiment_is_as_reviewed(file):
     assert describe(experiment) == (GOLDEN / f"{file.stem}.txt").read_text()
 
 
-@pytest.mark.parametrize("name", ["bert_base", "bert_large", *PODS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "base" in name else pytest.param(name, marks=pytest.mark.long)
+        for name in ("bert_base", "bert_large", *PODS)
+    ],
+)
 def test_the_paper_s_experiments_run_two_shrunk_steps(name):
     experiment = resolve.load(str(EXPERIMENTS[0].with_name(f"{name}.py")))
     settings = [

@@ -30,6 +30,7 @@ def figures(name, folder, *arguments):
     return kept["figures"]
 
 
+@pytest.mark.long
 def test_step_prints_its_figures(tmp_path):
     found = figures("step", tmp_path, "--shapes", "micro", "--rounds", 1)
     assert 0 < found["micro_float32_utilisation"] < 1
@@ -42,17 +43,20 @@ def test_data_prints_its_figures(tmp_path):
     assert json.loads((tmp_path / "data.json").read_text())["details"]["text_to_ids"]["equal"] == 1
 
 
+@pytest.mark.long
 def test_loop_prints_its_figures(tmp_path):
     arguments = ("--rounds", 1, "--laps", 1, "--state", "micro")
     assert 0 < figures("loop", tmp_path, *arguments)["save_blocking_share"] < 1
 
 
+@pytest.mark.long
 def test_reliability_prints_its_figures(tmp_path):
     arguments = ("--rounds", 1, "--laps", 2, "--shape", "micro", "--state", "micro")
     found = figures("reliability", tmp_path, *arguments)
     assert 0 < found["blocking_share"] < 1 and 0 < found["verification_share_of_restore"] < 1
 
 
+@pytest.mark.long
 def test_start_prints_its_figures(tmp_path):
     experiment = small_run.write_text(tmp_path / "small")
     assert figures("start", tmp_path, experiment, "--rounds", 1)["warm_cpu_seconds"] > 0

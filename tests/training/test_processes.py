@@ -132,6 +132,7 @@ def test_a_stopped_pod_goes_on_with_fewer_processes(text):
     assert_same_metrics(folder / "fewer", folder / "one", 1e-5)
 
 
+@pytest.mark.long
 def test_processes_roll_back_together(text):
     """The state is cut over both; the run is that of one process."""
     folder, file = text
@@ -146,6 +147,7 @@ def test_processes_roll_back_together(text):
     assert_same_metrics(folder / "back2", folder / "back1", 1e-5)
 
 
+@pytest.mark.long
 def test_damage_that_one_process_sees_is_skipped_by_all(text):
     """The state lies cut over two processes; what one of them wrote is damaged."""
     folder, file = text

@@ -151,6 +151,7 @@ def test_a_run_goes_on_under_other_shardings(undisturbed, relaid):
         np.testing.assert_allclose(list(a.values()), [b[name] for name in a], 1e-4, 1e-4)
 
 
+@pytest.mark.long
 def test_sixteen_devices_then_eight_then_sixteen_see_the_same_batches(undisturbed, tmp_path):
     """The lines say so: they are those of one device, to rounding."""
     _, file, _ = undisturbed
