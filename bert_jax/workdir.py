@@ -12,6 +12,7 @@ written last; one without is rebuilt.
     W/timings.jsonl         how long it took
     W/origin.json           which experiment file and --set strings the last start was given
     W/plan.json             what it would take on TPUs (see plan.document)
+    W/launch.json           which machines it was launched on (see launch.target)
 """
 
 import contextlib
@@ -77,6 +78,7 @@ class Workdir:
             "metrics.jsonl",
             "timings.jsonl",
             "plan.json",
+            "launch.json",
             "lock",
         }
         if names and not names & ours:
