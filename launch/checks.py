@@ -4,8 +4,6 @@ import os
 import pathlib
 from collections.abc import Callable
 
-from etils import epath
-
 from bert_jax import doctor as doctor_lib
 from bert_jax.config import InputError
 from bert_jax.doctor import corpus as corpus_lib
@@ -119,8 +117,8 @@ def corpus_is_healthy(spec: Spec) -> None:
             f"run `bert-jax prepare` with --workdir {spec.workdir} on another machine"
         )
     lengths = tuple(sorted({phase.sequence_length for phase in spec.claim.phases}))
-    if problems := doctor_lib.tell(corpus_lib.examine(epath.Path(corpus), lengths)):
-        raise InputError(f"{corpus}: {problems} problems, see above")
+    if doctor_lib.tell(corpus_lib.examine(corpus, lengths)):
+        raise InputError(f"{corpus}: `doctor` finds problems, see above")
 
 
 def slice_is_large_enough(
