@@ -97,7 +97,11 @@ def commit_is_clean() -> None:
 
 
 def workdir_is_writable(spec: Spec) -> None:
-    """Raises InputError if the workdir holds other things, or cannot be written from here."""
+    """Raises InputError if the workdir cannot be written from here, or files lie out of reach."""
+    claim = spec.claim
+    for name, place in (("init_from", claim.init_from), ("run.corpus_dir", claim.run.corpus_dir)):
+        if place and not place.startswith("gs://"):
+            raise InputError(f"{name}={place}: rented machines do not see it; name a bucket")
     workdir = Workdir(spec.workdir, spec.claim.run.corpus_dir)
     workdir.require_ours()
     probe = workdir.root / f".launch.{os.getpid()}.tmp"

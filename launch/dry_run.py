@@ -24,7 +24,7 @@ def lines(spec: Spec, commit: str, gcloud: Gcloud, create: Sequence[str]) -> Ite
     wheel = shipping.wheel_name()
     texts = hosts.files(spec, wheel)
     yield "#!/usr/bin/env bash"
-    yield f"# {spec.name}: {spec.topology.name}, {spec.topology.chips} chips on {spec.hosts} hosts;"
+    yield f"# {spec.name}: {spec.topology.name}; chips: {spec.topology.chips}, hosts: {spec.hosts};"
     yield f"# commit {commit}, config sha256 {spec.sha256}."
     yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
     yield "set -eu"

@@ -73,8 +73,8 @@ def test_status_tells_how_far_the_run_is(gcloud, record, capfd):
     mini = resolve.load("experiments/mini.py")
     (root / "experiment.json").write_text(resolve.to_json(mini))
     lap = {"kind": "train", "step": 10, "steps": 10, "seconds": 100.0, "time": 1120.0}
-    first = {"kind": "start", "step": 0, "seconds": 20.0, "time": 1020.0}
-    again = {"kind": "start", "step": 5, "seconds": 0.0, "time": 1120.0}
+    first = {"kind": "start", "step": 0, "steps": 0, "seconds": 20.0, "time": 1020.0}
+    again = {"kind": "start", "step": 5, "steps": 0, "seconds": 0.0, "time": 1120.0}
     (root / "timings.jsonl").write_bytes(timings(first, lap, again))
     assert asked.status([record.workdir]) == 0
     lines = capfd.readouterr().out.splitlines()

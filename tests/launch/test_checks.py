@@ -79,6 +79,12 @@ def test_a_workdir_in_a_bucket(bucket):
         check("gs://b/other", "workdir")
 
 
+@pytest.mark.parametrize("setting", ["init_from=base", "run.corpus_dir=/corpora/x"])
+def test_files_of_this_machine_are_out_of_reach(tmp_path, setting):
+    with pytest.raises(InputError, match=f"{setting}: rented machines do not see it; name a bu"):
+        checks.check(specified(tmp_path, setting), ALL - {"workdir"}, None, print)
+
+
 def test_a_bucket_that_may_not_be_written(bucket, monkeypatch):
     monkeypatch.setattr(bucket, "refuses", lambda method, name: method == "POST")
     with pytest.raises(InputError, match=r"gs://b/closed.*; --force workdir launches"):

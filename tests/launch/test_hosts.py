@@ -1,5 +1,6 @@
 """The scripts of a host, run by bash here; and whether what a user types reaches them whole."""
 
+import fcntl
 import json
 import os
 import pathlib
@@ -108,6 +109,24 @@ def test_a_run_that_died_with_its_shell_is_neither_running_nor_ended(host):
     assert state(folder) == hosts.HostState(False, None)
 
 
+def test_a_run_goes_on_as_it_began_when_its_script_is_replaced(host):
+    folder = host(specified(), "until [ -f go ]; do sleep .05; done; exit 3")
+    bash(folder, f"{folder}/start.sh")
+    text = (folder / "run.sh").read_text()
+    (folder / "run.sh").write_text("#" * len(text) + "\nexit 9\n" * 99)
+    (folder / "go").write_text("")
+    until(lambda: not state(folder).running)
+    assert state(folder) == hosts.HostState(False, 3)
+
+
+def test_words_of_gcloud_s_own_do_not_hide_a_state():
+    said = "SSH: worker 0\nbert-jax-host w-0 running\n[1] bert-jax-host w-1 ended 75\r\nbye\n"
+    assert hosts.parse_states(said) == {
+        "w-0": hosts.HostState(True, None),
+        "w-1": hosts.HostState(False, 75),
+    }
+
+
 def test_a_log_is_followed_for_a_while_and_from_a_byte_on(host):
     folder = host(specified(), "echo one; echo two; exec sleep 60")
     bash(folder, f"{folder}/start.sh")
@@ -148,6 +167,11 @@ def test_the_wheel_is_installed_once_with_its_extras(host, tmp_path):
     (folder / "bert_jax-0-py3-none-any.whl").write_text("another")
     bash(folder, f"{folder}/install.sh")
     assert (tmp_path / "told").read_text().split() == 2 * told
+    (folder / "bert_jax-0-py3-none-any.whl").write_text("a third")
+    with (folder / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        bash(folder, f"{folder}/install.sh")
+    assert (tmp_path / "told").read_text().split() == 2 * told, "a run uses what is there"
 
 
 @settings(max_examples=25, deadline=None)

@@ -221,6 +221,16 @@ def test_ctrl_c_without_a_terminal_saves_and_deletes(gcloud, launch):
         assert "asking the run to save and stop" in said
 
 
+def test_under_nohup_the_end_of_the_terminal_ends_nothing(gcloud, launch):
+    gcloud.play(follow_sh=[{"signal": signal.SIGHUP}])
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code, _ = launch()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert code == 0 and gcloud.kinds[-5:] == [*WATCH, *END]
+
+
 def test_ctrl_c_at_a_terminal_asks(gcloud, launch, monkeypatch):
     gcloud.play(start_sh=[{"hosts": ["running"] * 4}], follow_sh=[{"signal": signal.SIGINT}])
     at_a_terminal(monkeypatch, "n\n")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bert-base-8bfcc777: v3:4x4, 16 chips on 4 hosts;
+# bert-base-8bfcc777: v3:4x4; chips: 16, hosts: 4;
 # commit 0123456789abcdef0123456789abcdef01234567, config sha256 8bfcc777ef25f5631d2df813b5f963030669ed4b0c5bfd56557b5bb79644ea07.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
@@ -122,9 +122,10 @@ exit 0
 END
 cat > /cache/launch/bert-base-8bfcc777/install.sh <<'END'
 #!/usr/bin/env bash
-# Makes venv/ of the wheel, unless it is there.
+# Makes venv/ of the wheel, unless it is there, or a run uses the one that is.
 set -eu
 cd "$(dirname "$0")"
+flock --nonblock run.lock true || exit 0
 wheel=bert_jax-0.1.0-py3-none-any.whl
 [ "$(cat venv/installed 2>/dev/null)" = "$(sha256sum "$wheel" constraints.txt)" ] && exit 0
 python=
@@ -145,6 +146,7 @@ END
 cat > /cache/launch/bert-base-8bfcc777/run.sh <<'END'
 #!/usr/bin/env bash
 # The run: its exit code goes to run.exit.
+{  # read as a whole, whatever becomes of this file meanwhile
 cd "$(dirname "$0")"
 exec 9> run.lock
 flock --nonblock 9 || exit 1
@@ -160,6 +162,8 @@ echo $! > run.pid
 wait $!
 echo $? > run.exit.new
 mv run.exit.new run.exit
+exit
+}
 END
 cat > /cache/launch/bert-base-8bfcc777/start.sh <<'END'
 #!/usr/bin/env bash

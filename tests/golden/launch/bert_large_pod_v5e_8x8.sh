@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bert-large-pod-4f214d6c: v5e:8x8, 64 chips on 16 hosts;
+# bert-large-pod-4f214d6c: v5e:8x8; chips: 64, hosts: 16;
 # commit 0123456789abcdef0123456789abcdef01234567, config sha256 4f214d6c2e0a56c85784423b6c59bd80755d94c48030f9306ae848f9aad71a9c.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
@@ -122,9 +122,10 @@ exit 0
 END
 cat > /cache/launch/bert-large-pod-4f214d6c/install.sh <<'END'
 #!/usr/bin/env bash
-# Makes venv/ of the wheel, unless it is there.
+# Makes venv/ of the wheel, unless it is there, or a run uses the one that is.
 set -eu
 cd "$(dirname "$0")"
+flock --nonblock run.lock true || exit 0
 wheel=bert_jax-0.1.0-py3-none-any.whl
 [ "$(cat venv/installed 2>/dev/null)" = "$(sha256sum "$wheel" constraints.txt)" ] && exit 0
 python=
@@ -145,6 +146,7 @@ END
 cat > /cache/launch/bert-large-pod-4f214d6c/run.sh <<'END'
 #!/usr/bin/env bash
 # The run: its exit code goes to run.exit.
+{  # read as a whole, whatever becomes of this file meanwhile
 cd "$(dirname "$0")"
 exec 9> run.lock
 flock --nonblock 9 || exit 1
@@ -160,6 +162,8 @@ echo $! > run.pid
 wait $!
 echo $? > run.exit.new
 mv run.exit.new run.exit
+exit
+}
 END
 cat > /cache/launch/bert-large-pod-4f214d6c/start.sh <<'END'
 #!/usr/bin/env bash

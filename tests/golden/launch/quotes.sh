@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# quotes: v6e:2x2, 4 chips on 1 hosts;
+# quotes: v6e:2x2; chips: 4, hosts: 1;
 # commit 0123456789abcdef0123456789abcdef01234567, config sha256 92c7ce3f48931467c6431271a860bf406c6c4f1271147447764bc9610030653a.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
@@ -122,9 +122,10 @@ exit 0
 END
 cat > /cache/launch/quotes/install.sh <<'END'
 #!/usr/bin/env bash
-# Makes venv/ of the wheel, unless it is there.
+# Makes venv/ of the wheel, unless it is there, or a run uses the one that is.
 set -eu
 cd "$(dirname "$0")"
+flock --nonblock run.lock true || exit 0
 wheel=bert_jax-0.1.0-py3-none-any.whl
 [ "$(cat venv/installed 2>/dev/null)" = "$(sha256sum "$wheel" constraints.txt)" ] && exit 0
 python=
@@ -145,6 +146,7 @@ END
 cat > /cache/launch/quotes/run.sh <<'END'
 #!/usr/bin/env bash
 # The run: its exit code goes to run.exit.
+{  # read as a whole, whatever becomes of this file meanwhile
 cd "$(dirname "$0")"
 exec 9> run.lock
 flock --nonblock 9 || exit 1
@@ -160,6 +162,8 @@ echo $! > run.pid
 wait $!
 echo $? > run.exit.new
 mv run.exit.new run.exit
+exit
+}
 END
 cat > /cache/launch/quotes/start.sh <<'END'
 #!/usr/bin/env bash
