@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("bucket")
 
 NAME = "mini"
 # What a launch does before anything can be watched, once nothing of its name is there.
-BEGIN = ["create", "describe", "state.sh", "mkdir", "scp", "install.sh", "start.sh"]
+BEGIN = ["create", "describe", "mkdir", "scp", "install.sh", "start.sh"]
 WATCH = ["follow.sh", "state.sh"]
 END = ["describe", "delete", "describe"]
 
@@ -323,6 +323,26 @@ def test_gcloud_that_fails_for_a_moment_is_asked_again(gcloud, launch):
     gcloud.play(describe=[moment] * 5)
     code, said = launch()
     assert code == 2 and "mini: gcloud cannot tell its state (ERROR: connection reset)" in said
+
+
+def test_a_run_goes_on_while_this_machine_has_no_network(gcloud, launch):
+    """Its machines are neither deleted nor asked for again."""
+    out = {"code": 1, "err": "ERROR: no route\n"}
+    gcloud.play(
+        start_sh=[{"hosts": ["running"] * 4}],
+        follow_sh=[{"out": "step 10\n", "code": 255}, {"hosts": ["ended 0"] * 4}],
+        state_sh=[out],
+        describe=[*([{"code": 1, "err": "NOT_FOUND"}] * 2), {}, *([out] * 9)],
+    )
+    code, said = launch()
+    assert code == 0 and gcloud.kinds.count("create") == 1 and gcloud.kinds.count("delete") == 1
+    assert "gcloud cannot be asked (ERROR: no route); asking on" in said
+
+
+def test_ctrl_c_before_anything_is_rented(gcloud, launch):
+    gcloud.play(describe=[{"signal": signal.SIGINT}])
+    code, said = launch()
+    assert code == 130 and gcloud.kinds == ["describe"] and "before anything was rented" in said
 
 
 def test_no_gcloud(launch, monkeypatch, tmp_path):
