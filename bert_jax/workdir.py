@@ -13,6 +13,7 @@ written last; one without is rebuilt.
     W/origin.json           which experiment file and --set strings the last start was given
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.document)
+    W/launch.json           which machines it was launched on (see launch.target)
 """
 
 import contextlib
@@ -80,6 +81,7 @@ class Workdir:
             "timings.jsonl",
             "profile",
             "plan.json",
+            "launch.json",
             "lock",
         }
         if names and not names & ours:

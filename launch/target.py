@@ -1,0 +1,150 @@
+"""Where a run was launched, written down; and what can be asked of any such place.
+
+`W/launch.json` is all that `launch status`, `logs` and `stop` need. Each place is a module of this
+package that is named as the command is, and has a function `target(record)`.
+"""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from etils import epath
+
+from bert_jax.config import InputError
+from bert_jax.workdir import made, named_errors, read_json, sealed, write_atomic
+
+FORMAT_VERSION = 1
+FILE = "launch.json"
+
+Place = Literal["tpu_vm", "gke"]
+_PLACES = ("tpu_vm", "gke")
+
+_PRICES = (float, int, type(None))
+
+_REMEDY = "remove it, and launch the run again"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """Where a run was launched.
+
+    Attributes:
+      target: the command that did.
+      name: of what was rented.
+      place: what that command needs beside the name to find it: project, zone, namespace.
+      workdir: of the run.
+      topology: the slice, v5e:8x8.
+      hosts: processes.
+      config_sha256: of the resolved experiment.
+      commit: of the code that was shipped; "" for an image that was built elsewhere.
+      time: of the launch, seconds since 1970.
+      price_per_chip_hour: what it was said to cost; None: nothing was said.
+      stopped: somebody asked for its end, so that whoever launched it starts it no more.
+    """
+
+    target: Place
+    name: str
+    place: Mapping[str, str]
+    workdir: str
+    topology: str
+    hosts: int
+    config_sha256: str
+    commit: str
+    time: float
+    price_per_chip_hour: float | None
+    stopped: bool = False
+
+    def write(self, folder: str | None = None) -> None:
+        """Writes launch.json.
+
+        Args:
+          folder: where; None: in the workdir.
+
+        Raises:
+          InputError: it cannot be written.
+        """
+        path = epath.Path(folder or self.workdir) / FILE
+        record = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        with made(path.parent):
+            write_atomic(path, json.dumps(sealed(record), indent=2) + "\n")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """How what was rented stands.
+
+    Attributes:
+      word: "waiting" for machines; "running"; "ended" by itself, and still there; "gone": nothing
+        is rented any more.
+      detail: what the place says of it, one line.
+    """
+
+    word: Literal["waiting", "running", "ended", "gone"]
+    detail: str
+
+
+class Target(Protocol):
+    """A launched run, where it was launched."""
+
+    def state(self) -> State:
+        """How it stands now."""
+
+    def logs(self, host: int, follow: bool) -> int:
+        """Prints what the process of a host said; returns an exit code.
+
+        Args:
+          host: from 0.
+          follow: whether to go on until it has ended.
+        """
+
+    def stop(self, seconds: float) -> int:
+        """Has the processes save and end, and gives back what is rented; returns an exit code.
+
+        Args:
+          seconds: to wait for the save.
+        """
+
+
+def find(folder: str) -> Record | None:
+    """What `Record.write` wrote in a workdir; None if nothing was launched with it.
+
+    Raises:
+      InputError: the record is damaged, or cannot be read.
+    """
+    path = epath.Path(folder) / FILE
+    with named_errors(path):
+        if not path.exists():
+            return None
+        found = read_json(path, FORMAT_VERSION, restore=_REMEDY)
+    try:
+        return _parse(found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: damaged; {_REMEDY}") from error
+
+
+def read(folder: str) -> Record:
+    """As `find`; raises InputError, too, if nothing was launched."""
+    record = find(folder)
+    if record is None:
+        raise InputError(f"{folder}: nothing was launched here (no {FILE})")
+    return record
+
+
+def _parse(found: dict[str, Any]) -> Record:
+    record = Record(**{f.name: found[f.name] for f in dataclasses.fields(Record)})
+    texts = [record.name, record.workdir, record.topology, record.config_sha256, record.commit]
+    texts += [*record.place, *record.place.values()]
+    if record.target not in _PLACES or not all(isinstance(text, str) for text in texts):
+        raise ValueError
+    if type(record.stopped) is not bool or type(record.price_per_chip_hour) not in _PRICES:
+        raise ValueError
+    if type(record.hosts) is not int or not isinstance(record.time, int | float):
+        raise ValueError
+    return record
+
+
+def of(record: Record) -> Target:
+    """The run that a record tells of."""
+    return importlib.import_module(f"launch.{record.target}").target(record)
