@@ -1,0 +1,140 @@
+"""What is looked at before anything is rented; each can be overruled by name."""
+
+import os
+import pathlib
+from collections.abc import Callable
+
+from etils import epath
+
+from bert_jax import doctor as doctor_lib
+from bert_jax.config import InputError
+from bert_jax.doctor import corpus as corpus_lib
+from bert_jax.plan import command, tell
+from bert_jax.section import printable
+from bert_jax.workdir import Workdir, is_complete, named_errors, write_atomic
+from launch import tools
+from launch.spec import Spec
+
+# In the order in which they are done: the quick ones first.
+NAMES = ("commit", "workdir", "doctor", "plan")
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+_GIT_SECONDS = 60.0
+
+
+def forced(text: str) -> frozenset[str]:
+    """The checks that `--force` overrules.
+
+    Raises:
+      InputError: there is no such check.
+    """
+    given = [name.strip() for name in text.split(",") if name.strip()]
+    for name in given:
+        if name not in NAMES:
+            raise InputError(f"--force {name}: no such check; the checks are {', '.join(NAMES)}")
+    return frozenset(given)
+
+
+def check(
+    spec: Spec,
+    force: frozenset[str],
+    price_per_chip_hour: float | None,
+    say: Callable[[str], None],
+) -> None:
+    """Does all of them that are not overruled.
+
+    Args:
+      spec: what is to be launched, its workdir in a bucket.
+      force: names of checks that are left out.
+      price_per_chip_hour: in any currency; None: costs are left out.
+      say: is told what is looked at, and the plan.
+
+    Raises:
+      InputError: the first of them that speaks against it.
+    """
+    steps: dict[str, Callable[[], None]] = {
+        "commit": commit_is_clean,
+        "workdir": lambda: workdir_is_writable(spec),
+        "doctor": lambda: corpus_is_healthy(spec),
+        "plan": lambda: slice_is_large_enough(spec, price_per_chip_hour, say),
+    }
+    for name in NAMES:
+        if name in force:
+            say(f"check {name}: left out (--force)")
+            continue
+        say(f"check {name}")
+        try:
+            steps[name]()
+        except InputError as error:
+            raise InputError(f"{error}; --force {name} launches all the same") from error
+
+
+def head() -> str:
+    """The commit that is shipped, in hexadecimal.
+
+    Raises:
+      InputError: this is no git checkout.
+    """
+    found = tools.run(["git", "-C", os.fspath(ROOT), "rev-parse", "HEAD"], _GIT_SECONDS)
+    if found.code:
+        raise InputError(
+            f"{ROOT}: no git checkout ({found.complaint}); what is shipped is a commit of one"
+        )
+    return found.out.strip()
+
+
+def commit_is_clean() -> None:
+    """Raises InputError if the checkout holds changes that would not be shipped."""
+    head()
+    found = tools.run(["git", "-C", os.fspath(ROOT), "status", "--porcelain"], _GIT_SECONDS)
+    changed = found.out.splitlines()
+    if found.code:
+        raise InputError(f"{ROOT}: git cannot tell what changed ({found.complaint})")
+    if changed:
+        raise InputError(
+            f"{ROOT}: {len(changed)} files differ from the commit that is shipped, such as "
+            f"{printable(changed[0][3:])}; commit them"
+        )
+
+
+def workdir_is_writable(spec: Spec) -> None:
+    """Raises InputError if the workdir holds other things, or cannot be written from here."""
+    workdir = Workdir(spec.workdir, spec.claim.run.corpus_dir)
+    workdir.require_ours()
+    probe = workdir.root / f".launch.{os.getpid()}.tmp"
+    write_atomic(probe, "")
+    with named_errors(probe):
+        probe.unlink()
+
+
+def corpus_is_healthy(spec: Spec) -> None:
+    """Raises InputError if there is no prepared corpus, or `doctor` has found a problem in it."""
+    corpus = Workdir(spec.workdir, spec.claim.run.corpus_dir).corpus
+    with named_errors(corpus):
+        prepared = is_complete(corpus)
+    if not prepared:
+        raise InputError(
+            f"{corpus}: no prepared corpus, which machines that cost by the hour would make first; "
+            f"run `bert-jax prepare` with --workdir {spec.workdir} on another machine"
+        )
+    lengths = tuple(sorted({phase.sequence_length for phase in spec.claim.phases}))
+    if problems := doctor_lib.tell(corpus_lib.examine(epath.Path(corpus), lengths)):
+        raise InputError(f"{corpus}: {problems} problems, see above")
+
+
+def slice_is_large_enough(
+    spec: Spec, price_per_chip_hour: float | None, say: Callable[[str], None]
+) -> None:
+    """Raises InputError if not every phase compiles and fits; tells the plan."""
+    if spec.topology is None:
+        return
+    plan = command.make_plan(spec.claim, [spec.topology], "plan", price_per_chip_hour)
+    for line in tell.lines(plan):
+        say(line)
+    for phase in plan["slices"][0]["phases"]:
+        if phase["outcome"] != "compiled":
+            raise InputError(
+                f"plan: phase {phase['phase']} does not run on {spec.topology.name} "
+                f"({phase['outcome']}, see above)"
+            )
