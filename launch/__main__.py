@@ -1,18 +1,25 @@
-"""`python -m launch NAME ARGS`: runs the launcher of that name."""
+"""`python -m launch NAME ARGS`: runs the launcher, or asks what was launched."""
 
 import importlib
-import pathlib
 import sys
+
+# Each command's module and function.
+COMMANDS = {
+    "local_pod": ("launch.local_pod", "main"),
+    "tpu_vm": ("launch.tpu_vm", "main"),
+    "status": ("launch.asked", "status"),
+    "logs": ("launch.asked", "logs"),
+    "stop": ("launch.asked", "stop"),
+}
 
 
 def main() -> int:
-    """Returns the launcher's exit code."""
-    files = pathlib.Path(__file__).parent.glob("[a-z]*.py")
-    names = sorted(path.stem for path in files)
-    if len(sys.argv) < 2 or sys.argv[1] not in names:
-        print(f"launch: name one of: {', '.join(names)}", file=sys.stderr)
+    """Returns the command's exit code."""
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        print(f"launch: name one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"launch.{sys.argv[1]}").main(sys.argv[2:])
+    module, function = COMMANDS[sys.argv[1]]
+    return getattr(importlib.import_module(module), function)(sys.argv[2:])
 
 
 if __name__ == "__main__":

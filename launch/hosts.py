@@ -84,7 +84,7 @@ if [ -n "$address" ]; then  # the coordinator listens inside the network alone
   export JAX_COORDINATOR_PORT={port} JAX_COORDINATOR_BIND_ADDRESS="$address:{port}"
 fi
 PATH="$PWD/venv/bin:$PATH"
-{command} &
+{command} 9>&- &
 echo $! > run.pid
 wait $!
 echo $? > run.exit.new

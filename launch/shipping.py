@@ -5,7 +5,6 @@ import pathlib
 import shutil
 import sys
 import tarfile
-import tempfile
 from collections.abc import Callable
 
 from etils import epath
@@ -15,6 +14,9 @@ from bert_jax.config import InputError
 from bert_jax.workdir import cache_folder, named_errors, write_atomic
 from launch import checks, hosts, tools
 from launch.spec import Spec
+
+# In the staging folder, while the wheel is built.
+ARCHIVE, SOURCE = "commit.tar", "source"
 
 _GIT_SECONDS, _BUILD_SECONDS = 120.0, 900.0
 
@@ -29,7 +31,7 @@ def staging(name: str) -> pathlib.Path:
     return pathlib.Path(os.fspath(cache_folder())) / "launch" / name
 
 
-def archive_command(commit: str, archive: str) -> list[str]:
+def archive_command(commit: str, archive: pathlib.Path) -> list[str]:
     """Packs the files of a commit: what is shipped is the commit, whatever else lies here."""
     return [
         *("git", "-C", os.fspath(checks.ROOT), "archive", "--format=tar"),
@@ -38,11 +40,11 @@ def archive_command(commit: str, archive: str) -> list[str]:
     ]
 
 
-def wheel_command(source: str, target: str) -> list[str]:
+def wheel_command(source: pathlib.Path, target: pathlib.Path) -> list[str]:
     """Builds the wheel of a folder."""
     return [
         *(sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"),
-        *("--no-deps", "--wheel-dir", target, source),
+        *("--no-deps", "--wheel-dir", os.fspath(target), os.fspath(source)),
     ]
 
 
@@ -61,18 +63,18 @@ def put_together(spec: Spec, commit: str, say: Callable[[str], None]) -> list[st
       InputError: the wheel cannot be built.
     """
     folder = staging(spec.name)
+    archive, source = folder / ARCHIVE, folder / SOURCE
     with named_errors(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     say(f"building the wheel of commit {commit[:12]}")
-    with tempfile.TemporaryDirectory() as scratch:
-        archive, source = os.path.join(scratch, "commit.tar"), os.path.join(scratch, "source")
-        _require(tools.run(archive_command(commit, archive), _GIT_SECONDS), f"commit {commit}")
-        with tarfile.open(archive) as tar:
-            tar.extractall(source, filter="data")
-        built = tools.run(wheel_command(source, os.fspath(folder)), _BUILD_SECONDS)
-        _require(built, "the wheel")
-        shutil.copy(os.path.join(source, hosts.CONSTRAINTS), folder)
+    _require(tools.run(archive_command(commit, archive), _GIT_SECONDS), f"commit {commit}")
+    with tarfile.open(archive) as tar:
+        tar.extractall(source, filter="data")
+    _require(tools.run(wheel_command(source, folder), _BUILD_SECONDS), "the wheel")
+    shutil.copy(source / hosts.CONSTRAINTS, folder)
+    shutil.rmtree(source)
+    archive.unlink()
     wheels = sorted(path.name for path in folder.glob("*.whl"))
     if len(wheels) != 1:
         raise InputError(f"{folder}: pip built {len(wheels)} wheels, not one")

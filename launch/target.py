@@ -21,6 +21,8 @@ FILE = "launch.json"
 Place = Literal["tpu_vm", "gke"]
 _PLACES = ("tpu_vm", "gke")
 
+_PRICES = (float, int, type(None))
+
 _REMEDY = "remove it, and launch the run again"
 
 
@@ -39,6 +41,7 @@ class Record:
       commit: of the code that was shipped; "" for an image that was built elsewhere.
       time: of the launch, seconds since 1970.
       price_per_chip_hour: what it was said to cost; None: nothing was said.
+      stopped: somebody asked for its end, so that whoever launched it starts it no more.
     """
 
     target: Place
@@ -51,14 +54,18 @@ class Record:
     commit: str
     time: float
     price_per_chip_hour: float | None
+    stopped: bool = False
 
-    def write(self) -> None:
-        """Writes W/launch.json.
+    def write(self, folder: str | None = None) -> None:
+        """Writes launch.json.
+
+        Args:
+          folder: where; None: in the workdir.
 
         Raises:
           InputError: it cannot be written.
         """
-        path = epath.Path(self.workdir) / FILE
+        path = epath.Path(folder or self.workdir) / FILE
         record = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
         with made(path.parent):
             write_atomic(path, json.dumps(sealed(record), indent=2) + "\n")
@@ -100,21 +107,29 @@ class Target(Protocol):
         """
 
 
-def read(workdir: str) -> Record:
-    """What `Record.write` wrote.
+def find(folder: str) -> Record | None:
+    """What `Record.write` wrote in a workdir; None if nothing was launched with it.
 
     Raises:
-      InputError: nothing was launched with this workdir, or its record is damaged.
+      InputError: the record is damaged, or cannot be read.
     """
-    path = epath.Path(workdir) / FILE
+    path = epath.Path(folder) / FILE
     with named_errors(path):
         if not path.exists():
-            raise InputError(f"{workdir}: nothing was launched here (no {FILE})")
+            return None
         found = read_json(path, FORMAT_VERSION, restore=_REMEDY)
     try:
         return _parse(found)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: damaged; {_REMEDY}") from error
+
+
+def read(folder: str) -> Record:
+    """As `find`; raises InputError, too, if nothing was launched."""
+    record = find(folder)
+    if record is None:
+        raise InputError(f"{folder}: nothing was launched here (no {FILE})")
+    return record
 
 
 def _parse(found: dict[str, Any]) -> Record:
@@ -123,7 +138,9 @@ def _parse(found: dict[str, Any]) -> Record:
     texts += [*record.place, *record.place.values()]
     if record.target not in _PLACES or not all(isinstance(text, str) for text in texts):
         raise ValueError
-    if type(record.hosts) is not int or not isinstance(record.time, float):
+    if type(record.stopped) is not bool or type(record.price_per_chip_hour) not in _PRICES:
+        raise ValueError
+    if type(record.hosts) is not int or not isinstance(record.time, int | float):
         raise ValueError
     return record
 

@@ -1,0 +1,55 @@
+"""What launchers say, and the one question they ask."""
+
+import codecs
+import contextlib
+import select
+import sys
+from collections.abc import Callable
+
+from bert_jax.section import printable
+
+_ANSWER_SECONDS = 60.0
+
+
+def say(line: str) -> None:
+    """A line of ours; a terminal that has gone away ends nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"launch: {printable(line)}", file=sys.stderr, flush=True)
+
+
+def tell(line: str) -> None:
+    """A line of a result."""
+    print(line, flush=True)
+
+
+def shower() -> Callable[[bytes], None]:
+    """Shows pieces of a log, without what would command a terminal."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def show(piece: bytes) -> None:
+        text = decoder.decode(piece)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.write("".join(c if c in "\n\t" else printable(c) for c in text))
+            sys.stdout.flush()
+
+    return show
+
+
+def has_terminal() -> bool:
+    """Whether somebody can be asked."""
+    try:
+        return sys.stdin.isatty() and sys.stderr.isatty()
+    except (AttributeError, ValueError):  # closed, or none
+        return False
+
+
+def agreed(question: str) -> bool:
+    """Whether somebody says yes; nobody's answer within a minute is a yes, and Ctrl-C, too."""
+    if not has_terminal():
+        return True
+    say(f"{question} [Y/n; yes after {_ANSWER_SECONDS:g} seconds]")
+    try:
+        ready, _, _ = select.select([sys.stdin], [], [], _ANSWER_SECONDS)
+        return not (ready and sys.stdin.readline().strip().lower().startswith("n"))
+    except (KeyboardInterrupt, OSError, ValueError):
+        return True

@@ -1,0 +1,123 @@
+"""A run on TPU VMs that was launched: how it stands, what it says, its end."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from bert_jax import endings
+from bert_jax.config import InputError
+from launch import console, hosts, tools
+from launch.gcloud import QUICK, Gcloud
+from launch.target import Record, State
+from launch.tpu_slice import ACTIVE, DEAD, Log, Slice
+
+# To save, after Ctrl-C or `launch stop`.
+SAVE_SECONDS = 900.0
+# Exit codes of a run that would fail again.
+FAILURES = (endings.FAILED, endings.BAD_INPUT, endings.INTERRUPTED)
+
+# A stretch of the log that is followed over one connection, and the pause before the next.
+_FOLLOW, _PAUSE = 300, 5.0
+
+
+class Launched:
+    """See `target.Target`.
+
+    Args:
+      record: of the launch.
+      sleep: waits so many seconds.
+    """
+
+    def __init__(self, record: Record, sleep: Callable[[float], None]):
+        place = record.place
+        gcloud = Gcloud(name=record.name, zone=place["zone"], project=place["project"])
+        self._record, self._sleep = record, sleep
+        self._slice = Slice(gcloud, record.hosts, sleep, console.say)
+
+    def state(self) -> State:
+        """See `target.Target`."""
+        state = self._slice.state()
+        if state == "":
+            return State(word="gone", detail="no such queued resource")
+        if state in DEAD:
+            return State(word="ended", detail=f"queued resource {state}")
+        if state != ACTIVE:
+            return State(word="waiting", detail=f"queued resource {state}")
+        found = self._slice.hosts()
+        running = sum(host.running for host in found.values())
+        codes = sorted({str(host.code) for host in found.values() if host.code is not None})
+        detail = f"queued resource ACTIVE; {running} of {self._record.hosts} hosts run"
+        silent = self._record.hosts - len(found)
+        detail += f", {silent} do not answer" if silent else ""
+        detail += f", exit codes {', '.join(codes)}" if codes else ""
+        return State(word="running" if running else "ended", detail=detail)
+
+    def logs(self, host: int, follow: bool) -> int:
+        """See `target.Target`.
+
+        Raises:
+          InputError: there is no such host, or no machine.
+        """
+        if not 0 <= host < self._record.hosts:
+            raise InputError(f"--host {host}: {self._record.name} has {self._record.hosts}, from 0")
+        state = self._slice.state()
+        if state != ACTIVE:
+            raise InputError(f"{self._record.name}: {state or 'gone'}, so that it says nothing")
+        show = console.shower()
+        gcloud = self._slice.gcloud
+        if not follow:
+            words = ("cat", f"{hosts.folder(gcloud.name)}/run.log")
+            code = tools.stream(gcloud.on_hosts(words, host), QUICK, show)
+            return endings.FAILED if code else endings.FINISHED
+        log = Log(show)
+        while True:
+            self._slice.follow(log, _FOLLOW, host)
+            found = self._slice.hosts()
+            if found and not any(one.running for one in found.values()):
+                return endings.FINISHED
+            if self._slice.state() != ACTIVE:
+                return endings.FINISHED
+            self._sleep(_PAUSE)
+
+    def stop(self, seconds: float) -> int:
+        """See `target.Target`.
+
+        Raises:
+          InputError: the machines may still be there.
+        """
+        # Whoever launched it looks here before starting it again.
+        dataclasses.replace(self._record, stopped=True).write()
+        code: int = endings.FINISHED
+        state = self._slice.state()
+        if state == "":
+            console.say(f"{self._record.name} is not there")
+            return code
+        if state == ACTIVE:
+            code = verdict(self._slice.stop(seconds))
+            console.say(f"the run {ending_word(code)}")
+        self._slice.delete()
+        return code
+
+
+def verdict(codes: Sequence[int | None]) -> int:
+    """One exit code of a run from those of its hosts; LOST for one that is worth another start.
+
+    A failure is the cause of what it did to the others. What neither finished nor stopped nor
+    failed was killed, or lost its peers.
+    """
+    for failure in FAILURES:
+        if failure in codes:
+            return failure
+    if all(code == endings.FINISHED for code in codes):
+        return endings.FINISHED
+    if set(codes) <= {endings.FINISHED, endings.STOPPED}:
+        return endings.STOPPED
+    return endings.LOST
+
+
+def ending_word(code: int) -> str:
+    """What became of a run, in words."""
+    return {
+        endings.FINISHED: "finished",
+        endings.STOPPED: "stopped, with its state saved",
+        endings.LOST: "lost a host",
+    }.get(code, f"failed with exit code {code}")
