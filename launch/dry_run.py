@@ -33,7 +33,7 @@ def lines(spec: Spec, commit: str, gcloud: Gcloud, create: Sequence[str]) -> Ite
     yield shlex.join(["mkdir", "-p", os.fspath(folder)])
     yield from _wheel(spec, commit)
     for name in sorted(texts):
-        yield from _file(folder / name, texts[name])
+        yield from file(folder / name, texts[name])
     yield ""
     yield "# The machines. They are deleted if they do not come in time."
     yield shlex.join(create)
@@ -72,7 +72,8 @@ def _wheel(spec: Spec, commit: str) -> Iterator[str]:
     yield shlex.join(["rm", "-r", os.fspath(source), os.fspath(archive)])
 
 
-def _file(path: os.PathLike[str], text: str) -> Iterator[str]:
+def file(path: os.PathLike[str], text: str) -> Iterator[str]:
+    """Lines that write a file."""
     end = "END"
     while end in text.splitlines():  # a text of somebody else's may hold that line
         end += "_"
