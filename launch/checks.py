@@ -4,8 +4,6 @@ import os
 import pathlib
 from collections.abc import Callable
 
-from etils import epath
-
 from bert_jax import doctor as doctor_lib
 from bert_jax.config import InputError
 from bert_jax.doctor import corpus as corpus_lib
@@ -99,7 +97,11 @@ def commit_is_clean() -> None:
 
 
 def workdir_is_writable(spec: Spec) -> None:
-    """Raises InputError if the workdir holds other things, or cannot be written from here."""
+    """Raises InputError if the workdir cannot be written from here, or files lie out of reach."""
+    claim = spec.claim
+    for name, place in (("init_from", claim.init_from), ("run.corpus_dir", claim.run.corpus_dir)):
+        if place and not place.startswith("gs://"):
+            raise InputError(f"{name}={place}: rented machines do not see it; name a bucket")
     workdir = Workdir(spec.workdir, spec.claim.run.corpus_dir)
     workdir.require_ours()
     probe = workdir.root / f".launch.{os.getpid()}.tmp"
@@ -119,8 +121,8 @@ def corpus_is_healthy(spec: Spec) -> None:
             f"run `bert-jax prepare` with --workdir {spec.workdir} on another machine"
         )
     lengths = tuple(sorted({phase.sequence_length for phase in spec.claim.phases}))
-    if problems := doctor_lib.tell(corpus_lib.examine(epath.Path(corpus), lengths)):
-        raise InputError(f"{corpus}: {problems} problems, see above")
+    if doctor_lib.tell(corpus_lib.examine(corpus, lengths)):
+        raise InputError(f"{corpus}: `doctor` finds problems, see above")
 
 
 def slice_is_large_enough(

@@ -24,7 +24,7 @@ def lines(spec: Spec, commit: str, gcloud: Gcloud, create: Sequence[str]) -> Ite
     wheel = shipping.wheel_name()
     texts = hosts.files(spec, wheel)
     yield "#!/usr/bin/env bash"
-    yield f"# {spec.name}: {spec.topology.name}, {spec.topology.chips} chips on {spec.hosts} hosts;"
+    yield f"# {spec.name}: {spec.topology.name}; chips: {spec.topology.chips}, hosts: {spec.hosts};"
     yield f"# commit {commit}, config sha256 {spec.sha256}."
     yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
     yield "set -eu"
@@ -33,7 +33,7 @@ def lines(spec: Spec, commit: str, gcloud: Gcloud, create: Sequence[str]) -> Ite
     yield shlex.join(["mkdir", "-p", os.fspath(folder)])
     yield from _wheel(spec, commit)
     for name in sorted(texts):
-        yield from file(folder / name, texts[name])
+        yield from written(folder / name, texts[name])
     yield ""
     yield "# The machines. They are deleted if they do not come in time."
     yield shlex.join(create)
@@ -72,8 +72,8 @@ def _wheel(spec: Spec, commit: str) -> Iterator[str]:
     yield shlex.join(["rm", "-r", os.fspath(source), os.fspath(archive)])
 
 
-def file(path: os.PathLike[str], text: str) -> Iterator[str]:
-    """Lines that write a file."""
+def written(path: os.PathLike[str], text: str) -> Iterator[str]:
+    """Lines of a script that write a text, which ends with a newline, to a file."""
     end = "END"
     while end in text.splitlines():  # a text of somebody else's may hold that line
         end += "_"

@@ -216,7 +216,7 @@ def _dry_run(spec: Spec, pods: Pods, context: str, manifest: str) -> Iterator[st
     yield shlex.join(words.get())
     yield ""
     yield shlex.join(["mkdir", "-p", os.fspath(folder)])
-    yield from dry_run.file(path, manifest)
+    yield from dry_run.written(path, manifest)
     yield shlex.join(words.apply(os.fspath(path)))
     yield ""
     failures = ", ".join(map(str, jobset.FAILURES))

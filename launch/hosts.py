@@ -24,7 +24,7 @@ CONSTRAINTS = "constraints.txt"
 
 # Begins the line of state.sh: ssh and gcloud have words of their own.
 _MARK = "bert-jax-host"
-_STATE = re.compile(rf"^{_MARK} (\S+) (absent|running|ended ([0-9]+)|lost)$", re.MULTILINE)
+_STATE = re.compile(rf"{_MARK} (\S+) (absent|running|ended ([0-9]+)|lost)\s*$", re.MULTILINE)
 
 # Where jax's coordinator listens: on the address inside the network alone, which all hosts use.
 _PORT = 8482
@@ -35,9 +35,10 @@ _UV = "uv>=0.8,<1"
 
 _INSTALL = """\
 #!/usr/bin/env bash
-# Makes venv/ of the wheel, unless it is there.
+# Makes venv/ of the wheel, unless it is there, or a run uses the one that is.
 set -eu
 cd "$(dirname "$0")"
+flock --nonblock run.lock true || exit 0
 wheel={wheel}
 [ "$(cat venv/installed 2>/dev/null)" = "$(sha256sum "$wheel" {constraints})" ] && exit 0
 python=
@@ -74,6 +75,7 @@ exit 1
 _RUN = """\
 #!/usr/bin/env bash
 # The run: its exit code goes to run.exit.
+{{  # read as a whole, whatever becomes of this file meanwhile
 cd "$(dirname "$0")"
 exec 9> run.lock
 flock --nonblock 9 || exit 1
@@ -89,6 +91,8 @@ echo $! > run.pid
 wait $!
 echo $? > run.exit.new
 mv run.exit.new run.exit
+exit
+}}
 """
 
 _STATE_SCRIPT = """\

@@ -287,15 +287,17 @@ class Launch:
 
 @contextlib.contextmanager
 def _hang_up_as_interrupt() -> Iterator[None]:
-    """SIGTERM and the end of the terminal are answered as Ctrl-C is."""
+    """SIGTERM and the end of the terminal are answered as Ctrl-C is, unless nohup hides them."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, interrupt) for number in signals]
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, interrupt)
         yield
     finally:
-        for number, handler in zip(signals, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)

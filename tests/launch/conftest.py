@@ -1,0 +1,79 @@
+"""A bucket, and a gcloud, for launches that reach neither."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import sys
+
+import fake_gcs
+import fsspec
+import pytest
+
+FAKE = pathlib.Path(__file__).with_name("fake_gcloud.py")
+sys.path.insert(0, str(FAKE.parent))
+
+import fake_gcloud  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """Objects of a server in memory, by name."""
+    if importlib.util.find_spec("gcsfs") is None:  # its import reads the environment
+        pytest.skip("needs the [gcs] extra")
+    with fake_gcs.serve() as (objects, environment), pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setitem(fsspec.config.conf["gs"], "token", "anon")
+        yield objects
+
+
+@dataclasses.dataclass
+class Gcloud:
+    """What tests see of the fake."""
+
+    folder: pathlib.Path
+
+    def play(self, hosts: int = 4, **answers: list[dict]) -> None:
+        """Answers to come, by kind; `.` is written `_` in a kind."""
+        play = {kind.replace("_sh", ".sh"): list(said) for kind, said in answers.items()}
+        (self.folder / "play.json").write_text(json.dumps(play))
+        (self.folder / "hosts.json").write_text(json.dumps(hosts))
+
+    def rent(self, name: str, state: str, hosts: list[str]) -> None:
+        """Puts something there before anything is launched."""
+        there = {name: {"state": state, "hosts": hosts}}
+        (self.folder / "rented.json").write_text(json.dumps(there))
+
+    @property
+    def rented(self) -> dict:
+        return json.loads((self.folder / "rented.json").read_text())
+
+    @property
+    def calls(self) -> list[list[str]]:
+        path = self.folder / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of the calls, in order, a kind that repeats itself once."""
+        kinds = [fake_gcloud.kind_of(call)[0] for call in self.calls]
+        return [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
+
+
+@pytest.fixture
+def gcloud(tmp_path, monkeypatch):
+    """A gcloud on the path, that rents nothing and goes well unless told otherwise."""
+    folder, programs = tmp_path / "gcloud", tmp_path / "bin"
+    folder.mkdir()
+    programs.mkdir()
+    program = programs / "gcloud"
+    program.write_text(f"#!{sys.executable} -SEs\n{FAKE.read_text()}")
+    program.chmod(0o755)
+    (folder / "rented.json").write_text("{}")
+    monkeypatch.setenv("FAKE_GCLOUD", str(folder))
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    fake = Gcloud(folder)
+    fake.play()
+    return fake

@@ -1,0 +1,179 @@
+"""What is looked at before anything is rented, and what is shipped."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from etils import epath
+
+from bert_jax.config import InputError
+from bert_jax.doctor.finding import Finding
+from bert_jax.plan import topology
+from bert_jax.workdir import mark_complete
+from launch import checks, shipping, spec
+
+ALL = frozenset(checks.NAMES)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout of one commit, with constraints."""
+    monkeypatch.setattr(checks, "ROOT", tmp_path / "checkout")
+    checks.ROOT.mkdir()
+    (checks.ROOT / "constraints.txt").write_text("committed\n")
+    git("init", "--quiet")
+    git("add", ".")
+    git("-c", "user.name=n", "-c", "user.email=e", "commit", "--quiet", "--message=one")
+    return checks.ROOT
+
+
+def git(*words: str) -> None:
+    subprocess.run(["git", "-C", os.fspath(checks.ROOT), *words], check=True)
+
+
+def specified(workdir, *settings: str) -> spec.Spec:
+    slice_ = topology.parse("v3:4x4")
+    return spec.specify("experiments/mini.py", settings, workdir=str(workdir), topology=slice_)
+
+
+def check(workdir, *names: str) -> list[str]:
+    """Does the named checks alone; returns what was said."""
+    said = []
+    checks.check(specified(workdir), ALL - set(names), 1.5, said.append)
+    return said
+
+
+def test_what_is_overruled_is_not_looked_at(tmp_path):
+    assert check(tmp_path) == [f"check {name}: left out (--force)" for name in checks.NAMES]
+
+
+def test_an_unknown_check_is_refused():
+    assert checks.forced(" plan, doctor,") == {"plan", "doctor"}
+    with pytest.raises(InputError, match="--force x: no such check; the checks are commit, work"):
+        checks.forced("plan,x")
+
+
+def test_a_clean_commit(checkout, tmp_path):
+    assert check(tmp_path, "commit")
+    assert len(checks.head()) == 40
+    (checkout / "a\nb.py").write_text("")
+    with pytest.raises(InputError, match=r"1 files differ .* commit them; --force commit launches"):
+        check(tmp_path, "commit")
+
+
+def test_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(InputError, match="no git checkout"):
+        check(tmp_path, "commit")
+
+
+def test_a_workdir_in_a_bucket(bucket):
+    assert check("gs://b/fine", "workdir")
+    assert bucket.files("fine") == {}, "what was tried is removed"
+    epath.Path("gs://b/other/novel.txt").write_text("x")
+    with pytest.raises(InputError, match=r"gs://b/other: holds other files .*--force workdir"):
+        check("gs://b/other", "workdir")
+
+
+@pytest.mark.parametrize("setting", ["init_from=base", "run.corpus_dir=/corpora/x"])
+def test_files_of_this_machine_are_out_of_reach(tmp_path, setting):
+    with pytest.raises(InputError, match=f"{setting}: rented machines do not see it; name a bu"):
+        checks.check(specified(tmp_path, setting), ALL - {"workdir"}, None, print)
+
+
+def test_a_bucket_that_may_not_be_written(bucket, monkeypatch):
+    monkeypatch.setattr(bucket, "refuses", lambda method, name: method == "POST")
+    with pytest.raises(InputError, match=r"gs://b/closed.*; --force workdir launches"):
+        check("gs://b/closed", "workdir")
+
+
+def test_machines_do_not_prepare_the_corpus(tmp_path):
+    with pytest.raises(InputError, match=r"corpus: no prepared corpus, which .* --force doctor"):
+        check(tmp_path, "doctor")
+
+
+def test_a_corpus_with_problems_is_refused(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def examine(folder, lengths):
+        asked.append((folder, lengths))
+        return [Finding("problem", "all documents are alike", "", "", "")]
+
+    monkeypatch.setattr(checks.corpus_lib, "examine", examine)
+    (tmp_path / "corpus").mkdir()
+    mark_complete(epath.Path(tmp_path / "corpus"))
+    with pytest.raises(
+        InputError, match=r"corpus: `doctor` finds problems, see above; --force doctor"
+    ):
+        check(tmp_path, "doctor")
+    lengths = {phase.sequence_length for phase in specified(tmp_path).claim.phases}
+    assert asked == [(epath.Path(tmp_path / "corpus"), tuple(sorted(lengths)))]
+    assert "problem: all documents are alike" in capsys.readouterr().out
+    monkeypatch.setattr(checks.corpus_lib, "examine", lambda *_: [])
+    assert check(tmp_path, "doctor")
+
+
+def plan_with(outcome: str):
+    phase = {"phase": 0, "outcome": outcome}
+
+    def make_plan(experiment, topologies, mode, price):
+        assert (experiment.name, topologies[0].name, mode, price) == ("mini", "v3:4x4", "plan", 1.5)
+        return {"slices": [{"phases": [phase]}]}
+
+    return make_plan
+
+
+def test_a_run_that_does_not_fit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks.tell, "lines", lambda plan: ["recipe: 7 hours, cost 84"])
+    monkeypatch.setattr(checks.command, "make_plan", plan_with("compiled"))
+    assert "recipe: 7 hours, cost 84" in check(tmp_path, "plan")
+    monkeypatch.setattr(checks.command, "make_plan", plan_with("too large"))
+    with pytest.raises(InputError, match=r"phase 0 does not run on v3:4x4 \(too large.*force plan"):
+        check(tmp_path, "plan")
+
+
+def test_without_the_compiler_the_extra_is_named(tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *m: None if n == "libtpu" else found(n, *m)
+    )
+    with pytest.raises(InputError, match=r"libtpu.* \[tpu\] .*; --force plan launches"):
+        check(tmp_path, "plan")
+
+
+def test_what_is_shipped_is_the_commit(checkout, tmp_path, monkeypatch):
+    """Not what lies beside it; the wheel's builder is stood in for."""
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    (checkout / "constraints.txt").write_text("changed since\n")
+
+    def wheel_command(source, target):
+        copy = "import sys; open(sys.argv[2] + '/a.whl', 'w').write(open(sys.argv[1]).read())"
+        return [sys.executable, "-c", copy, f"{source}/constraints.txt", os.fspath(target)]
+
+    monkeypatch.setattr(shipping, "wheel_command", wheel_command)
+    wanted = specified("gs://b/x", "seed=3")
+    shipping.staging(wanted.name).mkdir(parents=True)
+    (shipping.staging(wanted.name) / "left.whl").write_text("of an earlier launch")
+    files = {os.path.basename(path): path for path in shipping.put_together(wanted, "HEAD", print)}
+    assert sorted(files) == [
+        *("a.whl", "constraints.txt", "experiment.json", "follow.sh", "install.sh", "run.sh"),
+        *("start.sh", "state.sh", "stop.sh"),
+    ]
+    for name in ("a.whl", "constraints.txt"):
+        assert pathlib.Path(files[name]).read_text() == "committed\n"
+    assert pathlib.Path(files["experiment.json"]).read_text() == wanted.config
+
+
+def test_a_wheel_that_cannot_be_built(checkout, tmp_path, monkeypatch):
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    complain = ["sh", "-c", "echo 'ERROR: no network' >&2; exit 1"]
+    monkeypatch.setattr(shipping, "wheel_command", lambda *_: complain)
+    with pytest.raises(InputError, match=r"the wheel: cannot be built \(ERROR: no network\)"):
+        shipping.put_together(specified("gs://b/x"), "HEAD", print)
+    monkeypatch.setattr(shipping, "wheel_command", lambda *_: ["true"])
+    with pytest.raises(InputError, match="pip built 0 wheels, not one"):
+        shipping.put_together(specified("gs://b/x"), "HEAD", print)
