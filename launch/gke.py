@@ -36,6 +36,9 @@ def main(argv: Sequence[str]) -> int:
     except InputError as error:
         console.say(str(error))
         return endings.BAD_INPUT
+    except KeyboardInterrupt:
+        console.say("interrupted")
+        return endings.INTERRUPTED
 
 
 def target(record: Record) -> Launched:
