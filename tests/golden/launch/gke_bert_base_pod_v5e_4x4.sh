@@ -1,39 +1,39 @@
 #!/usr/bin/env bash
-# bert-large-pod-4f214d6c: v5e:8x8, 64 chips on 16 hosts;
-# image us-docker.pkg.dev/project/images/bert-jax:0123abcd, config sha256 4f214d6c2e0a56c85784423b6c59bd80755d94c48030f9306ae848f9aad71a9c.
+# bert-base-pod-4ea1e202: v5e:4x4, 16 chips on 4 hosts;
+# image us-docker.pkg.dev/PROJECT/images/bert-jax:0123abcd, config sha256 4ea1e2029584ccc7378d837e942d675d16728f7c58a5ea32ba8012ef255aae8e.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
 # One of this name that has not ended is left alone, and nothing is launched; one that
 # has ended is deleted first.
-kubectl --context=gke_project_us-west4-a_cluster --namespace=default get jobset bert-large-pod-4f214d6c --ignore-not-found --output=json
+kubectl --namespace=default get jobset bert-base-pod-4ea1e202 --ignore-not-found --output=json
 
-mkdir -p /home/me/.cache/bert_jax/launch/bert-large-pod-4f214d6c
-cat > /home/me/.cache/bert_jax/launch/bert-large-pod-4f214d6c/manifest.yaml <<'END'
+mkdir -p /cache/launch/bert-base-pod-4ea1e202
+cat > /cache/launch/bert-base-pod-4ea1e202/manifest.yaml <<'END'
 ---
 apiVersion: v1
 kind: ConfigMap
 metadata:
-  name: bert-large-pod-4f214d6c
+  name: bert-base-pod-4ea1e202
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: 4f214d6c2e0a56c85784423b6c59bd80755d94c48030f9306ae848f9aad71a9c
+    bert-jax/config-sha256: 4ea1e2029584ccc7378d837e942d675d16728f7c58a5ea32ba8012ef255aae8e
 immutable: true
 data:
   experiment.json: |
     {
       "format_version": 1,
-      "name": "bert_large_pod",
+      "name": "bert_base_pod",
       "seed": 0,
       "init_from": "",
       "model": {
         "vocab_size": 30522,
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
         "max_position_embeddings": 512,
         "type_vocab_size": 2,
         "hidden_act": "gelu",
@@ -101,7 +101,8 @@ data:
         "parallelism": "zero3",
         "tensor": 1,
         "accumulation": [
-          1
+          1,
+          4
         ],
         "remat": "dots",
         "layer_loop": "scan"
@@ -126,17 +127,17 @@ data:
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: bert-large-pod-4f214d6c
+  name: bert-base-pod-4ea1e202
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: 4f214d6c2e0a56c85784423b6c59bd80755d94c48030f9306ae848f9aad71a9c
+    bert-jax/config-sha256: 4ea1e2029584ccc7378d837e942d675d16728f7c58a5ea32ba8012ef255aae8e
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
     enableDNSHostnames: true
-    subdomain: bert-large-pod-4f214d6c
+    subdomain: bert-base-pod-4ea1e202
   failurePolicy:
     maxRestarts: 10
     restartStrategy: BlockingRecreate
@@ -152,8 +153,8 @@ spec:
     replicas: 1
     template:
       spec:
-        parallelism: 16
-        completions: 16
+        parallelism: 4
+        completions: 4
         completionMode: Indexed
         backoffLimit: 0
         podFailurePolicy:
@@ -173,35 +174,35 @@ spec:
           spec:
             restartPolicy: Never
             terminationGracePeriodSeconds: 300
-            serviceAccountName: runner
             automountServiceAccountToken: false
             nodeSelector:
               cloud.google.com/gke-tpu-accelerator: tpu-v5-lite-podslice
-              cloud.google.com/gke-tpu-topology: 8x8
+              cloud.google.com/gke-tpu-topology: 4x4
+              cloud.google.com/gke-spot: 'true'
             securityContext:
               runAsNonRoot: true
               runAsUser: 1000
             containers:
             - name: run
-              image: us-docker.pkg.dev/project/images/bert-jax:0123abcd
+              image: us-docker.pkg.dev/PROJECT/images/bert-jax:0123abcd
               command:
               - bert-jax
               args:
               - pretrain
               - /etc/bert_jax/experiment.json
               - --workdir
-              - gs://bucket/bert_large_pod
+              - gs://BUCKET/bert_base_pod
               env:
               - name: BERT_JAX_ARRIVE_WITHIN
                 value: '900'
               - name: BERT_JAX_CACHE_DIR
                 value: /cache
               - name: JAX_NUM_PROCESSES
-                value: '16'
+                value: '4'
               - name: JAX_PLATFORMS
                 value: tpu,cpu
               - name: JAX_COORDINATOR_ADDRESS
-                value: bert-large-pod-4f214d6c-hosts-0-0.bert-large-pod-4f214d6c:8482
+                value: bert-base-pod-4ea1e202-hosts-0-0.bert-base-pod-4ea1e202:8482
               - name: JAX_PROCESS_ID
                 valueFrom:
                   fieldRef:
@@ -234,13 +235,13 @@ spec:
             volumes:
             - name: experiment
               configMap:
-                name: bert-large-pod-4f214d6c
+                name: bert-base-pod-4ea1e202
             - name: cache
               emptyDir: {}
 END
-kubectl --context=gke_project_us-west4-a_cluster --namespace=default apply --filename=/home/me/.cache/bert_jax/launch/bert-large-pod-4f214d6c/manifest.yaml
+kubectl --namespace=default apply --filename=/cache/launch/bert-base-pod-4ea1e202/manifest.yaml
 
 # A pod that ends with exit code 1, 2, 130 is the end. Any other end but 0 (75 is a
 # preemption) starts all pods again, 10 times at most.
 # If the cluster refuses it, and by `python -m launch stop`, after the pods have saved:
-#   kubectl --context=gke_project_us-west4-a_cluster --namespace=default delete jobset,configmap bert-large-pod-4f214d6c --ignore-not-found --cascade=foreground --timeout=120s
+#   kubectl --namespace=default delete jobset,configmap bert-base-pod-4ea1e202 --ignore-not-found --cascade=foreground --timeout=120s
