@@ -120,7 +120,7 @@ $(TF)/installed: setup.cfg constraints.txt
 image-lint: $(IMAGE)/installed
 	$(IMAGE)/bin/hadolint Dockerfile
 
-# What the Dockerfile does, in a folder: no engine needed; it installs a gigabyte and more, three minutes.
+# What the Dockerfile does, in a folder: no engine needed; it installs two gigabytes, three minutes.
 image-steps: image-lint
 	rm -rf build/image
 	$(PYTHON) tests/launch/dockerfile.py build/image
