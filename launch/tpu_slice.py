@@ -26,8 +26,9 @@ _FOLLOW = 300
 # The same while some hosts have ended and others have not.
 _FOLLOW_PARTIAL = 30
 _CONNECT = 60.0
-# How often what may fail for a moment is tried.
-_TRIES = 5
+# How often what may fail for a moment is tried; and the question whether a run's machines are
+# there, since this machine may have lost its network for hours, and the run goes on without it.
+_TRIES, _PATIENT = 5, 480
 # Looks after which hosts that still run while others have ended are told to, then killed: jax
 # itself takes 100 seconds to miss a peer.
 _GRACE, _KILL = 4, 8
@@ -59,13 +60,16 @@ class Slice:
         self.gcloud = gcloud
         self._count, self._sleep, self._say = count, sleep, say
 
-    def state(self) -> str:
+    def state(self, tries: int = _TRIES) -> str:
         """What the service says of the request; "" if there is none.
+
+        Args:
+          tries: how often it is asked, half a minute apart.
 
         Raises:
           InputError: it says nothing, though asked several times.
         """
-        for attempt in range(_TRIES):
+        for attempt in range(tries):
             if attempt:
                 self._sleep(_POLL)
             done = tools.run(self.gcloud.state(), QUICK)
@@ -73,6 +77,8 @@ class Slice:
                 return done.out.strip()
             if "NOT_FOUND" in done.err:
                 return ""
+            if attempt == _TRIES - 1 < tries - 1:
+                self._say(f"gcloud cannot be asked ({done.complaint}); asking on")
         raise InputError(f"{self.gcloud.name}: gcloud cannot tell its state ({done.complaint})")
 
     def create(self, argv: Sequence[str]) -> None:
@@ -104,7 +110,7 @@ class Slice:
         """
         before = None
         for _ in range(round(seconds / _POLL) + 1):
-            state = self.state()
+            state = self.state(_PATIENT)
             if state != before:
                 self._say(f"{self.gcloud.name}: {state or 'no such request'}")
                 before = state
@@ -148,7 +154,7 @@ class Slice:
         raise InputError(f"{self.gcloud.name}: its hosts cannot be {what} ({done.complaint})")
 
     def _require_active(self) -> None:
-        state = self.state()
+        state = self.state(_PATIENT)
         if state != ACTIVE:
             raise Lost(f"{self.gcloud.name} is {state or 'gone'}")
 
@@ -181,7 +187,7 @@ class Slice:
             code = self.follow(log, _FOLLOW_PARTIAL if partial else _FOLLOW)
             found = self.hosts()
             running = [name for name, host in found.items() if host.running]
-            if len(found) == self._count and not running:
+            if len(found) >= self._count and not running:
                 return [host.code for host in found.values()]
             self._require_active()
             silent = 0 if found else silent + 1

@@ -67,6 +67,9 @@ def main(argv: Sequence[str], sleep: Callable[[float], None] = time.sleep) -> in
     except InputError as error:
         console.say(str(error))
         return endings.BAD_INPUT
+    except KeyboardInterrupt:
+        console.say("interrupted before anything was rented")
+        return endings.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -206,8 +209,8 @@ class Launch:
     def _attempts(self) -> int:
         while True:
             try:
-                self._have_machines()
-                if not self._rented.running():
+                before = self._have_machines()
+                if not (before and self._rented.running()):
                     self._rented.prepare(self._files)
                     self._rented.start()
                     console.say("started on all hosts")
@@ -235,15 +238,19 @@ class Launch:
             return False
         return record is not None and record.stopped
 
-    def _have_machines(self) -> None:
+    def _have_machines(self) -> bool:
+        """Waits for machines; whether they were asked for before."""
         state = self._rented.state()
         if state in DEAD:
             self._rented.delete()
             state = ""
         if state == "":
+            if self._asked_to_stop():
+                raise Lost("somebody has deleted the machines")
             console.say(f"asking for {self._job.spec.topology.name} as {self._job.spec.name}")
             self._rented.create(self._job.create)
         self._rented.wait(self._job.wait_seconds)
+        return state != ""
 
     def _clear(self, code: int) -> None:
         """Deletes the machines, unless a run that has saved can go on where it was."""

@@ -4,11 +4,14 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import signal
 import sys
 
 import fake_gcs
 import fsspec
 import pytest
+
+from launch import checks, shipping, tpu_vm
 
 FAKE = pathlib.Path(__file__).with_name("fake_gcloud.py")
 sys.path.insert(0, str(FAKE.parent))
@@ -77,3 +80,37 @@ def gcloud(tmp_path, monkeypatch):
     fake = Gcloud(folder)
     fake.play()
     return fake
+
+
+@pytest.fixture
+def shipped(monkeypatch):
+    """The wheel is built by a test of its own."""
+
+    def put_together(spec, commit, say):
+        shipping.staging(spec.name).mkdir(parents=True, exist_ok=True)
+        return ["/staging/a.whl", "/staging/run.sh"]
+
+    monkeypatch.setattr(shipping, "put_together", put_together)
+    # A worker of pytest's may leave Ctrl-C to its parent.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def workdir(request):
+    return f"gs://b/{request.node.name}"
+
+
+@pytest.fixture
+def launch(bucket, shipped, workdir, capfd):
+    """Launches; returns the exit code and what was said."""
+
+    def run(*flags: str) -> tuple[int, str]:
+        argv = ["experiments/mini.py", "--workdir", workdir, "--topology", "v3:4x4"]
+        argv += ["--zone", "z-a", "--name", "mini", "--force", ",".join(checks.NAMES)]
+        code = tpu_vm.main([*argv, *(flags or ("--delete-when-done",))], lambda seconds: None)
+        said = capfd.readouterr()
+        return code, said.out + said.err
+
+    return run

@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize("case", golden.CASES)
 def test_a_dry_run_is_the_reviewed_one(case):
     reviewed = (golden.FOLDER / f"{case}.sh").read_text()
-    assert golden.dry_run(case) == reviewed, "if meant: python tests/launch/golden_launch.py"
+    assert golden.dry_run(case) == reviewed, "if meant: see golden_launch.py"
 
 
 def test_a_dry_run_needs_no_gcloud_and_touches_nothing(monkeypatch, tmp_path):

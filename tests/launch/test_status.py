@@ -80,6 +80,10 @@ def test_status_tells_how_far_the_run_is(gcloud, record, capfd):
     lines = capfd.readouterr().out.splitlines()
     assert lines[-2] == f"  run: killed, step 5 of {mini.total_steps:,}"
     assert lines[-1].startswith("  goodput: 42 % of 0.0 hours since the first start")
+    dataclasses.replace(record, price_per_chip_hour=1.5).write()
+    assert asked.status([record.workdir]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[-1].startswith("  cost: 0.80 so far"), "120 s of 16 chips at 1.5 an hour"
 
 
 def test_logs(gcloud, record, capfd):
