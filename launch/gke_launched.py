@@ -3,10 +3,11 @@
 import dataclasses
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from bert_jax import endings
 from bert_jax.config import InputError
+from bert_jax.section import printable
 from launch import console, kubectl, tools
 from launch.kubectl import Kubectl
 from launch.target import Record, State
@@ -45,12 +46,16 @@ class Launched:
         again = f"; restarted {restarts} of {_most(found)} times" if restarts else ""
         if terminal := status.get("terminalState"):
             reason = _message(status, terminal)
-            return State(word="ended", detail=f"JobSet {terminal}{reason}{again}")
+            return State(word="ended", detail=printable(f"JobSet {terminal}{reason}{again}"))
         pods = kubectl.ask(self._kubectl.pods(), self._record.name).get("items", [])
         phases = [pod.get("status", {}).get("phase") for pod in pods]
         running = phases.count("Running")
+        begun = running + phases.count("Succeeded") + phases.count("Failed")
         detail = f"{running} of {self._record.hosts} pods run{_waits_for(pods)}{again}"
-        return State(word="running" if running == self._record.hosts else "waiting", detail=detail)
+        word: Literal["running", "waiting"] = (
+            "running" if begun >= self._record.hosts else "waiting"
+        )
+        return State(word=word, detail=printable(detail))
 
     def logs(self, host: int, follow: bool) -> int:
         """See `target.Target`. What a pod said before a restart is in Cloud Logging alone.

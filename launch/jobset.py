@@ -179,6 +179,8 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": pods.grace,
+        # A container's process 1 does not hear a SIGTERM that it has no handler for yet.
+        "shareProcessNamespace": True,
         **account,
         "automountServiceAccountToken": False,  # it asks nothing of the cluster
         "nodeSelector": {

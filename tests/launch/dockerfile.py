@@ -63,8 +63,9 @@ class Machine:
     Attributes:
       folder: stands for the image's /.
       here: the folder that the steps are in, as the image has it.
-      environment: of the steps.
-      arguments: build arguments; those from `--build-arg` would stand first.
+      environment: of the steps, and of the command.
+      arguments: build arguments, with their defaults.
+      command: the entry point's words.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -122,8 +123,6 @@ class Machine:
             return
         # Paths of the image that these commands name.
         moved = re.sub(r"(?<![\w.)/])/(?=(wheels|opt|source)\b)", f"{self.folder}/", text)
-        moved = moved.replace("file:///", "file://" + "/")
-        moved = re.sub(r"file://\$\(ls /", "file://$(ls /", moved)
         self._start(["sh", "-ec", moved], self.arguments)
 
     def _entrypoint(self, text: str) -> None:

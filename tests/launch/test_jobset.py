@@ -155,6 +155,7 @@ def test_restarts_are_counted_and_wait_for_pods_that_still_save():
     assert policy["maxRestarts"] == 3 and policy["restartStrategy"] == "BlockingRecreate"
     assert {rule["action"] for rule in policy["rules"]} == {"FailJobSet", "RestartJobSet"}
     assert cluster.pod(found)["terminationGracePeriodSeconds"] == 450
+    assert cluster.pod(found)["shareProcessNamespace"], "else SIGTERM is not heard at the start"
 
 
 # --- What a pod is given ---

@@ -174,6 +174,7 @@ spec:
           spec:
             restartPolicy: Never
             terminationGracePeriodSeconds: 300
+            shareProcessNamespace: true
             automountServiceAccountToken: false
             nodeSelector:
               cloud.google.com/gke-tpu-accelerator: tpu-v5-lite-podslice

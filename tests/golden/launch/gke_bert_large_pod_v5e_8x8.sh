@@ -173,6 +173,7 @@ spec:
           spec:
             restartPolicy: Never
             terminationGracePeriodSeconds: 300
+            shareProcessNamespace: true
             serviceAccountName: runner
             automountServiceAccountToken: false
             nodeSelector:
