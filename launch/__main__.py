@@ -7,6 +7,7 @@ import sys
 COMMANDS = {
     "local_pod": ("launch.local_pod", "main"),
     "tpu_vm": ("launch.tpu_vm", "main"),
+    "gke": ("launch.gke", "main"),
     "status": ("launch.asked", "status"),
     "logs": ("launch.asked", "logs"),
     "stop": ("launch.asked", "stop"),

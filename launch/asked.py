@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from bert_jax import endings
 from bert_jax.config import InputError
-from bert_jax.plan import topology
 from bert_jax.report import records, times
 from bert_jax.workdir import Workdir
 from launch import console, shipping, target
@@ -93,14 +92,4 @@ def progress(record: Record) -> Iterator[str]:
         return
     run = records.Record.read(record.workdir)
     yield f"run: {run.state}, step {run.done:,} of {run.experiment.total_steps:,}"
-    parts = times.account(run.timings)
-    whole = sum(parts.values())
-    if whole > 0:
-        yield (
-            f"goodput: {100 * parts['training'] / whole:.0f} % of {whole / 3600:,.1f} hours since "
-            "the first start were steps that count"
-        )
-    if whole > 0 and record.price_per_chip_hour is not None:
-        hours = (whole - parts["away"]) / 3600
-        cost = hours * topology.parse(record.topology).chips * record.price_per_chip_hour
-        yield f"cost: {cost:,.2f} so far, of the time in which the run was up"
+    yield times.goodput(run.timings).tell(record.price_per_chip_hour)

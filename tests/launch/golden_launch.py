@@ -7,11 +7,19 @@ import pathlib
 import sys
 from unittest import mock
 
-from launch import checks, tpu_vm
+from launch import checks, gke, tpu_vm
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "golden" / "launch"
 
+_IMAGE = "us-docker.pkg.dev/PROJECT/images/bert-jax:0123abcd"
+_CLUSTER = ("--cluster", "tpus", "--zone", "us-west4-a", "--project", "project")
+_LARGE = [
+    *("experiments/bert_large_pod.py", "--topology", "v5e:8x8", "--image", _IMAGE, *_CLUSTER),
+    *("--workdir", "gs://BUCKET/bert_large_pod", "--service-account", "runner"),
+]
+
+# The launcher is tpu_vm, or that of the prefix.
 CASES = {
     "bert_base_v3_4x4": [
         *("experiments/bert_base.py", "--topology", "v3:4x4", "--zone", "europe-west4-a"),
@@ -27,6 +35,12 @@ CASES = {
         *("--set", """run.corpus_dir=gs://BUCKET/a b's "$(rm -r /)" `id` \\ $HOME"""),
         *("--set", "corpus.text_field=END"),
     ],
+    "gke_bert_base_pod_v5e_4x4": [
+        *("experiments/bert_base_pod.py", "--topology", "v5e:4x4", "--image", _IMAGE, "--spot"),
+        *("--workdir", "gs://BUCKET/bert_base_pod"),
+    ],
+    "gke_bert_large_pod_v5e_8x8": _LARGE,
+    "gke_xpk_bert_large_pod_v5e_8x8": [*_LARGE, "--xpk"],
 }
 
 
@@ -41,7 +55,8 @@ def dry_run(case: str) -> str:
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(out),
     ):
-        assert tpu_vm.main([*CASES[case], "--dry-run"]) == 0
+        launcher = gke if case.startswith("gke_") else tpu_vm
+        assert launcher.main([*CASES[case], "--dry-run"]) == 0
     return out.getvalue()
 
 

@@ -68,22 +68,25 @@ def test_status(gcloud, record, capfd, state, hosts, told):
 
 
 def test_status_tells_how_far_the_run_is(gcloud, record, capfd):
-    """120 seconds since the first start: 20 of starting, 100 of steps of which half counted."""
+    """120 seconds since the first start: 20 of starting, 100 of steps of which half counted, on 16
+    chips, which are 32 devices.
+    """
     root = epath.Path(record.workdir)
     mini = resolve.load("experiments/mini.py")
     (root / "experiment.json").write_text(resolve.to_json(mini))
     lap = {"kind": "train", "step": 10, "steps": 10, "seconds": 100.0, "time": 1120.0}
-    first = {"kind": "start", "step": 0, "steps": 0, "seconds": 20.0, "time": 1020.0}
-    again = {"kind": "start", "step": 5, "steps": 0, "seconds": 0.0, "time": 1120.0}
+    start = {"kind": "start", "steps": 0, "environment": {"devices": ["TPU v3", 32]}}
+    first = start | {"step": 0, "seconds": 20.0, "time": 1020.0}
+    again = start | {"step": 5, "seconds": 0.0, "time": 1120.0}
     (root / "timings.jsonl").write_bytes(timings(first, lap, again))
     assert asked.status([record.workdir]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[-2] == f"  run: killed, step 5 of {mini.total_steps:,}"
-    assert lines[-1].startswith("  goodput: 42 % of 0.0 hours since the first start")
+    assert lines[-1].startswith("  goodput 41.7 %: of 2:00 since the first start")
     dataclasses.replace(record, price_per_chip_hour=1.5).write()
     assert asked.status([record.workdir]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[-1].startswith("  cost: 0.80 so far"), "120 s of 16 chips at 1.5 an hour"
+    assert lines[-1].endswith("0.53 chip-hours, cost 0.80")
 
 
 def test_logs(gcloud, record, capfd):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # quotes: v6e:2x2; chips: 4, hosts: 1;
-# commit 0123456789abcdef0123456789abcdef01234567, config sha256 92c7ce3f48931467c6431271a860bf406c6c4f1271147447764bc9610030653a.
+# commit 0123456789abcdef0123456789abcdef01234567, config sha256 714cbd5d1807a20c8e23d8a2526f6fa6f81795d66d97ec742b808150d29818a9.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
@@ -108,7 +108,10 @@ cat > /cache/launch/quotes/experiment.json <<'END'
     "hang_after_seconds": 1800,
     "prefetch_batches": 4,
     "data_workers": 0,
+    "profile_steps": [],
     "watch": [],
+    "probes": [],
+    "probe_share": 0.05,
     "corpus_dir": "gs://BUCKET/a b's \"$(rm -r /)\" `id` \\ $HOME"
   }
 }

@@ -1,0 +1,269 @@
+"""A launch specification as Kubernetes objects: a JobSet with a pod a host, and its experiment.
+
+Names and meanings: JobSet's API v1alpha2 (jobset.sigs.k8s.io: failure policy, restart strategy,
+exclusive placement), Kubernetes' Jobs (pod failure policy, completion index), "Deploy TPU workloads
+in GKE" (cloud.google.com/kubernetes-engine/docs/how-to/tpus: node labels, google.com/tpu, spot and
+reservations).
+"""
+
+import dataclasses
+import posixpath
+from typing import Any
+
+import yaml
+
+from bert_jax import endings
+from bert_jax.config import InputError
+from launch import names as names_lib
+from launch.spec import EXPERIMENT, Spec
+
+CONTAINER = "run"
+# Of the one group of pods; the pod of host 3 of NAME is NAME-hosts-0-3-XXXXX.
+GROUP = "hosts"
+# The pods of a JobSet, and the number of each.
+OWNER = "jobset.sigs.k8s.io/jobset-name"
+INDEX = "batch.kubernetes.io/job-completion-index"
+
+# What starting again would not mend. All else is a machine's end, its pod's or its neighbour's.
+FAILURES = (endings.FAILED, endings.BAD_INPUT, endings.INTERRUPTED)
+
+# Where the experiment's file is mounted, and where copies of corpora and compiled steps go.
+CONFIG_FOLDER, CACHE_FOLDER = "/etc/bert_jax", "/cache"
+# jax's coordinator, on every generation of TPU; and the TPU's own, between hosts.
+COORDINATOR_PORT, TPU_PORT = 8482, 8471
+
+# Machines of one slice come minutes apart, and each pulls the image.
+_ARRIVE_SECONDS = "900"
+_USER = 1000  # of the image
+_LARGEST_CONFIG = 1_000_000  # bytes that a ConfigMap holds, nearly
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pods:
+    """What a cluster is told about the pods beside the run itself.
+
+    Attributes:
+      image: that they run, with a tag or digest.
+      namespace: that they live in.
+      service_account: of Kubernetes, which may use the bucket; "": the namespace's default.
+      capacity: node labels that choose spot machines or a reservation.
+      grace: seconds between SIGTERM and SIGKILL, to finish the steps under way and save.
+      privileged: whether they run as root with all rights, which some nodes want for their TPUs.
+    """
+
+    image: str
+    namespace: str
+    service_account: str
+    capacity: dict[str, str]
+    grace: int
+    privileged: bool
+
+
+def capacity(spot: bool, reservation: str) -> dict[str, str]:
+    """Node labels of spot machines, of a reservation, or none."""
+    if spot:
+        return {"cloud.google.com/gke-spot": "true"}
+    return {"cloud.google.com/reservation-name": reservation} if reservation else {}
+
+
+def checked_image(image: str) -> str:
+    """The image.
+
+    Raises:
+      InputError: its name does not say which: a host that comes later might get another one.
+    """
+    last = image.rpartition("/")[2]
+    if "@sha256:" not in last and (":" not in last or last.endswith((":", ":latest"))):
+        raise InputError(f"--image {image}: name one version of it, IMAGE:TAG or IMAGE@sha256:...")
+    return image
+
+
+def text(spec: Spec, pods: Pods) -> str:
+    """The manifest, as YAML."""
+    return yaml.dump_all(
+        objects(spec, pods), Dumper=_Dumper, sort_keys=False, width=100, explicit_start=True
+    )
+
+
+def objects(spec: Spec, pods: Pods) -> list[dict[str, Any]]:
+    """A ConfigMap with the experiment, and the JobSet.
+
+    Raises:
+      InputError: GKE has no such slice, or the experiment is too large.
+    """
+    if len(spec.config.encode()) > _LARGEST_CONFIG:
+        raise InputError(f"{spec.claim.name}: as JSON it is larger than a ConfigMap may be")
+    metadata = {
+        "name": spec.name,
+        "namespace": pods.namespace,
+        "labels": {"app.kubernetes.io/name": "bert-jax"},
+        "annotations": {"bert-jax/config-sha256": spec.sha256},
+    }
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "immutable": True,
+        "data": {EXPERIMENT: spec.config},
+    }
+    return [config, _jobset(spec, pods, metadata)]
+
+
+def coordinator(spec: Spec) -> str:
+    """host:port of process 0, as all pods of the JobSet can resolve it."""
+    return f"{spec.name}-{GROUP}-0-0.{spec.name}:{COORDINATOR_PORT}"
+
+
+def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
+    annotations = dict(metadata["annotations"])
+    if spec.hosts > 1:
+        # All pods in one slice: a node pool of several machines is one.
+        key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+        annotations[key] = "cloud.google.com/gke-nodepool"
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata | {"annotations": annotations},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": spec.name},
+            "failurePolicy": {
+                "maxRestarts": spec.retries,
+                # A pod that still saves holds the workdir.
+                "restartStrategy": "BlockingRecreate",
+                "rules": [
+                    {
+                        "name": "failure",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    },
+                    {"name": "preemption", "action": "RestartJobSet"},
+                ],
+            },
+            "replicatedJobs": [
+                {"name": GROUP, "replicas": 1, "template": {"spec": _job(spec, pods)}}
+            ],
+        },
+    }
+
+
+def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
+    return {
+        "parallelism": spec.hosts,
+        "completions": spec.hosts,
+        "completionMode": "Indexed",
+        # The others cannot go on without one: all start again, as a JobSet.
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": CONTAINER,
+                        "operator": "In",
+                        "values": list(FAILURES),
+                    },
+                }
+            ]
+        },
+        "template": {
+            "metadata": {"labels": {"app.kubernetes.io/name": "bert-jax"}},
+            "spec": _pod(spec, pods),
+        },
+    }
+
+
+def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
+    assert spec.topology is not None
+    gke = names_lib.gke_names(spec.topology)
+    account = {"serviceAccountName": pods.service_account} if pods.service_account else {}
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": pods.grace,
+        # A container's process 1 does not hear a SIGTERM that it has no handler for yet.
+        "shareProcessNamespace": True,
+        **account,
+        "automountServiceAccountToken": False,  # it asks nothing of the cluster
+        "nodeSelector": {
+            "cloud.google.com/gke-tpu-accelerator": gke.accelerator,
+            "cloud.google.com/gke-tpu-topology": gke.topology,
+            **pods.capacity,
+        },
+        "securityContext": (
+            {"runAsUser": 0} if pods.privileged else {"runAsNonRoot": True, "runAsUser": _USER}
+        ),
+        "containers": [_container(spec, pods)],
+        "volumes": [
+            {"name": "experiment", "configMap": {"name": spec.name}},
+            {"name": "cache", "emptyDir": {}},
+        ],
+    }
+
+
+def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
+    assert spec.topology is not None
+    chips = {"google.com/tpu": names_lib.names(spec.topology).chips_per_host}
+    command, *args = spec.command(posixpath.join(CONFIG_FOLDER, EXPERIMENT))
+    return {
+        "name": CONTAINER,
+        "image": pods.image,
+        "command": [command],
+        "args": [_verbatim(arg) for arg in args],
+        "env": _environment(spec),
+        "ports": [{"containerPort": port} for port in (TPU_PORT, COORDINATOR_PORT)],
+        "resources": {"requests": chips, "limits": dict(chips)},
+        "securityContext": (
+            {"privileged": True}
+            if pods.privileged
+            else {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        ),
+        "volumeMounts": [
+            {"name": "experiment", "mountPath": CONFIG_FOLDER, "readOnly": True},
+            {"name": "cache", "mountPath": CACHE_FOLDER},
+        ],
+    }
+
+
+def _environment(spec: Spec) -> list[dict[str, Any]]:
+    """What a process needs to know: GKE alone would tell it to jax, but not who is missing."""
+    given = {
+        "BERT_JAX_ARRIVE_WITHIN": _ARRIVE_SECONDS,
+        "BERT_JAX_CACHE_DIR": CACHE_FOLDER,
+        # Without its TPU a host fails, and does not go on with its processor.
+        "JAX_PLATFORMS": "tpu,cpu",
+        "JAX_NUM_PROCESSES": str(spec.hosts),
+    }
+    given |= spec.environment
+    found: list[dict[str, Any]] = [
+        {"name": name, "value": _verbatim(value)} for name, value in sorted(given.items())
+    ]
+    if spec.hosts > 1:
+        index = f"metadata.annotations['{INDEX}']"
+        found += [
+            {"name": "JAX_COORDINATOR_ADDRESS", "value": coordinator(spec)},
+            {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            # On the address inside the cluster alone.
+            {"name": "JAX_COORDINATOR_BIND_ADDRESS", "value": f"$(POD_IP):{COORDINATOR_PORT}"},
+        ]
+    return found
+
+
+def _verbatim(value: str) -> str:
+    """So that Kubernetes takes no $(NAME) in it for a variable."""
+    return value.replace("$", "$$")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such, and everything in full."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Objects that stand twice are written twice."""
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    style = "|" if "\n" in value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,86 @@
+"""One host of a rehearsal: `rehearse.py PLACE FOLDER ATTEMPT WHO STEP WHAT`, in a local pod.
+
+It starts what its place would: of PLACE `gke` the container of the manifest in FOLDER, with the
+variables that Kubernetes, JobSet and GKE give that pod; of `tpu_vm` the script run.sh, with those
+of a TPU VM. Only what this machine does not have is replaced: its TPU, names of other hosts, and
+the folders of a container. The run's exit code goes to FOLDER/code-ATTEMPT-NUMBER; process WHO
+gets the signal WHAT before step STEP (`pod_member.py`).
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import cluster
+
+from launch import hosts, jobset
+
+MEMBER = pathlib.Path(__file__).parents[1] / "training" / "pod_member.py"
+# What the local pod says of its processes: instead of a TPU, and of names in a cluster's network.
+OURS = (
+    *("JAX_PLATFORMS", "XLA_FLAGS", "NPROC"),
+    *("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"),
+)
+
+
+def on_gke(folder: pathlib.Path, number: int, program: list[str]) -> int:
+    """Runs the pod's container; returns its exit code."""
+    config, found = cluster.read((folder / "manifest.yaml").read_text())
+    given = cluster.environment(found, number, "127.0.0.1")
+    assert given["JAX_PROCESS_ID"] == os.environ["JAX_PROCESS_ID"]
+    assert given["JAX_NUM_PROCESSES"] == os.environ["JAX_NUM_PROCESSES"]
+    mounted = folder / f"pod-{number}"
+    mounted.mkdir(exist_ok=True)
+    for name, text in config["data"].items():
+        (mounted / name).write_text(text)
+    words = [
+        word.replace(jobset.CONFIG_FOLDER, str(mounted)) for word in cluster.words(found, number)
+    ]
+    assert words[0] == "bert-jax"
+    given |= {name: os.environ[name] for name in OURS}
+    given["BERT_JAX_CACHE_DIR"] = str(mounted / "cache")
+    return subprocess.run([*program, *words[1:]], env=os.environ | given, check=False).returncode
+
+
+def on_tpu_vm(folder: pathlib.Path, number: int, program: list[str]) -> int:
+    """Runs run.sh; returns the exit code that it leaves."""
+    host = folder / f"host-{number}"
+    command = host / "venv" / "bin" / "bert-jax"
+    command.parent.mkdir(parents=True)
+    command.write_text(f'#!/bin/sh\nexec {" ".join(program)} "$@"\n')
+    command.chmod(0o755)
+    curl = command.with_name("curl")  # no server here says what the machine's address is
+    curl.write_text("#!/bin/sh\nexit 22\n")
+    curl.chmod(0o755)
+    for path in (folder / "host").iterdir():
+        (host / path.name).write_text(path.read_text())
+    given = {
+        "TPU_WORKER_ID": str(number),
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "PATH": f"{command.parent}:{os.environ['PATH']}",
+    }
+    subprocess.run(["bash", host / "run.sh"], env=os.environ | given, check=True)
+    return int((host / "run.exit").read_text())
+
+
+def main(place: str, folder: pathlib.Path, attempt: str, *deed: str) -> int:
+    """Returns the run's exit code."""
+    number = int(os.environ["JAX_PROCESS_ID"])
+    program = [sys.executable, str(MEMBER), str(folder / f"rows-{attempt}"), *deed]
+    code = {"gke": on_gke, "tpu_vm": on_tpu_vm}[place](folder, number, program)
+    (folder / f"code-{attempt}-{number}").write_text(str(code))
+    return code
+
+
+def files(folder: pathlib.Path, spec, pods: jobset.Pods) -> None:
+    """Writes what each place is given of a spec."""
+    (folder / "host").mkdir(parents=True)
+    for name, text in hosts.files(spec, "bert_jax-0-py3-none-any.whl").items():
+        (folder / "host" / name).write_text(text)
+    (folder / "manifest.yaml").write_text(jobset.text(spec, pods))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], pathlib.Path(sys.argv[2]), *sys.argv[3:]))

@@ -1,0 +1,295 @@
+"""Manifests: what the APIs take, and what a pod makes of them."""
+
+import dataclasses
+import os
+import subprocess
+
+import cluster
+import jsonschema
+import pytest
+from jax._src.clusters import cloud_tpu_cluster
+from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
+
+from bert_jax import hardware
+from bert_jax.config import InputError
+from bert_jax.plan import topology
+from bert_jax.training import peers
+from launch import jobset, names, spec, xpk
+
+IMAGE = "us-docker.pkg.dev/project/images/bert-jax:0123abcd"
+PODS = jobset.Pods(
+    image=IMAGE, namespace="default", service_account="", capacity={}, grace=300, privileged=False
+)
+SLICES = [f"{word}:{shape}" for word, tpu in hardware.TPUS.items() for shape in tpu.slices]
+OFFERED = [name for name in SLICES if not name.startswith("v2:")]
+BASE, LARGE = ("bert_base_pod", "v5e:4x4"), ("bert_large_pod", "v5e:8x8")
+
+
+def specified(experiment: str = "tiny", slice_name: str = "v5e:4x4", **more) -> spec.Spec:
+    given = {"workdir": "gs://bucket/run", "retries": 10} | more
+    return spec.specify(
+        f"experiments/{experiment}.py",
+        given.pop("settings", ()),
+        topology=topology.parse(slice_name),
+        **given,
+    )
+
+
+def made(what: spec.Spec, **pods) -> tuple[dict, dict]:
+    """The ConfigMap and the JobSet as a cluster reads them, once the APIs have taken them."""
+    found = cluster.read(jobset.text(what, dataclasses.replace(PODS, **pods)))
+    for one in found:
+        cluster.validate(one)
+    return found
+
+
+# --- The APIs ---
+
+
+@pytest.mark.parametrize("slice_name", OFFERED)
+def test_every_slice_s_manifest_is_valid_and_asks_for_all_its_chips(slice_name):
+    what = specified(slice_name=slice_name)
+    _, found = made(what)
+    chips = cluster.container(found)["resources"]
+    assert chips["requests"] == chips["limits"]
+    assert cluster.job(found)["parallelism"] == cluster.job(found)["completions"] == what.hosts
+    assert cluster.job(found)["completionMode"] == "Indexed"
+    assert what.hosts * chips["limits"]["google.com/tpu"] == what.topology.chips
+    labels = cluster.pod(found)["nodeSelector"]
+    assert labels["cloud.google.com/gke-tpu-topology"] == slice_name.partition(":")[2]
+
+
+@pytest.mark.parametrize(("experiment", "slice_name"), [BASE, LARGE])
+def test_the_paper_s_models_are_valid(experiment, slice_name):
+    config, found = made(specified(experiment, slice_name), service_account="runner")
+    assert found["metadata"]["name"] == config["metadata"]["name"]
+    assert cluster.pod(found)["serviceAccountName"] == "runner"
+    assert sum(map(len, config["data"].values())) < 2**20, "what a ConfigMap may hold"
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (("spec",), "retries", 3),
+        (("spec", "failurePolicy"), "restartStrategy", "Again"),
+        (("spec", "failurePolicy", "rules", 0), "action", "Fail"),
+        (("spec", "failurePolicy", "rules", 0), "onJobFailureReasons", ["ExitCode"]),
+        (("spec", "failurePolicy"), "maxRestarts", "10"),
+        (("spec", "network"), "hostnames", True),
+        (("spec", "replicatedJobs", 0), "count", 1),
+        (("spec", "replicatedJobs", 0, "template", "spec"), "completionMode", "indexed"),
+        (("spec", "replicatedJobs", 0, "template", "spec"), "parallelism", "4"),
+        (("spec", "replicatedJobs", 0, "template", "spec", "template"), "restart", "Never"),
+        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec"), "nodes", {}),
+        (("metadata",), "label", {}),
+        ((), "apiVersion", "jobset.x-k8s.io/v1"),
+    ],
+)
+def test_a_planted_fault_is_not_valid(place, name, value):
+    _, found = made(specified())
+    part = found
+    for step in place:
+        part = part[step]
+    part[name] = value
+    with pytest.raises(jsonschema.ValidationError):
+        cluster.validate(found)
+
+
+@pytest.mark.parametrize(
+    "path", ["restartPolicy", "containers", "nodeSelector", "volumes", "securityContext"]
+)
+def test_a_planted_type_in_a_pod_is_not_valid(path):
+    _, found = made(specified())
+    cluster.pod(found)[path] = 3
+    with pytest.raises(jsonschema.ValidationError):
+        cluster.validate(found)
+
+
+def test_a_generation_that_gke_does_not_have_is_named():
+    with pytest.raises(InputError, match="v2:4x4: GKE has no v2; choose one of v3, v4, v5e, v5p"):
+        jobset.text(specified(slice_name="v2:4x4"), PODS)
+
+
+def test_an_experiment_that_no_configmap_holds_is_named():
+    what = dataclasses.replace(specified(), config="x" * 1_000_001)
+    with pytest.raises(InputError, match="tiny: as JSON it is larger than a ConfigMap may be"):
+        jobset.text(what, PODS)
+
+
+@pytest.mark.parametrize("image", ["bert-jax", "r/bert-jax:latest", "host:5000/bert-jax", "a/b:"])
+def test_an_image_that_may_change_under_the_run_is_refused(image):
+    with pytest.raises(InputError, match=f"--image {image}: name one version of it"):
+        jobset.checked_image(image)
+
+
+@pytest.mark.parametrize("image", [IMAGE, "host:5000/b:1", "b@sha256:" + 64 * "0"])
+def test_an_image_of_one_version_is_taken(image):
+    assert jobset.checked_image(image) == image
+
+
+# --- How it ends ---
+
+
+@pytest.mark.parametrize(
+    ("codes", "action"),
+    [
+        ([0, 0, 0, 0], "Completed"),
+        ([75, 75, 75, 75], "RestartJobSet"),
+        ([75, 143, 0, 0], "RestartJobSet"),
+        ([137, 134, 134, 134], "RestartJobSet"),
+        ([134, 0, 0, 0], "RestartJobSet"),
+        ([1, 1, 1, 1], "FailJobSet"),
+        ([134, 1, 134, 134], "FailJobSet"),
+        ([2, 2, 2, 2], "FailJobSet"),
+        ([130, 130, 130, 130], "FailJobSet"),
+    ],
+)
+def test_a_preemption_starts_all_again_and_a_failure_ends_them(codes, action):
+    _, found = made(specified())
+    assert cluster.after(found, codes) == action
+
+
+def test_restarts_are_counted_and_wait_for_pods_that_still_save():
+    _, found = made(specified(retries=3), grace=450)
+    policy = found["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 3 and policy["restartStrategy"] == "BlockingRecreate"
+    assert {rule["action"] for rule in policy["rules"]} == {"FailJobSet", "RestartJobSet"}
+    assert cluster.pod(found)["terminationGracePeriodSeconds"] == 450
+    assert cluster.pod(found)["shareProcessNamespace"], "else SIGTERM is not heard at the start"
+
+
+# --- What a pod is given ---
+
+
+def test_pods_find_each_other_where_jax_would_look_for_them(monkeypatch):
+    """By our variables, which peers reads, as by GKE's, which jax reads."""
+    _, found = made(specified())
+    monkeypatch.setattr(GkeTpuCluster, "wait_for_coordinator", lambda *args: None)
+    # Of several slices that are one run: here the machines say that there are none.
+    monkeypatch.setattr(cloud_tpu_cluster, "get_tpu_env_value_from_metadata", lambda key: None)
+    places = []
+    for index in range(4):
+        with monkeypatch.context() as patch:
+            for name, value in cluster.environment(found, index).items():
+                patch.setenv(name, value)
+            place = peers._place()
+            assert place.number == GkeTpuCluster.get_process_id() == index
+            assert place.count == GkeTpuCluster.get_process_count() == 4
+            assert place.address == GkeTpuCluster.get_coordinator_address(1, None)
+            assert os.environ["JAX_COORDINATOR_BIND_ADDRESS"] == "10.0.0.7:8482"
+            places.append(place)
+    assert len({place.address for place in places}) == 1
+    assert all(place.number < place.count for place in places)
+
+
+def test_one_host_is_one_process(monkeypatch):
+    _, found = made(specified(slice_name="v5e:2x2"))
+    for name, value in cluster.environment(found, 0).items():
+        monkeypatch.setenv(name, value)
+    assert peers._place() is None and not peers._on_tpu_host()
+    assert not any("exclusive" in name for name in found["metadata"]["annotations"])
+
+
+def test_every_value_reaches_the_pod_as_it_is():
+    odd = "gs://bucket/$(HOME) 'a' \"b\" $$ `c`"
+    what = specified(
+        workdir=odd,
+        environment={"ODD": "$(JAX_PROCESS_ID) $$"},
+        settings=("name=$(x)'\"",),
+        name="odd",
+    )
+    config, found = made(what)
+    assert config["data"] == {"experiment.json": what.config} and "$(x)'\\\"" in what.config
+    assert cluster.words(found, 1) == [
+        *("bert-jax", "pretrain", "/etc/bert_jax/experiment.json", "--workdir", odd)
+    ]
+    assert cluster.environment(found, 1)["ODD"] == "$(JAX_PROCESS_ID) $$"
+
+
+def test_the_experiment_is_mounted_where_the_command_looks():
+    config, found = made(specified())
+    (mount,) = [m for m in cluster.container(found)["volumeMounts"] if m["name"] == "experiment"]
+    (volume,) = [v for v in cluster.pod(found)["volumes"] if v["name"] == "experiment"]
+    assert volume["configMap"]["name"] == config["metadata"]["name"]
+    file = cluster.words(found, 0)[2]
+    assert mount["readOnly"] and file == f"{mount['mountPath']}/{next(iter(config['data']))}"
+    cache = cluster.environment(found, 0)["BERT_JAX_CACHE_DIR"]
+    assert cache in [m["mountPath"] for m in cluster.container(found)["volumeMounts"]]
+
+
+def test_pods_have_no_rights_unless_asked_for():
+    _, found = made(specified())
+    assert cluster.pod(found)["securityContext"]["runAsNonRoot"]
+    assert cluster.container(found)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    _, found = made(specified(), privileged=True)
+    assert cluster.container(found)["securityContext"] == {"privileged": True}
+
+
+@pytest.mark.parametrize(
+    ("spot", "reservation", "labels"),
+    [
+        (False, "", {}),
+        (True, "", {"cloud.google.com/gke-spot": "true"}),
+        (False, "ours", {"cloud.google.com/reservation-name": "ours"}),
+    ],
+)
+def test_spot_machines_and_reservations_are_chosen_by_label(spot, reservation, labels):
+    _, found = made(specified(), capacity=jobset.capacity(spot, reservation))
+    assert labels.items() <= cluster.pod(found)["nodeSelector"].items()
+    assert len(cluster.pod(found)["nodeSelector"]) == 2 + len(labels)
+
+
+# --- xpk ---
+
+
+def test_xpk_gets_the_slice_the_restarts_and_the_experiment(tmp_path):
+    what = specified("bert_large_pod", "v5p:4x4x4", workdir="gs://b/it's $(x)", retries=4)
+    words = xpk.command(what, PODS, "c", "z", "p")
+    assert words[:3] == ["xpk", "workload", "create"]
+    assert {"--tpu-type=v5p-4x4x4", "--max-restarts=4", "--restart-on-exit-codes=75"} <= set(words)
+    assert {f"--docker-image={IMAGE}", "--termination-grace-period-seconds=300"} <= set(words)
+    (line,) = [w.removeprefix("--command=") for w in words if w.startswith("--command=")]
+    program = tmp_path / "bert-jax"
+    program.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/words; cp $2 {tmp_path}/file\n'
+    )
+    program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    line = line.replace("/tmp/experiment.json", f"{tmp_path}/experiment.json")
+    subprocess.run(["bash", "-c", line], env=os.environ | {"PATH": path}, check=True)
+    assert (tmp_path / "file").read_text() == what.config
+    assert (tmp_path / "words").read_text().splitlines() == [
+        *("pretrain", f"{tmp_path}/experiment.json", "--workdir", "gs://b/it's $(x)")
+    ]
+
+
+@pytest.mark.parametrize("slice_name", ["v2:4x4", "v3:4x4", "v5e:2x2"])
+def test_a_slice_that_xpk_does_not_have_is_named(slice_name):
+    with pytest.raises(InputError, match=f"{slice_name}: xpk has no such slice; leave out --xpk"):
+        xpk.command(specified(slice_name=slice_name), PODS, "c", "z", "p")
+
+
+def test_xpk_needs_to_know_the_cluster():
+    with pytest.raises(InputError, match="--xpk: name the --cluster and its --zone"):
+        xpk.command(specified(), PODS, "", "", "")
+
+
+# --- Names ---
+
+
+def test_names_of_gke_agree_with_those_of_xpk():
+    """xpk 1.16's table of TPUs: label, chips a machine and machines of a slice."""
+    for slice_name, label, chips, hosts in (
+        ("v4:2x2x1", "tpu-v4-podslice", 4, 1),
+        ("v4:4x4x8", "tpu-v4-podslice", 4, 32),
+        ("v5p:2x2x2", "tpu-v5p-slice", 4, 2),
+        ("v5p:8x8x16", "tpu-v5p-slice", 4, 256),
+        ("v5e:4x4", "tpu-v5-lite-podslice", 4, 4),
+        ("v5e:16x16", "tpu-v5-lite-podslice", 4, 64),
+        ("v6e:1x1", "tpu-v6e-slice", 1, 1),
+        ("v6e:8x16", "tpu-v6e-slice", 4, 32),
+    ):
+        known = topology.parse(slice_name)
+        assert names.gke_names(known).accelerator == label
+        found = names.names(known)
+        assert (found.chips_per_host, found.hosts) == (chips, hosts)
