@@ -82,7 +82,7 @@ def test_status_tells_how_far_the_run_is(gcloud, record, capfd):
     assert asked.status([record.workdir]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[-2] == f"  run: killed, step 5 of {mini.total_steps:,}"
-    assert lines[-1].startswith("  goodput 41.7 %: of 2:00 since the first start")
+    assert lines[-1].startswith("  goodput 41.7 %: of 2 min since the first start")
     dataclasses.replace(record, price_per_chip_hour=1.5).write()
     assert asked.status([record.workdir]) == 0
     lines = capfd.readouterr().out.splitlines()
