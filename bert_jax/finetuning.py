@@ -267,15 +267,16 @@ class Finetuning(Section):
         self._require(self.epochs > 0, "epochs", "must be positive")
         self._require_at_least(1, "batch_size")
         self._require_share("warmup_share")
-        for where, value, wanted in (
-            ("optimizer.warmup_steps", self.optimizer.warmup_steps, 0),
-            ("optimizer.clip", self.optimizer.clip == "per_replica", False),
-        ):
-            if value != wanted:
-                raise InputError(
-                    f"{where}: not for fine-tuning, where warmup_share counts the steps and a "
-                    "gradient is clipped as a whole"
-                )
+        if self.optimizer.warmup_steps:
+            raise InputError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps}: not for fine-tuning, where "
+                "warmup_share counts the steps; set it to 0"
+            )
+        if self.optimizer.clip == "per_replica":
+            raise InputError(
+                "optimizer.clip=per_replica: not for fine-tuning, where a gradient is clipped as a "
+                "whole; set it to global"
+            )
         if self.optimizer.layer_decay < 1 and self.adapt.how != "full":
             raise InputError(
                 f"optimizer.layer_decay={self.optimizer.layer_decay}: adapt.how={self.adapt.how} "

@@ -348,7 +348,7 @@ def test_a_label_that_was_never_taught_is_named_by_its_line():
         (("task.train=tsv:none.tsv",), ("none.tsv",)),
         (("task.max_sequence_length=33",), ("task.max_sequence_length=33", "position table", "32")),
         (("task.score=entity_f1",), ("task.score='entity_f1'",)),
-        (("optimizer.warmup_steps=5",), ("optimizer.warmup_steps", "warmup_share")),
+        (("optimizer.warmup_steps=5",), ("optimizer.warmup_steps=5", "warmup_share", "to 0")),
         (("optimizer.clip=per_replica",), ("optimizer.clip", "not for fine-tuning")),
         (("adapt.how=lora", "optimizer.layer_decay=0.9"), ("optimizer.layer_decay=0.9", "lora")),
         (("mesh.accumulation=3",), ("mesh.accumulation=(3,)", "batch_size=16")),
