@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import IO, TextIO
+from typing import IO, NamedTuple, TextIO
 
 from bert_jax import endings
 from bert_jax.section import InputError
@@ -72,17 +72,26 @@ class _Member:
         return self.code not in (None, endings.FINISHED, endings.STOPPED)
 
 
-def run(command: Sequence[str], shape: Shape) -> int:
+class Ended(NamedTuple):
+    """How a pod ended.
+
+    Attributes:
+      code: 0: all have finished; 75: stopped on request; else the exit code of the first that
+        failed, 128 and the signal's number if it was killed.
+      asked: whether the pod as a whole was asked to stop.
+    """
+
+    code: int
+    asked: bool
+
+
+def run(command: Sequence[str], shape: Shape) -> Ended:
     """Runs the command in all processes at once, until all have ended.
 
     SIGTERM and SIGINT are passed on to all.
 
     Raises:
       InputError: the command cannot be run.
-
-    Returns:
-      0: all have finished; 75: stopped on request; else the exit code of the first that failed,
-      128 and the signal's number if it was killed.
     """
     pod = _Pod(command, shape)
     before = {n: signal.signal(n, pod.pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -95,10 +104,11 @@ def run(command: Sequence[str], shape: Shape) -> int:
     codes = [member.code for member in pod.members]
     first = _first_failed(pod.failed)
     if first is None:
-        return endings.STOPPED if endings.STOPPED in codes else endings.FINISHED
+        code = endings.STOPPED if endings.STOPPED in codes else endings.FINISHED
+        return Ended(code, pod.asked)
     for line in _explain(first, pod.members, shape):
         _print(f"pod: {line}", sys.stderr)
-    return _shell_code(first.code)
+    return Ended(_shell_code(first.code), pod.asked)
 
 
 class _Pod:
@@ -108,6 +118,7 @@ class _Pod:
         self._selector = selectors.DefaultSelector()
         self._unfinished: dict[IO[bytes], bytes] = {}
         self.members: list[_Member] = []
+        self.asked = False
         self.failed: list[_Member] = []  # in the order in which they were seen to be
         address = f"127.0.0.1:{_free_port()}"
         for number in range(shape.processes):
@@ -137,6 +148,7 @@ class _Pod:
     def pass_on(self, number: int, frame: object) -> None:
         """Gives a signal to all."""
         del frame
+        self.asked = True
         for member in self.members:
             if member.code is None:
                 with contextlib.suppress(ProcessLookupError):

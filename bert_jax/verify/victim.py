@@ -198,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
     order = Order.from_json(argv[0])
     if order.processes > 1 and "JAX_PROCESS_ID" not in os.environ:
         command = [sys.executable, "-m", "bert_jax.verify.victim", *argv]
-        return pod.run(command, pod.Shape(order.processes, 1, _ARRIVE, _HANG))
+        return pod.run(command, pod.Shape(order.processes, 1, _ARRIVE, _HANG)).code
     victim = Victim(order)
     victim.patch()
     code = cli.main(argv[1:])

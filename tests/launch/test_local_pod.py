@@ -1,0 +1,88 @@
+"""An experiment on a local pod: the same specification as elsewhere, and the same retries."""
+
+import shlex
+import subprocess
+
+import pytest
+from small_run import final_state, write_text
+
+from bert_jax import endings, pod, resolve
+from launch import local_pod
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("pod") / "it's $(odd)")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_an_experiment_is_run_as_it_was_resolved_here(small, cache, tmp_path, capfd):
+    words = [str(small), "--workdir", str(tmp_path / "run"), "--processes", "1"]
+    words += ["--set", "phases.0.steps=3", "--set", "phases.1.steps=1"]
+    assert local_pod.main([*words, "--set", "run.corpus_dir="]) == endings.FINISHED
+    assert final_state(tmp_path / "run")[0] == 4
+    assert "[0] finished: step 4" in capfd.readouterr().out
+
+
+def test_a_dry_run_is_a_script_that_holds_it_all(small, cache, tmp_path, capfd):
+    workdir = tmp_path / "a run"
+    words = [str(small), "--workdir", str(workdir), "--set", "phases.1.steps=9"]
+    assert local_pod.main([*words, "--dry-run", "--processes", "3"]) == endings.FINISHED
+    script = capfd.readouterr().out
+    *files, start = script.splitlines()
+    start = shlex.split(start)
+    assert start[1:6] == ["-m", "launch", "local_pod", "--processes", "3"]
+    assert start[6:9] == ["--", "bert-jax", "pretrain"] and start[-1] == str(workdir)
+    subprocess.run(["bash"], input="\n".join(files).encode(), check=True)
+    shipped = resolve.load(start[9])
+    assert shipped == resolve.override(resolve.load(str(small)), ["phases.1.steps=9"])
+
+
+@pytest.mark.parametrize(
+    ("endings_", "starts", "code"),
+    [
+        ([(75, False), (137, False), (0, False)], 3, 0),  # preempted, killed, finished
+        ([(134, False), (75, False), (134, False), (0, False)], 3, 134),  # two retries, no more
+        ([(75, True), (0, False)], 1, 75),  # the user's own wish
+        ([(1, False), (0, False)], 1, 1),  # would fail again
+        ([(2, False), (0, False)], 1, 2),
+    ],
+)
+def test_it_is_started_again_after_a_preemption_or_a_loss(
+    endings_, starts, code, small, cache, tmp_path, monkeypatch
+):
+    left, commands = list(endings_), []
+
+    def run(command, shape):
+        commands.append(tuple(command))
+        return pod.Ended(*left.pop(0))
+
+    monkeypatch.setattr(pod, "run", run)
+    words = [str(small), "--workdir", str(tmp_path / "run"), "--retries", "2"]
+    assert local_pod.main(words) == code
+    assert len(commands) == starts and len(set(commands)) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--"],
+        ["experiments/tiny.py", "--", "true"],
+        ["--set", "seed=1", "--", "true"],
+        ["experiments/tiny.py", "--retries", "-1"],
+    ],
+)
+def test_what_cannot_be_is_refused(words):
+    with pytest.raises(SystemExit) as caught:
+        local_pod.main(words)
+    assert caught.value.code == endings.BAD_INPUT
+
+
+def test_an_experiment_that_is_not_there_is_named(capfd):
+    assert local_pod.main(["nowhere.py"]) == endings.BAD_INPUT
+    assert "nowhere.py" in capfd.readouterr().err
