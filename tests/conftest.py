@@ -21,6 +21,21 @@ os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 gc.set_threshold(100_000, 20, 50)
 
 
+# The files that take minutes: begun first, so that none is left alone at the end.
+LONGEST = (
+    *("training/test_resume", "training/test_processes", "verify/test_verify_resume"),
+    *("training/test_divergence", "training/test_sharding", "test_bucket"),
+    *("training/test_runner", "training/test_step", "interop/test_init_from"),
+    *("training/test_checkpoint", "tasks/test_runs", "tasks/test_steps"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Keeps the order within each file."""
+    place = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory):
     """A folder with text, an experiment, its corpus and its finished run."""

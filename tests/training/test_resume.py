@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import signal
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_other_settings_are_refused_on_resume(undisturbed):
 def test_extend_goes_on_and_says_that_the_schedule_changes(undisturbed):
     folder, file, _ = undisturbed
     workdir = folder / "extended"
-    assert bert_jax("pretrain", file, "--workdir", workdir).returncode == 0
+    shutil.copytree(folder / "undisturbed", workdir)
     more = ("--set", "phases.1.steps=10", "--workdir", workdir)
     assert bert_jax("pretrain", file, *more).returncode == 2
     done = bert_jax("pretrain", file, "--extend", *more)
