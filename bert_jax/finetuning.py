@@ -240,6 +240,11 @@ def _usual_update() -> Optimizer:
     return Optimizer(name="adamw", peak_learning_rate=5e-5, warmup_steps=0, schedule="linear")
 
 
+def _usual_run() -> Run:
+    # A few thousand examples are a few hundred steps.
+    return Run(log_every=50, eval_every=250, checkpoint_every=250, eval_batch_size=64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finetuning(Section):
     """One fine-tuning: all a run needs to know but the base, which the command names."""
@@ -259,7 +264,7 @@ class Finetuning(Section):
     warmup_share: float = 0.1
     optimizer: Optimizer = field(default_factory=_usual_update)
     mesh: Mesh = field(default_factory=Mesh)
-    run: Run = field(default_factory=Run)
+    run: Run = field(default_factory=_usual_run)
 
     def _validate(self) -> None:
         self._require_folder_name("name")
@@ -267,6 +272,9 @@ class Finetuning(Section):
         self._require(self.epochs > 0, "epochs", "must be positive")
         self._require_at_least(1, "batch_size")
         self._require_share("warmup_share")
+        for name in ("watch", "probes", "corpus_dir"):
+            if getattr(self.run, name):
+                raise InputError(f"run.{name}: is of pre-training; leave it out")
         if self.optimizer.warmup_steps:
             raise InputError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps}: not for fine-tuning, where "

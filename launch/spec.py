@@ -5,12 +5,12 @@ EXPERIMENT, with its environment. How the processes find each other is the place
 """
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
-from bert_jax.plan import document
 from bert_jax.plan.topology import Topology
 from launch import names as names_lib
 
@@ -90,13 +90,14 @@ def specify(
       InputError: no such experiment, or a setting or name that cannot be used.
     """
     claim = resolve.override(resolve.load(experiment), settings)
-    sha256 = document.config_sha256(claim)
+    config = resolve.to_json(claim)
+    sha256 = hashlib.sha256(config.encode()).hexdigest()
     if hosts is None:
         hosts = 1 if topology is None else names_lib.names(topology).hosts
     return Spec(
         name=_derived(claim.name, sha256) if name is None else checked_name(name),
         claim=claim,
-        config=resolve.to_json(claim),
+        config=config,
         sha256=sha256,
         workdir=workdir,
         topology=topology,

@@ -46,7 +46,7 @@ class Events:
         for name, lines in (
             ("train", record.train),
             ("evaluation", record.evaluation),
-            ("probes", [{"step": line["step"], **line["scores"]} for line in record.probes]),
+            ("probes", [_of_probes(line) for line in record.probes]),
             ("timings", record.laps),
         ):
             for line in lines:
@@ -73,3 +73,7 @@ def _remove_old(folder: epath.Path) -> None:
         for path in folder.iterdir():
             if path.name.startswith("events.out.tfevents."):
                 path.unlink()
+
+
+def _of_probes(line: Line) -> Line:
+    return {"step": line["step"]} | {f"probe/{k}": v for k, v in line["scores"].items()}

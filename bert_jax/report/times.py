@@ -35,7 +35,9 @@ def account(timings: list[dict[str, Any]]) -> dict[str, float]:
     again = _done_again_from(timings)
     for index, line in enumerate(timings):
         if line.get("kind") == "start":
-            parts["start"] += line["seconds"]
+            probed = line.get("probes_seconds", 0.0)  # before the first step
+            parts["probes"] += probed
+            parts["start"] += line["seconds"] - probed
             before = timings[index - 1] if index else {"outcome": "finished"}
             if before.get("outcome") != "finished":
                 parts["away"] += max(line["time"] - line["seconds"] - before["time"], 0.0)

@@ -9,8 +9,9 @@ Shape letters: B rows, S sequence, D width, N features' rows, F features, C clas
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +58,20 @@ class Probe:
     majority: float
 
 
+class _Asked(NamedTuple):
+    """A task before there is a tokenizer."""
+
+    task: Task
+    labels: tuple[str, ...]
+    train: list[Example]
+    validation: list[Example]
+
+
 class Probes:
     """The tasks of `run.probes`.
+
+    Attributes:
+      sha256: of their examples and labels.
 
     Args:
       paths: task files, or claims of fine-tunings as JSON; what they say of a task alone is read.
@@ -69,25 +82,29 @@ class Probes:
     """
 
     def __init__(self, paths: Sequence[str]):
-        self._tasks: dict[str, Task] = {}
-        self._examples: dict[str, list[list[Example]]] = {}
+        self._asked: dict[str, _Asked] = {}
+        digest = hashlib.sha256()
         for path in paths:
             claim = resolve.load(path, Finetuning)
-            if claim.task.shape not in _SHAPES:
+            name, task = claim.name, claim.task
+            if task.shape not in _SHAPES:
                 raise InputError(
-                    f"run.probes: {path}: task.shape={claim.task.shape} cannot be a probe; those "
-                    f"of {', '.join(_SHAPES)} can"
+                    f"run.probes: {path}: task.shape={task.shape} cannot be a probe; those of "
+                    f"{', '.join(_SHAPES)} can"
                 )
-            if claim.name in self._tasks:
-                raise InputError(f"run.probes: {path}: there are two of the name {claim.name!r}")
-            self._tasks[claim.name] = claim.task
-            self._examples[claim.name] = [
-                _drawn(records.read(claim.task, sources, "labelled"), most)
-                for sources, most in (
-                    (claim.task.train, _TRAIN),
-                    (claim.task.validation, _VALIDATION),
+            if name in self._asked:
+                raise InputError(f"run.probes: {path}: there are two of the name {name!r}")
+            try:
+                train, validation = (
+                    _drawn(records.read(task, sources, "labelled"), most)
+                    for sources, most in ((task.train, _TRAIN), (task.validation, _VALIDATION))
                 )
-            ]
+                labels = records.labels_of(task, [*train, *validation])
+            except InputError as error:
+                raise InputError(f"run.probes: {path}: {error}") from error
+            self._asked[name] = _Asked(task, labels, train, validation)
+            digest.update(records.sha256([*train, *validation], labels).encode())
+        self.sha256 = digest.hexdigest()
 
     def open(
         self, model: Model, tokenizer: Tokenizer, layout: Mesh, mesh: jax.sharding.Mesh, size: int
@@ -125,7 +142,7 @@ class Probes:
             "pooled": step.make_rows_step(objective, of_rows, layout, mesh),
             "tokens": step.make_rows_step(objective, of_pieces, layout, mesh),
         }
-        self._probes = [self._probe(name, model, tokenizer) for name in self._tasks]
+        self._probes = [self._probe(name, model, tokenizer) for name in self._asked]
         batches = (
             batch["input_ids"].shape
             for probe in self._probes
@@ -157,11 +174,9 @@ class Probes:
         }
 
     def _probe(self, name: str, model: Model, tokenizer: Tokenizer) -> Probe:
-        task = self._tasks[name]
+        task, labels, train, validation = self._asked[name]
         length = min(task.max_sequence_length, model.max_position_embeddings)
         task = dataclasses.replace(task, max_sequence_length=length)
-        train, validation = self._examples[name]
-        labels = records.labels_of(task, [*train, *validation])
         shape = shape_lib.of(task, labels, tokenizer)
         train_rows, held_out = shape.rows(train), shape.rows(validation)
         always = np.bincount(_classes(train_rows), minlength=len(labels)).astype(np.float32)
@@ -174,6 +189,11 @@ class Probes:
 
     def _score(self, probe: Probe, params: Any) -> float:
         features = self._of(probe, probe.train[1], params)
+        if not all(np.isfinite(found).all() for found in features):
+            raise InputError(
+                f"run.probes: {probe.name}: the encoder gives numbers that are not finite; begin "
+                "with other weights"
+            )
         classes = _classes(probe.train[1])
         weights, bias = ridge(_stacked(features, probe.train[1]), classes, probe.shape.outputs)
         examples, held_out = probe.validation

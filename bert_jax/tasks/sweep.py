@@ -4,7 +4,6 @@ Small sets give scores that depend on the seed (Devlin et al. 2018, appendix A.3
 on the validation examples; Dodge et al. 2020 count what seeds make): hence means over seeds.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,7 +18,6 @@ from bert_jax import resolve
 from bert_jax.config import Finetuning, InputError
 from bert_jax.tasks import command
 from bert_jax.training import metrics, session
-from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.progress import Progress
 from bert_jax.workdir import Workdir, named_errors, write_atomic
 
@@ -117,14 +115,11 @@ def run(
     _require_ours(folder, of)
     for number, member in enumerate(of, 1):
         workdir = Workdir(folder / member.name)
-        if _is_finished(member.claim, workdir):
-            progress.say(f"sweep {number} of {len(of)}: {member.name} is finished")
-            member.outcome = "finished"
-        else:
-            progress.say(f"sweep {number} of {len(of)}: {member.name}")
-            member.outcome = command.finetune(
-                member.claim, base, str(workdir.root), progress, member.origin
-            )
+        progress.say(f"sweep {number} of {len(of)}: {member.name}")
+        # One that is finished says so, unless its base or its examples are others now.
+        member.outcome = command.finetune(
+            member.claim, base, str(workdir.root), progress, member.origin
+        )
         scored = [x for x in metrics.Lines(workdir.metrics).read() if x["kind"] == "scores"]
         member.last = scored[-1] if scored else None
         member.best = max(scored, key=lambda line: line["score"], default=None)
@@ -214,19 +209,3 @@ def _require_ours(folder: epath.Path, of: list[Member]) -> None:
             f"{folder}: holds a run or other files and no sweep; choose another folder with "
             "--workdir"
         )
-
-
-def _is_finished(claim: Finetuning, workdir: Workdir) -> bool:
-    """Whether there is nothing left to do; one of other settings is refused when it goes on."""
-    if not workdir.checkpoints.exists():
-        return False
-    with (
-        Checkpoints(workdir.checkpoints, claim.run, "read") as saved,
-        contextlib.suppress(InputError),
-    ):
-        newest = saved.newest_step()
-        if newest is None or newest != saved.metadata(newest)["notes"]["total_steps"]:
-            return False
-        before = dataclasses.replace(saved.claim(newest, Finetuning), init_from=claim.init_from)
-        return not resolve.differences(before, claim, "identity")
-    return False

@@ -16,6 +16,8 @@ from bert_jax.config import InputError
 from bert_jax.tasks import files
 from bert_jax.text import tfds_files
 
+# Characters of a CSV column. Python takes no more than 131,072 unless told otherwise.
+_LONGEST_CELL = 2**31 - 1
 # Of columns and labels, so many are listed in a message.
 _LISTED = 20
 
@@ -67,6 +69,7 @@ def _tsv(path: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _csv(path: str) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(_LONGEST_CELL)
     # Strict: a quotation mark that is never closed would take in the rest of the file.
     reader = csv.reader((f"{line}\n" for line in files.lines(path)), strict=True)
     while True:

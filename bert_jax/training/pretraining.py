@@ -26,7 +26,13 @@ from bert_jax.workdir import Workdir
 
 
 class Probes(Protocol):
-    """What is asked of the encoder beside its own losses; see `tasks.probes`."""
+    """What is asked of the encoder beside its own losses; see `tasks.probes`.
+
+    Attributes:
+      sha256: of what is asked.
+    """
+
+    sha256: str
 
     def open(
         self, model: Model, tokenizer: Tokenizer, layout: Mesh, mesh: jax.sharding.Mesh, size: int
@@ -169,6 +175,11 @@ class PretrainingJob:
         self._watched = self._prepared.watched(self.claim)
         self._eval_step = step_lib.make_eval_step(self.objective, self.claim.mesh, mesh)
         if self._probes is not None:
+            peers.require_same(
+                "probes",
+                {"examples": self._probes.sha256[:16]},
+                "give all of them the same files of run.probes",
+            )
             claim, tokenizer = self.claim, self._prepared.tokenizer
             self._probe_operations = self._probes.open(
                 claim.model, tokenizer, claim.mesh, mesh, claim.run.eval_batch_size

@@ -128,6 +128,9 @@ class Profile:
             if os.path.realpath(target) != os.path.join(os.path.realpath(root), inside):
                 raise InputError(f"{self._folder}: is a link, or holds one; remove it")
         with made(target), contextlib.ExitStack() as sent:
+            # Of the same steps, before a restart, perhaps on another host.
+            for path in target.glob(f"process_{self._process}.*"):
+                path.unlink()
             for path in sorted(local.glob("plugins/profile/*/*")):
                 place = target / f"process_{self._process}.{path.name}"
                 sent.callback(place.unlink, missing_ok=True)

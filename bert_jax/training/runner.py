@@ -331,8 +331,8 @@ class Trainer:
         self.progress.say(f"step {self.done}: {self.job.summary(self.evaluation)}")
 
     def _probe(self, state: step.State) -> None:
-        if self._went_wrong:
-            return
+        if self._went_wrong or self.done != self.evaluation.get("step", 0):
+            return  # parameters that could not be evaluated
         with self.clock.waiting("probes"):
             found = self.job.probed(self.done, state["params"])
         if found:

@@ -53,6 +53,12 @@ def test_what_lies_between_a_kill_and_the_next_start_is_time_away():
     assert times.account(TIMINGS)["away"] == pytest.approx(200.0 - 6.0 - 150.0)
 
 
+def test_probes_before_the_first_step_are_no_start():
+    start = {"kind": "start", "step": 0, "time": 110.0, "seconds": 10.0, "probes_seconds": 4.0}
+    parts = times.account([start])
+    assert (parts["start"], parts["probes"]) == (6.0, 4.0)
+
+
 def test_no_lines_are_no_time():
     assert sum(times.account([]).values()) == 0
 

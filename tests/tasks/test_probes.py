@@ -49,13 +49,17 @@ def text(tmp_path_factory):
                 }
             )
         (folder / name).write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (folder / "same").write_text('{"sentence": "wa", "b": "wb", "same": 1}\n')
     for name, shape, fields in (
         ("letters", "classify", ""),
         ("pairs", "pair", 'second_column="b", label_column="same"'),
         ("words", "tag", 'text_column="words", label_column="tags", score="accuracy"'),
         ("values", "regress", 'second_column="b"'),
+        ("alike", "pair", 'second_column="b", label_column="same"'),
     ):
         made = TASK.format(name=name, shape=shape, fields=fields, folder=folder)
+        if name == "alike":
+            made = made.replace(f"{folder}/train", f"{folder}/same").replace("/test", "/same")
         (folder / f"{name}.py").write_text(made)
     return folder, file
 
@@ -162,6 +166,33 @@ def test_a_resumed_run_says_the_same_of_its_probes(text, tmp_path):
     assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
 
 
+def test_what_cannot_be_evaluated_is_not_probed(text, tmp_path, monkeypatch):
+    """Its steps are bad, and the run goes back over them; a probe would end it."""
+    folder, file = text
+    monkeypatch.setattr(Trainer, "_evaluate", lambda self, state: None)
+    pretrain(file, tmp_path / "w", probed(folder, "letters"), "run.probe_share=1")
+    assert [line["step"] for line in lines(tmp_path / "w")] == [0]
+
+
+def test_an_encoder_that_gives_no_numbers_is_named(text, tmp_path, monkeypatch):
+    folder, file = text
+    monkeypatch.setattr(
+        probes.Probes, "_of", lambda self, probe, rows, params: [np.full(3, np.nan)] * 28
+    )
+    with pytest.raises(InputError, match=r"run\.probes: letters: .* not finite"):
+        pretrain(file, tmp_path / "w", probed(folder, "letters"))
+
+
+def test_processes_with_other_examples_are_told_apart(text):
+    """By the hash that they compare."""
+    folder, _ = text
+    hashes = {
+        probes.Probes([str(folder / f"{name}.py") for name in names]).sha256
+        for names in (("letters",), ("pairs",), ("letters", "pairs"), ("letters",))
+    }
+    assert len(hashes) == 3
+
+
 def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
     folder, file = text
     settings = [probed(folder, "letters", "words"), "run.probe_share=1"]
@@ -179,6 +210,7 @@ def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
         (("values",), "task.shape=regress cannot be a probe; those of classify, pair, tag can"),
         (("letters", "letters"), "there are two of the name 'letters'"),
         (("nowhere",), "nowhere.py"),
+        (("alike",), "alike.py: task.train: 'same' has but one label"),
         (("small",), "small.py"),
     ],
 )

@@ -11,6 +11,7 @@ import tuned
 from bert_jax import cli, endings
 from bert_jax.config import InputError
 from bert_jax.tasks import command, sweep
+from bert_jax.training.runner import Trainer
 
 RATE = "optimizer.peak_learning_rate"
 
@@ -117,11 +118,16 @@ def test_scores_are_told_with_means_over_seeds_and_finished_runs_are_kept(
         ["2", f"{statistics.mean(two):.4f}", f"{statistics.stdev(two):.4f}"],
     )
 
-    monkeypatch.setattr(command, "finetune", None)  # nothing is left to do
+    monkeypatch.setattr(Trainer, "_phase", None)  # nothing is left to do
     assert run(*axes) == 0
     again = capsys.readouterr().out.splitlines()
-    assert [line.endswith(" is finished") for line in again[:4]] == [True] * 4
-    assert again[4:] == out[-len(again[4:]) :]
+    assert sum("holds the finished run" in line for line in again) == 4
+    assert again[-9:] == out[-9:]
+
+    # Its scores are of this base, and of no other.
+    tuned.write_base("other", seed=1)
+    assert run(*axes, base="other") == endings.BAD_INPUT
+    assert "holds other weights than those this run adapts" in capsys.readouterr().err
 
 
 def test_other_settings_under_a_sweep_are_refused_by_name(here, capsys):
@@ -158,7 +164,7 @@ def test_a_signal_stops_the_sweep_and_it_goes_on(here, capsys, monkeypatch):
     monkeypatch.setattr(command, "finetune", finetune)
     assert run(*axes) == 0
     out = capsys.readouterr().out
-    assert "sweep 1 of 3: seed-1 is finished" in out and "resume: from step" in out
+    assert "all/seed-1 holds the finished run" in out and "resume: from step" in out
     record = json.loads(pathlib.Path("all/sweep.json").read_text())
     assert [r["outcome"] for r in record["runs"]] == ["finished"] * 3
 

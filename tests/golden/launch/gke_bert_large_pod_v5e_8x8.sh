@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# bert-large-pod-8250c683: v5e:8x8, 64 chips on 16 hosts;
-# image us-docker.pkg.dev/PROJECT/images/bert-jax:0123abcd, config sha256 8250c6830a40c16e46f8e18afcb07005a54382b9c4dd99ad4b7be8ad8a4ddb05.
+# bert-large-pod-7c824bf4: v5e:8x8, 64 chips on 16 hosts;
+# image us-docker.pkg.dev/PROJECT/images/bert-jax:0123abcd, config sha256 7c824bf41c0dc41933247bc8b60418653f0e5939f6b320dc4e2e9cfca1ad0704.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
 # One of this name that has not ended is left alone, and nothing is launched; one that
 # has ended is deleted first.
-kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-8250c683 --ignore-not-found --output=json
+kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-7c824bf4 --ignore-not-found --output=json
 
-mkdir -p /cache/launch/bert-large-pod-8250c683
-cat > /cache/launch/bert-large-pod-8250c683/manifest.yaml <<'END'
+mkdir -p /cache/launch/bert-large-pod-7c824bf4
+cat > /cache/launch/bert-large-pod-7c824bf4/manifest.yaml <<'END'
 ---
 apiVersion: v1
 kind: ConfigMap
 metadata:
-  name: bert-large-pod-8250c683
+  name: bert-large-pod-7c824bf4
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: 8250c6830a40c16e46f8e18afcb07005a54382b9c4dd99ad4b7be8ad8a4ddb05
+    bert-jax/config-sha256: 7c824bf41c0dc41933247bc8b60418653f0e5939f6b320dc4e2e9cfca1ad0704
 immutable: true
 data:
   experiment.json: |
@@ -129,17 +129,17 @@ data:
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: bert-large-pod-8250c683
+  name: bert-large-pod-7c824bf4
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: 8250c6830a40c16e46f8e18afcb07005a54382b9c4dd99ad4b7be8ad8a4ddb05
+    bert-jax/config-sha256: 7c824bf41c0dc41933247bc8b60418653f0e5939f6b320dc4e2e9cfca1ad0704
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
     enableDNSHostnames: true
-    subdomain: bert-large-pod-8250c683
+    subdomain: bert-large-pod-7c824bf4
   failurePolicy:
     maxRestarts: 10
     restartStrategy: BlockingRecreate
@@ -205,7 +205,7 @@ spec:
               - name: JAX_PLATFORMS
                 value: tpu,cpu
               - name: JAX_COORDINATOR_ADDRESS
-                value: bert-large-pod-8250c683-hosts-0-0.bert-large-pod-8250c683:8482
+                value: bert-large-pod-7c824bf4-hosts-0-0.bert-large-pod-7c824bf4:8482
               - name: JAX_PROCESS_ID
                 valueFrom:
                   fieldRef:
@@ -238,13 +238,13 @@ spec:
             volumes:
             - name: experiment
               configMap:
-                name: bert-large-pod-8250c683
+                name: bert-large-pod-7c824bf4
             - name: cache
               emptyDir: {}
 END
-kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-8250c683/manifest.yaml
+kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-7c824bf4/manifest.yaml
 
 # A pod that ends with exit code 1, 2, 130 is the end. Any other end but 0 (75 is a
 # preemption) starts all pods again, 10 times at most.
 # If the cluster refuses it, and by `python -m launch stop`, after the pods have saved:
-#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-8250c683 --ignore-not-found --cascade=foreground --timeout=120s
+#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-7c824bf4 --ignore-not-found --cascade=foreground --timeout=120s

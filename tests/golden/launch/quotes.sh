@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # quotes: v6e:2x2; chips: 4, hosts: 1;
-# commit 0123456789abcdef0123456789abcdef01234567, config sha256 714cbd5d1807a20c8e23d8a2526f6fa6f81795d66d97ec742b808150d29818a9.
+# commit 0123456789abcdef0123456789abcdef01234567, config sha256 86224e5e0441ea3b96e8c8ad704717d4f8c1e4ee3274722c9eb004a2a9615905.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
