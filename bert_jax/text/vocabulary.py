@@ -15,6 +15,8 @@ PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MAS
 
 # Characters kept as pieces of their own when a vocabulary is trained; rarer ones become [UNK].
 _ALPHABET = 1_000
+# Of scripts with thousands of them, as many as this share of the text is written with.
+_WRITTEN = 0.9995
 # Sentences a SentencePiece model is trained on at most, drawn from the whole corpus.
 _SENTENCEPIECE_SENTENCES = 5_000_000
 # Fixed: the trainer adds up what each thread counted, so the model depends on their number.
@@ -103,7 +105,9 @@ def train_wordpiece(read_texts: Callable[[], Iterable[str]], vocab_size: int) ->
 
 
 def _alphabet(texts: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The commonest characters, at most 1,000, and those of them that ever go on a word.
+    """The commonest characters, and those of them that ever go on a word.
+
+    1,000 of them, or, of scripts with more, as many as most of the text is written with.
 
     Both in the order of their code points; the second as pieces, `##c`.
     """
@@ -114,8 +118,10 @@ def _alphabet(texts: Iterable[str]) -> tuple[list[str], list[str]]:
         counts.update(dict(zip(*(a.tolist() for a in np.unique_counts(codes)), strict=True)))
         within.update(np.unique(codes[1:][codes[:-1] != ord(" ")]).tolist())
     counts.pop(ord(" "), None)
-    commonest = sorted(counts, key=lambda code: (-counts[code], code))[:_ALPHABET]
-    characters = sorted(commonest)
+    commonest = sorted(counts, key=lambda code: (-counts[code], code))
+    written = np.cumsum([counts[code] for code in commonest])
+    needed = int(np.searchsorted(written, _WRITTEN * written[-1])) + 1 if commonest else 0
+    characters = sorted(commonest[: max(needed, _ALPHABET)])
     return [chr(c) for c in characters], [f"##{chr(c)}" for c in characters if c in within]
 
 

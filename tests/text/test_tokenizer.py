@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import string
 import subprocess
 import sys
@@ -256,6 +257,18 @@ def test_a_vocabulary_too_large_for_the_text_is_refused_by_name():
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
 def sentence_model(request):
     return request.param, vocabulary.train_sentencepiece(prose(), 100, request.param)
+
+
+def test_a_script_of_thousands_of_characters_is_kept_but_for_the_rarest():
+    """Chinese is by character: one that has no piece is [UNK] wherever it stands."""
+    counts = {chr(0x4E00 + i): 40_000 // (i + 1) for i in range(3_000)} | {"\u9fa0": 1}
+    text = [" ".join(character * count) for character, count in counts.items()]
+    with pytest.raises(InputError) as caught:
+        vocabulary.train_wordpiece(lambda: text, 20_000)
+    size = int(re.search(r"set it to (\d+)", str(caught.value))[1])
+    found = set(vocabulary.train_wordpiece(lambda: text, size))
+    unknown = sum(count for character, count in counts.items() if character not in found)
+    assert 0 < unknown <= 0.0005 * sum(counts.values())
 
 
 def test_sentencepiece_training_is_deterministic_on_any_number_of_cores(
