@@ -83,7 +83,15 @@ def gcloud(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def shipped(monkeypatch):
+def ctrl_c():
+    """A worker of pytest's may leave Ctrl-C to its parent; here it is ours."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def shipped(monkeypatch, ctrl_c):
     """The wheel is built by a test of its own."""
 
     def put_together(spec, commit, say):
@@ -91,10 +99,6 @@ def shipped(monkeypatch):
         return ["/staging/a.whl", "/staging/run.sh"]
 
     monkeypatch.setattr(shipping, "put_together", put_together)
-    # A worker of pytest's may leave Ctrl-C to its parent.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
