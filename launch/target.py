@@ -141,12 +141,18 @@ def require_no_other(mine: Record) -> None:
     """Looks at what the workdir's record tells of, before another is written over it.
 
     Raises:
-      InputError: that is something else than `mine`, and still there: nothing would tell of it.
+      InputError: that is something else than `mine`, and still there, or may be: nothing would
+        tell of it.
     """
     before = find(mine.workdir)
     if before is None or before.rents_the_same(mine):
         return
-    state = of(before).state()
+    try:
+        state = of(before).state()
+    except InputError as error:
+        raise InputError(
+            f"{before.name}: was launched for this workdir, and may still be there: {error}"
+        ) from error
     if state.word != "gone":
         raise InputError(
             f"{before.name}: is still there for this workdir ({state.detail}); `python -m launch "

@@ -95,7 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     end.add_argument(
         "--delete-when-done", action="store_true", help="delete the machines without asking"
     )
-    end.add_argument("--keep", action="store_true", help="leave the machines, and pay for them")
+    end.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave the machines, and pay for them; Ctrl-C leaves the run going, too",
+    )
     return parser
 
 

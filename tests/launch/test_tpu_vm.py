@@ -246,6 +246,18 @@ def test_machines_of_another_name_are_not_forgotten(gcloud, launch, workdir):
     assert target.read(workdir).name == "other"
 
 
+def test_machines_that_cannot_be_asked_for_are_not_forgotten(gcloud, launch, workdir, monkeypatch):
+    monkeypatch.setattr(tpu_slice, "_POLL", 0.0)
+    assert launch("--keep")[0] == 0
+    gcloud.play(describe=[{"code": 1, "err": "ERROR: no route\n"}] * 5)
+    code, said = launch("--keep", "--zone", "z-b")
+    assert code == 2 and gcloud.kinds.count("create") == 1
+    assert (
+        "mini: was launched for this workdir, and may still be there: mini: gcloud cannot" in said
+    )
+    assert target.read(workdir).place["zone"] == "z-a"
+
+
 def test_the_commit_that_is_told_is_the_one_on_the_hosts(gcloud, launch, workdir, monkeypatch):
     monkeypatch.setattr(checks, "head", lambda: "a" * 40)
     gcloud.play(start_sh=[{"hosts": ["running"] * 4}], follow_sh=[{"signal": signal.SIGINT}])
