@@ -247,8 +247,8 @@ def test_machines_of_another_name_are_not_forgotten(gcloud, launch, workdir):
 
 
 def test_machines_that_cannot_be_asked_for_are_not_forgotten(gcloud, launch, workdir, monkeypatch):
-    monkeypatch.setattr(tpu_slice, "_POLL", 0.0)
     assert launch("--keep")[0] == 0
+    monkeypatch.setattr(tpu_slice, "_POLL", 0.01)
     gcloud.play(describe=[{"code": 1, "err": "ERROR: no route\n"}] * 5)
     code, said = launch("--keep", "--zone", "z-b")
     assert code == 2 and gcloud.kinds.count("create") == 1
