@@ -242,7 +242,8 @@ class Launch:
         while True:
             try:
                 before = self._have_machines()
-                if self._asked_to_stop():  # while they were asked for
+                if self._asked_to_stop():  # while they were asked for, or found running
+                    self._saved()
                     return self._stopped()
                 if not (before and self._rented.running()):
                     self._fill()

@@ -222,6 +222,20 @@ def test_stop_while_machines_are_asked_for_is_not_lost(gcloud, launch, workdir, 
     assert "start.sh" not in gcloud.kinds and "the run was stopped by `launch stop`" in said
 
 
+def test_stop_while_a_run_is_found_again_saves(gcloud, launch, workdir, monkeypatch):
+    gcloud.play(start_sh=[{"hosts": ["running"] * 4}], follow_sh=[{"signal": signal.SIGINT}])
+    assert launch("--keep")[0] == 130
+    wait = Slice.wait
+
+    def stopped_meanwhile(rented: Slice, seconds: float):
+        target.mark_stopped(target.read(workdir))
+        wait(rented, seconds)
+
+    monkeypatch.setattr(Slice, "wait", stopped_meanwhile)
+    code, said = launch("--keep")
+    assert code == 75 and gcloud.rented == {} and "stopped, with its state saved" in said
+
+
 def test_stop_from_elsewhere_ends_the_launch_too(gcloud, launch, workdir, monkeypatch):
     """`launch stop` marks the record; the launcher that sees exit code 75 starts nothing more."""
 
