@@ -10,6 +10,9 @@ from launch import checks, spec
 # Preemptions of a run of days on machines that may be taken back.
 _RETRIES = 10
 
+# Without its TPU a host fails, and does not go on with its processor.
+ENVIRONMENT = {"JAX_PLATFORMS": "tpu,cpu"}
+
 _DURATION = re.compile(r"[1-9][0-9]{0,5}[smhd]")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -70,6 +73,7 @@ def specified(args: argparse.Namespace) -> spec.Spec:
         topology=topology.parse(args.topology),
         name=args.name,
         extend=args.extend,
+        environment=ENVIRONMENT,
         retries=args.retries,
     )
 

@@ -37,7 +37,7 @@ def stop(argv: Sequence[str]) -> int:
         type=float,
         default=SAVE_SECONDS,
         metavar="S",
-        help=f"seconds it is given to save [{SAVE_SECONDS:g}]",
+        help=f"seconds it is given to save [{SAVE_SECONDS:g}]; on GKE its launch's --grace at most",
     )
     args = parser.parse_args(argv)
     return _answer(args.run, lambda record: target.of(record).stop(args.save_within))
@@ -57,6 +57,9 @@ def _answer(run: str, ask: Callable[[Record], int]) -> int:
     except InputError as error:
         console.say(str(error))
         return endings.BAD_INPUT
+    except KeyboardInterrupt:
+        console.say("interrupted")
+        return endings.INTERRUPTED
 
 
 def _record(run: str) -> Record:
@@ -64,7 +67,8 @@ def _record(run: str) -> Record:
     kept = shipping.staging(run)
     if "/" not in run and (kept / target.FILE).exists():
         record = target.read(os.fspath(kept))
-        return target.find(record.workdir) or record
+        newest = target.find(record.workdir)
+        return newest if newest is not None and newest.rents_the_same(record) else record
     return target.read(run)
 
 

@@ -99,9 +99,14 @@ def commit_is_clean() -> None:
 def workdir_is_writable(spec: Spec) -> None:
     """Raises InputError if the workdir cannot be written from here, or files lie out of reach."""
     claim = spec.claim
-    for name, place in (("init_from", claim.init_from), ("run.corpus_dir", claim.run.corpus_dir)):
-        if place and not place.startswith("gs://"):
-            raise InputError(f"{name}={place}: rented machines do not see it; name a bucket")
+    if claim.init_from:  # a base is read from a disk, never from a bucket
+        raise InputError(
+            f"init_from={claim.init_from}: rented machines do not see it; begin the run on this "
+            "machine, and launch it once it has saved a checkpoint"
+        )
+    place = claim.run.corpus_dir
+    if place and not place.startswith("gs://"):
+        raise InputError(f"run.corpus_dir={place}: rented machines do not see it; name a bucket")
     workdir = Workdir(spec.workdir, spec.claim.run.corpus_dir)
     workdir.require_ours()
     probe = workdir.root / f".launch.{os.getpid()}.tmp"

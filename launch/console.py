@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import os
 import select
 import sys
 from collections.abc import Callable
@@ -36,10 +37,12 @@ def shower() -> Callable[[bytes], None]:
 
 
 def has_terminal() -> bool:
-    """Whether somebody can be asked."""
+    """Whether somebody can be asked: a job in the background would be stopped for reading."""
     try:
-        return sys.stdin.isatty() and sys.stderr.isatty()
-    except (AttributeError, ValueError):  # closed, or none
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            return False
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (AttributeError, OSError, ValueError):  # closed, or none, or not ours
         return False
 
 

@@ -21,7 +21,7 @@ from launch.gke_launched import Launched
 from launch.jobset import Pods
 from launch.kubectl import Kubectl
 from launch.spec import Spec
-from launch.target import Record, find
+from launch.target import Record, find, require_no_other
 
 # To finish the steps under way and to save; a spot machine gives half a minute, whatever is asked.
 _GRACE = 300
@@ -148,16 +148,16 @@ def _make_room(record: Record) -> None:
     """Deletes a JobSet of this name that has ended.
 
     Raises:
-      InputError: there is one that has not, or that was not launched for this workdir.
+      InputError: there is one that has not, or that was not launched for this workdir; or this
+        workdir's launch before has another name and is there.
     """
+    require_no_other(record)
     launched = Launched(record)
     state = launched.state()
     if state.word == "gone":
         return
     before = find(record.workdir)
-    if before is None or (before.target, before.name, before.place) != (
-        *(record.target, record.name, record.place),
-    ):
+    if before is None or not before.rents_the_same(record):
         raise InputError(
             f"{record.name}: is there already ({state.detail}), and was not launched for "
             f"{record.workdir}; name another with --name"

@@ -1,6 +1,5 @@
 """A run on GKE that was launched: how it stands, what it says, its end."""
 
-import dataclasses
 import shlex
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -8,7 +7,7 @@ from typing import Any, Literal
 from bert_jax import endings
 from bert_jax.config import InputError
 from bert_jax.section import printable
-from launch import console, kubectl, tools
+from launch import console, kubectl, target, tools
 from launch.kubectl import Kubectl
 from launch.target import Record, State
 
@@ -68,6 +67,11 @@ class Launched:
         argv = self._kubectl.logs(host, follow)
         if follow:
             code = tools.stream(argv, _FOLLOW, console.shower())
+            if code:
+                console.say(
+                    f"{self._record.name}: kubectl has ended with exit code {code}; without "
+                    "--follow it says why"
+                )
             return endings.FAILED if code else endings.FINISHED
         done = tools.run(argv, kubectl.QUICK)
         if done.code:
@@ -83,7 +87,7 @@ class Launched:
         Raises:
           InputError: the pods may still be there.
         """
-        dataclasses.replace(self._record, stopped=True).write()
+        target.mark_stopped(self._record)
         console.say(f"deleting {self._record.name}; its pods save first")
         self.delete(seconds)
         console.say(
@@ -101,6 +105,9 @@ class Launched:
         argv = self._kubectl.delete(seconds)
         try:
             done = tools.run(argv, seconds + _MARGIN)
+            if kubectl.UNKNOWN_KIND in done.err:  # then there is no JobSet, but may be the other
+                argv = self._kubectl.delete(seconds, "configmap")
+                done = tools.run(argv, seconds + _MARGIN)
             complaint = kubectl.meaning("kubectl", done) if done.code else ""
         except (InputError, KeyboardInterrupt) as error:
             complaint = str(error) or "interrupted"

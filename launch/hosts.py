@@ -10,7 +10,8 @@ They lie in one folder of the user's home, where the run's output and its exit c
     stop.sh       asks the run to save and end
 
 Whether it runs is told by a lock that the system frees at its death: the number of a process may
-belong to another after a restart of the machine.
+belong to another after a restart of the machine. Those who look at it share it, so that none takes
+another for the run.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ _INSTALL = """\
 # Makes venv/ of the wheel, unless it is there, or a run uses the one that is.
 set -eu
 cd "$(dirname "$0")"
-flock --nonblock run.lock true || exit 0
+flock --shared --nonblock run.lock true || exit 0
 wheel={wheel}
 [ "$(cat venv/installed 2>/dev/null)" = "$(sha256sum "$wheel" {constraints})" ] && exit 0
 python=
@@ -62,12 +63,12 @@ _START = """\
 # Starts the run, unless it runs, in a session that outlives this connection.
 set -eu
 cd "$(dirname "$0")"
-flock --nonblock run.lock true || exit 0
+flock --shared --nonblock run.lock true || exit 0
 rm -f run.exit run.pid
 [ -f run.log ] && mv run.log run.log.old
 : > run.log
 setsid nohup bash run.sh < /dev/null >> run.log 2>&1 &
-for _ in $(seq 100); do [ -f run.pid ] && exit 0; sleep 0.1; done
+for _ in $(seq 300); do [ -f run.pid ] && exit 0; sleep 0.1; done
 echo "start.sh: the run did not start" >&2
 exit 1
 """
@@ -78,7 +79,7 @@ _RUN = """\
 {{  # read as a whole, whatever becomes of this file meanwhile
 cd "$(dirname "$0")"
 exec 9> run.lock
-flock --nonblock 9 || exit 1
+flock --timeout 10 9 || exit 1  # a look at the lock may hold it for a moment
 {environment}
 address="$(curl -sf -H 'Metadata-Flavor: Google' \\
   {address})"
@@ -100,7 +101,7 @@ _STATE_SCRIPT = """\
 # Says how the run stands: absent, running, ended CODE, or lost (killed with this script's like).
 cd "$(dirname "$0")"
 if ! [ -f run.log ]; then state=absent
-elif ! flock --nonblock run.lock true; then state=running
+elif ! flock --shared --nonblock run.lock true; then state=running
 elif [ -f run.exit ]; then state="ended $(cat run.exit)"
 else state=lost
 fi
@@ -119,7 +120,7 @@ _STOP = """\
 #!/usr/bin/env bash
 # stop.sh SIGNAL: asks the run to end; TERM has it save before.
 cd "$(dirname "$0")"
-if ! flock --nonblock run.lock true; then kill -s "$1" "$(cat run.pid)"; fi
+if ! flock --shared --nonblock run.lock true; then kill -s "$1" "$(cat run.pid)"; fi
 """
 
 
@@ -130,10 +131,12 @@ class HostState:
     Attributes:
       running: it has not ended.
       code: its exit code; None if it runs, never started or was killed with all around it.
+      absent: it was never started there.
     """
 
     running: bool
     code: int | None
+    absent: bool = False
 
 
 def files(spec: Spec, wheel: str) -> dict[str, str]:
@@ -170,7 +173,7 @@ def folder(name: str) -> str:
 def parse_states(output: str) -> dict[str, HostState]:
     """What state.sh said on several hosts, by the hosts' names."""
     return {
-        host: HostState(state == "running", int(code) if code else None)
+        host: HostState(state == "running", int(code) if code else None, state == "absent")
         for host, state, code in _STATE.findall(output)
     }
 

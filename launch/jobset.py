@@ -228,8 +228,6 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
     given = {
         "BERT_JAX_ARRIVE_WITHIN": _ARRIVE_SECONDS,
         "BERT_JAX_CACHE_DIR": CACHE_FOLDER,
-        # Without its TPU a host fails, and does not go on with its processor.
-        "JAX_PLATFORMS": "tpu,cpu",
         "JAX_NUM_PROCESSES": str(spec.hosts),
     }
     given |= spec.environment

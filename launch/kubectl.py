@@ -12,10 +12,12 @@ from launch.tools import Done
 # A command with an answer of its own.
 QUICK = 120.0
 
+UNKNOWN_KIND = "the server doesn't have a resource type"
+
 # A part of what kubectl says (in lower case): what it means, and what to do.
 _MEANINGS = (
     ("no matches for kind", "the cluster has no JobSet; install it, see docs/running_on_tpu.md"),
-    ("the server doesn't have a resource type", "the cluster has no JobSet; install it"),
+    (UNKNOWN_KIND, "the cluster has no JobSet; install it, see docs/running_on_tpu.md"),
     ("exceeded quota", "the namespace's quota is used up; raise it, or name another --namespace"),
     ("forbidden", "you may not do this; ask for the role Kubernetes Engine Developer"),
     ("unauthorized", "sign in with `gcloud auth login`"),
@@ -81,10 +83,15 @@ class Kubectl:
         """Makes what the file says."""
         return self._words("apply", f"--filename={path}")
 
-    def delete(self, seconds: float) -> list[str]:
-        """Ends all pods as their grace allows, and waits until they are gone."""
+    def delete(self, seconds: float, kinds: str = "jobset,configmap") -> list[str]:
+        """Ends all pods as their grace allows, and waits until they are gone.
+
+        Args:
+          seconds: to wait.
+          kinds: what is deleted. kubectl deletes nothing at all if the cluster does not know one.
+        """
         return self._words(
-            *("delete", "jobset,configmap", self.name, "--ignore-not-found"),
+            *("delete", kinds, self.name, "--ignore-not-found"),
             *("--cascade=foreground", f"--timeout={round(seconds)}s"),
         )
 

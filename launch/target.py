@@ -19,7 +19,8 @@ FORMAT_VERSION = 1
 FILE = "launch.json"
 
 Place = Literal["tpu_vm", "gke"]
-_PLACES = ("tpu_vm", "gke")
+# What each needs to know of its place.
+_PLACES = {"tpu_vm": {"zone", "project"}, "gke": {"context", "namespace"}}
 
 _PRICES = (float, int, type(None))
 
@@ -55,6 +56,10 @@ class Record:
     time: float
     price_per_chip_hour: float | None
     stopped: bool = False
+
+    def rents_the_same(self, other: "Record") -> bool:
+        """Whether both tell of the same machines, whatever runs there."""
+        return (self.target, self.name, self.place) == (other.target, other.name, other.place)
 
     def write(self, folder: str | None = None) -> None:
         """Writes launch.json.
@@ -132,11 +137,49 @@ def read(folder: str) -> Record:
     return record
 
 
+def require_no_other(mine: Record) -> None:
+    """Looks at what the workdir's record tells of, before another is written over it.
+
+    Raises:
+      InputError: that is something else than `mine`, and still there, or may be: nothing would
+        tell of it.
+    """
+    before = find(mine.workdir)
+    if before is None or before.rents_the_same(mine):
+        return
+    try:
+        state = of(before).state()
+    except InputError as error:
+        raise InputError(
+            f"{before.name}: was launched for this workdir, and may still be there: {error}"
+        ) from error
+    if state.word != "gone":
+        raise InputError(
+            f"{before.name}: is still there for this workdir ({state.detail}); `python -m launch "
+            f"stop {mine.workdir}` first"
+        )
+
+
+def mark_stopped(record: Record) -> None:
+    """Has whoever launched it start it no more.
+
+    Raises:
+      InputError: the workdir's record cannot be read or written.
+    """
+    newest = find(record.workdir)
+    if newest is None or newest.rents_the_same(record):
+        dataclasses.replace(newest or record, stopped=True).write()
+
+
 def _parse(found: dict[str, Any]) -> Record:
     record = Record(**{f.name: found[f.name] for f in dataclasses.fields(Record)})
     texts = [record.name, record.workdir, record.topology, record.config_sha256, record.commit]
-    texts += [*record.place, *record.place.values()]
-    if record.target not in _PLACES or not all(isinstance(text, str) for text in texts):
+    if record.target not in _PLACES or type(record.place) is not dict:
+        raise ValueError
+    texts += record.place.values()
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError
+    if record.place.keys() != _PLACES[record.target]:
         raise ValueError
     if type(record.stopped) is not bool or type(record.price_per_chip_hour) not in _PRICES:
         raise ValueError

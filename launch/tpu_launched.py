@@ -1,14 +1,13 @@
 """A run on TPU VMs that was launched: how it stands, what it says, its end."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from bert_jax import endings
 from bert_jax.config import InputError
-from launch import console, hosts, tools
+from launch import console, hosts, target, tools
 from launch.gcloud import QUICK, Gcloud
 from launch.target import Record, State
-from launch.tpu_slice import ACTIVE, DEAD, Log, Slice
+from launch.tpu_slice import ACTIVE, DEAD, LAST_WORDS, Log, Slice
 
 # To save, after Ctrl-C or `launch stop`.
 SAVE_SECONDS = 900.0
@@ -49,7 +48,12 @@ class Launched:
         silent = self._record.hosts - len(found)
         detail += f", {silent} do not answer" if silent else ""
         detail += f", exit codes {', '.join(codes)}" if codes else ""
-        return State(word="running" if running else "ended", detail=detail)
+        if running:
+            return State(word="running", detail=detail)
+        # Copies and the installation come before a host has anything to say.
+        absent = sum(host.absent for host in found.values())
+        detail += f", {absent} are made ready" if absent else ""
+        return State(word="ended" if found and not absent else "waiting", detail=detail)
 
     def logs(self, host: int, follow: bool) -> int:
         """See `target.Target`.
@@ -67,12 +71,15 @@ class Launched:
         if not follow:
             words = ("cat", f"{hosts.folder(gcloud.name)}/run.log")
             code = tools.stream(gcloud.on_hosts(words, host), QUICK, show)
+            if code:
+                console.say(f"{self._record.name}: host {host} does not answer, or has no log yet")
             return endings.FAILED if code else endings.FINISHED
         log = Log(show)
         while True:
             self._slice.follow(log, _FOLLOW, host)
             found = self._slice.hosts()
-            if found and not any(one.running for one in found.values()):
+            if found and not any(one.running or one.absent for one in found.values()):
+                self._slice.follow(log, LAST_WORDS, host)
                 return endings.FINISHED
             if self._slice.state() != ACTIVE:
                 return endings.FINISHED
@@ -85,17 +92,36 @@ class Launched:
           InputError: the machines may still be there.
         """
         # Whoever launched it looks here before starting it again.
-        dataclasses.replace(self._record, stopped=True).write()
+        target.mark_stopped(self._record)
         code: int = endings.FINISHED
         state = self._slice.state()
         if state == "":
             console.say(f"{self._record.name} is not there")
             return code
         if state == ACTIVE:
-            code = verdict(self._slice.stop(seconds))
-            console.say(f"the run {ending_word(code)}")
+            code = saved(self._slice, seconds)
         self._slice.delete()
         return code
+
+
+def saved(rented: Slice, seconds: float) -> int:
+    """Has a run save and end; Ctrl-C, or a gcloud that fails, cuts the wait short.
+
+    Args:
+      rented: where it runs.
+      seconds: to wait for it.
+
+    Returns:
+      Its exit code; INTERRUPTED if it was not waited for.
+    """
+    try:
+        codes = rented.stop(seconds)
+    except (KeyboardInterrupt, InputError):
+        console.say("not waiting for the run to save")
+        return endings.INTERRUPTED
+    code = verdict(codes)
+    console.say(f"the run {ending_word(code, codes)}")
+    return code
 
 
 def verdict(codes: Sequence[int | None]) -> int:
@@ -114,10 +140,16 @@ def verdict(codes: Sequence[int | None]) -> int:
     return endings.LOST
 
 
-def ending_word(code: int) -> str:
-    """What became of a run, in words."""
+def ending_word(code: int, codes: Sequence[int | None] = ()) -> str:
+    """What became of a run, in words.
+
+    Args:
+      code: of the run.
+      codes: of its hosts, where they are known; they tell what a loss was.
+    """
+    each = ", ".join(sorted({"none" if one is None else str(one) for one in codes}))
     return {
         endings.FINISHED: "finished",
         endings.STOPPED: "stopped, with its state saved",
-        endings.LOST: "lost a host",
+        endings.LOST: f"lost a host (exit codes {each})" if each else "lost a host",
     }.get(code, f"failed with exit code {code}")

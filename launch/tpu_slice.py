@@ -26,14 +26,19 @@ _FOLLOW = 300
 # The same while some hosts have ended and others have not.
 _FOLLOW_PARTIAL = 30
 _CONNECT = 60.0
+# For what a run that has ended said last.
+LAST_WORDS = 30
 # How often what may fail for a moment is tried; and the question whether a run's machines are
 # there, since this machine may have lost its network for hours, and the run goes on without it.
 _TRIES, _PATIENT = 5, 480
 # Looks after which hosts that still run while others have ended are told to, then killed: jax
 # itself takes 100 seconds to miss a peer.
 _GRACE, _KILL = 4, 8
-# Looks without a word from any host after which they count as lost.
-_SILENT = 10
+# Looks without a word from any host after which they count as lost; and from some while the others
+# run. Those would end by themselves if they had lost a peer, so that a run is ended for it late.
+_SILENT, _UNHEARD = 10, 120
+# What the service says of a request that it would refuse again.
+_REFUSALS = ("RESOURCE_EXHAUSTED", "QUOTA", "PERMISSION_DENIED", "INVALID_ARGUMENT")
 
 
 class Lost(Exception):
@@ -59,6 +64,7 @@ class Slice:
     ):
         self.gcloud = gcloud
         self._count, self._sleep, self._say = count, sleep, say
+        self._under_way = False  # a request of which we have not heard whether it was taken
 
     def state(self, tries: int = _TRIES) -> str:
         """What the service says of the request; "" if there is none.
@@ -82,7 +88,7 @@ class Slice:
         raise InputError(f"{self.gcloud.name}: gcloud cannot tell its state ({done.complaint})")
 
     def create(self, argv: Sequence[str]) -> None:
-        """Asks for the machines.
+        """Asks for the machines, again if that fails for a moment.
 
         Args:
           argv: as `Gcloud.create` gives it.
@@ -90,13 +96,38 @@ class Slice:
         Raises:
           InputError: the request is refused.
         """
-        done = tools.run(argv, QUICK)
-        if done.code:
-            quota = "RESOURCE_EXHAUSTED" in done.err or "quota" in done.err.lower()
-            remedy = (
-                "; ask for more quota of this type in this zone, or name another" if quota else ""
-            )
-            raise InputError(f"{self.gcloud.name}: not created: {done.complaint}{remedy}")
+        remedy = ""
+        for attempt in range(_TRIES):
+            if attempt:
+                self._sleep(_POLL)
+            self._under_way = True
+            done = tools.run(argv, QUICK)
+            there = "ALREADY_EXISTS" in done.err
+            if done.code == 0 or (there and attempt):  # the one before was taken after all
+                self._under_way = False
+                return
+            refusal = next((word for word in _REFUSALS if word in done.err.upper()), "")
+            if refusal in ("RESOURCE_EXHAUSTED", "QUOTA"):
+                remedy = "; ask for more quota of this type in this zone, or name another"
+            if refusal or there:
+                self._under_way = attempt > 0
+                break
+        raise InputError(f"{self.gcloud.name}: not created: {done.complaint}{remedy}")
+
+    def gone(self) -> bool:
+        """Whether there is no request.
+
+        One that may be on its way still is looked for twice, a while apart.
+
+        Raises:
+          InputError: the service does not say.
+        """
+        if self.state() != "":
+            return False
+        if self._under_way:
+            self._sleep(_POLL)
+            self._under_way = self.state() != ""
+        return not self._under_way
 
     def wait(self, seconds: float) -> None:
         """Waits for the machines.
@@ -182,18 +213,20 @@ class Slice:
           InputError: gcloud cannot tell.
         """
         log = Log(show)
-        partial = silent = 0
+        partial = silent = unheard = 0
         while True:
             code = self.follow(log, _FOLLOW_PARTIAL if partial else _FOLLOW)
             found = self.hosts()
             running = [name for name, host in found.items() if host.running]
             if len(found) >= self._count and not running:
+                self.follow(log, LAST_WORDS)  # what was said while the connection was lost
                 return [host.code for host in found.values()]
             self._require_active()
             silent = 0 if found else silent + 1
+            unheard = unheard + 1 if len(found) < self._count else 0
             if silent > _SILENT:
                 raise Lost(f"{self.gcloud.name}: no host answers")
-            if found and len(running) < self._count:
+            if found and (len(found) > len(running) or unheard > _UNHEARD):
                 partial += 1
                 if partial in (_GRACE, _KILL):
                     missing = self._count - len(found)
@@ -262,7 +295,7 @@ class Slice:
                     self._sleep(_POLL)
                 done = tools.run(argv, SLOW)
                 complaint = done.complaint if done.code else "it is still there"
-                if "NOT_FOUND" in done.err or self.state() == "":
+                if self.gone():
                     self._say(f"{self.gcloud.name} is deleted")
                     return
         except (InputError, KeyboardInterrupt) as error:

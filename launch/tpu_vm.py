@@ -22,7 +22,7 @@ from launch import target as target_lib
 from launch.gcloud import Gcloud
 from launch.spec import Spec
 from launch.target import Record
-from launch.tpu_launched import FAILURES, SAVE_SECONDS, Launched, ending_word, verdict
+from launch.tpu_launched import FAILURES, SAVE_SECONDS, Launched, ending_word, saved, verdict
 from launch.tpu_slice import ACTIVE, DEAD, Lost, Slice
 
 Ending = Literal["ask", "delete", "keep"]
@@ -95,7 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     end.add_argument(
         "--delete-when-done", action="store_true", help="delete the machines without asking"
     )
-    end.add_argument("--keep", action="store_true", help="leave the machines, and pay for them")
+    end.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave the machines, and pay for them; Ctrl-C leaves the run going, too",
+    )
     return parser
 
 
@@ -112,11 +116,19 @@ def _launch(args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
             "--delete-when-done or --keep"
         )
     checks.check(job.spec, force, args.price_per_chip_hour, console.say)
+    target_lib.require_no_other(job.record)
     rented = Slice(job.gcloud, job.spec.hosts, sleep, console.say)
-    _require_ours(job, rented)
+    before = _before(job, rented)
     files = shipping.put_together(job.spec, job.record.commit, console.say)
     with _hang_up_as_interrupt():
-        return Launch(job, rented, files, sleep).run()
+        try:
+            return Launch(job, rented, files, before, sleep).run()
+        except KeyboardInterrupt:
+            console.say(
+                f"interrupted; {job.spec.name} may still be there and cost money: `python -m "
+                f"launch stop {job.spec.workdir}` deletes it"
+            )
+            return endings.INTERRUPTED
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -151,20 +163,27 @@ def _job(args: argparse.Namespace) -> Job:
     )
 
 
-def _require_ours(job: Job, rented: Slice) -> None:
-    """Raises InputError if something of this name is there that was not launched for this run."""
+def _before(job: Job, rented: Slice) -> Record | None:
+    """The launch that this one goes on with; None if nothing of this name is there.
+
+    Raises:
+      InputError: something is, and was not launched for this run.
+    """
     if rented.state() == "":
-        return
+        return None
     before = target_lib.find(job.spec.workdir)
     mine = job.record
-    if before is None or (before.target, before.name, before.place, before.config_sha256) != (
-        *(mine.target, mine.name, mine.place, mine.config_sha256),
+    if (
+        before is None
+        or not before.rents_the_same(mine)
+        or before.config_sha256 != mine.config_sha256
     ):
         raise InputError(
             f"{mine.name}: is there already in {mine.place['zone']}, and was not launched for "
             f"{mine.workdir}; name another with --name"
         )
     console.say(f"{mine.name} is there already; going on with it")
+    return before
 
 
 def target(record: Record, sleep: Callable[[float], None] = time.sleep) -> Launched:
@@ -179,57 +198,85 @@ class Launch:
       job: what is launched.
       rented: its machines, there or not yet.
       files: for every host.
+      before: the launch that this one goes on with; None: there is none.
       sleep: waits so many seconds.
     """
 
     def __init__(
-        self, job: Job, rented: Slice, files: Sequence[str], sleep: Callable[[float], None]
+        self,
+        job: Job,
+        rented: Slice,
+        files: Sequence[str],
+        before: Record | None,
+        sleep: Callable[[float], None],
     ):
         self._job, self._rented, self._files, self._sleep = job, rented, files, sleep
+        # Of the code on the hosts, until they are given ours.
+        self._commit = job.record.commit if before is None else before.commit
         self._show = console.shower()
         self._left = job.spec.retries
 
     def run(self) -> int:
         """Returns the exit code; the machines are gone then, unless they are to be kept."""
         try:
-            self._job.record.write()
-            self._job.record.write(os.fspath(shipping.staging(self._job.spec.name)))
+            self._write_record()
             code = self._attempts()
         except KeyboardInterrupt:
             return self._interrupted()
         except InputError as error:
             console.say(str(error))
-            code = endings.BAD_INPUT
+            self._give_back(may_run=True)
+            return endings.BAD_INPUT
         except BaseException:
-            self._give_back()
+            self._give_back(may_run=True)
             raise
         self._give_back()
         return code
+
+    def _write_record(self) -> None:
+        record = dataclasses.replace(self._job.record, commit=self._commit)
+        record.write()
+        record.write(os.fspath(shipping.staging(record.name)))
 
     def _attempts(self) -> int:
         while True:
             try:
                 before = self._have_machines()
+                if self._asked_to_stop():  # while they were asked for, or found running
+                    self._saved()
+                    return self._stopped()
                 if not (before and self._rented.running()):
-                    self._rented.prepare(self._files)
+                    self._fill()
                     self._rented.start()
                     console.say("started on all hosts")
-                code = verdict(self._rented.watch(self._show))
-                what = ending_word(code)
+                codes = self._rented.watch(self._show)
+                code = verdict(codes)
+                what = ending_word(code, codes)
             except Lost as lost:
                 code, what = endings.LOST, str(lost)
             if code == endings.FINISHED or code in FAILURES:
                 console.say(f"the run {what}")
                 return code
             if self._asked_to_stop():
-                console.say("the run was stopped by `launch stop`")
-                return endings.STOPPED
+                return self._stopped()
             if not self._left:
                 console.say(f"{what}, and no retries are left; launch again to go on")
                 return endings.FAILED
             self._left -= 1
             console.say(f"{what}; going on from the newest checkpoint, {self._left} retries left")
             self._clear(code)
+
+    def _fill(self) -> None:
+        if self._commit != self._job.record.commit:
+            self._commit = self._job.record.commit
+            self._write_record()
+        self._rented.prepare(self._files)
+
+    def _stopped(self) -> int:
+        """Deletes the machines, also those that came after `launch stop` had looked for them."""
+        console.say("the run was stopped by `launch stop`")
+        self._rented.delete()
+        return endings.STOPPED
 
     def _asked_to_stop(self) -> bool:
         try:
@@ -261,24 +308,29 @@ class Launch:
         self._rented.delete()
 
     def _interrupted(self) -> int:
+        _ignore_hanging_up()
         name = self._job.spec.name
         if self._job.ending == "keep" or not self._may_delete(f"stop the run and delete {name}?"):
             console.say(f"{name} goes on; see `python -m launch status {self._job.spec.workdir}`")
             return endings.INTERRUPTED
-        code: int = endings.INTERRUPTED
-        try:
-            if self._rented.state() == ACTIVE and self._rented.running():
-                code = verdict(self._rented.stop(SAVE_SECONDS))
-                console.say(f"the run {ending_word(code)}")
-        except (KeyboardInterrupt, InputError):
-            console.say("not waiting for the run to save")
+        code = self._saved()
         self._rented.delete()
         return endings.STOPPED if code == endings.STOPPED else endings.INTERRUPTED
 
-    def _give_back(self) -> None:
+    def _saved(self) -> int:
+        """Has the run save and end, if it runs; its exit code, or INTERRUPTED."""
+        try:
+            if self._rented.state() != ACTIVE or not self._rented.running():
+                return endings.INTERRUPTED
+        except (KeyboardInterrupt, InputError) as error:
+            console.say(f"not waiting for the run to save ({error or 'interrupted'})")
+            return endings.INTERRUPTED
+        return saved(self._rented, SAVE_SECONDS)
+
+    def _give_back(self, may_run: bool = False) -> None:
         name = self._job.spec.name
         try:
-            if self._rented.state() == "":
+            if self._rented.gone():
                 return
             if self._job.ending == "keep" or not self._may_delete(f"delete {name}?"):
                 console.say(f"{name} is kept and costs money; `python -m launch stop` deletes it")
@@ -286,6 +338,8 @@ class Launch:
         except (KeyboardInterrupt, InputError):  # whatever was asked: what is kept is named
             if self._job.ending == "keep":
                 raise
+        if may_run:
+            self._saved()
         self._rented.delete()
 
     def _may_delete(self, question: str) -> bool:
@@ -297,6 +351,7 @@ def _hang_up_as_interrupt() -> Iterator[None]:
     """SIGTERM and the end of the terminal are answered as Ctrl-C is, unless nohup hides them."""
 
     def interrupt(number: int, frame: object) -> None:
+        _ignore_hanging_up()
         raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -308,3 +363,9 @@ def _hang_up_as_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ignore_hanging_up() -> None:
+    """From now on, only Ctrl-C cuts short what is waited for: a closing terminal sends both."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

@@ -39,7 +39,6 @@ def command(spec: Spec, pods: Pods, cluster: str, zone: str, project: str) -> li
     if not cluster or not zone:
         raise InputError("--xpk: name the --cluster and its --zone")
     prefix = names_lib.names(spec.topology).accelerator_type.partition("-")[0]
-    environment = {"JAX_PLATFORMS": "tpu,cpu", **spec.environment}
     return [
         *("xpk", "workload", "create"),
         f"--workload={spec.name}",
@@ -53,7 +52,7 @@ def command(spec: Spec, pods: Pods, cluster: str, zone: str, project: str) -> li
         f"--max-restarts={spec.retries}",
         f"--restart-on-exit-codes={_RESTART}",
         f"--termination-grace-period-seconds={pods.grace}",
-        *(f"--env={name}={value}" for name, value in sorted(environment.items())),
+        *(f"--env={name}={value}" for name, value in sorted(spec.environment.items())),
         f"--command={_shipped(spec)}",
     ]
 

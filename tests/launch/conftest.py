@@ -1,4 +1,4 @@
-"""A bucket, and a gcloud, for launches that reach neither."""
+"""A bucket, a gcloud and a kubectl, for launches that reach none of them."""
 
 import dataclasses
 import importlib.util
@@ -11,9 +11,11 @@ import fake_gcs
 import fsspec
 import pytest
 
-from launch import checks, shipping, tpu_vm
+from launch import checks, gke, shipping, tpu_vm
 
 FAKE = pathlib.Path(__file__).with_name("fake_gcloud.py")
+KUBECTL = FAKE.with_name("fake_kubectl.py")
+GKE_IMAGE = "registry.example/bert/bert-jax:1"
 sys.path.insert(0, str(FAKE.parent))
 
 import fake_gcloud  # noqa: E402
@@ -83,7 +85,15 @@ def gcloud(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def shipped(monkeypatch):
+def ctrl_c():
+    """A worker of pytest's may leave Ctrl-C to its parent; here it is ours."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def shipped(monkeypatch, ctrl_c):
     """The wheel is built by a test of its own."""
 
     def put_together(spec, commit, say):
@@ -91,15 +101,11 @@ def shipped(monkeypatch):
         return ["/staging/a.whl", "/staging/run.sh"]
 
     monkeypatch.setattr(shipping, "put_together", put_together)
-    # A worker of pytest's may leave Ctrl-C to its parent.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
 def workdir(request):
-    return f"gs://b/{request.node.name}"
+    return f"gs://b/{request.node.name.partition('[')[0]}"
 
 
 @pytest.fixture
@@ -110,6 +116,64 @@ def launch(bucket, shipped, workdir, capfd):
         argv = ["experiments/mini.py", "--workdir", workdir, "--topology", "v3:4x4"]
         argv += ["--zone", "z-a", "--name", "mini", "--force", ",".join(checks.NAMES)]
         code = tpu_vm.main([*argv, *(flags or ("--delete-when-done",))], lambda seconds: None)
+        said = capfd.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+class Kubectl:
+    """What tests see of the fake."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+
+    def play(self, **answers: list[dict]) -> None:
+        """Answers to come, by verb."""
+        (self.folder / "play.json").write_text(json.dumps(answers))
+
+    @property
+    def calls(self) -> list[list[str]]:
+        path = self.folder / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def verbs(self) -> list[str]:
+        """Of the calls, in order."""
+        words = [[word for word in call if not word.startswith("-")] for call in self.calls]
+        return ["pods" if word[:2] == ["get", "pods"] else word[0] for word in words]
+
+    @property
+    def holds(self) -> dict:
+        """What the cluster holds, by kind."""
+        return json.loads((self.folder / "cluster.json").read_text())
+
+
+@pytest.fixture
+def kube(tmp_path, monkeypatch, ctrl_c):
+    """A kubectl on the path, of a cluster that holds nothing, where all goes well."""
+    folder, programs = tmp_path / "kubectl", tmp_path / "bin"
+    folder.mkdir()
+    programs.mkdir()
+    program = programs / "kubectl"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {KUBECTL} "$@"\n')
+    program.chmod(0o755)
+    (folder / "cluster.json").write_text("{}")
+    (folder / "play.json").write_text("{}")
+    monkeypatch.setenv("FAKE_KUBECTL", str(folder))
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    return Kubectl(folder)
+
+
+@pytest.fixture
+def launch_gke(bucket, workdir, capfd):
+    """The same on GKE; returns the exit code and what was said."""
+
+    def run(*flags: str) -> tuple[int, str]:
+        argv = ["experiments/mini.py", "--workdir", workdir, "--topology", "v5e:4x4"]
+        argv += ["--image", GKE_IMAGE, "--name", "mini", "--force", ",".join(checks.NAMES)]
+        code = gke.main([*argv, *flags])
         said = capfd.readouterr()
         return code, said.out + said.err
 

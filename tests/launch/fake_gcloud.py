@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     write("rented.json", rented)
     if "signal" in answer:
         os.kill(os.getppid(), answer["signal"])
-        time.sleep(1)  # the caller ends it meanwhile, unless it pays no heed
+        time.sleep(0.5)  # the caller ends it meanwhile, unless it pays no heed
     sys.stdout.write(answer.get("out", out))
     sys.stderr.write(answer.get("err", err))
     return answer.get("code", code)

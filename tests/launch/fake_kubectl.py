@@ -77,8 +77,12 @@ def usual(verb: str, argv: list[str], holds: dict) -> str:
         group = holds["JobSet"]["spec"]["replicatedJobs"][0]
         holds["JobSet"]["pods"] = [POD] * group["template"]["spec"]["completions"]
     if verb == "delete":
-        holds.clear()
+        kinds = next(word for word in argv if "configmap" in word).split(",")
+        for kind in [kind for kind in holds if kind.lower() in kinds]:
+            del holds[kind]
     jobset = dict(holds.get("JobSet", {}))
+    if verb == "get" and jobset and jobset["metadata"]["name"] not in argv:
+        jobset = {}
     pods = jobset.pop("pods", [])
     if verb == "get":
         return json.dumps(jobset) if jobset else ""

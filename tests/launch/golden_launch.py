@@ -12,7 +12,7 @@ from launch import checks, gke, tpu_vm
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "golden" / "launch"
 
-_IMAGE = "us-docker.pkg.dev/PROJECT/images/bert-jax:0123abcd"
+_IMAGE = "registry.example/bert/bert-jax:1"
 _CLUSTER = ("--cluster", "tpus", "--zone", "us-west4-a", "--project", "project")
 _LARGE = [
     *("experiments/bert_large_pod.py", "--topology", "v5e:8x8", "--image", _IMAGE, *_CLUSTER),
@@ -44,11 +44,11 @@ CASES = {
 }
 
 
-def dry_run(case: str) -> str:
+def dry_run(case: str, cache: str = "/cache") -> str:
     """What is printed, with the names of this checkout and its commit made stable."""
     out = io.StringIO()
     with (
-        mock.patch.dict(os.environ, BERT_JAX_CACHE_DIR="/cache"),
+        mock.patch.dict(os.environ, BERT_JAX_CACHE_DIR=cache),
         mock.patch.object(checks, "ROOT", pathlib.PurePosixPath("/checkout")),
         mock.patch.object(checks, "head", lambda: "0123456789abcdef" * 2 + "01234567"),
         mock.patch.object(sys, "executable", "python"),

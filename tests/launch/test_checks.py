@@ -79,9 +79,19 @@ def test_a_workdir_in_a_bucket(bucket):
         check("gs://b/other", "workdir")
 
 
-@pytest.mark.parametrize("setting", ["init_from=base", "run.corpus_dir=/corpora/x"])
-def test_files_of_this_machine_are_out_of_reach(tmp_path, setting):
-    with pytest.raises(InputError, match=f"{setting}: rented machines do not see it; name a bu"):
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("init_from=base", "begin the run on this machine, and launch it once it has saved"),
+        ("init_from=gs://b/base", "begin the run on this machine, and launch it once it has saved"),
+        ("run.corpus_dir=/corpora/x", "name a bucket"),
+    ],
+)
+def test_files_of_this_machine_are_out_of_reach(tmp_path, setting, remedy):
+    with pytest.raises(
+        InputError,
+        match=f"{setting}: rented machines do not see it; {remedy}.*--force workdir launches",
+    ):
         checks.check(specified(tmp_path, setting), ALL - {"workdir"}, None, print)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 
 import golden_launch as golden
@@ -14,11 +15,24 @@ def test_a_dry_run_is_the_reviewed_one(case):
     assert golden.dry_run(case) == reviewed, "if meant: see golden_launch.py"
 
 
-def test_a_dry_run_needs_no_gcloud_and_touches_nothing(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.parametrize("case", ["quotes", "gke_bert_large_pod_v5e_8x8"])
+def test_a_dry_run_starts_nothing_and_writes_nothing(monkeypatch, tmp_path, case):
+    cache, programs = tmp_path / "cache", tmp_path / "bin"
+    programs.mkdir()
+    for name in ("gcloud", "kubectl", "git", "python"):
+        (programs / name).write_text(f"#!/bin/sh\n: > {tmp_path}/started\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    assert golden.dry_run("quotes").startswith("#!/usr/bin/env bash\n")
-    assert list(tmp_path.iterdir()) == []
+    script = golden.dry_run(case, str(cache))
+    assert f"mkdir -p {cache}/launch/" in script, "what it would write"
+    assert list(tmp_path.iterdir()) == [programs]
+
+
+@pytest.mark.parametrize("case", golden.CASES)
+def test_a_run_fails_without_its_tpus(case):
+    """jax goes on with the processor unless it is told that it must not."""
+    assert re.search(r"JAX_PLATFORMS(=|\n +value: )tpu,cpu\b", golden.dry_run(case))
 
 
 def test_a_dry_run_is_a_script_that_does_what_the_launch_does(gcloud, tmp_path, monkeypatch):

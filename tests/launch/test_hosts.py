@@ -78,7 +78,7 @@ def test_a_run_from_start_to_stop(host):
         specified(), 'trap "echo saved; exit 75" TERM; echo step; while :; do sleep .05; done'
     )
     assert hosts.parse_states(bash(folder, f"{folder}/state.sh")) == {
-        "t1v-n-w-3": hosts.HostState(False, None)
+        "t1v-n-w-3": hosts.HostState(False, None, absent=True)
     }
     bash(folder, f"{folder}/start.sh")
     until(lambda: (folder / "run.log").read_text() == "step\n")
@@ -96,6 +96,20 @@ def test_a_run_from_start_to_stop(host):
     bash(folder, f"{folder}/stop.sh", "KILL")
     until(lambda: not state(folder).running)
     assert state(folder) == hosts.HostState(False, 128 + signal.SIGKILL)
+
+
+def test_looks_at_the_lock_are_not_taken_for_a_run_and_keep_none_from_starting(host):
+    """Several may look at once, and a run may start just then."""
+    folder = host(specified(), "exec sleep 60")
+    with (folder / "run.lock").open("w") as look:
+        fcntl.flock(look, fcntl.LOCK_SH)
+        assert state(folder).absent
+        starting = subprocess.Popen(["bash", folder / "start.sh"])
+        until((folder / "run.log").exists)
+        time.sleep(0.3)
+    assert starting.wait() == 0
+    assert state(folder).running
+    bash(folder, f"{folder}/stop.sh", "KILL")
 
 
 def test_a_run_that_died_with_its_shell_is_neither_running_nor_ended(host):

@@ -16,7 +16,7 @@ from bert_jax.plan import topology
 from bert_jax.training import peers
 from launch import jobset, names, spec, xpk
 
-IMAGE = "us-docker.pkg.dev/project/images/bert-jax:0123abcd"
+IMAGE = "registry.example/bert/bert-jax:1"
 PODS = jobset.Pods(
     image=IMAGE, namespace="default", service_account="", capacity={}, grace=300, privileged=False
 )

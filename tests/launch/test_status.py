@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import signal
 
 import pytest
 from etils import epath
 
 from bert_jax import resolve
-from launch import asked, target, tpu_launched
+from launch import asked, shipping, target, tpu_launched
 
 pytestmark = pytest.mark.usefixtures("bucket")
 
@@ -48,6 +49,16 @@ def timings(*lines: dict) -> bytes:
             "ACTIVE",
             ["ended 75", None],
             "ended (queued resource ACTIVE; 0 of 2 hosts run, 1 do not answer, exit codes 75)",
+        ),
+        (
+            "ACTIVE",
+            ["absent", "absent"],
+            "waiting (queued resource ACTIVE; 0 of 2 hosts run, 2 are made ready)",
+        ),
+        (
+            "ACTIVE",
+            [None, None],
+            "waiting (queued resource ACTIVE; 0 of 2 hosts run, 2 do not answer)",
         ),
         ("SUSPENDED", [], "ended (queued resource SUSPENDED)"),
         ("", [], "gone (no such queued resource)"),
@@ -110,6 +121,41 @@ def test_logs_are_followed_over_dropped_connections(gcloud, record, capfd):
     assert asked.logs([record.workdir, "--follow"]) == 0
 
 
+def test_logs_are_followed_from_before_the_start_to_the_last_words(gcloud, record, capfd):
+    gcloud.rent("mini", "ACTIVE", ["absent"] * 2)
+    gcloud.play(
+        follow_sh=[{}, {"hosts": ["ended 0"] * 2, "code": 255}, {"out": "the last words\n"}]
+    )
+    assert asked.logs([record.workdir, "--follow"]) == 0
+    assert capfd.readouterr().out == "the last words\n"
+
+
+def test_logs_that_there_are_not_yet(gcloud, record, capfd):
+    gcloud.rent("mini", "ACTIVE", ["absent"] * 2)
+    gcloud.play(cat=[{"code": 1}])
+    assert asked.logs([record.workdir, "--host", "1"]) == 1
+    assert "mini: host 1 does not answer, or has no log yet" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_what_is_followed(gcloud, record, capfd):
+    gcloud.rent("mini", "ACTIVE", ["running"] * 2)
+    gcloud.play(follow_sh=[{"signal": signal.SIGINT}])
+    assert asked.logs([record.workdir, "--follow"]) == 130
+    assert capfd.readouterr().err == "launch: interrupted\n"
+    assert gcloud.rented["mini"]["hosts"] == ["running"] * 2
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_during_stop_does_not_wait_and_deletes(gcloud, record, capfd):
+    gcloud.rent("mini", "ACTIVE", ["running"] * 2)
+    gcloud.play(stop_sh=[{"signal": signal.SIGINT, "code": 0}])
+    assert asked.stop([record.workdir]) == 130
+    said = capfd.readouterr().err
+    assert gcloud.rented == {} and "not waiting for the run to save" in said
+    assert "mini is deleted" in said
+
+
 def test_stop_saves_deletes_and_tells_the_launcher(gcloud, record, capfd):
     gcloud.rent("mini", "ACTIVE", ["running"] * 2)
     assert asked.stop([record.workdir]) == 75
@@ -133,12 +179,22 @@ def test_stop_of_what_still_waits_or_is_gone(gcloud, record):
 
 
 def test_a_launch_from_here_is_known_by_its_name(gcloud, record, capfd):
-    from launch import shipping
-
     shipping.staging("mini").mkdir(parents=True)
     dataclasses.replace(record, commit="b" * 40).write(str(shipping.staging("mini")))
     assert asked.status(["mini"]) == 0
     assert "aaaaaaaaaaaa" in capfd.readouterr().out, "what the workdir says is newer"
+
+
+def test_a_name_stands_for_what_was_launched_under_it(gcloud, record, capfd):
+    """Also once its workdir tells of a launch under another, which is left as it is."""
+    kept = shipping.staging("first")
+    kept.mkdir(parents=True)
+    dataclasses.replace(record, name="first").write(str(kept))
+    gcloud.rent("first", "ACTIVE", ["running"] * 2)
+    assert asked.status(["first"]) == 0
+    assert capfd.readouterr().out.startswith("first: v3:4x4")
+    assert asked.stop(["first"]) == 75 and gcloud.rented == {}
+    assert target.read(record.workdir) == record
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,23 @@
 """Launches on TPU VMs, against a gcloud that plays what can go wrong."""
 
 import os
+import signal
 
 import pytest
+from etils import epath
 
 from bert_jax.config import InputError
 from bert_jax.workdir import cache_folder
-from launch import target, tpu_slice, tpu_vm
+from launch import asked, checks, target, tpu_slice, tpu_vm
 from launch.tpu_launched import verdict
 
 pytestmark = pytest.mark.usefixtures("bucket")
 
 # What a launch does before anything can be watched, once nothing of its name is there.
 BEGIN = ["create", "describe", "mkdir", "scp", "install.sh", "start.sh"]
-WATCH = ["follow.sh", "state.sh"]
+LOOK = ["follow.sh", "state.sh"]
+# The last: what was said while the connection was lost.
+WATCH = [*LOOK, "follow.sh"]
 END = ["describe", "delete", "describe"]
 
 
@@ -45,6 +49,34 @@ def test_no_quota(gcloud, launch):
     assert code == 2
     assert gcloud.kinds == ["describe", "create", "describe"]
     assert "mini: not created: ERROR: (gcloud) RESOURCE_EXHAUSTED: Quota limit; ask" in said
+
+
+def test_a_request_that_fails_for_a_moment_is_made_again(gcloud, launch):
+    moment = {"code": 1, "err": "ERROR: connection reset\n"}
+    gcloud.play(create=[moment])
+    assert launch()[0] == 0 and gcloud.rented == {}
+    assert [call[3] for call in gcloud.calls].count("create") == 2
+
+    taken = {"code": 124, "err": "", "state": "ACTIVE", "hosts": ["absent"] * 4}
+    gcloud.play(create=[taken])
+    code, said = launch()
+    assert code == 0 and gcloud.rented == {} and "the run finished" in said
+
+
+def test_a_request_that_is_taken_after_all_is_given_back(gcloud, launch):
+    """It was not known to be: the service had not answered."""
+    late = {"code": 0, "out": "ACTIVE\n", "state": "ACTIVE"}
+    gcloud.play(create=[{"code": 124}] * 5, describe=[{}, {}, {}, late])
+    code, said = launch()
+    assert code == 2 and "mini: not created: exit code 124" in said
+    assert gcloud.rented == {} and "delete" in gcloud.kinds
+
+
+def test_a_request_that_is_refused_is_not_made_again(gcloud, launch):
+    gcloud.play(create=[{"code": 1, "err": "ERROR: (gcloud) PERMISSION_DENIED: tpu.nodes\n"}])
+    code, said = launch()
+    assert code == 2 and "PERMISSION_DENIED" in said
+    assert [call[3] for call in gcloud.calls].count("create") == 1
 
 
 def test_a_request_that_fails_while_it_is_waited_for(gcloud, launch):
@@ -84,7 +116,7 @@ def test_preempted_while_running(gcloud, launch):
     gcloud.play(start_sh=[{"hosts": ["running"] * 4}], follow_sh=[{}, lost])
     code, said = launch()
     assert code == 0 and gcloud.rented == {}
-    first = ["describe", *BEGIN, *WATCH, "describe", *WATCH]
+    first = ["describe", *BEGIN, *LOOK, "describe", *LOOK]
     assert gcloud.kinds == [*first, *END, *BEGIN, *WATCH, *END]
     assert "mini is SUSPENDING; going on from the newest checkpoint, 9 retries left" in said
 
@@ -108,9 +140,9 @@ def test_a_dropped_connection_ends_nothing(gcloud, launch):
     )
     code, said = launch()
     assert code == 0
-    assert gcloud.kinds == ["describe", *BEGIN, *WATCH, "describe", *WATCH, *END]
+    assert gcloud.kinds == ["describe", *BEGIN, *LOOK, "describe", *WATCH, *END]
     follows = [call[6] for call in gcloud.calls if any("follow.sh" in word for word in call)]
-    assert [words.split()[2] for words in follows] == ["1", "9"], "from where it was shown"
+    assert [words.split()[2] for words in follows] == ["1", "9", "17"], "from where it was shown"
     assert "the run goes on" in said and "step 10\nstep 20\n" in said
 
 
@@ -137,8 +169,39 @@ def test_hosts_that_do_not_end_are_killed_and_machines_changed(gcloud, launch, m
     assert code == 0 and gcloud.rented == {}
     stops = [word for call in gcloud.calls for word in call if "stop.sh" in word]
     assert [word.split()[-1] for word in stops] == ["TERM", "KILL"]
-    assert "1 of 4 hosts have ended, 1 do not answer" in said and "lost a host; going on" in said
+    assert (
+        "1 of 4 hosts have ended, 1 do not answer" in said
+        and "lost a host (exit codes none); going" in said
+    )
     assert gcloud.kinds.count("create") == 2
+
+
+def test_a_run_is_not_ended_for_a_host_that_does_not_answer(gcloud, launch, monkeypatch):
+    monkeypatch.setattr(tpu_slice, "_GRACE", 1)
+    monkeypatch.setattr(tpu_slice, "_KILL", 2)
+    silent = ["running", "running", "running", None]
+    gcloud.play(
+        start_sh=[{"hosts": silent}], follow_sh=[{}, {}, {}, {}, {"hosts": ["ended 0"] * 4}]
+    )
+    code, _ = launch()
+    assert code == 0 and "stop.sh" not in gcloud.kinds and gcloud.kinds.count("create") == 1
+
+
+def test_a_host_that_never_answers_again_has_the_others_save(gcloud, launch, monkeypatch):
+    monkeypatch.setattr(tpu_slice, "_UNHEARD", 1)
+    monkeypatch.setattr(tpu_slice, "_GRACE", 1)
+    monkeypatch.setattr(tpu_slice, "_KILL", 2)
+    gcloud.play(start_sh=[{"hosts": ["running", "running", "running", None]}])
+    code, said = launch()
+    assert code == 0 and gcloud.kinds.count("create") == 2 and gcloud.rented == {}
+    stops = [word.split()[-1] for call in gcloud.calls for word in call if "stop.sh" in word]
+    assert stops[0] == "TERM" and "lost a host (exit codes 75, none)" in said
+
+
+def test_what_was_said_while_the_connection_was_lost_is_shown(gcloud, launch):
+    gcloud.play(follow_sh=[{"code": 255}, {"out": "the last words\n"}])
+    code, said = launch()
+    assert code == 0 and "the last words\n" in said
 
 
 def test_no_host_answers(gcloud, launch, monkeypatch):
@@ -161,7 +224,7 @@ def test_the_budget_of_retries_is_kept(gcloud, launch):
     code, said = launch("--retries", "2", "--delete-when-done")
     assert code == 1 and gcloud.rented == {}
     assert gcloud.kinds.count("create") == 3
-    assert "lost a host, and no retries are left; launch again to go on" in said
+    assert "lost a host (exit codes 134), and no retries are left; launch again to go on" in said
 
 
 def test_what_was_not_launched_for_this_run_is_left_alone(gcloud, launch):
@@ -169,6 +232,43 @@ def test_what_was_not_launched_for_this_run_is_left_alone(gcloud, launch):
     code, said = launch()
     assert code == 2 and list(gcloud.rented) == ["mini"]
     assert "mini: is there already in z-a, and was not launched for" in said
+
+
+def test_machines_of_another_name_are_not_forgotten(gcloud, launch, workdir):
+    assert launch("--keep")[0] == 0
+    code, said = launch("--keep", "--name", "other")
+    assert code == 2 and list(gcloud.rented) == ["mini"]
+    assert "mini: is still there for this workdir" in said
+    assert f"`python -m launch stop {workdir}` first" in said
+    assert target.read(workdir).name == "mini"
+    assert asked.stop([workdir]) == 0 and gcloud.rented == {}
+    assert launch("--delete-when-done", "--name", "other")[0] == 0
+    assert target.read(workdir).name == "other"
+
+
+def test_machines_that_cannot_be_asked_for_are_not_forgotten(gcloud, launch, workdir, monkeypatch):
+    assert launch("--keep")[0] == 0
+    monkeypatch.setattr(tpu_slice, "_POLL", 0.01)
+    gcloud.play(describe=[{"code": 1, "err": "ERROR: no route\n"}] * 5)
+    code, said = launch("--keep", "--zone", "z-b")
+    assert code == 2 and gcloud.kinds.count("create") == 1
+    assert (
+        "mini: was launched for this workdir, and may still be there: mini: gcloud cannot" in said
+    )
+    assert target.read(workdir).place["zone"] == "z-a"
+
+
+def test_the_commit_that_is_told_is_the_one_on_the_hosts(gcloud, launch, workdir, monkeypatch):
+    monkeypatch.setattr(checks, "head", lambda: "a" * 40)
+    gcloud.play(start_sh=[{"hosts": ["running"] * 4}], follow_sh=[{"signal": signal.SIGINT}])
+    assert launch("--keep")[0] == 130
+    monkeypatch.setattr(checks, "head", lambda: "b" * 40)
+    gcloud.play(follow_sh=[{"signal": signal.SIGINT}])
+    assert launch("--keep")[0] == 130
+    assert target.read(workdir).commit == "a" * 40, "they run what they were given"
+    gcloud.play(follow_sh=[{"hosts": ["ended 134"] * 4}])
+    assert launch("--keep")[0] == 0
+    assert target.read(workdir).commit == "b" * 40, "they were given it anew"
 
 
 def test_gcloud_that_fails_for_a_moment_is_asked_again(gcloud, launch):
@@ -245,10 +345,37 @@ def test_the_record_is_kept_here_by_name(gcloud, launch):
 
 
 def test_a_damaged_record_is_refused(bucket, workdir):
-    from etils import epath
-
     with pytest.raises(InputError, match="nothing was launched here"):
         target.read(workdir)
     epath.Path(workdir, "launch.json").write_text('{"format_version": 1, "target": "tpu_vm"}')
+    with pytest.raises(InputError, match=r"launch\.json: damaged; remove it, and launch"):
+        target.read(workdir)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("tpu_vm", []),
+        ("tpu_vm", {"project": ""}),
+        ("tpu_vm", {"zone": "z-a", "project": None}),
+        ("tpu_vm", {"context": "c", "namespace": "n"}),
+        ("gke", {"context": "c"}),
+        ("gke", "default"),
+    ],
+)
+def test_a_place_that_cannot_be_one_is_damage(bucket, workdir, kind, place):
+    record = target.Record(
+        target=kind,
+        name="mini",
+        place=place,
+        workdir=workdir,
+        topology="v3:4x4",
+        hosts=2,
+        config_sha256="0" * 64,
+        commit="",
+        time=1.0,
+        price_per_chip_hour=None,
+    )
+    record.write()
     with pytest.raises(InputError, match=r"launch\.json: damaged; remove it, and launch"):
         target.read(workdir)

@@ -128,7 +128,7 @@ cat > /cache/launch/bert-base-d55dafa9/install.sh <<'END'
 # Makes venv/ of the wheel, unless it is there, or a run uses the one that is.
 set -eu
 cd "$(dirname "$0")"
-flock --nonblock run.lock true || exit 0
+flock --shared --nonblock run.lock true || exit 0
 wheel=bert_jax-0.1.0-py3-none-any.whl
 [ "$(cat venv/installed 2>/dev/null)" = "$(sha256sum "$wheel" constraints.txt)" ] && exit 0
 python=
@@ -152,8 +152,8 @@ cat > /cache/launch/bert-base-d55dafa9/run.sh <<'END'
 {  # read as a whole, whatever becomes of this file meanwhile
 cd "$(dirname "$0")"
 exec 9> run.lock
-flock --nonblock 9 || exit 1
-# no variables of its own
+flock --timeout 10 9 || exit 1  # a look at the lock may hold it for a moment
+export JAX_PLATFORMS=tpu,cpu
 address="$(curl -sf -H 'Metadata-Flavor: Google' \
   http://metadata.google.internal/computeMetadata/v1/instance/network-interfaces/0/ip)"
 if [ -n "$address" ]; then  # the coordinator listens inside the network alone
@@ -173,12 +173,12 @@ cat > /cache/launch/bert-base-d55dafa9/start.sh <<'END'
 # Starts the run, unless it runs, in a session that outlives this connection.
 set -eu
 cd "$(dirname "$0")"
-flock --nonblock run.lock true || exit 0
+flock --shared --nonblock run.lock true || exit 0
 rm -f run.exit run.pid
 [ -f run.log ] && mv run.log run.log.old
 : > run.log
 setsid nohup bash run.sh < /dev/null >> run.log 2>&1 &
-for _ in $(seq 100); do [ -f run.pid ] && exit 0; sleep 0.1; done
+for _ in $(seq 300); do [ -f run.pid ] && exit 0; sleep 0.1; done
 echo "start.sh: the run did not start" >&2
 exit 1
 END
@@ -187,7 +187,7 @@ cat > /cache/launch/bert-base-d55dafa9/state.sh <<'END'
 # Says how the run stands: absent, running, ended CODE, or lost (killed with this script's like).
 cd "$(dirname "$0")"
 if ! [ -f run.log ]; then state=absent
-elif ! flock --nonblock run.lock true; then state=running
+elif ! flock --shared --nonblock run.lock true; then state=running
 elif [ -f run.exit ]; then state="ended $(cat run.exit)"
 else state=lost
 fi
@@ -197,7 +197,7 @@ cat > /cache/launch/bert-base-d55dafa9/stop.sh <<'END'
 #!/usr/bin/env bash
 # stop.sh SIGNAL: asks the run to end; TERM has it save before.
 cd "$(dirname "$0")"
-if ! flock --nonblock run.lock true; then kill -s "$1" "$(cat run.pid)"; fi
+if ! flock --shared --nonblock run.lock true; then kill -s "$1" "$(cat run.pid)"; fi
 END
 
 # The machines. They are deleted if they do not come in time.

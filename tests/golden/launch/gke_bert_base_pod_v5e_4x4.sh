@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bert-base-pod-97264328: v5e:4x4, 16 chips on 4 hosts;
-# image us-docker.pkg.dev/PROJECT/images/bert-jax:0123abcd, config sha256 972643288a9b3414610ef6338154164b740dd954e86877d35071bd4843112fe8.
+# image registry.example/bert/bert-jax:1, config sha256 972643288a9b3414610ef6338154164b740dd954e86877d35071bd4843112fe8.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
@@ -188,7 +188,7 @@ spec:
               runAsUser: 1000
             containers:
             - name: run
-              image: us-docker.pkg.dev/PROJECT/images/bert-jax:0123abcd
+              image: registry.example/bert/bert-jax:1
               command:
               - bert-jax
               args:

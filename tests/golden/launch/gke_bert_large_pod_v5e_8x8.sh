@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bert-large-pod-7c824bf4: v5e:8x8, 64 chips on 16 hosts;
-# image us-docker.pkg.dev/PROJECT/images/bert-jax:0123abcd, config sha256 7c824bf41c0dc41933247bc8b60418653f0e5939f6b320dc4e2e9cfca1ad0704.
+# image registry.example/bert/bert-jax:1, config sha256 7c824bf41c0dc41933247bc8b60418653f0e5939f6b320dc4e2e9cfca1ad0704.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
@@ -187,7 +187,7 @@ spec:
               runAsUser: 1000
             containers:
             - name: run
-              image: us-docker.pkg.dev/PROJECT/images/bert-jax:0123abcd
+              image: registry.example/bert/bert-jax:1
               command:
               - bert-jax
               args:
