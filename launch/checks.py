@@ -104,6 +104,11 @@ def workdir_is_writable(spec: Spec) -> None:
             f"init_from={claim.init_from}: rented machines do not see it; begin the run on this "
             "machine, and launch it once it has saved a checkpoint"
         )
+    if claim.run.probes:  # task files, and the examples that they name
+        raise InputError(
+            f"run.probes={','.join(claim.run.probes)}: rented machines do not see it; "
+            "--set run.probes= leaves it out"
+        )
     place = claim.run.corpus_dir
     if place and not place.startswith("gs://"):
         raise InputError(f"run.corpus_dir={place}: rented machines do not see it; name a bucket")

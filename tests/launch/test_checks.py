@@ -85,6 +85,7 @@ def test_a_workdir_in_a_bucket(bucket):
         ("init_from=base", "begin the run on this machine, and launch it once it has saved"),
         ("init_from=gs://b/base", "begin the run on this machine, and launch it once it has saved"),
         ("run.corpus_dir=/corpora/x", "name a bucket"),
+        ("run.probes=sst2.py", "--set run.probes= leaves it out"),
     ],
 )
 def test_files_of_this_machine_are_out_of_reach(tmp_path, setting, remedy):
