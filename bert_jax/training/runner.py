@@ -72,6 +72,8 @@ class Trainer:
         self.began = Beginning(0, {}, {}, (), "")  # from where the steps since were done
         # (step, window, the state's counters, counts) of a line whose numbers are on the device.
         self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
+        # Numbers of steps that devices may not have done yet; a phase begins before the last ends.
+        self.under_way: collections.deque[jax.Array] = collections.deque()
         self.spikes = divergence.Spikes()
         self.evaluation: dict[str, Any] = {}  # the last line of its kind
         self.bad_steps: range | None = None  # that the run is to roll back over
@@ -213,7 +215,6 @@ class Trainer:
         # The first call compiles, or finds what was compiled before.
         calling = self.clock.waiting("compilation")
         last = stretch.first + stretch.steps
-        under_way: collections.deque[jax.Array] = collections.deque()
         self.pulse.beat(times=2)
         with feed:
             while self.done < last and not (stop.requested or self._went_wrong):
@@ -223,9 +224,9 @@ class Trainer:
                     with calling:
                         state, window = train_step(state, window, batch, key, self.job.fixed)
                 calling = contextlib.nullcontext()
-                under_way.append(jnp.copy(state["step"]))
-                if len(under_way) > _AHEAD:
-                    jax.block_until_ready(under_way.popleft())
+                self.under_way.append(jnp.copy(state["step"]))
+                if len(self.under_way) > _AHEAD:
+                    jax.block_until_ready(self.under_way.popleft())
                 self.done += 1
                 self.pulse.beat()
                 self.clock.count(batch["input_ids"].size, self.job.operations(batch))
