@@ -68,6 +68,7 @@ FOLDER = epath.Path("gs://bucket/run")
 # --- A whole run ---
 
 
+@pytest.mark.long
 def test_a_run_in_a_bucket_is_killed_and_goes_on_and_writes_the_bytes_of_a_local_one(
     objects, tmp_path
 ):

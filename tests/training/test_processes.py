@@ -105,6 +105,7 @@ def test_four_processes_train_as_one(text):
     assert shown and all(line.startswith("[0] ") for line in shown), "one speaks for all"
 
 
+@pytest.mark.long
 def test_a_stopped_pod_goes_on_with_fewer_processes(text):
     """SIGTERM to one of four: all save the same step; two go on with the very next batch; then one.
 

@@ -140,6 +140,7 @@ def relaid(undisturbed):
     return workdir
 
 
+@pytest.mark.long
 def test_a_run_goes_on_under_other_shardings(undisturbed, relaid):
     """Batches and dropout are the same, so the lines are, to rounding."""
     ours, theirs = (
@@ -174,6 +175,7 @@ def test_sixteen_devices_then_eight_then_sixteen_see_the_same_batches(undisturbe
         np.testing.assert_allclose(list(a.values()), [b[name] for name in a], 1e-4, 1e-4)
 
 
+@pytest.mark.long
 def test_what_many_devices_trained_one_device_reads(undisturbed, relaid, tmp_path):
     """The run's own mesh asks for four."""
     said = []
