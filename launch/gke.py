@@ -22,6 +22,7 @@ from launch.jobset import Pods
 from launch.kubectl import Kubectl
 from launch.spec import Spec
 from launch.target import Record, find, require_no_other
+from launch.verdict import FAILURES
 
 # To finish the steps under way and to save; a spot machine gives half a minute, whatever is asked.
 _GRACE = 300
@@ -222,7 +223,7 @@ def _dry_run(spec: Spec, pods: Pods, context: str, manifest: str) -> Iterator[st
     yield from dry_run.written(path, manifest)
     yield shlex.join(words.apply(os.fspath(path)))
     yield ""
-    failures = ", ".join(map(str, jobset.FAILURES))
+    failures = ", ".join(map(str, FAILURES))
     yield f"# A pod that ends with exit code {failures} is the end. Any other end but 0 (75 is a"
     yield f"# preemption) starts all pods again, {spec.retries} times at most."
     yield "# If the cluster refuses it, and by `python -m launch stop`, after the pods have saved:"

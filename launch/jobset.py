@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from bert_jax import endings
 from bert_jax.config import InputError
 from launch import names as names_lib
 from launch.spec import EXPERIMENT, Spec
+from launch.verdict import FAILURES
 
 CONTAINER = "run"
 # Of the one group of pods; the pod of host 3 of NAME is NAME-hosts-0-3-XXXXX.
@@ -23,9 +23,6 @@ GROUP = "hosts"
 # The pods of a JobSet, and the number of each.
 OWNER = "jobset.sigs.k8s.io/jobset-name"
 INDEX = "batch.kubernetes.io/job-completion-index"
-
-# What starting again would not mend. All else is a machine's end, its pod's or its neighbour's.
-FAILURES = (endings.FAILED, endings.BAD_INPUT, endings.INTERRUPTED)
 
 # Where the experiment's file is mounted, and where copies of corpora and compiled steps go.
 CONFIG_FOLDER, CACHE_FOLDER = "/etc/bert_jax", "/cache"

@@ -19,7 +19,7 @@ from bert_jax.config import InputError
 from bert_jax.workdir import named_errors, write_atomic
 from launch import console, dry_run, shipping
 from launch.spec import EXPERIMENT, Spec, specify
-from launch.tpu_launched import FAILURES, ending_word
+from launch.verdict import FAILURES, ending_word
 
 
 def main(argv: Sequence[str]) -> int:

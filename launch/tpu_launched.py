@@ -1,6 +1,6 @@
 """A run on TPU VMs that was launched: how it stands, what it says, its end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from bert_jax import endings
 from bert_jax.config import InputError
@@ -8,11 +8,10 @@ from launch import console, hosts, target, tools
 from launch.gcloud import QUICK, Gcloud
 from launch.target import Record, State
 from launch.tpu_slice import ACTIVE, DEAD, LAST_WORDS, Log, Slice
+from launch.verdict import ending_word, verdict
 
 # To save, after Ctrl-C or `launch stop`.
 SAVE_SECONDS = 900.0
-# Exit codes of a run that would fail again.
-FAILURES = (endings.FAILED, endings.BAD_INPUT, endings.INTERRUPTED)
 
 # A stretch of the log that is followed over one connection, and the pause before the next.
 _FOLLOW, _PAUSE = 300, 5.0
@@ -122,34 +121,3 @@ def saved(rented: Slice, seconds: float) -> int:
     code = verdict(codes)
     console.say(f"the run {ending_word(code, codes)}")
     return code
-
-
-def verdict(codes: Sequence[int | None]) -> int:
-    """One exit code of a run from those of its hosts; LOST for one that is worth another start.
-
-    A failure is the cause of what it did to the others. What neither finished nor stopped nor
-    failed was killed, or lost its peers.
-    """
-    for failure in FAILURES:
-        if failure in codes:
-            return failure
-    if all(code == endings.FINISHED for code in codes):
-        return endings.FINISHED
-    if set(codes) <= {endings.FINISHED, endings.STOPPED}:
-        return endings.STOPPED
-    return endings.LOST
-
-
-def ending_word(code: int, codes: Sequence[int | None] = ()) -> str:
-    """What became of a run, in words.
-
-    Args:
-      code: of the run.
-      codes: of its hosts, where they are known; they tell what a loss was.
-    """
-    each = ", ".join(sorted({"none" if one is None else str(one) for one in codes}))
-    return {
-        endings.FINISHED: "finished",
-        endings.STOPPED: "stopped, with its state saved",
-        endings.LOST: f"lost a host (exit codes {each})" if each else "lost a host",
-    }.get(code, f"failed with exit code {code}")

@@ -22,8 +22,9 @@ from launch import target as target_lib
 from launch.gcloud import Gcloud
 from launch.spec import Spec
 from launch.target import Record
-from launch.tpu_launched import FAILURES, SAVE_SECONDS, Launched, ending_word, saved, verdict
+from launch.tpu_launched import SAVE_SECONDS, Launched, saved
 from launch.tpu_slice import ACTIVE, DEAD, Lost, Slice
+from launch.verdict import FAILURES, ending_word, verdict
 
 Ending = Literal["ask", "delete", "keep"]
 

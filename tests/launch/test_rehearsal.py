@@ -16,7 +16,7 @@ from small_run import EXPERIMENT, final_state, settings, write_text
 from bert_jax import endings
 from bert_jax.plan import topology
 from launch import jobset, spec
-from launch.tpu_launched import verdict
+from launch.verdict import verdict
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 26

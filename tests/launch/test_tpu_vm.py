@@ -9,7 +9,7 @@ from etils import epath
 from bert_jax.config import InputError
 from bert_jax.workdir import cache_folder
 from launch import asked, checks, target, tpu_slice, tpu_vm
-from launch.tpu_launched import verdict
+from launch.verdict import verdict
 
 pytestmark = pytest.mark.usefixtures("bucket")
 

@@ -1,0 +1,39 @@
+"""What the exit codes of a run's processes say of the run, wherever it runs."""
+
+from collections.abc import Sequence
+
+from bert_jax import endings
+
+# What starting again would not mend. All else is a machine's end, or its neighbour's.
+FAILURES = (endings.FAILED, endings.BAD_INPUT, endings.INTERRUPTED)
+
+
+def verdict(codes: Sequence[int | None]) -> int:
+    """One exit code of a run from those of its hosts; LOST for one that is worth another start.
+
+    A failure is the cause of what it did to the others. What neither finished nor stopped nor
+    failed was killed, or lost its peers.
+    """
+    for failure in FAILURES:
+        if failure in codes:
+            return failure
+    if all(code == endings.FINISHED for code in codes):
+        return endings.FINISHED
+    if set(codes) <= {endings.FINISHED, endings.STOPPED}:
+        return endings.STOPPED
+    return endings.LOST
+
+
+def ending_word(code: int, codes: Sequence[int | None] = ()) -> str:
+    """What became of a run, in words.
+
+    Args:
+      code: of the run.
+      codes: of its hosts, where they are known; they tell what a loss was.
+    """
+    each = ", ".join(sorted({"none" if one is None else str(one) for one in codes}))
+    return {
+        endings.FINISHED: "finished",
+        endings.STOPPED: "stopped, with its state saved",
+        endings.LOST: f"lost a host (exit codes {each})" if each else "lost a host",
+    }.get(code, f"failed with exit code {code}")
