@@ -74,7 +74,7 @@ def _require_kind(found: type, wanted: type, where: str) -> None:
                 "`checkpoints` take its run",
             ),
         }[found]
-        raise InputError(f"{where}: {what}; {commands}, this command does not")
+        raise InputError(f"{where}: {what}; {commands}, and it cannot stand here")
 
 
 def _differences_from_defaults(claim: Section) -> list[str]:

@@ -85,7 +85,10 @@ class Probes:
         self._asked: dict[str, _Asked] = {}
         digest = hashlib.sha256()
         for path in paths:
-            claim = resolve.load(path, Finetuning)
+            try:
+                claim = resolve.load(path, Finetuning)
+            except InputError as error:
+                raise InputError(f"run.probes takes files of tasks: {error}") from error
             name, task = claim.name, claim.task
             if task.shape not in _SHAPES:
                 raise InputError(

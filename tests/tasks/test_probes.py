@@ -211,7 +211,8 @@ def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
         (("letters", "letters"), "there are two of the name 'letters'"),
         (("nowhere",), "nowhere.py"),
         (("alike",), "alike.py: task.train: 'same' has but one label"),
-        (("small",), "small.py"),
+        (("small",), "run.probes takes files of tasks: "),
+        (("small",), "small.py: a pre-training; "),
     ],
 )
 def test_what_cannot_be_a_probe_is_named(names, said, text):
