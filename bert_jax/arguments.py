@@ -367,7 +367,7 @@ def _add_embed_arguments(sub: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="that a device works on at a time [1024 on a CPU, 16384 elsewhere]",
+        help="that a device works on at a time [512 on a CPU, 16384 elsewhere]",
     )
 
 

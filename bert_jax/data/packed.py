@@ -7,7 +7,7 @@ share a handful of compiled programs.
 Shape letters: S tokens of a row, N texts of a row, K places for the tokens of a text.
 """
 
-import collections
+import bisect
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -21,7 +21,7 @@ Row = list[int]
 def batches(
     lengths: Sequence[int], row_tokens: int, longest: int, shards: int
 ) -> Iterator[tuple[int, int, list[Row]]]:
-    """Texts from the longest to the shortest, as many as go into a row, a row a shard.
+    """Texts from the longest on, as many as go into a row, a row a shard.
 
     Args:
       lengths: tokens of each text.
@@ -32,18 +32,25 @@ def batches(
     Yields:
       K and N, which depend on each other alone, and which texts are in each row.
     """
-    order = collections.deque(sorted(range(len(lengths)), key=lambda i: -lengths[i]))
-    while order:
-        places, shorter = _places(lengths[order[0]], longest)
+    waiting: dict[int, list[int]] = {}
+    for i, length in enumerate(lengths):
+        waiting.setdefault(length, []).append(i)
+    present = sorted(waiting)  # each a length of texts that wait
+    while present:
+        places, shorter = _places(present[-1], longest)
         # So many as fill a row if all are just too long for the next shorter program.
         slots = max(row_tokens // (shorter + 1), 1)
         rows: list[Row] = []
         for _ in range(shards):
             row: Row = []
             left = row_tokens
-            while order and len(row) < slots and lengths[order[0]] <= left:
-                left -= lengths[order[0]]
-                row.append(order.popleft())
+            # The longest that fits: what longer ones leave of a row is filled with shorter ones.
+            while len(row) < slots and (found := bisect.bisect_right(present, left)):
+                length = present[found - 1]
+                left -= length
+                row.append(waiting[length].pop())
+                if not waiting[length]:
+                    del present[found - 1]
             rows.append(row)
         yield places, slots, rows
 
