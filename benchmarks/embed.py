@@ -1,10 +1,10 @@
 """Sentences a second of `bert-jax embed` against PyTorch and transformers: `make bench-embed`.
 
 Both sides get the same sentences of the sample text and the same weights, and give the mean of a
-sentence's tokens. Each runs in an environment and a process of its own; they take turns, and only
-one computes at a time. The peer sorts by length, too, and its time is that of the best of some
-batch sizes. A ratio is the peer's time over ours: above 1 we are faster. `first` is the first turn
-of each process, ours with compiling.
+sentence's tokens. Each runs in an environment and a process of its own, with the C library's memory
+as it is shipped; they take turns, and only one computes at a time. The peer sorts by length, too,
+and its time is that of the best of some batch sizes. A ratio is the peer's time over ours: above 1
+we are faster. `first` is the first turn of each process, ours with compiling.
 """
 
 import argparse
@@ -56,8 +56,8 @@ def compare(folder: pathlib.Path, flags: argparse.Namespace) -> None:
     """Rounds of both sides in turns."""
     (folder / "texts.txt").write_text("\n".join(sample(flags.sentences)) + "\n")
     with (
-        Worker(sys.executable, "benchmarks.embed_ours", flags.threads) as ours,
-        Worker(flags.python, "benchmarks.embed_peer", flags.threads) as peer,
+        Worker(sys.executable, "benchmarks.embed_ours", flags.threads, "shipped") as ours,
+        Worker(flags.python, "benchmarks.embed_peer", flags.threads, "shipped") as peer,
     ):
         source = flags.source or peer.ask("packaged")
         built = {"source": source, "folder": str(folder), "max_length": flags.max_length}
