@@ -20,8 +20,10 @@ os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 # Programs that jax keeps are many small objects, and looking through them again and again for
 # garbage takes a tenth of the time.
 gc.set_threshold(100_000, 20, 50)
-# A shell's background jobs ignore Ctrl-C, and so would the commands that tests interrupt.
+# A shell's background jobs ignore Ctrl-C, and under nohup the end of the terminal; so would the
+# commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # The files that take minutes: begun first, so that none is left alone at the end.
