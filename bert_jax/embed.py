@@ -9,7 +9,6 @@ Shape letters: S tokens of a row, N texts of a row, W width of a vector.
 import contextlib
 import dataclasses
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import PartitionSpec
 
+from bert_jax import system
 from bert_jax import vectors as vectors_lib
 from bert_jax.config import InputError, Model
 from bert_jax.data import packed
@@ -117,7 +117,7 @@ class Embedder:
         self._run = _program(shallow, features, layers, mesh)
         # Batches at a time, a thread each. Cores that share a row wait for each other at every
         # operation; with a row each, and one to spare, they are a quarter faster.
-        cores, shards = len(os.sched_getaffinity(0)), mesh_lib.data_shards(mesh)
+        cores, shards = system.cores(), mesh_lib.data_shards(mesh)
         self._under_way = -(-cores // shards) + 1 if on_cpu else 2
 
     @property

@@ -6,7 +6,6 @@ number before each line. When one dies the rest is ended, and why is said last.
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import os
 import re
@@ -19,7 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import IO, NamedTuple, TextIO
 
-from bert_jax import endings
+from bert_jax import endings, system
 from bert_jax.section import InputError
 
 # Seconds in which the others may end by themselves once one has failed.
@@ -27,7 +26,6 @@ _GRACE = 5.0
 _LOOK = 0.1
 _LAST_LINES = 5
 _TAIL = 400  # lines kept of each process; the stacks of all its threads fit
-_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 
 _ABORTED = "the JAX distributed service detected fatal errors"
 _HUNG = re.compile(r"^Timeout \([\d:.]+\)!")
@@ -194,7 +192,7 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # else Ctrl-C would reach each twice
-            preexec_fn=_die_with_parent,
+            preexec_fn=system.die_with_parent,
         )
     except OSError as error:
         raise InputError(f"{command[0]}: cannot be run ({error.strerror or error})") from error
@@ -212,7 +210,7 @@ def _environment(shape: Shape, address: str, number: int) -> dict[str, str]:
     """What a process needs to know beside its command."""
     flag = "--xla_force_host_platform_device_count="
     others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
-    cores = len(os.sched_getaffinity(0))
+    cores = system.cores()
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join([*others, f"{flag}{shape.devices}"]),
@@ -232,14 +230,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-_libc = ctypes.CDLL(None)
-
-
-def _die_with_parent() -> None:
-    """Asks the kernel to kill this process when the pod dies, however it dies."""
-    _libc.prctl(_DEATH_OF_PARENT, signal.SIGKILL)
 
 
 # --- why it ended -------------------------------------------------------------------------------

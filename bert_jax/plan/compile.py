@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from etils import epath
 
-from bert_jax import resolve
+from bert_jax import resolve, system
 from bert_jax.config import Experiment, InputError
 from bert_jax.plan.program import Collective, Kernel, Program
 from bert_jax.plan.topology import Topology
@@ -151,7 +151,7 @@ def compile_all(
     """
     versions()
     compiler = _Compiler(say, refusals)
-    width = min(AT_ONCE, len(os.sched_getaffinity(0)))  # `taskset` holds it to one
+    width = min(AT_ONCE, system.cores())  # `taskset` holds it to one
     with concurrent.futures.ThreadPoolExecutor(width) as pool:
         futures = [pool.submit(compiler.outcome, job) for job in jobs]
         try:

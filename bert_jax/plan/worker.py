@@ -5,8 +5,6 @@
 `plan.compile` starts it, in an environment without devices, and says what the files hold.
 """
 
-import contextlib
-import ctypes
 import dataclasses
 import json
 import re
@@ -19,7 +17,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import topologies
 
-from bert_jax import resolve
+from bert_jax import resolve, system
 from bert_jax.config import Experiment, InputError, Phase
 from bert_jax.plan import checks, hlo, program, topology
 from bert_jax.training import mesh as mesh_lib
@@ -28,8 +26,6 @@ from bert_jax.training.objective import Pretraining
 from bert_jax.training.pretraining import require_runnable
 from bert_jax.workdir import write_atomic
 
-# PR_SET_PDEATHSIG and SIGKILL.
-_DIE_WITH_PARENT = (1, 9)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
 # As the compiler words it: of temporaries alone, or of all that a program needs.
@@ -41,8 +37,7 @@ _TOO_LARGE = (
 
 def main(job_file: str, outcome_file: str) -> None:
     """Reads a job, compiles it and writes what came of it; dies with the process that asked."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").prctl(*_DIE_WITH_PARENT)
+    system.die_with_parent()
     job = json.loads(epath.Path(job_file).read_text())
     experiment = resolve.from_json(json.dumps(job["experiment"]), job_file)
     asked = topology.parse(job["topology"])

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from bert_jax import system
+
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -23,7 +25,7 @@ def environment() -> dict[str, Any]:
         "devices": [jax.devices()[0].device_kind, jax.device_count()],
         "processes": jax.process_count(),
         "cpu": _cpu_model(),
-        "threads": len(os.sched_getaffinity(0)),
+        "threads": system.cores(),
         "flags": {
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
             "jax_threefry_partitionable": jax.config.jax_threefry_partitionable,

@@ -4,7 +4,6 @@ A batch is a function of its step (data.batches), so the feed starts at any step
 need not know of it.
 """
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from absl import flags
 from jax.sharding import NamedSharding
 
+from bert_jax import system
 from bert_jax.data.batches import Batch
 
 MakeBatch = Callable[[int, np.ndarray], Batch]
@@ -131,6 +131,6 @@ def put(tree: Any, shardings: Any) -> Any:
 
 
 def _die_with_parent(index: int, count: int) -> None:
-    """Asks the kernel to kill this worker when its parent dies, however it dies."""
+    """As grain calls what a worker does first."""
     del index, count
-    ctypes.CDLL("libc.so.6").prctl(1, 9)
+    system.die_with_parent()

@@ -4,18 +4,15 @@ ORDER is an `orders.Order` as JSON. What is needed to die at a place, and to not
 patched into the training modules of this process: the runner knows nothing of it.
 """
 
-import contextlib
-import ctypes
 import os
 import pathlib
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bert_jax import cli, pod
+from bert_jax import cli, pod, system
 from bert_jax.data import corpus
 from bert_jax.training import metrics, step, watch
 from bert_jax.training.beginning import Beginning, Beginnings
@@ -23,8 +20,6 @@ from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.verify.notes import Notebook, rows_of
 from bert_jax.verify.orders import Death, Order, files_below
 
-# PR_SET_PDEATHSIG and SIGKILL.
-_DIE_WITH_PARENT = (1, signal.SIGKILL)
 # Of several processes: how long all may take to come, and a step.
 _ARRIVE, _HANG = 120.0, 600.0
 _LOOK = 0.005  # seconds between two looks at a save: more often would slow it down
@@ -193,8 +188,7 @@ class Victim:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the command's exit code, if it comes to that."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").prctl(*_DIE_WITH_PARENT)
+    system.die_with_parent()
     order = Order.from_json(argv[0])
     if order.processes > 1 and "JAX_PROCESS_ID" not in os.environ:
         command = [sys.executable, "-m", "bert_jax.verify.victim", *argv]
