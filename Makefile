@@ -50,7 +50,7 @@ test: lint
 
 # The tests that take half a minute each and more, ten minutes in all.
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long
+	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m long
 
 # Thousands of damaged files of each kind, and how many were tried; half an hour.
 fuzz: $(STAMP)

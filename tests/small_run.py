@@ -53,7 +53,7 @@ def write_text(folder: pathlib.Path, documents: int = 27) -> pathlib.Path:
 def command(
     *args: object, devices: int = 1, stdin: bytes = b"", timeout: float = 300
 ) -> subprocess.CompletedProcess:
-    """Runs `python ARGS` as a user would, with compiled programs shared between runs."""
+    """Runs `python ARGS` as a user would, in the environment of `settings`."""
     return subprocess.run(
         [sys.executable, *map(str, args)],
         input=stdin,
@@ -76,11 +76,18 @@ def killed(step: int, signal: int, *args: object, **options) -> subprocess.Compl
 
 
 def settings(devices: int) -> dict[str, str]:
-    """Environment of jax: virtual devices, and a folder of compiled programs."""
+    """Environment of jax: virtual devices, and a folder of compiled programs.
+
+    Tests compile the same small programs again and again, so they share what is compiled, and it
+    is compiled quickly, unless `make test-long` has it as a user's.
+    """
     cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+    flags = [f"--xla_force_host_platform_device_count={devices}"]
+    if os.environ.get("TESTS_COMPILE") != "as_for_users":
+        flags.append("--xla_backend_optimization_level=0")
     return {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": " ".join(flags),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -94,13 +94,16 @@ def assert_same_metrics(ours: pathlib.Path, theirs: pathlib.Path, tolerance: flo
             np.testing.assert_allclose(x[name], y[name], rtol=tolerance, atol=tolerance)
 
 
-def test_four_processes_train_as_one(text):
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_processes_train_as_one(text, processes):
     folder, file = text
-    code, lines = pod(folder, "four", 4, "none", "pretrain", file, "--workdir", folder / "four")
+    name = f"{processes}-processes"
+    workdir = folder / name
+    code, lines = pod(folder, name, processes, "none", "pretrain", file, "--workdir", workdir)
     assert code == 0
-    assert rows(folder, "four") == rows(folder, "one")
-    assert_same_metrics(folder / "four", folder / "one", 1e-5)
-    assert (folder / "four" / "checkpoints" / str(STEPS)).is_dir()
+    assert rows(folder, name) == rows(folder, "one")
+    assert_same_metrics(workdir, folder / "one", 1e-5)
+    assert (workdir / "checkpoints" / str(STEPS)).is_dir()
     shown = [line for line in lines if "step" in line and "Gloo" not in line]
     assert shown and all(line.startswith("[0] ") for line in shown), "one speaks for all"
 

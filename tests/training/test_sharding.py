@@ -141,6 +141,7 @@ def _collectives(layout, parts):
     return outside, inside
 
 
+@pytest.mark.long
 def test_pmap_gives_the_same_step():
     """Upstream keeps pmap alive on top of jit; this witnesses that the step is what it computes."""
     model, cfg, devices = samples.MODEL, samples.OPTIMIZER, 4

@@ -9,11 +9,11 @@ MEMBER = pathlib.Path(__file__).parent / "pod_member.py"
 
 def test_a_run_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
     file = write_text(tmp_path)
-    run = ("pretrain", file, "--workdir", tmp_path / "w", "--set", "run.hang_after_seconds=20")
+    run = ("pretrain", file, "--workdir", tmp_path / "w", "--set", "run.hang_after_seconds=10")
     done = command(MEMBER, tmp_path / "rows", 0, 5, "hang", *run)
     assert done.returncode == 1
     err = done.stderr.decode()
-    assert "Timeout (0:00:20)!" in err and "pod_member.py" in err and "in noting" in err
+    assert "Timeout (0:00:10)!" in err and "pod_member.py" in err and "in noting" in err
     assert (tmp_path / "w" / "checkpoints" / "4").exists()
 
 
