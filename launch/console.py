@@ -3,7 +3,7 @@
 import codecs
 import contextlib
 import os
-import select
+import selectors
 import sys
 from collections.abc import Callable
 
@@ -52,7 +52,9 @@ def agreed(question: str) -> bool:
         return True
     say(f"{question} [Y/n; yes after {_ANSWER_SECONDS:g} seconds]")
     try:
-        ready, _, _ = select.select([sys.stdin], [], [], _ANSWER_SECONDS)
+        with selectors.PollSelector() as terminal:  # select() knows no file above 1,023
+            terminal.register(sys.stdin, selectors.EVENT_READ)
+            ready = terminal.select(_ANSWER_SECONDS)
         return not (ready and sys.stdin.readline().strip().lower().startswith("n"))
     except (KeyboardInterrupt, OSError, ValueError):
         return True

@@ -137,7 +137,7 @@ def test_a_run_that_is_refused_leaves_nothing(objects, copy_of_run):
 
 def test_another_corpus_under_a_run_is_refused_by_its_name(objects, remote):
     there = f"--workdir {FOLDER} --set run.corpus_dir=gs://bucket/corpus"
-    few = "--set phases.0.steps=2 --set phases.1.steps=1"
+    few = "--set phases.0.steps=3 --set phases.1.steps=1"
     manifest = json.loads(objects.files()["corpus/manifest.json"])
     assert call(f"pretrain small.py {there} {few}") == (0, "")
     manifest["versions"]["numpy"] = "0"

@@ -6,6 +6,7 @@ import pathlib
 import broken
 import jax
 import numpy as np
+import pytest
 from compare import assert_close, assert_identical
 from etils import epath
 
@@ -84,6 +85,7 @@ def test_a_run_begins_with_moments_only_where_its_base_was_asked_for_them(copy_o
     broken.refuses(broken.Case("gone", "predict --workdir full wa", ("moments_sha256",), gone))
 
 
+@pytest.mark.long
 def test_pieces_added_to_a_vocabulary_begin_with_the_mean_and_without_moments(copy_of_run):
     lines = pathlib.Path("vocab.txt").read_text().split("\n")
     pathlib.Path("more.txt").write_text("\n".join([*lines[:-1], "new", "##er", "[NEWS]", ""]))

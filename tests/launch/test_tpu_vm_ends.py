@@ -1,7 +1,9 @@
 """How launches on TPU VMs end: asked at a terminal, interrupted, stopped from elsewhere."""
 
+import fcntl
 import os
 import pty
+import resource
 import signal
 import sys
 
@@ -17,7 +19,12 @@ def at_a_terminal(monkeypatch, answer: str) -> None:
     os.write(writer, answer.encode())
     os.close(writer)
     monkeypatch.setattr(console, "has_terminal", lambda: True)
-    monkeypatch.setattr(sys, "stdin", os.fdopen(reader))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2_048)), hard))
+    # A number above those that select() knows, as in a process with many files.
+    high = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, 1_100)
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdin", os.fdopen(high))
 
 
 def test_ctrl_c_without_a_terminal_saves_and_deletes(gcloud, launch):

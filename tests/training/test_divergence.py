@@ -43,7 +43,10 @@ def lines_of(workdir) -> list[dict]:
     return metrics.Lines(Workdir(workdir).metrics).read()
 
 
-@pytest.mark.parametrize("settings", [(), ("run.checkpoint_every=1", "run.log_every=1")])
+@pytest.mark.parametrize(
+    "settings",
+    [(), pytest.param(("run.checkpoint_every=1", "run.log_every=1"), marks=pytest.mark.long)],
+)
 def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(text, tmp_path, monkeypatch, settings):
     """The same run whenever it logs and saves, but for its lines."""
     _, file = text

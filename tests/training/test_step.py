@@ -68,6 +68,7 @@ def test_per_replica_clip_is_the_same_on_any_devices(devices, per_replica):
     assert_same_run(samples.run(STEPS, devices=devices, optimizer=optimizer), reference)
 
 
+@pytest.mark.long
 def test_per_replica_clip_sums_the_clipped_gradients_of_the_groups(per_replica):
     """Against each group alone, with its own denominators, clipped in NumPy."""
     optimizer, (_, seen) = per_replica
