@@ -148,6 +148,7 @@ def test_weights_of_another_vocabulary_are_refused(copy_of_run):
     assert not pathlib.Path("new").exists() or not pathlib.Path("new/checkpoints").exists()
 
 
+@pytest.mark.long
 def test_a_run_begins_with_a_base_of_another_vocabulary(copy_of_run):
     lines = pathlib.Path("vocab.txt").read_text().split("\n")
     pathlib.Path("vocab2.txt").write_text("\n".join([*lines[:-1], "new", ""]))

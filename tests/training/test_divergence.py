@@ -186,6 +186,7 @@ def test_a_roll_back_holds_one_state(text, tmp_path, monkeypatch):
     assert held[0] < held[1] and held[2:] == held[:2]
 
 
+@pytest.mark.long
 def test_a_checkpoint_found_damaged_in_a_roll_back_is_saved_anew(text, tmp_path, monkeypatch):
     _, file = text
     pretrain(file, tmp_path / "undisturbed", "run.checkpoint_every=2")

@@ -270,6 +270,7 @@ def test_a_killed_process_is_named_and_ends_the_pod(victim, text, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_hang_ends_with_the_line_that_hangs(text, tmp_path):
     folder, file = text
     code, lines = pod(
