@@ -48,7 +48,7 @@ pretrain: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest
 
-# The tests that take half a minute each and more, ten minutes in all.
+# The tests that take longest, on programs that are compiled as for a user.
 test-long: $(STAMP)
 	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m long
 

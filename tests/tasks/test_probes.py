@@ -196,7 +196,7 @@ def test_processes_with_other_examples_are_told_apart(text):
 @pytest.mark.long
 def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
     folder, file = text
-    settings = [probed(folder, "letters", "words"), "run.probe_share=1", "run.eval_every=100"]
+    settings = [probed(folder, "letters", "words"), "run.probe_share=1"]
     found = []
     for name, how in (("one", "replicated"), ("cut", "zero3")):
         pretrain(file, tmp_path / name, *settings, f"mesh.parallelism={how}")

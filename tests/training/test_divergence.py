@@ -45,7 +45,11 @@ def lines_of(workdir) -> list[dict]:
 
 @pytest.mark.parametrize(
     "settings",
-    [(), pytest.param(("run.checkpoint_every=1", "run.log_every=1"), marks=pytest.mark.long)],
+    [
+        (),
+        pytest.param(("run.checkpoint_every=1",), marks=pytest.mark.long),
+        pytest.param(("run.log_every=1",), marks=pytest.mark.long),
+    ],
 )
 def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(text, tmp_path, monkeypatch, settings):
     """The same run whenever it logs and saves, but for its lines."""
