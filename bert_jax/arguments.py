@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn
 
-from bert_jax import __version__, commands, endings
+from bert_jax import __version__, commands, errors
 from bert_jax.conformance import command as conformance
-from bert_jax.section import printable
+from bert_jax.errors import printable
 
 _USE_CACHE = (
     "prepare",
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Leaves with exit code 2."""
-        self.exit(endings.BAD_INPUT, f"bert-jax: {printable(message)}; see {self.prog} --help\n")
+        self.exit(errors.BAD_INPUT, f"bert-jax: {printable(message)}; see {self.prog} --help\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     whole = Parser(
         prog="bert-jax",
         description="Plain text in, a pre-trained BERT out.",
-        epilog=endings.EXIT_CODES,
+        epilog=errors.EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     whole.add_argument("--debug", action="store_true", help="show the tracebacks of errors")
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=what[0].lower() + what[1:].removesuffix("."),
             description=what,
-            epilog=endings.EXIT_CODES,
+            epilog=errors.EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(command=function, complain_usage=sub.error)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from bert_jax import arguments, endings
+from bert_jax import arguments, errors
 from bert_jax.config import InputError
 from bert_jax.conformance import command as conformance
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:
         _drop_output()
-        return endings.FAILED
+        return errors.FAILED
     except (Exception, KeyboardInterrupt) as error:
         if args.debug and isinstance(error, Exception):
             raise
@@ -53,7 +53,7 @@ def _complain(error: BaseException) -> int:
             _drop_output()
         if error.filename is not None:
             error = InputError(f"{error.filename}: {error.strerror}")
-    line, code = endings.of_error(error)
+    line, code = errors.of_error(error)
     print(line, file=sys.stderr)
     return code
 

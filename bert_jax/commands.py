@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 
 from bert_jax.config import Experiment, InputError, Mesh
 from bert_jax.conformance import command
-from bert_jax.endings import FAILED, FINISHED, STOPPED
-from bert_jax.section import printable
+from bert_jax.errors import FAILED, FINISHED, STOPPED, printable
 from bert_jax.training.objective import Pretraining
 
 # Of runs that end so.

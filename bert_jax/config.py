@@ -10,8 +10,9 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
+from bert_jax.errors import InputError
 from bert_jax.finetuning import Adapt, Finetuning, Task
-from bert_jax.section import InputError, Section
+from bert_jax.section import Section
 from bert_jax.sections import SKIPPED_STEPS, Corpus, Data, Mesh, Model, Optimizer, Phase, Run
 
 __all__ = [

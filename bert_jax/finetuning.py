@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bert_jax.section import InputError, Section
+from bert_jax.errors import InputError
+from bert_jax.section import Section
 from bert_jax.sections import Mesh, Optimizer, Run
 
 Kind = Literal["classify", "pair", "regress", "choice", "tag", "span"]

@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import IO, NamedTuple, TextIO
 
-from bert_jax import endings, system
-from bert_jax.section import InputError
+from bert_jax import errors, system
+from bert_jax.errors import InputError
 
 # Seconds in which the others may end by themselves once one has failed.
 _GRACE = 5.0
@@ -67,7 +67,7 @@ class _Member:
 
     @property
     def failed(self) -> bool:
-        return self.code not in (None, endings.FINISHED, endings.STOPPED)
+        return self.code not in (None, errors.FINISHED, errors.STOPPED)
 
 
 class Ended(NamedTuple):
@@ -102,7 +102,7 @@ def run(command: Sequence[str], shape: Shape) -> Ended:
     codes = [member.code for member in pod.members]
     first = _first_failed(pod.failed)
     if first is None:
-        code = endings.STOPPED if endings.STOPPED in codes else endings.FINISHED
+        code = errors.STOPPED if errors.STOPPED in codes else errors.FINISHED
         return Ended(code, pod.asked)
     for line in _explain(first, pod.members, shape):
         _print(f"pod: {line}", sys.stderr)
@@ -237,7 +237,7 @@ def _free_port() -> int:
 
 def _first_failed(failed: Sequence[_Member]) -> _Member | None:
     """The one that failed first; one that lost another failed for its sake."""
-    by_itself = [m for m in failed if not _aborted(m) and m.code != endings.LOST]
+    by_itself = [m for m in failed if not _aborted(m) and m.code != errors.LOST]
     return next(iter([*by_itself, *failed]), None)
 
 
@@ -264,7 +264,7 @@ def _explain(first: _Member, members: Sequence[_Member], shape: Shape) -> list[s
         places = [f"process {m.number} stood at {_stood_at(m)}" for m in members if _stood_at(m)]
         silent = [f"process {m.number} did not say where" for m in members if not _stood_at(m)]
         return [f"a hang: nothing was done for {shape.hang_after:g} seconds", *places, *silent]
-    if _aborted(first) or first.code == endings.LOST:
+    if _aborted(first) or first.code == errors.LOST:
         return [_lost(first, members)]
     if first.code == -signal.SIGTERM and len(alike) == len(members):
         return ["stopped before there was anything to save; run the same command again"]

@@ -4,25 +4,12 @@ import math
 import os
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
+from bert_jax.errors import InputError
+
 # No size, count or interval is larger, and arrays are indexed with no more bits.
 _INTEGERS = 2**32
 # Bytes of a folder's name, as file systems allow them.
 _LONGEST_NAME = 255
-
-
-class InputError(Exception):
-    """Bad input or usage. The message is one line: what is at fault, where, and what to do.
-
-    It stays one line whatever file names, text and errors of others it quotes.
-    """
-
-    def __str__(self) -> str:
-        return printable(super().__str__())
-
-
-def printable(text: str) -> str:
-    """Text with control characters shown as escapes: a corpus may hold terminal commands."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Section:

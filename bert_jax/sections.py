@@ -8,7 +8,8 @@ how; they may. Each module of the library is given its own section and sees no o
 from dataclasses import dataclass
 from typing import Literal
 
-from bert_jax.section import InputError, Section
+from bert_jax.errors import InputError
+from bert_jax.section import Section
 
 # How many steps of a run may be left out.
 SKIPPED_STEPS = 64

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from bert_jax import endings
+from bert_jax import errors
 from bert_jax.config import InputError
 from bert_jax.report import records, times
 from bert_jax.workdir import Workdir
@@ -56,10 +56,10 @@ def _answer(run: str, ask: Callable[[Record], int]) -> int:
         return ask(_record(run))
     except InputError as error:
         console.say(str(error))
-        return endings.BAD_INPUT
+        return errors.BAD_INPUT
     except KeyboardInterrupt:
         console.say("interrupted")
-        return endings.INTERRUPTED
+        return errors.INTERRUPTED
 
 
 def _record(run: str) -> Record:
@@ -82,7 +82,7 @@ def _tell_status(record: Record) -> int:
     console.tell(f"  machines: {state.word} ({state.detail})")
     for line in progress(record):
         console.tell(f"  {line}")
-    return endings.FINISHED
+    return errors.FINISHED
 
 
 def progress(record: Record) -> Iterator[str]:

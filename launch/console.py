@@ -7,7 +7,7 @@ import selectors
 import sys
 from collections.abc import Callable
 
-from bert_jax.section import printable
+from bert_jax.errors import printable
 
 _ANSWER_SECONDS = 60.0
 

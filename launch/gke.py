@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from etils import epath
 
-from bert_jax import endings
+from bert_jax import errors
 from bert_jax.config import InputError
 from bert_jax.workdir import named_errors, write_atomic
 from launch import arguments, checks, console, dry_run, jobset, kubectl, shipping, tools
@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
         return _launch(args)
     except InputError as error:
         console.say(str(error))
-        return endings.BAD_INPUT
+        return errors.BAD_INPUT
     except KeyboardInterrupt:
         console.say("interrupted")
-        return endings.INTERRUPTED
+        return errors.INTERRUPTED
 
 
 def target(record: Record) -> Launched:
@@ -95,7 +95,7 @@ def _launch(args: argparse.Namespace) -> int:
     pods = _pods(args)
     if args.xpk:
         console.tell(shlex.join(xpk_lib.command(spec, pods, args.cluster, args.zone, args.project)))
-        return endings.FINISHED
+        return errors.FINISHED
     manifest = jobset.text(spec, pods)
     if args.dry_run:
         # What kubectl is set to is not asked: a dry run asks nobody.
@@ -103,7 +103,7 @@ def _launch(args: argparse.Namespace) -> int:
         context = kubectl.context(args.cluster, args.zone, args.project) if named else ""
         for line in _dry_run(spec, pods, context, manifest):
             console.tell(line)
-        return endings.FINISHED
+        return errors.FINISHED
     context = kubectl.context(args.cluster, args.zone, args.project)
     record = _record(spec, context, args.namespace, args.price_per_chip_hour)
     checks.check(spec, force, args.price_per_chip_hour, console.say)
@@ -113,7 +113,7 @@ def _launch(args: argparse.Namespace) -> int:
         f"{spec.name} is launched: {spec.hosts} pods on {args.topology}; "
         f"`python -m launch status {spec.workdir}` says how it stands, `logs` what it says"
     )
-    return endings.FINISHED
+    return errors.FINISHED
 
 
 def _pods(args: argparse.Namespace) -> Pods:

@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from bert_jax import endings
+from bert_jax import errors
 from bert_jax.config import InputError
-from bert_jax.section import printable
+from bert_jax.errors import printable
 from launch import console, kubectl, target, tools
 from launch.kubectl import Kubectl
 from launch.target import Record, State
@@ -72,14 +72,14 @@ class Launched:
                     f"{self._record.name}: kubectl has ended with exit code {code}; without "
                     "--follow it says why"
                 )
-            return endings.FAILED if code else endings.FINISHED
+            return errors.FAILED if code else errors.FINISHED
         done = tools.run(argv, kubectl.QUICK)
         if done.code:
             raise InputError(kubectl.meaning(self._record.name, done))
         console.shower()(done.out.encode())
         if not done.out:
             console.say(f"{self._record.name}: the pod of host {host} has said nothing, or waits")
-        return endings.FINISHED
+        return errors.FINISHED
 
     def stop(self, seconds: float) -> int:
         """See `target.Target`.
@@ -94,7 +94,7 @@ class Launched:
             f"{self._record.name} is deleted; `bert-jax checkpoints {self._record.workdir}` lists "
             "what is saved"
         )
-        return endings.FINISHED
+        return errors.FINISHED
 
     def delete(self, seconds: float) -> None:
         """Deletes all that was made, once the pods have ended.

@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from bert_jax import endings, pod
+from bert_jax import errors, pod
 from bert_jax.config import InputError
 from bert_jax.workdir import named_errors, write_atomic
 from launch import console, dry_run, shipping
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return _dry_run(spec) if args.dry_run else _launch(spec, shape)
     except InputError as error:
         print(f"launch: {error}", file=sys.stderr)
-        return endings.BAD_INPUT
+        return errors.BAD_INPUT
 
 
 def _launch(spec: Spec, shape: pod.Shape) -> int:
@@ -67,7 +67,7 @@ def _launch(spec: Spec, shape: pod.Shape) -> int:
     left = spec.retries
     while True:
         ended = pod.run(command, shape)
-        over = ended.code in (endings.FINISHED, *FAILURES) or ended.asked
+        over = ended.code in (errors.FINISHED, *FAILURES) or ended.asked
         if over or not left:
             return ended.code
         left -= 1
@@ -87,7 +87,7 @@ def _dry_run(spec: Spec) -> int:
         console.tell(line)
     start = [sys.executable, "-m", "launch", "local_pod", "--processes", str(spec.hosts), "--"]
     console.tell(shlex.join([*start, *spec.command(os.fspath(file))]))
-    return endings.FINISHED
+    return errors.FINISHED
 
 
 def _file(spec: Spec) -> pathlib.Path:

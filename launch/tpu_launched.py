@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from bert_jax import endings
+from bert_jax import errors
 from bert_jax.config import InputError
 from launch import console, hosts, target, tools
 from launch.gcloud import QUICK, Gcloud
@@ -72,16 +72,16 @@ class Launched:
             code = tools.stream(gcloud.on_hosts(words, host), QUICK, show)
             if code:
                 console.say(f"{self._record.name}: host {host} does not answer, or has no log yet")
-            return endings.FAILED if code else endings.FINISHED
+            return errors.FAILED if code else errors.FINISHED
         log = Log(show)
         while True:
             self._slice.follow(log, _FOLLOW, host)
             found = self._slice.hosts()
             if found and not any(one.running or one.absent for one in found.values()):
                 self._slice.follow(log, LAST_WORDS, host)
-                return endings.FINISHED
+                return errors.FINISHED
             if self._slice.state() != ACTIVE:
-                return endings.FINISHED
+                return errors.FINISHED
             self._sleep(_PAUSE)
 
     def stop(self, seconds: float) -> int:
@@ -92,7 +92,7 @@ class Launched:
         """
         # Whoever launched it looks here before starting it again.
         target.mark_stopped(self._record)
-        code: int = endings.FINISHED
+        code: int = errors.FINISHED
         state = self._slice.state()
         if state == "":
             console.say(f"{self._record.name} is not there")
@@ -117,7 +117,7 @@ def saved(rented: Slice, seconds: float) -> int:
         codes = rented.stop(seconds)
     except (KeyboardInterrupt, InputError):
         console.say("not waiting for the run to save")
-        return endings.INTERRUPTED
+        return errors.INTERRUPTED
     code = verdict(codes)
     console.say(f"the run {ending_word(code, codes)}")
     return code

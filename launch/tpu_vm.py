@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from bert_jax import endings
+from bert_jax import errors
 from bert_jax.config import InputError
 from launch import arguments, checks, console, dry_run, names, shipping
 from launch import target as target_lib
@@ -67,10 +67,10 @@ def main(argv: Sequence[str], sleep: Callable[[float], None] = time.sleep) -> in
         return _launch(args, sleep)
     except InputError as error:
         console.say(str(error))
-        return endings.BAD_INPUT
+        return errors.BAD_INPUT
     except KeyboardInterrupt:
         console.say("interrupted before anything was rented")
-        return endings.INTERRUPTED
+        return errors.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,7 +110,7 @@ def _launch(args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
     if args.dry_run:
         for line in dry_run.lines(job.spec, job.record.commit, job.gcloud, job.create):
             console.tell(line)
-        return endings.FINISHED
+        return errors.FINISHED
     if job.ending == "ask" and not console.has_terminal():
         raise InputError(
             "no terminal to ask at whether the machines are deleted at the end: say "
@@ -129,7 +129,7 @@ def _launch(args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
                 f"interrupted; {job.spec.name} may still be there and cost money: `python -m "
                 f"launch stop {job.spec.workdir}` deletes it"
             )
-            return endings.INTERRUPTED
+            return errors.INTERRUPTED
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -227,7 +227,7 @@ class Launch:
         except InputError as error:
             console.say(str(error))
             self._give_back(may_run=True)
-            return endings.BAD_INPUT
+            return errors.BAD_INPUT
         except BaseException:
             self._give_back(may_run=True)
             raise
@@ -254,15 +254,15 @@ class Launch:
                 code = verdict(codes)
                 what = ending_word(code, codes)
             except Lost as lost:
-                code, what = endings.LOST, str(lost)
-            if code == endings.FINISHED or code in FAILURES:
+                code, what = errors.LOST, str(lost)
+            if code == errors.FINISHED or code in FAILURES:
                 console.say(f"the run {what}")
                 return code
             if self._asked_to_stop():
                 return self._stopped()
             if not self._left:
                 console.say(f"{what}, and no retries are left; launch again to go on")
-                return endings.FAILED
+                return errors.FAILED
             self._left -= 1
             console.say(f"{what}; going on from the newest checkpoint, {self._left} retries left")
             self._clear(code)
@@ -277,7 +277,7 @@ class Launch:
         """Deletes the machines, also those that came after `launch stop` had looked for them."""
         console.say("the run was stopped by `launch stop`")
         self._rented.delete()
-        return endings.STOPPED
+        return errors.STOPPED
 
     def _asked_to_stop(self) -> bool:
         try:
@@ -302,7 +302,7 @@ class Launch:
 
     def _clear(self, code: int) -> None:
         """Deletes the machines, unless a run that has saved can go on where it was."""
-        if code == endings.STOPPED:
+        if code == errors.STOPPED:
             self._sleep(_PREEMPTION_SECONDS)
             if self._rented.state() == ACTIVE:
                 return
@@ -313,19 +313,19 @@ class Launch:
         name = self._job.spec.name
         if self._job.ending == "keep" or not self._may_delete(f"stop the run and delete {name}?"):
             console.say(f"{name} goes on; see `python -m launch status {self._job.spec.workdir}`")
-            return endings.INTERRUPTED
+            return errors.INTERRUPTED
         code = self._saved()
         self._rented.delete()
-        return endings.STOPPED if code == endings.STOPPED else endings.INTERRUPTED
+        return errors.STOPPED if code == errors.STOPPED else errors.INTERRUPTED
 
     def _saved(self) -> int:
         """Has the run save and end, if it runs; its exit code, or INTERRUPTED."""
         try:
             if self._rented.state() != ACTIVE or not self._rented.running():
-                return endings.INTERRUPTED
+                return errors.INTERRUPTED
         except (KeyboardInterrupt, InputError) as error:
             console.say(f"not waiting for the run to save ({error or 'interrupted'})")
-            return endings.INTERRUPTED
+            return errors.INTERRUPTED
         return saved(self._rented, SAVE_SECONDS)
 
     def _give_back(self, may_run: bool = False) -> None:

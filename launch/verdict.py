@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from bert_jax import endings
+from bert_jax import errors
 
 # What starting again would not mend. All else is a machine's end, or its neighbour's.
-FAILURES = (endings.FAILED, endings.BAD_INPUT, endings.INTERRUPTED)
+FAILURES = (errors.FAILED, errors.BAD_INPUT, errors.INTERRUPTED)
 
 
 def verdict(codes: Sequence[int | None]) -> int:
@@ -17,11 +17,11 @@ def verdict(codes: Sequence[int | None]) -> int:
     for failure in FAILURES:
         if failure in codes:
             return failure
-    if all(code == endings.FINISHED for code in codes):
-        return endings.FINISHED
-    if set(codes) <= {endings.FINISHED, endings.STOPPED}:
-        return endings.STOPPED
-    return endings.LOST
+    if all(code == errors.FINISHED for code in codes):
+        return errors.FINISHED
+    if set(codes) <= {errors.FINISHED, errors.STOPPED}:
+        return errors.STOPPED
+    return errors.LOST
 
 
 def ending_word(code: int, codes: Sequence[int | None] = ()) -> str:
@@ -33,7 +33,7 @@ def ending_word(code: int, codes: Sequence[int | None] = ()) -> str:
     """
     each = ", ".join(sorted({"none" if one is None else str(one) for one in codes}))
     return {
-        endings.FINISHED: "finished",
-        endings.STOPPED: "stopped, with its state saved",
-        endings.LOST: f"lost a host (exit codes {each})" if each else "lost a host",
+        errors.FINISHED: "finished",
+        errors.STOPPED: "stopped, with its state saved",
+        errors.LOST: f"lost a host (exit codes {each})" if each else "lost a host",
     }.get(code, f"failed with exit code {code}")

@@ -7,7 +7,7 @@ command, and the pods find each other by the variables that GKE sets, as jax rea
 import base64
 import shlex
 
-from bert_jax import endings
+from bert_jax import errors
 from bert_jax.config import InputError
 from launch import names as names_lib
 from launch.jobset import Pods
@@ -16,7 +16,7 @@ from launch.spec import EXPERIMENT, Spec
 # The generations xpk knows, and their smallest slice in chips.
 _SMALLEST = {"v4": 4, "v5e": 8, "v5p": 4, "v6e": 1}
 # Of its own accord it starts again after 42 and 127 to 255.
-_RESTART = endings.STOPPED
+_RESTART = errors.STOPPED
 
 
 def command(spec: Spec, pods: Pods, cluster: str, zone: str, project: str) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from bert_jax.config import Experiment
 from bert_jax.conformance.settings import Settings
-from bert_jax.section import printable
+from bert_jax.errors import printable
 
 
 def one_command(argv: Sequence[str]) -> list[str]:

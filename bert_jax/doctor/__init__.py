@@ -13,7 +13,7 @@ from bert_jax import resolve
 from bert_jax.config import Corpus, InputError
 from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import Finding
-from bert_jax.section import printable
+from bert_jax.errors import printable
 from bert_jax.text import documents
 from bert_jax.workdir import Workdir, is_complete
 

@@ -8,7 +8,7 @@ from typing import IO
 
 from bert_jax.config import Corpus
 from bert_jax.doctor.finding import Finding, example, share
-from bert_jax.section import printable
+from bert_jax.errors import printable
 from bert_jax.text import documents
 
 _BLOCK = 1 << 20

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from bert_jax.section import printable
+from bert_jax.errors import printable
 
 # Characters of text that an example shows.
 _EXCERPT = 70

@@ -19,7 +19,7 @@ from bert_jax.doctor.characters import Characters
 from bert_jax.doctor.finding import Finding, example, severity, share
 from bert_jax.doctor.lines import Lines
 from bert_jax.doctor.repeats import Repeats
-from bert_jax.section import printable
+from bert_jax.errors import printable
 from bert_jax.text import documents, sentences
 from bert_jax.text.documents import Document
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import bert_jax
 from bert_jax import resolve
+from bert_jax.errors import printable
 from bert_jax.interop.names import PARTS
 from bert_jax.predict import Trained
-from bert_jax.section import printable
 from bert_jax.training import evaluate
 
 _USE = {

@@ -10,10 +10,10 @@ from bert_jax import weights
 from bert_jax.base import Base
 from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
+from bert_jax.errors import printable
 from bert_jax.interop import fitting, names, settings, surgery, tf1, vocabularies
 from bert_jax.interop.fitting import Say
 from bert_jax.predict import Trained
-from bert_jax.section import printable
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.workdir import Workdir
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from bert_jax.errors import printable
 from bert_jax.plan import scaling
 from bert_jax.plan.variants import Variant
-from bert_jax.section import printable
 
 _GIB = 2**30
 

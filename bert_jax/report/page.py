@@ -17,10 +17,10 @@ from bert_jax import resolve
 from bert_jax.config import InputError
 from bert_jax.doctor import run
 from bert_jax.doctor.finding import Finding
+from bert_jax.errors import printable
 from bert_jax.report import figures, times
 from bert_jax.report.records import Record
 from bert_jax.report.statistics import Statistics
-from bert_jax.section import printable
 from bert_jax.training.prepared import Prepared
 
 # Evaluations that stand in the tables, spread over the run.

@@ -10,8 +10,8 @@ from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
+from bert_jax.errors import printable
 from bert_jax.plan import document
-from bert_jax.section import printable
 from bert_jax.training.metrics import Lines
 from bert_jax.workdir import Workdir, in_use, is_sealed, read_json
 

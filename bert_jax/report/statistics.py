@@ -9,7 +9,7 @@ import numpy as np
 from bert_jax.config import Experiment
 from bert_jax.data import batches, corpus, draws, pairs
 from bert_jax.data.stream import Stream
-from bert_jax.section import printable
+from bert_jax.errors import printable
 from bert_jax.show import Piece, row_pieces
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training.prepared import Prepared

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bert_jax import hardware
-from bert_jax.section import printable
+from bert_jax.errors import printable
 
 # In the order in which they are shown; the first is what one pays for.
 PARTS = {

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import jax
 from etils import epath
 
-from bert_jax import endings
+from bert_jax import errors
 from bert_jax.config import InputError
 from bert_jax.training import roll_call
 from bert_jax.training.roll_call import Place
@@ -187,14 +187,14 @@ class Peers:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes with one line and one exit code."""
-        line, code = endings.of_error(error)
+        line, code = errors.of_error(error)
         if isinstance(error, jax.errors.JaxRuntimeError) and (lost := _LOST.search(str(error))):
             reason = str(error)[lost.start() :].split("\n")[0][:200]
             line = (
                 f"bert-jax: lost another process ({reason}); start all of them again, the run goes "
                 "on from its newest checkpoint"
             )
-            code = endings.LOST
+            code = errors.LOST
         elif not isinstance(error, InputError | KeyboardInterrupt) and self._failure is None:
             traceback.print_exception(error)
         if not isinstance(error, _Agreed):

@@ -7,7 +7,7 @@ from types import FrameType
 
 from jax.experimental import multihost_utils
 
-from bert_jax.endings import INTERRUPTED
+from bert_jax.errors import INTERRUPTED
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.peers import Peers
 

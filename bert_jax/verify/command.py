@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from etils import epath
 
-from bert_jax import endings, resolve
+from bert_jax import errors, resolve
 from bert_jax.bucket import is_bucket
 from bert_jax.config import Experiment, InputError
 from bert_jax.training.metrics import Lines
@@ -162,9 +162,9 @@ class Verification:
         notes = place.with_name("undisturbed.notes")
         order = Order(None, str(notes), not_finite=tuple(self._not_finite))
         ended = self._children.run("pretrain", place, order)
-        if ended.code != endings.FINISHED:
+        if ended.code != errors.FINISHED:
             said = "; ".join(ended.tail[-1:])
-            if ended.code == endings.BAD_INPUT:
+            if ended.code == errors.BAD_INPUT:
                 _remove(self._folder)
                 raise InputError(said.removeprefix("bert-jax: "))
             raise InputError(

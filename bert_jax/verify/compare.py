@@ -11,7 +11,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.config import Experiment, Mesh
-from bert_jax.section import printable
+from bert_jax.errors import printable
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints

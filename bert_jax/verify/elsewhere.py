@@ -4,7 +4,7 @@ import pathlib
 import signal
 from dataclasses import replace
 
-from bert_jax import endings
+from bert_jax import errors
 from bert_jax.config import Experiment
 from bert_jax.verify import compare
 from bert_jax.verify.children import Children
@@ -72,9 +72,9 @@ def run(
         Death("step", step=2 * compared // 3, process=1),
     )
     stages = (
-        ("2 devices", 2, replace(told, start=1, death=stop), endings.STOPPED),
+        ("2 devices", 2, replace(told, start=1, death=stop), errors.STOPPED),
         ("2 processes", 1, replace(told, start=2, death=kill, processes=2), _KILLED),
-        ("1 device", 1, replace(told, start=3), endings.FINISHED),
+        ("1 device", 1, replace(told, start=3), errors.FINISHED),
     )
     ends = []
     for what, devices, order, code in stages:

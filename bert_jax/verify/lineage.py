@@ -5,7 +5,7 @@ import itertools
 import pathlib
 import signal
 
-from bert_jax import endings
+from bert_jax import errors
 from bert_jax.verify.children import Children, Ended
 from bert_jax.verify.notes import Execution, Notes
 from bert_jax.verify.orders import Death, Order
@@ -69,15 +69,15 @@ class Lineage:
         found = Killed(ended, saved, done, [])
         found.differences += self._batches(executions, saved)
         if done is None:
-            if ended.code != endings.FINISHED:
+            if ended.code != errors.FINISHED:
                 found.differences.append(f"was to be killed and {_ended(ended)}")
             return found
         went_back = notes.rolled_back.get(start)
         self._least = self._whole(one.death, done, went_back)
-        expected = endings.STOPPED if one.death.signal == signal.SIGTERM else -signal.SIGKILL
+        expected = errors.STOPPED if one.death.signal == signal.SIGTERM else -signal.SIGKILL
         # A request to stop that comes in the last step finds the run finished.
-        at_end = expected == endings.STOPPED and done + 1 == len(self._planned)
-        if ended.code != expected and not (at_end and ended.code == endings.FINISHED):
+        at_end = expected == errors.STOPPED and done + 1 == len(self._planned)
+        if ended.code != expected and not (at_end and ended.code == errors.FINISHED):
             found.differences.append(f"was to end with exit code {expected} and {_ended(ended)}")
         return found
 
@@ -86,7 +86,7 @@ class Lineage:
         saved = newest_checkpoint(self.workdir)
         ended, start = self._run(None)
         wrong = self._batches(Notes.read(self.notes).of_start(start), saved)
-        if ended.code != endings.FINISHED:
+        if ended.code != errors.FINISHED:
             wrong.append(f"was to finish and {_ended(ended)}")
         return wrong
 

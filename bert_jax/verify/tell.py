@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from bert_jax.section import printable
+from bert_jax.errors import printable
 from bert_jax.verify.children import Ended
 from bert_jax.verify.compare import Comparison
 from bert_jax.verify.lineage import Killed

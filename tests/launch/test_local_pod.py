@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from small_run import final_state, write_text
 
-from bert_jax import endings, pod, resolve
+from bert_jax import errors, pod, resolve
 from launch import local_pod
 
 
@@ -23,7 +23,7 @@ def cache(tmp_path, monkeypatch):
 def test_an_experiment_is_run_as_it_was_resolved_here(small, cache, tmp_path, capfd):
     words = [str(small), "--workdir", str(tmp_path / "run"), "--processes", "1"]
     words += ["--set", "phases.0.steps=3", "--set", "phases.1.steps=1"]
-    assert local_pod.main([*words, "--set", "run.corpus_dir="]) == endings.FINISHED
+    assert local_pod.main([*words, "--set", "run.corpus_dir="]) == errors.FINISHED
     assert final_state(tmp_path / "run")[0] == 4
     assert "[0] finished: step 4" in capfd.readouterr().out
 
@@ -31,7 +31,7 @@ def test_an_experiment_is_run_as_it_was_resolved_here(small, cache, tmp_path, ca
 def test_a_dry_run_is_a_script_that_holds_it_all(small, cache, tmp_path, capfd):
     workdir = tmp_path / "a run"
     words = [str(small), "--workdir", str(workdir), "--set", "phases.1.steps=9"]
-    assert local_pod.main([*words, "--dry-run", "--processes", "3"]) == endings.FINISHED
+    assert local_pod.main([*words, "--dry-run", "--processes", "3"]) == errors.FINISHED
     script = capfd.readouterr().out
     *files, start = script.splitlines()
     start = shlex.split(start)
@@ -80,9 +80,9 @@ def test_it_is_started_again_after_a_preemption_or_a_loss(
 def test_what_cannot_be_is_refused(words):
     with pytest.raises(SystemExit) as caught:
         local_pod.main(words)
-    assert caught.value.code == endings.BAD_INPUT
+    assert caught.value.code == errors.BAD_INPUT
 
 
 def test_an_experiment_that_is_not_there_is_named(capfd):
-    assert local_pod.main(["nowhere.py"]) == endings.BAD_INPUT
+    assert local_pod.main(["nowhere.py"]) == errors.BAD_INPUT
     assert "nowhere.py" in capfd.readouterr().err

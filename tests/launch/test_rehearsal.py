@@ -13,7 +13,7 @@ import pytest
 import rehearse
 from small_run import EXPERIMENT, final_state, settings, write_text
 
-from bert_jax import endings
+from bert_jax import errors
 from bert_jax.plan import topology
 from launch import jobset, spec
 from launch.verdict import verdict
@@ -95,8 +95,8 @@ def test_a_launched_run_is_preempted_twice_and_ends_as_one_that_was_not(undistur
         assert codes == [code, code], shown
         _, found = cluster.read((at / "manifest.yaml").read_text())
         judged.append((cluster.after(found, codes), verdict(codes)))
-    restart = ("RestartJobSet", endings.STOPPED)
-    assert judged == [restart, restart, ("Completed", endings.FINISHED)]
+    restart = ("RestartJobSet", errors.STOPPED)
+    assert judged == [restart, restart, ("Completed", errors.FINISHED)]
     assert found["spec"]["failurePolicy"]["maxRestarts"] == 2
 
     done = [row for n in range(3) for row in rows(tmp_path / f"{n}" / f"rows-{n}")]

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import tuned
 
-from bert_jax import cli, endings
+from bert_jax import cli, errors
 from bert_jax.config import InputError
 from bert_jax.tasks import command, sweep
 from bert_jax.training.runner import Trainer
@@ -126,7 +126,7 @@ def test_scores_are_told_with_means_over_seeds_and_finished_runs_are_kept(
 
     # Its scores are of this base, and of no other.
     tuned.write_base("other", seed=1)
-    assert run(*axes, base="other") == endings.BAD_INPUT
+    assert run(*axes, base="other") == errors.BAD_INPUT
     assert "holds other weights than those this run adapts" in capsys.readouterr().err
 
 
@@ -156,7 +156,7 @@ def test_a_signal_stops_the_sweep_and_it_goes_on(here, capsys, monkeypatch):
     text = pathlib.Path("task.py").read_text().replace("log_every=4", "log_every=1")
     pathlib.Path("task.py").write_text(text)
     monkeypatch.setattr(command, "finetune", stopped_in_the_second)
-    assert run(*axes) == endings.STOPPED
+    assert run(*axes) == errors.STOPPED
     assert begun == ["all/seed-1", "all/seed-2"]
     record = json.loads(pathlib.Path("all/sweep.json").read_text())
     assert [r["outcome"] for r in record["runs"]] == ["finished", "stopped", ""]
@@ -177,7 +177,7 @@ def test_a_run_that_fails_keeps_none_from_going_on(here, capsys, monkeypatch):
         return "failed" if claim.seed == 1 else outcome
 
     monkeypatch.setattr(command, "finetune", failing)
-    assert run("seed=1,2") == endings.FAILED
+    assert run("seed=1,2") == errors.FAILED
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in out[-5:-3]] == [["1", "failed"], ["2", "4"]]
     assert out[-1].split()[0] == "1"  # run that counts

@@ -1,0 +1,58 @@
+"""Errors that users see in one line, and the exit codes of commands."""
+
+FINISHED, FAILED, BAD_INPUT = 0, 1, 2
+UNAVAILABLE, STOPPED, INTERRUPTED, LOST = 74, 75, 130, 134
+
+EXIT_CODES = """\
+exit codes:
+  0    finished
+  1    failure; of doctor: a problem was found; of conformance: a rule is broken; of checkpoints:
+       one is damaged; of verify-resume: something differs
+  2    bad input or usage
+  74   the machine or the network failed (a bucket out of reach, a host that did not arrive, a
+       hang, a full disk); run again to go on, as every launcher does
+  75   stopped on request with the state saved; run again to go on
+  130  Ctrl-C before training, or a second one during it
+  134  of a run in several processes: another of them, or the coordinator, was lost
+"""
+
+
+class InputError(Exception):
+    """Bad input or usage. The message is one line: what is at fault, where, and what to do.
+
+    It stays one line whatever file names, text and errors of others it quotes.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class Unavailable(Exception):
+    """A machine or a network that fails for now; the same command, run again, may succeed.
+
+    The message is one line, as of `InputError`.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """Returns the text with control characters as escapes: a corpus may hold terminal commands."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def of_error(error: BaseException) -> tuple[str, int]:
+    """Returns the line that is printed for an error, and the exit code."""
+    if isinstance(error, InputError):
+        return f"bert-jax: {error}", BAD_INPUT
+    if isinstance(error, Unavailable):
+        return f"bert-jax: {error}", UNAVAILABLE
+    if isinstance(error, KeyboardInterrupt):
+        return "bert-jax: interrupted", INTERRUPTED
+    message = printable(str(error).strip().split("\n")[0][:300])
+    return (
+        f"bert-jax: internal error: {type(error).__name__}: {message}; run again with --debug for "
+        "the traceback",
+        FAILED,
+    )

@@ -1,0 +1,1 @@
+"""Files of runs and corpora: on this machine, and mirrored in buckets."""

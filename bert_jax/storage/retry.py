@@ -1,0 +1,159 @@
+"""Errors of networks and machines that pass, and trying again until they have.
+
+The one place that knows them. Clients of buckets (gcsfs, aiohttp, google-auth), TensorStore below
+Orbax and the operating system each have their own words for the same few faults.
+"""
+
+import errno
+import http.client
+import random
+import re
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from bert_jax.errors import InputError, Unavailable
+
+T = TypeVar("T")
+
+# Seconds: the first wait, the longest, and how long a fault may last before a command gives up.
+FIRST_WAIT, LONGEST_WAIT, GIVE_UP = 0.5, 30.0, 600.0
+
+_ERRNO_NAMES = (
+    *("ESTALE", "EIO", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "EBUSY", "ENOBUFS", "ENOLCK"),
+    *("ETIMEDOUT", "EPIPE", "ENETDOWN", "ENETUNREACH", "ENETRESET", "ECONNABORTED"),
+    *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO"),
+)
+_ERRNO = frozenset(getattr(errno, name) for name in _ERRNO_NAMES if hasattr(errno, name))
+# Of HTTP: too slow, too many requests, the server's own.
+_STATUS = frozenset({408, 429, *range(500, 600)})
+# A token that expired is answered so until it is renewed; so is an account without rights.
+_DENIED = frozenset({401, 403})
+_CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3")
+_TRANSPORT = re.compile(
+    r"(Connect|Connection|Transport|Timeout|Payload|Disconnected|Retry|Refresh|OSError|DNS)"
+)
+# As TensorStore and gRPC write them into the text of a ValueError or a RuntimeError.
+_TEXT = re.compile(
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL: .*HTTP)\b"
+    r"|HTTP response code: (408|429|5\d\d)"
+    r"|CURL error|Cannot connect|[Cc]onnection (reset|refused|aborted|closed)|[Tt]imed out"
+    r"|Stale file handle|Input/output error|Too many open files|Temporary failure in name"
+)
+_TEXT_DENIED = re.compile(r"\b(UNAUTHENTICATED|PERMISSION_DENIED)\b|HTTP response code: (401|403)")
+
+
+def is_transient(error: BaseException) -> bool:
+    """Returns whether an error, or one that it came from, is the network's or the machine's.
+
+    Rights that are refused are not among them; see `is_denied`.
+    """
+    return any(map(_is_transient, _chain(error)))
+
+
+def is_denied(error: BaseException) -> bool:
+    """Returns whether a bucket refused rights: none were given, or a token has expired.
+
+    Until a bucket has been used with success it is bad input; from then on it passes.
+    """
+    return any(_status(e) in _DENIED or _says(e, _TEXT_DENIED) for e in _chain(error))
+
+
+def again(
+    work: Callable[[], T],
+    where: str,
+    *,
+    denied: str = "wait",
+    seconds: float = GIVE_UP,
+    say: Callable[[str], None] | None = None,
+) -> T:
+    """Does the work, again after each passing fault, with growing waits.
+
+    Args:
+      work: is called again from its start, so it must be repeatable.
+      where: what is read or written; begins the messages.
+      denied: `wait` takes refused rights for a token that will be renewed; `refuse` for bad input.
+      seconds: how long faults may follow one another.
+      say: is told, once, that there is something to wait for.
+
+    Raises:
+      InputError: rights are refused, and `denied` is `refuse`.
+      Unavailable: faults lasted longer than `seconds`.
+      Exception: what `work` raised, if it does not pass.
+    """
+    deadline = time.monotonic() + seconds
+    wait = FIRST_WAIT
+    said = False
+    while True:
+        try:
+            return work()
+        except Exception as error:
+            refused = is_denied(error)
+            if refused and denied == "refuse":
+                raise InputError(f"{where}: may not be used ({_reason(error)})") from error
+            if not refused and not is_transient(error):
+                raise
+            if time.monotonic() + wait > deadline:
+                raise Unavailable(
+                    f"{where}: out of reach for {seconds:.0f} seconds ({_reason(error)}); run "
+                    "again to go on"
+                ) from error
+            if say is not None and not said and wait > 4 * FIRST_WAIT:
+                say(f"{where}: out of reach ({_reason(error)}); trying again")
+                said = True
+        # Not all hosts of a pod at the same moment.
+        time.sleep(wait * random.uniform(0.5, 1.0))
+        wait = min(2 * wait, LONGEST_WAIT)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those it was raised from, the outermost first."""
+    current: BaseException | None = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__
+
+
+def _is_transient(error: BaseException) -> bool:
+    if isinstance(error, InputError):
+        return False
+    if isinstance(error, Unavailable | TimeoutError | ConnectionError | ssl.SSLError):
+        return True
+    if isinstance(error, http.client.HTTPException):
+        return True
+    status = _status(error)
+    if status:
+        return status in _STATUS
+    if isinstance(error, OSError) and error.errno in _ERRNO:
+        return True
+    module = type(error).__module__.partition(".")[0]
+    if module == "socket" or type(error).__name__ == "gaierror":
+        return True
+    if module in _CLIENTS and _TRANSPORT.search(type(error).__name__):
+        return True
+    return _says(error, _TEXT)
+
+
+def _status(error: BaseException) -> int:
+    """The HTTP status that a client's error carries; 0 for none."""
+    if type(error).__module__.partition(".")[0] not in _CLIENTS:
+        return 0
+    for name in ("status", "code", "status_code"):
+        value = getattr(error, name, None)
+        if isinstance(value, int | str) and str(value).isdecimal():
+            return int(value)
+    return 0
+
+
+def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
+    """Whether an error that has no kind of its own says so in its text."""
+    plain = isinstance(error, OSError | ValueError | RuntimeError) or type(error) is Exception
+    return plain and bool(pattern.search(str(error)))
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0][:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,104 @@
+"""Which errors pass, and how long one waits for them."""
+
+import errno
+import socket
+
+import pytest
+
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage import retry
+
+PASSES = [
+    OSError(errno.ESTALE, "Stale file handle"),
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.EMFILE, "Too many open files"),
+    ConnectionResetError("reset by peer"),
+    TimeoutError(),
+    socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+    ValueError("UNAVAILABLE: Error opening kvstore"),
+    ValueError("DEADLINE_EXCEEDED: GCS request"),
+    RuntimeError("HTTP response code: 503 with body 'try later'"),
+    Unavailable("elsewhere"),
+]
+STAYS = [
+    OSError(errno.ENOENT, "No such file or directory"),
+    FileNotFoundError("gone"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    ValueError("NOT_FOUND: no manifest"),
+    ValueError("Error reading array index"),
+    InputError("bad"),
+    KeyError("x"),
+]
+
+
+def raised_from(cause):
+    error = ValueError("Failed to load the checkpoint")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("error", PASSES, ids=repr)
+def test_an_error_of_the_network_or_the_machine_passes(error):
+    assert retry.is_transient(error)
+    assert retry.is_transient(raised_from(error))
+
+
+@pytest.mark.parametrize("error", STAYS, ids=repr)
+def test_any_other_error_stays(error):
+    assert not retry.is_transient(error)
+    assert not retry.is_transient(raised_from(error))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 408, 412, 429, 500, 503])
+def test_statuses_of_gcsfs(status):
+    gcsfs_retry = pytest.importorskip("gcsfs.retry")
+    error = gcsfs_retry.HttpError({"code": status, "message": "said so"})
+    assert retry.is_transient(error) == (status in (408, 429, 500, 503))
+    assert retry.is_denied(error) == (status in (401, 403))
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The clock, which waiting alone moves; gives the waits."""
+    found = []
+    monkeypatch.setattr(retry.time, "monotonic", lambda: sum(found))
+    monkeypatch.setattr(retry.time, "sleep", found.append)
+    return found
+
+
+def failing(times, error):
+    left = [error] * times
+
+    def work():
+        if left:
+            raise left.pop()
+        return "done"
+
+    return work
+
+
+def test_what_fails_for_a_while_is_done_in_the_end_with_growing_waits(waits):
+    said = []
+    assert retry.again(failing(6, PASSES[0]), "gs://b/x", say=said.append) == "done"
+    assert len(waits) == 6 and waits[-1] > 5 * waits[0]
+    assert len(said) == 1 and "gs://b/x" in said[0]
+
+
+def test_what_fails_for_long_is_unavailable(waits):
+    with pytest.raises(Unavailable, match=r"gs://b/x: out of reach for 60 seconds"):
+        retry.again(failing(1000, TimeoutError()), "gs://b/x", seconds=60)
+    assert 30 < sum(waits) <= 60
+
+
+def test_what_does_not_pass_is_raised_at_once(waits):
+    with pytest.raises(KeyError):
+        retry.again(failing(1, KeyError("x")), "gs://b/x")
+    assert not waits
+
+
+def test_rights_that_are_refused_are_bad_input_at_first_and_pass_later(waits):
+    denied = ValueError("PERMISSION_DENIED: no access")
+    with pytest.raises(InputError, match="may not be used"):
+        retry.again(failing(1, denied), "gs://b/x", denied="refuse")
+    assert not waits
+    assert retry.again(failing(3, denied), "gs://b/x") == "done"
