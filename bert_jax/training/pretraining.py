@@ -266,7 +266,7 @@ class PretrainingJob:
     def watched(self, params: Any) -> list[dict[str, Any]]:
         """What the model says of a few sentences."""
         params = watch.on_one_device(params, self._mesh)
-        return self._watched.predict(params) if self._peers.leads else []
+        return [] if params is None else self._watched.predict(params)
 
     def how_to_see(self, step: int) -> str:
         """See `Job`."""
