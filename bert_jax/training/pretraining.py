@@ -157,7 +157,7 @@ class PretrainingJob:
         if processes == 1:
             return
         prepared = Prepared.open(folder)
-        corpus.open_stream(folder, "validation")
+        corpus.open_stream(prepared.folder, "validation")
         for phase in range(len(claim.phases)):
             prepared.train_batches(claim, phase)
 
