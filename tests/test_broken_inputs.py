@@ -18,7 +18,7 @@ from broken import (
     write,
 )
 
-from bert_jax import workdir
+from bert_jax.storage import workdir
 from bert_jax.text import tokenizer
 
 JSONL = "--set corpus.sources=jsonl:a.jsonl"

@@ -11,6 +11,7 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Mesh, Model
 from bert_jax.data import corpus
 from bert_jax.model import flops
+from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluate as evaluate_lib
 from bert_jax.training import feed, session, watch
@@ -22,7 +23,6 @@ from bert_jax.training.objective import Pretraining
 from bert_jax.training.peers import Peers
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir
 
 
 class Probes(Protocol):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from bert_jax import resolve
+from bert_jax.storage.workdir import DiskFull, Workdir, write_atomic
 from bert_jax.training import divergence, metrics, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.beginning import Beginning, Beginnings
@@ -29,7 +30,6 @@ from bert_jax.training.peers import Peers
 from bert_jax.training.profile import Profile
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import Pulse, StopRequest
-from bert_jax.workdir import DiskFull, Workdir, write_atomic
 
 Outcome = Literal["finished", "stopped", "failed"]
 

@@ -11,10 +11,10 @@ from compare import assert_identical
 from small_run import final_state, pretrain, write_text
 
 from bert_jax.data import batches
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training import divergence, evaluate, metrics, step
 from bert_jax.training.beginning import Beginnings
 from bert_jax.training.runner import Trainer
-from bert_jax.workdir import Workdir
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from small_run import EXPERIMENT, settings, write_text
 
-from bert_jax.workdir import sealed
+from bert_jax.storage.workdir import sealed
 
 ROOT = pathlib.Path(__file__).parents[2]
 MEMBER = pathlib.Path(__file__).parent / "pod_member.py"

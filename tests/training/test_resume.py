@@ -113,7 +113,7 @@ def test_a_second_interrupt_leaves_at_once(undisturbed, tmp_path):
 def test_two_runs_in_one_workdir_are_refused(undisturbed):
     from etils import epath
 
-    from bert_jax.workdir import lock
+    from bert_jax.storage.workdir import lock
 
     folder, file, _ = undisturbed
     workdir = folder / "undisturbed"
