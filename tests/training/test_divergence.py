@@ -147,8 +147,8 @@ def test_fewer_bad_steps_are_passed_over(text, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("at", "every", "why"),
     [
-        (6, 4, "since 2 steps up to it have no finite loss"),
         (8, 5, "since it has to go back over the steps 5 to 7"),
+        pytest.param(*(6, 4, "since 2 steps up to it have no finite loss"), marks=pytest.mark.long),
     ],
 )
 def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
@@ -230,6 +230,7 @@ def test_a_checkpoint_found_damaged_in_a_roll_back_is_saved_anew(text, tmp_path,
     assert_identical(final_state(tmp_path / "w")[1], final_state(tmp_path / "reference")[1])
 
 
+@pytest.mark.long
 def test_a_stop_in_the_last_step_of_a_run_that_has_to_go_back_is_no_end(
     text, tmp_path, monkeypatch
 ):

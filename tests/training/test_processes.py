@@ -219,6 +219,7 @@ def test_other_settings_on_one_host_end_all_with_the_same_line(text, tmp_path):
     assert not workdir.exists(), "nothing half-written is left"
 
 
+@pytest.mark.long
 def test_another_corpus_on_one_host_ends_all_with_the_same_line(text, tmp_path):
     """Each host has a folder of its own at the same path."""
     folder, file = text
@@ -240,6 +241,7 @@ def test_another_corpus_on_one_host_ends_all_with_the_same_line(text, tmp_path):
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.long
 def test_a_workdir_that_is_not_shared_is_named(text, tmp_path):
     folder, file = text
     (tmp_path / "0").mkdir()
@@ -254,6 +256,7 @@ def test_a_workdir_that_is_not_shared_is_named(text, tmp_path):
     assert not list(tmp_path.glob("*/*"))
 
 
+@pytest.mark.long
 def test_an_error_in_the_text_ends_all_with_the_same_line(text, tmp_path):
     """`prepare` runs in process 0 alone."""
     folder, file = text
@@ -267,6 +270,7 @@ def test_an_error_in_the_text_ends_all_with_the_same_line(text, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_process_that_never_arrives_is_named(text, tmp_path):
     folder, file = text
     code, lines = pod(
@@ -279,6 +283,7 @@ def test_a_process_that_never_arrives_is_named(text, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_is_named_and_ends_the_pod(victim, text, tmp_path):
     folder, file = text
@@ -309,6 +314,7 @@ def test_a_hang_ends_with_the_line_that_hangs(text, tmp_path):
     assert any("process 1 stood at" in line and "pod_member.py" in line for line in last)
 
 
+@pytest.mark.long
 def test_a_failure_during_training_ends_all_with_its_line(text, tmp_path):
     """The others wait for it in a computation."""
     folder, file = text
