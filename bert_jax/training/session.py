@@ -74,6 +74,7 @@ def _run(
     pulse.beat(times=2)
     mesh = mesh_lib.make_mesh(job.claim.mesh)
     job.require_runnable(mesh)
+    peers.connect(mesh)
     _keep_freed_memory()
     keep_compiled_programs()
     clock = Clock(hardware.peak_flops(job.compute_dtype))

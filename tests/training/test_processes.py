@@ -247,7 +247,7 @@ def test_a_process_that_never_arrives_is_named(text, tmp_path):
         folder, "absent", 2, "1 0 absent", "pretrain", file, "--workdir", tmp_path / "w",
         flags=("--arrive-within", 4),
     )  # fmt: skip
-    assert code == 2
+    assert code == 74
     assert "process 1 of 2 did not arrive within 4 seconds" in said(lines, 0)[0]
     assert lines[-2:] == ["pod: process 1 never arrived; its last lines:", "pod: [1] on my way"]
     assert list(tmp_path.iterdir()) == []
@@ -277,7 +277,7 @@ def test_a_hang_ends_with_the_line_that_hangs(text, tmp_path):
         folder, "hang", 2, "1 8 hang", "pretrain", file, "--workdir", tmp_path / "w",
         flags=("--hang-after", 25),
     )  # fmt: skip
-    assert code == 1
+    assert code == 74
     last = [line for line in lines if line.startswith("pod: ")]
     assert last[0] == "pod: a hang: nothing was done for 25 seconds"
     assert any("process 1 stood at" in line and "pod_member.py" in line for line in last)
