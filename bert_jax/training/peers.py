@@ -148,8 +148,18 @@ class Peers:
           facts: of this process, by name.
           remedy: what to do about a difference.
         """
+        self.agree(f"{what}, compared", self.difference(what, facts, remedy))
+
+    def difference(self, what: str, facts: Mapping[str, str], remedy: str) -> str:
+        """A complaint, the same on all processes, if one has other facts than process 0; else "".
+
+        Args:
+          what: names the place.
+          facts: of this process, by name.
+          remedy: what to do about a difference.
+        """
         if self.count == 1:
-            return
+            return ""
         if self.leads:
             self._tell(f"{what}/facts", json.dumps([self._me, dict(facts)]))
         leader, theirs = json.loads(self._ask(f"{what}/facts", self._limit, 0))
@@ -159,7 +169,7 @@ class Peers:
             if facts.get(name) != theirs.get(name)
         ]
         more = f" and {len(changed) - _FEW} more" if len(changed) > _FEW else ""
-        self.agree(
+        return self.complaint(
             what,
             f"{self._me} differs from {leader}: {'; '.join(changed[:_FEW])}{more}; {remedy}"
             if changed

@@ -1,5 +1,6 @@
 """A checkpoint is what was saved, or it is named, put aside, and the one before is used."""
 
+import errno
 import json
 import pathlib
 import random
@@ -19,6 +20,9 @@ from small_run import final_state, pretrain, write_text
 
 from bert_jax import predict
 from bert_jax.config import InputError, Run
+from bert_jax.errors import Unavailable
+from bert_jax.storage import retry
+from bert_jax.training import checkpoint
 from bert_jax.training.checkpoint import Checkpoints, Damaged
 from bert_jax.training.checksums import checksums
 from bert_jax.training.objective import Pretraining
@@ -168,25 +172,89 @@ def test_a_kill_while_newer_ones_are_removed_leaves_no_half_one(run, monkeypatch
     assert not list((run / "checkpoints").glob("*"))
 
 
-def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(finished, run, monkeypatch):
-    """Nor is one for which there is too little memory."""
-    file, _ = finished
-    from bert_jax.training import checkpoint
-
-    for error, words in (
-        (ValueError("PERMISSION_DENIED: Error opening state"), "cannot be read now"),
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("PERMISSION_DENIED: Error opening state"), "may not be used"),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "too little memory"),
-    ):
+    ],
+)
+def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(
+    error, words, finished, run, monkeypatch
+):
+    """Nor is one for which there is too little memory."""
+    monkeypatch.setattr(checkpoint.ocp, "load", failing(error))
+    with pytest.raises(InputError, match=words) as refused:
+        newest_state(run)
+    assert not isinstance(refused.value, Damaged)
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
 
-        def fail(*_, error=error):
-            raise error
 
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint.ocp, "load", fail)
-            with pytest.raises(InputError, match=words) as refused:
-                pretrain(file, run, "run.keep_best=0")
-        assert not isinstance(refused.value, Damaged)
-        assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
+def failing(*errors: Exception, then=None):
+    """A function that raises these one after the other, and then does what `then` does."""
+    left = list(errors)
+
+    def fail(*args, **kwargs):
+        if then is None or left:
+            raise left.pop(0) if then else errors[0]
+        return then(*args, **kwargs)
+
+    return fail
+
+
+PASSING = [
+    OSError(errno.ESTALE, "Stale file handle"),
+    OSError(errno.EMFILE, "Too many open files"),
+    ConnectionResetError("reset by peer"),
+    TimeoutError(),
+    ValueError("UNAVAILABLE: Error reading state: HTTP response code: 503"),
+    ValueError("RESOURCE_EXHAUSTED: Cannot allocate memory"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=str)
+def test_a_fault_that_passes_while_one_is_read_damages_nothing(error, finished, run, monkeypatch):
+    """Of its metadata, of its arrays, and of the list of checkpoints."""
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    with monkeypatch.context() as patch:
+        for owner, name in (
+            (checkpoint.ocp, "load"),
+            (checkpoint.ocp, "metadata"),
+            (checkpoint, "checkpoint_steps"),
+        ):
+            patch.setattr(owner, name, failing(error, error, error, then=getattr(owner, name)))
+        assert newest_state(run)[0] == 22
+
+
+def test_a_storage_that_stays_away_is_unavailable_and_nothing_is_renamed(
+    finished, run, monkeypatch
+):
+    file, _ = finished
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(retry.again, "__kwdefaults__", retry.again.__kwdefaults__ | {"seconds": 1})
+    monkeypatch.setattr(checkpoint.ocp, "load", failing(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(Unavailable, match="out of reach for 1 seconds"):
+        pretrain(file, run, "run.keep_best=0")
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
+
+
+def test_a_fault_nobody_knows_damages_nothing_if_it_does_not_come_again(run, monkeypatch):
+    monkeypatch.setattr(checkpoint.ocp, "load", failing(KeyError("x"), then=checkpoint.ocp.load))
+    assert newest_state(run)[0] == 22
+
+
+def test_files_that_cannot_be_read_plainly_are_not_taken_for_damaged(run, monkeypatch):
+    """Orbax's word may be anything."""
+
+    def away(folder, part):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(retry.again, "__kwdefaults__", retry.again.__kwdefaults__ | {"seconds": 1})
+    monkeypatch.setattr(checkpoint, "_read_plainly", away)
+    cut_off(run / "checkpoints" / "22")
+    with pytest.raises(Unavailable):
+        newest_state(run)
 
 
 def test_a_checkpoint_of_another_format_is_named(finished, run):
