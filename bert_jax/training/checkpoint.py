@@ -460,7 +460,7 @@ class Checkpoints:
             self._remove_unfinished()
             reason = str(error).split("\n")[0][:200]
             raise Unavailable(
-                f"{self._folder}: a checkpoint could not be written ({reason}); run again to go on"
+                f"{self._folder}: a checkpoint could not be written for now ({reason})"
             ) from error
 
     def close(self) -> None:

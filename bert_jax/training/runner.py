@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from bert_jax import resolve
+from bert_jax.errors import Unavailable
+from bert_jax.storage import retry
 from bert_jax.training import divergence, metrics, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.beginning import Beginning, Beginnings
@@ -91,7 +93,8 @@ class Trainer:
         """
         total = self.job.total_steps
         with contextlib.ExitStack() as stack:
-            saved = Checkpoints(self.workdir.checkpoints, self.claim.run, "write")
+            folder, run, say = self.workdir.checkpoints, self.claim.run, self.progress.say
+            saved = Checkpoints(folder, run, "write", say)
             stack.enter_context(saved)
             stack.enter_context(self.peers.at_once(forget))
             stack.enter_context(mesh_lib.named_memory())
@@ -120,6 +123,7 @@ class Trainer:
                 with self.clock.waiting("checkpoint"):
                     if not self.failed and self.saved_step != self.done:
                         self._save(saved, state, window)
+                    self._finish_saving(saved, state, window)
                     stack.close()  # here, so that the last save's end is counted
                 # After the save, for which one that is asked to stop may have little time.
                 self.profile.end()
@@ -373,13 +377,46 @@ class Trainer:
             saved.finish()
         except DiskFull as error:  # the one before; what it took is free again
             self._not_saved(error)
+        except Unavailable as error:
+            self._lost(error)  # this one takes its place
         try:
             # Before the checkpoint that will not write them again.
             self._flush_lines()
-            saved.save(self.done, state, metadata, evaluated.get("loss"))
+            self._outlast(lambda: saved.save(self.done, state, metadata, evaluated.get("loss")))
             self.saved_step, self.kept = self.done, "saved"
         except DiskFull as error:
             self._not_saved(error)
+
+    def _finish_saving(
+        self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]
+    ) -> None:
+        """Waits for the last save; one that was lost to a passing fault is made again."""
+        try:
+            saved.finish()
+        except Unavailable as error:
+            self._lost(error)
+            if self.failed:
+                raise
+
+            def save() -> None:
+                if self.done not in saved.steps:  # what failed may be the removal of an old one
+                    self._save(saved, state, window)
+                    saved.finish()
+
+            self._outlast(save)
+
+    def _lost(self, error: Unavailable) -> None:
+        """One process goes on without a checkpoint that could not be written for now."""
+        if self.peers.count > 1:  # the others wait for it, inside Orbax
+            raise error
+        self.progress.say(f"step {self.done}: {error}")
+
+    def _outlast(self, work: Callable[[], None]) -> None:
+        """Does the work, again after each passing fault; once in several processes, see `_lost`."""
+        if self.peers.count > 1:
+            work()
+        else:
+            retry.again(work, f"{self.workdir.checkpoints}", say=self.progress.say)
 
     def _not_saved(self, error: DiskFull) -> None:
         if self.claim.run.when_disk_is_full == "stop" or self.peers.count > 1:

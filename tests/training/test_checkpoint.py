@@ -1,6 +1,7 @@
 """A checkpoint is what was saved, or it is named, put aside, and the one before is used."""
 
 import errno
+import itertools
 import json
 import pathlib
 import random
@@ -16,6 +17,7 @@ from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint._src.path import atomicity
 from small_run import final_state, pretrain, write_text
 
 from bert_jax import predict
@@ -238,6 +240,40 @@ def test_a_storage_that_stays_away_is_unavailable_and_nothing_is_renamed(
     assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
 
 
+def now_and_then(function):
+    """The function, of whose calls the second and third fail, and the last of a run.
+
+    A run saves six times; where failing calls are made again at once, it calls more often.
+    """
+    calls = itertools.count(1)
+
+    def fail(*args, **kwargs):
+        if next(calls) in (2, 3, 6, 8):
+            raise OSError(errno.EIO, "Input/output error")
+        return function(*args, **kwargs)
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(checkpoint.ocp.training.Checkpointer, "save_async"), (atomicity, "on_commit_callback")],
+)
+def test_a_save_that_fails_for_a_while_is_made_up_for(owner, name, finished, tmp_path, monkeypatch):
+    """At its beginning, and behind the next steps, where a later one takes its place."""
+    file, undisturbed = finished
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(owner, name, now_and_then(getattr(owner, name)))
+    outcome, shown = pretrain(file, tmp_path / "w", "run.keep_best=0")
+    assert outcome == "finished"
+    names = {p.name for p in (tmp_path / "w" / "checkpoints").iterdir()}
+    assert "22" in names and all(name.isdecimal() for name in names)
+    assert_identical(final_state(tmp_path / "w")[1], final_state(undisturbed)[1])
+    lines = (tmp_path / "w" / "metrics.jsonl").read_bytes()
+    assert lines == (undisturbed / "metrics.jsonl").read_bytes()
+    assert name == "save_async" or "a checkpoint could not be written for now" in shown
+
+
 def test_a_fault_nobody_knows_damages_nothing_if_it_does_not_come_again(run, monkeypatch):
     monkeypatch.setattr(checkpoint.ocp, "load", failing(KeyError("x"), then=checkpoint.ocp.load))
     assert newest_state(run)[0] == 22
@@ -288,7 +324,24 @@ def test_every_flipped_bit_is_found(finished, run):
     assert refused > 1
 
 
-def newest_state(run: pathlib.Path) -> tuple[int, dict]:
+def test_checksums_are_computed_once_all_have_read(run, monkeypatch):
+    """Else one that could not read would leave the others waiting in a computation."""
+    seen = []
+
+    def agreed(what: str, complaint: str) -> str:
+        seen.append(what)
+        return "another could not" if what == "22 read" else complaint
+
+    def counted(tree):
+        seen.append("checksums")
+        return checksums(tree)
+
+    monkeypatch.setattr(checkpoint, "checksums", counted)
+    assert newest_state(run, agreed)[0] == 20
+    assert seen == ["22 read", "20 read", "checksums", "20 checked"]
+
+
+def newest_state(run: pathlib.Path, *agreed) -> tuple[int, dict]:
     from bert_jax import resolve
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.step import abstract_state
@@ -299,7 +352,7 @@ def newest_state(run: pathlib.Path) -> tuple[int, dict]:
         Pretraining(experiment.model), experiment.optimizer, experiment.mesh, mesh
     )
     with Checkpoints(epath.Path(run / "checkpoints"), Run(), "read") as saved:
-        found = saved.newest(abstract)
+        found = saved.newest(abstract, None, *agreed)
     return found.step, jax.device_get(found.state)
 
 
