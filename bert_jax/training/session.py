@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import bert_jax
 from bert_jax import hardware, resolve
+from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics
@@ -74,9 +75,9 @@ def _run(
     pulse.beat(times=2)
     mesh = mesh_lib.make_mesh(job.claim.mesh)
     job.require_runnable(mesh)
-    peers.connect(mesh)
     _keep_freed_memory()
-    keep_compiled_programs()
+    keep_compiled_programs(workdir.root / "compiled" if is_bucket(workdir.root) else None)
+    peers.connect(mesh)
     clock = Clock(hardware.peak_flops(job.compute_dtype))
     with _held(job, workdir, peers) as forget:
         peers.require_shared(workdir.root)

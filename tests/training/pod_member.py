@@ -1,11 +1,11 @@
 """`pod_member.py FOLDER WHO STEP WHAT ARGS...`: `bert-jax ARGS` that notes down its rows.
 
-Before step STEP process WHO does WHAT: `hang`, `fail`, or gets the signal of that name; `late` comes
-to it 40 seconds after the others; `none` is nothing; `absent` never comes at all; `blind` fails to
-read checkpoints three times, `blinded` always; `poison` makes three steps from STEP on have no
-finite loss, on all processes. Each process writes a line (step, row, hash of all that the row holds)
-for each row of its devices to FOLDER. In ARGS $JAX_PROCESS_ID is the process's number, and
-`@chdir F` leads the command to run in F/NUMBER: as hosts have disks of their own.
+Before step STEP process WHO does WHAT: `hang`, `fail`, or gets the signal of that name; `late`
+comes to it 40 seconds after the others; `none` is nothing; `absent` never comes at all; `blind`
+fails to read checkpoints three times, `blinded` always; `poison` makes three steps from STEP on
+have no finite loss, on all processes. Each process writes a line (step, row, hash of all that the
+row holds) for each row of its devices to FOLDER. In ARGS $JAX_PROCESS_ID is the process's number,
+and `@chdir F` leads the command to run in F/NUMBER: as hosts have disks of their own.
 """
 
 import errno
