@@ -45,6 +45,8 @@ _LOST = re.compile(r"Gloo|NCCL|Connection (closed|reset)|Socket closed|UNAVAILAB
 _BROKEN = re.compile(
     r"^(INTERNAL|DATA_LOSS|ABORTED|CANCELLED|UNKNOWN|UNAVAILABLE|DEADLINE_EXCEEDED)\b"
 )
+# How a TPU says that its arithmetic differs from one time to the next.
+_CORRUPT = re.compile(r"\bsdc\b|silent data corruption", re.IGNORECASE)
 _COMPILER = re.compile(r"[Cc]ompil|Mosaic|lower")  # which refuses the same program every time
 _FEW = 4  # differences that are named
 
@@ -328,12 +330,12 @@ def named_fault(error: BaseException) -> BaseException:
     What the compiler refuses it refuses every time, and memory that does not suffice never will.
     """
     text = str(error)
-    if (
-        isinstance(error, RuntimeError)
-        and _BROKEN.search(text)
-        and not (text.startswith("INTERNAL") and _COMPILER.search(text))
-    ):
-        reason = text.split("\n")[0][:200]
+    reason = text.split("\n")[0][:200]
+    if not isinstance(error, RuntimeError):
+        return error
+    if _CORRUPT.search(text):
+        return Unavailable(f"a chip failed its check ({reason}); run again on another machine")
+    if _BROKEN.search(text) and not (text.startswith("INTERNAL") and _COMPILER.search(text)):
         return Unavailable(f"a device or its driver failed ({reason}); run again to go on")
     return error
 

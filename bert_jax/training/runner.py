@@ -198,14 +198,12 @@ class Trainer:
         """Steps of the phase that is on, until its end or a request to stop."""
         claim, run = self.claim, self.claim.run
         stretch = self.job.stretch(self.done)
-        train_step = step.make_train_step(
-            self.job.objective,
-            self.job.optimizer,
-            claim.mesh,
-            claim.mesh.accumulation_of(stretch.number),
-            self.job.total_steps,
-            self.mesh,
-        )
+        parts = claim.mesh.accumulation_of(stretch.number)
+        of = (self.job.objective, self.job.optimizer, claim.mesh, parts, self.job.total_steps)
+        train_step = checked_step = step.make_train_step(*of, self.mesh)
+        if run.check_every:
+            options = step.self_checks(self.mesh.devices.flat[0].device_kind)
+            checked_step = step.make_train_step(*of, self.mesh, options)
         key = step.phase_key(self.job.objective.model, claim.seed, stretch.number)
         feed = Feed(
             stretch.batch,
@@ -216,18 +214,23 @@ class Trainer:
             run.prefetch_batches,
             run.data_workers,
         )
-        # The first call compiles, or finds what was compiled before.
-        calling = self.clock.waiting("compilation")
         last = stretch.first + stretch.steps
-        self.pulse.beat(times=2)
+        called: set[Any] = set()
         with feed:
             while self.done < last and not (stop.requested or self._went_wrong):
                 with self.profile.step(self.done, state):
                     with self.clock.waiting("data"):
                         batch = next(feed)
+                    check = run.check_every and self.done % run.check_every == 0
+                    one_step = checked_step if check else train_step
+                    calling = contextlib.nullcontext()
+                    if one_step not in called:
+                        # It compiles, or finds what was compiled before.
+                        called.add(one_step)
+                        self.pulse.beat(times=2)
+                        calling = self.clock.waiting("compilation")
                     with calling:
-                        state, window = train_step(state, window, batch, key, self.job.fixed)
-                calling = contextlib.nullcontext()
+                        state, window = one_step(state, window, batch, key, self.job.fixed)
                 self.under_way.append(jnp.copy(state["step"]))
                 if len(self.under_way) > _AHEAD:
                     jax.block_until_ready(self.under_way.popleft())

@@ -142,6 +142,7 @@ def test_a_process_that_is_cut_off_may_report_again(address):
     [
         (RuntimeError("INTERNAL: Core halted unexpectedly: scheck failed"), True),
         (jax.errors.JaxRuntimeError("DATA_LOSS: HBM ECC"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: SDC checker: compiled program differs"), True),
         (jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile TPU kernel"), False),
         (jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Executable expected parameter"), False),
         (ValueError("INTERNAL: no device said this"), False),
