@@ -44,6 +44,7 @@ ALLOWED = {
     "model": {"config"},
     "training": {
         "bucket",
+        "storage",
         "section",
         "config",
         "resolve",

@@ -92,6 +92,7 @@ class Checkpoints:
         silence.keep()
         self._folder, self._access, self._say = folder, access, say
         self._kept = Kept(run)
+        self._was_allowed = False
         self._opened: ocp.training.Checkpointer | None = None
 
     @property
@@ -403,10 +404,11 @@ class Checkpoints:
 
     def _again(self, work: Callable[[], T]) -> T:
         """Does what can be repeated with the folder, again after each passing fault."""
-        # Listing or reading comes first, so that rights to a bucket are known to have been there.
-        denied = "wait" if is_bucket(self._folder) else "refuse"
         with named_errors(self._folder):
-            return retry.again(work, str(self._folder), denied=denied, say=self._say)
+            denied = "wait" if self._was_allowed else "refuse"
+            done = retry.again(work, str(self._folder), denied=denied, say=self._say)
+        self._was_allowed = is_bucket(self._folder)  # whose tokens expire
+        return done
 
     def _read(self, step: int, part: Literal["metadata", "all"], read: Callable[[], T]) -> T:
         """Reads something of a checkpoint, again after each passing fault.

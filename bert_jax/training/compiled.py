@@ -20,7 +20,7 @@ _COMPILED_SECONDS = 30 * 24 * 3600
 _ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 
 
-def keep_compiled_programs(shared: epath.Path | None) -> None:
+def keep_compiled_programs(shared: epath.Path | None = None) -> None:
     """Keeps what is compiled from now on, and finds what was compiled before.
 
     Of several processes jax lets the first alone write, so hosts that share nothing but a bucket
