@@ -20,7 +20,7 @@ from bert_jax.data import batches, stream
 from bert_jax.model import losses
 from bert_jax.storage.workdir import Workdir, sealed
 from bert_jax.text import tokenizer
-from bert_jax.training import compiled, evaluate, metrics, step, watch
+from bert_jax.training import compiled, evaluate, metrics, session, step, watch
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.prepared import Prepared
@@ -311,3 +311,26 @@ def test_programs_of_environments_unused_for_a_month_go(tmp_path):
             os.utime(tmp_path / name / str(number), (now - age * day,) * 2)
     compiled.forget_old_environments(epath.Path(tmp_path), ours="2" * 16)
     assert {path.name for path in tmp_path.iterdir()} == {"1" * 16, "2" * 16, "corpora"}
+
+
+def test_every_so_many_steps_one_is_checked(text, tmp_path, monkeypatch):
+    """By their number, so that a run that goes on checks the same ones."""
+    _, file = text
+    with pytest.raises(InputError, match="check_every=4: only TPUs can check themselves"):
+        pretrain(file, tmp_path / "w", "run.check_every=4")
+    made, checked = step.make_train_step, []
+
+    def make(*args):
+        *usual, options = args if len(args) == 7 else (*args, ())
+        train_step = made(*usual)  # no TPU's compiler is here
+
+        def noting(state, *rest):
+            checked.extend([int(state["step"])] * (("xla_tpu_enable_sdc_checker", True) in options))
+            return train_step(state, *rest)
+
+        return noting
+
+    monkeypatch.setattr(step, "make_train_step", make)
+    monkeypatch.setattr(session, "_require_checkable", lambda run, mesh: None)
+    assert pretrain(file, tmp_path / "w", "run.check_every=4")[0] == "finished"
+    assert checked == [0, 4, 8, 12, 16, 20]
