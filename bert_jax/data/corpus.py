@@ -39,7 +39,7 @@ from bert_jax.workdir import (
     write_atomic,
 )
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _PARTS = {"settings": dict, "sources": list, "tokenizer": dict, "splits": dict, "files": dict}
 

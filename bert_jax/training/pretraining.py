@@ -159,7 +159,7 @@ class PretrainingJob:
         prepared = Prepared.open(folder)
         corpus.open_stream(folder, "validation")
         for phase in range(len(claim.phases)):
-            prepared.train_batches(claim, phase)
+            _ = prepared.train_batches(claim, phase).rows_per_epoch
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """See `Job`."""
@@ -191,7 +191,15 @@ class PretrainingJob:
         number, first = self.claim.phase_at(done)
         phase = self.claim.phases[number]
         batches = self._prepared.train_batches(self.claim, number)
-        return Stretch(number, first, phase.steps, phase.batch_size, batches.batch)
+        return Stretch(
+            number,
+            first,
+            phase.steps,
+            phase.batch_size,
+            batches.batch,
+            batches.ready,
+            batches.close,
+        )
 
     def operations(self, batch: dict[str, jax.Array]) -> int:
         """See `Job`."""

@@ -24,7 +24,7 @@ from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.clock import Clock, Counts
 from bert_jax.training.environment import environment
 from bert_jax.training.feed import Feed
-from bert_jax.training.job import Job
+from bert_jax.training.job import Job, Stretch
 from bert_jax.training.peers import Peers
 from bert_jax.training.profile import Profile
 from bert_jax.training.progress import Progress
@@ -35,6 +35,9 @@ Outcome = Literal["finished", "stopped", "failed"]
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or a beat, for them.
 _AHEAD = 4
+
+# Seconds between two looks at whether an epoch is planned.
+_LOOK = 0.05
 
 
 class Trainer:
@@ -192,8 +195,36 @@ class Trainer:
         stop: StopRequest,
     ) -> tuple[step.State, dict[str, jax.Array]]:
         """Steps of the phase that is on, until its end or a request to stop."""
-        claim, run = self.claim, self.claim.run
         stretch = self.job.stretch(self.done)
+        with contextlib.closing(stretch):
+            if self._await_rows(stretch, stop):
+                return self._steps(stretch, saved, state, window, stop)
+        return state, window
+
+    def _await_rows(self, stretch: Stretch, stop: StopRequest) -> bool:
+        """Waits until the next step's rows are known; whether they are, and nobody asked to stop.
+
+        Which rows an epoch has may take minutes to plan, and is no hang.
+        """
+        step = self.done - stretch.first
+        if stretch.ready(step):
+            return True
+        self.pulse.rest()
+        while not (stop.requested or stretch.ready(step)):
+            time.sleep(_LOOK)
+        self.pulse.beat(times=2)
+        return not stop.requested
+
+    def _steps(
+        self,
+        stretch: Stretch,
+        saved: Checkpoints,
+        state: step.State,
+        window: dict[str, jax.Array],
+        stop: StopRequest,
+    ) -> tuple[step.State, dict[str, jax.Array]]:
+        """See `_phase`."""
+        claim, run = self.claim, self.claim.run
         train_step = step.make_train_step(
             self.job.objective,
             self.job.optimizer,
@@ -211,6 +242,7 @@ class Trainer:
             mesh_lib.batch_sharding(self.mesh),
             run.prefetch_batches,
             run.data_workers,
+            self.progress.say,
         )
         # The first call compiles, or finds what was compiled before.
         calling = self.clock.waiting("compilation")
@@ -220,6 +252,8 @@ class Trainer:
             while self.done < last and not (stop.requested or self._went_wrong):
                 with self.profile.step(self.done, state):
                     with self.clock.waiting("data"):
+                        if not self._await_rows(stretch, stop):
+                            break
                         batch = next(feed)
                     with calling:
                         state, window = train_step(state, window, batch, key, self.job.fixed)

@@ -566,7 +566,7 @@ def test_a_manifest_of_another_format_is_refused(prepared):
     manifest = corpus.open_manifest(prepared.folder)
     (prepared.folder / "manifest.json").write_text(json.dumps({**manifest, "format_version": 0}))
     with pytest.raises(
-        InputError, match=f"format_version 0, this version reads 2; .*remove {prepared.folder} to"
+        InputError, match=f"format_version 0, this version reads 3; .*remove {prepared.folder} to"
     ):
         prepared.prepare()
 

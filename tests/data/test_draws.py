@@ -85,8 +85,8 @@ def test_seeds_splits_phases_and_purposes_have_other_draws():
     keys = {draws.key_of(s, split, p) for s in (0, 1) for split in "tv" for p in (0, 1)}
     assert len(keys) == 8
     assert all(0 <= word < 2**32 for key in keys for word in key)
-    words = [counter([0])._words(purpose, 8).tolist() for purpose in range(5)]
-    assert len({str(w) for w in words}) == 5
+    words = [counter([0])._words(purpose, 8).tolist() for purpose in range(8)]
+    assert len({str(w) for w in words}) == 8
 
 
 @pytest.mark.parametrize("trials", [0, 1, 31, 32, 33, 127, 128, 129, 1000])

@@ -21,7 +21,7 @@ def digest(batches) -> list[str]:
 def global_batches(devices: int, first: int, last: int, workers: int = 0):
     sharding = mesh_lib.batch_sharding(samples.mesh_of(devices))
     train = samples.train_batches()
-    with feed.Feed(train.batch, first, last, 8, sharding, 2, workers) as batches:
+    with feed.Feed(train.batch, first, last, 8, sharding, 2, workers, print) as batches:
         return [jax.device_get(batch) for batch in batches]
 
 
@@ -91,7 +91,7 @@ def test_an_error_in_a_batch_reaches_the_loop():
 
     sharding = mesh_lib.batch_sharding(samples.mesh_of(1))
     with (
-        feed.Feed(broken, 0, 2, 8, sharding, 2, 0) as batches,
+        feed.Feed(broken, 0, 2, 8, sharding, 2, 0, print) as batches,
         pytest.raises(ValueError, match="no such row"),
     ):
         next(batches)
