@@ -178,9 +178,10 @@ class Plans:
     def _open_or_begin(self, epoch: int) -> np.ndarray | None:
         path = self._path(epoch)
         self._mourn()
-        plan = _read(path, pairs.chunk_dtype(self.stream))
-        if plan is None and self._maker is None and not self._closed.is_set():
-            self._begin(path, epoch)
+        with named_errors(path):
+            plan = _read(path, pairs.chunk_dtype(self.stream))
+            if plan is None and self._maker is None and not self._closed.is_set():
+                self._begin(path, epoch)
         return plan
 
     def _path(self, epoch: int) -> str:
@@ -190,9 +191,8 @@ class Plans:
 
     def _begin(self, path: str, epoch: int) -> None:
         """Starts a process that makes the plan, unless another one does by now."""
-        with named_errors(path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            file = _claimed(path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        file = _claimed(path)
         if file is None:
             return
         task = {
