@@ -99,8 +99,8 @@ class Feed:
             self._say(f"data: a worker process was killed; {self._workers} new ones go on")
         else:
             self._say(
-                f"data: worker processes were killed {_DEATHS} times; from here on the process that "
-                "trains makes the batches. Has the machine too little memory for "
+                f"data: worker processes were killed {_DEATHS} times; batches are made without "
+                "them from here on. Has the machine too little memory for "
                 f"run.data_workers={self._workers}?"
             )
             self._workers = 0
