@@ -12,6 +12,7 @@ sentence to the last. Which random B a chunk gets changes none of it, and is dec
 is asked for.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -49,13 +50,14 @@ class Pairs(NamedTuple):
 
 
 def chunk_dtype(stream: Stream) -> np.dtype:
-    """Of a plan's chunks, 8 bytes each up to 2**32 sentences, else 12.
+    """Of a plan's chunks, 10 bytes each up to 2**32 sentences, else 14.
 
-    `sentence` is the one it begins with, `sentences` how many it has, `target` how many tokens its
-    pair aims at.
+    `sentence` is the one it begins with, `of_a` how many of its sentences make A and `of_b` how many
+    make B: 0 where B is of another document. `target` is how many tokens the pair aims at.
     """
     sentence = np.uint32 if len(stream.sentence_offsets) <= 2**32 else np.uint64
-    return np.dtype([("sentence", sentence), ("sentences", np.uint16), ("target", np.uint16)])
+    names, counts = ("of_a", "of_b", "target"), (np.uint16, np.uint16, np.uint16)
+    return np.dtype([("sentence", sentence), *zip(names, counts, strict=True)])
 
 
 def plan(
@@ -147,32 +149,41 @@ def _chunks(
       begin: the first chunk's first sentence, counted from here.
     """
     here = np.arange(len(sentence))
-    sentences = _end(offsets, here, document_end, target) - here
-    of_a, is_random = _cut(sentences, Counter(key, sentence))
+    of_a, of_b = _cut(offsets, here, document_end, target, Counter(key, sentence))
     # The sentences that a random B displaces are put back.
-    following = (here + np.where(is_random, of_a, sentences)).tolist()
+    following = (here + of_a + of_b).tolist()
     met = []
     while begin < len(following):
         met.append(begin)
         begin = following[begin]
     chunks = np.empty(len(met), chunk_dtype(stream))
-    chunks["sentence"], chunks["sentences"] = sentence[met], sentences[met]
-    chunks["target"] = target[met]
+    chunks["sentence"], chunks["target"] = sentence[met], target[met]
+    chunks["of_a"], chunks["of_b"] = of_a[met], of_b[met]
     return chunks, begin
 
 
-def _end(
-    offsets: np.ndarray, first: np.ndarray, document_end: np.ndarray, target: np.ndarray
-) -> np.ndarray:
-    """One past each chunk's last sentence: the one that brings it to the target, or the last."""
-    return np.minimum(np.searchsorted(offsets, offsets[first] + target), document_end)
+def _cut(
+    offsets: np.ndarray,
+    first: np.ndarray,
+    document_end: np.ndarray,
+    target: np.ndarray,
+    draws: PairDraws,
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many sentences of each chunk make A, and how many B; 0 where B is of another document.
 
-
-def _cut(sentences: np.ndarray, draws: PairDraws) -> tuple[np.ndarray, np.ndarray]:
-    """How many sentences of each chunk make A, and whether B is of another document."""
+    Args:
+      offsets: int64 [N], where sentences start.
+      first: int64 [B], the first of each chunk.
+      document_end: int64 [B], one past the last of its document.
+      target: int64 [B].
+      draws: of the chunks.
+    """
+    # A chunk closes with the sentence that brings it to the target, or with the document's last.
+    end = np.minimum(np.searchsorted(offsets, offsets[first] + target), document_end)
+    sentences = end - first
     of_a = draws.split_point(sentences)
     alone = sentences == 1
-    return of_a, alone | draws.is_random(~alone)
+    return of_a, np.where(alone | draws.is_random(~alone), 0, sentences - of_a)
 
 
 def rows(stream: Stream, chunks: np.ndarray, draws: PairDraws) -> np.ndarray:
@@ -186,19 +197,18 @@ def rows(stream: Stream, chunks: np.ndarray, draws: PairDraws) -> np.ndarray:
     Returns:
       ROW_DTYPE [B].
     """
-    sentence, sentences = chunks["sentence"].astype(np.int64), chunks["sentences"].astype(np.int64)
+    sentence = chunks["sentence"].astype(np.int64)
+    b_first = sentence + chunks["of_a"]
+    b_last, is_random = b_first + chunks["of_b"], chunks["of_b"] == 0
     offsets = np.asarray(stream.sentence_offsets)
-    of_a, is_random = _cut(sentences, draws)
     found = np.empty(len(chunks), ROW_DTYPE)
     found["is_random_next"] = is_random
-    found["a_offset"], a_end = offsets[sentence], offsets[sentence + of_a]
-    found["a_length"] = a_end - found["a_offset"]
-    wanted = np.maximum(chunks["target"].astype(np.int64) - found["a_length"], 1)
-    b_first, b_last = _random_runs(stream, sentence, wanted, is_random, draws)
-    b_first = np.where(is_random, b_first, sentence + of_a)
-    b_last = np.where(is_random, b_last, sentence + sentences)
-    found["b_offset"] = offsets[b_first]
-    found["b_length"] = offsets[b_last] - found["b_offset"]
+    found["a_offset"] = offsets[sentence]
+    found["a_length"] = offsets[b_first] - found["a_offset"]
+    wanted = np.maximum(chunks["target"] - found["a_length"].astype(np.int64), 1)
+    first, last = _random_runs(stream, sentence, wanted, is_random, draws)
+    found["b_offset"] = offsets[np.where(is_random, first, b_first)]
+    found["b_length"] = offsets[np.where(is_random, last, b_last)] - found["b_offset"]
     return found
 
 
@@ -241,19 +251,18 @@ def one_by_one(
       draws: in the reference's order, as far as pairs are pulled.
     """
     offsets = stream.sentence_offsets.astype(np.int64)
-    for first, last in zip(stream.document_offsets[:-1], stream.document_offsets[1:], strict=True):
+    bounds = stream.document_offsets.astype(np.int64)
+    chunk = np.empty(1, chunk_dtype(stream))
+    for first, last in itertools.pairwise(bounds):
         target = draws.target_length(sequence_length - SPECIAL_TOKENS, short_seq_prob)
-        sentence = np.array([first], np.int64)
+        sentence = np.array([first])
         while sentence[0] < last:
-            chunk = np.empty(1, chunk_dtype(stream))
-            end = _end(offsets, sentence, np.array([last], np.int64), target)
-            chunk["sentence"], chunk["sentences"] = sentence, end - sentence
-            chunk["target"] = target
-            row = rows(stream, chunk, draws)
-            used = row["a_length"] + np.where(row["is_random_next"], 0, row["b_length"])
-            yield row
+            of_a, of_b = _cut(offsets, sentence, np.array([last]), target, draws)
+            chunk["sentence"], chunk["target"] = sentence, target
+            chunk["of_a"], chunk["of_b"] = of_a, of_b
+            yield rows(stream, chunk, draws)
             # The sentences that a random B displaces are put back.
-            sentence = np.searchsorted(offsets, row["a_offset"].astype(np.int64) + used)
+            sentence += of_a + of_b
 
 
 def truncate(rows: np.ndarray, sequence_length: int, draws: ArrayDraws) -> Pairs:

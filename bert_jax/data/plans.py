@@ -1,7 +1,7 @@
 """Plans of epochs, made once a host and mapped by all its processes.
 
 The plan of a large split is a file: its chunks (`data.pairs`) in the random order in which the
-epoch takes them, 8 bytes each.
+epoch takes them, 10 bytes each.
 
     CACHE/plans/NAME.plan       a plan; NAME is a hash of all that it hangs on
     CACHE/plans/NAME.plan.tmp   one that is being made; its maker holds a lock on it

@@ -90,12 +90,12 @@ def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, monke
     source = of(on_disk)
     try:
         plan = source.wait(3)
-        assert plan.dtype.itemsize == 8
+        assert plan.dtype.itemsize == 10
         np.testing.assert_array_equal(plan, expected)
     finally:
         source.close()
     (name,) = files(cache)
-    assert (cache / name).stat().st_size == plans._HEAD.size + 8 * len(plan)
+    assert (cache / name).stat().st_size == plans._HEAD.size + 10 * len(plan)
     # Another process, and one that was given the source by pickle, map the same file.
     monkeypatch.setattr(plans.subprocess, "Popen", None)
     np.testing.assert_array_equal(of(on_disk).find(3), expected)
