@@ -52,7 +52,7 @@ class Pairs(NamedTuple):
 def chunk_dtype(stream: Stream) -> np.dtype:
     """Of a plan's chunks, 10 bytes each up to 2**32 sentences, else 14.
 
-    `sentence` is the one it begins with, `of_a` how many of its sentences make A and `of_b` how many
+    `sentence` is the one it begins with, `of_a` how many of its sentences make A, `of_b` how many
     make B: 0 where B is of another document. `target` is how many tokens the pair aims at.
     """
     sentence = np.uint32 if len(stream.sentence_offsets) <= 2**32 else np.uint64
