@@ -134,7 +134,7 @@ class TrainBatches:
     def __init__(
         self, plans: Plans, ids: Ids, data: Data, shape: Shape, rows_per_epoch: int | None = None
     ):
-        self._plans, self._ids, self._data, self._shape = plans, ids, data, shape
+        self.plans, self._ids, self._data, self._shape = plans, ids, data, shape
         self._rows = rows_per_epoch
         self._key = draws.key_of(*plans.names)
 
@@ -142,12 +142,12 @@ class TrainBatches:
     def rows_per_epoch(self) -> int:
         """R; where nobody has counted them, once they are."""
         while (rows := self._rows_if_known()) is None:
-            self._plans.pause()
+            self.plans.pause()
         return rows
 
     def _rows_if_known(self) -> int | None:
         if self._rows is None:
-            self._rows = self._plans.rows_per_epoch()
+            self._rows = self.plans.rows_per_epoch()
         return self._rows
 
     def ready(self, step: int) -> bool:
@@ -164,16 +164,16 @@ class TrainBatches:
             return False
         first, last = step * size // rows, ((step + 1) * size - 1) // rows
         drawn = [self._epoch_drawn(epoch) for epoch in range(first, last + 1)]
-        if any(self._plans.find(epoch) is None for epoch in drawn):
+        if any(self.plans.find(epoch) is None for epoch in drawn):
             return False
         after = self._epoch_drawn(last + 1)
-        self._plans.begin(after)
-        self._plans.keep({*drawn, after})
+        self.plans.begin(after)
+        self.plans.keep({*drawn, after})
         return True
 
     def close(self) -> None:
         """Ends what is being planned; a thread that waits for it gives up."""
-        self._plans.close()
+        self.plans.close()
 
     def batch(self, step: int, indices: np.ndarray) -> Batch:
         """Rows `indices` (in [0, batch_size), any subset in any order) of a step of this phase.
@@ -182,7 +182,7 @@ class TrainBatches:
         `row_weights` float32 [B], all 1.
         """
         while not self.ready(step):
-            self._plans.pause()
+            self.plans.pause()
         row = np.int64(step) * self._shape.batch_size + np.asarray(indices, np.int64)
         epochs, slots = np.divmod(row, self.rows_per_epoch)
         planned = np.empty(len(row), pairs.ROW_DTYPE)
@@ -190,7 +190,7 @@ class TrainBatches:
             here = epochs == epoch
             planned[here] = self._pairs(epoch, slots[here])
         batch = execute(
-            self._plans.stream,
+            self.plans.stream,
             planned,
             draws.Counter(self._key, self._epoch_drawn(epochs) * self.rows_per_epoch + slots),
             self._ids,
@@ -207,10 +207,10 @@ class TrainBatches:
     def _pairs(self, epoch: int, slots: np.ndarray) -> np.ndarray:
         """The pairs in some slots of an epoch, ROW_DTYPE."""
         drawn = self._epoch_drawn(epoch)
-        plan = self._plans.wait(drawn)
+        plan = self.plans.wait(drawn)
         chunks = plan[slots % len(plan)]
-        counter = draws.Counter(self._plans.key(drawn), chunks["sentence"])
-        return pairs.rows(self._plans.stream, chunks, counter)
+        counter = draws.Counter(self.plans.key(drawn), chunks["sentence"])
+        return pairs.rows(self.plans.stream, chunks, counter)
 
     def _epoch_drawn(self, epoch: Any) -> Any:
         """The epoch whose plan and draws serve: itself, or with static masks one of the first."""
@@ -218,7 +218,7 @@ class TrainBatches:
 
     def rows_planned(self, epoch: int) -> int:
         """Rows of the epoch's plan; those beyond R are dropped, those wanting are repeated."""
-        return len(self._plans.wait(self._epoch_drawn(epoch)))
+        return len(self.plans.wait(self._epoch_drawn(epoch)))
 
 
 def eval_batches(

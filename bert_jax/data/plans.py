@@ -202,7 +202,6 @@ class Plans:
             "sequence_length": self._length,
             "short_seq_prob": self._short,
             "path": path,
-            "file": file,
         }
         command = [sys.executable, "-m", "bert_jax.data.plans", json.dumps(task)]
         try:
@@ -323,8 +322,7 @@ def _make(task: dict[str, Any]) -> None:
     order, checksum = _order(names, epoch, len(plan)), 0
     path, beside = task["path"], task["path"] + ".tmp"
     try:
-        with named_errors(path), open(task["file"], "r+b") as file:
-            file.truncate(_HEAD.size)
+        with named_errors(path), open(beside, "wb") as file:
             file.seek(_HEAD.size)
             for start in range(0, len(plan), _WRITTEN):
                 chunks = plan[order[start : start + _WRITTEN]].tobytes()
