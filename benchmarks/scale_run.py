@@ -32,9 +32,9 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, Mesh
 from bert_jax.data import corpus, files, stream
 from bert_jax.data.batches import TrainBatches
+from bert_jax.storage.workdir import COMPLETE, Workdir, sealed
 from bert_jax.text import documents
 from bert_jax.training.prepared import Prepared
-from bert_jax.workdir import COMPLETE, Workdir, sealed
 
 VOCABULARY = measure.ROOT / "bert_jax" / "conformance" / "files" / "bert_base_uncased_vocab.txt.gz"
 # Of Wikipedia: sentences of 25 pieces, articles of 25 sentences, a few of them of thousands.

@@ -31,7 +31,7 @@ from bert_jax import errors
 from bert_jax.data import draws, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.workdir import (
+from bert_jax.storage.workdir import (
     cache_folder,
     is_sealed,
     named_errors,

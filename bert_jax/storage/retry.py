@@ -32,7 +32,7 @@ _STATUS = frozenset({408, 429, *range(500, 600)})
 _DENIED = frozenset({401, 403})
 _CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3")
 _TRANSPORT = re.compile(
-    r"(Connect|Connection|Transport|Timeout|Payload|Disconnected|Retry|Refresh|OSError|DNS)"
+    r"Connect|Transport|Timeout|Payload|Disconnected|Proxy|Retry|Refresh|OSError|DNS|Checksum"
 )
 # As TensorStore and gRPC write them into the text of a ValueError or a RuntimeError.
 _TEXT = re.compile(
@@ -41,7 +41,10 @@ _TEXT = re.compile(
     r"|CURL error|Cannot connect|[Cc]onnection (reset|refused|aborted|closed)|[Tt]imed out"
     r"|Stale file handle|Input/output error|Too many open files|Temporary failure in name"
 )
-_TEXT_DENIED = re.compile(r"\b(UNAUTHENTICATED|PERMISSION_DENIED)\b|HTTP response code: (401|403)")
+_TEXT_DENIED = re.compile(
+    r"\b(UNAUTHENTICATED|PERMISSION_DENIED)\b|HTTP response code: (401|403)"
+    r"|^Forbidden: "  # gcsfs's word for 403, in an OSError without a number
+)
 
 
 def is_transient(error: BaseException) -> bool:

@@ -22,11 +22,11 @@ from orbax.checkpoint.utils import checkpoint_steps
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Run
 from bert_jax.section import Section
+from bert_jax.storage.workdir import absolute, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import silence
 from bert_jax.training.checksums import checksums, path_of
 from bert_jax.training.kept import Kept
-from bert_jax.workdir import absolute, named_errors
 
 Claim = TypeVar("Claim", bound=Section)
 FORMAT_VERSION = 2

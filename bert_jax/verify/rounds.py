@@ -12,11 +12,11 @@ from typing import Literal
 from etils import epath
 
 from bert_jax.config import Experiment
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training.metrics import Lines
 from bert_jax.training.prepared import Prepared
 from bert_jax.verify.notes import Notes
 from bert_jax.verify.orders import Death, files_below
-from bert_jax.workdir import Workdir
 
 Kind = Literal[
     "SIGKILL",

@@ -19,10 +19,10 @@ from small_run import final_state, pretrain, write_text
 
 from bert_jax import predict
 from bert_jax.config import InputError, Run
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training.checkpoint import Checkpoints, Damaged
 from bert_jax.training.checksums import checksums
 from bert_jax.training.objective import Pretraining
-from bert_jax.workdir import Workdir
 
 
 @pytest.fixture(scope="module")

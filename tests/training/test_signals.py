@@ -2,6 +2,7 @@
 
 import pathlib
 
+import pytest
 from small_run import command, write_text
 
 MEMBER = pathlib.Path(__file__).parent / "pod_member.py"
@@ -17,6 +18,7 @@ def test_a_run_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
     assert (tmp_path / "w" / "checkpoints" / "4").exists()
 
 
+@pytest.mark.long
 def test_a_slow_start_is_no_hang(tmp_path):
     """Nor is a step that takes less than it may."""
     file = write_text(tmp_path)
