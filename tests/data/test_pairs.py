@@ -238,6 +238,35 @@ def slow_plan(corpus, most, short_seq_prob, draw):
     return rows
 
 
+def test_plans_by_counter_have_the_statistics_of_those_in_the_reference_s_order():
+    """How many pairs, how long A and B are, how many are random: means over seeds, 4 sigma."""
+    rng = np.random.default_rng(0)
+    small = of_lengths([rng.integers(1, 15, rng.integers(1, 40)).tolist() for _ in range(30)])
+
+    def numbers(rows):
+        length = rows["a_length"].astype(int) + rows["b_length"]
+        return (
+            len(rows),
+            rows["is_random_next"].mean(),
+            rows["a_length"].mean(),
+            rows["b_length"].mean(),
+            (length < 40).mean(),
+            rows["b_length"][rows["is_random_next"]].mean(),
+        )
+
+    def by_counter(seed):
+        return np.array(plan(small, seed, 48), pairs.ROW_DTYPE)
+
+    def in_order(seed):
+        draw = draws.Sequential(random.Random(seed))
+        return np.concatenate([*pairs.one_by_one(small, 48, 0.3, draw)])
+
+    found = [np.array([numbers(make(s)) for s in range(40)]) for make in (by_counter, in_order)]
+    error = np.sqrt(sum(values.var(axis=0, ddof=1) / 40 for values in found))
+    sigmas = (found[0].mean(axis=0) - found[1].mean(axis=0)) / error
+    assert np.abs(sigmas).max() < 4, sigmas
+
+
 def test_a_sentence_of_70000_tokens_is_one_pair_s_a():
     small = of_lengths([[70_000], [3, 4]])
     rows = [row for row in plan(small) if row.a_length == 70_000]
