@@ -41,7 +41,6 @@ VOCABULARY = measure.ROOT / "bert_jax" / "conformance" / "files" / "bert_base_un
 SENTENCE, SENTENCE_SIGMA = 25, 0.6
 DOCUMENT_SIGMA = 1.3
 VALIDATION_SHARE = 0.005
-SOURCE_BYTES = 20 * 10**9
 # Sentences drawn, and ids written, at once.
 _DRAWN, _WRITTEN = 1 << 22, 1 << 24
 _GIGABYTES = 12
@@ -54,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=float, default=6.4e6)
     parser.add_argument("--ids", type=float, default=4e9)
+    parser.add_argument("--source-gigabytes", type=float, default=20.0)
     parser.add_argument("--folder", default="build/scale_run", help="where all of it is kept")
     parser.add_argument("--only", default="", help="one of the parts")
     parser.add_argument("--keep", action="store_true", help="leave the corpus there")
@@ -66,7 +66,8 @@ def main() -> None:
         return
     require_room(folder, flags.ids)
     if not (folder / "corpus" / COMPLETE).exists():
-        write_corpus(folder, int(flags.documents), int(flags.ids))
+        source = int(1e9 * flags.source_gigabytes)
+        write_corpus(folder, int(flags.documents), int(flags.ids), source)
     kept = folder / "measured.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     for part in [flags.only] if flags.only else PARTS:
@@ -110,7 +111,7 @@ def experiment(folder: pathlib.Path) -> Experiment:
 # --- The corpus ---------------------------------------------------------------------------------
 
 
-def write_corpus(folder: pathlib.Path, count: int, ids: int) -> None:
+def write_corpus(folder: pathlib.Path, count: int, ids: int, source: int) -> None:
     """What `prepare` makes of a few lines, with other splits and another source in its place."""
     (folder / "text").mkdir(exist_ok=True)
     (folder / "vocab.txt").write_bytes(gzip.decompress(VOCABULARY.read_bytes()))
@@ -120,7 +121,7 @@ def write_corpus(folder: pathlib.Path, count: int, ids: int) -> None:
     made.rmtree(missing_ok=True)
     corpus.prepare(claim.corpus, claim.model.vocab_size, made, print)
     (made / COMPLETE).unlink()
-    os.truncate(text, SOURCE_BYTES)
+    os.truncate(text, source)
     manifest = json.loads((made / "manifest.json").read_text())
     held_out = int(count * VALIDATION_SHARE)
     sizes = {"train": (count - held_out, 1 - VALIDATION_SHARE)}
