@@ -166,9 +166,9 @@ class TrainBatches:
         drawn = [self._epoch_drawn(epoch) for epoch in range(first, last + 1)]
         if any(self.plans.find(epoch) is None for epoch in drawn):
             return False
-        after = self._epoch_drawn(last + 1)
-        self.plans.begin(after)
-        self.plans.keep({*drawn, after})
+        self.plans.begin(self._epoch_drawn(last + 1))
+        # Also the one before: batches are made ahead, and who asks may not be there yet.
+        self.plans.keep({self._epoch_drawn(epoch) for epoch in range(first - 1, last + 2)})
         return True
 
     def close(self) -> None:
