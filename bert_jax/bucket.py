@@ -14,6 +14,8 @@ from bert_jax.config import InputError
 
 # epath's connection, too, must see what other processes have written since.
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
+# And be patient; by its name, since gcsfs need not be installed.
+fsspec.register_implementation("gcs", "bert_jax.storage.gcs.PatientFileSystem", clobber=True)
 
 # Seconds between two writes of an object that grows, and which share of the time they may take.
 _SECONDS = 30.0

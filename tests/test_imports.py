@@ -43,10 +43,10 @@ ALLOWED = {
     "model": {"config"},
     "training": {
         "bucket",
+        "storage",
         "section",
         "config",
         "resolve",
-        "storage",
         "hardware",
         "system",
         "text",

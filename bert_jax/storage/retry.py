@@ -23,7 +23,7 @@ FIRST_WAIT, LONGEST_WAIT, GIVE_UP = 0.5, 30.0, 600.0
 _ERRNO_NAMES = (
     *("ESTALE", "EIO", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "EBUSY", "ENOBUFS", "ENOLCK"),
     *("ETIMEDOUT", "EPIPE", "ENETDOWN", "ENETUNREACH", "ENETRESET", "ECONNABORTED"),
-    *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO"),
+    *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENOMEM"),
 )
 _ERRNO = frozenset(getattr(errno, name) for name in _ERRNO_NAMES if hasattr(errno, name))
 # Of HTTP: too slow, too many requests, the server's own.
@@ -36,7 +36,7 @@ _TRANSPORT = re.compile(
 )
 # As TensorStore and gRPC write them into the text of a ValueError or a RuntimeError.
 _TEXT = re.compile(
-    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL: .*HTTP)\b"
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|INTERNAL: .*HTTP)\b"
     r"|HTTP response code: (408|429|5\d\d)"
     r"|CURL error|Cannot connect|[Cc]onnection (reset|refused|aborted|closed)|[Tt]imed out"
     r"|Stale file handle|Input/output error|Too many open files|Temporary failure in name"
@@ -153,6 +153,8 @@ def _status(error: BaseException) -> int:
 
 def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
     """Whether an error that has no kind of its own says so in its text."""
+    if type(error).__name__ == "JaxRuntimeError":
+        return False  # the devices' own words, for other faults
     plain = isinstance(error, OSError | ValueError | RuntimeError) or type(error) is Exception
     return plain and bool(pattern.search(str(error)))
 

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from bert_jax import resolve
+from bert_jax.errors import Unavailable
+from bert_jax.storage import retry
 from bert_jax.storage.workdir import DiskFull, Workdir, write_atomic
 from bert_jax.training import divergence, metrics, step
 from bert_jax.training import mesh as mesh_lib
@@ -94,7 +96,8 @@ class Trainer:
         """
         total = self.job.total_steps
         with contextlib.ExitStack() as stack:
-            saved = Checkpoints(self.workdir.checkpoints, self.claim.run, "write")
+            folder, run, say = self.workdir.checkpoints, self.claim.run, self.progress.say
+            saved = Checkpoints(folder, run, "write", say)
             stack.enter_context(saved)
             stack.enter_context(self.peers.at_once(forget))
             stack.enter_context(mesh_lib.named_memory())
@@ -123,6 +126,7 @@ class Trainer:
                 with self.clock.waiting("checkpoint"):
                     if not self.failed and self.saved_step != self.done:
                         self._save(saved, state, window)
+                    self._finish_saving(saved, state, window)
                     stack.close()  # here, so that the last save's end is counted
                 # After the save, for which one that is asked to stop may have little time.
                 self.profile.end()
@@ -216,11 +220,11 @@ class Trainer:
 
         Which rows an epoch has may take minutes to plan, and is no hang.
         """
-        step = self.done - stretch.first
-        if stretch.ready(step):
+        number = self.done - stretch.first
+        if stretch.ready(number):
             return True
         self.pulse.rest()
-        while not (stop.requested or stretch.ready(step)):
+        while not (stop.requested or stretch.ready(number)):
             time.sleep(_LOOK)
         self.pulse.beat(times=2)
         return not stop.requested
@@ -235,14 +239,12 @@ class Trainer:
     ) -> tuple[step.State, dict[str, jax.Array]]:
         """See `_phase`."""
         claim, run = self.claim, self.claim.run
-        train_step = step.make_train_step(
-            self.job.objective,
-            self.job.optimizer,
-            claim.mesh,
-            claim.mesh.accumulation_of(stretch.number),
-            self.job.total_steps,
-            self.mesh,
-        )
+        parts = claim.mesh.accumulation_of(stretch.number)
+        of = (self.job.objective, self.job.optimizer, claim.mesh, parts, self.job.total_steps)
+        train_step = checked_step = step.make_train_step(*of, self.mesh)
+        if run.check_every:
+            options = step.self_checks(self.mesh.devices.flat[0].device_kind)
+            checked_step = step.make_train_step(*of, self.mesh, options)
         key = step.phase_key(self.job.objective.model, claim.seed, stretch.number)
         feed = Feed(
             stretch.batch,
@@ -254,10 +256,8 @@ class Trainer:
             run.data_workers,
             self.progress.say,
         )
-        # The first call compiles, or finds what was compiled before.
-        calling = self.clock.waiting("compilation")
         last = stretch.first + stretch.steps
-        self.pulse.beat(times=2)
+        called: set[Any] = set()
         with feed:
             while self.done < last and not (stop.requested or self._went_wrong):
                 with self.profile.step(self.done, state):
@@ -265,9 +265,16 @@ class Trainer:
                         if not self._await_rows(stretch, stop):
                             break
                         batch = next(feed)
+                    check = run.check_every and self.done % run.check_every == 0
+                    one_step = checked_step if check else train_step
+                    calling = contextlib.nullcontext()
+                    if one_step not in called:
+                        # It compiles, or finds what was compiled before.
+                        called.add(one_step)
+                        self.pulse.beat(times=2)
+                        calling = self.clock.waiting("compilation")
                     with calling:
-                        state, window = train_step(state, window, batch, key, self.job.fixed)
-                calling = contextlib.nullcontext()
+                        state, window = one_step(state, window, batch, key, self.job.fixed)
                 self.under_way.append(jnp.copy(state["step"]))
                 if len(self.under_way) > _AHEAD:
                     jax.block_until_ready(self.under_way.popleft())
@@ -417,13 +424,46 @@ class Trainer:
             saved.finish()
         except DiskFull as error:  # the one before; what it took is free again
             self._not_saved(error)
+        except Unavailable as error:
+            self._lost(error)  # this one takes its place
         try:
             # Before the checkpoint that will not write them again.
             self._flush_lines()
-            saved.save(self.done, state, metadata, evaluated.get("loss"))
+            self._outlast(lambda: saved.save(self.done, state, metadata, evaluated.get("loss")))
             self.saved_step, self.kept = self.done, "saved"
         except DiskFull as error:
             self._not_saved(error)
+
+    def _finish_saving(
+        self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]
+    ) -> None:
+        """Waits for the last save; one that was lost to a passing fault is made again."""
+        try:
+            saved.finish()
+        except Unavailable as error:
+            self._lost(error)
+            if self.failed:
+                raise
+
+            def save() -> None:
+                if self.done not in saved.steps:  # what failed may be the removal of an old one
+                    self._save(saved, state, window)
+                    saved.finish()
+
+            self._outlast(save)
+
+    def _lost(self, error: Unavailable) -> None:
+        """One process goes on without a checkpoint that could not be written for now."""
+        if self.peers.count > 1:  # the others wait for it, inside Orbax
+            raise error
+        self.progress.say(f"step {self.done}: {error}")
+
+    def _outlast(self, work: Callable[[], None]) -> None:
+        """Does the work, again after each passing fault; once in several processes, see `_lost`."""
+        if self.peers.count > 1:
+            work()
+        else:
+            retry.again(work, f"{self.workdir.checkpoints}", say=self.progress.say)
 
     def _not_saved(self, error: DiskFull) -> None:
         if self.claim.run.when_disk_is_full == "stop" or self.peers.count > 1:
