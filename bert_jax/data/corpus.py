@@ -39,7 +39,7 @@ from bert_jax.storage.workdir import (
 )
 from bert_jax.text import documents, sentences, tokenizer, vocabulary
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _PARTS = {"settings": dict, "sources": list, "tokenizer": dict, "splits": dict, "files": dict}
 
