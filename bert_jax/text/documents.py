@@ -315,7 +315,7 @@ def _file_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]
     """One document a file, or in sentences_by_line one a block of lines."""
     path = extent.path
     if corpus.layout != "sentences_by_line":
-        text = _normal_newlines("".join(_lines(extent, corpus.encoding)))
+        text = _normal_newlines("".join(_lines(extent, corpus.encoding, "whole")))
         if corpus.layout != "per_file":
             _refuse_contradiction(path, text, corpus.layout)
         yield path, 1, text
@@ -394,12 +394,14 @@ def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, s
         yield f"{folder}:{number}", 0, _normal_newlines(value)
 
 
-def _lines(extent: Extent, encoding: str) -> Iterator[str]:
-    """Decoded lines, split on \\n alone, without a byte-order mark."""
+def _lines(
+    extent: Extent, encoding: str, how: Literal["by line", "whole"] = "by line"
+) -> Iterator[str]:
+    """Decoded lines, split on \\n alone, or all as one, without a byte-order mark."""
     path = extent.path
     try:
         with _extent_bytes(extent) as raw, io.TextIOWrapper(raw, encoding, newline="\n") as file:
-            for number, line in enumerate(file):
+            for number, line in enumerate(file if how == "by line" else iter(file.read, "")):
                 yield line.removeprefix("\ufeff") if number == extent.start == 0 else line
     except UnicodeDecodeError as error:
         raise InputError(

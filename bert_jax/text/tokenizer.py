@@ -4,12 +4,14 @@ A tokenizer folder holds tokenizer.json (kind, case, ids of the specials) and vo
 sentencepiece.model. Text never yields a special id but that of [UNK].
 """
 
+import array
 import hashlib
+import itertools
 import json
 import re
 import string
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
@@ -23,9 +25,11 @@ from bert_jax.workdir import read_json, write_atomic
 FORMAT_VERSION = 1
 
 # Words longer than this are [UNK] (tokenization.py, WordpieceTokenizer).
-_MAX_WORD = 200
+MAX_WORD = 200
 # Words held with their ids; a corpus of web text would otherwise fill the memory.
-_CACHED_WORDS = 500_000
+_CACHED_WORDS = 200_000
+# Sentences cut together, and words looked up together.
+_SENTENCES, _WORDS = 1_000, 100_000
 
 Case = Literal["uncased", "cased"]
 
@@ -47,6 +51,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without specials around it."""
 
+    def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of sentences, none of which holds a line feed.
+
+        Returns:
+          int32 [ids], of all one after another, and int64 [sentences], how many each has.
+        """
+
     def piece(self, token_id: int) -> str:
         """How the piece is written in the vocabulary."""
 
@@ -65,9 +76,11 @@ class _Words(dict):
         self._word_pieces = word_pieces
 
     def __missing__(self, word: str) -> list[int]:
-        if len(self) >= _CACHED_WORDS:
-            self.clear()
-        self[word] = pieces = self._word_pieces(word)
+        pieces = self._word_pieces(word)
+        if len(word) <= MAX_WORD:
+            if len(self) >= _CACHED_WORDS:
+                self.clear()
+            self[word] = pieces
         return pieces
 
 
@@ -99,6 +112,43 @@ class WordPiece:
             ids += pieces_of[word]
         return ids
 
+    def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """See `Tokenizer`; the same ids as of `encode`, in less time."""
+        blocks = [np.empty(0, np.int32)]
+        words: list[str] = []
+        plain: list[str] = []  # sentences in ASCII, cut together
+
+        def cut() -> None:
+            text = "\n".join([*plain, ""])
+            text = text.lower() if self.case == "uncased" else text
+            words.extend(_ASCII_TOKEN_OR_END.findall(text))
+            plain.clear()
+
+        def flush() -> None:
+            ids = itertools.chain.from_iterable(map(pieces_of.__getitem__, words))
+            blocks.append(np.fromiter(ids, np.int32))
+            words.clear()
+
+        pieces_of = self._pieces_of
+        for sentence in sentences:
+            if sentence.isascii() and sentence.isprintable():
+                plain.append(sentence)
+                if len(plain) < _SENTENCES:
+                    continue
+                cut()
+            else:
+                if plain:
+                    cut()
+                words += basic_tokens(sentence, self.case)
+                words.append("\n")
+            if len(words) > _WORDS:
+                flush()
+        cut()
+        flush()
+        marked = np.concatenate(blocks)
+        ends = np.flatnonzero(marked == self.size)
+        return marked[marked != self.size], np.diff(ends, prepend=-1) - 1
+
     def piece(self, token_id: int) -> str:
         """How the piece is written in the vocabulary."""
         return self.vocab[token_id]
@@ -115,8 +165,10 @@ class WordPiece:
 
     def _word_pieces(self, word: str) -> list[int]:
         """Greedy longest match first; a word that does not come out whole is [UNK]."""
-        if len(word) > _MAX_WORD:
+        if len(word) > MAX_WORD:
             return [self.unk_id]
+        if word == "\n":  # no word: the end of a sentence in `encode_sentences`
+            return [self.size]
         pieces: list[int] = []
         start = 0
         while start < len(word):
@@ -179,6 +231,16 @@ class SentencePiece:
             return ids
         # A user-defined symbol of the model that serves as a special: text must not yield it.
         return [self.unk_id if i in self._specials else i for i in ids]
+
+    def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """See `Tokenizer`."""
+        ids = array.array("i")
+        lengths = array.array("q")
+        for sentence in sentences:
+            found = self.encode(sentence)
+            ids.extend(found)
+            lengths.append(len(found))
+        return np.array(ids, np.int32), np.array(lengths, np.int64)
 
     def piece(self, token_id: int) -> str:
         """How the piece is written in the model."""
@@ -253,8 +315,15 @@ def basic_tokens(text: str, case: Case) -> list[str]:
     return text.translate(_APART).split()
 
 
+def without_controls(text: str) -> str:
+    """The text without the control characters that `basic_tokens` drops and `str.split` cuts at."""
+    return text.translate(_CLEAN) if any(char in text for char in _BLANK_CONTROLS) else text
+
+
+_BLANK_CONTROLS = "\x0b\x0c\x1c\x1d\x1e\x1f\x85"
 _ASCII_CONTROLS = {code: None for code in [*range(32), 127] if chr(code) not in "\t\n\r"}
 _ASCII_TOKEN = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}]")
+_ASCII_TOKEN_OR_END = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}\n]")
 
 
 class _Table(dict):
