@@ -24,8 +24,8 @@ ALLOWED = {
     "bucket": {"config"},
     "lease": {"bucket", "config"},
     "workdir": {"bucket", "lease", "config"},
-    "text": {"config", "workdir"},
-    "data": {"bucket", "config", "workdir", "text"},
+    "text": {"bucket", "config", "storage", "workdir"},
+    "data": {"bucket", "config", "storage", "system", "workdir", "text"},
     "tasks": {
         "config",
         "finetuning",

@@ -34,8 +34,10 @@ def run(tasks: Sequence[parts.Task], options: str) -> list[dict[str, Any]]:
     records = [parts.record_of(task) for task in tasks]
     for task, record in zip(tasks, records, strict=True):
         if record is None:
-            raise InputError(f"--beam: its workers left no {task.place}/{task.name}; they must "
-                             "see the place of the corpus (see --temp_location)")
+            raise InputError(
+                f"--beam: its workers left no {task.place}/{task.name}; they must "
+                "see the place of the corpus (see --temp_location)"
+            )
     return [record for record in records if record is not None]
 
 
@@ -62,7 +64,7 @@ def _run_pipeline(tasks: Sequence[parts.Task], options: str) -> None:
         raise InputError(path.read_text())
 
 
-def _do(task: parts.Task) -> None:
+def _do(task: Any) -> None:  # Beam reads the types of functions, and knows no protocols
     """Does a task; what is wrong with the text is left for `run`, since no retry would mend it."""
     try:
         parts.do(task)

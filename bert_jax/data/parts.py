@@ -71,8 +71,12 @@ class Part:
           InputError: as `documents.read`; or a file has changed since the parts were planned.
         """
         self._require_unchanged()
-        for extent in self.extents:
-            yield from documents.read_extent(extent, corpus)
+        try:
+            for extent in self.extents:
+                yield from documents.read_extent(extent, corpus)
+        except InputError:
+            self._require_unchanged()
+            raise
         self._require_unchanged()
 
     def _require_unchanged(self) -> None:
@@ -141,15 +145,18 @@ class CountWords:
 
     @property
     def bytes(self) -> int:
+        """See `Task`."""
         return self.part.bytes
 
     @property
     def name(self) -> str:
+        """See `Task`."""
         corpus = self.corpus
         kind = "wordpiece" if corpus.tokenizer_kind == "wordpiece" else "sentencepiece"
         return "words-" + _hash(_reading(corpus), kind, corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
+        """See `Task`."""
         corpus = self.corpus
         texts = (document.text for document in _ticking(self.part.documents(corpus), tick))
         path = folder / "words.json"
@@ -168,14 +175,17 @@ class Tokenize:
 
     @property
     def bytes(self) -> int:
+        """See `Task`."""
         return self.part.bytes
 
     @property
     def name(self) -> str:
+        """See `Task`."""
         how = [_reading(self.corpus), self.corpus.language, importlib.metadata.version("sentencex")]
         return "ids-" + _hash(how, self.sha256, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
+        """See `Task`."""
         tok = _tokenizer(self.tokenizer, self.sha256)
         dtype = np.uint16 if tok.size <= 2**16 else np.uint32
         layouts: dict[str, int] = {}
@@ -215,10 +225,12 @@ class WriteShards:
 
     @property
     def name(self) -> str:
+        """See `Task`."""
         digest = hashlib.sha256(self.splits).hexdigest()
         return "shards-" + _hash(self.ids, digest, self.unk_id)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
+        """See `Task`."""
         with contextlib.ExitStack() as stack:
             scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
             ids, lengths, table = (

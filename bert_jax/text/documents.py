@@ -45,7 +45,12 @@ SUFFIXES = {
 
 # In these a byte 0x0A is a line's end and nothing else.
 _LINE_ENCODINGS = frozenset(
-    ("utf-8", "ascii", *(f"iso8859-{n}" for n in range(1, 17)), *(f"cp{n}" for n in range(1250, 1259)))
+    (
+        "utf-8",
+        "ascii",
+        *(f"iso8859-{n}" for n in range(1, 17)),
+        *(f"cp{n}" for n in range(1250, 1259)),
+    )
 )
 
 Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
@@ -377,9 +382,7 @@ def _lines_before(extent: Extent) -> int:
 
 def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
     folder = extent.folder
-    shard = tfds_files.shard_records(
-        folder, extent.path, extent.count, extent.start, extent.stop
-    )
+    shard = tfds_files.shard_records(folder, extent.path, extent.count, extent.start, extent.stop)
     for number, record in enumerate(shard, extent.before + extent.start):
         value = record.get(corpus.text_field)
         if isinstance(value, bytes):

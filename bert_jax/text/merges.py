@@ -118,9 +118,7 @@ class _Merger:
         gone = np.concatenate([before, behind[~np.isin(behind, before)]])
         # Between two merged pairs that touch, the trainer sees for a moment `new, left`.
         passing = row[at[1:][at[1:] == at[:-1] + 2]]
-        self._count(
-            _code(pieces[gone], pieces[gone + 1]), -self._counts[holders[row[gone]]]
-        )
+        self._count(_code(pieces[gone], pieces[gone + 1]), -self._counts[holders[row[gone]]])
         kept = np.ones(total, bool)
         kept[at + 1] = False
         pieces[at] = new

@@ -129,9 +129,7 @@ def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, 
         yield from shard_records(folder, path, count)
 
 
-def shards(
-    folder: epath.PathLike, split: str = "train"
-) -> list[tuple[epath.Path, int, int, bool]]:
+def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Path, int, int, bool]]:
     """Files of a split in order: path, records, bytes (roughly), whether parts of it can be read.
 
     Raises:
@@ -244,9 +242,7 @@ def _shards(folder: epath.PathLike, split: Any) -> list[tuple[epath.Path, int]]:
     return found
 
 
-def _whole(
-    path: epath.Path, raw: Iterator[bytes], features: Any
-) -> Iterator[dict[str, Any]]:
+def _whole(path: epath.Path, raw: Iterator[bytes], features: Any) -> Iterator[dict[str, Any]]:
     """The file's records, decoded. The libraries raise many kinds of error over its bytes."""
     while True:
         try:

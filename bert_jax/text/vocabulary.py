@@ -1,8 +1,9 @@
 """Vocabularies: read from a BERT `vocab.txt`, or trained on a corpus."""
 
+import collections
+import dataclasses
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import sentencepiece
@@ -10,9 +11,6 @@ from etils import epath
 
 from bert_jax.config import InputError
 from bert_jax.text import merges
-
-if TYPE_CHECKING:  # which needs the tokenizers, and they these vocabularies
-    from bert_jax.text.words import Counted
 
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -22,6 +20,46 @@ _ALPHABET = 1_000
 _WRITTEN = 0.9995
 # Fixed: the trainer adds up what each thread counted, so the model depends on their number.
 _SENTENCEPIECE_THREADS = 16
+
+
+@dataclasses.dataclass
+class Counted:
+    """Words of a corpus.
+
+    Attributes:
+      words: those that train a vocabulary (see text.words), sorted.
+      counts: how often each occurs.
+      different: how many there are in all.
+      characters: how often each character occurs in all of them, by its code point.
+      inner: code points that stand behind the first place of a word.
+    """
+
+    words: list[str] = dataclasses.field(default_factory=list)
+    counts: list[int] = dataclasses.field(default_factory=list)
+    different: int = 0
+    characters: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    inner: set[int] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int]) -> "Counted":
+        """Of words that all train the vocabulary."""
+        found = cls(sorted(counts), [counts[word] for word in sorted(counts)])
+        found.add(counts)
+        return found
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Adds words that were not there before to all but `words` and `counts`."""
+        codes = np.frombuffer("".join(counts).encode("utf-32-le", "replace"), np.uint32)
+        lengths = np.fromiter(map(len, counts), np.int64, len(counts))
+        characters, inverse = np.unique(codes, return_inverse=True)
+        weights = np.repeat(np.fromiter(counts.values(), np.int64, len(counts)), lengths)
+        sums = np.bincount(inverse, weights).astype(np.int64)
+        for code, count in zip(characters.tolist(), sums.tolist(), strict=True):
+            self.characters[code] += count
+        behind = np.ones(len(codes), bool)
+        behind[np.cumsum(lengths) - lengths] = False
+        self.inner.update(np.unique(codes[behind]).tolist())
+        self.different += len(counts)
 
 
 def read_vocab(path: epath.PathLike) -> list[str]:
@@ -68,7 +106,7 @@ def require_specials(vocab: list[str], where: str) -> list[str]:
     return vocab
 
 
-def train_wordpiece(counted: "Counted", vocab_size: int) -> list[str]:
+def train_wordpiece(counted: Counted, vocab_size: int) -> list[str]:
     """Trains a WordPiece vocabulary, the specials first, in ids 0 to 4.
 
     Args:
@@ -91,7 +129,7 @@ def train_wordpiece(counted: "Counted", vocab_size: int) -> list[str]:
     return vocab
 
 
-def _alphabet(counted: "Counted") -> tuple[list[str], list[str]]:
+def _alphabet(counted: Counted) -> tuple[list[str], list[str]]:
     """The commonest characters, and those of them that ever go on a word.
 
     1,000 of them, or, of scripts with more, as many as most of the text is written with.
@@ -106,7 +144,7 @@ def _alphabet(counted: "Counted") -> tuple[list[str], list[str]]:
     return [chr(c) for c in characters], [f"##{chr(c)}" for c in characters if c in counted.inner]
 
 
-def train_sentencepiece(counted: "Counted", vocab_size: int, kind: str) -> bytes:
+def train_sentencepiece(counted: Counted, vocab_size: int, kind: str) -> bytes:
     """Trains a SentencePiece model (`unigram` or `bpe`) and returns it serialised.
 
     The specials stand in ids 0 to 4 as control pieces, which text never yields.

@@ -7,16 +7,15 @@ vocabulary; of equally frequent ones those whose CRC-32 is smallest, which favou
 """
 
 import collections
-import dataclasses
 import json
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO
 
 from bert_jax.text.tokenizer import MAX_WORD, Case, basic_tokens, without_controls
+from bert_jax.text.vocabulary import Counted
 
 # Different words that train a vocabulary.
 MOST_WORDS = 250_000
@@ -29,28 +28,7 @@ _BLOCK = 1 << 20
 _BLANK = re.compile(r"\s")
 
 
-@dataclasses.dataclass
-class Counted:
-    """Words of a corpus.
-
-    Attributes:
-      words: up to `MOST_WORDS`, sorted.
-      counts: how often each occurs.
-      different: how many there are in all.
-      characters: how often each character occurs in all of them, by its code point.
-      inner: code points that stand behind the first place of a word.
-    """
-
-    words: list[str]
-    counts: list[int]
-    different: int
-    characters: collections.Counter[int]
-    inner: set[int]
-
-
-def write(
-    texts: Iterable[str], kind: str, case: Case, path: pathlib.Path
-) -> list[list[int]]:
+def write(texts: Iterable[str], kind: str, case: Case, path: pathlib.Path) -> list[list[int]]:
     """Counts the words of texts in a file.
 
     Args:
@@ -93,7 +71,7 @@ def write(
 def read(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
     """Adds up what `write` counted, in any number of files."""
     kept: list[tuple[int, int, str]] = []
-    found = Counted([], [], 0, collections.Counter(), set())
+    found = Counted()
     for section in range(_SECTIONS):
         counts: dict[str, int] = {}
         for path, offsets in files:
@@ -103,10 +81,8 @@ def read(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
                     part = json.loads(file.read(bounds[section + 1] - bounds[section]))
                     for word, count in part.items():
                         counts[word] = counts.get(word, 0) + count
-        if counts:
-            found.different += len(counts)
-            _add_characters(found, list(counts), list(counts.values()))
-            kept += [(-count, _hash(word), word) for word, count in counts.items()]
+        found.add(counts)
+        kept += [(-count, _hash(word), word) for word, count in counts.items()]
         if len(kept) > MOST_WORDS:
             kept.sort()
             del kept[MOST_WORDS:]
@@ -116,19 +92,7 @@ def read(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
     return found
 
 
-def _add_characters(found: Counted, words: list[str], counts: list[int]) -> None:
-    codes = np.frombuffer("".join(words).encode("utf-32-le", "replace"), np.uint32)
-    lengths = np.fromiter(map(len, words), np.int64, len(words))
-    characters, inverse = np.unique(codes, return_inverse=True)
-    sums = np.bincount(inverse, np.repeat(np.array(counts, np.int64), lengths)).astype(np.int64)
-    for code, count in zip(characters.tolist(), sums.tolist(), strict=True):
-        found.characters[code] += count
-    behind = np.ones(len(codes), bool)
-    behind[np.cumsum(lengths) - lengths] = False
-    found.inner.update(np.unique(codes[behind]).tolist())
-
-
-def _write_sections(words: dict[str, int], file) -> list[int]:
+def _write_sections(words: dict[str, int], file: IO[bytes]) -> list[int]:
     sections: list[dict[str, int]] = [{} for _ in range(_SECTIONS)]
     for word, count in words.items():
         sections[_hash(word) % _SECTIONS][word] = count
