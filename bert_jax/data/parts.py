@@ -40,6 +40,8 @@ PART_BYTES = 1 << 25
 # Of compressed files and of TFDS's, bytes of text in a byte.
 _PACKED = 3
 
+_BATCH = 1 << 18
+
 # Rises with every change of what parts are made into.
 _VERSION = 1
 
@@ -200,15 +202,18 @@ class Tokenize:
             open(folder / "sentences.bin", "wb") as sentences_file,
             open(folder / "documents.bin", "wb") as documents_file,
         ):
-            for document in _ticking(self.part.documents(self.corpus), tick):
-                layouts[document.layout] = layouts.get(document.layout, 0) + 1
-                pieces = sentences.split(document, self.corpus.language)
-                ids, lengths = tok.encode_sentences(pieces)
-                lengths = lengths[lengths > 0]
+            for batch in _batches(_ticking(self.part.documents(self.corpus), tick)):
+                for document in batch:
+                    layouts[document.layout] = layouts.get(document.layout, 0) + 1
+                split = [sentences.split(document, self.corpus.language) for document in batch]
+                ids, lengths = tok.encode_sentences([s for pieces in split for s in pieces])
                 ids_file.write(ids.astype(dtype).tobytes())
-                sentences_file.write(lengths.astype(np.uint32).tobytes())
-                record = (text_hash(document.text), len(lengths))
-                documents_file.write(np.array(record, DOCUMENT).tobytes())
+                sentences_file.write(lengths[lengths > 0].astype(np.uint32).tobytes())
+                table = np.empty(len(batch), DOCUMENT)
+                table["hash"] = [text_hash(document.text) for document in batch]
+                before = np.concatenate([[0], np.cumsum(lengths > 0)])
+                table["sentences"] = np.diff(before[np.cumsum([0, *map(len, split)])])
+                documents_file.write(table.tobytes())
         return {"dtype": np.dtype(dtype).name, "layouts": layouts, "sources": sources}
 
 
@@ -330,6 +335,20 @@ def _ticking(found: Iterator[Document], tick: Tick) -> Iterator[Document]:
     for document in found:
         yield document
         tick(len(document.text))
+
+
+def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents that are worked on together, some `_BATCH` characters."""
+    batch: list[Document] = []
+    size = 0
+    for document in found:
+        batch.append(document)
+        size += len(document.text)
+        if size > _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 @functools.lru_cache(maxsize=1)

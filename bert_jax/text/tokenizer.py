@@ -28,6 +28,8 @@ FORMAT_VERSION = 1
 MAX_WORD = 200
 # Words held with their ids; a corpus of web text would otherwise fill the memory.
 _CACHED_WORDS = 200_000
+# Longer ones, as in Chinese, do not come again.
+_LONG_CHUNK = 30
 # Sentences cut together, and words looked up together.
 _SENTENCES, _WORDS = 1_000, 100_000
 
@@ -69,19 +71,65 @@ class Tokenizer(Protocol):
 
 
 class _Words(dict):
-    """Words met so far, with their ids; emptied when full."""
+    """Numbers of the words met so far, and the ids of each; emptied when full."""
 
     def __init__(self, word_pieces: Callable[[str], list[int]]):
         super().__init__()
         self._word_pieces = word_pieces
+        self._ids: list[list[int]] = []
+        # Of the first `len(_lengths)` words: their ids, and where each one's end.
+        self._flat, self._lengths = np.empty(0, np.int32), np.empty(0, np.int64)
 
-    def __missing__(self, word: str) -> list[int]:
-        pieces = self._word_pieces(word)
+    def __missing__(self, word: str) -> int:
+        number = len(self._ids)
+        self._ids.append(self._word_pieces(word))
         if len(word) <= MAX_WORD:
+            self[word] = number
+        return number
+
+    def ids_of(self, word: str) -> list[int]:
+        """Ids of a word."""
+        return self._ids[self[word]]
+
+    def ids_of_all(self, words: Sequence[str]) -> np.ndarray:
+        """Ids of many words, int32."""
+        if len(words) < _WORDS // 10:  # not worth bringing the tables up to date
+            return np.fromiter(itertools.chain.from_iterable(map(self.ids_of, words)), np.int32)
+        numbers = np.fromiter(map(self.__getitem__, words), np.int64, len(words))
+        known = len(self._lengths)
+        if known < len(self._ids):
+            new = self._ids[known:]
+            flat = np.fromiter(itertools.chain.from_iterable(new), np.int32)
+            self._flat = np.concatenate([self._flat, flat])
+            lengths = np.fromiter(map(len, new), np.int64, len(new))
+            self._lengths = np.concatenate([self._lengths, lengths])
+        lengths = self._lengths[numbers]
+        ends = np.cumsum(lengths)
+        firsts = (np.cumsum(self._lengths) - self._lengths)[numbers]
+        return self._flat[np.repeat(firsts - ends + lengths, lengths) + np.arange(lengths.sum())]
+
+    def tidy(self) -> None:
+        """Empties it if it is full; no number is good afterwards."""
+        if len(self._ids) >= _CACHED_WORDS:
+            self.clear()
+            self._ids.clear()
+            self._flat, self._lengths = self._flat[:0], self._lengths[:0]
+
+
+class _Chunks(dict):
+    """Words of what stands between blanks: each is cut by itself. Emptied when full."""
+
+    def __init__(self, case: Case):
+        super().__init__()
+        self._case: Case = case
+
+    def __missing__(self, chunk: str) -> list[str]:
+        words = basic_tokens(chunk, self._case)
+        if len(chunk) <= _LONG_CHUNK:
             if len(self) >= _CACHED_WORDS:
                 self.clear()
-            self[word] = pieces
-        return pieces
+            self[chunk] = words
+        return words
 
 
 class WordPiece:
@@ -102,14 +150,16 @@ class WordPiece:
         )
         self.continues = np.array([piece.startswith("##") for piece in vocab])
         self.sha256 = _digest("wordpiece", case, "\n".join(vocab).encode())
-        self._pieces_of = _Words(self._word_pieces)
+        self._words = _Words(self._word_pieces)
+        self._chunks = _Chunks(case)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without specials around it."""
-        pieces_of = self._pieces_of
+        self._words.tidy()
+        ids_of = self._words.ids_of
         ids: list[int] = []
         for word in basic_tokens(text, self.case):
-            ids += pieces_of[word]
+            ids += ids_of(word)
         return ids
 
     def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -125,11 +175,10 @@ class WordPiece:
             plain.clear()
 
         def flush() -> None:
-            ids = itertools.chain.from_iterable(map(pieces_of.__getitem__, words))
-            blocks.append(np.fromiter(ids, np.int32))
+            self._words.tidy()
+            blocks.append(self._words.ids_of_all(words))
             words.clear()
 
-        pieces_of = self._pieces_of
         for sentence in sentences:
             if sentence.isascii() and sentence.isprintable():
                 plain.append(sentence)
@@ -139,7 +188,8 @@ class WordPiece:
             else:
                 if plain:
                     cut()
-                words += basic_tokens(sentence, self.case)
+                chunks = without_controls(sentence).split()
+                words += itertools.chain.from_iterable(map(self._chunks.__getitem__, chunks))
                 words.append("\n")
             if len(words) > _WORDS:
                 flush()

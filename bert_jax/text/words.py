@@ -43,14 +43,14 @@ def write(texts: Iterable[str], kind: str, case: Case, path: pathlib.Path) -> li
     """
     split = _basic_words if kind == "wordpiece" else _spaced_words
     offsets: list[list[int]] = []
-    chunks: collections.Counter[str] = collections.Counter()
-    words: collections.Counter[str] = collections.Counter()
+    chunks: dict[str, int] = {}
+    words: dict[str, int] = {}
     with open(path, "wb") as file:
 
         def empty(held: int) -> None:
             for chunk, count in chunks.items():
                 for word in split(chunk, case):
-                    words[word] += count
+                    words[word] = words.get(word, 0) + count
             chunks.clear()
             if len(words) > held:
                 offsets.append(_write_sections(words, file))
@@ -59,7 +59,10 @@ def write(texts: Iterable[str], kind: str, case: Case, path: pathlib.Path) -> li
         characters = 0
         for block in (block for text in texts for block in _blocks(text)):
             # Words do not reach beyond blanks, so equal stretches between them are cut once.
-            chunks.update((without_controls(block) if kind == "wordpiece" else block).split())
+            # A table of its own for each block: it stays in the processor's cache.
+            block = without_controls(block) if kind == "wordpiece" else block
+            for chunk, count in collections.Counter(block.split()).items():
+                chunks[chunk] = chunks.get(chunk, 0) + count
             characters += len(block)
             if len(chunks) > _HELD or characters > _CHARACTERS:
                 empty(_HELD)
@@ -119,6 +122,9 @@ def _blocks(text: str) -> Iterator[str]:
 
 def _basic_words(chunk: str, case: Case) -> list[str]:
     """Words that WordPiece cuts; longer ones are unknown to it as they are."""
+    if chunk.isascii() and chunk.isalnum():
+        chunk = chunk.lower() if case == "uncased" else chunk
+        return [chunk] if len(chunk) <= MAX_WORD else []
     return [word for word in basic_tokens(chunk, case) if len(word) <= MAX_WORD]
 
 

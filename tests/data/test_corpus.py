@@ -18,7 +18,7 @@ from etils import epath
 
 from bert_jax.config import Corpus, Data, InputError
 from bert_jax.data import batches, corpus, dataset, stream, survey
-from bert_jax.text import sentences, tokenizer, vocabulary
+from bert_jax.text import documents, sentences, tokenizer, vocabulary
 from bert_jax.workdir import sealed
 
 VOCAB = [*vocabulary.SPECIALS, *"abcdefghij.", *(f"##{c}" for c in "abcdefghij")]
@@ -582,16 +582,16 @@ def test_a_manifest_of_another_format_is_refused(prepared):
 
 @pytest.mark.parametrize("change", ["more", "fewer"])
 def test_text_that_changes_while_it_is_read_is_refused(change, place, monkeypatch):
-    path, split = place.text / "011.txt", sentences.split
+    path, read = place.text / "011.txt", documents.read_extent
 
     def changing(*arguments):
         if change == "more":
             path.write_text(document(11) + "\nOne more .\n")
         else:
             path.unlink(missing_ok=True)
-        return split(*arguments)
+        return read(*arguments)
 
-    monkeypatch.setattr(sentences, "split", changing)
+    monkeypatch.setattr(documents, "read_extent", changing)
     with pytest.raises(InputError, match=r"corpus\.sources: .*011\.txt: changed while it was read"):
         place.prepare()
     assert not place.folder.exists()
