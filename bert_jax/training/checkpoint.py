@@ -21,6 +21,7 @@ from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Run
+from bert_jax.errors import Unavailable
 from bert_jax.section import Section
 from bert_jax.storage.workdir import absolute, named_errors
 from bert_jax.training import mesh as mesh_lib
@@ -115,7 +116,7 @@ class Checkpoints:
             with named_errors(self._folder):
                 if self._opened is not None:
                     self._opened.wait()
-        except InputError:
+        except (InputError, Unavailable):
             self._remove_unfinished()
             raise
 
