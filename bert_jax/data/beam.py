@@ -16,9 +16,9 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
 from bert_jax.data import parts
+from bert_jax.storage.mirror import is_bucket
 from bert_jax.storage.retry import again
 
 

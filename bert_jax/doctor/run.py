@@ -7,7 +7,8 @@ from bert_jax import resolve
 from bert_jax.config import Experiment
 from bert_jax.doctor import corpus, curves
 from bert_jax.doctor.finding import Finding, severity, share
-from bert_jax.storage.workdir import Workdir, in_use, is_complete
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import COMPLETE, Workdir
 from bert_jax.training import divergence, metrics
 
 # Waiting for data is time bought for nothing. A tenth is worth a setting, a third is a fault.
@@ -31,9 +32,9 @@ def examine(workdir: Workdir) -> list[Finding]:
       InputError: no run here, or damaged files.
     """
     experiment = resolve.load_saved(workdir)
-    workdir = Workdir(workdir.root, experiment.run.corpus_dir)
+    workdir = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote)
     found = examine_lines(experiment, workdir)
-    if is_complete(workdir.corpus):
+    if mirror.exists(workdir.corpus / COMPLETE):
         lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
         return found + corpus.examine(workdir.corpus, lengths)
     padding = _padding(_of_kind(metrics.Lines(workdir.metrics).read(), "train"))
@@ -64,15 +65,14 @@ def _of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def _done(workdir: Workdir, train: list[dict[str, Any]]) -> int:
     """Steps done, by the newest checkpoint or the last line."""
     steps = [line["step"] for line in train[-1:]]
-    if workdir.checkpoints.exists():
-        steps += [int(p.name) for p in workdir.checkpoints.iterdir() if p.name.isdecimal()]
+    steps += [int(name) for name in mirror.names(workdir.checkpoints) if name.isdecimal()]
     return max(steps, default=0)
 
 
 def _unfinished(
     experiment: Experiment, workdir: Workdir, timings: list[dict[str, Any]], done: int
 ) -> Finding | None:
-    if done >= experiment.total_steps or in_use(workdir.root):
+    if done >= experiment.total_steps or mirror.is_going_on(workdir):
         return None
     ends = [line["outcome"] for line in timings[-1:] if line.get("kind") == "end"]
     return Finding(

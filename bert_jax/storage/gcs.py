@@ -1,6 +1,6 @@
 """gcsfs as Orbax and jax reach buckets through epath: it outlasts a network that fails.
 
-Imported by fsspec, on the first use of a path gs:// (see `bucket`).
+Imported by fsspec, on the first use of a path gs:// (see `mirror`).
 """
 
 from gcsfs.core import GCSFileSystem

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +32,8 @@ class Beginning:
       window: sums since the last line was written.
       skipped: steps that are left out.
       init_sha256: of the weights the first step began with; "" of fresh ones.
+      lines: what the run's files of lines held up to here (see metrics.Lines.written); empty
+        before the first step.
     """
 
     done: int
@@ -38,6 +41,7 @@ class Beginning:
     window: dict[str, jax.Array]
     skipped: tuple[int, ...]
     init_sha256: str
+    lines: dict[str, Any]
 
 
 class Beginnings:
@@ -105,7 +109,8 @@ class Beginnings:
         window = feed.put(window, mesh_lib.replicated(self.mesh))
         skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)
         began_with = restored.metadata["init_sha256"]
-        return Beginning(restored.step, restored.state, window, skipped, began_with)
+        lines = restored.metadata.get("lines", {})
+        return Beginning(restored.step, restored.state, window, skipped, began_with, lines)
 
     def leave_out(self, state: step.State, steps: tuple[int, ...]) -> step.State:
         """The state with these steps among those that are left out."""
@@ -155,4 +160,4 @@ class Beginnings:
             lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(self.mesh)
         )
         state, sha256 = self.job.begin(make())
-        return Beginning(0, state, window(), (), sha256)
+        return Beginning(0, state, window(), (), sha256, {})

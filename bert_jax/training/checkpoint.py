@@ -23,11 +23,11 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import resolve
-from bert_jax.bucket import is_bucket
 from bert_jax.config import Experiment, InputError, Run
 from bert_jax.errors import Unavailable
 from bert_jax.section import Section
 from bert_jax.storage import retry
+from bert_jax.storage.mirror import is_bucket
 from bert_jax.storage.workdir import DiskFull, absolute, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import silence

@@ -14,7 +14,7 @@ def test_a_request_outlasts_ten_minutes_of_faults(monkeypatch):
     import fsspec
     import gcsfs.retry
 
-    from bert_jax import bucket  # noqa: F401  # which registers it
+    from bert_jax.storage import mirror  # noqa: F401  # which registers it
 
     waited = []
 
