@@ -25,6 +25,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import re
@@ -70,6 +71,10 @@ _REQUEST, _CONNECT, _BYTE = 600.0, 30.0, 120.0
 
 # epath's and Orbax's connections, too, must see what other processes have written since.
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
+# Else they ask another service of what kind the bucket is, for a minute where it does not answer.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+# It raises its errors, too, and ours is one line.
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 # (bucket, right) that were used with success.
 _granted: set[tuple[str, Right]] = set()
