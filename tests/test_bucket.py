@@ -339,7 +339,7 @@ def test_a_prepare_that_fails_while_sending_goes_on_and_loses_nothing(
 ):
     monkeypatch.setattr(retry, "GIVE_UP", 0.1)
     objects.fault = lambda method, name, kind: (
-        Fault(503) if kind == "write" and name.endswith("COMPLETE") else None
+        Fault(503) if kind == "write" and name == "corpus/COMPLETE" else None
     )
     code, err = call(PREPARE)
     assert (code, err.count("\n")) == (74, 1)
