@@ -22,7 +22,7 @@ ALLOWED = {
     "resolve": {"section", "config", "storage"},
     "storage": {"config"},
     "text": {"config", "storage"},
-    "data": {"config", "storage", "text"},
+    "data": {"config", "storage", "system", "text"},
     "tasks": {
         "config",
         "finetuning",
@@ -40,10 +40,10 @@ ALLOWED = {
     "pod": {"system"},
     "model": {"config"},
     "training": {
+        "storage",
         "section",
         "config",
         "resolve",
-        "storage",
         "hardware",
         "system",
         "text",

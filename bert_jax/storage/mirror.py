@@ -71,8 +71,8 @@ _REQUEST, _CONNECT, _BYTE = 600.0, 30.0, 120.0
 
 # epath's and Orbax's connections, too, must see what other processes have written since.
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
-# Else they ask another service of what kind the bucket is, for a minute where it does not answer.
-os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+# And be patient; by its name, since gcsfs need not be installed.
+fsspec.register_implementation("gcs", "bert_jax.storage.gcs.PatientFileSystem", clobber=True)
 # It raises its errors, too, and ours is one line.
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from bert_jax.errors import InputError, Unavailable
+from bert_jax.errors import DiskFull, InputError, Unavailable
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ FIRST_WAIT, LONGEST_WAIT, GIVE_UP = 0.5, 30.0, 600.0
 _ERRNO_NAMES = (
     *("ESTALE", "EIO", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "EBUSY", "ENOBUFS", "ENOLCK"),
     *("ETIMEDOUT", "EPIPE", "ENETDOWN", "ENETUNREACH", "ENETRESET", "ECONNABORTED"),
-    *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO"),
+    *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENOMEM"),
 )
 _ERRNO = frozenset(getattr(errno, name) for name in _ERRNO_NAMES if hasattr(errno, name))
 # Of HTTP: too slow, too many requests, the server's own.
@@ -32,19 +32,19 @@ _STATUS = frozenset({408, 429, *range(500, 600)})
 _DENIED = frozenset({401, 403})
 CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3")
 _TRANSPORT = re.compile(
-    r"(Connect|Connection|Transport|Timeout|Payload|Disconnected|Retry|Refresh|OSError|DNS|Proxy"
-    r"|Chunked|Checksum|SSL)"
+    r"Connect|Transport|Timeout|Payload|Disconnected|Proxy|Retry|Refresh|OSError|DNS|Checksum"
+    r"|Chunked|SSL"
 )
 # As TensorStore and gRPC write them into the text of a ValueError or a RuntimeError.
 _TEXT = re.compile(
-    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL: .*HTTP)\b"
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|INTERNAL: .*HTTP)\b"
     r"|HTTP response code: (408|429|5\d\d)"
     r"|CURL error|Cannot connect|[Cc]onnection (reset|refused|aborted|closed)|[Tt]imed out"
     r"|Stale file handle|Input/output error|Too many open files|Temporary failure in name"
 )
 _TEXT_DENIED = re.compile(
     r"\b(UNAUTHENTICATED|PERMISSION_DENIED)\b|HTTP response code: (401|403)"
-    r"|^Forbidden: "  # of gcsfs, for 403
+    r"|^Forbidden: "  # gcsfs's word for 403, in an OSError without a number
 )
 
 
@@ -94,7 +94,7 @@ def again(
     while True:
         try:
             return work()
-        except InputError:
+        except (InputError, DiskFull):
             raise
         except Exception as error:
             refused = is_denied(error)
@@ -127,7 +127,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, InputError):
+    if isinstance(error, InputError | DiskFull):
         return False
     if isinstance(error, Unavailable | TimeoutError | ConnectionError | ssl.SSLError):
         return True
@@ -159,6 +159,8 @@ def _status(error: BaseException) -> int:
 
 def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
     """Whether an error that has no kind of its own says so in its text."""
+    if type(error).__name__ == "JaxRuntimeError":
+        return False  # the devices' own words, for other faults
     plain = isinstance(error, OSError | ValueError | RuntimeError) or type(error) is Exception
     return plain and bool(pattern.search(str(error)))
 

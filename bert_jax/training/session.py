@@ -8,9 +8,11 @@ import platform
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import jax
+
 import bert_jax
 from bert_jax import hardware, resolve
-from bert_jax.config import InputError
+from bert_jax.config import InputError, Run
 from bert_jax.storage import mirror as mirror_lib
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
@@ -76,8 +78,10 @@ def _run(
     pulse.beat(times=2)
     mesh = mesh_lib.make_mesh(job.claim.mesh)
     job.require_runnable(mesh)
+    _require_checkable(job.claim.run, mesh)
     _keep_freed_memory()
-    keep_compiled_programs()
+    keep_compiled_programs(workdir.remote / "compiled" if workdir.remote else None)
+    peers.connect(mesh)
     clock = Clock(hardware.peak_flops(job.compute_dtype))
     with _held(job, workdir, peers) as (mirror, forget):
         _require_one_place(workdir, mirror, peers)
@@ -106,6 +110,16 @@ def _run(
     progress.say("; ".join([f"finished: step {trainer.done}", *evaluations[-1:]]))
     progress.say(f"{workdir.named} holds the finished run; to start anew {job.how_to_go_on}")
     return outcome
+
+
+def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
+    """Raises InputError if devices are to check themselves that cannot."""
+    platform = mesh.devices.flat[0].platform
+    if run.check_every and platform != "tpu":
+        raise InputError(
+            f"run.check_every={run.check_every}: only TPUs can check themselves, not a {platform}; "
+            "set run.check_every=0"
+        )
 
 
 def _facts(claim: Any, length: str) -> dict[str, str]:

@@ -49,12 +49,13 @@ def test_any_other_error_stays(error):
     assert not retry.is_transient(raised_from(error))
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 408, 412, 429, 500, 503])
-def test_statuses_of_gcsfs(status):
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 412, 429, 500, 502, 503])
+def test_statuses_as_gcsfs_raises_them(status):
     gcsfs_retry = pytest.importorskip("gcsfs.retry")
-    error = gcsfs_retry.HttpError({"code": status, "message": "said so"})
-    assert retry.is_transient(error) == (status in (408, 429, 500, 503))
-    assert retry.is_denied(error) == (status in (401, 403))
+    with pytest.raises(Exception) as caught:
+        gcsfs_retry.validate_response(status, b"why", "b/o")
+    assert retry.is_transient(caught.value) == (status in (408, 429, 500, 502, 503))
+    assert retry.is_denied(caught.value) == (status in (401, 403))
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 408, 412, 429, 500, 502, 503])
