@@ -71,9 +71,9 @@ def objects(bucket_server, tmp_path, monkeypatch):
     """An empty server of buckets that works as it should, a cache of its own, and short waits."""
     import types
 
-    import gcsfs.retry
+    from bert_jax.storage import mirror, retry  # which sets gcsfs up
 
-    from bert_jax.storage import mirror, retry
+    import gcsfs.retry  # isort: skip
 
     server, environment, config = bucket_server
     for name, value in environment.items():

@@ -127,7 +127,8 @@ def test_a_bucket_that_is_away_for_long_ends_a_run_that_goes_on_later(
     def away(self, *args):
         if self.done == 8:
             monkeypatch.setattr(retry, "GIVE_UP", 0.1)
-            objects.fault = lambda *_: Fault(503)
+            # Checkpoints are Orbax's own matter.
+            objects.fault = lambda method, name, kind: None if "checkpoints" in name else Fault(503)
         save(self, *args)
 
     with monkeypatch.context() as patch:
@@ -338,7 +339,7 @@ def test_a_prepare_that_fails_while_sending_goes_on_and_loses_nothing(
 ):
     monkeypatch.setattr(retry, "GIVE_UP", 0.1)
     objects.fault = lambda method, name, kind: (
-        Fault(503) if kind == "write" and name.endswith("COMPLETE") else None
+        Fault(503) if kind == "write" and name == "corpus/COMPLETE" else None
     )
     code, err = call(PREPARE)
     assert (code, err.count("\n")) == (74, 1)
@@ -349,7 +350,7 @@ def test_a_prepare_that_fails_while_sending_goes_on_and_loses_nothing(
     assert (made / "dataset").exists()  # it might be the only one
     objects.reset_faults()
     objects.writes.clear()
-    monkeypatch.setattr(corpus.dataset, "write", None)  # not called: the corpus is made
+    monkeypatch.setattr(corpus.build, "build", None)  # not called: the corpus is made
     assert call(PREPARE) == (0, "")
     assert "corpus/COMPLETE" in objects.files() and not made.exists()
     again = {name for name, _ in objects.writes if name.removeprefix("corpus/").count("/")}

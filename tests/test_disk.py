@@ -13,6 +13,8 @@ from broken import call, tree
 from etils import epath
 from small_run import pretrain
 
+from bert_jax.errors import DiskFull
+from bert_jax.storage import copies
 from bert_jax.training import metrics
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.clock import Clock
@@ -178,6 +180,20 @@ def test_a_corpus_on_a_read_only_disk_can_be_trained_on(disk, copy_of_run, tmp_p
     assert call(f"prepare small.py --workdir {tmp_path}/first {corpus}")[0] == 0
     disk.mount("remount,ro,size=4m")
     assert call(f"pretrain small.py --workdir {tmp_path}/second {corpus} --set seed=3")[0] == 0
+
+
+def test_a_copy_that_does_not_fit_goes_on_once_there_is_space(disk, objects, monkeypatch):
+    monkeypatch.setattr(copies, "PIECE", 1000)
+    source, target = epath.Path("gs://bucket/ids.bin"), epath.Path(disk.folder / "ids.bin")
+    objects.put("ids.bin", bytes(range(250)) * 400, {})
+    disk.mount("size=60k")
+    with pytest.raises(DiskFull, match=r"ids\.bin: the disk is full; free some space"):
+        copies.fetch(source, target)
+    disk.mount("remount,size=1m")
+    objects.reset_faults()
+    copies.fetch(source, target)
+    assert target.read_bytes() == bytes(range(250)) * 400
+    assert len([name for name, kind in objects.requests if kind == "read"]) < 90
 
 
 @pytest.mark.parametrize("full", ["workdir", "scratch"])

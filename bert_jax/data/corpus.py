@@ -384,7 +384,7 @@ def _build(
 def _prepare_there(
     corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.Run, say: Say
 ) -> dict[str, Any]:
-    """Makes the corpus on this machine and sends it to its bucket, or finds that it is there.
+    """Makes the corpus of a bucket on this machine, and sends it; or finds that it is there.
 
     What was made or sent before a break is neither made nor sent again.
     """

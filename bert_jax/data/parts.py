@@ -296,8 +296,8 @@ def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
 def _finish(folder: pathlib.Path, target: epath.Path) -> None:
     names = sorted(path.name for path in folder.iterdir() if path.name != "record.json")
     if mirror.is_bucket(target):
-        for name in [*names, "record.json"]:
-            mirror.put(target / name, (folder / name).read_bytes())
+        copies.send_all(epath.Path(folder), target, names)
+        mirror.write(target / "record.json", (folder / "record.json").read_text())
         return
     for name in [*names, "record.json"]:
         with open(folder / name, "rb") as file:
@@ -321,7 +321,6 @@ def here(place: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Pat
         return pathlib.Path(path)
     local = scratch / name / file
     if not local.exists():
-        local.parent.mkdir(parents=True, exist_ok=True)
         copies.fetch(path, epath.Path(local))
     return local
 

@@ -25,6 +25,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import re
@@ -72,6 +73,8 @@ _REQUEST, _CONNECT, _BYTE = 600.0, 30.0, 120.0
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
 # And be patient; by its name, since gcsfs need not be installed.
 fsspec.register_implementation("gcs", "bert_jax.storage.gcs.PatientFileSystem", clobber=True)
+# It raises its errors, too, and ours is one line.
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 # (bucket, right) that were used with success.
 _granted: set[tuple[str, Right]] = set()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from bert_jax.errors import InputError, Unavailable
+from bert_jax.errors import DiskFull, InputError, Unavailable
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ def again(
     while True:
         try:
             return work()
-        except InputError:
+        except (InputError, DiskFull):
             raise
         except Exception as error:
             refused = is_denied(error)
@@ -127,7 +127,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, InputError):
+    if isinstance(error, InputError | DiskFull):
         return False
     if isinstance(error, Unavailable | TimeoutError | ConnectionError | ssl.SSLError):
         return True

@@ -33,7 +33,7 @@ from typing import IO, Any
 from etils import epath
 
 from bert_jax.config import InputError
-from bert_jax.errors import Unavailable
+from bert_jax.errors import DiskFull, Unavailable
 from bert_jax.storage import retry
 
 COMPLETE = "COMPLETE"
@@ -57,10 +57,6 @@ _LOCK_TRIES = 4
 _HOLDER_VERSION = 1
 
 _FULL = "{}: the disk is full; free some space and run again"
-
-
-class DiskFull(Unavailable):
-    """There is no space left where something is to be written."""
 
 
 class Workdir:

@@ -80,7 +80,7 @@ def _run(
     job.require_runnable(mesh)
     _require_checkable(job.claim.run, mesh)
     _keep_freed_memory()
-    keep_compiled_programs(None if workdir.remote is None else workdir.remote / "compiled")
+    keep_compiled_programs(workdir.remote / "compiled" if workdir.remote else None)
     peers.connect(mesh)
     clock = Clock(hardware.peak_flops(job.compute_dtype))
     with _held(job, workdir, peers) as (mirror, forget):
