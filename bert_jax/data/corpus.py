@@ -5,7 +5,7 @@
     corpus/tokenizer/       the tokenizer, trained here or copied
     corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
-    corpus/plans.json       how many rows each plan has (see data.batches)
+    corpus/plans.json       how many rows first plans have (see data.plans)
     corpus/COMPLETE         written last
 
 Which documents are held out is decided in data.survey. A corpus in a bucket is made on this machine
