@@ -166,10 +166,20 @@ BROKEN = [
 ]
 
 
+# Each compiles a model.
+SLOW = (model_rules, loss_rules)
+
+
 @pytest.mark.parametrize(
     ("part", "owner", "name", "wrong", "rule"),
-    BROKEN,
-    ids=[f"{name}: {rule}" for _, _, name, _, rule in BROKEN],
+    [
+        pytest.param(
+            *broken,
+            id=f"{broken[2]}: {broken[4]}",
+            marks=[pytest.mark.long] if broken[0] in SLOW or broken[2] == "clip" else [],
+        )
+        for broken in BROKEN
+    ],
 )
 def test_a_broken_rule_is_noticed(part, owner, name, wrong, rule, monkeypatch):
     monkeypatch.setattr(owner, name, wrong)
