@@ -3,9 +3,8 @@
 `python -m benchmarks.scale_run`. Writes a corpus of 6.4 million documents and 4 billion ids, its
 source beside it as a (sparse) file of 20 GB, and asks fresh processes: CPU seconds and memory from
 the start to the first batch, with nothing planned (cold) and with all of it (warm); of a plan, at
-128 and at 512; of batches, alone and while the next epoch is planned. Then it saves and restores
-LARGE's state with Adam's moments from several processes. It takes 12 GB of disk, goes on after a
-stop with what is missing, and removes everything at the end.
+128 and at 512; of batches, alone and while the next epoch is planned. It takes 12 GB of disk, goes
+on after a stop with what is missing, and removes everything at the end.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     corpus/tokenizer/       the tokenizer, trained here or copied
     corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
-    corpus/plans.json       how many rows each plan has (see data.batches)
+    corpus/plans.json       how many rows first plans have (see data.plans)
     corpus/parts/           while it is made: what is whole of it (see data.parts)
     corpus/COMPLETE         written last
 
