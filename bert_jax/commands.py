@@ -181,7 +181,7 @@ def checkpoints(args: argparse.Namespace) -> int:
 def predict(args: argparse.Namespace) -> int:
     """Do the task of a fine-tuned run; else fill [MASK], and say whether B follows A."""
     from bert_jax import resolve
-    from bert_jax.workdir import Workdir
+    from bert_jax.storage.workdir import Workdir
 
     tuned = resolve.holds_finetuning(Workdir(args.workdir))
     if tuned:
@@ -361,7 +361,7 @@ def tokenize(args: argparse.Namespace) -> int:
 def _claim(args: argparse.Namespace):
     """The experiment that the arguments name, and its workdir."""
     from bert_jax import resolve
-    from bert_jax.workdir import Workdir
+    from bert_jax.storage.workdir import Workdir
 
     if args.experiment is not None:
         experiment: Experiment = resolve.load(args.experiment)
@@ -374,7 +374,7 @@ def _claim(args: argparse.Namespace):
 
 
 def _workdir(args: argparse.Namespace, experiment: Experiment):
-    from bert_jax.workdir import Workdir
+    from bert_jax.storage.workdir import Workdir
 
     return Workdir(args.workdir or f"runs/{experiment.name}", experiment.run.corpus_dir)
 

@@ -11,6 +11,7 @@ from bert_jax import base as base_lib
 from bert_jax import resolve
 from bert_jax.base import Moments
 from bert_jax.config import Experiment, InputError, Mesh, Model
+from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, step
@@ -18,7 +19,6 @@ from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.prepared import Prepared
-from bert_jax.workdir import Workdir
 
 What = Literal["params", "with_moments"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from bert_jax import errors
 from bert_jax.config import InputError
 from bert_jax.report import records, times
-from bert_jax.workdir import Workdir
+from bert_jax.storage.workdir import Workdir
 from launch import console, shipping, target
 from launch.target import Record
 from launch.tpu_launched import SAVE_SECONDS

@@ -9,7 +9,7 @@ from bert_jax.config import InputError
 from bert_jax.doctor import corpus as corpus_lib
 from bert_jax.errors import printable
 from bert_jax.plan import command, tell
-from bert_jax.workdir import Workdir, is_complete, named_errors, write_atomic
+from bert_jax.storage.workdir import Workdir, is_complete, named_errors, write_atomic
 from launch import tools
 from launch.spec import Spec
 

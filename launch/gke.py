@@ -14,7 +14,7 @@ from etils import epath
 
 from bert_jax import errors
 from bert_jax.config import InputError
-from bert_jax.workdir import named_errors, write_atomic
+from bert_jax.storage.workdir import named_errors, write_atomic
 from launch import arguments, checks, console, dry_run, jobset, kubectl, shipping, tools
 from launch import xpk as xpk_lib
 from launch.gke_launched import Launched

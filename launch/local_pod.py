@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from bert_jax import errors, pod
 from bert_jax.config import InputError
-from bert_jax.workdir import named_errors, write_atomic
+from bert_jax.storage.workdir import named_errors, write_atomic
 from launch import console, dry_run, shipping
 from launch.spec import EXPERIMENT, Spec, specify
 from launch.verdict import FAILURES, ending_word

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from etils import epath
 
 from bert_jax.config import InputError
-from bert_jax.workdir import made, named_errors, read_json, sealed, write_atomic
+from bert_jax.storage.workdir import made, named_errors, read_json, sealed, write_atomic
 
 FORMAT_VERSION = 1
 FILE = "launch.json"

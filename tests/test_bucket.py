@@ -23,10 +23,10 @@ from bert_jax import bucket as bucket_lib
 from bert_jax import lease
 from bert_jax.config import InputError
 from bert_jax.data import copies, corpus
+from bert_jax.storage.workdir import in_use, lock, sealed, write_atomic
 from bert_jax.training import metrics
 from bert_jax.training.clock import Clock
 from bert_jax.training.profile import Profile
-from bert_jax.workdir import in_use, lock, sealed, write_atomic
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"
@@ -273,7 +273,7 @@ def test_a_second_run_is_refused_and_told_of_the_first(objects):
 
 def test_the_lock_of_a_process_that_was_killed_is_taken_at_once(objects):
     code = (
-        "import os, sys; from etils import epath; from bert_jax.workdir import lock\n"
+        "import os, sys; from etils import epath; from bert_jax.storage.workdir import lock\n"
         f"with lock(epath.Path('{FOLDER}')): os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
@@ -365,7 +365,8 @@ def test_who_wakes_up_while_its_lock_is_taken_keeps_it(objects, quick, monkeypat
 
 def test_who_was_taken_for_dead_ends_when_it_notices(objects):
     code = (
-        "import sys, time; from etils import epath; from bert_jax import lease, workdir\n"
+        "import sys, time; from etils import epath; from bert_jax import lease\n"
+        "from bert_jax.storage import workdir\n"
         "lease.BEAT = 0.05\n"
         f"with workdir.lock(epath.Path('{FOLDER}')):\n"
         "    print('held', flush=True)\n"

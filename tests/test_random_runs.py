@@ -13,17 +13,18 @@ from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax import lease, resolve, workdir
+from bert_jax import lease, resolve
 from bert_jax.config import InputError, Mesh
 from bert_jax.doctor.run import examine_lines
 from bert_jax.plan import document
 from bert_jax.report import figures, page
 from bert_jax.report.records import Record
+from bert_jax.storage import workdir
+from bert_jax.storage.workdir import sealed
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state
-from bert_jax.workdir import sealed
 
 FILES = [
     "metrics.jsonl",

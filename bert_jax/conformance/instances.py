@@ -17,9 +17,9 @@ from etils import epath
 from bert_jax.conformance.settings import Settings
 from bert_jax.data import batches, draws, pairs, stream
 from bert_jax.errors import InputError
+from bert_jax.storage.workdir import named_errors, require_plain, write_atomic
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 from bert_jax.text.vocabulary import read_vocab
-from bert_jax.workdir import named_errors, require_plain, write_atomic
 
 Documents = list[list[list[int]]]
 

@@ -23,8 +23,8 @@ from etils import epath
 from bert_jax.config import Data, InputError
 from bert_jax.data import draws, masking, pairs
 from bert_jax.data.stream import Stream
+from bert_jax.storage.workdir import is_sealed, read_json, sealed, write_atomic
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.workdir import is_sealed, read_json, sealed, write_atomic
 
 PLANS_VERSION = 1
 

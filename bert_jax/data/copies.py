@@ -21,7 +21,7 @@ from etils import epath
 from bert_jax import bucket
 from bert_jax.config import InputError
 from bert_jax.data.files import Files, damage
-from bert_jax.workdir import cache_folder, mark_complete, named_errors, write_atomic
+from bert_jax.storage.workdir import cache_folder, mark_complete, named_errors, write_atomic
 
 _ANEW = "put the whole object back, or remove the corpus to prepare it anew"
 

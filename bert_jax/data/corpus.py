@@ -27,8 +27,7 @@ from bert_jax.config import Corpus, InputError
 from bert_jax.data import copies, dataset, files, stream
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.survey import Survey
-from bert_jax.text import documents, sentences, tokenizer, vocabulary
-from bert_jax.workdir import (
+from bert_jax.storage.workdir import (
     COMPLETE,
     is_complete,
     lock,
@@ -38,6 +37,7 @@ from bert_jax.workdir import (
     sealed,
     write_atomic,
 )
+from bert_jax.text import documents, sentences, tokenizer, vocabulary
 
 FORMAT_VERSION = 2
 

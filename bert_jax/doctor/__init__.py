@@ -14,8 +14,8 @@ from bert_jax.config import Corpus, InputError
 from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import Finding
 from bert_jax.errors import printable
+from bert_jax.storage.workdir import Workdir, is_complete
 from bert_jax.text import documents
-from bert_jax.workdir import Workdir, is_complete
 
 __all__ = ["Finding", "examine", "tell"]
 

@@ -7,8 +7,8 @@ from bert_jax import resolve
 from bert_jax.config import Experiment
 from bert_jax.doctor import corpus, curves
 from bert_jax.doctor.finding import Finding, severity, share
+from bert_jax.storage.workdir import Workdir, in_use, is_complete
 from bert_jax.training import divergence, metrics
-from bert_jax.workdir import Workdir, in_use, is_complete
 
 # Waiting for data is time bought for nothing. A tenth is worth a setting, a third is a fault.
 _DATA, _DATA_NOTE = 0.3, 0.1

@@ -14,8 +14,8 @@ from bert_jax.errors import printable
 from bert_jax.interop import fitting, names, settings, surgery, tf1, vocabularies
 from bert_jax.interop.fitting import Say
 from bert_jax.predict import Trained
+from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer as tokenizer_lib
-from bert_jax.workdir import Workdir
 
 
 def import_weights(

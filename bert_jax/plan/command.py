@@ -11,7 +11,7 @@ from bert_jax.config import Experiment
 from bert_jax.plan import document, remedies, scaling, search, tell
 from bert_jax.plan.compile import Job, compile_all
 from bert_jax.plan.topology import Topology
-from bert_jax.workdir import made, require_plain, sealed, write_atomic
+from bert_jax.storage.workdir import made, require_plain, sealed, write_atomic
 
 Mode = Literal["plan", "search", "scaling"]
 

@@ -20,11 +20,11 @@ from jax.experimental import topologies
 from bert_jax import resolve, system
 from bert_jax.config import Experiment, InputError, Phase
 from bert_jax.plan import checks, hlo, program, topology
+from bert_jax.storage.workdir import write_atomic
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.pretraining import require_runnable
-from bert_jax.workdir import write_atomic
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"

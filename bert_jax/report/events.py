@@ -5,7 +5,7 @@ from etils import epath
 from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
 from bert_jax.report.records import Line, Record
-from bert_jax.workdir import named_errors
+from bert_jax.storage.workdir import named_errors
 
 # Neither is a curve.
 _NOT_SCALARS = ("step", "kind", "time")

@@ -12,8 +12,8 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.errors import printable
 from bert_jax.plan import document
+from bert_jax.storage.workdir import Workdir, in_use, is_sealed, read_json
 from bert_jax.training.metrics import Lines
-from bert_jax.workdir import Workdir, in_use, is_sealed, read_json
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
 

@@ -13,7 +13,7 @@ from bert_jax.config import InputError
 from bert_jax.report import page, times
 from bert_jax.report.events import Events
 from bert_jax.report.records import Record
-from bert_jax.workdir import write_atomic
+from bert_jax.storage.workdir import write_atomic
 
 
 def write(

@@ -9,12 +9,12 @@ from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Finetuning
+from bert_jax.storage.workdir import Workdir, write_atomic
 from bert_jax.tasks import asked, records
 from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.predicting import TaskModel
 from bert_jax.training import session
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir, write_atomic
 
 
 def finetune(

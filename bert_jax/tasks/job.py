@@ -11,6 +11,7 @@ import numpy as np
 from bert_jax import resolve
 from bert_jax.config import Finetuning, InputError
 from bert_jax.model import flops
+from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import adapt as adapt_lib
 from bert_jax.tasks import records, rows, tables
 from bert_jax.tasks import shape as shape_lib
@@ -21,7 +22,6 @@ from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.job import Stretch
 from bert_jax.training.peers import Peers
-from bert_jax.workdir import Workdir
 
 
 class FinetuningJob:

@@ -8,6 +8,7 @@ from typing import Any
 
 from bert_jax import resolve
 from bert_jax.config import Finetuning, InputError, Mesh
+from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import records, rows
 from bert_jax.tasks import shape as shape_lib
 from bert_jax.tasks.adapted import Adapted
@@ -16,7 +17,6 @@ from bert_jax.tasks.forward import Forward
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints, Restored
-from bert_jax.workdir import Workdir
 
 # Examples whose rows are in memory at once.
 WINDOW = 2048

@@ -16,10 +16,10 @@ from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Finetuning, InputError
+from bert_jax.storage.workdir import Workdir, named_errors, write_atomic
 from bert_jax.tasks import command
 from bert_jax.training import metrics, session
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir, named_errors, write_atomic
 
 FORMAT_VERSION = 1
 _SEED = "seed"

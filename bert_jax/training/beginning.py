@@ -9,7 +9,7 @@ import numpy as np
 
 from bert_jax.errors import Unavailable
 from bert_jax.storage import retry
-from bert_jax.training import feed, step
+from bert_jax.training import divergence, feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints, Restored
 from bert_jax.training.environment import environment
@@ -55,21 +55,45 @@ class Beginnings:
         self._shardings = jax.tree.map(lambda s: s.sharding, self._abstract)
         self._asked = 0
 
-    def find(self, saved: Checkpoints, at_most: int | None = None) -> Beginning:
+    def find(self, saved: Checkpoints) -> Beginning:
         """The newest checkpoint that can be used; damaged ones before it are put aside.
-
-        Args:
-          saved: of the run.
-          at_most: none of a later step; any if None.
 
         Raises:
           InputError: all are damaged, or of another corpus.
           Unavailable: the storage does not answer, or the processes see different checkpoints.
         """
+        self._agree_on_steps(saved)
+        return self._restore(saved, None)
+
+    def find_before(self, saved: Checkpoints, first: int) -> Beginning | None:
+        """As `find`, of a step up to `first`; the newer ones are removed.
+
+        Returns:
+          None, and nothing was removed, if too much would be done again: `divergence.can_go_back`.
+        """
+        try:
+            saved.finish()
+        except Unavailable:
+            if self.peers.count > 1:
+                raise  # the others wait for it, inside Orbax; one process goes back past it
+        self._agree_on_steps(saved)
+        if not divergence.can_go_back(saved.steps, first, self.job.claim.run.checkpoint_every):
+            return None
+        found = self._restore(saved, first)
+        saved.forget_after(first)
+        # Until then the first process may be removing some.
+        self.peers.agree(f"removed {self._asked}", "")
+        saved.look_again()
+        return found
+
+    def _agree_on_steps(self, saved: Checkpoints) -> None:
+        """Raises Unavailable unless all processes see the same checkpoints."""
         self._asked += 1
-        # Until then the first may be removing some.
+        # Until then the first process may be saving one.
         self.peers.agree(f"last save {self._asked}", "")
         self._require_same_view(saved)
+
+    def _restore(self, saved: Checkpoints, at_most: int | None) -> Beginning:
         restored = saved.newest(self._abstract, at_most, self._agreed)
         if restored is None:
             return self._first()

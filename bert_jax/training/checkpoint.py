@@ -28,11 +28,11 @@ from bert_jax.config import Experiment, InputError, Run
 from bert_jax.errors import Unavailable
 from bert_jax.section import Section
 from bert_jax.storage import retry
+from bert_jax.storage.workdir import DiskFull, absolute, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import silence
 from bert_jax.training.checksums import checksums, path_of
 from bert_jax.training.kept import Kept
-from bert_jax.workdir import DiskFull, absolute, named_errors
 
 T = TypeVar("T")
 Claim = TypeVar("Claim", bound=Section)

@@ -10,8 +10,8 @@ import time
 import jax
 from etils import epath
 
+from bert_jax.storage.workdir import cache_folder
 from bert_jax.training.environment import environment
-from bert_jax.workdir import cache_folder
 
 # Of compiled programs kept for one environment; the ones not used for longest go first.
 _COMPILED_BYTES = 2**30

@@ -8,9 +8,9 @@ from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, Finetuning, InputError
+from bert_jax.storage.workdir import Workdir, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import ASIDE, Checkpoints, Damaged
-from bert_jax.workdir import Workdir, named_errors
 
 
 def listing(folder: epath.Path) -> Iterator[str]:

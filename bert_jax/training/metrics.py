@@ -17,7 +17,7 @@ from etils import epath
 
 from bert_jax.bucket import Growing, is_bucket
 from bert_jax.config import InputError
-from bert_jax.workdir import DiskFull, named_errors, no_link, write_atomic
+from bert_jax.storage.workdir import DiskFull, named_errors, no_link, write_atomic
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
 

@@ -11,6 +11,7 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Mesh, Model
 from bert_jax.data import corpus
 from bert_jax.model import flops
+from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluate as evaluate_lib
 from bert_jax.training import feed, session, watch
@@ -22,7 +23,6 @@ from bert_jax.training.objective import Pretraining
 from bert_jax.training.peers import Peers
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir
 
 
 class Probes(Protocol):
@@ -157,7 +157,7 @@ class PretrainingJob:
         if processes == 1:
             return
         prepared = Prepared.open(folder)
-        corpus.open_stream(folder, "validation")
+        corpus.open_stream(prepared.folder, "validation")
         for phase in range(len(claim.phases)):
             prepared.train_batches(claim, phase)
 
@@ -266,7 +266,7 @@ class PretrainingJob:
     def watched(self, params: Any) -> list[dict[str, Any]]:
         """What the model says of a few sentences."""
         params = watch.on_one_device(params, self._mesh)
-        return self._watched.predict(params) if self._peers.leads else []
+        return [] if params is None else self._watched.predict(params)
 
     def how_to_see(self, step: int) -> str:
         """See `Job`."""

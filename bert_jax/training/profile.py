@@ -21,9 +21,9 @@ from etils import epath
 
 from bert_jax import bucket
 from bert_jax.config import InputError
+from bert_jax.storage.workdir import made, named_errors, new_file
 from bert_jax.training.clock import Clock
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import made, named_errors, new_file
 
 # Of the annotation around each step; XProf looks for a number of this kind.
 _STEP = "train"

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from bert_jax import resolve
 from bert_jax.errors import Unavailable
 from bert_jax.storage import retry
+from bert_jax.storage.workdir import DiskFull, Workdir, write_atomic
 from bert_jax.training import divergence, metrics, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.beginning import Beginning, Beginnings
@@ -31,7 +32,6 @@ from bert_jax.training.peers import Peers
 from bert_jax.training.profile import Profile
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import Pulse, StopRequest
-from bert_jax.workdir import DiskFull, Workdir, write_atomic
 
 Outcome = Literal["finished", "stopped", "failed"]
 
@@ -148,15 +148,15 @@ class Trainer:
         for lines in (self.metrics, self.predictions, self.timings):
             lines.flush()
 
-    def _begin(
-        self, saved: Checkpoints, at_most: int | None = None
-    ) -> tuple[step.State, dict[str, jax.Array]]:
-        """The state and the window to go on with, no later than a step; sets `done`.
-
-        Lines of steps that will be done again are dropped.
-        """
+    def _begin(self, saved: Checkpoints) -> tuple[step.State, dict[str, jax.Array]]:
+        """The state and the window to go on with; sets `done`."""
         with self.clock.waiting("restore"):
-            self.began = self.beginnings.find(saved, at_most)
+            self._go_on_from(self.beginnings.find(saved))
+        return self.began.state, self.began.window
+
+    def _go_on_from(self, found: Beginning) -> None:
+        """Sets what the next steps begin with; drops lines of steps that will be done again."""
+        self.began = found
         self.done = self.saved_step = self.began.done
         self.evaluation = {}
         before = self.done or -1
@@ -167,26 +167,36 @@ class Trainer:
             self.progress.say(f"resume: from step {self.done}")
         else:
             self._probe(self.began.state)
-        return self.began.state, self.began.window
 
     def _roll_back(self, saved: Checkpoints, bad: range) -> tuple[step.State, dict[str, jax.Array]]:
         """The state before the bad steps, which will be left out; the newer checkpoints go.
 
         Nothing of this needs to be remembered: whoever goes on from a checkpoint before the bad
-        steps comes to the same bad steps, and here.
+        steps comes to the same bad steps, and here. If no checkpoint is old enough, sets `failed`
+        and removes nothing.
         """
         skipped, first = divergence.left_out(self.began.skipped, bad)
         self.pending, self.bad_steps = None, None
         self.pulse.beat(times=2)
-        saved.forget_after(first)
+        what = f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient"
+        with self.clock.waiting("restore"):
+            found = self.beginnings.find_before(saved, first)
+        if found is None:
+            self.failed = (
+                f"{what}, and no checkpoint from shortly before step {first + 1} is kept to go "
+                "back to; those that are there stay; start anew with a larger run.keep_checkpoints "
+                "or a lower optimizer.peak_learning_rate"
+            )
+            return {}, {}
+        where = "" if found.done else " to step 0, since there is no earlier checkpoint"
         self.progress.say(
-            f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient; going back, and leaving "
-            f"out these and the one before ({self.job.how_to_see(first)})"
+            f"{what}; going back{where}, and leaving out these and the one before "
+            f"({self.job.how_to_see(first)})"
         )
-        state, window = self._begin(saved, first)
+        self._go_on_from(found)
         self.began.skipped = skipped
         self._note("roll_back", self._lap() | {"bad": [bad[0], bad[-1]], "skipped": list(skipped)})
-        return self.beginnings.leave_out(state, skipped), window
+        return self.beginnings.leave_out(found.state, skipped), found.window
 
     def _phase(
         self,

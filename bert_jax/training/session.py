@@ -14,6 +14,7 @@ import bert_jax
 from bert_jax import hardware, resolve
 from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError, Run
+from bert_jax.storage.workdir import Workdir, lock
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics
 from bert_jax.training import peers as peers_lib
@@ -26,7 +27,6 @@ from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Progress
 from bert_jax.training.runner import Outcome, Trainer
 from bert_jax.training.signals import Pulse, StopRequest
-from bert_jax.workdir import Workdir, lock
 
 # M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))

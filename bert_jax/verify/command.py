@@ -26,6 +26,7 @@ from etils import epath
 from bert_jax import errors, resolve
 from bert_jax.bucket import is_bucket
 from bert_jax.config import Experiment, InputError
+from bert_jax.storage.workdir import Workdir, lock, named_errors, write_atomic
 from bert_jax.training.metrics import Lines
 from bert_jax.verify import compare, elsewhere, rounds, tell
 from bert_jax.verify.children import Children
@@ -35,7 +36,6 @@ from bert_jax.verify.notes import Execution, Notes
 from bert_jax.verify.orders import Order
 from bert_jax.verify.rounds import Calendar, Round
 from bert_jax.verify.tell import Row
-from bert_jax.workdir import Workdir, lock, named_errors, write_atomic
 
 FORMAT_VERSION = 1
 

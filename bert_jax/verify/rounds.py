@@ -13,10 +13,10 @@ from etils import epath
 
 from bert_jax.config import Experiment
 from bert_jax.data import batches, corpus
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training.metrics import Lines
 from bert_jax.verify.notes import Notes
 from bert_jax.verify.orders import Death, files_below
-from bert_jax.workdir import Workdir
 
 Kind = Literal[
     "SIGKILL",

@@ -17,8 +17,8 @@ from etils import epath
 
 from bert_jax.config import Corpus, Data, InputError
 from bert_jax.data import batches, corpus, stream, survey
+from bert_jax.storage.workdir import sealed
 from bert_jax.text import sentences, tokenizer, vocabulary
-from bert_jax.workdir import sealed
 
 VOCAB = [*vocabulary.SPECIALS, *"abcdefghij.", *(f"##{c}" for c in "abcdefghij")]
 SIZE = len(VOCAB)

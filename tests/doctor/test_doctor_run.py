@@ -11,7 +11,7 @@ from etils import epath
 
 from bert_jax import doctor, resolve
 from bert_jax.config import Corpus, Data, Experiment, InputError, Model, Optimizer, Phase
-from bert_jax.workdir import Workdir
+from bert_jax.storage.workdir import Workdir
 
 MODEL = Model(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
 STEPS, EVERY, UNIGRAM = 10_000, 100, 6.5

@@ -12,7 +12,7 @@ from etils import epath
 from bert_jax.config import InputError
 from bert_jax.doctor.finding import Finding
 from bert_jax.plan import topology
-from bert_jax.workdir import mark_complete
+from bert_jax.storage.workdir import mark_complete
 from launch import checks, shipping, spec
 
 ALL = frozenset(checks.NAMES)

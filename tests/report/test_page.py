@@ -16,7 +16,7 @@ from bert_jax import cli
 from bert_jax.config import InputError
 from bert_jax.report import page, plots
 from bert_jax.report.records import Record
-from bert_jax.workdir import Workdir, in_use, lock
+from bert_jax.storage.workdir import Workdir, in_use, lock
 
 # A document that would run a script, recolour the terminal, reverse text, and break a template.
 HOSTILE = (

@@ -20,12 +20,12 @@ from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Finetuning
+from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.rows import TrainBatches
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.workdir import Workdir
 
 TASKFILE = """
 from bert_jax.config import Finetuning, Optimizer, Run, Task

@@ -24,11 +24,11 @@ from bert_jax import predict
 from bert_jax.config import InputError, Run
 from bert_jax.errors import Unavailable
 from bert_jax.storage import retry
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training import checkpoint
 from bert_jax.training.checkpoint import Checkpoints, Damaged
 from bert_jax.training.checksums import checksums
 from bert_jax.training.objective import Pretraining
-from bert_jax.workdir import Workdir
 
 
 @pytest.fixture(scope="module")

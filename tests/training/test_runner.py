@@ -18,13 +18,13 @@ from bert_jax import predict, resolve
 from bert_jax.config import InputError, Run
 from bert_jax.data import batches, stream
 from bert_jax.model import losses
+from bert_jax.storage.workdir import Workdir, sealed
 from bert_jax.text import tokenizer
 from bert_jax.training import compiled, evaluate, metrics, session, step, watch
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir, sealed
 
 
 @pytest.fixture(scope="module")

@@ -34,22 +34,23 @@ def assert_same_run(run, reference, tolerance=1e-5):
     assert_close(state["params"], ref_state["params"], tolerance)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_devices_do_not_change_the_losses(devices, reference):
     assert_same_run(samples.run(STEPS, devices=devices), reference)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_accumulation_equals_the_whole_batch(devices, reference):
     layout = Mesh(accumulation=4)
     assert_same_run(samples.run(STEPS, devices=devices, layout=layout), reference)
 
 
+@pytest.mark.long
 def test_unrolled_equals_scanned(reference):
     assert_same_run(samples.run(STEPS, layout=Mesh(layer_loop="unroll")), reference)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.long), "full"])
 def test_remat_changes_nothing(remat, reference):
     assert_same_run(samples.run(STEPS, layout=Mesh(remat=remat)), reference)
 
@@ -62,7 +63,7 @@ def per_replica():
     return optimizer, samples.run(STEPS, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_per_replica_clip_is_the_same_on_any_devices(devices, per_replica):
     optimizer, reference = per_replica
     assert_same_run(samples.run(STEPS, devices=devices, optimizer=optimizer), reference)
