@@ -11,6 +11,7 @@ written last; one without is rebuilt.
     W/predictions.jsonl     what the model said of a few fixed sentences, as exact as the metrics
     W/timings.jsonl         how long it took
     W/origin.json           which experiment file and --set strings the last start was given
+    W/compiled/             of a run in a bucket: compiled programs (see training.compiled)
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.document)
     W/launch.json           which machines it was launched on (see launch.target)
@@ -77,6 +78,7 @@ class Workdir:
             "experiment.json",
             "corpus",
             "checkpoints",
+            "compiled",
             "metrics.jsonl",
             "timings.jsonl",
             "profile",
