@@ -21,8 +21,15 @@ def prepare(args: argparse.Namespace) -> int:
 
     experiment, workdir = _claim(args)
     workdir.require_ours()
+    if args.workers < 1:
+        raise InputError(f"--workers {args.workers}: must be at least 1")
     manifest = corpus.prepare(
-        experiment.corpus, experiment.model.vocab_size, workdir.corpus, _console_say()
+        experiment.corpus,
+        experiment.model.vocab_size,
+        workdir.corpus,
+        _console_say(),
+        args.workers,
+        args.beam,
     )
     if args.verify:
         corpus.verify(workdir.corpus)

@@ -488,7 +488,7 @@ def test_a_prepare_that_fails_while_sending_leaves_nothing_and_sends_what_is_mad
     assert (code, err.count("\n")) == (2, 1)
     assert not objects.files()
     objects.refuses = lambda method, name: False
-    monkeypatch.setattr(corpus.dataset, "write", None)  # not called: the corpus is made
+    monkeypatch.setattr(corpus.build, "build", None)  # not called: the corpus is made
     assert call(prepare) == (0, "")
     assert "corpus/COMPLETE" in objects.files()
 

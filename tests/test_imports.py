@@ -23,8 +23,8 @@ ALLOWED = {
     "bucket": {"config"},
     "lease": {"bucket", "config"},
     "storage": {"bucket", "lease", "config"},
-    "text": {"config", "storage"},
-    "data": {"bucket", "config", "storage", "text"},
+    "text": {"bucket", "config", "storage"},
+    "data": {"bucket", "config", "storage", "system", "text"},
     "tasks": {
         "config",
         "finetuning",

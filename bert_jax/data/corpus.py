@@ -6,9 +6,10 @@
     corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
     corpus/plans.json       how many rows each plan has (see data.batches)
+    corpus/parts/           while it is made: what is whole of it (see data.parts)
     corpus/COMPLETE         written last
 
-Which documents are held out is decided in data.survey. A corpus in a bucket is made on this machine
+How it is made is told in data.build. A corpus in a bucket is made on this machine
 and sent there; each host that reads it keeps a copy (see data.copies).
 """
 
@@ -17,16 +18,16 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
 
 from bert_jax.bucket import is_bucket
 from bert_jax.config import Corpus, InputError
-from bert_jax.data import copies, dataset, files, stream
+from bert_jax.data import build, copies, dataset, files, stream
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.survey import Survey
 from bert_jax.storage.workdir import (
     COMPLETE,
     is_complete,
@@ -37,27 +38,41 @@ from bert_jax.storage.workdir import (
     sealed,
     write_atomic,
 )
-from bert_jax.text import documents, sentences, tokenizer, vocabulary
+from bert_jax.text import documents, tokenizer
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _PARTS = {"settings": dict, "sources": list, "tokenizer": dict, "splits": dict, "files": dict}
 
 Say = Callable[[str], None]
 
 
-def prepare(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
+def prepare(
+    corpus: Corpus,
+    vocab_size: int,
+    folder: epath.Path,
+    say: Say,
+    workers: int = 1,
+    beam: str = "",
+) -> dict[str, Any]:
     """Makes the corpus folder, or finds that it is there; returns its manifest.
+
+    The same bytes are made whoever does the work. What is whole of an earlier `prepare` that was
+    killed or failed is used.
 
     Args:
       corpus: what to read and how.
       vocab_size: ids the model has rows for; the tokenizer must have exactly as many.
       folder: the corpus folder.
       say: is given a line now and then.
+      workers: processes that do the work.
+      beam: a runner of Apache Beam and its options, which does it in place of them.
 
     Raises:
       InputError: bad sources, or a folder made from other text or settings.
+      Unavailable: a bucket or a worker failed; run again to go on.
     """
+    run = build.Run(workers, beam)
     with named_errors(folder):
         _require_ours(folder)
         if is_complete(folder):  # without its lock: runs may share a folder they cannot write
@@ -68,8 +83,8 @@ def prepare(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> di
             _refuse_strangers(folder)
             _remove_leftovers(folder)
             try:
-                build = _build_and_send if is_bucket(folder) else _build
-                return build(corpus, vocab_size, folder, say)
+                make = _build_and_send if is_bucket(folder) else _build
+                return make(corpus, vocab_size, folder, run, say)
             except BaseException:
                 if not is_complete(folder):
                     _remove_leftovers(folder)
@@ -105,6 +120,8 @@ def here(folder: epath.Path) -> epath.Path:
 def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
     manifest = open_manifest(folder)
     _require_same(manifest, corpus, vocab_size, folder, say)
+    if not is_bucket(folder):
+        shutil.rmtree(folder / build.PARTS, ignore_errors=True)  # of one killed at its very end
     return manifest
 
 
@@ -235,10 +252,10 @@ def _require_same(
         # A corpus may be carried to a machine that has no text.
         say(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
-    old_files = {row["file"]: row.get("sha256") for row in manifest["sources"]}
-    new_files = {row["file"]: row["sha256"] for row in sources}
+    old_files = {row["file"]: row for row in manifest["sources"]}
+    new_files = {row["file"]: row for row in sources}
     for file in sorted(old_files.keys() | new_files.keys()):
-        if old_files.get(file) != new_files.get(file):
+        if not _is_same_file(old_files.get(file), new_files.get(file)):
             change = "has changed"
             if file not in old_files:
                 change = "is new"
@@ -247,8 +264,17 @@ def _require_same(
             raise InputError(f"{folder}: {file} {change} since this corpus was prepared; {mend}")
 
 
+def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> bool:
+    """Whether a source is what it was; it is read only where its date is another one."""
+    if old is None or new is None or old.get("bytes") != new["bytes"]:
+        return False
+    return old.get("mtime_ns") == new["mtime_ns"] or old.get("sha256") == documents.sha256(
+        new["file"]
+    )
+
+
 # What `prepare` writes; `write_atomic` adds files beside.
-_OURS = {"manifest.json", "tokenizer", "dataset", "stream", "plans.json", "lock"}
+_OURS = {"manifest.json", "tokenizer", "dataset", "stream", "plans.json", "lock", build.PARTS}
 _BESIDE = re.compile(r"\.(manifest\.json|plans\.json|COMPLETE)\.\d+\.tmp")
 
 
@@ -270,9 +296,16 @@ def _refuse_strangers(folder: epath.Path) -> None:
 
 
 def _remove_leftovers(folder: epath.Path) -> None:
-    """Clears what a `prepare` left that was killed or failed."""
+    """Clears what a `prepare` left that was killed or failed, but for parts that are whole."""
+    kept = {"lock"}
+    if not is_bucket(folder) and (folder / build.PARTS).exists():
+        for path in (folder / build.PARTS).iterdir():
+            if path.name.startswith("."):
+                path.rmtree()
+        if any((folder / build.PARTS).iterdir()):
+            kept.add(build.PARTS)
     for path in folder.iterdir():
-        if path.name != "lock" and (path.name in _OURS or _BESIDE.fullmatch(path.name)):
+        if path.name not in kept and (path.name in _OURS or _BESIDE.fullmatch(path.name)):
             path.rmtree() if path.is_dir() else path.unlink()
 
 
@@ -280,39 +313,36 @@ def _refuse_strange(folder: epath.Path, name: str) -> None:
     raise InputError(f"{folder}: holds {name}, which `prepare` did not make; move it away")
 
 
-def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
+def _build(
+    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.Run, say: Say
+) -> dict[str, Any]:
     # Before the text is read, which may take hours.
     given = None if corpus.tokenizer == "train" else _given_tokenizer(corpus, vocab_size)
-    sources = documents.fingerprint(corpus)
-    say(f"prepare: reading {len(sources)} files")
-    survey = Survey.take(corpus)
-    say(f"prepare: {survey.count} documents, {survey.repeated} repeated; " + survey.layout_line())
-    chosen = given or _train_tokenizer(corpus, vocab_size, say)
-    chosen.save(folder / "tokenizer")
-
-    counts = {split: dataset.SplitCounts() for split in SPLITS}
-    dataset.write(corpus, chosen, survey, folder, counts)
-    for split in SPLITS:
-        stream.write(dataset.folder_of(folder), split, folder / "stream" / split, vocab_size)
+    made = build.build(corpus, vocab_size, folder, given, run, say)
     record = {
         "format_version": FORMAT_VERSION,
         "settings": {**dataclasses.asdict(corpus), "vocab_size": vocab_size},
-        "sources": sources,
-        "tokenizer": {"kind": chosen.kind, "case": chosen.case, "sha256": chosen.sha256},
-        "documents_repeated": survey.repeated,
-        "layouts": survey.layouts,
-        "splits": {split: dataclasses.asdict(counts[split]) for split in SPLITS},
+        "sources": made.sources,
+        "tokenizer": {
+            "kind": made.tokenizer.kind,
+            "case": made.tokenizer.case,
+            "sha256": made.tokenizer.sha256,
+        },
+        "documents_repeated": made.survey.repeated,
+        "layouts": made.layouts,
+        "splits": {split: dataclasses.asdict(made.counts[split]) for split in SPLITS},
         "files": files.listed(folder, ("tokenizer", "dataset", "stream")),
         "versions": {
             name: importlib.metadata.version(name)
-            for name in ("bert-jax", "sentencex", "sentencepiece", "tokenizers", "numpy")
+            for name in ("bert-jax", "sentencex", "sentencepiece", "numpy")
         },
     }
     manifest = sealed(record)
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
+    (folder / build.PARTS).rmtree()
     for split in SPLITS:
-        c = counts[split]
+        c = made.counts[split]
         say(
             f"prepare: {split}: {c.documents} documents, {c.sentences} sentences, {c.tokens} tokens"
         )
@@ -320,14 +350,17 @@ def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
 
 
 def _build_and_send(
-    corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say
+    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.Run, say: Say
 ) -> dict[str, Any]:
     """Makes the corpus of a bucket here, and sends it."""
     with copies.alone(folder) as copy:
         manifest = _made_before(corpus, vocab_size, copy, say)
         if manifest is None:
-            copy.rmtree(missing_ok=True)
-            manifest = prepare(corpus, vocab_size, copy, say)
+            if not (copy / "lock").exists():
+                copy.rmtree(missing_ok=True)
+            elif is_complete(copy):  # another one; else what is whole of ours is used
+                (copy / COMPLETE).unlink()
+            manifest = prepare(corpus, vocab_size, copy, say, run.workers, run.beam)
         return _sent(manifest, copy, folder, say)
 
 
@@ -370,27 +403,3 @@ def _given_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
             f"corpus.tokenizer={corpus.tokenizer}: is {chosen.case}; set corpus.case={chosen.case}"
         )
     return chosen
-
-
-def _train_tokenizer(corpus: Corpus, vocab_size: int, say: Say) -> tokenizer.Tokenizer:
-    say(f"prepare: training a {corpus.tokenizer_kind} vocabulary of {vocab_size} pieces")
-    if corpus.tokenizer_kind == "wordpiece":
-
-        def words() -> Iterator[str]:
-            for document in documents.read(corpus):
-                for paragraph in document.paragraphs():
-                    yield " ".join(tokenizer.basic_tokens(paragraph, corpus.case))
-
-        trained: tokenizer.Tokenizer = tokenizer.WordPiece(
-            vocabulary.train_wordpiece(words, vocab_size), corpus.case
-        )
-    else:
-        lines = (
-            sentence.lower() if corpus.case == "uncased" else sentence
-            for document in documents.read(corpus)
-            for sentence in sentences.split(document, corpus.language)
-        )
-        trained = tokenizer.SentencePiece(
-            vocabulary.train_sentencepiece(lines, vocab_size, corpus.tokenizer_kind), corpus.case
-        )
-    return trained

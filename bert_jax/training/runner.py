@@ -27,7 +27,7 @@ from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.clock import Clock, Counts
 from bert_jax.training.environment import environment
 from bert_jax.training.feed import Feed
-from bert_jax.training.job import Job
+from bert_jax.training.job import Job, Stretch
 from bert_jax.training.peers import Peers
 from bert_jax.training.profile import Profile
 from bert_jax.training.progress import Progress
@@ -37,6 +37,9 @@ Outcome = Literal["finished", "stopped", "failed"]
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or a beat, for them.
 _AHEAD = 4
+
+# Seconds between two looks at whether an epoch is planned.
+_LOOK = 0.05
 
 
 class Trainer:
@@ -206,8 +209,36 @@ class Trainer:
         stop: StopRequest,
     ) -> tuple[step.State, dict[str, jax.Array]]:
         """Steps of the phase that is on, until its end or a request to stop."""
-        claim, run = self.claim, self.claim.run
         stretch = self.job.stretch(self.done)
+        with contextlib.closing(stretch):
+            if self._await_rows(stretch, stop):
+                return self._steps(stretch, saved, state, window, stop)
+        return state, window
+
+    def _await_rows(self, stretch: Stretch, stop: StopRequest) -> bool:
+        """Waits until the next step's rows are known; whether they are, and nobody asked to stop.
+
+        Which rows an epoch has may take minutes to plan, and is no hang.
+        """
+        number = self.done - stretch.first
+        if stretch.ready(number):
+            return True
+        self.pulse.rest()
+        while not (stop.requested or stretch.ready(number)):
+            time.sleep(_LOOK)
+        self.pulse.beat(times=2)
+        return not stop.requested
+
+    def _steps(
+        self,
+        stretch: Stretch,
+        saved: Checkpoints,
+        state: step.State,
+        window: dict[str, jax.Array],
+        stop: StopRequest,
+    ) -> tuple[step.State, dict[str, jax.Array]]:
+        """See `_phase`."""
+        claim, run = self.claim, self.claim.run
         parts = claim.mesh.accumulation_of(stretch.number)
         of = (self.job.objective, self.job.optimizer, claim.mesh, parts, self.job.total_steps)
         train_step = checked_step = step.make_train_step(*of, self.mesh)
@@ -223,6 +254,7 @@ class Trainer:
             mesh_lib.batch_sharding(self.mesh),
             run.prefetch_batches,
             run.data_workers,
+            self.progress.say,
         )
         last = stretch.first + stretch.steps
         called: set[Any] = set()
@@ -230,6 +262,8 @@ class Trainer:
             while self.done < last and not (stop.requested or self._went_wrong):
                 with self.profile.step(self.done, state):
                     with self.clock.waiting("data"):
+                        if not self._await_rows(stretch, stop):
+                            break
                         batch = next(feed)
                     check = run.check_every and self.done % run.check_every == 0
                     one_step = checked_step if check else train_step

@@ -200,6 +200,7 @@ def test_a_killed_run_is_told_from_one_that_goes_on(run, tmp_path):
     assert not in_use(Workdir(copy).root)
 
 
+@pytest.mark.long
 def test_following_ends_with_the_run(tmp_path):
     """The page renews itself while the run goes on, and no longer once it is over."""
     file = write_text(tmp_path / "text")

@@ -294,7 +294,7 @@ def test_a_run_may_stop_instead(text, tmp_path, monkeypatch):
 def test_a_run_that_is_never_finite_fails_by_name(text, tmp_path):
     _, file = text
     rate = "optimizer.peak_learning_rate=1e30"
-    settings = (rate, "phases.0.steps=90", "optimizer.bad_steps_in_a_row=20")
+    settings = (rate, "phases.0.steps=90", "optimizer.bad_steps_in_a_row=40")
     outcome, shown = pretrain(file, tmp_path / "w", *settings)
     assert outcome == "failed" and "steps are left out already" in shown
     assert "peak_learning_rate" in shown

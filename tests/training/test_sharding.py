@@ -48,6 +48,7 @@ def test_sharded_equals_replicated(layout, reference):  # noqa: F811
     assert_same_run(samples.run(STEPS, devices=4, layout=layout), reference)
 
 
+@pytest.mark.long
 def test_zero1_clips_each_replica_s_own_gradient():
     optimizer = dataclasses.replace(
         samples.OPTIMIZER, clip="per_replica", reference_replicas=4, clip_norm=0.5
