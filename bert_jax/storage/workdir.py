@@ -11,6 +11,7 @@ bucket is written here, too: `mirror` sends it there.
     W/predictions.jsonl     what the model said of a few fixed sentences, as exact as the metrics
     W/timings.jsonl         how long it took
     W/origin.json           which experiment file and --set strings the last start was given
+    W/compiled/             of a run in a bucket: compiled programs (see training.compiled)
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.document)
     W/launch.json           which machines it was launched on (see launch.target)
@@ -46,7 +47,10 @@ RUN_FILES = (
     "predictions.jsonl",
     "timings.jsonl",
 )
-_OURS = {*RUN_FILES, "corpus", "checkpoints", "profile", "plan.json", "launch.json", "lock"}
+_OURS = {
+    *RUN_FILES,
+    *("corpus", "checkpoints", "compiled", "profile", "plan.json", "launch.json", "lock"),
+}
 # What a process leaves of them that is killed while it writes.
 _UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))}|token)\.\w+\.tmp")
 

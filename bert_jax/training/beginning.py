@@ -75,7 +75,11 @@ class Beginnings:
         Returns:
           None, and nothing was removed, if too much would be done again: `divergence.can_go_back`.
         """
-        saved.finish()
+        try:
+            saved.finish()
+        except Unavailable:
+            if self.peers.count > 1:
+                raise  # the others wait for it, inside Orbax; one process goes back past it
         self._agree_on_steps(saved)
         if not divergence.can_go_back(saved.steps, first, self.job.claim.run.checkpoint_every):
             return None
@@ -87,7 +91,7 @@ class Beginnings:
         return found
 
     def _agree_on_steps(self, saved: Checkpoints) -> None:
-        """Raises InputError unless all processes see the same checkpoints."""
+        """Raises Unavailable unless all processes see the same checkpoints."""
         self._asked += 1
         # Until then the first process may be saving one.
         self.peers.agree(f"last save {self._asked}", "")

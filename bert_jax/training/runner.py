@@ -264,6 +264,7 @@ class Trainer:
         )
         last = stretch.first + stretch.steps
         called: set[Any] = set()
+        self.pulse.beat(times=2)
         with feed:
             while self.done < last and not (stop.requested or self._went_wrong):
                 with self.profile.step(self.done, state):
@@ -271,7 +272,7 @@ class Trainer:
                         if not self._await_rows(stretch, stop):
                             break
                         batch = next(feed)
-                    check = run.check_every and self.done % run.check_every == 0
+                    check = run.check_every > 0 and self.done % run.check_every == 0
                     one_step = checked_step if check else train_step
                     calling = contextlib.nullcontext()
                     if one_step not in called:
