@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn
 
-from bert_jax import __version__, commands, errors
+from bert_jax import __version__, commands, errors, system
 from bert_jax.conformance import command as conformance
 from bert_jax.errors import printable
 
@@ -102,6 +102,20 @@ def parser() -> argparse.ArgumentParser:
     takes_experiment(sub)
     sub.add_argument(
         "--verify", action="store_true", help="read all of a corpus, and compare it with its hashes"
+    )
+    sub.add_argument(
+        "--workers",
+        type=int,
+        default=system.cores(),
+        metavar="N",
+        help="processes that do the work; the bytes are the same [all cores]",
+    )
+    sub.add_argument(
+        "--beam",
+        default="",
+        metavar="'RUNNER OPTIONS'",
+        help="do the work with Apache Beam, e.g. 'DataflowRunner --project=P --region=R "
+        "--temp_location=gs://B/tmp' (the [beam] extra)",
     )
     sub = add("pretrain", commands.pretrain)
     takes_experiment(sub)

@@ -14,6 +14,7 @@ from small_run import write_text
 from bert_jax import resolve
 from bert_jax.config import Data, Experiment, Mesh, Model, Optimizer
 from bert_jax.data import batches, corpus, stream
+from bert_jax.data.plans import Plans
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
@@ -50,9 +51,9 @@ def small_stream(documents: int = 12, seed: int = 0) -> stream.Stream:
 
 
 def train_batches(shape: batches.Shape = SHAPE, phase: int = 0) -> batches.TrainBatches:
-    small = small_stream()
-    rows = len(batches.make_plan(small, (0, "train", phase, 0), shape.sequence_length, Data()))
-    return batches.TrainBatches(small, IDS, Data(), shape, 0, phase, rows)
+    names, short = (0, "train", phase), Data().short_seq_prob
+    plans = Plans(small_stream(), names, shape.sequence_length, short)
+    return batches.TrainBatches(plans, IDS, Data(), shape)
 
 
 def mesh_of(devices: int, layout: Mesh | None = None) -> jax.sharding.Mesh:

@@ -1,5 +1,6 @@
 """A damaged file gives what its text says, or is refused in a line that names it; nothing else."""
 
+import collections
 import json
 import pathlib
 import shutil
@@ -104,7 +105,8 @@ def vocab_txt(tmp_path_factory):
 def model_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("model") / "a.model"
     lines = [f"wa w{i} streets and tokens of {i * 7} words" for i in range(300)]
-    file.write_bytes(vocabulary.train_sentencepiece(lines, 60, "unigram"))
+    counted = vocabulary.Counted.of(collections.Counter(" ".join(lines).split()))
+    file.write_bytes(vocabulary.train_sentencepiece(counted, 60, "unigram"))
     return file
 
 

@@ -5,11 +5,12 @@
     corpus/tokenizer/       the tokenizer, trained here or copied
     corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
-    corpus/plans.json       how many rows each plan has (see data.batches)
+    corpus/plans.json       how many rows first plans have (see data.plans)
+    corpus/parts/           while it is made: what is whole of it (see data.parts)
     corpus/COMPLETE         written last
 
-Which documents are held out is decided in data.survey. A corpus in a bucket is made on this machine
-and sent there; each host that reads it keeps a copy (see data.copies).
+How it is made is told in data.build. A corpus in a bucket is made on this machine and sent there;
+each host that reads it keeps a copy (see storage.copies).
 """
 
 import dataclasses
@@ -17,47 +18,64 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
 
-from bert_jax.bucket import is_bucket
 from bert_jax.config import Corpus, InputError
-from bert_jax.data import copies, dataset, files, stream
+from bert_jax.data import build, dataset, files, stream
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.survey import Survey
+from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import (
     COMPLETE,
+    Holder,
     is_complete,
     lock,
     mark_complete,
     named_errors,
-    read_json,
+    parse_json,
     sealed,
     write_atomic,
 )
-from bert_jax.text import documents, sentences, tokenizer, vocabulary
+from bert_jax.text import documents, tokenizer
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _PARTS = {"settings": dict, "sources": list, "tokenizer": dict, "splits": dict, "files": dict}
 
 Say = Callable[[str], None]
 
 
-def prepare(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
+def prepare(
+    corpus: Corpus,
+    vocab_size: int,
+    folder: epath.Path,
+    say: Say,
+    workers: int = 1,
+    beam: str = "",
+) -> dict[str, Any]:
     """Makes the corpus folder, or finds that it is there; returns its manifest.
+
+    The same bytes are made whoever does the work. What is whole of an earlier `prepare` that was
+    killed or failed is used.
 
     Args:
       corpus: what to read and how.
       vocab_size: ids the model has rows for; the tokenizer must have exactly as many.
       folder: the corpus folder.
       say: is given a line now and then.
+      workers: processes that do the work.
+      beam: a runner of Apache Beam and its options, which does it in place of them.
 
     Raises:
       InputError: bad sources, or a folder made from other text or settings.
+      Unavailable: a bucket or a worker failed; run again to go on.
     """
+    run = build.Run(workers, beam)
+    if mirror.is_bucket(folder):
+        return _prepare_there(corpus, vocab_size, folder, run, say)
     with named_errors(folder):
         _require_ours(folder)
         if is_complete(folder):  # without its lock: runs may share a folder they cannot write
@@ -68,8 +86,7 @@ def prepare(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> di
             _refuse_strangers(folder)
             _remove_leftovers(folder)
             try:
-                build = _build_and_send if is_bucket(folder) else _build
-                return build(corpus, vocab_size, folder, say)
+                return _build(corpus, vocab_size, folder, run, say)
             except BaseException:
                 if not is_complete(folder):
                     _remove_leftovers(folder)
@@ -90,38 +107,70 @@ def verify(folder: epath.Path) -> None:
             files.require(folder, manifest["files"], below, "full", mend)
 
 
-def here(folder: epath.Path) -> epath.Path:
+def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
     """The corpus folder where it can be read: itself, or this host's copy of one in a bucket.
 
+    Of a copy, what is missing or damaged is copied anew; other processes of this host wait.
+
+    Args:
+      folder: the corpus folder, here or in a bucket.
+      say: is given a line now and then while it is copied.
+
     Raises:
-      InputError: nothing complete in the bucket, or it cannot be copied.
+      InputError: nothing complete in the bucket, or a file there is missing or damaged.
+      Unavailable: the bucket is out of reach, or the disk full; what was copied stays.
     """
-    if not is_bucket(folder):
+    if not mirror.is_bucket(folder):
         return folder
-    with named_errors(folder):
-        return copies.update(folder, open_manifest(folder))
+    manifest = open_manifest(folder)
+    text, listed = json.dumps(manifest, indent=2) + "\n", manifest["files"]
+    with copies.copy_of(folder) as copy:
+        path = copy / "manifest.json"
+        if not path.exists() or path.read_bytes() != text.encode():
+            copy.rmtree(missing_ok=True)  # of another corpus
+            copy.mkdir(parents=True)
+            write_atomic(path, text)
+        wanted = {
+            name: (entry[0], entry[1])
+            for name, entry in listed.items()
+            if not name.startswith("dataset/") and files.damage(copy / name, entry, "cheap")
+        }
+        copies.fetch_all(
+            folder,
+            copy,
+            wanted,
+            lambda name, file: files.damage(file, listed[name], "full"),
+            "put the whole object back, or remove the corpus to prepare it anew",
+            say,
+        )
+        mark_complete(copy)
+        return copy
 
 
 def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
     manifest = open_manifest(folder)
     _require_same(manifest, corpus, vocab_size, folder, say)
+    if not mirror.is_bucket(folder):
+        shutil.rmtree(folder / build.PARTS, ignore_errors=True)  # of one killed at its very end
     return manifest
 
 
 def open_manifest(folder: epath.Path) -> dict[str, Any]:
-    """The manifest of a complete corpus.
+    """The manifest of a complete corpus, here or in a bucket.
 
     Raises:
       InputError: nothing complete here.
     """
-    if not is_complete(folder):
-        raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
     path = folder / "manifest.json"
-    manifest = read_json(
+    if not (mirror.exists(folder / COMPLETE) and mirror.exists(path)):
+        raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
+    manifest = parse_json(
+        mirror.read(path),
         path,
         FORMAT_VERSION,
         "go on with the bert-jax that wrote it; for new runs choose another folder, or remove "
         f"{folder} to prepare it anew",
+        "put the whole file back",
     )
     wrong = _wrong_part(manifest)
     if wrong:
@@ -235,10 +284,10 @@ def _require_same(
         # A corpus may be carried to a machine that has no text.
         say(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
-    old_files = {row["file"]: row.get("sha256") for row in manifest["sources"]}
-    new_files = {row["file"]: row["sha256"] for row in sources}
+    old_files = {row["file"]: row for row in manifest["sources"]}
+    new_files = {row["file"]: row for row in sources}
     for file in sorted(old_files.keys() | new_files.keys()):
-        if old_files.get(file) != new_files.get(file):
+        if not _is_same_file(old_files.get(file), new_files.get(file)):
             change = "has changed"
             if file not in old_files:
                 change = "is new"
@@ -247,8 +296,17 @@ def _require_same(
             raise InputError(f"{folder}: {file} {change} since this corpus was prepared; {mend}")
 
 
+def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> bool:
+    """Whether a source is what it was; it is read only where its date is another one."""
+    if old is None or new is None or old.get("bytes") != new["bytes"]:
+        return False
+    return old.get("mtime_ns") == new["mtime_ns"] or old.get("sha256") == documents.sha256(
+        new["file"]
+    )
+
+
 # What `prepare` writes; `write_atomic` adds files beside.
-_OURS = {"manifest.json", "tokenizer", "dataset", "stream", "plans.json", "lock"}
+_OURS = {"manifest.json", "tokenizer", "dataset", "stream", "plans.json", "lock", build.PARTS}
 _BESIDE = re.compile(r"\.(manifest\.json|plans\.json|COMPLETE)\.\d+\.tmp")
 
 
@@ -270,9 +328,16 @@ def _refuse_strangers(folder: epath.Path) -> None:
 
 
 def _remove_leftovers(folder: epath.Path) -> None:
-    """Clears what a `prepare` left that was killed or failed."""
+    """Clears what a `prepare` left that was killed or failed, but for parts that are whole."""
+    kept = {"lock"}
+    if (folder / build.PARTS).exists():
+        for path in (folder / build.PARTS).iterdir():
+            if path.name.startswith("."):
+                path.rmtree()
+        if any((folder / build.PARTS).iterdir()):
+            kept.add(build.PARTS)
     for path in folder.iterdir():
-        if path.name != "lock" and (path.name in _OURS or _BESIDE.fullmatch(path.name)):
+        if path.name not in kept and (path.name in _OURS or _BESIDE.fullmatch(path.name)):
             path.rmtree() if path.is_dir() else path.unlink()
 
 
@@ -280,82 +345,87 @@ def _refuse_strange(folder: epath.Path, name: str) -> None:
     raise InputError(f"{folder}: holds {name}, which `prepare` did not make; move it away")
 
 
-def _build(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
+def _build(
+    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.Run, say: Say
+) -> dict[str, Any]:
     # Before the text is read, which may take hours.
     given = None if corpus.tokenizer == "train" else _given_tokenizer(corpus, vocab_size)
-    sources = documents.fingerprint(corpus)
-    say(f"prepare: reading {len(sources)} files")
-    survey = Survey.take(corpus)
-    say(f"prepare: {survey.count} documents, {survey.repeated} repeated; " + survey.layout_line())
-    chosen = given or _train_tokenizer(corpus, vocab_size, say)
-    chosen.save(folder / "tokenizer")
-
-    counts = {split: dataset.SplitCounts() for split in SPLITS}
-    dataset.write(corpus, chosen, survey, folder, counts)
-    for split in SPLITS:
-        stream.write(dataset.folder_of(folder), split, folder / "stream" / split, vocab_size)
+    made = build.build(corpus, vocab_size, folder, given, run, say)
     record = {
         "format_version": FORMAT_VERSION,
         "settings": {**dataclasses.asdict(corpus), "vocab_size": vocab_size},
-        "sources": sources,
-        "tokenizer": {"kind": chosen.kind, "case": chosen.case, "sha256": chosen.sha256},
-        "documents_repeated": survey.repeated,
-        "layouts": survey.layouts,
-        "splits": {split: dataclasses.asdict(counts[split]) for split in SPLITS},
+        "sources": made.sources,
+        "tokenizer": {
+            "kind": made.tokenizer.kind,
+            "case": made.tokenizer.case,
+            "sha256": made.tokenizer.sha256,
+        },
+        "documents_repeated": made.survey.repeated,
+        "layouts": made.layouts,
+        "splits": {split: dataclasses.asdict(made.counts[split]) for split in SPLITS},
         "files": files.listed(folder, ("tokenizer", "dataset", "stream")),
         "versions": {
             name: importlib.metadata.version(name)
-            for name in ("bert-jax", "sentencex", "sentencepiece", "tokenizers", "numpy")
+            for name in ("bert-jax", "sentencex", "sentencepiece", "numpy")
         },
     }
     manifest = sealed(record)
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
+    (folder / build.PARTS).rmtree()
     for split in SPLITS:
-        c = counts[split]
+        c = made.counts[split]
         say(
             f"prepare: {split}: {c.documents} documents, {c.sentences} sentences, {c.tokens} tokens"
         )
     return manifest
 
 
-def _build_and_send(
-    corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say
+def _prepare_there(
+    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.Run, say: Say
 ) -> dict[str, Any]:
-    """Makes the corpus of a bucket here, and sends it."""
-    with copies.alone(folder) as copy:
-        manifest = _made_before(corpus, vocab_size, copy, say)
-        if manifest is None:
-            copy.rmtree(missing_ok=True)
-            manifest = prepare(corpus, vocab_size, copy, say)
-        return _sent(manifest, copy, folder, say)
+    """Makes the corpus of a bucket on this machine, and sends it; or finds that it is there.
 
-
-def _made_before(
-    corpus: Corpus, vocab_size: int, copy: epath.Path, say: Say
-) -> dict[str, Any] | None:
-    """The manifest of a whole corpus, as a `prepare` leaves it that was killed while sending.
-
-    None if it is another corpus, damaged, or without its dataset, as a copy is once it was sent.
+    What was made or sent before a break is neither made nor sent again.
     """
-    try:
-        if not is_complete(copy):
-            return None
-        manifest = _found(corpus, vocab_size, copy, say)
-        files.require(copy, manifest["files"], "", "full", "made anew")
+    there = mirror.names(folder)
+    if there and not there & {mirror.OWNER, COMPLETE, "lock"}:
+        _refuse_strange(folder, min(there))
+    if COMPLETE in there:
+        return _found(corpus, vocab_size, folder, say)
+    mirror.require_writable(folder)  # before the text is read, which may take hours
+    with copies.copy_of(folder) as copy:
+        if mirror.exists(folder / COMPLETE):  # by now
+            return _found(corpus, vocab_size, folder, say)
+        made = copy.parent / f"{copy.name}.made"
+        if is_complete(made) and not _is_as_made(corpus, vocab_size, made, say):
+            made.rmtree()
+        manifest = prepare(corpus, vocab_size, made, say, run.workers, run.beam)
+        say(f"prepare: sending the corpus to {folder}")
+        mirror.write(folder / mirror.OWNER, Holder.me().text())
+        copies.send_all(made, folder, manifest["files"], say)
+        mirror.remove(
+            folder / name  # of another `prepare`, which did not end
+            for name in mirror.listing(folder)
+            if name.split("/")[0] in ("tokenizer", "dataset", "stream")
+            and name not in manifest["files"]
+        )
+        mirror.write(folder / "manifest.json", (made / "manifest.json").read_text())
+        mirror.write(folder / COMPLETE, "")
+        (made / "dataset").rmtree()  # only now that there is another
+        copy.rmtree(missing_ok=True)
+        made.rename(copy)
         return manifest
+
+
+def _is_as_made(corpus: Corpus, vocab_size: int, made: epath.Path, say: Say) -> bool:
+    """Whether a whole corpus lies here, as a `prepare` leaves it that was ended while sending."""
+    try:
+        manifest = _found(corpus, vocab_size, made, say)
+        files.require(made, manifest["files"], "", "full", "made anew")
+        return True
     except InputError:
-        return None
-
-
-def _sent(
-    manifest: dict[str, Any], copy: epath.Path, folder: epath.Path, say: Say
-) -> dict[str, Any]:
-    say(f"prepare: sending the corpus to {folder}")
-    copies.send(copy, folder, manifest["files"])
-    write_atomic(folder / "manifest.json", (copy / "manifest.json").read_text())
-    mark_complete(folder)
-    return manifest
+        return False
 
 
 def _given_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
@@ -370,27 +440,3 @@ def _given_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
             f"corpus.tokenizer={corpus.tokenizer}: is {chosen.case}; set corpus.case={chosen.case}"
         )
     return chosen
-
-
-def _train_tokenizer(corpus: Corpus, vocab_size: int, say: Say) -> tokenizer.Tokenizer:
-    say(f"prepare: training a {corpus.tokenizer_kind} vocabulary of {vocab_size} pieces")
-    if corpus.tokenizer_kind == "wordpiece":
-
-        def words() -> Iterator[str]:
-            for document in documents.read(corpus):
-                for paragraph in document.paragraphs():
-                    yield " ".join(tokenizer.basic_tokens(paragraph, corpus.case))
-
-        trained: tokenizer.Tokenizer = tokenizer.WordPiece(
-            vocabulary.train_wordpiece(words, vocab_size), corpus.case
-        )
-    else:
-        lines = (
-            sentence.lower() if corpus.case == "uncased" else sentence
-            for document in documents.read(corpus)
-            for sentence in sentences.split(document, corpus.language)
-        )
-        trained = tokenizer.SentencePiece(
-            vocabulary.train_sentencepiece(lines, vocab_size, corpus.tokenizer_kind), corpus.case
-        )
-    return trained

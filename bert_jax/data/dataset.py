@@ -1,22 +1,24 @@
-"""The tokenized documents as a TFDS dataset: one example a document, in ArrayRecord files."""
+"""The tokenized documents as a TFDS dataset: one example a document, in ArrayRecord files.
 
-import contextlib
+Written without TFDS's own writer, which shuffles, and holds a split in memory. TFDS reads it as any
+other: `tfds.builder_from_directory(FOLDER).as_data_source("train")`.
+"""
+
 import dataclasses
-import io
-from collections.abc import Callable, Iterator
-from typing import Any
+import os
+import pathlib
+import shutil
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow_datasets as tfds
+from array_record.python import array_record_module
 from etils import epath
-from tensorflow_datasets.core.example_serializer import ExampleSerializer
-
-from bert_jax.config import Corpus, InputError
-from bert_jax.data.survey import Survey
-from bert_jax.text import documents, sentences
-from bert_jax.text.tokenizer import Tokenizer
+from tensorflow_datasets.proto import tf_example_pb2
 
 SPLITS = ("train", "validation")
+
+_NAME, _VERSION = "bert_corpus", "1.0.0"
 
 
 @dataclasses.dataclass
@@ -28,111 +30,116 @@ class SplitCounts:
     tokens: int = 0
     unknown_tokens: int = 0
 
+    def add(self, other: "SplitCounts") -> None:
+        """Adds what a part of it holds."""
+        for field in dataclasses.fields(self):
+            name = field.name
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 def folder_of(corpus: epath.Path) -> epath.Path:
     """Where the dataset lies in a corpus folder."""
-    return corpus / "dataset" / BertCorpus.name / str(BertCorpus.VERSION)
+    return corpus / "dataset" / _NAME / _VERSION
 
 
-class BertCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Tokenized documents: `ids` and `sentence_lengths`, whose sum is the number of ids."""
+class ShardWriter:
+    """Writes documents to an ArrayRecord file, and counts them.
 
-    name = "bert_corpus"
-    VERSION = tfds.core.Version("1.0.0")
-
-    def __init__(self, *, id_dtype: Any, generate: Callable[[str], Iterator[Any]], **kwargs: Any):
-        self._id_dtype = id_dtype
-        self._generate = generate
-        super().__init__(**kwargs)
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict(
-            {
-                "ids": tfds.features.Tensor(shape=(None,), dtype=self._id_dtype),
-                # 32 bits: a text without line ends may be one sentence of over 65,535 pieces.
-                "sentence_lengths": tfds.features.Tensor(shape=(None,), dtype=np.uint32),
-            }
-        )
-        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
-
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[Any]]:
-        del dl_manager
-        return {split: self._generate_examples(split) for split in SPLITS}
-
-    def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        yield from self._generate(split)
-
-
-def write(
-    corpus: Corpus,
-    chosen: Tokenizer,
-    survey: Survey,
-    folder: epath.Path,
-    counts: dict[str, SplitCounts],
-) -> None:
-    """Writes the dataset of a corpus folder, and adds up what its splits hold.
-
-    Raises:
-      InputError: a split has no text, or a source cannot be read or was changed meanwhile.
+    Attributes:
+      counts: of what was written.
+      num_bytes: of the examples.
     """
-    dtype = np.uint16 if chosen.size <= 2**16 else np.uint32
-    changed = InputError(
-        f"corpus.sources: {', '.join(corpus.sources)}: changed while it was read: there were "
-        f"{survey.count} documents; run again once nothing writes there"
-    )
 
-    def generate(split: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        keep = survey.held_out == (split == "validation")
-        if corpus.repeated_documents == "drop":
-            keep &= survey.first
-        total = counts[split]
-        index = -1
-        for index, document in enumerate(documents.read(corpus)):
-            if index == survey.count:
-                raise changed
-            if not keep[index]:
-                continue
-            encoded = map(chosen.encode, sentences.split(document, corpus.language))
-            ids = [sentence for sentence in encoded if sentence]
-            if not ids:
-                continue
-            flat = np.array([i for sentence in ids for i in sentence], dtype)
-            total.documents += 1
-            total.sentences += len(ids)
-            total.tokens += len(flat)
-            total.unknown_tokens += int((flat == chosen.unk_id).sum())
-            lengths = np.array([len(sentence) for sentence in ids], np.uint32)
-            yield index, {"ids": flat, "sentence_lengths": lengths}
-        if index + 1 != survey.count:
-            raise changed
-        if not total.tokens:  # here, since TFDS fails on an empty split
-            raise InputError(
-                f"corpus.sources: no text is left for the {split} split: no document there of "
-                f"{', '.join(corpus.sources)} holds a character that the tokenizer keeps"
+    def __init__(self, path: pathlib.Path, unk_id: int):
+        self.counts = SplitCounts()
+        self.num_bytes = 0
+        self._unk_id = unk_id
+        # Random access to each document; as TFDS writes it.
+        self._writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+
+    def add(self, ids: np.ndarray, sentence_lengths: np.ndarray) -> None:
+        """Writes a document: its ids, and how many each sentence has, none of them 0."""
+        record = example(ids, sentence_lengths)
+        self._writer.write(record)
+        self.num_bytes += len(record)
+        self.counts.documents += 1
+        self.counts.sentences += len(sentence_lengths)
+        self.counts.tokens += len(ids)
+        self.counts.unknown_tokens += int(np.count_nonzero(ids == self._unk_id))
+
+    def close(self) -> None:
+        """Ends the file; it is not whole before."""
+        self._writer.close()
+
+
+def example(ids: np.ndarray, sentence_lengths: np.ndarray) -> bytes:
+    """A document as a tf.train.Example; equal ones as equal bytes."""
+    record = tf_example_pb2.Example()
+    record.features.feature["ids"].int64_list.value.extend(ids.tolist())
+    lengths = record.features.feature["sentence_lengths"].int64_list.value
+    lengths.extend(sentence_lengths.tolist())
+    return record.SerializeToString(deterministic=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A file of a split: where it lies, its documents, and the bytes of their examples."""
+
+    path: pathlib.Path
+    documents: int
+    num_bytes: int
+
+
+def assemble(folder: epath.Path, shards: dict[str, Sequence[Shard]], id_dtype: str) -> None:
+    """Makes a dataset of finished files, which stay where they are, too, and TFDS's metadata.
+
+    Args:
+      folder: of the dataset.
+      shards: of each split, in order.
+      id_dtype: uint16 or uint32.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = tfds.core.dataset_info.DatasetIdentity(
+        name=_NAME,
+        version=tfds.core.Version(_VERSION),
+        data_dir=str(folder),
+        module_name="bert_jax.data.dataset",
+    )
+    features = tfds.features.FeaturesDict(
+        {
+            "ids": tfds.features.Tensor(shape=(None,), dtype=np.dtype(id_dtype)),
+            # 32 bits: a text without line ends may be one sentence of over 65,535 pieces.
+            "sentence_lengths": tfds.features.Tensor(shape=(None,), dtype=np.uint32),
+        }
+    )
+    info = tfds.core.DatasetInfo(builder=identity, features=features, disable_shuffling=True)
+    info.set_file_format(tfds.core.FileFormat.ARRAY_RECORD)
+    splits = []
+    for split, files in shards.items():
+        template = tfds.core.ShardedFileTemplate(
+            data_dir=folder,
+            dataset_name=_NAME,
+            split=split,
+            filetype_suffix=tfds.core.FileFormat.ARRAY_RECORD.file_suffix,
+        )
+        for number, shard in enumerate(files):
+            name = template.sharded_filepath(shard_index=number, num_shards=len(files))
+            _link(shard.path, pathlib.Path(name))
+        splits.append(
+            tfds.core.SplitInfo(
+                name=split,
+                shard_lengths=[shard.documents for shard in files],
+                num_bytes=sum(shard.num_bytes for shard in files),
+                filename_template=template,
             )
-
-    tfds.disable_progress_bar()
-    builder = BertCorpus(
-        id_dtype=dtype,
-        generate=generate,
-        data_dir=folder / "dataset",
-        file_format=tfds.core.FileFormat.ARRAY_RECORD,
-    )
-    # TFDS prints of downloads, and there are none.
-    with contextlib.redirect_stdout(io.StringIO()), _equal_bytes():
-        builder.download_and_prepare()
+        )
+    info.set_splits(tfds.core.splits.SplitDict(splits))
+    info.write_to_directory(folder)
 
 
-@contextlib.contextmanager
-def _equal_bytes() -> Iterator[None]:
-    """Has TFDS write equal examples as equal bytes: protobuf orders a map anew in every process."""
-
-    def serialize(self: ExampleSerializer, example: Any) -> bytes:
-        return self.get_tf_example(example).SerializeToString(deterministic=True)
-
-    before = ExampleSerializer.serialize_example
-    ExampleSerializer.serialize_example = serialize
+def _link(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Gives a file a second name, or copies it where the file system knows no such."""
     try:
-        yield
-    finally:
-        ExampleSerializer.serialize_example = before
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

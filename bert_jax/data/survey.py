@@ -1,42 +1,42 @@
-"""A first reading of the text, before any of it is tokenized.
+"""Which documents repeat, and which are held out.
 
 A document goes to validation if the hash of its text is among the smallest
 `Corpus.validation_share`; so equal texts share a split, and a split does not depend on order.
 """
 
-import array
 import dataclasses
 import hashlib
 
 import numpy as np
 
 from bert_jax.config import Corpus, InputError
-from bert_jax.text import documents
 
 # Fewer held-out documents say little: their pairs share one topic and one writer.
 LEAST_VALIDATION_DOCUMENTS = 8
 
 
+def text_hash(text: str) -> int:
+    """The first 64 bits of a text's SHA-256."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
 @dataclasses.dataclass
 class Survey:
-    """Which documents repeat, which are held out.
+    """All documents of a corpus, in order.
 
     Attributes:
-      hashes: uint64 [documents], the first bytes of each text's SHA-256.
       first: bool [documents], no earlier document has the same text.
       held_out: bool [documents], goes to validation.
-      layouts: documents of each layout.
     """
 
-    hashes: np.ndarray
     first: np.ndarray
     held_out: np.ndarray
-    layouts: dict[str, int]
 
     @property
     def count(self) -> int:
         """Documents, repeats included."""
-        return len(self.hashes)
+        return len(self.first)
 
     @property
     def repeated(self) -> int:
@@ -44,23 +44,16 @@ class Survey:
         return int(self.count - self.first.sum())
 
     @classmethod
-    def take(cls, corpus: Corpus) -> "Survey":
-        """Reads all documents.
+    def of(cls, hashes: np.ndarray, corpus: Corpus) -> "Survey":
+        """Decides by the hashes of all texts, uint64 [documents].
 
         Raises:
           InputError: no text, or too few documents to hold some out.
         """
-        values = array.array("Q")
-        layouts: dict[str, int] = {}
-        for document in documents.read(corpus):
-            digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
-            values.append(int.from_bytes(digest[:8], "big"))
-            layouts[document.layout] = layouts.get(document.layout, 0) + 1
-        if not values:
+        if not len(hashes):
             raise InputError(
                 f"corpus.sources: no text in any document of {', '.join(corpus.sources)}"
             )
-        hashes = np.array(values, np.uint64)
         unique, first_index = np.unique(hashes, return_index=True)
         first = np.zeros(len(hashes), bool)
         first[first_index] = True
@@ -76,8 +69,11 @@ class Survey:
                 f"corpus.validation_share={corpus.validation_share}: would hold out {wanted} of "
                 f"{len(unique)} documents"
             )
-        return cls(hashes, first, hashes <= unique[wanted - 1], layouts)
+        return cls(first, hashes <= unique[wanted - 1])
 
-    def layout_line(self) -> str:
-        """How the documents were read, in words."""
-        return "read as " + ", ".join(f"{name} ({n})" for name, n in self.layouts.items())
+    def splits(self, corpus: Corpus) -> np.ndarray:
+        """Where each document goes, uint8 [documents]: 0 train, 1 validation, 2 nowhere."""
+        splits = self.held_out.astype(np.uint8)
+        if corpus.repeated_documents == "drop":
+            splits[~self.first] = 2
+        return splits

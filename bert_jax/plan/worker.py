@@ -68,15 +68,22 @@ def compile_step(
     state = step.abstract_state(objective, experiment.optimizer, experiment.mesh, mesh)
     compiled = lower_step(experiment, number, mesh, state).compile()
     memory = compiled.memory_analysis()
+    peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
+    if experiment.run.check_every:
+        options = step.self_checks(mesh.devices.flat[0].device_kind)
+        checked = lower_step(experiment, number, mesh, state, options).compile().memory_analysis()
+        # Both programs are loaded, and one of them runs.
+        peak = max(peak, checked.peak_memory_in_bytes)
+        code += checked.generated_code_size_in_bytes
     module = hlo.parse(compiled.as_text())
     shards = mesh_lib.data_shards(mesh)
     return {
         "kind": "compiled",
         "memory": {
-            "peak": memory.peak_memory_in_bytes,
+            "peak": peak,
             "arguments": memory.argument_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
-            "code": memory.generated_code_size_in_bytes,
+            "code": code,
             "donated": memory.alias_size_in_bytes,
         },
         "program": dataclasses.asdict(program.read_module(module)),
@@ -87,7 +94,11 @@ def compile_step(
 
 
 def lower_step(
-    experiment: Experiment, number: int, mesh: jax.sharding.Mesh, state: step.State
+    experiment: Experiment,
+    number: int,
+    mesh: jax.sharding.Mesh,
+    state: step.State,
+    compiler_options: step.CompilerOptions = (),
 ) -> jax.stages.Lowered:
     """The training step of a phase, traced for a mesh and an abstract state."""
     replicated = mesh_lib.replicated(mesh)
@@ -99,6 +110,7 @@ def lower_step(
         experiment.mesh.accumulation_of(number),
         experiment.total_steps,
         mesh,
+        compiler_options,
     )
     key = jax.eval_shape(lambda: step.phase_key(experiment.model, experiment.seed, number))
     return train_step.lower(

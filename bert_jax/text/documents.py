@@ -9,6 +9,7 @@ out every document whose whole text stood before; `keep` keeps them and counts t
 Either way equal texts fall into the same split.
 """
 
+import codecs
 import glob
 import gzip
 import hashlib
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal
 
 import zstandard
+from etils import epath
 
 from bert_jax.config import Corpus, InputError
 from bert_jax.text import tfds_files
@@ -40,6 +42,16 @@ SUFFIXES = {
     "text": (".txt", ".txt.gz", ".txt.zst"),
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
 }
+
+# In these a byte 0x0A is a line's end and nothing else.
+_LINE_ENCODINGS = frozenset(
+    (
+        "utf-8",
+        "ascii",
+        *(f"iso8859-{n}" for n in range(1, 17)),
+        *(f"cp{n}" for n in range(1250, 1259)),
+    )
+)
 
 Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
 
@@ -79,6 +91,31 @@ class Document:
         return [line for line in map(str.strip, lines) if line]
 
 
+@dataclass(frozen=True)
+class Extent:
+    """What is read by itself: a file, a range of its bytes, or records of a TFDS shard.
+
+    Attributes:
+      kind: text, jsonl or tfds.
+      path: the file.
+      folder: of a TFDS dataset, where its metadata lies.
+      start: of its bytes or records.
+      stop: of its bytes or records; -1: all that follow.
+      count: records of this shard.
+      before: records of the dataset before it.
+      bytes: how much there is to read, roughly.
+    """
+
+    kind: str
+    path: str
+    folder: str = ""
+    start: int = 0
+    stop: int = -1
+    count: int = 0
+    before: int = 0
+    bytes: int = 0
+
+
 def read(corpus: Corpus) -> Iterator[Document]:
     """Yields the documents of all sources in order; those without any text are passed over.
 
@@ -87,21 +124,90 @@ def read(corpus: Corpus) -> Iterator[Document]:
         whose lines contradict the layout word.
     """
     for source in corpus.sources:
-        word, _, place = source.partition(":")
-        if word in ("tfds", "tfds_dir"):
-            folder = tfds_files.find(place) if word == "tfds" else place
-            texts = _dataset_texts(str(folder), corpus)
-        else:
-            reader = _file_texts if word == "text" else _json_texts
-            texts = (found for path in files(source) for found in reader(path, corpus))
-        for name, line, whole in texts:
-            # Blank lines around a text do not make it another one.
-            text = whole.strip()
-            if text:
-                layout = decide_layout(text) if corpus.layout == "per_file" else corpus.layout
-                if line:
-                    line += whole.count("\n", 0, len(whole) - len(whole.lstrip()))
-                yield Document(name, text, layout, line)
+        for extent in extents(source):
+            yield from read_extent(extent, corpus)
+
+
+def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterator[Extent]:
+    """Yields what is read of a source, in order.
+
+    Args:
+      source: of a corpus.
+      corpus: how it is read, where large files may be cut.
+      most: bytes from which on a file is cut, where it can be: between lines of JSON, at blank
+        lines of sentences_by_line, between records of an ArrayRecord file. A compressed file, a
+        TFRecord file, and a text that is one document stay whole.
+
+    Raises:
+      InputError: as `read`, before any text is read.
+    """
+    word, _, place = source.partition(":")
+    if word in ("tfds", "tfds_dir"):
+        folder = tfds_files.find(place) if word == "tfds" else place
+        before = 0
+        for path, count, size, can_be_cut in tfds_files.shards(folder):
+            parts = max(1, min(count, round(size / most))) if corpus and can_be_cut else 1
+            bounds = [0, *(count * part // parts for part in range(1, parts)), -1]
+            for start, stop in itertools.pairwise(bounds):
+                yield Extent(
+                    *("tfds", str(path), str(folder), start, stop),
+                    *(count, before, size // parts),
+                )
+            before += count
+        return
+    for path in files(source):
+        try:
+            size = os.path.getsize(path)
+        except OSError as error:
+            raise InputError(f"corpus.sources: {path}: {error.strerror}") from error
+        cuts = _cuts(path, word, corpus, most) if corpus and size > most else []
+        bounds = [0, *cuts, size] if cuts else [0, -1]
+        for start, stop in itertools.pairwise(bounds):
+            yield Extent(word, path, "", start, stop, 0, 0, (size if stop < 0 else stop) - start)
+
+
+def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
+    """Bytes of a large file where a part of it may begin, about `most` apart."""
+    by_blank_line = word == "text"
+    if (
+        path.endswith((".gz", ".zst"))
+        or (by_blank_line and corpus.layout != "sentences_by_line")
+        or codecs.lookup(corpus.encoding).name not in _LINE_ENCODINGS
+    ):
+        return []
+    cuts: list[int] = []
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            while (begin := (cuts[-1] if cuts else 0) + most) < size:
+                file.seek(begin)
+                file.readline()  # the rest of one
+                while by_blank_line and (line := file.readline()):
+                    if not line.decode(corpus.encoding, "replace").strip():
+                        break
+                if file.tell() >= size:
+                    break
+                cuts.append(file.tell())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+    return cuts
+
+
+def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
+    """Yields the documents of an extent in order; those without any text are passed over.
+
+    Raises:
+      InputError: as `read`.
+    """
+    reader = {"text": _file_texts, "jsonl": _json_texts, "tfds": _dataset_texts}[extent.kind]
+    for name, line, whole in reader(extent, corpus):
+        # Blank lines around a text do not make it another one.
+        text = whole.strip()
+        if text:
+            layout = decide_layout(text) if corpus.layout == "per_file" else corpus.layout
+            if line:
+                line += whole.count("\n", 0, len(whole) - len(whole.lstrip()))
+            yield Document(name, text, layout, line)
 
 
 def files(source: str) -> list[str]:
@@ -133,9 +239,12 @@ def files(source: str) -> list[str]:
 
 
 def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:
-    """What the sources hold: name, bytes and SHA-256 of each file (of its metadata for TFDS).
+    """Returns `file`, `bytes` and `mtime_ns` of each file of the sources, of which nothing is read.
 
     A TFDS dataset is recognised by its dataset_info.json, which carries the sizes of its shards.
+
+    Raises:
+      InputError: a file is missing.
     """
     rows = []
     for source in corpus.sources:
@@ -144,15 +253,41 @@ def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:
             paths = files(source)
         else:
             folder = tfds_files.find(place) if word == "tfds" else place
-            paths = [os.path.join(folder, "dataset_info.json")]
-        for path in paths:
-            try:
-                with open(path, "rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-            except OSError as error:
-                raise InputError(f"corpus.sources: {path}: {error.strerror}") from error
-            rows.append({"file": path, "bytes": os.path.getsize(path), "sha256": digest})
+            paths = [f"{folder}/dataset_info.json"]
+        rows += [{"file": path, **state(path)} for path in paths]
     return rows
+
+
+def state(path: str) -> dict[str, int]:
+    """Returns `bytes` and `mtime_ns` of a file, or of an object in a bucket.
+
+    Raises:
+      InputError: it is missing.
+    """
+    try:
+        if "://" in path:
+            found = tfds_files.reached(path, epath.Path(path).stat)
+            return {"bytes": found.length, "mtime_ns": round(found.mtime * 1e9)}
+        found = os.stat(path)
+        return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns}
+    except OSError as error:
+        raise InputError(f"corpus.sources: {path}: {error.strerror or 'is missing'}") from error
+
+
+def sha256(path: str) -> str:
+    """Returns the SHA-256 of a file, or of a small object in a bucket.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    try:
+        if "://" in path:
+            data = tfds_files.reached(path, epath.Path(path).read_bytes)
+            return hashlib.sha256(data).hexdigest()
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"corpus.sources: {path}: {error.strerror or 'is missing'}") from error
 
 
 def decide_layout(text: str) -> Layout:
@@ -181,10 +316,11 @@ def contradiction(text: str, layout: Layout) -> str | None:
     return None
 
 
-def _file_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
+def _file_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
     """One document a file, or in sentences_by_line one a block of lines."""
+    path = extent.path
     if corpus.layout != "sentences_by_line":
-        text = _normal_newlines("".join(_lines(path, corpus.encoding)))
+        text = _normal_newlines("".join(_lines(extent, corpus.encoding, "whole")))
         if corpus.layout != "per_file":
             _refuse_contradiction(path, text, corpus.layout)
         yield path, 1, text
@@ -192,8 +328,8 @@ def _file_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
     block: list[str] = []
     start = 1
     head: list[str] = []
-    for number, line in enumerate(_lines(path, corpus.encoding), 1):
-        if len(head) <= 10 * _LINES_TO_JUDGE:
+    for number, line in enumerate(_lines(extent, corpus.encoding), 1):
+        if len(head) <= 10 * _LINES_TO_JUDGE and not extent.start:
             head.append(line)
             if len(head) == 10 * _LINES_TO_JUDGE:
                 _refuse_contradiction(path, "".join(head), corpus.layout)
@@ -215,27 +351,39 @@ def _refuse_contradiction(path: str, text: str, layout: Layout) -> None:
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {why}")
 
 
-def _json_texts(path: str, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
-    for number, line in enumerate(_lines(path, corpus.encoding), 1):
+def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
+    path = extent.path
+    for number, line in enumerate(_lines(extent, corpus.encoding), 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}:{number}: not JSON ({error})") from error
+            line_number = number + _lines_before(extent)
+            raise InputError(f"{path}:{line_number}: not JSON ({error})") from error
         text = record.get(corpus.text_field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             raise InputError(
-                f"{path}:{number}: no text in field {corpus.text_field!r}; name it with "
-                "--set corpus.text_field=..."
+                f"{path}:{number + _lines_before(extent)}: no text in field "
+                f"{corpus.text_field!r}; name it with --set corpus.text_field=..."
             )
         # JSON can spell halves of surrogate pairs, which no encoding can: they become U+FFFD.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         yield f"{path}:{number}", 0, _normal_newlines(text)
 
 
-def _dataset_texts(folder: str, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
-    for number, record in enumerate(tfds_files.records(folder)):
+def _lines_before(extent: Extent) -> int:
+    """Lines of the file before the extent."""
+    with open(extent.path, "rb") as file:
+        return sum(file.read(1 << 20).count(b"\n") for _ in range(extent.start >> 20)) + file.read(
+            extent.start % (1 << 20)
+        ).count(b"\n")
+
+
+def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
+    folder = extent.folder
+    shard = tfds_files.shard_records(folder, extent.path, extent.count, extent.start, extent.stop)
+    for number, record in enumerate(shard, extent.before + extent.start):
         value = record.get(corpus.text_field)
         if isinstance(value, bytes):
             try:
@@ -249,12 +397,15 @@ def _dataset_texts(folder: str, corpus: Corpus) -> Iterator[tuple[str, int, str]
         yield f"{folder}:{number}", 0, _normal_newlines(value)
 
 
-def _lines(path: str, encoding: str) -> Iterator[str]:
-    """Decoded lines, split on \\n alone, without a byte-order mark."""
+def _lines(
+    extent: Extent, encoding: str, how: Literal["by line", "whole"] = "by line"
+) -> Iterator[str]:
+    """Decoded lines, split on \\n alone, or all as one, without a byte-order mark."""
+    path = extent.path
     try:
-        with open_bytes(path) as raw, io.TextIOWrapper(raw, encoding, newline="\n") as file:
-            for number, line in enumerate(file):
-                yield line.removeprefix("\ufeff") if number == 0 else line
+        with _extent_bytes(extent) as raw, io.TextIOWrapper(raw, encoding, newline="\n") as file:
+            for number, line in enumerate(file if how == "by line" else iter(file.read, "")):
+                yield line.removeprefix("\ufeff") if number == extent.start == 0 else line
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: byte {_first_bad_byte(path, encoding)} is not {encoding}; convert the file, "
@@ -280,6 +431,33 @@ def open_bytes(path: str) -> IO[bytes]:
     if path.endswith(".zst"):
         return io.BufferedReader(_Zstd(path), 1 << 17)
     return open(path, "rb")
+
+
+def _extent_bytes(extent: Extent) -> IO[bytes]:
+    if extent.stop < 0:
+        return open_bytes(extent.path)
+    return io.BufferedReader(_Range(extent), 1 << 17)
+
+
+class _Range(io.RawIOBase):
+    """A range of a file's bytes."""
+
+    def __init__(self, extent: Extent):
+        self._file = open(extent.path, "rb", buffering=0)  # noqa: SIM115
+        self._file.seek(extent.start)
+        self._left = extent.stop - extent.start
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(memoryview(buffer)[: self._left]) or 0
+        self._left -= count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _Zstd(io.RawIOBase):

@@ -1,7 +1,5 @@
 """Documents to sentences, the units that next-sentence pairs are made of."""
 
-from collections.abc import Iterator
-
 import sentencex
 
 from bert_jax.text.documents import Document
@@ -27,20 +25,27 @@ def split(document: Document, language: str) -> list[str]:
     paragraphs = document.paragraphs()
     if document.layout == "sentences_by_line":
         return paragraphs
-    pieces = (
-        sentence.strip()
-        for paragraph in paragraphs
-        for piece in _cut(paragraph, language, _BLANKED)
-        for sentence in ([piece] if len(piece) < _LONG else _cut(piece, language, _BLANKED_MARKS))
-    )
-    return [piece for piece in pieces if piece]
+    found: list[str] = []
+    for paragraph in paragraphs:
+        for piece in _cut(paragraph, language, _BLANKED):
+            if len(piece) < _LONG:
+                found.append(piece)
+            else:
+                found += _cut(piece, language, _BLANKED_MARKS)
+    return [stripped for piece in found if (stripped := piece.strip())]
 
 
-def _cut(text: str, language: str, blanked: dict[int, str]) -> Iterator[str]:
+def _cut(text: str, language: str, blanked: dict[int, str]) -> list[str]:
     """The text, cut where sentencex cuts it with some characters blanked."""
+    if blanked is _BLANKED and text.isascii():
+        pieces = sentencex.segment(language, text)
+        rest = text[sum(map(len, pieces)) :]
+        return [*pieces, rest] if rest else pieces
+    found = []
     start = 0
     for piece in sentencex.segment(language, text.translate(blanked)):
-        yield text[start : start + len(piece)]
+        found.append(text[start : start + len(piece)])
         start += len(piece)
     if start < len(text):
-        yield text[start:]
+        found.append(text[start:])
+    return found

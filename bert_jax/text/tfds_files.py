@@ -4,17 +4,25 @@ TFDS imports whatever module a dataset's features.json names, so the names are c
 list before TFDS sees the folder: data is never code here.
 """
 
+import contextlib
+import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow_datasets as tfds
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from etils import epath
 
 from bert_jax.config import InputError
+from bert_jax.storage import copies
+from bert_jax.storage.retry import again
+from bert_jax.storage.workdir import cache_folder
+
+T = TypeVar("T")
 
 _KNOWN_FEATURES = frozenset(
     f"tensorflow_datasets.core.features.{name}"
@@ -66,10 +74,12 @@ def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
     """
     folder = epath.Path(folder)
     try:
-        tree = json.loads((folder / "features.json").read_text())
-        json.loads((folder / "dataset_info.json").read_text())
+        texts = {name: _text(folder / name) for name in ("features.json", "dataset_info.json")}
+        tree = json.loads(texts["features.json"])
+        json.loads(texts["dataset_info.json"])
     except FileNotFoundError as error:
-        raise InputError(f"{folder}: no TFDS dataset here (no {error.filename})") from error
+        missing = error.filename or folder / "features.json"
+        raise InputError(f"{folder}: no TFDS dataset here (no {missing})") from error
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{folder}: damaged TFDS metadata ({error})") from error
     for name in _class_names(tree):
@@ -79,13 +89,29 @@ def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
                 "features; refused, since reading it would run that code"
             )
     try:
-        builder = tfds.builder_from_directory(folder)
-        features = builder.info.features
+        with contextlib.ExitStack() as stack:
+            here = folder
+            if _is_remote(folder):  # TFDS would ask the bucket about every file
+                here = epath.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                for name, text in texts.items():
+                    (here / name).write_text(text)
+            builder = tfds.builder_from_directory(here)
+            features = builder.info.features
     except Exception as error:  # TFDS raises many kinds; each means the folder cannot be read
         raise _unreadable(folder, error) from error
     if not isinstance(features, tfds.features.FeaturesDict):
         raise InputError(f"{folder / 'features.json'}: its examples have no named fields")
     return builder
+
+
+def _is_remote(path: epath.PathLike) -> bool:
+    return "://" in os.fspath(path)
+
+
+def _text(path: epath.Path) -> str:
+    if not _is_remote(path):
+        return path.read_text()
+    return reached(path, path.read_bytes).decode()
 
 
 def _unreadable(folder: epath.PathLike, error: Exception) -> InputError:
@@ -99,19 +125,85 @@ def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, 
     Raises:
       InputError: no such split or format, or a file that is missing, damaged or cut short.
     """
+    for path, count, _, _ in shards(folder, split):
+        yield from shard_records(folder, path, count)
+
+
+def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Path, int, int, bool]]:
+    """Files of a split in order: path, records, bytes (roughly), whether parts of it can be read.
+
+    Raises:
+      InputError: no such split or format.
+    """
+    folder = epath.Path(folder)
     info = open_folder(folder).info
     if split not in info.splits:
         raise InputError(f"{folder}: no split {split!r}; it has {', '.join(info.splits)}")
     if info.file_format not in _READERS:
         kind = getattr(info.file_format, "value", None)
         raise InputError(f"{folder}: stored as {kind}; only array_record and tfrecord can be read")
-    for path, count in _shards(folder, info.splits[split]):
-        read = 0
-        for record in _whole(path, _READERS[info.file_format], info.features):
+    found = _shards(folder, info.splits[split])
+    total = max(sum(count for _, count in found), 1)
+    can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not _is_remote(folder)
+    size = info.splits[split].num_bytes
+    return [(path, count, size * count // total, can_be_cut) for path, count in found]
+
+
+def shard_records(
+    folder: epath.PathLike, path: epath.PathLike, count: int, start: int = 0, stop: int = -1
+) -> Iterator[dict[str, Any]]:
+    """Examples of a file of a dataset's folder, or `start` to `stop` of them.
+
+    A file in a bucket is fetched to this machine, and dropped once it was read.
+
+    Args:
+      folder: with the metadata.
+      path: of the file.
+      count: examples that it holds.
+      start: the first.
+      stop: one past the last; -1: all.
+
+    Raises:
+      InputError: it is missing, damaged or cut short.
+      Unavailable: the bucket was out of reach for minutes.
+    """
+    path, info = epath.Path(path), open_folder(folder).info
+    read = start
+    with _here(path) as local:
+        raw = _READERS[info.file_format](str(local), start, stop)
+        for record in _whole(path, raw, info.features):
             read += 1
             yield record
-        if read != count:
-            raise _damaged(path, f"{read} records, not {count}")
+    expected = count if stop < 0 else stop
+    if read != expected:
+        raise _damaged(path, f"{read} records, not {expected}")
+
+
+@contextlib.contextmanager
+def _here(path: epath.Path) -> Iterator[epath.Path]:
+    """Gives the file on this machine: itself, or for a while a copy of one in a bucket."""
+    if not _is_remote(path):
+        yield path
+        return
+    folder = cache_folder() / "sources"
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / f"{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.{os.getpid()}"
+    try:
+        copies.fetch(path, copy)
+        yield copy
+    finally:
+        for left in (copy, *folder.glob(f".{copy.name}.*")):
+            left.unlink(missing_ok=True)
+
+
+def reached(path: epath.PathLike, work: Callable[[], T]) -> T:
+    """Does what asks a bucket, again while it is out of reach.
+
+    Raises:
+      InputError: the bucket may not be used.
+      Unavailable: it was out of reach for minutes.
+    """
+    return again(work, os.fspath(path), denied="refuse")
 
 
 def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:
@@ -132,22 +224,21 @@ def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:
 def _shards(folder: epath.PathLike, split: Any) -> list[tuple[epath.Path, int]]:
     """A split's files, and how many records each holds."""
     try:
-        shards = list(zip(split.filepaths, split.shard_lengths, strict=True))
+        found = list(zip(split.filepaths, split.shard_lengths, strict=True))
     except Exception as error:  # as when it is opened
         raise _unreadable(folder, error) from error
-    if not shards:  # as after the lengths were lost: TFDS would give an empty split
+    if not found:  # as after the lengths were lost: TFDS would give an empty split
         raise InputError(
             f"{epath.Path(folder) / 'dataset_info.json'}: lists no file of split {split.name!r}; "
             "put the whole file back"
         )
-    return shards
+    if _is_remote(folder):
+        found = [(epath.Path(folder) / path.name, count) for path, count in found]
+    return found
 
 
-def _whole(
-    path: epath.Path, read: Callable[[str], Iterator[bytes]], features: Any
-) -> Iterator[dict[str, Any]]:
+def _whole(path: epath.Path, raw: Iterator[bytes], features: Any) -> Iterator[dict[str, Any]]:
     """The file's records, decoded. The libraries raise many kinds of error over its bytes."""
-    raw = read(str(path))
     while True:
         try:
             record = features.deserialize_example_np(next(raw))
@@ -163,13 +254,15 @@ def _damaged(path: epath.Path, reason: str) -> InputError:
     return InputError(f"{path}: missing or damaged ({reason}); put the whole file back")
 
 
-def _array_records(path: str) -> Iterator[bytes]:
+def _array_records(path: str, start: int, stop: int) -> Iterator[bytes]:
     source = ArrayRecordDataSource(path)
-    for start in range(0, len(source), 256):
-        yield from source.__getitems__(range(start, min(start + 256, len(source))))
+    stop = len(source) if stop < 0 else min(stop, len(source))
+    for first in range(start, stop, 256):
+        yield from source.__getitems__(range(first, min(first + 256, stop)))
 
 
-def _tf_records(path: str) -> Iterator[bytes]:
+def _tf_records(path: str, start: int, stop: int) -> Iterator[bytes]:
+    del start, stop  # always all
     import grain
 
     yield from grain.experimental.TFRecordIterDataset(path)

@@ -1,15 +1,16 @@
 """Vocabularies: read from a BERT `vocab.txt`, or trained on a corpus."""
 
 import collections
+import dataclasses
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import sentencepiece
-import tokenizers
 from etils import epath
 
 from bert_jax.config import InputError
+from bert_jax.text import merges
 
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -17,10 +18,48 @@ PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MAS
 _ALPHABET = 1_000
 # Of scripts with thousands of them, as many as this share of the text is written with.
 _WRITTEN = 0.9995
-# Sentences a SentencePiece model is trained on at most, drawn from the whole corpus.
-_SENTENCEPIECE_SENTENCES = 5_000_000
 # Fixed: the trainer adds up what each thread counted, so the model depends on their number.
 _SENTENCEPIECE_THREADS = 16
+
+
+@dataclasses.dataclass
+class Counted:
+    """Words of a corpus.
+
+    Attributes:
+      words: those that train a vocabulary (see text.words), sorted.
+      counts: how often each occurs.
+      different: how many there are in all.
+      characters: how often each character occurs in all of them, by its code point.
+      inner: code points that stand behind the first place of a word.
+    """
+
+    words: list[str] = dataclasses.field(default_factory=list)
+    counts: list[int] = dataclasses.field(default_factory=list)
+    different: int = 0
+    characters: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    inner: set[int] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int]) -> "Counted":
+        """Of words that all train the vocabulary."""
+        found = cls(sorted(counts), [counts[word] for word in sorted(counts)])
+        found.add(counts)
+        return found
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Adds words that were not there before to all but `words` and `counts`."""
+        codes = np.frombuffer("".join(counts).encode("utf-32-le", "replace"), np.uint32)
+        lengths = np.fromiter(map(len, counts), np.int64, len(counts))
+        characters, inverse = np.unique(codes, return_inverse=True)
+        weights = np.repeat(np.fromiter(counts.values(), np.int64, len(counts)), lengths)
+        sums = np.bincount(inverse, weights).astype(np.int64)
+        for code, count in zip(characters.tolist(), sums.tolist(), strict=True):
+            self.characters[code] += count
+        behind = np.ones(len(codes), bool)
+        behind[np.cumsum(lengths) - lengths] = False
+        self.inner.update(np.unique(codes[behind]).tolist())
+        self.different += len(counts)
 
 
 def read_vocab(path: epath.PathLike) -> list[str]:
@@ -67,35 +106,21 @@ def require_specials(vocab: list[str], where: str) -> list[str]:
     return vocab
 
 
-def train_wordpiece(read_texts: Callable[[], Iterable[str]], vocab_size: int) -> list[str]:
+def train_wordpiece(counted: Counted, vocab_size: int) -> list[str]:
     """Trains a WordPiece vocabulary, the specials first, in ids 0 to 4.
 
-    The same texts give the same vocabulary. The trainer numbers the pieces `##c` in the order of a
-    randomly seeded hash map and breaks ties between merges by these numbers, so the alphabet is
-    counted here and handed over in a fixed order, as if it were special.
-
     Args:
-      read_texts: gives the texts anew at each call: blank-separated basic tokens, normalised as
-        they will be when encoding.
+      counted: words as `basic_tokens` gives them when encoding.
       vocab_size: number of pieces, specials included.
 
     Raises:
       InputError: the text is too small for that many pieces.
     """
-    alphabet, continuing = _alphabet(read_texts())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token=UNK))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    trainer = tokenizers.trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        special_tokens=[*SPECIALS, *alphabet, *continuing],
-        show_progress=False,
+    alphabet, continuing = _alphabet(counted)
+    vocab = [*SPECIALS, *alphabet, *continuing]
+    vocab += merges.learn(
+        counted.words, counted.counts, alphabet, continuing, vocab_size - len(vocab)
     )
-    tokenizer.train_from_iterator(read_texts(), trainer)
-    by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    vocab = [piece for piece, _ in by_id]
     if len(vocab) != vocab_size:
         raise InputError(
             f"model.vocab_size={vocab_size}: training on this text gives {len(vocab)} pieces; "
@@ -104,28 +129,22 @@ def train_wordpiece(read_texts: Callable[[], Iterable[str]], vocab_size: int) ->
     return vocab
 
 
-def _alphabet(texts: Iterable[str]) -> tuple[list[str], list[str]]:
+def _alphabet(counted: Counted) -> tuple[list[str], list[str]]:
     """The commonest characters, and those of them that ever go on a word.
 
     1,000 of them, or, of scripts with more, as many as most of the text is written with.
 
     Both in the order of their code points; the second as pieces, `##c`.
     """
-    counts: collections.Counter[int] = collections.Counter()
-    within: set[int] = set()
-    for text in texts:
-        codes = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
-        counts.update(dict(zip(*(a.tolist() for a in np.unique_counts(codes)), strict=True)))
-        within.update(np.unique(codes[1:][codes[:-1] != ord(" ")]).tolist())
-    counts.pop(ord(" "), None)
+    counts = counted.characters
     commonest = sorted(counts, key=lambda code: (-counts[code], code))
     written = np.cumsum([counts[code] for code in commonest])
     needed = int(np.searchsorted(written, _WRITTEN * written[-1])) + 1 if commonest else 0
     characters = sorted(commonest[: max(needed, _ALPHABET)])
-    return [chr(c) for c in characters], [f"##{chr(c)}" for c in characters if c in within]
+    return [chr(c) for c in characters], [f"##{chr(c)}" for c in characters if c in counted.inner]
 
 
-def train_sentencepiece(sentences: Iterable[str], vocab_size: int, kind: str) -> bytes:
+def train_sentencepiece(counted: Counted, vocab_size: int, kind: str) -> bytes:
     """Trains a SentencePiece model (`unigram` or `bpe`) and returns it serialised.
 
     The specials stand in ids 0 to 4 as control pieces, which text never yields.
@@ -136,7 +155,11 @@ def train_sentencepiece(sentences: Iterable[str], vocab_size: int, kind: str) ->
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sentences),
+            sentence_iterator=(
+                f"{word}\t{count}"
+                for word, count in zip(counted.words, counted.counts, strict=True)
+            ),
+            input_format="tsv",
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
@@ -147,8 +170,6 @@ def train_sentencepiece(sentences: Iterable[str], vocab_size: int, kind: str) ->
             pad_piece=PAD,
             unk_piece=UNK,
             control_symbols=[CLS, SEP, MASK],
-            input_sentence_size=_SENTENCEPIECE_SENTENCES,
-            shuffle_input_sentence=True,
             num_threads=_SENTENCEPIECE_THREADS,
             minloglevel=2,
         )

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -16,9 +17,9 @@ import pytest
 from etils import epath
 
 from bert_jax.config import Corpus, Data, InputError
-from bert_jax.data import batches, corpus, stream, survey
+from bert_jax.data import batches, corpus, dataset, plans, stream, survey
 from bert_jax.storage.workdir import sealed
-from bert_jax.text import sentences, tokenizer, vocabulary
+from bert_jax.text import documents, sentences, tokenizer, vocabulary
 
 VOCAB = [*vocabulary.SPECIALS, *"abcdefghij.", *(f"##{c}" for c in "abcdefghij")]
 SIZE = len(VOCAB)
@@ -116,8 +117,9 @@ def content(folder):
     names += [str(p.relative_to(folder)) for p in sorted((folder / "stream").rglob("*.bin"))]
     assert len([name for name in names if name.endswith(".bin")]) == 8
     found = {name: (folder / name).read_bytes() for name in names}
-    # Of all the rest, with the paths in it.
-    found["manifest.json"] = found["manifest.json"].rpartition(b'"checksum"')[0]
+    # Of all the rest, with the paths in it; and the text's dates.
+    manifest = found["manifest.json"].rpartition(b'"checksum"')[0]
+    found["manifest.json"] = re.sub(rb'"mtime_ns": \d+', b"", manifest)
     return found
 
 
@@ -263,11 +265,10 @@ def test_a_sentence_of_70000_tokens_survives(place):
     lengths = np.diff(opened.sentence_offsets.astype(np.int64))
     assert lengths.max() == 70_001
     # And a batch can be made of it.
-    data = Data()
-    rows = batches.rows_per_epoch(opened, data, 32, 0, 0, place.folder / "plans.json")
-    ids = batches.Ids.of(tokenizer.load(place.vocab))
-    shape = batches.Shape(32, 5, rows)
-    batch = batches.TrainBatches(opened, ids, data, shape, 0, 0, rows).batch(0, np.arange(rows))
+    source = plans.Plans(opened, (0, "train", 0), 32, 0.1)
+    rows, ids = source.rows_per_epoch(), batches.Ids.of(tokenizer.load(place.vocab))
+    train = batches.TrainBatches(source, ids, Data(), batches.Shape(32, 5, rows))
+    batch = train.batch(0, np.arange(rows))
     assert batch["input_mask"].sum(axis=1).max() == 32
 
 
@@ -392,8 +393,11 @@ def assert_finishes(place, undisturbed):
 
 
 STATIONS = {
-    "surveying": (corpus.Survey, "take"),
-    "generating": (sentences, "split"),
+    "counting": (vocabulary, "read_vocab"),
+    "tokenizing": (sentences, "split"),
+    "surveying": (survey.Survey, "of"),
+    "writing": (dataset.ShardWriter, "add"),
+    "assembling": (dataset, "assemble"),
     "unrolling": (stream, "write"),
     "writing the manifest": (corpus, "write_atomic"),
     "finishing": (corpus, "mark_complete"),
@@ -401,7 +405,7 @@ STATIONS = {
 
 
 @pytest.mark.parametrize("station", list(STATIONS))
-def test_a_prepare_that_fails_leaves_nothing(prepared_once, place, monkeypatch, station):
+def test_a_prepare_that_fails_leaves_what_is_whole(prepared_once, place, monkeypatch, station):
     def fail(*arguments, **more):
         raise RuntimeError("disturbed")
 
@@ -409,7 +413,11 @@ def test_a_prepare_that_fails_leaves_nothing(prepared_once, place, monkeypatch, 
     with pytest.raises(RuntimeError, match="disturbed"):
         place.prepare()
     monkeypatch.undo()
-    assert not place.folder.exists()
+    if station in ("counting", "tokenizing"):
+        assert not place.folder.exists()
+    else:
+        assert {path.name for path in place.folder.iterdir()} == {"lock", "parts"}
+        assert not any(path.name.startswith(".") for path in (place.folder / "parts").iterdir())
     assert_finishes(place, prepared_once)
 
 
@@ -566,27 +574,26 @@ def test_a_manifest_of_another_format_is_refused(prepared):
     manifest = corpus.open_manifest(prepared.folder)
     (prepared.folder / "manifest.json").write_text(json.dumps({**manifest, "format_version": 0}))
     with pytest.raises(
-        InputError, match=f"format_version 0, this version reads 2; .*remove {prepared.folder} to"
+        InputError, match=f"format_version 0, this version reads 3; .*remove {prepared.folder} to"
     ):
         prepared.prepare()
 
 
 @pytest.mark.parametrize("change", ["more", "fewer"])
 def test_text_that_changes_while_it_is_read_is_refused(change, place, monkeypatch):
-    path, take = place.text / "000.txt", survey.Survey.take
+    path, read = place.text / "011.txt", documents.read_extent
 
-    def changed(settings):
-        found = take(settings)
+    def changing(*arguments):
         if change == "more":
-            path.write_text(path.read_text() + "\n\nOne more .\nIt came late .\n")
+            path.write_text(document(11) + "\nOne more .\n")
         else:
-            path.unlink()
-        return found
+            path.unlink(missing_ok=True)
+        return read(*arguments)
 
-    monkeypatch.setattr(corpus.Survey, "take", changed)
-    with pytest.raises(InputError, match=r"corpus\.sources: .*changed while it was read"):
+    monkeypatch.setattr(documents, "read_extent", changing)
+    with pytest.raises(InputError, match=r"corpus\.sources: .*011\.txt: changed while it was read"):
         place.prepare()
-    assert not [p for p in pathlib.Path(place.folder).glob("*") if p.name != "lock"]
+    assert not place.folder.exists()
 
 
 def test_a_corpus_is_prepared_from_compressed_json(prepared_once, place):

@@ -128,8 +128,8 @@ def test_the_exported_tokenizer_gives_our_ids_and_comes_back(case, tmp_path):
 
 
 def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy_of_run):
-    words = [f"some words of text number {i}" for i in range(50)]
-    model = vocabulary.train_sentencepiece(words, 40, "bpe")
+    words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
+    model = vocabulary.train_sentencepiece(vocabulary.Counted.of(words), 40, "bpe")
     trained = Trained.of(epath.Path("run"))
     trained = dataclasses.replace(trained, tokenizer=tokenizer_lib.SentencePiece(model, "cased"))
     with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):

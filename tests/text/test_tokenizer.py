@@ -1,5 +1,6 @@
 """Text to ids, against the reference, another implementation, and itself."""
 
+import collections
 import io
 import json
 import os
@@ -212,12 +213,16 @@ def prose(lines=250):
     return [" ".join(rng.choice(words, 9)) + " ." for _ in range(lines)]
 
 
+def counted(lines):
+    return vocabulary.Counted.of(collections.Counter(" ".join(lines).split()))
+
+
 def test_training_twice_gives_the_same_vocabulary_in_any_process(tmp_path):
     code = """
-import json, sys
+import collections, json, sys
 from bert_jax.text import vocabulary
-lines = json.load(sys.stdin)
-print(json.dumps(vocabulary.train_wordpiece(lambda: lines, 200)))
+words = collections.Counter(" ".join(json.load(sys.stdin)).split())
+print(json.dumps(vocabulary.train_wordpiece(vocabulary.Counted.of(words), 200)))
 """
     seeds = ("0", "1", "2")
     running = [
@@ -231,13 +236,13 @@ print(json.dumps(vocabulary.train_wordpiece(lambda: lines, 200)))
     ]
     texts = json.dumps(prose()).encode()
     vocabs = [json.loads(process.communicate(texts, timeout=100)[0]) for process in running]
-    here = vocabulary.train_wordpiece(prose, 200)
+    here = vocabulary.train_wordpiece(counted(prose()), 200)
     assert vocabs == [here] * len(seeds)
-    assert vocabulary.train_wordpiece(prose, 200) == here
+    assert vocabulary.train_wordpiece(counted(prose()), 200) == here
 
 
 def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():
-    vocab = vocabulary.train_wordpiece(prose, 200)
+    vocab = vocabulary.train_wordpiece(counted(prose()), 200)
     assert len(vocab) == len(set(vocab)) == 200
     assert tuple(vocab[:5]) == vocabulary.SPECIALS
     trained = tokenizer.WordPiece(vocab, "cased")
@@ -248,15 +253,15 @@ def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():
 
 def test_a_vocabulary_too_large_for_the_text_is_refused_by_name():
     with pytest.raises(InputError, match=r"model\.vocab_size=9000: .* gives \d+ pieces; set it to"):
-        vocabulary.train_wordpiece(prose, 9000)
+        vocabulary.train_wordpiece(counted(prose()), 9000)
     for kind in ("unigram", "bpe"):
         with pytest.raises(InputError, match=r"model\.vocab_size=9000: .*<= \d+"):
-            vocabulary.train_sentencepiece(prose(), 9000, kind)
+            vocabulary.train_sentencepiece(counted(prose()), 9000, kind)
 
 
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
 def sentence_model(request):
-    return request.param, vocabulary.train_sentencepiece(prose(), 100, request.param)
+    return request.param, vocabulary.train_sentencepiece(counted(prose()), 100, request.param)
 
 
 def test_a_script_of_thousands_of_characters_is_kept_but_for_the_rarest():
@@ -264,9 +269,9 @@ def test_a_script_of_thousands_of_characters_is_kept_but_for_the_rarest():
     counts = {chr(0x4E00 + i): 40_000 // (i + 1) for i in range(3_000)} | {"\u9fa0": 1}
     text = [" ".join(character * count) for character, count in counts.items()]
     with pytest.raises(InputError) as caught:
-        vocabulary.train_wordpiece(lambda: text, 20_000)
+        vocabulary.train_wordpiece(counted(text), 20_000)
     size = int(re.search(r"set it to (\d+)", str(caught.value))[1])
-    found = set(vocabulary.train_wordpiece(lambda: text, size))
+    found = set(vocabulary.train_wordpiece(counted(text), size))
     unknown = sum(count for character, count in counts.items() if character not in found)
     assert 0 < unknown <= 0.0005 * sum(counts.values())
 
@@ -276,7 +281,7 @@ def test_sentencepiece_training_is_deterministic_on_any_number_of_cores(
 ):
     kind, model = sentence_model
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert vocabulary.train_sentencepiece(prose(), 100, kind) == model
+    assert vocabulary.train_sentencepiece(counted(prose()), 100, kind) == model
 
 
 def test_specials_of_a_trained_sentencepiece_model_are_ids_0_to_4(sentence_model):
@@ -359,11 +364,11 @@ def test_a_special_that_is_a_user_defined_symbol_is_not_given_by_text():
 @pytest.fixture(params=["wordpiece", "unigram", "foreign"])
 def any_tokenizer(request):
     if request.param == "wordpiece":
-        return tokenizer.WordPiece(vocabulary.train_wordpiece(prose, 200), "cased")
+        return tokenizer.WordPiece(vocabulary.train_wordpiece(counted(prose()), 200), "cased")
     model = (
         foreign_model()
         if request.param == "foreign"
-        else vocabulary.train_sentencepiece(prose(), 100, "unigram")
+        else vocabulary.train_sentencepiece(counted(prose()), 100, "unigram")
     )
     return tokenizer.SentencePiece(model, "cased")
 
@@ -389,7 +394,7 @@ def test_an_edited_vocabulary_is_refused(any_tokenizer, tmp_path):
         lines[7], lines[8] = lines[8], lines[7]
         (tmp_path / "vocab.txt").write_text("\n".join(lines))
     else:
-        model = vocabulary.train_sentencepiece(prose(), 101, "unigram")
+        model = vocabulary.train_sentencepiece(counted(prose()), 101, "unigram")
         (tmp_path / "sentencepiece.model").write_bytes(model)
     with pytest.raises(InputError, match=r"is not the one tokenizer\.json was written for"):
         tokenizer.load(tmp_path)

@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -16,15 +18,18 @@ from small_run import pretrain, write_text
 
 from bert_jax import predict, resolve
 from bert_jax.config import InputError, Run
-from bert_jax.data import batches, stream
+from bert_jax.data import batches, plans, stream
+from bert_jax.errors import Unavailable
 from bert_jax.model import losses
 from bert_jax.storage.workdir import Workdir, sealed
 from bert_jax.text import tokenizer
-from bert_jax.training import compiled, evaluate, metrics, step, watch
+from bert_jax.training import compiled, evaluate, metrics, session, step, watch
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.job import Stretch
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
+from bert_jax.training.runner import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +260,7 @@ def test_a_full_disk_under_a_checkpoint_is_named(text, tmp_path, monkeypatch):
     """As tensorstore reports it, a ValueError from below Orbax."""
     folder = tmp_path / "checkpoints"
     with (
-        pytest.raises(InputError, match="the disk is full"),
+        pytest.raises(Unavailable, match="the disk is full"),
         Checkpoints(epath.Path(folder), Run(), "write") as saved,
     ):
 
@@ -311,3 +316,79 @@ def test_programs_of_environments_unused_for_a_month_go(tmp_path):
             os.utime(tmp_path / name / str(number), (now - age * day,) * 2)
     compiled.forget_old_environments(epath.Path(tmp_path), ours="2" * 16)
     assert {path.name for path in tmp_path.iterdir()} == {"1" * 16, "2" * 16, "corpora"}
+
+
+def test_every_so_many_steps_one_is_checked(text, tmp_path, monkeypatch):
+    """By their number, so that a run that goes on checks the same ones."""
+    _, file = text
+    with pytest.raises(InputError, match="check_every=4: only TPUs can check themselves"):
+        pretrain(file, tmp_path / "w", "run.check_every=4")
+    made, checked = step.make_train_step, []
+
+    def make(*args):
+        *usual, options = args if len(args) == 7 else (*args, ())
+        train_step = made(*usual)  # no TPU's compiler is here
+
+        def noting(state, *rest):
+            checked.extend([int(state["step"])] * (("xla_tpu_enable_sdc_checker", True) in options))
+            return train_step(state, *rest)
+
+        return noting
+
+    monkeypatch.setattr(step, "make_train_step", make)
+    monkeypatch.setattr(session, "_require_checkable", lambda run, mesh: None)
+    assert pretrain(file, tmp_path / "w", "run.check_every=4")[0] == "finished"
+    assert checked == [0, 4, 8, 12, 16, 20]
+
+
+# --- Plans of large corpora --------------------------------------------------------------------
+
+
+def test_a_stop_waits_for_no_plan(text, tmp_path, monkeypatch):
+    """Nor does an exit: what plans is ended, and the next start plans anew."""
+    _, file = text
+    start, makers = subprocess.Popen, []
+
+    def slow(command, **named):
+        makers.append(start([sys.executable, "-c", "import time; time.sleep(100)"], **named))
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return makers[-1]
+
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(plans, "_IN_MEMORY", 0)
+    monkeypatch.setattr(plans.subprocess, "Popen", slow)
+    assert pretrain(file, tmp_path / "w")[0] == "stopped"
+    (maker,) = makers
+    assert maker.returncode == -signal.SIGKILL
+    monkeypatch.setattr(plans.subprocess, "Popen", start)
+    assert pretrain(file, tmp_path / "w")[0] == "finished"
+    assert pretrain(file, tmp_path / "undisturbed")[0] == "finished"
+    one, other = (tmp_path / name / "metrics.jsonl" for name in ("w", "undisturbed"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_waiting_for_a_plan_is_no_hang():
+    class Recorder:
+        requested = False
+
+        def __init__(self):
+            self.calls = []
+
+        def rest(self):
+            self.calls.append("rest")
+
+        def beat(self, times=1):
+            self.calls.append("beat")
+
+        def ready(self, step):
+            self.calls.append(f"ready {step}")
+            return len(self.calls) > 4
+
+    seen = Recorder()
+    trainer = Trainer.__new__(Trainer)
+    trainer.done, trainer.pulse = 17, seen
+    stretch = Stretch(1, 10, 20, 8, None, seen.ready)
+    assert trainer._await_rows(stretch, seen)
+    assert seen.calls == ["ready 7", "rest", "ready 7", "ready 7", "ready 7", "beat"]
+    assert trainer._await_rows(stretch, seen)
+    assert seen.calls[6:] == ["ready 7"]

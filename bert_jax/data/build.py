@@ -1,0 +1,218 @@
+"""The stages of `prepare`: words are counted, documents made into ids, ids put into shards.
+
+Each stage is a list of tasks (see data.parts) that are done here, in several processes or by Beam,
+and whose results are put together in the order of the text: so the same bytes come out however
+they were done. The text is read twice, once where the vocabulary is given. Memory is constant in
+the corpus, but for 8 bytes a document.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from bert_jax.config import Corpus, InputError
+from bert_jax.data import beam, dataset, parts, stream, workers
+from bert_jax.data.dataset import SPLITS
+from bert_jax.data.progress import Progress
+from bert_jax.data.survey import Survey
+from bert_jax.text import documents, tokenizer, vocabulary, words
+
+Say = Callable[[str], None]
+
+# Of a corpus folder, where what parts are made into lies until all is whole.
+PARTS = "parts"
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """What was made in a corpus folder, but for its manifest.
+
+    Attributes:
+      tokenizer: of the corpus.
+      sources: file, bytes, mtime_ns and sha256 of each file.
+      survey: of its documents.
+      layouts: documents of each layout.
+      counts: of each split.
+    """
+
+    tokenizer: tokenizer.Tokenizer
+    sources: list[dict[str, Any]]
+    survey: Survey
+    layouts: dict[str, int]
+    counts: dict[str, dataset.SplitCounts]
+
+
+def build(
+    corpus: Corpus,
+    vocab_size: int,
+    folder: epath.Path,
+    given: tokenizer.Tokenizer | None,
+    run: "Run",
+    say: Say,
+) -> Built:
+    """Makes tokenizer, dataset and streams in a corpus folder; PARTS stays beside them.
+
+    Args:
+      corpus: what to read and how.
+      vocab_size: of a tokenizer that is trained.
+      folder: the corpus folder, a local one.
+      given: the tokenizer, unless one is to be trained.
+      run: who does the tasks.
+      say: is given a line now and then.
+
+    Raises:
+      InputError: bad sources, or too few documents.
+      Unavailable: a bucket or a worker failed.
+    """
+    scratch = pathlib.Path(folder) / PARTS
+    place = run.place(scratch)
+    sources = documents.fingerprint(corpus)
+    planned = parts.plan(corpus)
+    say(f"prepare: reading {len(sources)} files, in {len(planned)} parts")
+    counting = []
+    chosen = given
+    if chosen is None:
+        counting = [parts.CountWords(place, corpus, part) for part in planned]
+        counted = words.read(
+            [
+                (parts.here(place, task.name, "words.json", scratch), record["offsets"])
+                for task, record in zip(counting, run("counting words", counting, say), strict=True)
+            ]
+        )
+        chosen = _train(corpus, vocab_size, counted, say)
+        del counted
+    chosen.save(folder / "tokenizer")
+
+    shared = run.share(folder / "tokenizer", place, chosen.sha256)
+    tasks = [parts.Tokenize(place, corpus, part, shared, chosen.sha256) for part in planned]
+    _drop_others(scratch, [*counting, *tasks], say)
+    records = run("tokenizing", tasks, say)
+    tables = [
+        np.fromfile(parts.here(place, task.name, "documents.bin", scratch), parts.DOCUMENT)
+        for task in tasks
+    ]
+    survey = Survey.of(np.concatenate([table["hash"] for table in tables]), corpus)
+    layouts: dict[str, int] = {}
+    for record in records:
+        for name, count in record["layouts"].items():
+            layouts[name] = layouts.get(name, 0) + count
+    read_as = ", ".join(f"{name} ({count})" for name, count in layouts.items())
+    say(f"prepare: {survey.count} documents, {survey.repeated} repeated; read as {read_as}")
+
+    splits = np.split(survey.splits(corpus), np.cumsum([len(table) for table in tables])[:-1])
+    counts = _write_dataset(place, scratch, folder, tasks, records, splits, chosen, run, say)
+    for split in SPLITS:
+        if not counts[split].tokens:
+            raise InputError(
+                f"corpus.sources: no text is left for the {split} split: no document there of "
+                f"{', '.join(corpus.sources)} holds a character that the tokenizer keeps"
+            )
+    for split in SPLITS:
+        stream.write(dataset.folder_of(folder), split, folder / "stream" / split, chosen.size)
+    hashes = {path: sha for record in records for path, sha in record["sources"].items()}
+    for row in sources:
+        row["sha256"] = hashes.get(row["file"]) or documents.sha256(row["file"])
+    return Built(chosen, sources, survey, layouts, counts)
+
+
+def _write_dataset(
+    place: str,
+    scratch: pathlib.Path,
+    folder: epath.Path,
+    tokenized: Sequence[parts.Tokenize],
+    records: Sequence[dict[str, Any]],
+    splits: Sequence[np.ndarray],
+    chosen: tokenizer.Tokenizer,
+    run: "Run",
+    say: Say,
+) -> dict[str, dataset.SplitCounts]:
+    tasks = [
+        parts.WriteShards(
+            place, task.name, record["dtype"], split.tobytes(), chosen.unk_id, task.bytes
+        )
+        for task, record, split in zip(tokenized, records, splits, strict=True)
+    ]
+    counts = {split: dataset.SplitCounts() for split in SPLITS}
+    shards: dict[str, list[dataset.Shard]] = {split: [] for split in SPLITS}
+    for task, record in zip(tasks, run("writing the dataset", tasks, say), strict=True):
+        for split, found in record.items():
+            size = found.pop("num_bytes")
+            counts[split].add(dataset.SplitCounts(**found))
+            path = parts.here(place, task.name, split, scratch)
+            shards[split].append(dataset.Shard(path, found["documents"], size))
+    if all(shards.values()):
+        dataset.assemble(dataset.folder_of(folder), shards, records[0]["dtype"])
+    return counts
+
+
+def _train(
+    corpus: Corpus, vocab_size: int, counted: words.Counted, say: Say
+) -> tokenizer.Tokenizer:
+    used = "all of them"
+    if len(counted.words) < counted.different:
+        used = f"the {len(counted.words):,} commonest"
+    say(
+        f"prepare: {counted.different:,} different words; training a {corpus.tokenizer_kind} "
+        f"vocabulary of {vocab_size} pieces on {used}"
+    )
+    if corpus.tokenizer_kind == "wordpiece":
+        return tokenizer.WordPiece(vocabulary.train_wordpiece(counted, vocab_size), corpus.case)
+    model = vocabulary.train_sentencepiece(counted, vocab_size, corpus.tokenizer_kind)
+    return tokenizer.SentencePiece(model, corpus.case)
+
+
+def _drop_others(scratch: pathlib.Path, tasks: Sequence[parts.Task], say: Say) -> None:
+    """Removes what an earlier `prepare` made of other text or settings, or left half made."""
+    wanted = {task.name for task in tasks}
+    others = [
+        path
+        for path in scratch.iterdir()
+        if path.name not in wanted and not path.name.startswith("shards-")
+    ]
+    whole = sum(not path.name.startswith(".") for path in others)
+    if whole:
+        say(
+            f"prepare: text or settings have changed since an earlier `prepare` here: {whole} of "
+            "its parts are made again"
+        )
+    for path in others:
+        shutil.rmtree(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Does the tasks of a stage.
+
+    Attributes:
+      workers: processes of this machine.
+      beam: a runner and its options, in place of them; empty: none.
+    """
+
+    workers: int = 1
+    beam: str = ""
+
+    def __call__(self, what: str, tasks: Sequence[parts.Task], say: Say) -> list[dict[str, Any]]:
+        """Returns what is said of each, in their order."""
+        if self.beam:
+            say(f"prepare: {what} with Beam")
+            return beam.run(tasks, self.beam)
+        return workers.run(tasks, self.workers, Progress(f"prepare: {what}", say))
+
+    def place(self, scratch: pathlib.Path) -> str:
+        """Where the tasks' folders lie: seen by all who work."""
+        scratch.mkdir(parents=True, exist_ok=True)
+        return (self.beam and beam.shared_place(self.beam)) or str(scratch.absolute())
+
+    def share(self, folder: epath.Path, place: str, sha256: str) -> str:
+        """The tokenizer's folder where all who work see it."""
+        if "://" not in place:
+            return str(folder.absolute() if not str(folder).startswith("/") else folder)
+        shared = epath.Path(place) / f"tokenizer-{sha256[:20]}"
+        for path in folder.iterdir():
+            (shared / path.name).write_bytes(path.read_bytes())
+        return str(shared)

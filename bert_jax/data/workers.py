@@ -1,0 +1,138 @@
+"""Tasks of `prepare` in this process, or in several: the same folders are made."""
+
+import os
+import pickle
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import IO, Any
+
+from bert_jax.data import parts
+from bert_jax.data.progress import Progress
+from bert_jax.errors import Unavailable
+from bert_jax.system import die_with_parent
+
+# Seconds after which the time left is told anew, also while no task ends.
+_TICK = 1.0
+
+
+def run(tasks: Sequence[parts.Task], workers: int, progress: Progress) -> list[dict[str, Any]]:
+    """Does the tasks that are not done yet; returns what is said of each.
+
+    Args:
+      tasks: in any number.
+      workers: how many processes work; 1 is this one.
+      progress: is told of what is done.
+
+    Raises:
+      InputError: of the first task that fails; what is done stays.
+      Unavailable: a process was killed.
+    """
+    records = {number: parts.record_of(task) for number, task in enumerate(tasks)}
+    left = [number for number, record in records.items() if record is None]
+    with progress.of(sum(t.bytes for t in tasks), sum(tasks[n].bytes for n in left)):
+        if min(workers, len(left)) <= 1:
+            for number in left:
+                records[number] = parts.do(tasks[number], progress.tick)
+                progress.end(tasks[number].bytes)
+        else:
+            _run_in_processes(tasks, left, min(workers, len(left)), records, progress)
+    return [record for record in records.values() if record is not None]
+
+
+def _run_in_processes(
+    tasks: Sequence[parts.Task],
+    left: Sequence[int],
+    count: int,
+    records: dict[int, Any],
+    progress: Progress,
+) -> None:
+    waiting = list(reversed(left))
+    workers: list[subprocess.Popen] = []
+    try:
+        with selectors.DefaultSelector() as selector:
+            for _ in range(count):
+                worker = _start()
+                workers.append(worker)
+                number = waiting.pop()
+                _send(worker.stdin, tasks[number])
+                selector.register(worker.stdout, selectors.EVENT_READ, (worker, number))
+            while selector.get_map():
+                for key, _ in selector.select(_TICK):
+                    worker, number = key.data
+                    answer = _receive(worker.stdout)
+                    if answer is None:
+                        raise Unavailable(
+                            f"prepare: a worker process died with code {worker.wait()} (out of "
+                            "memory?); run again to go on, with fewer --workers if need be"
+                        )
+                    if isinstance(answer, BaseException):
+                        raise answer
+                    records[number] = answer
+                    progress.end(tasks[number].bytes)
+                    selector.unregister(worker.stdout)
+                    if waiting:
+                        number = waiting.pop()
+                        _send(worker.stdin, tasks[number])
+                        selector.register(worker.stdout, selectors.EVENT_READ, (worker, number))
+                progress.tick(0)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
+def _start() -> subprocess.Popen:
+    """Starts a worker; not by multiprocessing, which would import the command and jax with it."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from bert_jax.data import workers; "
+        "workers.serve()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        preexec_fn=die_with_parent,
+    )
+
+
+def serve() -> None:
+    """Does tasks that come over standard input, until it ends; the work of a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever a library prints
+    while (task := _receive(sys.stdin.buffer)) is not None:
+        try:
+            answer: Any = parts.do(task)
+        except Exception as error:
+            answer = error
+        _send(answers, answer)
+
+
+def _send(file: IO[bytes] | None, value: Any) -> None:
+    assert file is not None
+    try:
+        data = pickle.dumps(value)
+    except Exception:  # an error of a library that cannot be sent
+        data = pickle.dumps(RuntimeError(f"{type(value).__name__}: {value}"))
+    data = memoryview(struct.pack("<Q", len(data)) + data)
+    while data:
+        data = data[file.write(data) :]
+
+
+def _receive(file: IO[bytes] | None) -> Any:
+    """What `_send` sent; None at the end."""
+    assert file is not None
+    header = _read(file, 8)
+    return pickle.loads(_read(file, *struct.unpack("<Q", header))) if len(header) == 8 else None
+
+
+def _read(file: IO[bytes], count: int) -> bytes:
+    data = b""
+    while len(data) < count and (more := file.read(count - len(data))):
+        data += more
+    return data

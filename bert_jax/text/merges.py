@@ -1,0 +1,183 @@
+"""Learning the pieces of a WordPiece vocabulary from counted words.
+
+Byte-pair encoding as Hugging Face's trainer does it (tokenizers 0.23, models/bpe/trainer.rs), merge
+for merge: the same words give the same pieces in the same order. That trainer takes texts alone,
+so that each word would have to be handed over as often as it occurs, and holds 0.9 KB a word.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+# Pairs of pieces that stand together less often are not merged.
+_LEAST_COUNT = 2
+
+
+def learn(
+    words: Sequence[str],
+    counts: Sequence[int],
+    alphabet: Sequence[str],
+    continuing: Sequence[str],
+    size: int,
+) -> list[str]:
+    """Returns up to `size` pieces made of characters by merging the commonest pairs.
+
+    Args:
+      words: different words, none empty. Characters outside of the alphabet are passed over.
+      counts: how often each occurs.
+      alphabet: characters.
+      continuing: those of them, as `##c`, that ever go on a word.
+      size: pieces to learn; fewer are returned where no pair is left that occurs twice.
+    """
+    pieces = [*alphabet, *continuing]
+    merger = _Merger(words, np.array(counts, np.int64), pieces)
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    made: list[str] = []
+    while len(made) < size:
+        pair = merger.pop()
+        if pair is None:
+            break
+        left, right, holders = pair
+        piece = pieces[left] + pieces[right].removeprefix("##")
+        if piece not in ids:
+            ids[piece] = len(pieces)
+            pieces.append(piece)
+            made.append(piece)
+        merger.merge(left, right, ids[piece], holders)
+    return made
+
+
+class _Merger:
+    """The words as pieces, and how often each pair of pieces stands together.
+
+    A pair may be queued several times, each time with the words that it has newly come to stand
+    in, and its count is not lowered when it is merged: so the trainer has it, and its order of
+    merges depends on it.
+    """
+
+    def __init__(self, words: Sequence[str], counts: np.ndarray, pieces: Sequence[str]):
+        self._counts = counts
+        text = np.frombuffer("".join(words).encode("utf-32-le", "replace"), np.uint32)
+        lengths = np.fromiter(map(len, words), np.int64, len(words))
+        starts = np.cumsum(lengths) - lengths
+        first = np.zeros(len(text), bool)
+        first[starts] = True
+        # Two tables from characters to pieces.
+        table = np.full((2, int(text.max(initial=0)) + 1), -1, np.int32)
+        for number, piece in enumerate(pieces):
+            code = ord(piece[-1])
+            if code < table.shape[1]:
+                table[int(len(piece) > 1), code] = number
+        known = table[0][text] >= 0
+        holders = np.repeat(np.arange(len(words), dtype=np.int32), lengths)[known]
+        # int32, the pieces of all words one after another, each word where it began.
+        self._pieces = np.where(first, table[0][text], table[1][text])[known]
+        self._lengths = np.bincount(holders, minlength=len(words)).astype(np.int32)
+        self._starts = np.cumsum(self._lengths) - self._lengths
+        inner = holders[1:] == holders[:-1]
+        codes = _code(self._pieces[:-1][inner], self._pieces[1:][inner])
+        holders = holders[:-1][inner]
+        self._pairs: dict[int, int] = {}
+        self._queue: list[tuple[int, int, int, np.ndarray]] = []
+        self._queued = 0
+        self._count(codes, self._counts[holders])
+        self._push(codes, holders)
+
+    def pop(self) -> tuple[int, int, np.ndarray] | None:
+        """Returns the commonest pair, of those the one of the smallest ids, and words with it."""
+        while self._queue:
+            negative, code, number, holders = self._queue[0]
+            count = self._pairs[code]
+            if count != -negative:
+                heapq.heapreplace(self._queue, (-count, code, number, holders))
+                continue
+            if count < _LEAST_COUNT:
+                return None
+            heapq.heappop(self._queue)
+            return code >> 32, code & 0xFFFFFFFF, holders
+        return None
+
+    def merge(self, left: int, right: int, new: int, holders: np.ndarray) -> None:
+        """Puts `new` in the place of each `left, right` in some words."""
+        lengths = self._lengths[holders]
+        ends = np.cumsum(lengths)
+        total = int(ends[-1])
+        row = np.repeat(np.arange(len(holders)), lengths)
+        where = np.arange(total) + (self._starts[holders] - ends + lengths)[row]
+        pieces = self._pieces[where]
+        at = np.flatnonzero((pieces[:-1] == left) & (pieces[1:] == right) & (row[:-1] == row[1:]))
+        if left == right and len(at) > 1:
+            at = _apart(at)
+        if not len(at):
+            return
+        # Pairs that end: with the piece before, and the one behind, but for the merged one itself.
+        before = at[(at > 0) & (row[at - 1] == row[at])] - 1
+        behind = at[at + 2 < total] + 1
+        behind = behind[row[behind] == row[behind + 1]]
+        gone = np.concatenate([before, behind[~np.isin(behind, before)]])
+        # Between two merged pairs that touch, the trainer sees for a moment `new, left`.
+        passing = row[at[1:][at[1:] == at[:-1] + 2]]
+        self._count(_code(pieces[gone], pieces[gone + 1]), -self._counts[holders[row[gone]]])
+        kept = np.ones(total, bool)
+        kept[at + 1] = False
+        pieces[at] = new
+        fresh = np.zeros(total, bool)
+        fresh[at] = True
+        pieces, row, fresh = pieces[kept], row[kept], fresh[kept]
+        lengths = np.bincount(row, minlength=len(holders))
+        starts = self._starts[holders] - np.cumsum(lengths) + lengths
+        self._pieces[np.arange(len(row)) + starts[row]] = pieces
+        self._lengths[holders] = lengths
+        come = np.flatnonzero((fresh[:-1] | fresh[1:]) & (row[:-1] == row[1:]))
+        codes, owners = _code(pieces[come], pieces[come + 1]), holders[row[come]]
+        self._count(codes, self._counts[owners])
+        if len(passing):
+            extra = np.full(len(passing), (new << 32) | left)
+            self._count(extra, np.zeros(len(passing), np.int64))
+            codes, owners = np.append(codes, extra), np.append(owners, holders[passing])
+        self._push(codes, owners)
+
+    def _count(self, codes: np.ndarray, counts: np.ndarray) -> None:
+        """Adds to the counts of pairs."""
+        pairs = self._pairs
+        if not len(codes):
+            return
+        order = np.argsort(codes, kind="stable")
+        codes = codes[order]
+        firsts = np.flatnonzero(np.concatenate([[True], codes[1:] != codes[:-1]]))
+        sums = np.add.reduceat(counts[order], firsts)
+        for code, value in zip(codes[firsts].tolist(), sums.tolist(), strict=True):
+            pairs[code] = pairs.get(code, 0) + value
+
+    def _push(self, codes: np.ndarray, holders: np.ndarray) -> None:
+        """Queues pairs with the words that they have come to stand in."""
+        if not len(codes):
+            return
+        order = np.lexsort((holders, codes))
+        codes, holders = codes[order], holders[order]
+        new_code = np.concatenate([[True], codes[1:] != codes[:-1]])
+        single = new_code | np.concatenate([[True], holders[1:] != holders[:-1]])
+        codes, holders, new_code = codes[single], holders[single], new_code[single]
+        firsts = np.flatnonzero(new_code)
+        bounds = [*firsts.tolist(), len(codes)]
+        for number, code in enumerate(codes[firsts].tolist()):
+            count = self._pairs[code]
+            if count >= _LEAST_COUNT:
+                part = holders[bounds[number] : bounds[number + 1]].copy()
+                heapq.heappush(self._queue, (-count, code, self._queued, part))
+                self._queued += 1
+
+
+def _code(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """A pair of ids as one int64, in the order of pairs."""
+    return (left.astype(np.int64) << 32) | right
+
+
+def _apart(at: np.ndarray) -> np.ndarray:
+    """Of places of equal pairs, those that are left where overlapping ones go, from the left."""
+    kept = [int(at[0])]
+    for place in at[1:].tolist():
+        if place > kept[-1] + 1:
+            kept.append(place)
+    return np.array(kept)
