@@ -52,6 +52,10 @@ test: lint
 test-long: $(STAMP)
 	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m long
 
+# A pod of four hosts, its bucket away at times, preempted and moved, on this machine; half an hour.
+rehearse-pod: $(STAMP)
+	PYTHONPATH=.:tests:tests/launch $(BIN)/python -m rehearse_pod $(ARGS)
+
 # Thousands of damaged files of each kind, and how many were tried; half an hour.
 fuzz: $(STAMP)
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -n 0 tests/test_random_*.py

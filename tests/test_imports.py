@@ -20,11 +20,9 @@ ALLOWED = {
     "finetuning": {"section", "sections"},
     "config": {"section", "sections", "finetuning"},
     "resolve": {"section", "config", "storage"},
-    "bucket": {"config"},
-    "lease": {"bucket", "config"},
-    "storage": {"bucket", "lease", "config"},
-    "text": {"bucket", "config", "storage"},
-    "data": {"bucket", "config", "storage", "system", "text"},
+    "storage": {"config"},
+    "text": {"config", "storage"},
+    "data": {"config", "storage", "system", "text"},
     "tasks": {
         "config",
         "finetuning",
@@ -42,7 +40,6 @@ ALLOWED = {
     "pod": {"system"},
     "model": {"config"},
     "training": {
-        "bucket",
         "storage",
         "section",
         "config",
@@ -59,7 +56,6 @@ ALLOWED = {
     "embed": {"system", "config", "data", "model", "training", "predict", "vectors"},
     "doctor": {"section", "config", "resolve", "storage", "text", "data", "training"},
     "report": {
-        "bucket",
         "section",
         "config",
         "resolve",
@@ -83,7 +79,6 @@ ALLOWED = {
         "model",
         "weights",
         "base",
-        "bucket",
         "training",
         "predict",
     },
@@ -109,7 +104,6 @@ ALLOWED = {
         "training",
     },
     "verify": {
-        "bucket",
         "section",
         "config",
         "resolve",

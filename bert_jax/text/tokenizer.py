@@ -145,6 +145,7 @@ class WordPiece:
         self.vocab = vocab
         self.size = len(vocab)
         self._ids = {piece: i for i, piece in enumerate(vocab)}
+        self._longest = max(map(len, vocab))
         self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
             self._ids[name] for name in vocabulary.SPECIALS
         )
@@ -223,7 +224,7 @@ class WordPiece:
         start = 0
         while start < len(word):
             prefix = "##" if start else ""
-            for end in range(len(word), start, -1):
+            for end in range(min(len(word), start + self._longest), start, -1):
                 token_id = self._ids.get(prefix + word[start:end])
                 if token_id is not None:
                     break

@@ -57,7 +57,7 @@ def write(texts: Iterable[str], kind: str, case: Case, path: pathlib.Path) -> li
                 words.clear()
 
         characters = 0
-        for block in (block for text in texts for block in _blocks(text)):
+        for block in _blocks(texts):
             # Words do not reach beyond blanks, so equal stretches between them are cut once.
             # A table of its own for each block: it stays in the processor's cache.
             block = without_controls(block) if kind == "wordpiece" else block
@@ -110,14 +110,25 @@ def _hash(word: str) -> int:
     return zlib.crc32(word.encode("utf-8", "surrogatepass"))
 
 
-def _blocks(text: str) -> Iterator[str]:
-    """The text in stretches that end at blanks."""
-    start = 0
-    while start < len(text):
-        blank = _BLANK.search(text, start + _BLOCK) if start + _BLOCK < len(text) else None
-        stop = blank.start() if blank else len(text)
-        yield text[start:stop]
-        start = stop
+def _blocks(texts: Iterable[str]) -> Iterator[str]:
+    """The texts in stretches that end at blanks: short ones together, long ones in several."""
+    short: list[str] = []
+    size = 0
+    for text in texts:
+        if len(text) > _BLOCK:
+            start = 0
+            while start < len(text):
+                blank = _BLANK.search(text, start + _BLOCK) if start + _BLOCK < len(text) else None
+                stop = blank.start() if blank else len(text)
+                yield text[start:stop]
+                start = stop
+            continue
+        short.append(text)
+        size += len(text)
+        if size > _BLOCK:
+            yield "\n".join(short)
+            short, size = [], 0
+    yield "\n".join(short)
 
 
 def _basic_words(chunk: str, case: Case) -> list[str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +32,8 @@ class Beginning:
       window: sums since the last line was written.
       skipped: steps that are left out.
       init_sha256: of the weights the first step began with; "" of fresh ones.
+      lines: what the run's files of lines held up to here (see metrics.Lines.written); empty
+        before the first step.
     """
 
     done: int
@@ -38,6 +41,7 @@ class Beginning:
     window: dict[str, jax.Array]
     skipped: tuple[int, ...]
     init_sha256: str
+    lines: dict[str, Any]
 
 
 class Beginnings:
@@ -71,7 +75,11 @@ class Beginnings:
         Returns:
           None, and nothing was removed, if too much would be done again: `divergence.can_go_back`.
         """
-        saved.finish()
+        try:
+            saved.finish()
+        except Unavailable:
+            if self.peers.count > 1:
+                raise  # the others wait for it, inside Orbax; one process goes back past it
         self._agree_on_steps(saved)
         if not divergence.can_go_back(saved.steps, first, self.job.claim.run.checkpoint_every):
             return None
@@ -83,7 +91,7 @@ class Beginnings:
         return found
 
     def _agree_on_steps(self, saved: Checkpoints) -> None:
-        """Raises InputError unless all processes see the same checkpoints."""
+        """Raises Unavailable unless all processes see the same checkpoints."""
         self._asked += 1
         # Until then the first process may be saving one.
         self.peers.agree(f"last save {self._asked}", "")
@@ -105,7 +113,8 @@ class Beginnings:
         window = feed.put(window, mesh_lib.replicated(self.mesh))
         skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)
         began_with = restored.metadata["init_sha256"]
-        return Beginning(restored.step, restored.state, window, skipped, began_with)
+        lines = restored.metadata.get("lines", {})
+        return Beginning(restored.step, restored.state, window, skipped, began_with, lines)
 
     def leave_out(self, state: step.State, steps: tuple[int, ...]) -> step.State:
         """The state with these steps among those that are left out."""
@@ -155,4 +164,4 @@ class Beginnings:
             lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(self.mesh)
         )
         state, sha256 = self.job.begin(make())
-        return Beginning(0, state, window(), (), sha256)
+        return Beginning(0, state, window(), (), sha256, {})

@@ -23,11 +23,10 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import resolve
-from bert_jax.bucket import is_bucket
 from bert_jax.config import Experiment, InputError, Run
 from bert_jax.errors import Unavailable
 from bert_jax.section import Section
-from bert_jax.storage import retry
+from bert_jax.storage import mirror, retry
 from bert_jax.storage.workdir import DiskFull, absolute, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import silence
@@ -407,7 +406,7 @@ class Checkpoints:
         with named_errors(self._folder):
             denied = "wait" if self._was_allowed else "refuse"
             done = retry.again(work, str(self._folder), denied=denied, say=self._say)
-        self._was_allowed = is_bucket(self._folder)  # whose tokens expire
+        self._was_allowed = mirror.is_bucket(self._folder)  # whose tokens expire
         return done
 
     def _read(self, step: int, part: Literal["metadata", "all"], read: Callable[[], T]) -> T:

@@ -78,6 +78,9 @@ class Job(Protocol):
     def prepare(self, processes: int) -> None:
         """Makes what is learned from, or finds it; on one process for all."""
 
+    def fetch(self) -> None:
+        """Copies what was prepared to this machine, if need be; on all processes, for as long."""
+
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """Opens what was prepared. What is named above is known from here on, and what is below.
 

@@ -215,6 +215,17 @@ class Peers:
         else:
             self._ask(f"{what}/done", None, 0)
 
+    def meet(self, what: str) -> None:
+        """Goes on when all processes have come here, as long as that takes."""
+        if self.count == 1:
+            return
+        self._tell(f"{what}/{self.number}", "")
+        if self.leads:
+            for number in range(self.count):
+                self._ask(f"{what}/{number}", None, number)
+            self._tell(f"{what}/all", "")
+        self._ask(f"{what}/all", None, 0)
+
     @contextlib.contextmanager
     def at_once(self, clean: Callable[[], None]) -> Iterator[None]:
         """From here on a failure anywhere ends all processes without unwinding.

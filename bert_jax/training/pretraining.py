@@ -161,6 +161,10 @@ class PretrainingJob:
         for split in SPLITS:
             corpus.open_stream(prepared.folder, split)
 
+    def fetch(self) -> None:
+        """See `Job`."""
+        corpus.here(self._workdir.corpus, self._say)
+
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """See `Job`."""
         self._mesh, self._peers = mesh, peers
@@ -278,4 +282,4 @@ class PretrainingJob:
 
     def how_to_see(self, step: int) -> str:
         """See `Job`."""
-        return f"`bert-jax show --workdir {self._workdir.root} --step {step}` shows its text"
+        return f"`bert-jax show --workdir {self._workdir.named} --step {step}` shows its text"

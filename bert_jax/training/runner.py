@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from bert_jax import resolve
 from bert_jax.errors import Unavailable
 from bert_jax.storage import retry
+from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import DiskFull, Workdir, write_atomic
 from bert_jax.training import divergence, metrics, step
 from bert_jax.training import mesh as mesh_lib
@@ -59,22 +60,27 @@ class Trainer:
         origin: dict[str, Any] | None,
         peers: Peers,
         pulse: Pulse,
+        mirror: Mirror,
     ):
         self.job, self.claim, self.workdir, self.mesh = job, job.claim, workdir, mesh
         self.progress, self.clock, self.origin = progress, clock, origin
-        self.peers, self.pulse = peers, pulse
+        self.peers, self.pulse, self.mirror = peers, pulse, mirror
         lines = metrics.Lines if peers.leads else metrics.NoLines
         full = self.claim.run.when_disk_is_full
         self.metrics = lines(workdir.metrics, full)
         self.predictions = lines(workdir.predictions, full)
         self.timings = lines(workdir.timings, full)
+        # Whose lines up to a checkpoint never change again.
+        self._lasting = {"metrics.jsonl": self.metrics, "predictions.jsonl": self.predictions}
         self.empty_window = jax.jit(
             lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(mesh)
         )
         self.beginnings = Beginnings(job, mesh, peers, progress)
         steps = self.claim.run.profile_steps
-        self.profile = Profile(steps, workdir.profile, peers.number, progress, clock)
-        self.began = Beginning(0, {}, {}, (), "")  # from where the steps since were done
+        self.profile = Profile(
+            steps, workdir.profile, peers.number, progress, clock, workdir.named / "profile"
+        )
+        self.began = Beginning(0, {}, {}, (), "", {})  # from where the steps since were done
         # (step, window, the state's counters, counts) of a line whose numbers are on the device.
         self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
         # Numbers of steps that devices may not have done yet; a phase begins before the last ends.
@@ -163,8 +169,8 @@ class Trainer:
         self.done = self.saved_step = self.began.done
         self.evaluation = {}
         before = self.done or -1
-        self.metrics.forget_after(before)
-        self.predictions.forget_after(before)
+        for name, lines in self._lasting.items():
+            lines.forget_after(before, self.began.lines.get(name))
         self.spikes = divergence.Spikes.of(self.metrics.read())
         if self.done:
             self.progress.say(f"resume: from step {self.done}")
@@ -258,6 +264,7 @@ class Trainer:
         )
         last = stretch.first + stretch.steps
         called: set[Any] = set()
+        self.pulse.beat(times=2)
         with feed:
             while self.done < last and not (stop.requested or self._went_wrong):
                 with self.profile.step(self.done, state):
@@ -265,7 +272,7 @@ class Trainer:
                         if not self._await_rows(stretch, stop):
                             break
                         batch = next(feed)
-                    check = run.check_every and self.done % run.check_every == 0
+                    check = run.check_every > 0 and self.done % run.check_every == 0
                     one_step = checked_step if check else train_step
                     calling = contextlib.nullcontext()
                     if one_step not in called:
@@ -291,6 +298,7 @@ class Trainer:
     ) -> dict[str, jax.Array]:
         """Logs, evaluates and saves what is due; returns the window of the next step."""
         run = self.claim.run
+        self.mirror.check()
         self._write_pending()
         last = self.done == self.job.total_steps
         if self.done % run.log_every == 0 or last:
@@ -429,6 +437,8 @@ class Trainer:
         try:
             # Before the checkpoint that will not write them again.
             self._flush_lines()
+            self._send()
+            metadata["lines"] = {n: lines.written() for n, lines in self._lasting.items()}
             self._outlast(lambda: saved.save(self.done, state, metadata, evaluated.get("loss")))
             self.saved_step, self.kept = self.done, "saved"
         except DiskFull as error:
@@ -464,6 +474,12 @@ class Trainer:
             work()
         else:
             retry.again(work, f"{self.workdir.checkpoints}", say=self.progress.say)
+
+    def _send(self) -> None:
+        """Waits until all that is written is in the run's bucket, if it has one."""
+        self.pulse.rest()
+        self.mirror.flush()
+        self.pulse.beat(times=2)
 
     def _not_saved(self, error: DiskFull) -> None:
         if self.claim.run.when_disk_is_full == "stop" or self.peers.count > 1:

@@ -24,9 +24,8 @@ from collections.abc import Callable
 from etils import epath
 
 from bert_jax import errors, resolve
-from bert_jax.bucket import is_bucket
 from bert_jax.config import Experiment, InputError
-from bert_jax.storage.workdir import Workdir, lock, named_errors, write_atomic
+from bert_jax.storage.workdir import Workdir, lock, named_errors, require_local, write_atomic
 from bert_jax.training.metrics import Lines
 from bert_jax.verify import compare, elsewhere, rounds, tell
 from bert_jax.verify.children import Children
@@ -84,8 +83,7 @@ def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, say:
 def _require_possible(experiment: Experiment, root: epath.Path, count: int) -> None:
     if count < 1:
         raise InputError(f"--rounds {count}: must be at least 1")
-    if is_bucket(root):
-        raise InputError(f"{root}: name a folder of this machine with --workdir")
+    require_local(root)
     if os.environ.get("JAX_NUM_PROCESSES", "1") != "1":
         raise InputError(
             "JAX_NUM_PROCESSES: this command starts processes of its own; start it alone, without"

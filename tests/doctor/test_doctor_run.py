@@ -407,7 +407,7 @@ def test_the_corpus_of_a_run_is_examined_at_the_lengths_of_its_phases(tmp_path, 
     from bert_jax.doctor import corpus, run
 
     seen = []
-    monkeypatch.setattr(run, "is_complete", lambda folder: True)
+    monkeypatch.setattr(run.mirror, "exists", lambda path: True)
     monkeypatch.setattr(corpus, "examine", lambda folder, lengths: seen.append(lengths) or [])
     healthy(lengths=(128, 64)).examine(tmp_path)
     assert seen == [(64, 128)]

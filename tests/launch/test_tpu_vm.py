@@ -333,6 +333,9 @@ def test_a_flag_at_fault_is_named(gcloud, launch, flags, complaint):
         ([137, 75], 134),
         ([0, None], 134),
         ([130, 134], 130),
+        ([134, 74, 134], 74),
+        ([74, 75, 0], 74),
+        ([74, 2], 2),
     ],
 )
 def test_one_exit_code_of_many(codes, one):

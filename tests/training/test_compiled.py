@@ -92,5 +92,5 @@ def test_hosts_that_share_a_bucket_compile_once(tmp_path):
         assert names and not [name for name in names if "lock" in name]
         assert both(tmp_path, folder, server) == [(2, 2), (2, 2)]
         # A bucket that refuses costs the time to compile and no more.
-        objects.refuses = lambda method, name: True
+        objects.fault = lambda *_: fake_gcs.Fault(403)
         assert both(tmp_path, folder, server) == [(2, 0), (2, 0)]

@@ -19,6 +19,7 @@ from small_run import pretrain, write_text
 from bert_jax import predict, resolve
 from bert_jax.config import InputError, Run
 from bert_jax.data import batches, plans, stream
+from bert_jax.errors import Unavailable
 from bert_jax.model import losses
 from bert_jax.storage.workdir import Workdir, sealed
 from bert_jax.text import tokenizer
@@ -259,7 +260,7 @@ def test_a_full_disk_under_a_checkpoint_is_named(text, tmp_path, monkeypatch):
     """As tensorstore reports it, a ValueError from below Orbax."""
     folder = tmp_path / "checkpoints"
     with (
-        pytest.raises(InputError, match="the disk is full"),
+        pytest.raises(Unavailable, match="the disk is full"),
         Checkpoints(epath.Path(folder), Run(), "write") as saved,
     ):
 
