@@ -23,7 +23,7 @@ TF := .venv-tf
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long fuzz lint bench bench-torch bench-embed parity tf1 plans \
+.PHONY: all pretrain test test-long fuzz lint bench scale-run bench-torch bench-embed parity tf1 plans \
   image-lint image-steps clean another-interpreter
 
 all: $(STAMP)
@@ -52,6 +52,10 @@ test: lint
 test-long: $(STAMP)
 	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m long
 
+# A pod of four hosts, its bucket away at times, preempted and moved, on this machine; half an hour.
+rehearse-pod: $(STAMP)
+	PYTHONPATH=.:tests:tests/launch $(BIN)/python -m rehearse_pod $(ARGS)
+
 # Thousands of damaged files of each kind, and how many were tried; half an hour.
 fuzz: $(STAMP)
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -n 0 tests/test_random_*.py
@@ -67,6 +71,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.loop
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.reliability
+
+# A start, plans and batches at Wikipedia's size: 12 GB of disk; run again, it goes on.
+scale-run: $(STAMP)
+	$(BIN)/python -m benchmarks.scale_run
 
 bench-torch: $(STAMP) $(TORCH)/installed
 	$(BIN)/python -m benchmarks.torch_step --python $(TORCH)/bin/python

@@ -21,6 +21,7 @@ import tokenizers
 from benchmarks import measure, plain
 from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, stream
+from bert_jax.data.plans import Plans
 from bert_jax.text import documents, sentences
 from bert_jax.text.tokenizer import WordPiece
 
@@ -130,9 +131,8 @@ def train_batches(
     split: stream.Stream, tokenizer: WordPiece, data: Data, shape: batches.Shape
 ) -> batches.TrainBatches:
     """Batches of a first phase, seed 0."""
-    rows = len(batches.make_plan(split, (0, "train", 0, 0), shape.sequence_length, data))
-    ids = batches.Ids.of(tokenizer)
-    return batches.TrainBatches(split, ids, data, shape, 0, 0, rows)
+    plans = Plans(split, (0, "train", 0), shape.sequence_length, data.short_seq_prob)
+    return batches.TrainBatches(plans, batches.Ids.of(tokenizer), data, shape)
 
 
 def ids_to_batches(
@@ -154,7 +154,7 @@ def ids_to_batches(
             maker.batch(number, np.arange(BATCH))
 
     for name, (maker, steps) in makers.items():
-        run(maker, steps)  # the planner's thread is done with the next epoch after this
+        run(maker, steps)
         tokens = steps * BATCH * int(name.partition("_")[0])
         found[name] = [
             cpu_seconds(lambda m=maker, n=steps: run(m, n)) / tokens for _ in range(rounds)

@@ -26,13 +26,13 @@ from bert_jax import resolve
 from bert_jax.config import Finetuning
 from bert_jax.interop import exporting
 from bert_jax.predict import Trained
+from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import command
 from bert_jax.tasks.job import FinetuningJob
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, optimizer, step
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.progress import LineConsole, Progress
-from bert_jax.workdir import Workdir
 
 # Of losses, and of final scores without dropout.
 FIRST, LOSSES, SCORES = 100, 1e-3, 5e-3

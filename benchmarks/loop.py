@@ -22,13 +22,13 @@ from rich.console import Console
 
 from benchmarks import measure, ours, shapes
 from bert_jax.config import Corpus, Data, Experiment, Model, Phase, Run
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training import feed, pretraining, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir
 
 SAMPLE = measure.ROOT / "experiments" / "sample_text" / "speeches.jsonl.gz"
 LAP = 50

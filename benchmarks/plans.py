@@ -28,6 +28,7 @@ PLANS = (
     ("bert_large", "v3:8x8", ()),
     ("bert_base_pod", "v3:4x4", ("mesh.accumulation=1",)),
     ("bert_base_pod", "v5e:4x4", ()),
+    ("bert_base_pod", "v5e:4x4", ("run.check_every=100",)),  # two programs, one of them checked
     ("bert_large_pod", "v3:8x8", ()),
     ("bert_large_pod", "v5e:8x8", ()),
     ("bert_large_pod", "v5p:4x4x4", ()),
@@ -74,7 +75,8 @@ def _words(versions: dict[str, str]) -> str:
 
 def compare(name: str, slice_: str, settings: tuple[str, ...], write: bool) -> int:
     """Says what differs from the golden plan, or writes it; returns the number of differences."""
-    path = GOLDEN / f"{name}_{slice_.replace(':', '_')}.json"
+    checked = "_checked" * any(setting.startswith("run.check_every=") for setting in settings)
+    path = GOLDEN / f"{name}_{slice_.replace(':', '_')}{checked}.json"
     now = golden(name, slice_, settings)
     if write:
         GOLDEN.mkdir(parents=True, exist_ok=True)

@@ -20,12 +20,12 @@ from etils import epath
 
 from benchmarks import loop, measure, ours, shapes
 from bert_jax.config import Experiment, Mesh, Run
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training import checkpoint, pretraining, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.checksums import checksums
 from bert_jax.training.objective import Pretraining
-from bert_jax.workdir import Workdir
 
 EVERY = 50
 

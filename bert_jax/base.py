@@ -18,8 +18,7 @@ from etils import epath
 
 from bert_jax import resolve, weights
 from bert_jax.config import Experiment, InputError, Model
-from bert_jax.text import tokenizer as tokenizer_lib
-from bert_jax.workdir import (
+from bert_jax.storage.workdir import (
     is_complete,
     mark_complete,
     new_folder,
@@ -27,6 +26,7 @@ from bert_jax.workdir import (
     sealed,
     write_atomic,
 )
+from bert_jax.text import tokenizer as tokenizer_lib
 
 FORMAT_VERSION = 1
 

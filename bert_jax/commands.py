@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from bert_jax.config import Experiment, InputError, Mesh
 from bert_jax.conformance import command
@@ -19,7 +20,7 @@ def prepare(args: argparse.Namespace) -> int:
     """Make the corpus: tokenizer, ids, splits."""
     from bert_jax.data import corpus
 
-    experiment, workdir = _claim(args)
+    experiment, workdir = _claim(args, "write")
     workdir.require_ours()
     if args.workers < 1:
         raise InputError(f"--workers {args.workers}: must be at least 1")
@@ -47,7 +48,7 @@ def pretrain(args: argparse.Namespace) -> int:
     from bert_jax.training.progress import LineConsole, Progress
 
     experiment, origin = resolve.load_with_origin(args.experiment, args.set)
-    workdir = _workdir(args, experiment)
+    workdir = _workdir(args, experiment, "write")
     progress = Progress(LineConsole())
     extend = "extend" if args.extend else "keep"
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
@@ -127,7 +128,7 @@ def plan(args: argparse.Namespace) -> int:
 
     from bert_jax.plan import command, topology
 
-    experiment, workdir = _claim(args)
+    experiment, workdir = _claim(args, "write")
     price = _price(args)
     if args.workdir and args.out:
         raise InputError("--out: the plan goes into --workdir; name one of the two")
@@ -138,7 +139,7 @@ def plan(args: argparse.Namespace) -> int:
         topology.parse_list(args.topology),
         args.mode,
         price,
-        workdir.plan if args.workdir else epath.Path(args.out) if args.out else None,
+        workdir.named / "plan.json" if args.workdir else epath.Path(args.out) if args.out else None,
         _console_say(),
     )
     return FINISHED
@@ -188,9 +189,9 @@ def checkpoints(args: argparse.Namespace) -> int:
 def predict(args: argparse.Namespace) -> int:
     """Do the task of a fine-tuned run; else fill [MASK], and say whether B follows A."""
     from bert_jax import resolve
-    from bert_jax.workdir import Workdir
+    from bert_jax.storage import mirror
 
-    tuned = resolve.holds_finetuning(Workdir(args.workdir))
+    tuned = resolve.holds_finetuning(mirror.opened(args.workdir))
     if tuned:
         given, what = {"--next": args.next, "--top": args.top}, "a fine-tuned run takes no such"
     else:
@@ -365,25 +366,26 @@ def tokenize(args: argparse.Namespace) -> int:
 # --- what commands share ------------------------------------------------------------------------
 
 
-def _claim(args: argparse.Namespace):
-    """The experiment that the arguments name, and its workdir."""
+def _claim(args: argparse.Namespace, access: Literal["read", "write"] = "read"):
+    """The experiment that the arguments name, and its workdir; see mirror.opened."""
     from bert_jax import resolve
-    from bert_jax.workdir import Workdir
+    from bert_jax.storage import mirror
 
     if args.experiment is not None:
         experiment: Experiment = resolve.load(args.experiment)
     elif args.workdir:
-        experiment = resolve.load_saved(Workdir(args.workdir))
+        experiment = resolve.load_saved(mirror.opened(args.workdir))
     else:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
     experiment = resolve.override(experiment, args.set)
-    return experiment, _workdir(args, experiment)
+    return experiment, _workdir(args, experiment, access)
 
 
-def _workdir(args: argparse.Namespace, experiment: Experiment):
-    from bert_jax.workdir import Workdir
+def _workdir(args: argparse.Namespace, experiment: Experiment, access: Literal["read", "write"]):
+    from bert_jax.storage import mirror
 
-    return Workdir(args.workdir or f"runs/{experiment.name}", experiment.run.corpus_dir)
+    root = args.workdir or f"runs/{experiment.name}"
+    return mirror.opened(root, experiment.run.corpus_dir, access)
 
 
 def _input_lines() -> Iterator[tuple[str, str]]:

@@ -37,6 +37,10 @@ class Unavailable(Exception):
         return printable(super().__str__())
 
 
+class DiskFull(Unavailable):
+    """There is no space left where something is to be written; waiting does not make any."""
+
+
 def printable(text: str) -> str:
     """Returns the text with control characters as escapes: a corpus may hold terminal commands."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

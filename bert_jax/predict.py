@@ -11,6 +11,8 @@ from bert_jax import base as base_lib
 from bert_jax import resolve
 from bert_jax.base import Moments
 from bert_jax.config import Experiment, InputError, Mesh, Model
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, step
@@ -18,7 +20,6 @@ from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.prepared import Prepared
-from bert_jax.workdir import Workdir
 
 What = Literal["params", "with_moments"]
 
@@ -65,10 +66,10 @@ class Trained:
         Raises:
           InputError: neither is here, or it is damaged, or has no moments that were asked for.
         """
-        run = Workdir(folder)  # first, since it asks whether a bucket can be looked into
-        if base_lib.is_base(folder):
+        run = mirror.opened(folder)
+        if base_lib.is_base(run.root):
             _require_newest(folder, which)
-            base = base_lib.read(folder)
+            base = base_lib.read(run.root)
             if what == "with_moments" and base.moments is None:
                 raise InputError(
                     f"{folder}: --with-optimizer: this base holds weights alone; import it anew "
@@ -84,7 +85,7 @@ class Trained:
                 moments=base.moments if what == "with_moments" else None,
             )
         experiment = resolve.load_saved(run)
-        workdir = Workdir(folder, experiment.run.corpus_dir)
+        workdir = Workdir(run.root, experiment.run.corpus_dir, run.remote)
         prepared = Prepared.open(workdir.corpus)
         if what == "with_moments" and experiment.optimizer.name != "bert_adam":
             raise InputError(
@@ -152,7 +153,7 @@ def _restored(
 
     Whole on each device of the mesh: a run's own sharding is for the devices it was trained on.
     """
-    if not workdir.checkpoints.exists():
+    if not mirror.names(workdir.checkpoints):
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
         newest = saved.newest_step()
@@ -161,7 +162,7 @@ def _restored(
         changed = resolve.differences(saved.claim(newest), experiment, "identity")
         if changed:
             raise InputError(
-                f"{workdir.root}: was trained with other settings ({'; '.join(changed)})"
+                f"{workdir.named}: was trained with other settings ({'; '.join(changed)})"
             )
         abstract = step.abstract_state(
             Pretraining(experiment.model), experiment.optimizer, Mesh(), mesh

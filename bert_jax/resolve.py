@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bert_jax.config import Corpus, Experiment, Finetuning, InputError, load_file
 from bert_jax.section import Section
-from bert_jax.workdir import Workdir, sealed
+from bert_jax.storage.workdir import Workdir, sealed
 
 FORMAT_VERSION = 1
 

@@ -270,6 +270,9 @@ class Run(Section):
     # The process ends, and shows what it stood in, when no step was done for so many seconds; 0:
     # never. An evaluation counts as a step; what compiles may take twice as long.
     hang_after_seconds: int = 1_800
+    # Every so many steps one whose arithmetic the chips check, doing it several times; 0: none. On
+    # TPUs alone. A chip that fails its check ends the run, which is then to be run again.
+    check_every: int = 0
     prefetch_batches: int = 4
     data_workers: int = 0
     # A trace of the steps between, 10,20 say: once ten are done, until twenty are; none: no trace.
@@ -287,6 +290,7 @@ class Run(Section):
         self._require_at_least(1, "log_every", "eval_every", "eval_batch_size", "checkpoint_every")
         self._require_at_least(1, "prefetch_batches")
         self._require_at_least(0, "data_workers", "keep_best", "keep_every", "hang_after_seconds")
+        self._require_at_least(0, "check_every")
         self._require(0 < self.probe_share <= 1, "probe_share", "must be in (0, 1]")
         self._require(
             self.keep_checkpoints >= 2,

@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.config import InputError
-from bert_jax.workdir import absolute, made, new_file
+from bert_jax.storage.workdir import absolute, made, new_file
 
 # Takes vectors, float32 [rows, W], and if they are of pieces the pieces of each text.
 Add = Callable[[np.ndarray, list[list[str]] | None], None]

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from bert_jax.config import InputError
-from bert_jax.workdir import named_errors
+from bert_jax.storage.workdir import named_errors
 
 _FLOATS = {
     "F32": np.dtype(np.float32),

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from bert_jax import errors
 from bert_jax.config import InputError
+from bert_jax.errors import Unavailable
 from bert_jax.report import records, times
-from bert_jax.workdir import Workdir
+from bert_jax.storage import mirror
 from launch import console, shipping, target
 from launch.target import Record
 from launch.tpu_launched import SAVE_SECONDS
@@ -54,9 +55,9 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
 def _answer(run: str, ask: Callable[[Record], int]) -> int:
     try:
         return ask(_record(run))
-    except InputError as error:
+    except (InputError, Unavailable) as error:
         console.say(str(error))
-        return errors.BAD_INPUT
+        return errors.of_error(error)[1]
     except KeyboardInterrupt:
         console.say("interrupted")
         return errors.INTERRUPTED
@@ -91,7 +92,7 @@ def progress(record: Record) -> Iterator[str]:
     Raises:
       InputError: a damaged file of the run.
     """
-    if not Workdir(record.workdir).experiment.exists():
+    if not mirror.opened(record.workdir).experiment.exists():
         yield "run: has written nothing yet"
         return
     run = records.Record.read(record.workdir)

@@ -9,7 +9,8 @@ from bert_jax.config import InputError
 from bert_jax.doctor import corpus as corpus_lib
 from bert_jax.errors import printable
 from bert_jax.plan import command, tell
-from bert_jax.workdir import Workdir, is_complete, named_errors, write_atomic
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import COMPLETE
 from launch import tools
 from launch.spec import Spec
 
@@ -112,20 +113,14 @@ def workdir_is_writable(spec: Spec) -> None:
     place = claim.run.corpus_dir
     if place and not place.startswith("gs://"):
         raise InputError(f"run.corpus_dir={place}: rented machines do not see it; name a bucket")
-    workdir = Workdir(spec.workdir, spec.claim.run.corpus_dir)
-    workdir.require_ours()
-    probe = workdir.root / f".launch.{os.getpid()}.tmp"
-    write_atomic(probe, "")
-    with named_errors(probe):
-        probe.unlink()
+    workdir = mirror.opened(spec.workdir, spec.claim.run.corpus_dir, "write")
+    mirror.require_writable(workdir.named)
 
 
 def corpus_is_healthy(spec: Spec) -> None:
     """Raises InputError if there is no prepared corpus, or `doctor` has found a problem in it."""
-    corpus = Workdir(spec.workdir, spec.claim.run.corpus_dir).corpus
-    with named_errors(corpus):
-        prepared = is_complete(corpus)
-    if not prepared:
+    corpus = mirror.opened(spec.workdir, spec.claim.run.corpus_dir, "write").corpus
+    if not mirror.exists(corpus / COMPLETE):
         raise InputError(
             f"{corpus}: no prepared corpus, which machines that cost by the hour would make first; "
             f"run `bert-jax prepare` with --workdir {spec.workdir} on another machine"

@@ -14,7 +14,8 @@ from etils import epath
 
 from bert_jax import errors
 from bert_jax.config import InputError
-from bert_jax.workdir import named_errors, write_atomic
+from bert_jax.errors import Unavailable
+from bert_jax.storage.workdir import named_errors, write_atomic
 from launch import arguments, checks, console, dry_run, jobset, kubectl, shipping, tools
 from launch import xpk as xpk_lib
 from launch.gke_launched import Launched
@@ -34,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         return _launch(args)
-    except InputError as error:
+    except (InputError, Unavailable) as error:
         console.say(str(error))
-        return errors.BAD_INPUT
+        return errors.of_error(error)[1]
     except KeyboardInterrupt:
         console.say("interrupted")
         return errors.INTERRUPTED

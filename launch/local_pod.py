@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from bert_jax import errors, pod
 from bert_jax.config import InputError
-from bert_jax.workdir import named_errors, write_atomic
+from bert_jax.errors import Unavailable
+from bert_jax.storage.workdir import named_errors, write_atomic
 from launch import console, dry_run, shipping
 from launch.spec import EXPERIMENT, Spec, specify
 from launch.verdict import FAILURES, ending_word
@@ -52,13 +53,16 @@ def main(argv: Sequence[str]) -> int:
         )
         spec = dataclasses.replace(spec, workdir=spec.workdir or f"runs/{spec.claim.name}")
         return _dry_run(spec) if args.dry_run else _launch(spec, shape)
-    except InputError as error:
+    except (InputError, Unavailable) as error:
         print(f"launch: {error}", file=sys.stderr)
-        return errors.BAD_INPUT
+        return errors.of_error(error)[1]
 
 
 def _launch(spec: Spec, shape: pod.Shape) -> int:
-    """Starts it, and again after a preemption or a loss, until its end or its last retry."""
+    """Starts it, and again after a preemption, a loss or a fault that may pass.
+
+    Until its end or its last retry.
+    """
     file = _file(spec)
     with named_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +125,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [FLAGS] EXPERIMENT --workdir W\n       %(prog)s [FLAGS] -- COMMAND",
         description="Run an experiment, or a command, in several processes on this machine that "
         "are one run.",
-        epilog="exit code: 0 finished; 75 stopped on request, run again to go on; else that of "
+        epilog="exit code: 0 finished; 75 stopped on request, run again to go on; 74 the machine "
+        "or the network failed, run again to go on; else that of "
         "the process that failed first, 128 and the signal's number if it was killed",
     )
     parser.add_argument(
@@ -159,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_retries,
         default=0,
         metavar="N",
-        help="starts after a process was preempted or lost [0]",
+        help="starts after a process was preempted or lost, or its machine or network failed [0]",
     )
     of_experiment.add_argument(
         "--dry-run", action="store_true", help="print the file and the command as a script of bash"

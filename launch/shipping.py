@@ -11,7 +11,7 @@ from etils import epath
 
 import bert_jax
 from bert_jax.config import InputError
-from bert_jax.workdir import cache_folder, named_errors, write_atomic
+from bert_jax.storage.workdir import cache_folder, named_errors, write_atomic
 from launch import checks, hosts, tools
 from launch.spec import Spec
 

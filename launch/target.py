@@ -13,7 +13,8 @@ from typing import Any, Literal, Protocol
 from etils import epath
 
 from bert_jax.config import InputError
-from bert_jax.workdir import made, named_errors, read_json, sealed, write_atomic
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import parse_json, sealed
 
 FORMAT_VERSION = 1
 FILE = "launch.json"
@@ -72,8 +73,7 @@ class Record:
         """
         path = epath.Path(folder or self.workdir) / FILE
         record = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
-        with made(path.parent):
-            write_atomic(path, json.dumps(sealed(record), indent=2) + "\n")
+        mirror.write(path, json.dumps(sealed(record), indent=2) + "\n")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,10 +119,10 @@ def find(folder: str) -> Record | None:
       InputError: the record is damaged, or cannot be read.
     """
     path = epath.Path(folder) / FILE
-    with named_errors(path):
-        if not path.exists():
-            return None
-        found = read_json(path, FORMAT_VERSION, restore=_REMEDY)
+    if not mirror.exists(path):
+        return None
+    mend = "use the bert-jax that wrote it"
+    found = parse_json(mirror.read(path), path, FORMAT_VERSION, mend, _REMEDY)
     try:
         return _parse(found)
     except (KeyError, TypeError, ValueError) as error:

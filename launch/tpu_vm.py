@@ -17,6 +17,7 @@ from typing import Literal
 
 from bert_jax import errors
 from bert_jax.config import InputError
+from bert_jax.errors import Unavailable
 from launch import arguments, checks, console, dry_run, names, shipping
 from launch import target as target_lib
 from launch.gcloud import Gcloud
@@ -65,9 +66,9 @@ def main(argv: Sequence[str], sleep: Callable[[float], None] = time.sleep) -> in
     args = _parser().parse_args(argv)
     try:
         return _launch(args, sleep)
-    except InputError as error:
+    except (InputError, Unavailable) as error:
         console.say(str(error))
-        return errors.BAD_INPUT
+        return errors.of_error(error)[1]
     except KeyboardInterrupt:
         console.say("interrupted before anything was rented")
         return errors.INTERRUPTED
@@ -224,10 +225,10 @@ class Launch:
             code = self._attempts()
         except KeyboardInterrupt:
             return self._interrupted()
-        except InputError as error:
+        except (InputError, Unavailable) as error:
             console.say(str(error))
             self._give_back(may_run=True)
-            return errors.BAD_INPUT
+            return errors.of_error(error)[1]
         except BaseException:
             self._give_back(may_run=True)
             raise
@@ -282,7 +283,7 @@ class Launch:
     def _asked_to_stop(self) -> bool:
         try:
             record = target_lib.find(self._job.spec.workdir)
-        except InputError:  # a bucket that does not answer now ends no run
+        except (InputError, Unavailable):  # a bucket that does not answer now ends no run
             return False
         return record is not None and record.stopped
 

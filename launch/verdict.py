@@ -4,15 +4,16 @@ from collections.abc import Sequence
 
 from bert_jax import errors
 
-# What starting again would not mend. All else is a machine's end, or its neighbour's.
+# What a new start would not mend. All else is a machine's end, its network's, or its neighbour's.
 FAILURES = (errors.FAILED, errors.BAD_INPUT, errors.INTERRUPTED)
 
 
 def verdict(codes: Sequence[int | None]) -> int:
-    """One exit code of a run from those of its hosts; LOST for one that is worth another start.
+    """Returns one exit code of a run from those of its hosts.
 
-    A failure is the cause of what it did to the others. What neither finished nor stopped nor
-    failed was killed, or lost its peers.
+    A failure is the cause of what it did to the others. UNAVAILABLE and LOST are worth another
+    start: a host says that its machine or network failed; or one that neither finished nor stopped
+    nor failed was killed, or lost its peers.
     """
     for failure in FAILURES:
         if failure in codes:
@@ -21,7 +22,7 @@ def verdict(codes: Sequence[int | None]) -> int:
         return errors.FINISHED
     if set(codes) <= {errors.FINISHED, errors.STOPPED}:
         return errors.STOPPED
-    return errors.LOST
+    return errors.UNAVAILABLE if errors.UNAVAILABLE in codes else errors.LOST
 
 
 def ending_word(code: int, codes: Sequence[int | None] = ()) -> str:
@@ -35,5 +36,6 @@ def ending_word(code: int, codes: Sequence[int | None] = ()) -> str:
     return {
         errors.FINISHED: "finished",
         errors.STOPPED: "stopped, with its state saved",
+        errors.UNAVAILABLE: "ended, since a machine or the network failed",
         errors.LOST: f"lost a host (exit codes {each})" if each else "lost a host",
     }.get(code, f"failed with exit code {code}")

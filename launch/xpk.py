@@ -16,7 +16,7 @@ from launch.spec import EXPERIMENT, Spec
 # The generations xpk knows, and their smallest slice in chips.
 _SMALLEST = {"v4": 4, "v5e": 8, "v5p": 4, "v6e": 1}
 # Of its own accord it starts again after 42 and 127 to 255.
-_RESTART = errors.STOPPED
+_RESTART = f"{errors.UNAVAILABLE},{errors.STOPPED}"
 
 
 def command(spec: Spec, pods: Pods, cluster: str, zone: str, project: str) -> list[str]:

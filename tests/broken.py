@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from small_run import write_text
 
 from bert_jax import cli
-from bert_jax.workdir import is_sealed, sealed
+from bert_jax.storage.workdir import is_sealed, sealed
 
 
 def finished_run(folder: pathlib.Path) -> pathlib.Path:

@@ -55,6 +55,45 @@ def copy_of_run(finished_run, tmp_path, monkeypatch):
     return tmp_path / "copy"
 
 
+@pytest.fixture(scope="session")
+def bucket_server():
+    """One for all tests of a process: clients keep their connections."""
+    pytest.importorskip("gcsfs")
+    import fake_gcs
+    import fsspec
+
+    with fake_gcs.serve() as (server, environment):
+        yield server, environment, fsspec.config.conf
+
+
+@pytest.fixture
+def objects(bucket_server, tmp_path, monkeypatch):
+    """An empty server of buckets that works as it should, a cache of its own, and short waits."""
+    import types
+
+    from bert_jax.storage import mirror, retry  # which sets gcsfs up
+
+    import gcsfs.retry  # isort: skip
+
+    server, environment, config = bucket_server
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    # This process has read that part of its environment before.
+    monkeypatch.setitem(config.setdefault("gs", {}), "token", "anon")
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(mirror, "_granted", set())
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(retry, "LONGEST_WAIT", 0.05)
+
+    async def briefly(seconds):
+        del seconds
+
+    monkeypatch.setattr(gcsfs.retry, "asyncio", types.SimpleNamespace(sleep=briefly))
+    server.reset()
+    yield server
+    server.reset()
+
+
 def pytest_terminal_summary(terminalreporter):
     """How many damaged inputs `make fuzz` tried, of each kind."""
     import damage

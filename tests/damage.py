@@ -1,6 +1,6 @@
 """Random damage to files, and how many damaged ones were tried.
 
-`make test` tries a few dozen of each kind; `make fuzz` thousands, and says how many.
+`make test` tries two dozen of each kind; `make fuzz` thousands, and says how many.
 """
 
 import collections
@@ -22,7 +22,7 @@ settings.register_profile(
     "patient",
     deadline=None,
     database=None,
-    max_examples=int(EXAMPLES or 100),
+    max_examples=int(EXAMPLES or 25),
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
 )

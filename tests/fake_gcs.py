@@ -3,19 +3,46 @@
 An object is whole or not there, is replaced in one step, and cannot be appended to or renamed;
 there are no folders; a write may ask for a generation, 0 meaning that nothing is there; lists are
 consistent. gcsfs, TensorStore and google-cloud-storage all speak to it.
+
+`Bucket.fault` makes requests fail as those of a real bucket do, by kind and object.
 """
 
+import base64
 import contextlib
 import dataclasses
 import http.server
 import itertools
 import json
+import socket
+import struct
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from typing import Literal
+
+import google_crc32c
 
 _PAGE = 5  # entries of a list that are given at a time: real pages are longer, and as real
+
+
+Kind = Literal["list", "read", "write", "copy", "delete"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What a request meets instead of an answer.
+
+    Attributes:
+      status: of HTTP, with an error as the real service words it; 0: the connection is reset.
+      seconds: that pass before.
+      is_done: whether what was asked for is done all the same, and its answer alone is lost.
+    """
+
+    status: int = 0
+    seconds: float = 0.0
+    is_done: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +57,23 @@ class Bucket:
     """The objects of the server, by name; every bucket that is asked for holds the same ones."""
 
     def __init__(self):
-        self.objects: dict[str, Object] = {}
         self.lock = threading.Lock()
-        self.sessions: dict[str, tuple[str, dict[str, str], bytearray]] = {}
         self.numbers = itertools.count(1)
-        self.refuses: Callable[[str, str], bool] = lambda method, name: False  # those requests
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties it, and takes its faults away."""
+        self.objects: dict[str, Object] = {}
+        self.sessions: dict[str, tuple[str, dict[str, str], bytearray]] = {}
+        self.exists = True
         self.writes: list[tuple[str, int]] = []  # names and bytes
+        self.reset_faults()
+
+    def reset_faults(self) -> None:
+        """Answers again, and forgets what was asked."""
+        # (HTTP method, name of the object or prefix of the list, kind) to what goes wrong, if so.
+        self.fault: Callable[[str, str, Kind], Fault | None] = lambda method, name, kind: None
+        self.requests: list[tuple[str, Kind]] = []  # names or prefixes, and kinds
 
     def files(self, prefix: str = "") -> dict[str, bytes]:
         """Names and contents."""
@@ -65,6 +103,13 @@ class Bucket:
         there = self.objects.get(name)
         wanted = query.get("ifGenerationMatch")
         return wanted is None or int(wanted) == (there.generation if there else 0)
+
+
+_MESSAGES = {
+    401: "Invalid Credentials",
+    403: "user@example.org does not have storage.objects access",
+    429: "rate limit exceeded",
+}
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -99,9 +144,43 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Transfer-Encoding") == "chunked":
             self.body = b"".join(self._chunks())
-        if self.bucket.refuses(self.command, self.name):
-            return self._send(403, b'{"error": {"code": 403, "message": "no access"}}')
-        return act()
+        self.is_answered = True
+        kind, named = self._kind()
+        self.bucket.requests.append((named, kind))
+        fault = self.bucket.fault(self.command, named, kind)
+        if fault is None and not self.bucket.exists:
+            return self._send(404, b'{"error": {"code": 404, "message": "no such bucket"}}')
+        if fault is None:
+            return act()
+        time.sleep(fault.seconds)
+        if fault.is_done:
+            self.is_answered = False
+            act()
+            self.is_answered = True
+        if fault.status:
+            error = {"code": fault.status, "message": _MESSAGES.get(fault.status, "try later")}
+            return self._send(fault.status, json.dumps({"error": error}).encode())
+        # Closed with what was not read: the client is sent a reset.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.connection.close()
+
+    def _kind(self) -> tuple[Kind, str]:
+        """What is asked for, and the object, or the prefix of a list."""
+        if self.command == "DELETE":
+            return "delete", self.name
+        if self.command == "GET":
+            return ("read", self.name) if self.name else ("list", self.query.get("prefix", ""))
+        if self.url.startswith("/session/"):
+            session = self.bucket.sessions.get(self.url.rsplit("/", 1)[1])
+            return "write", session[0] if session else ""
+        for word in ("/rewriteTo/", "/compose"):
+            if word in self.url:
+                target = self.url.removesuffix("/compose").rpartition("/o/")[2]
+                return "copy", urllib.parse.unquote(target)
+        if self.query.get("uploadType") == "multipart":
+            return "write", json.loads(self._parts()[0])["name"]
+        return "write", self.query.get("name") or json.loads(self.body)["name"]
 
     def _chunks(self) -> Iterator[bytes]:
         while size := int(self.rfile.readline(), 16):
@@ -170,6 +249,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _post(self) -> None:
         if "/rewriteTo/" in self.url:
             return self._rewrite()
+        if self.url.endswith("/compose"):
+            return self._compose()
         if self.url.startswith("/session/"):
             return self._put()
         kind = self.query.get("uploadType")
@@ -217,6 +298,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         stored = self.bucket.put(target, there.data, self.query)
         return self._json({"done": True, "resource": self._resource(target, stored)})
 
+    def _compose(self) -> None:
+        target = urllib.parse.unquote(self.url.removesuffix("/compose").partition("/o/")[2])
+        sources = [source["name"] for source in json.loads(self.body)["sourceObjects"]]
+        if len(sources) > 32:
+            return self._send(400, b'{"error": {"code": 400, "message": "too many sources"}}')
+        files = self.bucket.files()
+        if not files.keys() >= set(sources):
+            return self._send(404, b"No such object")
+        return self._store(target, b"".join(files[name] for name in sources), self.query)
+
     def _delete(self) -> None:
         self._send(self.bucket.delete(self.name, self.query), b"")
 
@@ -226,6 +317,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "bucket": "bucket",
             "name": name,
             "size": str(len(there.data)),
+            "crc32c": base64.b64encode(google_crc32c.Checksum(there.data).digest()).decode(),
             "generation": str(there.generation),
             "metageneration": "1",
             "updated": "2026-01-01T00:00:00Z",
@@ -236,6 +328,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _send(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
+        if not self.is_answered:
+            return
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from small_run import write_text
 from bert_jax import resolve
 from bert_jax.config import Data, Experiment, Mesh, Model, Optimizer
 from bert_jax.data import batches, corpus, stream
+from bert_jax.data.plans import Plans
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
@@ -49,9 +51,9 @@ def small_stream(documents: int = 12, seed: int = 0) -> stream.Stream:
 
 
 def train_batches(shape: batches.Shape = SHAPE, phase: int = 0) -> batches.TrainBatches:
-    small = small_stream()
-    rows = len(batches.make_plan(small, (0, "train", phase, 0), shape.sequence_length, Data()))
-    return batches.TrainBatches(small, IDS, Data(), shape, 0, phase, rows)
+    names, short = (0, "train", phase), Data().short_seq_prob
+    plans = Plans(small_stream(), names, shape.sequence_length, short)
+    return batches.TrainBatches(plans, IDS, Data(), shape)
 
 
 def mesh_of(devices: int, layout: Mesh | None = None) -> jax.sharding.Mesh:
@@ -65,13 +67,21 @@ def run(
     optimizer: Optimizer = OPTIMIZER,
     layout: Mesh | None = None,
     shape: batches.Shape = SHAPE,
+    change_state: Callable[[dict], object] = lambda state: None,
+    change_batch: Callable[[dict], object] = lambda batch: None,
 ) -> tuple[dict, list[dict[str, np.ndarray]]]:
-    """Trains from seed 0; returns the final state and each step's metric sums."""
+    """Trains from seed 0; returns the final state and each step's metric sums.
+
+    The first state and the batches may be changed in place. Whoever asks for the same layout twice
+    finds its program compiled.
+    """
     layout = layout or Mesh()
     mesh = mesh_of(devices, layout)
     abstract = step.abstract_state(Pretraining(model), optimizer, layout, mesh)
     places = jax.tree.map(lambda s: s.sharding, abstract)
-    state = jax.device_put(step.init_state(Pretraining(model), optimizer, 0), places)
+    state = step.init_state(Pretraining(model), optimizer, 0)
+    change_state(state)
+    state = jax.device_put(state, places)
     parts = layout.accumulation_of(0)
     train_step = step.make_train_step(Pretraining(model), optimizer, layout, parts, TOTAL, mesh)
     train = train_batches(shape)
@@ -79,7 +89,9 @@ def run(
     rows = np.arange(shape.batch_size)
     seen = []
     for number in range(steps):
-        batch = feed.place(train.batch(number, rows), rows, shape.batch_size, sharding)
+        batch = train.batch(number, rows)
+        change_batch(batch)
+        batch = feed.place(batch, rows, shape.batch_size, sharding)
         window = jax.device_put(step.empty_window(Pretraining(model)), mesh_lib.replicated(mesh))
         state, window = train_step(state, window, batch, step.phase_key(model, 0, 0))
         seen.append(jax.device_get(window))

@@ -101,10 +101,10 @@ def pretrain(
     from rich.console import Console
 
     from bert_jax import resolve
+    from bert_jax.storage.workdir import Workdir
     from bert_jax.tasks.probes import Probes
     from bert_jax.training import pretraining
     from bert_jax.training.progress import Progress
-    from bert_jax.workdir import Workdir
 
     experiment = resolve.override(resolve.load(str(file)), settings)
     console = Console(record=True, width=200, file=io.StringIO())

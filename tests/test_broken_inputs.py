@@ -18,11 +18,11 @@ from broken import (
     write,
 )
 
-from bert_jax import workdir
+from bert_jax.storage import workdir
 from bert_jax.text import tokenizer
 
 JSONL = "--set corpus.sources=jsonl:a.jsonl"
-COMPRESSED = gzip.compress(b"wa wb .\n" * 4000)
+COMPRESSED = gzip.compress(b"wa wb .\n" * 4000, mtime=0)
 LONG = "a sentence that was broken off in the\nmiddle of its way and goes on\n"
 
 TEXT = [

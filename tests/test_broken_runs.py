@@ -1,7 +1,25 @@
 """Every mistake about a run costs ten seconds: one line that says what, and nothing is changed."""
 
 import pytest
-from broken import NEW, Case, both, change_json, corrupt, path, refuses, remove, shorten, write
+from broken import (
+    NEW,
+    Case,
+    both,
+    call,
+    change_json,
+    corrupt,
+    path,
+    refuses,
+    remove,
+    shorten,
+    write,
+)
+
+
+def edit_lines(name, change):
+    lines = path(name).read_text().splitlines(keepends=True)
+    path(name).write_text("".join(change(lines)))
+
 
 CASES = [
     Case("identity fields changed on resume",
@@ -38,6 +56,15 @@ CASES = [
          ("run/metrics.jsonl:1", "not JSON"), write("run/metrics.jsonl", "{]\n")),
     Case("metrics that are not text", "pretrain small.py --workdir run",
          ("run/metrics.jsonl:1", "not JSON"), write("run/metrics.jsonl", b"\xff\n")),
+    Case("metrics cut in half", "pretrain small.py --workdir run",
+         ("run/metrics.jsonl", "lines up to step 22 are missing", "put the whole file back, or"),
+         shorten("run/metrics.jsonl")),
+    Case("predictions without a line", "pretrain small.py --workdir run",
+         ("run/predictions.jsonl", "1 of the 4 lines up to step 22 are missing"),
+         lambda: edit_lines("run/predictions.jsonl", lambda lines: lines[:1] + lines[2:])),
+    Case("metrics with a number that was changed", "pretrain small.py --workdir run",
+         ("run/metrics.jsonl", "the lines up to step 22 are not those that were written"),
+         lambda: edit_lines("run/metrics.jsonl", lambda x: [x[0][:-3] + "7}\n", *x[1:]])),
     Case("a corpus that is gone", "predict --workdir run wa", ("corpus", "no prepared corpus"),
          remove("corpus")),
     Case("another corpus under a run", "evaluate --workdir run",
@@ -88,3 +115,17 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_mistake_is_named_in_one_line_and_leaves_nothing_behind(case, copy_of_run):
     refuses(case)
+
+
+def test_a_run_whose_lines_were_removed_goes_on_without_and_what_a_kill_left_goes(copy_of_run):
+    path("run/metrics.jsonl").unlink()
+    path("run/.metrics.jsonl.4711.tmp").write_text("half a line")
+    path("run/.mine.tmp").write_text("")
+    assert call("pretrain small.py --workdir run") == (0, "")
+    assert not path("run/.metrics.jsonl.4711.tmp").exists() and path("run/.mine.tmp").exists()
+
+
+def test_the_doctor_names_lines_that_are_missing(copy_of_run, capsys):
+    shorten("run/metrics.jsonl")()
+    code, err = call("doctor run")
+    assert (code, err) == (1, "")

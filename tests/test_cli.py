@@ -8,11 +8,11 @@ import pytest
 from small_run import write_text
 
 from bert_jax import cli, predict, resolve
+from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import predictor
 from bert_jax.training.prepared import Prepared
-from bert_jax.workdir import Workdir
 
 
 @pytest.fixture(scope="module")

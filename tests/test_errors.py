@@ -12,7 +12,7 @@ import pytest
 from broken import call, tree
 
 from bert_jax import cli, resolve
-from bert_jax.workdir import lock
+from bert_jax.storage.workdir import lock
 
 
 def bug(*_):

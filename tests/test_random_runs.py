@@ -13,17 +13,18 @@ from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax import lease, resolve, workdir
+from bert_jax import resolve
 from bert_jax.config import InputError, Mesh
 from bert_jax.doctor.run import examine_lines
 from bert_jax.plan import document
 from bert_jax.report import figures, page
 from bert_jax.report.records import Record
+from bert_jax.storage import workdir
+from bert_jax.storage.workdir import sealed
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state
-from bert_jax.workdir import sealed
 
 FILES = [
     "metrics.jsonl",
@@ -146,7 +147,7 @@ def test_a_checkpoint_is_what_was_saved_or_the_one_before_is_used(run, checkpoin
 
 # --- locks ---
 
-HOLDER = lease.Holder("ab12", "host", "boot pid:[1]", 4242, "12345", 1.79e9, 1.79e9)
+HOLDER = workdir.Holder("ab12", "host", 4242, 1.79e9)
 
 
 @given(data=st.data())
@@ -164,23 +165,3 @@ def test_whatever_a_lock_says_the_folder_is_in_use(tmp_path_factory, data):
         ):
             pass
     assert str(refused.value).isprintable()
-
-
-@given(data=st.data())
-def test_a_lock_in_a_bucket_says_who_holds_it_or_is_named(tmp_path_factory, data):
-    """A bucket's folder is one like others to `lease`, but for how an object is read."""
-    folder = epath.Path(tmp_path_factory.getbasetemp() / "leased")
-    place = folder / "lock" / "000007"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_bytes(damaged(HOLDER.text().encode(), "lock.json", data))
-    TRIED["lock in a bucket"] += 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lease.bucket, "read", lambda path: path.read_bytes())
-        assert result(lambda: lease.is_held(folder), place) in (True, False, REFUSED)
-        last = result(lambda: lease._read(folder, 7), place)
-        patch.setattr(lease.time, "sleep", lambda _: None)
-        patch.setattr(lease, "SILENCE", 0.0)
-        for machine in (HOLDER.machine, "another"):
-            patch.setattr(lease, "_machine", lambda here=machine: here)
-            if last is not REFUSED:
-                assert result(lambda: lease._last_of(folder, 7, last), folder) == last

@@ -18,8 +18,8 @@ from etils import epath
 
 from bert_jax.config import InputError
 from bert_jax.data import files
+from bert_jax.storage.workdir import lock, sealed
 from bert_jax.training import metrics
-from bert_jax.workdir import lock, sealed
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "bert_jax").rglob("*.py"))

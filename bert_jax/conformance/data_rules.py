@@ -107,12 +107,12 @@ def _unmasked(instance: dict[str, Any]) -> list[int]:
 # --- laws that no sample shows whole ------------------------------------------------------------
 
 
-class _Recorded(draws.Scalars):
+class _Recorded(draws.Sequential):
     """Counts the targets drawn."""
 
     targets = 0
 
-    def target_length(self, max_num_tokens: int, short_seq_prob: float) -> int:
+    def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
         self.targets += 1
         return super().target_length(max_num_tokens, short_seq_prob)
 
@@ -125,14 +125,14 @@ def _pairs() -> Iterator[Rule]:
         [[next(numbers) for _ in range(rng.integers(1, 20))] for _ in range(rng.integers(1, 15))]
         for _ in range(60)
     ]
-    flat = stream.from_documents(documents, np.uint32)
-    scalars = _Recorded(random.Random(0))
-    order = scalars.document_order(len(documents))
-    rows = np.fromiter(pairs.plan(flat, order, 64, 0.5, scalars), pairs.ROW_DTYPE)
+    recorded = _Recorded(random.Random(0))
+    order = recorded.document_order(len(documents))
+    flat = stream.from_documents([documents[i] for i in order], np.uint32)
+    rows = np.concatenate([*pairs.one_by_one(flat, 64, 0.5, recorded)])
     yield _rule(
         "a short target is drawn once a document",
         "targets drawn with 60 documents",
-        abs(scalars.targets - len(documents)),
+        abs(recorded.targets - len(documents)),
     )
     used = np.zeros(len(flat.ids), int)
     for row in rows:

@@ -17,9 +17,9 @@ from etils import epath
 from bert_jax.conformance.settings import Settings
 from bert_jax.data import batches, draws, pairs, stream
 from bert_jax.errors import InputError
+from bert_jax.storage.workdir import named_errors, require_plain, write_atomic
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 from bert_jax.text.vocabulary import read_vocab
-from bert_jax.workdir import named_errors, require_plain, write_atomic
 
 Documents = list[list[list[int]]]
 
@@ -51,17 +51,16 @@ def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Doc
 def create(documents: Documents, ids: batches.Ids, settings: Settings) -> Iterator[str]:
     """Yields the instances as lines of JSON, in the order in which the reference writes them."""
     draw = draws.Sequential(random.Random(settings.random_seed))
-    flat = stream.from_documents(documents, np.uint32)
+    order = draw.document_order(len(documents))
+    flat = stream.from_documents([documents[i] for i in order], np.uint32)
     data, length = settings.data, settings.max_seq_length
     # No row has more: the table is as narrow as it can be.
     predictions = min(settings.max_predictions_per_seq, length)
-    order = draw.document_order(len(documents))
     found = []
     for _ in range(settings.dupe_factor):
         # One row is planned, executed, and only then the next: they share one generator.
-        for row in pairs.plan(flat, order, length, data.short_seq_prob, draw):
-            rows = np.array([row], pairs.ROW_DTYPE)
-            batch = batches.execute(flat, rows, draw, ids, data, length, predictions)
+        for row in pairs.one_by_one(flat, length, data.short_seq_prob, draw):
+            batch = batches.execute(flat, row, draw, ids, data, length, predictions)
             found.append(json.dumps(_as_written(batch)))
     for number in draw.instance_order(len(found)):
         yield found[number]

@@ -3,30 +3,23 @@
 The plan of an epoch lists its pairs (data.pairs); a step gathers, truncates and masks its rows.
 Within a phase, row = (step - first step) * batch + i, and epoch, slot = divmod(row, R), where R is
 the number of rows in the phase's first plan. Epoch e takes the first R rows of a random order of
-its own plan; a shorter plan wraps to its start. With static masks (`Data.dupe_factor` n) epoch e is
-epoch e mod n again, draw for draw. Nothing here has memory: any host may compute any rows of any
-step, in any order.
+its own plan (data.plans); a shorter plan wraps to its start. With static masks (`Data.dupe_factor`
+n) epoch e is epoch e mod n again, draw for draw. Nothing here has memory: any host may compute any
+rows of any step, in any order.
 
 Shape letters: B rows, S sequence, P predictions.
 """
 
-import concurrent.futures
-import contextlib
 import dataclasses
-import json
-import random
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from bert_jax.config import Data, InputError
 from bert_jax.data import draws, masking, pairs
+from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.workdir import is_sealed, read_json, sealed, write_atomic
-
-PLANS_VERSION = 1
 
 Batch = dict[str, np.ndarray]
 
@@ -127,46 +120,60 @@ def execute(
     }
 
 
-def make_plan(stream: Stream, names: tuple[object, ...], length: int, data: Data) -> np.ndarray:
-    """One pass over the documents, drawn from `random.Random` of the names; ROW_DTYPE [rows]."""
-    scalars = draws.Scalars(random.Random("/".join(map(str, names))))
-    order = scalars.document_order(len(stream.document_offsets) - 1)
-    rows = pairs.plan(stream, order, length, data.short_seq_prob, scalars)
-    return np.fromiter(rows, pairs.ROW_DTYPE)
-
-
 class TrainBatches:
-    """Training batches of one phase. May be pickled; a worker makes its own plans.
+    """Training batches of one phase. May be pickled.
 
     Args:
-      stream: the training split.
+      plans: of the phase.
       ids: specials and vocabulary.
       data: how examples are made.
       shape: widths of the batches.
-      seed: of the run.
-      phase: number of the phase, from 0.
-      rows_per_epoch: R, from `rows_per_epoch`.
+      rows_per_epoch: R; None: the rows in the first plan.
     """
 
     def __init__(
-        self,
-        stream: Stream,
-        ids: Ids,
-        data: Data,
-        shape: Shape,
-        seed: int,
-        phase: int,
-        rows_per_epoch: int,
+        self, plans: Plans, ids: Ids, data: Data, shape: Shape, rows_per_epoch: int | None = None
     ):
-        self._stream, self._ids, self._data, self._shape = stream, ids, data, shape
-        self._seed, self._phase = seed, phase
-        self.rows_per_epoch = rows_per_epoch
-        self._key = draws.key_of(seed, "train", phase)
-        self._plans: dict[int, concurrent.futures.Future] = {}
-        self._planner: concurrent.futures.ThreadPoolExecutor | None = None
+        self.plans, self._ids, self._data, self._shape = plans, ids, data, shape
+        self._rows = rows_per_epoch
+        self._key = draws.key_of(*plans.names)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}, "_planner": None}
+    @property
+    def rows_per_epoch(self) -> int:
+        """R; where nobody has counted them, once they are."""
+        while (rows := self._rows_if_known()) is None:
+            self.plans.pause()
+        return rows
+
+    def _rows_if_known(self) -> int | None:
+        if self._rows is None:
+            self._rows = self.plans.rows_per_epoch()
+        return self._rows
+
+    def ready(self, step: int) -> bool:
+        """Whether a step's batch can be made at once; else what it waits for is under way.
+
+        The plan of the epoch after it is begun, too.
+
+        Raises:
+          InputError: a plan cannot be made.
+          Unavailable: the process that makes it was killed again and again.
+        """
+        rows, size = self._rows_if_known(), self._shape.batch_size
+        if rows is None:
+            return False
+        first, last = step * size // rows, ((step + 1) * size - 1) // rows
+        drawn = [self._epoch_drawn(epoch) for epoch in range(first, last + 1)]
+        if any(self.plans.find(epoch) is None for epoch in drawn):
+            return False
+        self.plans.begin(self._epoch_drawn(last + 1))
+        # Also the one before: batches are made ahead, and who asks may not be there yet.
+        self.plans.keep({self._epoch_drawn(epoch) for epoch in range(first - 1, last + 2)})
+        return True
+
+    def close(self) -> None:
+        """Ends what is being planned; a thread that waits for it gives up."""
+        self.plans.close()
 
     def batch(self, step: int, indices: np.ndarray) -> Batch:
         """Rows `indices` (in [0, batch_size), any subset in any order) of a step of this phase.
@@ -174,14 +181,16 @@ class TrainBatches:
         Besides what `execute` gives: `rows` uint32 [B], numbered through the phase, and
         `row_weights` float32 [B], all 1.
         """
+        while not self.ready(step):
+            self.plans.pause()
         row = np.int64(step) * self._shape.batch_size + np.asarray(indices, np.int64)
-        planned = np.empty(len(row), pairs.ROW_DTYPE)
         epochs, slots = np.divmod(row, self.rows_per_epoch)
-        for epoch in np.unique(epochs):
+        planned = np.empty(len(row), pairs.ROW_DTYPE)
+        for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            planned[here] = self._plan(int(epoch))[slots[here]]
+            planned[here] = self._pairs(epoch, slots[here])
         batch = execute(
-            self._stream,
+            self.plans.stream,
             planned,
             draws.Counter(self._key, self._epoch_drawn(epochs) * self.rows_per_epoch + slots),
             self._ids,
@@ -195,16 +204,13 @@ class TrainBatches:
             **batch,
         }
 
-    def _plan(self, epoch: int) -> np.ndarray:
-        """The epoch's R rows in their order; the next epoch's are begun meanwhile."""
-        for wanted in (epoch, epoch + 1):
-            if wanted not in self._plans:
-                if self._planner is None:
-                    self._planner = concurrent.futures.ThreadPoolExecutor(1, "plan")
-                self._plans[wanted] = self._planner.submit(self._make, wanted)
-        for old in [e for e in self._plans if e < epoch - 1 or e > epoch + 1]:
-            del self._plans[old]
-        return self._plans[epoch].result()
+    def _pairs(self, epoch: int, slots: np.ndarray) -> np.ndarray:
+        """The pairs in some slots of an epoch, ROW_DTYPE."""
+        drawn = self._epoch_drawn(epoch)
+        plan = self.plans.wait(drawn)
+        chunks = plan[slots % len(plan)]
+        counter = draws.Counter(self.plans.key(drawn), chunks["sentence"])
+        return pairs.rows(self.plans.stream, chunks, counter)
 
     def _epoch_drawn(self, epoch: Any) -> Any:
         """The epoch whose plan and draws serve: itself, or with static masks one of the first."""
@@ -212,38 +218,7 @@ class TrainBatches:
 
     def rows_planned(self, epoch: int) -> int:
         """Rows of the epoch's plan; those beyond R are dropped, those wanting are repeated."""
-        return len(self._planned(epoch))
-
-    def _planned(self, epoch: int) -> np.ndarray:
-        names = (self._seed, "train", self._phase, self._epoch_drawn(epoch))
-        return make_plan(self._stream, names, self._shape.sequence_length, self._data)
-
-    def _make(self, epoch: int) -> np.ndarray:
-        plan = self._planned(epoch)
-        order = draws.permutation(self._key, self._epoch_drawn(epoch), len(plan))
-        return plan[np.resize(order, self.rows_per_epoch)]
-
-
-def rows_per_epoch(
-    stream: Stream, data: Data, length: int, seed: int, phase: int, plans: epath.Path
-) -> int:
-    """R of a phase: the rows in its first plan, remembered in the file `plans`."""
-    key = f"{seed}/train/{phase}/length={length}/short_seq_prob={data.short_seq_prob}"
-    anew = "remove it, it is made anew"
-    known = read_json(plans, PLANS_VERSION, anew, anew) if plans.exists() else {}
-    if not is_sealed(known):  # none is there, or an older one, which might be damaged
-        known = {"rows": {}}
-    # Every row of a plan takes a sentence at least.
-    possible = range(1, len(stream.sentence_offsets))
-    rows = known["rows"].get(key, 1) if isinstance(known.get("rows"), dict) else None
-    if type(rows) is not int or rows not in possible:
-        raise InputError(f"{plans}: damaged; {anew}")
-    if key not in known["rows"]:
-        rows = len(make_plan(stream, (seed, "train", phase, 0), length, data))
-        known = sealed({"format_version": PLANS_VERSION, "rows": {**known["rows"], key: rows}})
-        with contextlib.suppress(InputError):  # counted again where the corpus cannot be written
-            write_atomic(plans, json.dumps(known, indent=2) + "\n")
-    return known["rows"][key]
+        return len(self.plans.wait(self._epoch_drawn(epoch)))
 
 
 def eval_batches(
@@ -251,14 +226,21 @@ def eval_batches(
 ) -> tuple[list[Batch], int]:
     """The frozen held-out examples, the same at every evaluation, batch size and mesh.
 
-    Rows are those of one plan of the validation split in plan order, at most `Data.eval_rows`;
-    masks are keyed by the split. The last batch is filled up with rows of weight 0.
+    Rows are those of one plan of the validation split, at most `Data.eval_rows`, document after
+    document in a random order; masks are keyed by the split. The last batch is filled up with rows
+    of weight 0.
 
     Returns:
       The batches, and the number of real rows.
     """
     names = (seed, "validation", "eval")
-    plan = make_plan(stream, (*names, 0), data.eval_sequence_length, data)[: data.eval_rows]
+    plan = pairs.sample(
+        stream,
+        data.eval_sequence_length,
+        data.short_seq_prob,
+        draws.key_of(*names, 0),
+        data.eval_rows,
+    )
     if not len(plan):
         raise InputError("data.eval_rows: the validation split gives no row")
     key = draws.key_of(*names)

@@ -16,9 +16,9 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
 from bert_jax.data import parts
+from bert_jax.storage import mirror
 from bert_jax.storage.retry import again
 
 
@@ -44,7 +44,7 @@ def run(tasks: Sequence[parts.Task], options: str) -> list[dict[str, Any]]:
 def shared_place(options: str) -> str:
     """A folder in the bucket of --temp_location, if there is one; else empty."""
     place = _parsed(options).get_all_options().get("temp_location") or ""
-    return f"{place.rstrip('/')}/bert_jax" if "://" in place and is_bucket(place) else ""
+    return f"{place.rstrip('/')}/bert_jax" if "://" in place and mirror.is_bucket(place) else ""
 
 
 def _run_pipeline(tasks: Sequence[parts.Task], options: str) -> None:

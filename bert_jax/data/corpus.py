@@ -5,12 +5,12 @@
     corpus/tokenizer/       the tokenizer, trained here or copied
     corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
-    corpus/plans.json       how many rows each plan has (see data.batches)
+    corpus/plans.json       how many rows first plans have (see data.plans)
     corpus/parts/           while it is made: what is whole of it (see data.parts)
     corpus/COMPLETE         written last
 
-How it is made is told in data.build. A corpus in a bucket is made on this machine
-and sent there; each host that reads it keeps a copy (see data.copies).
+How it is made is told in data.build. A corpus in a bucket is made on this machine and sent there;
+each host that reads it keeps a copy (see storage.copies).
 """
 
 import dataclasses
@@ -24,21 +24,22 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax.bucket import is_bucket
 from bert_jax.config import Corpus, InputError
-from bert_jax.data import build, copies, dataset, files, stream
+from bert_jax.data import build, dataset, files, stream
 from bert_jax.data.dataset import SPLITS
-from bert_jax.text import documents, tokenizer
-from bert_jax.workdir import (
+from bert_jax.storage import copies, mirror
+from bert_jax.storage.workdir import (
     COMPLETE,
+    Holder,
     is_complete,
     lock,
     mark_complete,
     named_errors,
-    read_json,
+    parse_json,
     sealed,
     write_atomic,
 )
+from bert_jax.text import documents, tokenizer
 
 FORMAT_VERSION = 3
 
@@ -73,6 +74,8 @@ def prepare(
       Unavailable: a bucket or a worker failed; run again to go on.
     """
     run = build.Run(workers, beam)
+    if mirror.is_bucket(folder):
+        return _prepare_there(corpus, vocab_size, folder, run, say)
     with named_errors(folder):
         _require_ours(folder)
         if is_complete(folder):  # without its lock: runs may share a folder they cannot write
@@ -83,8 +86,7 @@ def prepare(
             _refuse_strangers(folder)
             _remove_leftovers(folder)
             try:
-                make = _build_and_send if is_bucket(folder) else _build
-                return make(corpus, vocab_size, folder, run, say)
+                return _build(corpus, vocab_size, folder, run, say)
             except BaseException:
                 if not is_complete(folder):
                     _remove_leftovers(folder)
@@ -105,40 +107,70 @@ def verify(folder: epath.Path) -> None:
             files.require(folder, manifest["files"], below, "full", mend)
 
 
-def here(folder: epath.Path) -> epath.Path:
+def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
     """The corpus folder where it can be read: itself, or this host's copy of one in a bucket.
 
+    Of a copy, what is missing or damaged is copied anew; other processes of this host wait.
+
+    Args:
+      folder: the corpus folder, here or in a bucket.
+      say: is given a line now and then while it is copied.
+
     Raises:
-      InputError: nothing complete in the bucket, or it cannot be copied.
+      InputError: nothing complete in the bucket, or a file there is missing or damaged.
+      Unavailable: the bucket is out of reach, or the disk full; what was copied stays.
     """
-    if not is_bucket(folder):
+    if not mirror.is_bucket(folder):
         return folder
-    with named_errors(folder):
-        return copies.update(folder, open_manifest(folder))
+    manifest = open_manifest(folder)
+    text, listed = json.dumps(manifest, indent=2) + "\n", manifest["files"]
+    with copies.copy_of(folder) as copy:
+        path = copy / "manifest.json"
+        if not path.exists() or path.read_bytes() != text.encode():
+            copy.rmtree(missing_ok=True)  # of another corpus
+            copy.mkdir(parents=True)
+            write_atomic(path, text)
+        wanted = {
+            name: (entry[0], entry[1])
+            for name, entry in listed.items()
+            if not name.startswith("dataset/") and files.damage(copy / name, entry, "cheap")
+        }
+        copies.fetch_all(
+            folder,
+            copy,
+            wanted,
+            lambda name, file: files.damage(file, listed[name], "full"),
+            "put the whole object back, or remove the corpus to prepare it anew",
+            say,
+        )
+        mark_complete(copy)
+        return copy
 
 
 def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
     manifest = open_manifest(folder)
     _require_same(manifest, corpus, vocab_size, folder, say)
-    if not is_bucket(folder):
+    if not mirror.is_bucket(folder):
         shutil.rmtree(folder / build.PARTS, ignore_errors=True)  # of one killed at its very end
     return manifest
 
 
 def open_manifest(folder: epath.Path) -> dict[str, Any]:
-    """The manifest of a complete corpus.
+    """The manifest of a complete corpus, here or in a bucket.
 
     Raises:
       InputError: nothing complete here.
     """
-    if not is_complete(folder):
-        raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
     path = folder / "manifest.json"
-    manifest = read_json(
+    if not (mirror.exists(folder / COMPLETE) and mirror.exists(path)):
+        raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
+    manifest = parse_json(
+        mirror.read(path),
         path,
         FORMAT_VERSION,
         "go on with the bert-jax that wrote it; for new runs choose another folder, or remove "
         f"{folder} to prepare it anew",
+        "put the whole file back",
     )
     wrong = _wrong_part(manifest)
     if wrong:
@@ -298,7 +330,7 @@ def _refuse_strangers(folder: epath.Path) -> None:
 def _remove_leftovers(folder: epath.Path) -> None:
     """Clears what a `prepare` left that was killed or failed, but for parts that are whole."""
     kept = {"lock"}
-    if not is_bucket(folder) and (folder / build.PARTS).exists():
+    if (folder / build.PARTS).exists():
         for path in (folder / build.PARTS).iterdir():
             if path.name.startswith("."):
                 path.rmtree()
@@ -349,46 +381,51 @@ def _build(
     return manifest
 
 
-def _build_and_send(
+def _prepare_there(
     corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.Run, say: Say
 ) -> dict[str, Any]:
-    """Makes the corpus of a bucket here, and sends it."""
-    with copies.alone(folder) as copy:
-        manifest = _made_before(corpus, vocab_size, copy, say)
-        if manifest is None:
-            if not (copy / "lock").exists():
-                copy.rmtree(missing_ok=True)
-            elif is_complete(copy):  # another one; else what is whole of ours is used
-                (copy / COMPLETE).unlink()
-            manifest = prepare(corpus, vocab_size, copy, say, run.workers, run.beam)
-        return _sent(manifest, copy, folder, say)
+    """Makes the corpus of a bucket on this machine, and sends it; or finds that it is there.
 
-
-def _made_before(
-    corpus: Corpus, vocab_size: int, copy: epath.Path, say: Say
-) -> dict[str, Any] | None:
-    """The manifest of a whole corpus, as a `prepare` leaves it that was killed while sending.
-
-    None if it is another corpus, damaged, or without its dataset, as a copy is once it was sent.
+    What was made or sent before a break is neither made nor sent again.
     """
-    try:
-        if not is_complete(copy):
-            return None
-        manifest = _found(corpus, vocab_size, copy, say)
-        files.require(copy, manifest["files"], "", "full", "made anew")
+    there = mirror.names(folder)
+    if there and not there & {mirror.OWNER, COMPLETE, "lock"}:
+        _refuse_strange(folder, min(there))
+    if COMPLETE in there:
+        return _found(corpus, vocab_size, folder, say)
+    mirror.require_writable(folder)  # before the text is read, which may take hours
+    with copies.copy_of(folder) as copy:
+        if mirror.exists(folder / COMPLETE):  # by now
+            return _found(corpus, vocab_size, folder, say)
+        made = copy.parent / f"{copy.name}.made"
+        if is_complete(made) and not _is_as_made(corpus, vocab_size, made, say):
+            made.rmtree()
+        manifest = prepare(corpus, vocab_size, made, say, run.workers, run.beam)
+        say(f"prepare: sending the corpus to {folder}")
+        mirror.write(folder / mirror.OWNER, Holder.me().text())
+        copies.send_all(made, folder, manifest["files"], say)
+        mirror.remove(
+            folder / name  # of another `prepare`, which did not end
+            for name in mirror.listing(folder)
+            if name.split("/")[0] in ("tokenizer", "dataset", "stream")
+            and name not in manifest["files"]
+        )
+        mirror.write(folder / "manifest.json", (made / "manifest.json").read_text())
+        mirror.write(folder / COMPLETE, "")
+        (made / "dataset").rmtree()  # only now that there is another
+        copy.rmtree(missing_ok=True)
+        made.rename(copy)
         return manifest
+
+
+def _is_as_made(corpus: Corpus, vocab_size: int, made: epath.Path, say: Say) -> bool:
+    """Whether a whole corpus lies here, as a `prepare` leaves it that was ended while sending."""
+    try:
+        manifest = _found(corpus, vocab_size, made, say)
+        files.require(made, manifest["files"], "", "full", "made anew")
+        return True
     except InputError:
-        return None
-
-
-def _sent(
-    manifest: dict[str, Any], copy: epath.Path, folder: epath.Path, say: Say
-) -> dict[str, Any]:
-    say(f"prepare: sending the corpus to {folder}")
-    copies.send(copy, folder, manifest["files"])
-    write_atomic(folder / "manifest.json", (copy / "manifest.json").read_text())
-    mark_complete(folder)
-    return manifest
+        return False
 
 
 def _given_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:

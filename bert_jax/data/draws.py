@@ -3,11 +3,12 @@
 Two kinds of answer: `Sequential` consumes one `random.Random` in the order of calls of
 google-research/bert (create_pretraining_data.py), for conformance; `Counter` computes every draw
 from (key, row, column, purpose), so that a batch depends on which rows it holds and on nothing
-else. The plan of an epoch takes its scalars from a `random.Random` in both.
+else, and an epoch may be planned in any order.
 
 Shape letters: B rows, N candidates, P predictions.
 """
 
+import functools
 import hashlib
 import random
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ MASK, KEEP, RANDOM = 0, 1, 2
 
 # Purposes: the last word of the counter.
 _FRONT_CUTS_A, _FRONT_CUTS_B, _CANDIDATES, _REPLACEMENTS, _PERMUTATION = range(5)
+_TARGET, _CHUNK, _RANDOM_NEXT = range(5, 8)
+
+# Draws after which a random document may be the same one (`create_instances_from_document`).
+_TRIES = 10
 
 # Counters handled at once: enough to hide NumPy's overhead, few enough for the cache.
 _BLOCK = 1 << 13
@@ -69,8 +74,30 @@ class ArrayDraws(Protocol):
         """What becomes of each row's chosen tokens: kind uint8 [B, P] and a random id [B, P]."""
 
 
-class Scalars:
-    """The choices of a plan, one at a time (`create_instances_from_document`)."""
+class PairDraws(Protocol):
+    """Draws for B chunks of a plan (`create_instances_from_document`).
+
+    `asked` bool [B] says which answers are used; the others have no meaning.
+    """
+
+    def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
+        """Tokens to aim at: the most, or with `short_seq_prob` anything from 2; int64 [B]."""
+
+    def split_point(self, sentences: np.ndarray) -> np.ndarray:
+        """How many sentences of a chunk make A, from 1; int64 [B]."""
+
+    def is_random(self, asked: np.ndarray) -> np.ndarray:
+        """Whether B comes from another document; bool [B]."""
+
+    def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        """Another document than `this`, or after ten vain draws this one; int64 [B]."""
+
+    def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        """The sentence at which a random B starts; int64 [B]."""
+
+
+class Sequential:
+    """All draws from one generator in the reference's order, for one row at a time (B = 1)."""
 
     def __init__(self, rng: random.Random):
         self._rng = rng
@@ -81,35 +108,32 @@ class Scalars:
         self._rng.shuffle(order)
         return order
 
-    def target_length(self, max_num_tokens: int, short_seq_prob: float) -> int:
-        """Tokens to aim at: the most, or with `short_seq_prob` anything from 2."""
+    def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
+        """See `PairDraws`: `random`, then `randint` if it is needed."""
         if self._rng.random() < short_seq_prob:
-            return self._rng.randint(2, max_num_tokens)
-        return max_num_tokens
+            return np.array([self._rng.randint(2, max_num_tokens)])
+        return np.array([max_num_tokens])
 
-    def split_point(self, sentences: int) -> int:
-        """How many sentences of a chunk make A."""
-        return self._rng.randint(1, sentences - 1) if sentences >= 2 else 1
+    def split_point(self, sentences: np.ndarray) -> np.ndarray:
+        """See `PairDraws`: `randint`, where there is a choice."""
+        return np.array([self._rng.randint(1, sentences[0] - 1) if sentences[0] >= 2 else 1])
 
-    def is_random(self) -> bool:
-        """Whether B comes from another document."""
-        return self._rng.random() < 0.5
+    def is_random(self, asked: np.ndarray) -> np.ndarray:
+        """See `PairDraws`: `random`."""
+        return np.array([bool(asked[0]) and self._rng.random() < 0.5])
 
-    def other_document(self, documents: int, this: int) -> int:
-        """Place of another document in the order; after ten vain draws, this one."""
-        for _ in range(10):
+    def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        """See `PairDraws`: `randint` until it is another."""
+        other = int(this[0])
+        for _ in range(_TRIES * asked[0]):
             other = self._rng.randint(0, documents - 1)
-            if other != this:
+            if other != this[0]:
                 break
-        return other
+        return np.array([other])
 
-    def start(self, sentences: int) -> int:
-        """The sentence at which a random B starts."""
-        return self._rng.randint(0, sentences - 1)
-
-
-class Sequential(Scalars):
-    """All draws from one generator in the reference's order, for one row at a time (B = 1)."""
+    def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        """See `PairDraws`: `randint`."""
+        return np.array([self._rng.randint(0, sentences[0] - 1) if asked[0] else 0])
 
     def front_cuts(self, victims: Victims) -> tuple[np.ndarray, np.ndarray]:
         """See `ArrayDraws`: one `random()` a victim, in the order in which they fall."""
@@ -151,12 +175,66 @@ class Counter:
 
     Args:
       key: as made by `key_of`.
-      rows: int64 or uint64 [B], the rows' numbers in their phase.
+      rows: int64 or uint64 [B]: of a batch, the rows' numbers in their phase; of a plan, the
+        documents' numbers, or the sentences that chunks begin with.
     """
 
     def __init__(self, key: tuple[int, int], rows: np.ndarray):
         self._key = key
         self._rows = np.asarray(rows, np.uint64)
+
+    def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
+        """See `PairDraws`: a word for whether, a word for how short."""
+        words = self._words(_TARGET, 2)
+        short = words[:, 0] < short_seq_prob * 2**32
+        return np.where(short, 2 + _below(words[:, 1], max_num_tokens - 1), max_num_tokens)
+
+    def split_point(self, sentences: np.ndarray) -> np.ndarray:
+        """See `PairDraws`: the upper 31 bits of a word."""
+        return 1 + ((self._chunk_words >> 1) * (sentences - 1) >> 31)
+
+    def is_random(self, asked: np.ndarray) -> np.ndarray:
+        """See `PairDraws`: the lowest bit of the same word."""
+        del asked
+        return (self._chunk_words & 1).astype(bool)
+
+    def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        """See `PairDraws`: a word a try."""
+        del asked
+        other = _below(self._next_words[:, 1], documents)
+        again = np.flatnonzero(other == this)
+        if len(again):
+            words = Counter(self._key, self._rows[again])._words(_RANDOM_NEXT, 1 + _TRIES)
+            tries = _below(words[:, 1:], documents)
+            column = np.argmax(tries != this[again, None], axis=1)
+            other[again] = tries[np.arange(len(again)), column]
+        return other
+
+    def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        """See `PairDraws`: a word."""
+        del asked
+        return _below(self._next_words[:, 0], sentences)
+
+    @functools.cached_property
+    def _chunk_words(self) -> np.ndarray:
+        """A word a row, int64 [B]; four rows that follow one another share a block."""
+        rows = self._rows
+        if not len(rows):
+            return np.empty(0, np.int64)
+        first = rows.min() >> np.uint64(2)
+        span = int((rows.max() >> np.uint64(2)) - first) + 1
+        if span <= len(rows):  # neighbours
+            block, place = first + np.arange(span, dtype=np.uint64), rows - (first << np.uint64(2))
+        else:
+            block, place = rows >> np.uint64(2), rows & np.uint64(3)
+            place += np.arange(0, 4 * len(rows), 4, dtype=np.uint64)
+        words = philox(0, block & _LOW, block >> np.uint64(32), _CHUNK, self._key)
+        return words.ravel()[place.view(np.int64)].astype(np.int64)
+
+    @functools.cached_property
+    def _next_words(self) -> np.ndarray:
+        """Words for the start of a random B and for the first tries of its document."""
+        return self._words(_RANDOM_NEXT, 4)
 
     def front_cuts(self, victims: Victims) -> tuple[np.ndarray, np.ndarray]:
         """See `ArrayDraws`: a random bit a victim, counted; exactly binomial."""
@@ -185,9 +263,7 @@ class Counter:
         kinds = np.full(kind.shape, MASK, np.uint8)
         kinds[kind >= np.uint32(0.8 * 2**32)] = KEEP
         kinds[kind >= np.uint32(0.9 * 2**32)] = RANDOM
-        # Multiply and shift: of 2**32 words, an id gets at most one more than another.
-        ids = (token.astype(np.uint64) * np.uint64(vocab_size)) >> np.uint64(32)
-        return kinds, ids.astype(np.int64)
+        return kinds, _below(token, vocab_size)
 
     def _words(self, purpose: int, columns: int) -> np.ndarray:
         """uint32 [B, columns]."""
@@ -228,14 +304,24 @@ class Counter:
         return np.bincount(entry, counts, len(flat)).astype(np.int64).reshape(trials.shape)
 
 
+def _below(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
+    """Words as numbers from 0 to `bound` - 1, int64; of 2**32, one gets at most one more."""
+    return (words.astype(np.uint64) * np.asarray(bound, np.uint64) >> np.uint64(32)).view(np.int64)
+
+
 def permutation(key: tuple[int, int], epoch: int, count: int) -> np.ndarray:
     """A random order of `count` rows, int64: the stable argsort of one Philox word each."""
-    blocks = np.arange(-(-count // 4), dtype=np.uint64)
-    words = np.empty((len(blocks), 4), np.uint32)
-    for start in range(0, len(blocks), _BLOCK):
-        part = blocks[start : start + _BLOCK]
-        words[start : start + _BLOCK] = philox(part, np.uint64(epoch), 0, _PERMUTATION, key)
-    return np.argsort(words.reshape(-1)[:count], kind="stable")
+    order = np.empty(count, np.uint64)
+    for start in range(0, count, 4 * _BLOCK):
+        part = order[start : start + 4 * _BLOCK]
+        blocks = np.arange(start // 4, -(-(start + len(part)) // 4), dtype=np.uint64)
+        words = philox(blocks, np.uint64(epoch), 0, _PERMUTATION, key).ravel()[: len(part)]
+        np.left_shift(words, np.uint64(32), out=part, dtype=np.uint64)
+        part |= np.arange(start, start + len(part), dtype=np.uint64)
+    # Words that carry their place: sorted several times faster than argsort does it.
+    order.sort()
+    order &= _LOW
+    return order.view(np.int64)
 
 
 def key_of(*names: object) -> tuple[int, int]:

@@ -4,15 +4,21 @@ The algorithm is that of google-research/bert, create_pretraining_data.py
 (`create_instances_from_document`, `truncate_seq_pair`), put-back of unused sentences included:
 one example is a piece of text A and, half of the time, what follows it (Devlin et al. 2018,
 section 3.1, task 2). Its random choices are those of `draws`; it never looks at an id.
+
+A chunk is the sentences from which one pair is made. All its draws hang on the sentence it begins
+with, and therefore so does the sentence that the next chunk begins with. That one is computed for
+all sentences of a block at once, and a plan is the chunks that are met on the way from the first
+sentence to the last. Which random B a chunk gets changes none of it, and is decided when its pair
+is asked for.
 """
 
-import bisect
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from bert_jax.data.draws import ArrayDraws, Scalars, Victims
+from bert_jax.data.draws import ArrayDraws, Counter, PairDraws, Sequential, Victims, permutation
 from bert_jax.data.stream import Stream
 
 # [CLS] A [SEP] B [SEP]
@@ -28,15 +34,10 @@ ROW_DTYPE = np.dtype(
     ]
 )
 
-
-class Row(NamedTuple):
-    """A pair before truncation: two runs of ids in the stream."""
-
-    a_offset: int
-    a_length: int
-    b_offset: int
-    b_length: int
-    is_random_next: bool
+# Sentences looked at at once: few enough for the cache.
+_BLOCK = 1 << 15
+# Documents sampled at once.
+_SAMPLED = 256
 
 
 class Pairs(NamedTuple):
@@ -48,55 +49,220 @@ class Pairs(NamedTuple):
     b_length: np.ndarray
 
 
+def chunk_dtype(stream: Stream) -> np.dtype:
+    """Of a plan's chunks, 10 bytes each up to 2**32 sentences, else 14.
+
+    `sentence` is the one it begins with, `of_a` how many of its sentences make A, `of_b` how many
+    make B: 0 where B is of another document. `target` is how many tokens the pair aims at.
+    """
+    sentence = np.uint32 if len(stream.sentence_offsets) <= 2**32 else np.uint64
+    names, counts = ("of_a", "of_b", "target"), (np.uint16, np.uint16, np.uint16)
+    return np.dtype([("sentence", sentence), *zip(names, counts, strict=True)])
+
+
 def plan(
-    stream: Stream,
-    order: Sequence[int],
-    sequence_length: int,
-    short_seq_prob: float,
-    draws: Scalars,
-) -> Iterator[Row]:
-    """Yields the pairs of one pass over the documents.
+    stream: Stream, sequence_length: int, short_seq_prob: float, key: tuple[int, int]
+) -> np.ndarray:
+    """One pass over the documents, in their order.
 
     Args:
       stream: the split.
-      order: documents as `draws.document_order` shuffled them.
       sequence_length: of the examples, specials included.
       short_seq_prob: share of documents cut into shorter pairs.
-      draws: consumed as the rows are pulled.
+      key: of the draws.
+
+    Returns:
+      `chunk_dtype` [chunks].
     """
-    sentence_offsets, document_offsets = stream.sentence_offsets, stream.document_offsets
-    max_num_tokens = sequence_length - SPECIAL_TOKENS
-    for place, document in enumerate(order):
-        first, last = int(document_offsets[document]), int(document_offsets[document + 1])
-        offsets = sentence_offsets[first : last + 1].tolist()
-        sentences = last - first
-        target = draws.target_length(max_num_tokens, short_seq_prob)
-        i = 0
-        while i < sentences:
-            # A chunk closes with the sentence that brings it to the target, or with the last.
-            end = min(bisect.bisect_left(offsets, offsets[i] + target, i + 1), sentences)
-            a_end = i + draws.split_point(end - i)
-            a_length = offsets[a_end] - offsets[i]
-            if end - i == 1 or draws.is_random():
-                other = order[draws.other_document(len(order), place)]
-                b_offset, b_length = _random_run(stream, other, target - a_length, draws)
-                yield Row(offsets[i], a_length, b_offset, b_length, True)
-                i = a_end  # the chunk's other sentences are put back
-            else:
-                b_length = offsets[end] - offsets[a_end]
-                yield Row(offsets[i], a_length, offsets[a_end], b_length, False)
-                i = end
+    most = sequence_length - SPECIAL_TOKENS
+    document_offsets, total = stream.document_offsets, len(stream.sentence_offsets) - 1
+    found, begin = [], 0
+    for start in range(0, total, _BLOCK):
+        stop = min(start + _BLOCK, total)
+        # A sentence has a token at least, so that a chunk ends in what is seen.
+        offsets = stream.sentence_offsets[start : stop + most].astype(np.int64)
+        document = int(np.searchsorted(document_offsets, np.uint64(start), "right")) - 1
+        after = int(np.searchsorted(document_offsets, np.uint64(stop)))
+        bounds = document_offsets[document : after + 1].astype(np.int64)
+        numbers = np.arange(document, after)
+        target = Counter(key, numbers).target_length(most, short_seq_prob)
+        size = np.diff(np.clip(bounds, start, stop))
+        sentence, target = np.arange(start, stop), np.repeat(target, size)
+        end = np.repeat(bounds[1:], size) - start
+        chunks, begin = _chunks(stream, sentence, offsets, end, target, key, begin)
+        begin -= stop - start
+        found.append(chunks)
+    return np.concatenate(found)
 
 
-def _random_run(stream: Stream, document: int, wanted: int, draws: Scalars) -> tuple[int, int]:
-    """Offset and length of whole sentences from a random start: `wanted` ids, at least one."""
-    first, last = stream.document_offsets[document : document + 2].tolist()
-    start = first + draws.start(last - first)
-    offsets = stream.sentence_offsets[start : last + 1]
-    offset = int(offsets[0])
-    # A search for a Python int would turn the whole array into floats.
-    end = int(np.searchsorted(offsets[1:], np.uint64(offset + max(wanted, 1)))) + 1
-    return offset, int(offsets[min(end, last - start)]) - offset
+def sample(
+    stream: Stream, sequence_length: int, short_seq_prob: float, key: tuple[int, int], most: int
+) -> np.ndarray:
+    """Pairs of whole documents drawn at random, at most so many; ROW_DTYPE [rows].
+
+    Args:
+      stream: the split.
+      sequence_length: see `plan`, of which these are rows in another order.
+      short_seq_prob: see `plan`.
+      key: see `plan`.
+      most: rows.
+    """
+    order = permutation(key, 0, len(stream.document_offsets) - 1)
+    found, count = [np.empty(0, chunk_dtype(stream))], 0
+    while count < most and len(order):
+        documents, order = order[:_SAMPLED], order[_SAMPLED:]
+        first, last = (stream.document_offsets[documents + i].astype(np.int64) for i in (0, 1))
+        size = last - first
+        ends = np.cumsum(size)
+        sentence = np.arange(ends[-1]) + np.repeat(first - (ends - size), size)
+        lengths = stream.sentence_offsets[sentence + 1] - stream.sentence_offsets[sentence]
+        offsets = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))])
+        wanted = Counter(key, documents).target_length(
+            sequence_length - SPECIAL_TOKENS, short_seq_prob
+        )
+        end, target = np.repeat(ends, size), np.repeat(wanted, size)
+        chunks, _ = _chunks(stream, sentence, offsets, end, target, key, 0)
+        found.append(chunks)
+        count += len(chunks)
+    chunks = np.concatenate(found)[:most]
+    return rows(stream, chunks, Counter(key, chunks["sentence"]))
+
+
+def _chunks(
+    stream: Stream,
+    sentence: np.ndarray,
+    offsets: np.ndarray,
+    document_end: np.ndarray,
+    target: np.ndarray,
+    key: tuple[int, int],
+    begin: int,
+) -> tuple[np.ndarray, int]:
+    """The chunks that are met from a sentence on, and the sentence after them.
+
+    Args:
+      stream: the split.
+      sentence: int64 [N], numbers in the split.
+      offsets: int64 [at least N], where these sentences start, and those that follow them.
+      document_end: int64 [N], one past the last sentence of its document, counted from here.
+      target: int64 [N].
+      key: of the draws.
+      begin: the first chunk's first sentence, counted from here.
+    """
+    here = np.arange(len(sentence))
+    of_a, of_b = _cut(offsets, here, document_end, target, Counter(key, sentence))
+    # The sentences that a random B displaces are put back.
+    following = (here + of_a + of_b).tolist()
+    met = []
+    while begin < len(following):
+        met.append(begin)
+        begin = following[begin]
+    chunks = np.empty(len(met), chunk_dtype(stream))
+    chunks["sentence"], chunks["target"] = sentence[met], target[met]
+    chunks["of_a"], chunks["of_b"] = of_a[met], of_b[met]
+    return chunks, begin
+
+
+def _cut(
+    offsets: np.ndarray,
+    first: np.ndarray,
+    document_end: np.ndarray,
+    target: np.ndarray,
+    draws: PairDraws,
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many sentences of each chunk make A, and how many B; 0 where B is of another document.
+
+    Args:
+      offsets: int64 [N], where sentences start.
+      first: int64 [B], the first of each chunk.
+      document_end: int64 [B], one past the last of its document.
+      target: int64 [B].
+      draws: of the chunks.
+    """
+    # A chunk closes with the sentence that brings it to the target, or with the document's last.
+    end = np.minimum(np.searchsorted(offsets, offsets[first] + target), document_end)
+    sentences = end - first
+    of_a = draws.split_point(sentences)
+    alone = sentences == 1
+    return of_a, np.where(alone | draws.is_random(~alone), 0, sentences - of_a)
+
+
+def rows(stream: Stream, chunks: np.ndarray, draws: PairDraws) -> np.ndarray:
+    """The pairs of chunks, before truncation: two runs of ids in the stream each.
+
+    Args:
+      stream: the split.
+      chunks: `chunk_dtype` [B].
+      draws: of the sentences with which the chunks begin.
+
+    Returns:
+      ROW_DTYPE [B].
+    """
+    sentence = chunks["sentence"].astype(np.int64)
+    b_first = sentence + chunks["of_a"]
+    b_last, is_random = b_first + chunks["of_b"], chunks["of_b"] == 0
+    offsets = np.asarray(stream.sentence_offsets)
+    found = np.empty(len(chunks), ROW_DTYPE)
+    found["is_random_next"] = is_random
+    found["a_offset"] = offsets[sentence]
+    found["a_length"] = offsets[b_first] - found["a_offset"]
+    wanted = np.maximum(chunks["target"] - found["a_length"].astype(np.int64), 1)
+    first, last = _random_runs(stream, sentence, wanted, is_random, draws)
+    found["b_offset"] = offsets[np.where(is_random, first, b_first)]
+    found["b_length"] = offsets[np.where(is_random, last, b_last)] - found["b_offset"]
+    return found
+
+
+def _random_runs(
+    stream: Stream, sentence: np.ndarray, wanted: np.ndarray, asked: np.ndarray, draws: PairDraws
+) -> tuple[np.ndarray, np.ndarray]:
+    """Whole sentences of other documents from a random start: the first, and one past the last.
+
+    Args:
+      stream: the split.
+      sentence: int64 [B], of this document.
+      wanted: int64 [B], ids to reach, where the document has as many.
+      asked: bool [B], where a run is needed.
+      draws: of the sentences.
+    """
+    bounds, offsets = np.asarray(stream.document_offsets), np.asarray(stream.sentence_offsets)
+    this = np.searchsorted(bounds, sentence.astype(np.uint64), "right") - 1
+    other = draws.other_document(len(bounds) - 1, this, asked)
+    first, last = bounds[other].astype(np.int64), bounds[other + 1].astype(np.int64)
+    first += draws.start(last - first, asked)
+    # The last sentence that begins before the reach, by halves: a sentence has a token at least.
+    reach, found = offsets[first] + wanted.astype(np.uint64), first
+    step = 1 << int(wanted.max()).bit_length() - 1
+    while step:
+        probe = np.minimum(found + step, last - 1)
+        found = np.where(offsets[probe] < reach, probe, found)
+        step >>= 1
+    return first, found + 1
+
+
+def one_by_one(
+    stream: Stream, sequence_length: int, short_seq_prob: float, draws: Sequential
+) -> Iterator[np.ndarray]:
+    """Yields the pairs of one pass over the documents, ROW_DTYPE [1] each.
+
+    Args:
+      stream: the split.
+      sequence_length: see `plan`.
+      short_seq_prob: see `plan`.
+      draws: in the reference's order, as far as pairs are pulled.
+    """
+    offsets = stream.sentence_offsets.astype(np.int64)
+    bounds = stream.document_offsets.astype(np.int64)
+    chunk = np.empty(1, chunk_dtype(stream))
+    for first, last in itertools.pairwise(bounds):
+        target = draws.target_length(sequence_length - SPECIAL_TOKENS, short_seq_prob)
+        sentence = np.array([first])
+        while sentence[0] < last:
+            of_a, of_b = _cut(offsets, sentence, np.array([last]), target, draws)
+            chunk["sentence"], chunk["target"] = sentence, target
+            chunk["of_a"], chunk["of_b"] = of_a, of_b
+            yield rows(stream, chunk, draws)
+            # The sentences that a random B displaces are put back.
+            sentence += of_a + of_b
 
 
 def truncate(rows: np.ndarray, sequence_length: int, draws: ArrayDraws) -> Pairs:

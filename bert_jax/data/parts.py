@@ -27,14 +27,13 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
-from bert_jax.bucket import fetch, is_bucket, send
 from bert_jax.config import Corpus, InputError
 from bert_jax.data import dataset
 from bert_jax.data.survey import text_hash
-from bert_jax.storage.retry import again
+from bert_jax.storage import copies, mirror
+from bert_jax.storage.workdir import named_errors
 from bert_jax.text import documents, sentences, tokenizer, words
 from bert_jax.text.documents import Document, Extent
-from bert_jax.workdir import named_errors
 
 # Bytes of text in a part, roughly: seconds of work, and a shard of some 30 MB at most.
 PART_BYTES = 1 << 25
@@ -331,7 +330,7 @@ def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
     place = epath.Path(task.place)
     with contextlib.ExitStack() as stack:
         stack.enter_context(named_errors(place))
-        if is_bucket(place):
+        if mirror.is_bucket(place):
             folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
             folder = pathlib.Path(place) / f".{task.name}.{os.getpid()}.tmp"
@@ -346,9 +345,9 @@ def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
 
 def _finish(folder: pathlib.Path, target: epath.Path) -> None:
     names = sorted(path.name for path in folder.iterdir() if path.name != "record.json")
-    if is_bucket(target):
-        for name in [*names, "record.json"]:
-            again(functools.partial(send, folder / name, target / name), str(target))
+    if mirror.is_bucket(target):
+        copies.send_all(epath.Path(folder), target, names)
+        mirror.write(target / "record.json", (folder / "record.json").read_text())
         return
     for name in [*names, "record.json"]:
         with open(folder / name, "rb") as file:
@@ -361,23 +360,18 @@ def record_of(task: Task) -> dict[str, Any] | None:
     """What is said of a task's folder, if it is done."""
     path = epath.Path(task.place) / task.name / "record.json"
     with contextlib.suppress(FileNotFoundError):
-        if is_bucket(path):
-            return json.loads(again(path.read_bytes, str(path)))
-        return json.loads(path.read_bytes())
+        return json.loads(mirror.read(path))
     return None
 
 
 def here(place: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Path:
     """A file of a finished folder on this machine; one in a bucket is fetched to `scratch`."""
     path = epath.Path(place) / name / file
-    if not is_bucket(path):
+    if not mirror.is_bucket(path):
         return pathlib.Path(path)
     local = scratch / name / file
     if not local.exists():
-        local.parent.mkdir(parents=True, exist_ok=True)
-        beside = local.with_suffix(".tmp")
-        again(lambda: fetch(path, beside), str(path))
-        beside.rename(local)
+        copies.fetch(path, epath.Path(local))
     return local
 
 
@@ -404,11 +398,11 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 @functools.lru_cache(maxsize=1)
 def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
     """The tokenizer in a folder, loaded once in a process."""
-    if not is_bucket(folder):
+    if not mirror.is_bucket(folder):
         return tokenizer.load(folder)
     with tempfile.TemporaryDirectory() as scratch:
-        for path in epath.Path(folder).iterdir():
-            again(functools.partial(fetch, path, pathlib.Path(scratch) / path.name), str(path))
+        for name in mirror.names(epath.Path(folder)):
+            copies.fetch(epath.Path(folder) / name, epath.Path(scratch) / name)
         return tokenizer.load(scratch)
 
 

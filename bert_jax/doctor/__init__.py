@@ -14,8 +14,9 @@ from bert_jax.config import Corpus, InputError
 from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import Finding
 from bert_jax.errors import printable
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import COMPLETE
 from bert_jax.text import documents
-from bert_jax.workdir import Workdir, is_complete
 
 __all__ = ["Finding", "examine", "tell"]
 
@@ -41,14 +42,14 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
         return text.examine(resolve.override(resolve.load(path), settings).corpus)
     if settings:
         raise InputError(f"--set {settings[0]}: {path} is no experiment, so nothing can be set")
-    workdir = Workdir(path)
+    workdir = mirror.opened(path)
     if workdir.experiment.exists():
         # Here, since it loads jax.
         from bert_jax.doctor import run
 
         return run.examine(workdir)
-    for folder in (workdir.root, workdir.corpus):
-        if is_complete(folder):
+    for folder in (workdir.named, workdir.corpus):
+        if mirror.exists(folder / COMPLETE):
             return corpus.examine(folder)
     return text.examine(Corpus(sources=_sources(path)))
 

@@ -7,8 +7,10 @@ from bert_jax import resolve
 from bert_jax.config import Experiment
 from bert_jax.doctor import corpus, curves
 from bert_jax.doctor.finding import Finding, severity, share
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import COMPLETE, Workdir
 from bert_jax.training import divergence, metrics
-from bert_jax.workdir import Workdir, in_use, is_complete
+from bert_jax.training.checkpoint import Checkpoints
 
 # Waiting for data is time bought for nothing. A tenth is worth a setting, a third is a fault.
 _DATA, _DATA_NOTE = 0.3, 0.1
@@ -31,13 +33,36 @@ def examine(workdir: Workdir) -> list[Finding]:
       InputError: no run here, or damaged files.
     """
     experiment = resolve.load_saved(workdir)
-    workdir = Workdir(workdir.root, experiment.run.corpus_dir)
-    found = examine_lines(experiment, workdir)
-    if is_complete(workdir.corpus):
+    workdir = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote)
+    found = _damaged_lines(experiment, workdir) + examine_lines(experiment, workdir)
+    if mirror.exists(workdir.corpus / COMPLETE):
         lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
         return found + corpus.examine(workdir.corpus, lengths)
     padding = _padding(_of_kind(metrics.Lines(workdir.metrics).read(), "train"))
     return found + ([padding] if padding else [])
+
+
+def _damaged_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
+    """On lines that are not those that the newest checkpoint was saved with."""
+    if not mirror.names(workdir.checkpoints):
+        return []
+    with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
+        newest = saved.newest_step()
+        metadata = {} if newest is None else saved.metadata(newest)
+    found = []
+    for name, written in metadata.get("lines", {}).items():
+        damage = metrics.Lines(workdir.root / name).damage(metadata["step"], written)
+        if damage:
+            found.append(
+                Finding(
+                    "problem",
+                    f"{name}: {damage}",
+                    f"{name}: the checkpoint of step {newest} says what was written",
+                    "the run is refused when it is to go on, and curves have a hole",
+                    "put the whole file back, or remove it to go on without its lines",
+                )
+            )
+    return found
 
 
 def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
@@ -64,15 +89,14 @@ def _of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def _done(workdir: Workdir, train: list[dict[str, Any]]) -> int:
     """Steps done, by the newest checkpoint or the last line."""
     steps = [line["step"] for line in train[-1:]]
-    if workdir.checkpoints.exists():
-        steps += [int(p.name) for p in workdir.checkpoints.iterdir() if p.name.isdecimal()]
+    steps += [int(name) for name in mirror.names(workdir.checkpoints) if name.isdecimal()]
     return max(steps, default=0)
 
 
 def _unfinished(
     experiment: Experiment, workdir: Workdir, timings: list[dict[str, Any]], done: int
 ) -> Finding | None:
-    if done >= experiment.total_steps or in_use(workdir.root):
+    if done >= experiment.total_steps or mirror.is_going_on(workdir):
         return None
     ends = [line["outcome"] for line in timings[-1:] if line.get("kind") == "end"]
     return Finding(

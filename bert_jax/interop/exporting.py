@@ -10,7 +10,7 @@ from etils import epath
 from bert_jax import weights
 from bert_jax.interop import card, names, settings, vocabularies
 from bert_jax.predict import Trained
-from bert_jax.workdir import new_folder
+from bert_jax.storage.workdir import new_folder
 
 ARCHITECTURES = {
     "pretraining": "BertForPreTraining",

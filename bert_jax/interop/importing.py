@@ -8,14 +8,13 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax import weights
 from bert_jax.base import Base
-from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
 from bert_jax.errors import printable
 from bert_jax.interop import fitting, names, settings, surgery, tf1, vocabularies
 from bert_jax.interop.fitting import Say
 from bert_jax.predict import Trained
+from bert_jax.storage import mirror
 from bert_jax.text import tokenizer as tokenizer_lib
-from bert_jax.workdir import Workdir
 
 
 def import_weights(
@@ -56,10 +55,10 @@ def import_weights(
 
 
 def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"]) -> Base:
-    run = Workdir(source)  # first, since it asks whether a bucket can be looked into
+    run = mirror.opened(source)
     if run.experiment.exists():
         return _of_run(source, what)
-    if is_bucket(source):
+    if run.remote is not None:
         raise InputError(f"{source}: no run there; checkpoints of others are read on this machine")
     prefix = tf1.find(source)
     if prefix is not None:

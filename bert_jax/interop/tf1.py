@@ -16,7 +16,7 @@ from bert_jax.config import InputError
 from bert_jax.interop import fitting, names, settings, tf1_files, tf1_names, vocabularies
 from bert_jax.interop.fitting import Say
 from bert_jax.predict import Trained
-from bert_jax.workdir import new_folder
+from bert_jax.storage.workdir import new_folder
 
 DESCRIPTION = "TensorFlow 1 checkpoint"
 

@@ -9,9 +9,9 @@ from etils import epath
 
 from bert_jax.config import InputError
 from bert_jax.interop.settings import read_object
+from bert_jax.storage.workdir import named_errors
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text import vocabulary
-from bert_jax.workdir import named_errors
 
 # What their tokenizers may leave out, and ours never does.
 _ALWAYS = ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text", "do_basic_tokenize")

@@ -168,7 +168,11 @@ def activation(name: str, x: jax.Array) -> jax.Array:
 
 
 def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:
-    """Zeroes a share of x and scales the rest up; with `noise` None nothing happens."""
+    """Zeroes a share of x and scales the rest up; with `noise` None nothing happens.
+
+    Any float type -> float32: in bfloat16 the scale itself would be rounded.
+    """
+    x = x.astype(jnp.float32)
     if noise is None or not rate:
         return x
     return jnp.where(noise.keep(x.shape, rate), x * noise.scale(rate), jnp.zeros_like(x))

@@ -11,7 +11,8 @@ from bert_jax.config import Experiment
 from bert_jax.plan import document, remedies, scaling, search, tell
 from bert_jax.plan.compile import Job, compile_all
 from bert_jax.plan.topology import Topology
-from bert_jax.workdir import made, require_plain, sealed, write_atomic
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import require_plain, sealed
 
 Mode = Literal["plan", "search", "scaling"]
 
@@ -49,8 +50,7 @@ def plan_and_write(
     for line in tell.lines(plan):
         say(line)
     if path is not None:
-        with made(path.parent):
-            write_atomic(path, json.dumps(sealed(plan), indent=2) + "\n")
+        mirror.write(path, json.dumps(sealed(plan), indent=2) + "\n")
         say(f"plan: {path}")
 
 

@@ -31,7 +31,7 @@ from bert_jax.config import Experiment, InputError
 from bert_jax.plan.program import Collective, Kernel, Program
 from bert_jax.plan.topology import Topology
 from bert_jax.plan.variants import variant_of
-from bert_jax.workdir import cache_folder, made, named_errors, write_atomic
+from bert_jax.storage.workdir import cache_folder, made, named_errors, write_atomic
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _COMMAND = (sys.executable, "-m", "bert_jax.plan.worker")

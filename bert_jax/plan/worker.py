@@ -20,11 +20,11 @@ from jax.experimental import topologies
 from bert_jax import resolve, system
 from bert_jax.config import Experiment, InputError, Phase
 from bert_jax.plan import checks, hlo, program, topology
+from bert_jax.storage.workdir import write_atomic
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.pretraining import require_runnable
-from bert_jax.workdir import write_atomic
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
@@ -68,15 +68,22 @@ def compile_step(
     state = step.abstract_state(objective, experiment.optimizer, experiment.mesh, mesh)
     compiled = lower_step(experiment, number, mesh, state).compile()
     memory = compiled.memory_analysis()
+    peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
+    if experiment.run.check_every:
+        options = step.self_checks(mesh.devices.flat[0].device_kind)
+        checked = lower_step(experiment, number, mesh, state, options).compile().memory_analysis()
+        # Both programs are loaded, and one of them runs.
+        peak = max(peak, checked.peak_memory_in_bytes)
+        code += checked.generated_code_size_in_bytes
     module = hlo.parse(compiled.as_text())
     shards = mesh_lib.data_shards(mesh)
     return {
         "kind": "compiled",
         "memory": {
-            "peak": memory.peak_memory_in_bytes,
+            "peak": peak,
             "arguments": memory.argument_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
-            "code": memory.generated_code_size_in_bytes,
+            "code": code,
             "donated": memory.alias_size_in_bytes,
         },
         "program": dataclasses.asdict(program.read_module(module)),
@@ -87,7 +94,11 @@ def compile_step(
 
 
 def lower_step(
-    experiment: Experiment, number: int, mesh: jax.sharding.Mesh, state: step.State
+    experiment: Experiment,
+    number: int,
+    mesh: jax.sharding.Mesh,
+    state: step.State,
+    compiler_options: step.CompilerOptions = (),
 ) -> jax.stages.Lowered:
     """The training step of a phase, traced for a mesh and an abstract state."""
     replicated = mesh_lib.replicated(mesh)
@@ -99,6 +110,7 @@ def lower_step(
         experiment.mesh.accumulation_of(number),
         experiment.total_steps,
         mesh,
+        compiler_options,
     )
     key = jax.eval_shape(lambda: step.phase_key(experiment.model, experiment.seed, number))
     return train_step.lower(

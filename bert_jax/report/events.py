@@ -2,10 +2,9 @@
 
 from etils import epath
 
-from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
 from bert_jax.report.records import Line, Record
-from bert_jax.workdir import named_errors
+from bert_jax.storage.workdir import named_errors
 
 # Neither is a curve.
 _NOT_SCALARS = ("step", "kind", "time")
@@ -25,12 +24,12 @@ class Events:
             raise InputError(
                 "--tensorboard: needs the [tensorboard] extra: pip install 'bert-jax[tensorboard]'"
             ) from error
-        self.folder = record.workdir.root / "tensorboard"
-        if is_bucket(self.folder):
+        if record.workdir.remote is not None:
             raise InputError(
                 f"--tensorboard: event files are added to, which cannot be done in a bucket; copy "
-                f"{record.workdir.root} to this machine"
+                f"{record.workdir.named} to this machine"
             )
+        self.folder = record.workdir.root / "tensorboard"
         self._written = dict.fromkeys(("train", "evaluation", "probes", "timings"), -1)
         self._writers = {}
         for name in self._written:

@@ -12,8 +12,9 @@ from bert_jax import resolve
 from bert_jax.config import Experiment, InputError
 from bert_jax.errors import printable
 from bert_jax.plan import document
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import Workdir, is_sealed, read_json
 from bert_jax.training.metrics import Lines
-from bert_jax.workdir import Workdir, in_use, is_sealed, read_json
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
 
@@ -62,9 +63,10 @@ class Record:
         Raises:
           InputError: no run here, or a damaged file.
         """
-        experiment = resolve.load_saved(Workdir(root))
-        workdir = Workdir(root, experiment.run.corpus_dir)
-        going_on = in_use(workdir.root)  # before its lines: a run may end meanwhile
+        found = mirror.opened(root)
+        experiment = resolve.load_saved(found)
+        workdir = Workdir(found.root, experiment.run.corpus_dir, found.remote)
+        going_on = mirror.is_going_on(workdir)  # before its lines: a run may end meanwhile
         lines = Lines(workdir.metrics).read()
         timings = Lines(workdir.timings).read()
         return cls(

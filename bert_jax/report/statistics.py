@@ -1,8 +1,6 @@
 """What a corpus is like, and what the model is shown of it."""
 
 import dataclasses
-import itertools
-import random
 
 import numpy as np
 
@@ -140,12 +138,9 @@ def _histogram(lengths: np.ndarray) -> Histogram:
 
 
 def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
-    """The first pairs of a phase's first plan: a whole one takes minutes on billions of tokens."""
-    names = (experiment.seed, "train", phase, 0)
-    scalars = draws.Scalars(random.Random("/".join(map(str, names))))
-    order = scalars.document_order(len(stream.document_offsets) - 1)
-    plan = pairs.plan(stream, order, length, experiment.data.short_seq_prob, scalars)
-    return np.fromiter(itertools.islice(plan, _ROWS), pairs.ROW_DTYPE)
+    """Some pairs of a phase's first plan: a whole one takes long on billions of tokens."""
+    key = draws.key_of(experiment.seed, "train", phase, 0)
+    return pairs.sample(stream, length, experiment.data.short_seq_prob, key, _ROWS)
 
 
 def _planned(rows: np.ndarray, length: int) -> Planned:

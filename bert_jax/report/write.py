@@ -13,7 +13,7 @@ from bert_jax.config import InputError
 from bert_jax.report import page, times
 from bert_jax.report.events import Events
 from bert_jax.report.records import Record
-from bert_jax.workdir import write_atomic
+from bert_jax.storage import mirror
 
 
 def write(
@@ -47,7 +47,7 @@ def write(
         while True:
             going_on = every is not None and any(r.state == "running" for r in records)
             refresh = every if going_on else None
-            write_atomic(path, page.render(records, refresh, price_per_chip_hour))
+            mirror.write(path, page.render(records, refresh, price_per_chip_hour))
             if not told:
                 say(f"report: {path}")
                 told = True
@@ -57,7 +57,7 @@ def write(
                 time.sleep(every)
             except KeyboardInterrupt:
                 # One that does not renew itself.
-                write_atomic(path, page.render(records, None, price_per_chip_hour))
+                mirror.write(path, page.render(records, None, price_per_chip_hour))
                 raise
             records = _read(workdirs)
             for record, files in zip(records, events, strict=False):
@@ -72,7 +72,7 @@ def _read(workdirs: Sequence[str]) -> list[Record]:
     labels = [record.label for record in records]
     if len(set(labels)) < len(labels):
         for record in records:
-            record.label = str(record.workdir.root)
+            record.label = str(record.workdir.named)
     return records
 
 
@@ -86,4 +86,4 @@ def _place(records: list[Record], out: str | None) -> epath.Path:
         return path
     if len(records) > 1:
         return epath.Path(pathlib.Path("comparison.html"))
-    return records[0].workdir.report
+    return records[0].workdir.named / "report.html"

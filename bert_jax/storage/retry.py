@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from bert_jax.errors import InputError, Unavailable
+from bert_jax.errors import DiskFull, InputError, Unavailable
 
 T = TypeVar("T")
 
@@ -23,25 +23,29 @@ FIRST_WAIT, LONGEST_WAIT, GIVE_UP = 0.5, 30.0, 600.0
 _ERRNO_NAMES = (
     *("ESTALE", "EIO", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "EBUSY", "ENOBUFS", "ENOLCK"),
     *("ETIMEDOUT", "EPIPE", "ENETDOWN", "ENETUNREACH", "ENETRESET", "ECONNABORTED"),
-    *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO"),
+    *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENOMEM"),
 )
 _ERRNO = frozenset(getattr(errno, name) for name in _ERRNO_NAMES if hasattr(errno, name))
 # Of HTTP: too slow, too many requests, the server's own.
 _STATUS = frozenset({408, 429, *range(500, 600)})
 # A token that expired is answered so until it is renewed; so is an account without rights.
 _DENIED = frozenset({401, 403})
-_CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3")
+CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3")
 _TRANSPORT = re.compile(
-    r"(Connect|Connection|Transport|Timeout|Payload|Disconnected|Retry|Refresh|OSError|DNS)"
+    r"Connect|Transport|Timeout|Payload|Disconnected|Proxy|Retry|Refresh|OSError|DNS|Checksum"
+    r"|Chunked|SSL"
 )
 # As TensorStore and gRPC write them into the text of a ValueError or a RuntimeError.
 _TEXT = re.compile(
-    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL: .*HTTP)\b"
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|INTERNAL: .*HTTP)\b"
     r"|HTTP response code: (408|429|5\d\d)"
     r"|CURL error|Cannot connect|[Cc]onnection (reset|refused|aborted|closed)|[Tt]imed out"
     r"|Stale file handle|Input/output error|Too many open files|Temporary failure in name"
 )
-_TEXT_DENIED = re.compile(r"\b(UNAUTHENTICATED|PERMISSION_DENIED)\b|HTTP response code: (401|403)")
+_TEXT_DENIED = re.compile(
+    r"\b(UNAUTHENTICATED|PERMISSION_DENIED)\b|HTTP response code: (401|403)"
+    r"|^Forbidden: "  # gcsfs's word for 403, in an OSError without a number
+)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -70,11 +74,13 @@ def again(
 ) -> T:
     """Does the work, again after each passing fault, with growing waits.
 
+    What has become bad input by then (`InputError`) is raised at once, whatever it came from.
+
     Args:
       work: is called again from its start, so it must be repeatable.
       where: what is read or written; begins the messages.
       denied: `wait` takes refused rights for a token that will be renewed; `refuse` for bad input.
-      seconds: how long faults may follow one another.
+      seconds: how long faults may follow one another, from the first on.
       say: is told, once, that there is something to wait for.
 
     Raises:
@@ -82,18 +88,21 @@ def again(
       Unavailable: faults lasted longer than `seconds`.
       Exception: what `work` raised, if it does not pass.
     """
-    deadline = time.monotonic() + seconds
+    deadline: float | None = None
     wait = FIRST_WAIT
     said = False
     while True:
         try:
             return work()
+        except (InputError, DiskFull):
+            raise
         except Exception as error:
             refused = is_denied(error)
             if refused and denied == "refuse":
                 raise InputError(f"{where}: may not be used ({_reason(error)})") from error
             if not refused and not is_transient(error):
                 raise
+            deadline = deadline or time.monotonic() + seconds
             if time.monotonic() + wait > deadline:
                 raise Unavailable(
                     f"{where}: out of reach for {seconds:.0f} seconds ({_reason(error)}); run "
@@ -118,7 +127,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, InputError):
+    if isinstance(error, InputError | DiskFull):
         return False
     if isinstance(error, Unavailable | TimeoutError | ConnectionError | ssl.SSLError):
         return True
@@ -132,14 +141,14 @@ def _is_transient(error: BaseException) -> bool:
     module = type(error).__module__.partition(".")[0]
     if module == "socket" or type(error).__name__ == "gaierror":
         return True
-    if module in _CLIENTS and _TRANSPORT.search(type(error).__name__):
+    if module in CLIENTS and _TRANSPORT.search(type(error).__name__):
         return True
     return _says(error, _TEXT)
 
 
 def _status(error: BaseException) -> int:
     """The HTTP status that a client's error carries; 0 for none."""
-    if type(error).__module__.partition(".")[0] not in _CLIENTS:
+    if type(error).__module__.partition(".")[0] not in CLIENTS:
         return 0
     for name in ("status", "code", "status_code"):
         value = getattr(error, name, None)
@@ -150,6 +159,8 @@ def _status(error: BaseException) -> int:
 
 def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
     """Whether an error that has no kind of its own says so in its text."""
+    if type(error).__name__ == "JaxRuntimeError":
+        return False  # the devices' own words, for other faults
     plain = isinstance(error, OSError | ValueError | RuntimeError) or type(error) is Exception
     return plain and bool(pattern.search(str(error)))
 

@@ -9,12 +9,13 @@ from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Finetuning
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import write_atomic
 from bert_jax.tasks import asked, records
 from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.predicting import TaskModel
 from bert_jax.training import session
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir, write_atomic
 
 
 def finetune(
@@ -36,11 +37,14 @@ def finetune(
     Raises:
       InputError: no base, examples that cannot be read, or a workdir of another run.
     """
-    workdir = Workdir(root or f"runs/{claim.name}")
-    if base is None and not claim.init_from and workdir.experiment.exists():
-        base = resolve.load_saved(workdir, Finetuning).init_from
+    place = root or f"runs/{claim.name}"
+    if base is None and not claim.init_from:
+        known = mirror.opened(place)
+        if known.experiment.exists():
+            base = resolve.load_saved(known, Finetuning).init_from
     if base is not None:
         claim = dataclasses.replace(claim, init_from=base)
+    workdir = mirror.opened(place, access="write")
 
     def make() -> FinetuningJob:
         return FinetuningJob(claim, workdir, progress.say)

@@ -11,6 +11,7 @@ import numpy as np
 from bert_jax import resolve
 from bert_jax.config import Finetuning, InputError
 from bert_jax.model import flops
+from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import adapt as adapt_lib
 from bert_jax.tasks import records, rows, tables
 from bert_jax.tasks import shape as shape_lib
@@ -21,7 +22,6 @@ from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.job import Stretch
 from bert_jax.training.peers import Peers
-from bert_jax.workdir import Workdir
 
 
 class FinetuningJob:
@@ -86,7 +86,7 @@ class FinetuningJob:
         if not changed:
             if labels != self.labels:
                 raise InputError(
-                    f"{self._workdir.root}: this run learned the labels {tables.listed(labels)}, "
+                    f"{self._workdir.named}: this run learned the labels {tables.listed(labels)}, "
                     f"and those of the training examples are {tables.listed(self.labels)}; put "
                     "them back, or start anew with another --workdir"
                 )
@@ -95,6 +95,9 @@ class FinetuningJob:
 
     def prepare(self, processes: int) -> None:
         """Was read at once, by each process."""
+
+    def fetch(self) -> None:
+        """Was read at once."""
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """See `Job`."""
@@ -143,7 +146,7 @@ class FinetuningJob:
         """See `Job`."""
         if metadata["corpus_sha256"] != self.sha256:
             raise InputError(
-                f"{self._workdir.root}: the examples are not those that this run learned from; "
+                f"{self._workdir.named}: the examples are not those that this run learned from; "
                 "put them back, or start anew with another --workdir"
             )
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from bert_jax import resolve
 from bert_jax.config import Finetuning, InputError, Mesh
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import records, rows
 from bert_jax.tasks import shape as shape_lib
 from bert_jax.tasks.adapted import Adapted
@@ -16,7 +18,6 @@ from bert_jax.tasks.forward import Forward
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints, Restored
-from bert_jax.workdir import Workdir
 
 # Examples whose rows are in memory at once.
 WINDOW = 2048
@@ -41,7 +42,7 @@ class TaskModel:
     """
 
     def __init__(self, folder: str, base: str | None = None, which: str = "newest"):
-        workdir, layout = Workdir(folder), Mesh()  # the run's own is for the devices it had
+        workdir, layout = mirror.opened(folder), Mesh()  # the run's own is for the devices it had
         mesh = mesh_lib.make_mesh(layout)
         with _opened(workdir) as saved:
             number = saved.newest_step() if which == "newest" else saved.named(which)
@@ -122,7 +123,7 @@ def _with_questions(
 
 def _opened(workdir: Workdir) -> Checkpoints:
     claim = resolve.load_saved(workdir, Finetuning)
-    if not workdir.checkpoints.exists():
+    if not mirror.names(workdir.checkpoints):
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     return Checkpoints(workdir.checkpoints, claim.run, "read")
 
@@ -132,12 +133,12 @@ def _base_of(claim: Finetuning, workdir: Workdir, sha256: str) -> Adapted:
         adapted = Adapted.of(claim)
     except InputError as error:
         raise InputError(
-            f"{error}; {workdir.root} adapts {claim.init_from}: say with --from where that lies now"
+            f"{error}; {workdir.named} adapts {claim.init_from}: say with --from where that is now"
         ) from error
     if adapted.sha256 != sha256:
         raise InputError(
             f"{claim.init_from}: holds other weights ({adapted.sha256[:12]}) than those that "
-            f"{workdir.root} adapts ({sha256[:12]}); say with --from where those lie now"
+            f"{workdir.named} adapts ({sha256[:12]}); say with --from where those lie now"
         )
     return adapted
 

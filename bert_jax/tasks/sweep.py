@@ -7,6 +7,7 @@ on the validation examples; Dodge et al. 2020 count what seeds make): hence mean
 import dataclasses
 import itertools
 import json
+import os
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,10 @@ from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Finetuning, InputError
+from bert_jax.storage import mirror
 from bert_jax.tasks import command
 from bert_jax.training import metrics, session
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir, named_errors, write_atomic
 
 FORMAT_VERSION = 1
 _SEED = "seed"
@@ -114,16 +115,17 @@ def run(
     folder = epath.Path(root or f"runs/{of[0].claim.name}-sweep")
     _require_ours(folder, of)
     for number, member in enumerate(of, 1):
-        workdir = Workdir(folder / member.name)
+        place = folder / member.name
         progress.say(f"sweep {number} of {len(of)}: {member.name}")
         # One that is finished says so, unless its base or its examples are others now.
         member.outcome = command.finetune(
-            member.claim, base, str(workdir.root), progress, member.origin
+            member.claim, base, os.fspath(place), progress, member.origin
         )
-        scored = [x for x in metrics.Lines(workdir.metrics).read() if x["kind"] == "scores"]
+        lines = metrics.Lines(mirror.opened(place).metrics).read()
+        scored = [line for line in lines if line["kind"] == "scores"]
         member.last = scored[-1] if scored else None
         member.best = max(scored, key=lambda line: line["score"], default=None)
-        write_atomic(folder / "sweep.json", json.dumps(_record(of), indent=2) + "\n")
+        mirror.write(folder / "sweep.json", json.dumps(_record(of), indent=2) + "\n")
         if member.outcome == "stopped":
             return "stopped"
     for line in table(of):
@@ -202,8 +204,7 @@ def _score(of: list[Member]) -> str:
 
 
 def _require_ours(folder: epath.Path, of: list[Member]) -> None:
-    with named_errors(folder):
-        there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    there = mirror.names(folder)
     if there and not there & {"sweep.json", *(member.name for member in of)}:
         raise InputError(
             f"{folder}: holds a run or other files and no sweep; choose another folder with "

@@ -17,10 +17,10 @@ import tensorflow_datasets as tfds
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from etils import epath
 
-from bert_jax.bucket import fetch
 from bert_jax.config import InputError
+from bert_jax.storage import copies
 from bert_jax.storage.retry import again
-from bert_jax.workdir import cache_folder, named_errors
+from bert_jax.storage.workdir import cache_folder
 
 T = TypeVar("T")
 
@@ -189,16 +189,11 @@ def _here(path: epath.Path) -> Iterator[epath.Path]:
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / f"{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.{os.getpid()}"
     try:
-        with named_errors(folder):
-            reached(path, lambda: fetch(path, copy))
-        length = reached(path, path.stat).length
-        if copy.stat().length != length:
-            raise _damaged(path, f"{copy.stat().length} bytes came, not {length}")
+        copies.fetch(path, copy)
         yield copy
-    except FileNotFoundError as error:
-        raise _damaged(path, "no such object") from error
     finally:
-        copy.unlink(missing_ok=True)
+        for left in (copy, *folder.glob(f".{copy.name}.*")):
+            left.unlink(missing_ok=True)
 
 
 def reached(path: epath.PathLike, work: Callable[[], T]) -> T:

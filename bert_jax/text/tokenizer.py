@@ -18,8 +18,8 @@ import sentencepiece
 from etils import epath
 
 from bert_jax.config import InputError
+from bert_jax.storage.workdir import read_json, write_atomic
 from bert_jax.text import vocabulary
-from bert_jax.workdir import read_json, write_atomic
 
 FORMAT_VERSION = 1
 

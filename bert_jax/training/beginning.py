@@ -1,17 +1,25 @@
 """The state a run goes on with: of its newest good checkpoint, or the one before the first step."""
 
 import dataclasses
+import itertools
+import time
+from typing import Any
 
 import jax
 import numpy as np
 
-from bert_jax.training import feed, step
+from bert_jax.errors import Unavailable
+from bert_jax.storage import retry
+from bert_jax.training import divergence, feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints, Restored
 from bert_jax.training.environment import environment
 from bert_jax.training.job import Job
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Progress
+
+# Seconds between looks at a disk that processes share: its clients may show old listings a while.
+_LOOKS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 
 @dataclasses.dataclass
@@ -24,6 +32,8 @@ class Beginning:
       window: sums since the last line was written.
       skipped: steps that are left out.
       init_sha256: of the weights the first step began with; "" of fresh ones.
+      lines: what the run's files of lines held up to here (see metrics.Lines.written); empty
+        before the first step.
     """
 
     done: int
@@ -31,6 +41,7 @@ class Beginning:
     window: dict[str, jax.Array]
     skipped: tuple[int, ...]
     init_sha256: str
+    lines: dict[str, Any]
 
 
 class Beginnings:
@@ -48,25 +59,45 @@ class Beginnings:
         self._shardings = jax.tree.map(lambda s: s.sharding, self._abstract)
         self._asked = 0
 
-    def find(self, saved: Checkpoints, at_most: int | None = None) -> Beginning:
+    def find(self, saved: Checkpoints) -> Beginning:
         """The newest checkpoint that can be used; damaged ones before it are put aside.
 
-        Args:
-          saved: of the run.
-          at_most: none of a later step; any if None.
-
         Raises:
-          InputError: all are damaged, or of another corpus, or the processes see different ones.
+          InputError: all are damaged, or of another corpus.
+          Unavailable: the storage does not answer, or the processes see different checkpoints.
         """
-        self._asked += 1
-        # Until then the first may be removing some.
-        self.peers.agree(f"last save {self._asked}", "")
+        self._agree_on_steps(saved)
+        return self._restore(saved, None)
+
+    def find_before(self, saved: Checkpoints, first: int) -> Beginning | None:
+        """As `find`, of a step up to `first`; the newer ones are removed.
+
+        Returns:
+          None, and nothing was removed, if too much would be done again: `divergence.can_go_back`.
+        """
+        try:
+            saved.finish()
+        except Unavailable:
+            if self.peers.count > 1:
+                raise  # the others wait for it, inside Orbax; one process goes back past it
+        self._agree_on_steps(saved)
+        if not divergence.can_go_back(saved.steps, first, self.job.claim.run.checkpoint_every):
+            return None
+        found = self._restore(saved, first)
+        saved.forget_after(first)
+        # Until then the first process may be removing some.
+        self.peers.agree(f"removed {self._asked}", "")
         saved.look_again()
-        self.peers.require_same(
-            f"checkpoints {self._asked}",
-            {"checkpoints": ", ".join(map(str, saved.steps))},
-            "wait until all see the same files",
-        )
+        return found
+
+    def _agree_on_steps(self, saved: Checkpoints) -> None:
+        """Raises Unavailable unless all processes see the same checkpoints."""
+        self._asked += 1
+        # Until then the first process may be saving one.
+        self.peers.agree(f"last save {self._asked}", "")
+        self._require_same_view(saved)
+
+    def _restore(self, saved: Checkpoints, at_most: int | None) -> Beginning:
         restored = saved.newest(self._abstract, at_most, self._agreed)
         if restored is None:
             return self._first()
@@ -82,7 +113,8 @@ class Beginnings:
         window = feed.put(window, mesh_lib.replicated(self.mesh))
         skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)
         began_with = restored.metadata["init_sha256"]
-        return Beginning(restored.step, restored.state, window, skipped, began_with)
+        lines = restored.metadata.get("lines", {})
+        return Beginning(restored.step, restored.state, window, skipped, began_with, lines)
 
     def leave_out(self, state: step.State, steps: tuple[int, ...]) -> step.State:
         """The state with these steps among those that are left out."""
@@ -90,8 +122,25 @@ class Beginnings:
         slots[: len(steps)] = steps
         return state | {"skipped_steps": feed.put(slots, self._shardings["skipped_steps"])}
 
-    def _agreed(self, number: int, complaint: str) -> str:
-        return self.peers.complaint(f"checkpoint {number}, {self._asked}", complaint)
+    def _require_same_view(self, saved: Checkpoints) -> None:
+        """Waits until all processes see the same checkpoints; raises Unavailable if they do not."""
+        for look in itertools.count():
+            saved.look_again()
+            difference = self.peers.difference(
+                f"checkpoints {self._asked}, look {look}",
+                {"checkpoints": ", ".join(map(str, saved.steps))},
+                "run again once all see the same files",
+            )
+            if not difference:
+                return
+            if look == len(_LOOKS):
+                self.peers.agree(f"view {self._asked}", difference, Unavailable)
+            time.sleep(_LOOKS[look])
+
+    def _agreed(self, what: str, complaint: str) -> str:
+        # One may have tried to read until it gives up, and then all end with its line.
+        where = f"checkpoint {what}, {self._asked}"
+        return self.peers.complaint(where, complaint, patience=2 * retry.GIVE_UP)
 
     def _put_aside(self, saved: Checkpoints, restored: Restored) -> None:
         """Of those that are older than the one restored, where nothing can be said of them."""
@@ -115,4 +164,4 @@ class Beginnings:
             lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(self.mesh)
         )
         state, sha256 = self.job.begin(make())
-        return Beginning(0, state, window(), (), sha256)
+        return Beginning(0, state, window(), (), sha256, {})

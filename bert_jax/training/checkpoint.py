@@ -4,13 +4,16 @@ A checkpoint is the state of training.step and a little JSON beside it: what the
 ran on, and the metrics summed since the last line was written, so that the lines of a resumed run
 are those of an uninterrupted one. The JSON holds a checksum of every array, the same on any mesh,
 and one of itself: Orbax restores a flipped bit without a word.
+
+A checkpoint is damaged only if it was read whole and is wrong: its arrays have other checksums, or
+Orbax fails twice to restore what can be read plainly, byte by byte, in between. A network or a
+machine that fails for a while says nothing about it: reading is tried again, for ten minutes.
 """
 
 import contextlib
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -21,13 +24,16 @@ from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Run
+from bert_jax.errors import Unavailable
 from bert_jax.section import Section
+from bert_jax.storage import mirror, retry
+from bert_jax.storage.workdir import DiskFull, absolute, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import silence
 from bert_jax.training.checksums import checksums, path_of
 from bert_jax.training.kept import Kept
-from bert_jax.workdir import absolute, named_errors
 
+T = TypeVar("T")
 Claim = TypeVar("Claim", bound=Section)
 FORMAT_VERSION = 2
 _UNSEALED_VERSION = 1  # had no checksums
@@ -37,15 +43,12 @@ ASIDE = "damaged-"
 # Orbax's, after the step of one that is not whole; it removes them before it saves.
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
-# What is no damage, as Orbax and those below it say it: no memory, no right, no answer.
-_NOT_DAMAGE = re.compile(
-    r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|Permission denied|UNAVAILABLE|DEADLINE_EXCEEDED"
-    r"|UNAUTHENTICATED"
-)
+# Bytes that are read at a time where only it matters that they can be.
+_CHUNK = 2**24
 
 
 class Damaged(InputError):
-    """A checkpoint that cannot be read, or holds other bits than were saved."""
+    """A checkpoint that was read whole and is not what was saved."""
 
 
 @dataclasses.dataclass
@@ -75,12 +78,20 @@ class Checkpoints:
       folder: where they are.
       run: which are kept.
       access: whether this is the run itself.
+      say: is told, once each time, that the storage does not answer and is waited for.
     """
 
-    def __init__(self, folder: epath.Path, run: Run, access: Literal["read", "write"]):
+    def __init__(
+        self,
+        folder: epath.Path,
+        run: Run,
+        access: Literal["read", "write"],
+        say: Callable[[str], None] | None = None,
+    ):
         silence.keep()
-        self._folder, self._access = folder, access
+        self._folder, self._access, self._say = folder, access, say
         self._kept = Kept(run)
+        self._was_allowed = False
         self._opened: ocp.training.Checkpointer | None = None
 
     @property
@@ -100,24 +111,26 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, the newest first; one may be damaged nevertheless."""
-        with named_errors(self._folder):
+
+        def found() -> list[int]:
             if not self._folder.exists():
                 return []
             return sorted(checkpoint_steps(absolute(self._folder)), reverse=True)
+
+        return self._again(found)
 
     def finish(self) -> None:
         """Waits until what is being saved is on disk; a save that fails leaves nothing.
 
         Raises:
           InputError: it could not be written; DiskFull of a full disk.
+          Unavailable: it could not be written for now. What was saved before stands, and the next
+            save begins afresh.
         """
-        try:
-            with named_errors(self._folder):
-                if self._opened is not None:
-                    self._opened.wait()
-        except InputError:
-            self._remove_unfinished()
-            raise
+        if self._opened is None:
+            return
+        with self._writing():
+            self._opened.wait()
 
     def save(
         self, step: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
@@ -132,6 +145,7 @@ class Checkpoints:
 
         Raises:
           InputError: it cannot be written; DiskFull of a full disk.
+          Unavailable: it cannot be written for now.
         """
         metadata = {
             "format_version": FORMAT_VERSION,
@@ -141,7 +155,7 @@ class Checkpoints:
             **metadata,
         }
         self._kept.losses[step] = held_out_loss
-        with named_errors(self._folder):
+        with self._writing():
             self._checkpointer.save_async(
                 step,
                 state,
@@ -153,24 +167,32 @@ class Checkpoints:
         """What was saved beside the state.
 
         Raises:
-          Damaged: it cannot be read, or is not what was written.
-          InputError: it is of another format.
+          Damaged: it is not what was written.
+          InputError: it is of another format, or may not be read.
+          Unavailable: the storage has not answered for ten minutes.
         """
-        with self._damage(step), _alone():
-            found = ocp.metadata(absolute(self._folder / str(step))).custom_metadata
+        folder = self._folder / str(step)
+
+        def read() -> dict[str, Any]:
+            with _alone():
+                found = ocp.metadata(absolute(folder)).custom_metadata
             if not isinstance(found, dict) or not found:
                 raise ValueError("nothing says what run it belongs to")
             version = found.get("format_version")
             said = found.pop("sha256", None)
             if version != _UNSEALED_VERSION and said != _sha256(found):
                 raise ValueError("what is said of it was changed")
-            if version == FORMAT_VERSION:
-                if found["step"] != step:
-                    raise ValueError(f"it is of step {found['step']}")
-                return found
+            if version == FORMAT_VERSION and found["step"] != step:
+                raise ValueError(f"it is of step {found['step']}")
+            return found
+
+        found = self._read(step, "metadata", read)
+        version = found.get("format_version")
+        if version == FORMAT_VERSION:
+            return found
         raise InputError(
-            f"{self._folder / str(step)}: format_version {version!r}, this version reads "
-            f"{FORMAT_VERSION}; use the bert-jax that wrote it"
+            f"{folder}: format_version {version!r}, this version reads {FORMAT_VERSION}; use the "
+            "bert-jax that wrote it"
         )
 
     def claim(self, step: int, kind: type[Claim] = Experiment) -> Claim:
@@ -191,17 +213,40 @@ class Checkpoints:
             tree restores that part.
 
         Raises:
-          Damaged: it cannot be read, or is not what was written.
+          Damaged: it is not what was written.
           InputError: it is of another format, may not be read, or does not fit into memory.
+          Unavailable: the storage has not answered for ten minutes.
         """
-        metadata = self.metadata(step)
-        with mesh_lib.named_memory(), self._damage(step), _alone():
-            state = ocp.load(absolute(self._folder / str(step)), abstract_state)
-            said = metadata["checksums"]
-            for name, found in checksums(state).items():
-                if said.get(name) != found:
-                    raise ValueError(f"{name} is not what was saved")
+        metadata, state = self._load(step, abstract_state)
+        changed = self._changed(step, metadata, state)
+        if changed:
+            raise Damaged(changed)
         return Restored(step, state, metadata, {})
+
+    def _load(self, step: int, abstract_state: Any) -> tuple[dict[str, Any], Any]:
+        """The metadata and the state of a step; each process reads by itself."""
+        metadata = self.metadata(step)
+
+        def read() -> Any:
+            with mesh_lib.named_memory(), _alone():
+                state = ocp.load(absolute(self._folder / str(step)), abstract_state)
+            for path, leaf in jax.tree.leaves_with_path(state):
+                if not isinstance(leaf, jax.Array):
+                    raise ValueError(f"{path_of(path)} is not there")
+            return state
+
+        return metadata, self._read(step, "all", read)
+
+    def _changed(self, step: int, metadata: dict[str, Any], state: Any) -> str:
+        """A complaint about arrays that are not what was saved; "" if all are.
+
+        All processes that hold a part of the state compute its checksums together.
+        """
+        saved = metadata["checksums"]
+        with mesh_lib.named_memory():
+            found = checksums(state)
+        names = [name for name, checksum in found.items() if saved.get(name) != checksum]
+        return self._damage(step, f"{names[0]} is not what was saved") if names else ""
 
     def abstract_state(self, step: int, place: jax.sharding.Sharding) -> Any:
         """All that a checkpoint holds, as `restore` takes it, whatever it is of.
@@ -213,43 +258,51 @@ class Checkpoints:
         Raises:
           Damaged: it cannot be read, or does not hold what was written.
         """
-        said = self.metadata(step)["checksums"]
-        with self._damage(step), _alone():
-            tree = ocp.metadata(absolute(self._folder / str(step))).metadata
-            if {path_of(path) for path, _ in jax.tree.leaves_with_path(tree)} != said.keys():
+        saved = self.metadata(step)["checksums"]
+
+        def read() -> Any:
+            with _alone():
+                tree = ocp.metadata(absolute(self._folder / str(step))).metadata
+            if {path_of(path) for path, _ in jax.tree.leaves_with_path(tree)} != saved.keys():
                 raise ValueError("it lists other arrays than were saved")
             return jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree
             )
 
+        return self._read(step, "all", read)
+
     def newest(
         self,
         abstract_state: Any,
         at_most: int | None = None,
-        agreed: Callable[[int, str], str] = lambda step, complaint: complaint,
+        agreed: Callable[[str, str], str] = lambda what, complaint: complaint,
     ) -> Restored | None:
         """The newest checkpoint that is not damaged; None if there is none at all.
 
         Args:
           abstract_state: see `restore`.
           at_most: no newer one than of this step; any if None.
-          agreed: (step, complaint) to the complaint of all processes; "" if nobody has any.
+          agreed: (what was done, complaint) to the complaint of all processes; "" if nobody has
+            any. All come to it before they compute anything together.
 
         Raises:
           InputError: see `restore`; or all are damaged.
+          Unavailable: see `restore`.
         """
         damaged: dict[int, str] = {}
         for step in self.steps:
             if at_most is not None and step > at_most:
                 continue
-            restored, complaint = None, ""
+            metadata, state, complaint = {}, None, ""
             try:
-                restored = self.restore(step, abstract_state)
+                metadata, state = self._load(step, abstract_state)
             except Damaged as error:
                 complaint = str(error)
-            complaint = agreed(step, complaint)
-            if restored is not None and not complaint:
-                return dataclasses.replace(restored, damaged=damaged)
+            complaint = agreed(f"{step} read", complaint)
+            if not complaint:
+                complaint = agreed(f"{step} checked", self._changed(step, metadata, state))
+            if not complaint:
+                return Restored(step, state, metadata, damaged)
             damaged[step] = complaint
         if damaged:
             raise InputError(
@@ -307,17 +360,27 @@ class Checkpoints:
 
     def set_aside(self, step: int) -> epath.Path:
         """Renames a damaged checkpoint, so that it is no longer counted; by one process for all."""
-        number = 0
-        while (aside := self._folder / f"{ASIDE}{step}{f'-{number}' if number else ''}").exists():
-            number += 1
-        with named_errors(self._folder):
-            (self._folder / str(step)).rename(aside)
-        return aside
+        folder = self._folder / str(step)
+
+        def rename() -> epath.Path:
+            number = 0
+            while (aside := self._aside(step, number)).exists():
+                number += 1
+            # In a bucket it may have been moved in part, before a fault: the rest goes beside it.
+            if number == 0 or folder.exists():
+                folder.rename(aside)
+                return aside
+            return self._aside(step, number - 1)
+
+        return self._again(rename)
+
+    def _aside(self, step: int, number: int) -> epath.Path:
+        return self._folder / f"{ASIDE}{step}{f'-{number}' if number else ''}"
 
     def look_again(self) -> None:
         """To be called once some were taken away: else their steps, done again, cannot be saved."""
         if self._opened is not None:
-            self._opened.reload()
+            self._again(self._opened.reload)
 
     def forget_after(self, step: int) -> None:
         """Removes newer checkpoints: of steps that will be done again, otherwise.
@@ -327,34 +390,85 @@ class Checkpoints:
         self.finish()
         if jax.process_index():
             return
+        for newer in [number for number in self.steps if number > step]:
+            self._again(lambda number=newer: self._remove(number))
+
+    def _remove(self, step: int) -> None:
+        # Half removed under its own name it would be a damaged one, perhaps the last.
+        gone = self._folder / f"{step}{_UNFINISHED}"
+        gone.rmtree(missing_ok=True)
+        if (self._folder / str(step)).exists():
+            (self._folder / str(step)).rename(gone)
+            gone.rmtree()
+
+    def _again(self, work: Callable[[], T]) -> T:
+        """Does what can be repeated with the folder, again after each passing fault."""
         with named_errors(self._folder):
-            for newer in self.steps:
-                if newer > step:
-                    # Half removed under its own name it would be a damaged one, perhaps the last.
-                    gone = self._folder / f"{newer}{_UNFINISHED}"
-                    gone.rmtree(missing_ok=True)
-                    (self._folder / str(newer)).rename(gone)
-                    gone.rmtree()
+            denied = "wait" if self._was_allowed else "refuse"
+            done = retry.again(work, str(self._folder), denied=denied, say=self._say)
+        self._was_allowed = mirror.is_bucket(self._folder)  # whose tokens expire
+        return done
+
+    def _read(self, step: int, part: Literal["metadata", "all"], read: Callable[[], T]) -> T:
+        """Reads something of a checkpoint, again after each passing fault.
+
+        Args:
+          step: of the checkpoint.
+          part: of its files that is read.
+          read: raises anything if the storage does not answer, or the checkpoint is damaged.
+
+        Raises:
+          Damaged: `read` fails also once all the files could be read plainly.
+        """
+
+        def once() -> T:
+            try:
+                return read()
+            except Exception as error:
+                if _is_no_damage(error):
+                    raise
+            _read_plainly(self._folder / str(step), part)
+            try:
+                return read()
+            except Exception as error:
+                if _is_no_damage(error):
+                    raise
+                reason = str(error).split("\n")[0][:200]
+                raise Damaged(self._damage(step, reason)) from error
+
+        return self._again(once)
+
+    def _damage(self, step: int, reason: str) -> str:
+        return f"{self._folder / str(step)}: damaged, cannot be restored ({reason})"
 
     @contextlib.contextmanager
-    def _damage(self, step: int) -> Iterator[None]:
-        """Orbax raises many kinds of error; most mean that the folder is not as it was saved."""
-        folder = self._folder / str(step)
+    def _writing(self) -> Iterator[None]:
+        """Names errors of a save; one that failed leaves nothing."""
         try:
-            yield
-        except (InputError, MemoryError, jax.errors.JaxRuntimeError):
-            raise
+            with named_errors(self._folder):
+                yield
         except Exception as error:
+            if isinstance(error, DiskFull) or not (
+                retry.is_transient(error) or retry.is_denied(error)
+            ):
+                self._remove_unfinished()
+                raise
+            # What Orbax remembers of its checkpoints may be wrong now.
+            opened, self._opened = self._opened, None
+            with contextlib.suppress(Exception):
+                if opened is not None:
+                    opened.close()
+            self._remove_unfinished()
             reason = str(error).split("\n")[0][:200]
-            if _NOT_DAMAGE.search(str(error)):
-                raise InputError(f"{folder}: cannot be read now ({reason}); run again") from error
-            raise Damaged(f"{folder}: damaged, cannot be restored ({reason})") from error
+            raise Unavailable(
+                f"{self._folder}: a checkpoint could not be written for now ({reason})"
+            ) from error
 
     def close(self) -> None:
         """Finishes what is being saved; a save that failed leaves nothing."""
         try:
-            with named_errors(self._folder):
-                if self._opened is not None:
+            if self._opened is not None:
+                with self._writing():
                     self._opened.close()
         finally:
             self._remove_unfinished()
@@ -363,7 +477,7 @@ class Checkpoints:
         """Else a full disk would stay full. Nothing is being saved any more."""
         if self._access == "read" or jax.process_index():
             return
-        with contextlib.suppress(OSError, ValueError):  # epath's word for a folder not empty
+        with contextlib.suppress(Exception):  # Orbax does the same where it begins to save
             for path in self._folder.glob(f"*{_UNFINISHED}"):
                 path.rmtree()
             self._folder.rmdir()
@@ -394,6 +508,24 @@ def _alone() -> ocp.Context:
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
     )
     return _context(multiprocessing_options=alone)
+
+
+def _is_no_damage(error: Exception) -> bool:
+    """Whether an error says nothing about what was saved."""
+    named = isinstance(error, InputError | Unavailable | MemoryError | jax.errors.JaxRuntimeError)
+    return named or retry.is_transient(error) or retry.is_denied(error)
+
+
+def _read_plainly(folder: epath.Path, part: Literal["metadata", "all"]) -> None:
+    """Reads files to their ends, in vain: raises what keeps them from being read, if anything."""
+    with contextlib.suppress(FileNotFoundError):  # which is no word about those that are there
+        for path in folder.iterdir():
+            if not path.is_dir():
+                with path.open("rb") as file:
+                    while file.read(_CHUNK):
+                        pass
+            elif part == "all":
+                _read_plainly(path, part)
 
 
 def _sha256(metadata: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Compiled programs, kept on this machine: what starts again need not compile again."""
+"""Compiled programs, kept: what starts again need not compile again."""
 
 import contextlib
 import hashlib
@@ -10,8 +10,8 @@ import time
 import jax
 from etils import epath
 
+from bert_jax.storage.workdir import cache_folder
 from bert_jax.training.environment import environment
-from bert_jax.workdir import cache_folder
 
 # Of compiled programs kept for one environment; the ones not used for longest go first.
 _COMPILED_BYTES = 2**30
@@ -20,18 +20,42 @@ _COMPILED_SECONDS = 30 * 24 * 3600
 _ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 
 
-def keep_compiled_programs() -> None:
-    """Keeps what is compiled from now on in the user's cache folder, and finds it there.
+def keep_compiled_programs(shared: epath.Path | None = None) -> None:
+    """Keeps what is compiled from now on, and finds what was compiled before.
 
-    JAX_COMPILATION_CACHE_DIR names another place (a bucket that hosts share, say); empty: none.
+    Of several processes jax lets the first alone write, so hosts that share nothing but a bucket
+    keep programs there, and a pod that starts again compiles nothing. A bucket that fails costs a
+    warning and the time to compile. JAX_COMPILATION_CACHE_DIR names another place; empty: none.
+
+    Args:
+      shared: folder of a run in a bucket; None: the user's cache folder on this machine.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    # A CPU's programs use what that very CPU can do; home folders are shared between machines.
-    name = hashlib.sha256(json.dumps(environment()).encode()).hexdigest()[:16]
-    forget_old_environments(cache_folder(), name)
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / name))
-    jax.config.update("jax_compilation_cache_max_size", _COMPILED_BYTES)
+    of = environment()
+    if jax.default_backend() == "cpu":
+        _share_between_cpus()
+    else:
+        # A CPU's programs use what that very CPU can do; hosts of other devices share theirs.
+        of = {name: value for name, value in of.items() if name not in ("cpu", "threads")}
+    name = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
+    if shared is not None:
+        folder, most = shared / name, -1  # a limit would need a lock, which no bucket has
+    else:
+        folder, most = cache_folder() / name, _COMPILED_BYTES
+        forget_old_environments(cache_folder(), name)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", most)
+
+
+def _share_between_cpus() -> None:
+    """Leaves out of jax's keys what differs between processes on CPUs: which devices are their own.
+
+    The folder's name says what of the machine matters, and a key which devices a program is for.
+    """
+    from jax._src import cache_key  # jax has no public name for it
+
+    cache_key._hash_accelerator_config = cache_key._hash_devices
 
 
 def forget_old_environments(cache: epath.Path, ours: str) -> None:

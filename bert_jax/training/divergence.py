@@ -48,6 +48,27 @@ def left_out(skipped: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:
     return tuple(sorted(known.union(bad, [first]))), first
 
 
+def can_go_back(checkpoints: Iterable[int], first: int, every: int) -> bool:
+    """Whether the newest state before a step is near enough for a roll-back to go on from it.
+
+    A run that rolls back again and again needs older and older checkpoints, while only the newest
+    are kept. What is older still, one kept for good or for its loss, or the state before step 0,
+    may be thousands of steps away: to do them again is not for the run to decide.
+
+    Args:
+      checkpoints: steps of those that are there.
+      first: the step from which all is done again.
+      every: steps from one checkpoint to the next.
+
+    Returns:
+      True where no checkpoint is newer than `first` (a run that is killed goes on from the newest
+      as well), or where at most two intervals are done again.
+    """
+    steps = list(checkpoints)
+    before = max((step for step in steps if step <= first), default=0)
+    return max(steps, default=0) <= first or first - before < 2 * every
+
+
 def too_many(skipped: tuple[int, ...]) -> bool:
     """Whether a run cannot leave out so many steps."""
     return len(skipped) > SKIPPED_STEPS

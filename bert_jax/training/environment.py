@@ -22,6 +22,7 @@ def environment() -> dict[str, Any]:
     """What arithmetic depends on beside the run: equal environments give equal bits."""
     return {
         "versions": versions(),
+        "python": platform.python_version(),
         "devices": [jax.devices()[0].device_kind, jax.device_count()],
         "processes": jax.process_count(),
         "cpu": _cpu_model(),

@@ -1,7 +1,7 @@
 """Batches to devices. Grain carries them; it holds no state of ours.
 
-A batch is a function of its step (data.batches), so the feed starts at any step and a checkpoint
-need not know of it.
+A batch is a function of its step (data.batches), so the feed starts at any step, a checkpoint need
+not know of it, and a process that makes batches may be killed: another one makes them again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +18,11 @@ from bert_jax.data.batches import Batch
 
 MakeBatch = Callable[[int, np.ndarray], Batch]
 
+# Of what Grain raises when a process of its own ends by itself.
+_WORKER_DIED = "Worker process was terminated unexpectedly"
+# How often that may happen in one phase.
+_DEATHS = 3
+
 
 class Feed:
     """Iterates over the global batches of steps [first, last), each cut over the devices.
@@ -30,6 +35,7 @@ class Feed:
       sharding: how rows lie over devices.
       prefetch: batches made ahead.
       workers: processes that make them; 0 makes them in a thread.
+      say: is told of workers that died.
     """
 
     def __init__(
@@ -41,32 +47,64 @@ class Feed:
         sharding: NamedSharding,
         prefetch: int,
         workers: int,
+        say: Callable[[str], None],
     ):
+        self._make_batch, self._next, self._last = make_batch, first, last
         self._sharding = sharding
         self._batch_size = batch_size
         self._rows = local_rows(sharding, batch_size)
-        rows = self._rows
+        self._prefetch, self._workers, self._say = prefetch, workers, say
+        self._deaths = 0
+        self._iterator = self._host_batches()
+
+    def _host_batches(self) -> grain.DatasetIterator:
+        """Batches from the next step on."""
+        make_batch, rows = self._make_batch, self._rows
 
         def host_batch(step: int) -> Batch:
             return make_batch(int(step), rows)
 
-        steps = grain.MapDataset.range(first, last).map(host_batch)
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+        steps = grain.MapDataset.range(self._next, self._last).map(host_batch)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)
         dataset = steps.to_iter_dataset(options)
-        if workers:
+        if self._workers:
             if not flags.FLAGS.is_parsed():  # Grain's workers read absl flags
                 flags.FLAGS.mark_as_parsed()
             dataset = dataset.mp_prefetch(
-                grain.MultiprocessingOptions(workers, per_worker_buffer_size=prefetch),
+                grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._prefetch),
                 worker_init_fn=_die_with_parent,
             )
-        self._iterator = iter(dataset)
+        return iter(dataset)
 
     def __iter__(self) -> Iterator[dict[str, jax.Array]]:
         return self
 
     def __next__(self) -> dict[str, jax.Array]:
-        return place(next(self._iterator), self._rows, self._batch_size, self._sharding)
+        while True:
+            try:
+                batch = next(self._iterator)
+                break
+            except RuntimeError as error:
+                if not (self._workers and _WORKER_DIED in str(error)):
+                    raise
+                self._replace_workers()
+        self._next += 1
+        return place(batch, self._rows, self._batch_size, self._sharding)
+
+    def _replace_workers(self) -> None:
+        """Goes on with new processes or, where they die again and again, without any."""
+        self._iterator.close()
+        self._deaths += 1
+        if self._deaths < _DEATHS:
+            self._say(f"data: a worker process was killed; {self._workers} new ones go on")
+        else:
+            self._say(
+                f"data: worker processes were killed {_DEATHS} times; batches are made without "
+                "them from here on. Has the machine too little memory for "
+                f"run.data_workers={self._workers}?"
+            )
+            self._workers = 0
+        self._iterator = self._host_batches()
 
     def __enter__(self) -> "Feed":
         return self

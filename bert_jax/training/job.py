@@ -1,5 +1,6 @@
 """What the loop is given to do: pre-training, or a task."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -20,6 +21,8 @@ class Stretch(NamedTuple):
       steps: how many.
       batch_size: global rows a step.
       batch: (step of the stretch, rows) to these rows of its batch, on the host.
+      ready: whether a step's batch can be made at once; if not, what it waits for is under way.
+      close: ends what is under way.
     """
 
     number: int
@@ -27,6 +30,8 @@ class Stretch(NamedTuple):
     steps: int
     batch_size: int
     batch: MakeBatch
+    ready: Callable[[int], bool] = lambda step: True
+    close: Callable[[], None] = lambda: None
 
 
 class Job(Protocol):
@@ -72,6 +77,9 @@ class Job(Protocol):
 
     def prepare(self, processes: int) -> None:
         """Makes what is learned from, or finds it; on one process for all."""
+
+    def fetch(self) -> None:
+        """Copies what was prepared to this machine, if need be; on all processes, for as long."""
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """Opens what was prepared. What is named above is known from here on, and what is below.

@@ -8,9 +8,10 @@ from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Experiment, Finetuning, InputError
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import Workdir, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import ASIDE, Checkpoints, Damaged
-from bert_jax.workdir import Workdir, named_errors
 
 
 def listing(folder: epath.Path) -> Iterator[str]:
@@ -59,10 +60,10 @@ def verify(folder: epath.Path) -> Iterator[tuple[int, str]]:
 
 
 def _open(folder: epath.Path) -> tuple[Experiment | Finetuning, Workdir, Checkpoints]:
-    workdir = Workdir(folder)
+    workdir = mirror.opened(folder)
     tuned = resolve.holds_finetuning(workdir)
     claim = resolve.load_saved(workdir, Finetuning if tuned else Experiment)
-    if not workdir.checkpoints.exists():
+    if not mirror.names(workdir.checkpoints):
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     return claim, workdir, Checkpoints(workdir.checkpoints, claim.run, "read")
 

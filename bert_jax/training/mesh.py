@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bert_jax.config import InputError, Mesh
+from bert_jax.errors import Unavailable
 
 TENSOR = "tensor"
 
@@ -62,6 +63,10 @@ def _all_devices() -> Sequence[jax.Device]:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # jax starts its backends here
         asked = os.environ.get("JAX_PLATFORMS", "")
+        if re.search(r"\b(UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|INTERNAL)\b", str(error)):
+            raise Unavailable(
+                f"JAX_PLATFORMS={asked}: the devices do not start ({error})"
+            ) from error
         reason = str(error).split("\n")[0][:200]
         raise InputError(
             f"JAX_PLATFORMS={asked}: no such device can be used here"

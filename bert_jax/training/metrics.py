@@ -5,6 +5,7 @@ two runs of the same claim, one of them killed and resumed as often as you like,
 bytes. What depends on the machine and the hour stands in timings.jsonl.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -15,9 +16,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from bert_jax.bucket import Growing, is_bucket
 from bert_jax.config import InputError
-from bert_jax.workdir import DiskFull, named_errors, no_link, write_atomic
+from bert_jax.storage.workdir import DiskFull, named_errors, no_link, write_atomic
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
 
@@ -82,8 +82,6 @@ def next_sentence_error(accuracy: float, count: float) -> float:
 class Lines:
     """A file of JSON lines, each with a `step`, flushed as it is written.
 
-    In a bucket, where nothing can be appended, it is written now and then, and by `flush`.
-
     Args:
       path: of the file.
       when_full: whether a full disk is an error, or lines wait until there is space.
@@ -91,17 +89,11 @@ class Lines:
 
     def __init__(self, path: epath.Path, when_full: Literal["stop", "go_on"] = "stop"):
         self._path, self._when_full = path, when_full
-        self._object = Growing(path) if is_bucket(path) else None
         self._waiting = ""
 
     def append(self, line: dict[str, Any]) -> None:
         """Adds a line, with numbers that read back as the same bits."""
-        text = json.dumps(line, allow_nan=False) + "\n"
-        if self._object is not None:
-            with named_errors(self._path):
-                self._object.append(text)
-            return
-        self._waiting += text
+        self._waiting += json.dumps(line, allow_nan=False) + "\n"
         try:
             self._write()
         except DiskFull:
@@ -123,10 +115,7 @@ class Lines:
 
     def flush(self) -> None:
         """Writes what is not written yet: whatever may follow, these lines are there."""
-        if self._object is not None:
-            with named_errors(self._path):
-                self._object.write()
-        elif self._waiting:
+        if self._waiting:
             self._write()
 
     def read(self) -> list[dict[str, Any]]:
@@ -154,23 +143,76 @@ class Lines:
                 )
         return lines
 
-    def forget_after(self, step: int) -> None:
-        """Drops lines of steps that will be done again, those not yet written among them."""
+    def forget_after(self, step: int, written: dict[str, Any] | None = None) -> None:
+        """Drops lines of steps that will be done again, those not yet written among them.
+
+        A file that is not there is taken for removed on purpose.
+
+        Args:
+          step: up to which lines are kept.
+          written: what `written` said when the checkpoint of this step was saved; None: nothing.
+
+        Raises:
+          InputError: the lines up to the step are not those.
+        """
         self.flush()
+        damage = self.damage(step, written) if written else ""
+        if damage:
+            raise InputError(
+                f"{self._path}: damaged, {damage}; put the whole file back, or remove it to go on "
+                "without its lines"
+            )
         lines = [line for line in self.read() if line["step"] <= step]
         if self._path.exists():
             write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
-        if self._object is not None:
-            self._object = Growing(self._path)  # the other still has them all
+
+    def written(self) -> dict[str, Any]:
+        """Returns how many lines there are, and their SHA-256; see `damage`."""
+        with named_errors(self._path):
+            data = self._path.read_bytes() if self._path.exists() else b""
+        return _tally(data.splitlines(keepends=True))
+
+    def damage(self, step: int, written: dict[str, Any]) -> str:
+        """Returns what is wrong with the lines up to a checkpoint, in words; "" if nothing is.
+
+        Args:
+          step: of the checkpoint.
+          written: what `written` said when it was saved.
+        """
+        if not self._path.exists():
+            return ""
+        with named_errors(self._path):
+            data = self._path.read_bytes().splitlines(keepends=True)
+        found = _tally(data[: sum(line["step"] <= step for line in self.read())])
+        if found == written:
+            return ""
+        if found["lines"] < written["lines"]:
+            return (
+                f"{written['lines'] - found['lines']} of the {written['lines']} lines up to step "
+                f"{step} are missing"
+            )
+        return f"the lines up to step {step} are not those that were written"
+
+
+def _tally(lines: list[bytes]) -> dict[str, Any]:
+    return {"lines": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
 
 
 class NoLines(Lines):
     """Takes lines and keeps none: one process of several writes."""
 
+    def read(self) -> list[dict[str, Any]]:
+        """None: the file may be another process's, or left from another start."""
+        return []
+
+    def written(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
     def append(self, line: dict[str, Any]) -> None:
         """Does nothing."""
 
-    def forget_after(self, step: int) -> None:
+    def forget_after(self, step: int, written: dict[str, Any] | None = None) -> None:
         """Does nothing."""
 
 

@@ -27,10 +27,10 @@ import jax
 from etils import epath
 
 from bert_jax import errors
-from bert_jax.config import InputError
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage.workdir import write_atomic
 from bert_jax.training import roll_call
 from bert_jax.training.roll_call import Place
-from bert_jax.workdir import write_atomic
 
 # Seconds to wait for the others at the start, unless BERT_JAX_ARRIVE_WITHIN says otherwise.
 _ARRIVE = 300.0
@@ -41,6 +41,13 @@ _SLICE = 1_000  # milliseconds between looks at whether another has failed
 _DAY = 86_400_000
 # How computations say that another process, or its coordinator, has gone.
 _LOST = re.compile(r"Gloo|NCCL|Connection (closed|reset)|Socket closed|UNAVAILABLE|heartbeat")
+# How computations say that a device, or what drives it, has failed: not the program.
+_BROKEN = re.compile(
+    r"^(INTERNAL|DATA_LOSS|ABORTED|CANCELLED|UNKNOWN|UNAVAILABLE|DEADLINE_EXCEEDED)\b"
+)
+# How a TPU says that its arithmetic differs from one time to the next.
+_CORRUPT = re.compile(r"\bsdc\b|silent data corruption", re.IGNORECASE)
+_COMPILER = re.compile(r"[Cc]ompil|Mosaic|lower")  # which refuses the same program every time
 _FEW = 4  # differences that are named
 
 
@@ -57,6 +64,7 @@ class Peers:
         self._store, self._limit = store, limit
         self._me = f"process {number} ({socket.gethostname()})"
         self._failure: dict[str, Any] | None = None
+        self._agreed: BaseException | None = None  # what all processes raise alike
         self._unwind = _UNWIND
         self._ending = threading.Lock()
         self._clean: Callable[[], None] = lambda: None
@@ -68,40 +76,71 @@ class Peers:
         """Whether this is process 0: the one that writes."""
         return self.number == 0
 
-    def complaint(self, what: str, complaint: str) -> str:
+    def complaint(self, what: str, complaint: str, patience: float = 0.0) -> str:
         """Goes on when all processes have come here.
 
         Args:
           what: names the place; each is come to once.
           complaint: of this process; "" for none.
+          patience: seconds that one may take longer than another, beside the usual.
 
         Returns:
           The complaint of the first process that has one, on all of them.
 
         Raises:
-          InputError: one has not come in time.
+          Unavailable: one has not come in time.
         """
         if self.count == 1:
             return complaint
         self._tell(f"{what}/{self.number}", complaint)
+        limit = self._limit + patience
         if self.leads:
-            deadline = time.monotonic() + 2 * self._limit  # they may have waited for us as long
+            deadline = time.monotonic() + 2 * limit  # they may have waited for us as long
             said = [
                 self._ask(f"{what}/{i}", deadline - time.monotonic(), i) for i in range(self.count)
             ]
             self._tell(f"{what}/verdict", next(filter(None, said), ""))
-        return self._ask(f"{what}/verdict", 3 * self._limit, 0)
+        return self._ask(f"{what}/verdict", 3 * limit, 0)
 
-    def agree(self, what: str, complaint: str) -> None:
+    def agree(
+        self, what: str, complaint: str, kind: type[InputError | Unavailable] = InputError
+    ) -> None:
         """Goes on when all processes have come here, each without a complaint; see `complaint`.
 
+        Args:
+          what: names the place; each is come to once.
+          complaint: of this process; "" for none.
+          kind: of error that a complaint is, the same on all processes.
+
         Raises:
-          InputError: the complaint of the first process that has one, on all of them; or one has
-            not come in time.
+          InputError, Unavailable: the complaint of the first process that has one, on all of them.
+          Unavailable: one has not come in time.
         """
         verdict = self.complaint(what, complaint)
         if verdict:
-            raise InputError(verdict) if self.count == 1 else _Agreed(verdict)
+            self._agreed = kind(verdict)
+            raise self._agreed
+
+    def connect(self, mesh: jax.sharding.Mesh) -> None:
+        """Lets the devices of all processes meet, so that no later computation has to wait for it.
+
+        gloo, between CPUs, gives up when a process comes to the first computation of a group of
+        devices 30 seconds after another; from then on it waits. A busy machine compiles a step
+        longer than that. So each group meets here in a computation that all have compiled before.
+        """
+        if self.count == 1 or mesh.devices.flat[0].platform != "cpu":
+            return
+        names = mesh.axis_names
+        groups = [names[i:j] for i in range(len(names)) for j in range(i + 1, len(names) + 1)]
+
+        def meet() -> list[jax.Array]:
+            return [jax.lax.psum(1.0 + jax.lax.axis_index(group), group) for group in groups]
+
+        everywhere = jax.sharding.PartitionSpec()
+        program = jax.shard_map(meet, mesh=mesh, in_specs=(), out_specs=everywhere, check_vma=False)
+        compiled = jax.jit(program).lower().compile()
+        self.agree("devices", "")
+        jax.block_until_ready(compiled())
 
     def require_same(self, what: str, facts: Mapping[str, str], remedy: str) -> None:
         """Raises InputError on all processes if one has other facts than process 0.
@@ -111,8 +150,18 @@ class Peers:
           facts: of this process, by name.
           remedy: what to do about a difference.
         """
+        self.agree(f"{what}, compared", self.difference(what, facts, remedy))
+
+    def difference(self, what: str, facts: Mapping[str, str], remedy: str) -> str:
+        """A complaint, the same on all processes, if one has other facts than process 0; else "".
+
+        Args:
+          what: names the place.
+          facts: of this process, by name.
+          remedy: what to do about a difference.
+        """
         if self.count == 1:
-            return
+            return ""
         if self.leads:
             self._tell(f"{what}/facts", json.dumps([self._me, dict(facts)]))
         leader, theirs = json.loads(self._ask(f"{what}/facts", self._limit, 0))
@@ -122,7 +171,7 @@ class Peers:
             if facts.get(name) != theirs.get(name)
         ]
         more = f" and {len(changed) - _FEW} more" if len(changed) > _FEW else ""
-        self.agree(
+        return self.complaint(
             what,
             f"{self._me} differs from {leader}: {'; '.join(changed[:_FEW])}{more}; {remedy}"
             if changed
@@ -166,6 +215,17 @@ class Peers:
         else:
             self._ask(f"{what}/done", None, 0)
 
+    def meet(self, what: str) -> None:
+        """Goes on when all processes have come here, as long as that takes."""
+        if self.count == 1:
+            return
+        self._tell(f"{what}/{self.number}", "")
+        if self.leads:
+            for number in range(self.count):
+                self._ask(f"{what}/{number}", None, number)
+            self._tell(f"{what}/all", "")
+        self._ask(f"{what}/all", None, 0)
+
     @contextlib.contextmanager
     def at_once(self, clean: Callable[[], None]) -> Iterator[None]:
         """From here on a failure anywhere ends all processes without unwinding.
@@ -187,7 +247,8 @@ class Peers:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes with one line and one exit code."""
-        line, code = errors.of_error(error)
+        named = error if self._agreed is error else named_fault(error)
+        line, code = errors.of_error(named)
         if isinstance(error, jax.errors.JaxRuntimeError) and (lost := _LOST.search(str(error))):
             reason = str(error)[lost.start() :].split("\n")[0][:200]
             line = (
@@ -195,9 +256,9 @@ class Peers:
                 "on from its newest checkpoint"
             )
             code = errors.LOST
-        elif not isinstance(error, InputError | KeyboardInterrupt) and self._failure is None:
+        elif code == errors.FAILED and self._failure is None:
             traceback.print_exception(error)
-        if not isinstance(error, _Agreed):
+        if error is not self._agreed:
             line = line.replace("bert-jax: ", f"bert-jax: {self._me}: ", 1)
         failure = {"line": line, "code": code}
         try:
@@ -224,7 +285,7 @@ class Peers:
         return self._store.blocking_key_value_get(f"bert_jax/{key}", milliseconds)
 
     def _ask(self, key: str, limit: float | None, whose: int) -> str:
-        """What process `whose` told; raises InputError if it has not within `limit` seconds."""
+        """What process `whose` told; raises Unavailable if it has not within `limit` seconds."""
         deadline = None if limit is None else time.monotonic() + limit
         while True:
             try:
@@ -233,9 +294,10 @@ class Peers:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             if self._failure is not None:
-                raise _Agreed(self._failure["line"])
+                self._agreed = Unavailable(self._failure["line"])  # which of them all end by
+                raise self._agreed
             if deadline is not None and time.monotonic() > deadline:
-                raise InputError(
+                raise Unavailable(
                     f"process {whose} has not come to {key.split('/')[0]!r} within {limit:g} "
                     "seconds; see why in its own output, and start all of them again"
                 )
@@ -273,8 +335,20 @@ class Peers:
         os._exit(failure["code"])
 
 
-class _Agreed(InputError):
-    """What all processes say alike."""
+def named_fault(error: BaseException) -> BaseException:
+    """Returns Unavailable for what a broken device or its driver says; else the error itself.
+
+    What the compiler refuses it refuses every time, and memory that does not suffice never will.
+    """
+    text = str(error)
+    reason = text.split("\n")[0][:200]
+    if not isinstance(error, RuntimeError):
+        return error
+    if _CORRUPT.search(text):
+        return Unavailable(f"a chip failed its check ({reason}); run again on another machine")
+    if _BROKEN.search(text) and not (text.startswith("INTERNAL") and _COMPILER.search(text)):
+        return Unavailable(f"a device or its driver failed ({reason}); run again to go on")
+    return error
 
 
 @contextlib.contextmanager
@@ -282,7 +356,8 @@ def connected() -> Iterator[Peers]:
     """The processes of this run, connected while entered. To be entered before jax has devices.
 
     Raises:
-      InputError: variables that do not fit, or a process that does not arrive.
+      InputError: variables that do not fit.
+      Unavailable: a process that does not arrive, or a device that fails.
     """
     peers = _connect()
     try:
@@ -291,7 +366,10 @@ def connected() -> Iterator[Peers]:
     except BaseException as error:
         if peers.count > 1:
             peers.fail(error)
-        raise
+        named = named_fault(error)
+        if named is error:
+            raise
+        raise named from error
 
 
 def _connect() -> Peers:
@@ -302,9 +380,12 @@ def _connect() -> Peers:
     if place is not None:
         roll_call.answer(place, limit)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            place.address, place.count, place.number, initialization_timeout=round(limit)
-        )
+        try:
+            jax.distributed.initialize(
+                place.address, place.count, place.number, initialization_timeout=round(limit)
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise named_fault(error) from error
     elif not (_on_tpu_host() and _found_by_jax(limit)):
         return Peers(0, 1, None, limit)
     state = _state()  # to ask jax would start its devices
@@ -365,6 +446,8 @@ def _found_by_jax(limit: float) -> bool:
         if "should be defined" in str(error) or "must be defined" in str(error):
             return False  # a TPU, and nothing that tells of others
         raise
+    except jax.errors.JaxRuntimeError as error:
+        raise named_fault(error) from error
     except Exception as error:
         reason = str(error).split("\n")[0][:200]
         raise InputError(

@@ -11,6 +11,7 @@ from etils import epath
 
 from bert_jax.config import Experiment, InputError
 from bert_jax.data import batches, corpus
+from bert_jax.data.plans import Plans
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluate as evaluate_lib
 from bert_jax.training.watch import Watched
@@ -73,23 +74,21 @@ class Prepared:
             self.stamps |= {name: _stamp(name) for name in self.stamps}
 
     def train_batches(self, experiment: Experiment, phase: int) -> batches.TrainBatches:
-        """The batches of a phase."""
+        """The batches of a phase; nothing is planned before they are asked for."""
         spec = experiment.phases[phase]
         stream = corpus.open_stream(self.folder, "train")
         files = sorted((self.folder / "stream" / "train").iterdir())
         self.stamps |= {os.fspath(path): _stamp(path) for path in files}
-        rows = batches.rows_per_epoch(
+        plans = Plans(
             stream,
-            experiment.data,
+            (experiment.seed, "train", phase),
             spec.sequence_length,
-            experiment.seed,
-            phase,
+            experiment.data.short_seq_prob,
+            self.sha256,
             self.folder / "plans.json",
         )
         shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
-        return batches.TrainBatches(
-            stream, self.ids, experiment.data, shape, experiment.seed, phase, rows
-        )
+        return batches.TrainBatches(plans, self.ids, experiment.data, shape)
 
     def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluate_lib.HeldOut:
         """The evaluation rows."""

@@ -10,7 +10,9 @@ from bert_jax import base as base_lib
 from bert_jax import resolve
 from bert_jax.config import Experiment, InputError, Mesh, Model
 from bert_jax.data import corpus
+from bert_jax.data.dataset import SPLITS
 from bert_jax.model import flops
+from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluate as evaluate_lib
 from bert_jax.training import feed, session, watch
@@ -22,7 +24,6 @@ from bert_jax.training.objective import Pretraining
 from bert_jax.training.peers import Peers
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir
 
 
 class Probes(Protocol):
@@ -151,15 +152,18 @@ class PretrainingJob:
         return changed
 
     def prepare(self, processes: int) -> None:
-        """Makes the corpus, or finds it, with all that processes would make at the same time."""
+        """Makes the corpus, or finds it, with the streams that all processes would make at once."""
         claim, folder = self.claim, self._workdir.corpus
         corpus.prepare(claim.corpus, claim.model.vocab_size, folder, self._say)
         if processes == 1:
             return
         prepared = Prepared.open(folder)
-        corpus.open_stream(folder, "validation")
-        for phase in range(len(claim.phases)):
-            prepared.train_batches(claim, phase)
+        for split in SPLITS:
+            corpus.open_stream(prepared.folder, split)
+
+    def fetch(self) -> None:
+        """See `Job`."""
+        corpus.here(self._workdir.corpus, self._say)
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """See `Job`."""
@@ -191,7 +195,15 @@ class PretrainingJob:
         number, first = self.claim.phase_at(done)
         phase = self.claim.phases[number]
         batches = self._prepared.train_batches(self.claim, number)
-        return Stretch(number, first, phase.steps, phase.batch_size, batches.batch)
+        return Stretch(
+            number,
+            first,
+            phase.steps,
+            phase.batch_size,
+            batches.batch,
+            batches.ready,
+            batches.close,
+        )
 
     def operations(self, batch: dict[str, jax.Array]) -> int:
         """See `Job`."""
@@ -266,8 +278,8 @@ class PretrainingJob:
     def watched(self, params: Any) -> list[dict[str, Any]]:
         """What the model says of a few sentences."""
         params = watch.on_one_device(params, self._mesh)
-        return self._watched.predict(params) if self._peers.leads else []
+        return [] if params is None else self._watched.predict(params)
 
     def how_to_see(self, step: int) -> str:
         """See `Job`."""
-        return f"`bert-jax show --workdir {self._workdir.root} --step {step}` shows its text"
+        return f"`bert-jax show --workdir {self._workdir.named} --step {step}` shows its text"

@@ -1,7 +1,6 @@
 """A trace of some steps, as XProf and Perfetto read it.
 
-jax traces into a local folder of this process, from which whole files go into the workdir, which
-may be a bucket:
+jax traces into a temporary folder of this process, from which whole files go into the workdir:
 
     W/profile/plugins/profile/steps_11_to_20/process_0.HOST.xplane.pb
                                              process_0.HOST.trace.json.gz
@@ -19,11 +18,11 @@ from typing import Any
 import jax
 from etils import epath
 
-from bert_jax import bucket
 from bert_jax.config import InputError
+from bert_jax.errors import Unavailable
+from bert_jax.storage.workdir import made, named_errors, new_file
 from bert_jax.training.clock import Clock
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import made, named_errors, new_file
 
 # Of the annotation around each step; XProf looks for a number of this kind.
 _STEP = "train"
@@ -38,6 +37,7 @@ class Profile:
       process: the number of this process; each writes files of its own.
       progress: is told where a trace is, or why there is none.
       clock: counts the time that tracing takes beside the steps.
+      named: what users call the folder; None: the same.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class Profile:
         process: int,
         progress: Progress,
         clock: Clock,
+        named: epath.Path | None = None,
     ):
         self._window = range(*steps) if steps else range(0)
-        self._folder, self._process = folder, process
+        self._folder, self._named, self._process = folder, named or folder, process
         self._progress, self._clock = progress, clock
         self._local: epath.Path | None = None  # where jax writes, while there is a trace
         self._traced = range(0)  # steps done before each traced one
@@ -105,7 +106,8 @@ class Profile:
         if self._local is None:
             return
         steps = f"steps_{self._traced.start + 1}_to_{self._traced.stop}"
-        target = self._folder / "plugins" / "profile" / steps  # as XProf looks for it
+        place = f"plugins/profile/{steps}"  # as XProf looks for it
+        target = self._folder / place
         local, self._local = self._local, None
         jax.block_until_ready(state)
         with self._clock.waiting("profile"), contextlib.ExitStack() as stack:
@@ -115,18 +117,17 @@ class Profile:
                     jax.profiler.stop_trace()
                 with named_errors(target):
                     self._send(local, target)
-            except (InputError, OSError, RuntimeError) as error:
+            except (InputError, Unavailable, OSError, RuntimeError) as error:
                 self._progress.say(f"no profile of {steps.replace('_', ' ')}: {error}")
             else:
-                self._progress.say(f"profile of {steps.replace('_', ' ')}: {target}")
+                self._progress.say(f"profile of {steps.replace('_', ' ')}: {self._named / place}")
 
     def _send(self, local: epath.Path, target: epath.Path) -> None:
         """Copies the files that jax wrote, all or none."""
         root = self._folder.parent
-        if not bucket.is_bucket(target):
-            inside = os.path.relpath(target, root)
-            if os.path.realpath(target) != os.path.join(os.path.realpath(root), inside):
-                raise InputError(f"{self._folder}: is a link, or holds one; remove it")
+        inside = os.path.relpath(target, root)
+        if os.path.realpath(target) != os.path.join(os.path.realpath(root), inside):
+            raise InputError(f"{self._folder}: is a link, or holds one; remove it")
         with made(target), contextlib.ExitStack() as sent:
             # Of the same steps, before a restart, perhaps on another host.
             for path in target.glob(f"process_{self._process}.*"):
@@ -134,9 +135,6 @@ class Profile:
             for path in sorted(local.glob("plugins/profile/*/*")):
                 place = target / f"process_{self._process}.{path.name}"
                 sent.callback(place.unlink, missing_ok=True)
-                if bucket.is_bucket(target):
-                    bucket.send(path, place)
-                    continue
                 with new_file(place) as beside:
                     shutil.copyfile(path, beside)
             sent.pop_all()

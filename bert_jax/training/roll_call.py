@@ -7,14 +7,14 @@ each, and tells all of them the same: to go on, or who is missing. A line of JSO
 import contextlib
 import json
 import os
+import selectors
 import socket
 import time
-from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError, Unavailable
 
-# Seconds for a connection to say who it is: others than ours may knock.
+# Seconds for process 0 to answer a call, or a stranger on its port to say who it is.
 _HEAR = 5.0
 _RETRY = 0.1
 _LONGEST = 4096
@@ -42,7 +42,8 @@ def answer(place: Place, limit: float) -> None:
       limit: seconds to wait.
 
     Raises:
-      InputError: some have not in time, or two have one number; the same message on all.
+      Unavailable: some have not in time; the same message on all.
+      InputError: two have one number, or were told of other counts; the same message on all.
     """
     host, _, port = place.address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -57,26 +58,81 @@ def answer(place: Place, limit: float) -> None:
 
 
 def _hear_all(place: Place, port: int, limit: float) -> None:
+    """Hears whoever calls, all at the same time: a silent stranger keeps nobody waiting."""
     deadline = time.monotonic() + limit
-    here: dict[int, tuple[socket.socket, str]] = {}
-    refused: list[socket.socket] = []
-    complaint = ""
-    with _listen(place, port) as server:
-        while len(here) < place.count - 1 and not complaint:
-            waits = [server, *(connection for connection, _ in here.values())]
-            ready = wait(waits, max(deadline - time.monotonic(), 0.0))
-            # Having reported, a process is silent until it is answered: it has left.
-            for number in [n for n, (connection, _) in here.items() if connection in ready]:
-                here.pop(number)[0].close()
-            if server in ready:
-                complaint = _admit(server.accept()[0], place, here, refused)
-            elif time.monotonic() >= deadline:
-                complaint = _missing(place, here, limit)
-        for connection in (*refused, *(connection for connection, _ in here.values())):
-            _send(connection, {"complaint": complaint})
-            connection.close()
+    attendance = _Attendance(place)
+    with _listen(place, port) as server, selectors.DefaultSelector() as selector:
+        server.setblocking(False)
+        selector.register(server, selectors.EVENT_READ)
+        said: dict[socket.socket, bytes] = {}  # of those who have not reported yet
+        while attendance.missing and not attendance.complaint and time.monotonic() < deadline:
+            for key, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
+                if key.fileobj is server:
+                    with contextlib.suppress(OSError):  # it has hung up
+                        caller = server.accept()[0]
+                        caller.setblocking(False)
+                        selector.register(caller, selectors.EVENT_READ)
+                        said[caller] = b""
+                    continue
+                caller = key.fileobj
+                heard = _receive(caller)
+                line = said.get(caller, b"") + heard
+                if heard and caller in said and b"\n" not in line and len(line) < _LONGEST:
+                    said[caller] = line
+                elif said.pop(caller, None) is None or not attendance.admit(caller, line):
+                    # Not one of ours; or it has reported, and should be silent: it has left.
+                    selector.unregister(caller)
+                    attendance.leave(caller)
+                    caller.close()
+        late = bool(attendance.missing) and not attendance.complaint
+        complaint = _missing(place, attendance, limit) if late else attendance.complaint
+        for caller in [key.fileobj for key in selector.get_map().values()]:
+            if caller is server:
+                continue
+            if caller not in said:
+                caller.settimeout(_HEAR)
+                _send(caller, {"complaint": complaint, "passes": late})
+            caller.close()
     if complaint:
-        raise InputError(complaint)
+        raise Unavailable(complaint) if late else InputError(complaint)
+
+
+class _Attendance:
+    """Who has reported to process 0, and what is wrong with it."""
+
+    def __init__(self, place: Place):
+        self.place = place
+        self.missing = set(range(1, place.count))
+        self.complaint = ""
+        self._here: dict[int, tuple[socket.socket, str]] = {0: (None, socket.gethostname())}
+
+    def admit(self, caller: socket.socket, line: bytes) -> bool:
+        """Takes down who reports; returns whether it is one of ours."""
+        report = _parse(line)
+        number, count, host = (report.get(name) for name in ("number", "count", "host"))
+        if type(number) is not int or type(count) is not int or not isinstance(host, str):
+            return False
+        if number in self._here:
+            self.complaint = (
+                f"two processes are number {number} of {self.place.count} (on "
+                f"{self._here[number][1]} and {host}); give each its own JAX_PROCESS_ID"
+            )
+        elif count != self.place.count:
+            self.complaint = (
+                f"process {number} ({host}) was told of {count} processes, process 0 "
+                f"({socket.gethostname()}) of {self.place.count}; give all the same "
+                "JAX_NUM_PROCESSES"
+            )
+        else:
+            self._here[number] = (caller, host)
+            self.missing.discard(number)
+        return True
+
+    def leave(self, caller: socket.socket) -> None:
+        """Forgets one who has hung up."""
+        for number in [n for n, (line, _) in self._here.items() if line is caller]:
+            del self._here[number]
+            self.missing.add(number)
 
 
 def _listen(place: Place, port: int) -> socket.socket:
@@ -99,36 +155,8 @@ def _listen(place: Place, port: int) -> socket.socket:
         ) from error
 
 
-def _admit(
-    connection: socket.socket,
-    place: Place,
-    here: dict[int, tuple[socket.socket, str]],
-    refused: list[socket.socket],
-) -> str:
-    """Takes down who reports; returns a complaint about them, or ""."""
-    said = _hear(connection, _HEAR)
-    number, count, host = (said.get(name) for name in ("number", "count", "host"))
-    if type(number) is not int or type(count) is not int or not isinstance(host, str):
-        connection.close()  # not one of ours
-        return ""
-    if number in here or number == 0:
-        refused.append(connection)
-        other = here[number][1] if number else socket.gethostname()
-        return (
-            f"two processes are number {number} of {place.count} (on {other} and {host}); give "
-            "each its own JAX_PROCESS_ID"
-        )
-    here[number] = (connection, host)
-    if count != place.count:
-        return (
-            f"process {number} ({host}) was told of {count} processes, process 0 "
-            f"({socket.gethostname()}) of {place.count}; give all the same JAX_NUM_PROCESSES"
-        )
-    return ""
-
-
-def _missing(place: Place, here: dict[int, tuple[socket.socket, str]], limit: float) -> str:
-    absent = [str(number) for number in range(1, place.count) if number not in here]
+def _missing(place: Place, attendance: _Attendance, limit: float) -> str:
+    absent = [str(number) for number in sorted(attendance.missing)]
     shown = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
     return (
         f"process {shown} of {place.count} did not arrive within {limit:g} seconds at "
@@ -151,7 +179,7 @@ def _report(place: Place, host: str, port: int, limit: float) -> None:
             ) from error
         except OSError as error:
             if time.monotonic() > deadline:
-                raise InputError(
+                raise Unavailable(
                     f"JAX_COORDINATOR_ADDRESS={place.address}: process 0 did not answer there "
                     f"within {limit:g} seconds ({error.strerror or error}); is it running, and can "
                     f"process {place.number} ({socket.gethostname()}) reach it?"
@@ -164,12 +192,12 @@ def _report(place: Place, host: str, port: int, limit: float) -> None:
         said = _hear(connection, limit + _HEAR)
     complaint = said.get("complaint")
     if not isinstance(complaint, str):
-        raise InputError(
+        raise Unavailable(
             f"process 0 left {place.address} before all {place.count} processes had arrived; see "
             "why in its own output"
         )
     if complaint:
-        raise InputError(complaint)
+        raise Unavailable(complaint) if said.get("passes") else InputError(complaint)
 
 
 def _send(connection: socket.socket, what: dict[str, Any]) -> None:
@@ -177,12 +205,27 @@ def _send(connection: socket.socket, what: dict[str, Any]) -> None:
         connection.sendall(json.dumps(what).encode() + b"\n")
 
 
+def _receive(connection: socket.socket) -> bytes:
+    """What has come; nothing if the other side has hung up."""
+    try:
+        return connection.recv(_LONGEST)
+    except OSError:
+        return b""
+
+
 def _hear(connection: socket.socket, seconds: float) -> dict[str, Any]:
     """A line of JSON; an empty object for silence or anything else."""
     try:
         connection.settimeout(seconds)
         with connection.makefile("rb") as file:
-            said = json.loads(file.readline(_LONGEST))
-    except (OSError, ValueError, RecursionError):
+            return _parse(file.readline(_LONGEST))
+    except OSError:
+        return {}
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}

@@ -17,6 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from bert_jax import resolve
+from bert_jax.errors import Unavailable
+from bert_jax.storage import retry
+from bert_jax.storage.mirror import Mirror
+from bert_jax.storage.workdir import DiskFull, Workdir, write_atomic
 from bert_jax.training import divergence, metrics, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.beginning import Beginning, Beginnings
@@ -24,17 +28,19 @@ from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.clock import Clock, Counts
 from bert_jax.training.environment import environment
 from bert_jax.training.feed import Feed
-from bert_jax.training.job import Job
+from bert_jax.training.job import Job, Stretch
 from bert_jax.training.peers import Peers
 from bert_jax.training.profile import Profile
 from bert_jax.training.progress import Progress
 from bert_jax.training.signals import Pulse, StopRequest
-from bert_jax.workdir import DiskFull, Workdir, write_atomic
 
 Outcome = Literal["finished", "stopped", "failed"]
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or a beat, for them.
 _AHEAD = 4
+
+# Seconds between two looks at whether an epoch is planned.
+_LOOK = 0.05
 
 
 class Trainer:
@@ -54,22 +60,27 @@ class Trainer:
         origin: dict[str, Any] | None,
         peers: Peers,
         pulse: Pulse,
+        mirror: Mirror,
     ):
         self.job, self.claim, self.workdir, self.mesh = job, job.claim, workdir, mesh
         self.progress, self.clock, self.origin = progress, clock, origin
-        self.peers, self.pulse = peers, pulse
+        self.peers, self.pulse, self.mirror = peers, pulse, mirror
         lines = metrics.Lines if peers.leads else metrics.NoLines
         full = self.claim.run.when_disk_is_full
         self.metrics = lines(workdir.metrics, full)
         self.predictions = lines(workdir.predictions, full)
         self.timings = lines(workdir.timings, full)
+        # Whose lines up to a checkpoint never change again.
+        self._lasting = {"metrics.jsonl": self.metrics, "predictions.jsonl": self.predictions}
         self.empty_window = jax.jit(
             lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(mesh)
         )
         self.beginnings = Beginnings(job, mesh, peers, progress)
         steps = self.claim.run.profile_steps
-        self.profile = Profile(steps, workdir.profile, peers.number, progress, clock)
-        self.began = Beginning(0, {}, {}, (), "")  # from where the steps since were done
+        self.profile = Profile(
+            steps, workdir.profile, peers.number, progress, clock, workdir.named / "profile"
+        )
+        self.began = Beginning(0, {}, {}, (), "", {})  # from where the steps since were done
         # (step, window, the state's counters, counts) of a line whose numbers are on the device.
         self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
         # Numbers of steps that devices may not have done yet; a phase begins before the last ends.
@@ -91,7 +102,8 @@ class Trainer:
         """
         total = self.job.total_steps
         with contextlib.ExitStack() as stack:
-            saved = Checkpoints(self.workdir.checkpoints, self.claim.run, "write")
+            folder, run, say = self.workdir.checkpoints, self.claim.run, self.progress.say
+            saved = Checkpoints(folder, run, "write", say)
             stack.enter_context(saved)
             stack.enter_context(self.peers.at_once(forget))
             stack.enter_context(mesh_lib.named_memory())
@@ -120,6 +132,7 @@ class Trainer:
                 with self.clock.waiting("checkpoint"):
                     if not self.failed and self.saved_step != self.done:
                         self._save(saved, state, window)
+                    self._finish_saving(saved, state, window)
                     stack.close()  # here, so that the last save's end is counted
                 # After the save, for which one that is asked to stop may have little time.
                 self.profile.end()
@@ -144,45 +157,55 @@ class Trainer:
         for lines in (self.metrics, self.predictions, self.timings):
             lines.flush()
 
-    def _begin(
-        self, saved: Checkpoints, at_most: int | None = None
-    ) -> tuple[step.State, dict[str, jax.Array]]:
-        """The state and the window to go on with, no later than a step; sets `done`.
-
-        Lines of steps that will be done again are dropped.
-        """
+    def _begin(self, saved: Checkpoints) -> tuple[step.State, dict[str, jax.Array]]:
+        """The state and the window to go on with; sets `done`."""
         with self.clock.waiting("restore"):
-            self.began = self.beginnings.find(saved, at_most)
+            self._go_on_from(self.beginnings.find(saved))
+        return self.began.state, self.began.window
+
+    def _go_on_from(self, found: Beginning) -> None:
+        """Sets what the next steps begin with; drops lines of steps that will be done again."""
+        self.began = found
         self.done = self.saved_step = self.began.done
         self.evaluation = {}
         before = self.done or -1
-        self.metrics.forget_after(before)
-        self.predictions.forget_after(before)
+        for name, lines in self._lasting.items():
+            lines.forget_after(before, self.began.lines.get(name))
         self.spikes = divergence.Spikes.of(self.metrics.read())
         if self.done:
             self.progress.say(f"resume: from step {self.done}")
         else:
             self._probe(self.began.state)
-        return self.began.state, self.began.window
 
     def _roll_back(self, saved: Checkpoints, bad: range) -> tuple[step.State, dict[str, jax.Array]]:
         """The state before the bad steps, which will be left out; the newer checkpoints go.
 
         Nothing of this needs to be remembered: whoever goes on from a checkpoint before the bad
-        steps comes to the same bad steps, and here.
+        steps comes to the same bad steps, and here. If no checkpoint is old enough, sets `failed`
+        and removes nothing.
         """
         skipped, first = divergence.left_out(self.began.skipped, bad)
         self.pending, self.bad_steps = None, None
         self.pulse.beat(times=2)
-        saved.forget_after(first)
+        what = f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient"
+        with self.clock.waiting("restore"):
+            found = self.beginnings.find_before(saved, first)
+        if found is None:
+            self.failed = (
+                f"{what}, and no checkpoint from shortly before step {first + 1} is kept to go "
+                "back to; those that are there stay; start anew with a larger run.keep_checkpoints "
+                "or a lower optimizer.peak_learning_rate"
+            )
+            return {}, {}
+        where = "" if found.done else " to step 0, since there is no earlier checkpoint"
         self.progress.say(
-            f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient; going back, and leaving "
-            f"out these and the one before ({self.job.how_to_see(first)})"
+            f"{what}; going back{where}, and leaving out these and the one before "
+            f"({self.job.how_to_see(first)})"
         )
-        state, window = self._begin(saved, first)
+        self._go_on_from(found)
         self.began.skipped = skipped
         self._note("roll_back", self._lap() | {"bad": [bad[0], bad[-1]], "skipped": list(skipped)})
-        return self.beginnings.leave_out(state, skipped), window
+        return self.beginnings.leave_out(found.state, skipped), found.window
 
     def _phase(
         self,
@@ -192,16 +215,42 @@ class Trainer:
         stop: StopRequest,
     ) -> tuple[step.State, dict[str, jax.Array]]:
         """Steps of the phase that is on, until its end or a request to stop."""
-        claim, run = self.claim, self.claim.run
         stretch = self.job.stretch(self.done)
-        train_step = step.make_train_step(
-            self.job.objective,
-            self.job.optimizer,
-            claim.mesh,
-            claim.mesh.accumulation_of(stretch.number),
-            self.job.total_steps,
-            self.mesh,
-        )
+        with contextlib.closing(stretch):
+            if self._await_rows(stretch, stop):
+                return self._steps(stretch, saved, state, window, stop)
+        return state, window
+
+    def _await_rows(self, stretch: Stretch, stop: StopRequest) -> bool:
+        """Waits until the next step's rows are known; whether they are, and nobody asked to stop.
+
+        Which rows an epoch has may take minutes to plan, and is no hang.
+        """
+        number = self.done - stretch.first
+        if stretch.ready(number):
+            return True
+        self.pulse.rest()
+        while not (stop.requested or stretch.ready(number)):
+            time.sleep(_LOOK)
+        self.pulse.beat(times=2)
+        return not stop.requested
+
+    def _steps(
+        self,
+        stretch: Stretch,
+        saved: Checkpoints,
+        state: step.State,
+        window: dict[str, jax.Array],
+        stop: StopRequest,
+    ) -> tuple[step.State, dict[str, jax.Array]]:
+        """See `_phase`."""
+        claim, run = self.claim, self.claim.run
+        parts = claim.mesh.accumulation_of(stretch.number)
+        of = (self.job.objective, self.job.optimizer, claim.mesh, parts, self.job.total_steps)
+        train_step = checked_step = step.make_train_step(*of, self.mesh)
+        if run.check_every:
+            options = step.self_checks(self.mesh.devices.flat[0].device_kind)
+            checked_step = step.make_train_step(*of, self.mesh, options)
         key = step.phase_key(self.job.objective.model, claim.seed, stretch.number)
         feed = Feed(
             stretch.batch,
@@ -211,19 +260,28 @@ class Trainer:
             mesh_lib.batch_sharding(self.mesh),
             run.prefetch_batches,
             run.data_workers,
+            self.progress.say,
         )
-        # The first call compiles, or finds what was compiled before.
-        calling = self.clock.waiting("compilation")
         last = stretch.first + stretch.steps
+        called: set[Any] = set()
         self.pulse.beat(times=2)
         with feed:
             while self.done < last and not (stop.requested or self._went_wrong):
                 with self.profile.step(self.done, state):
                     with self.clock.waiting("data"):
+                        if not self._await_rows(stretch, stop):
+                            break
                         batch = next(feed)
+                    check = run.check_every > 0 and self.done % run.check_every == 0
+                    one_step = checked_step if check else train_step
+                    calling = contextlib.nullcontext()
+                    if one_step not in called:
+                        # It compiles, or finds what was compiled before.
+                        called.add(one_step)
+                        self.pulse.beat(times=2)
+                        calling = self.clock.waiting("compilation")
                     with calling:
-                        state, window = train_step(state, window, batch, key, self.job.fixed)
-                calling = contextlib.nullcontext()
+                        state, window = one_step(state, window, batch, key, self.job.fixed)
                 self.under_way.append(jnp.copy(state["step"]))
                 if len(self.under_way) > _AHEAD:
                     jax.block_until_ready(self.under_way.popleft())
@@ -240,6 +298,7 @@ class Trainer:
     ) -> dict[str, jax.Array]:
         """Logs, evaluates and saves what is due; returns the window of the next step."""
         run = self.claim.run
+        self.mirror.check()
         self._write_pending()
         last = self.done == self.job.total_steps
         if self.done % run.log_every == 0 or last:
@@ -373,13 +432,54 @@ class Trainer:
             saved.finish()
         except DiskFull as error:  # the one before; what it took is free again
             self._not_saved(error)
+        except Unavailable as error:
+            self._lost(error)  # this one takes its place
         try:
             # Before the checkpoint that will not write them again.
             self._flush_lines()
-            saved.save(self.done, state, metadata, evaluated.get("loss"))
+            self._send()
+            metadata["lines"] = {n: lines.written() for n, lines in self._lasting.items()}
+            self._outlast(lambda: saved.save(self.done, state, metadata, evaluated.get("loss")))
             self.saved_step, self.kept = self.done, "saved"
         except DiskFull as error:
             self._not_saved(error)
+
+    def _finish_saving(
+        self, saved: Checkpoints, state: step.State, window: dict[str, jax.Array]
+    ) -> None:
+        """Waits for the last save; one that was lost to a passing fault is made again."""
+        try:
+            saved.finish()
+        except Unavailable as error:
+            self._lost(error)
+            if self.failed:
+                raise
+
+            def save() -> None:
+                if self.done not in saved.steps:  # what failed may be the removal of an old one
+                    self._save(saved, state, window)
+                    saved.finish()
+
+            self._outlast(save)
+
+    def _lost(self, error: Unavailable) -> None:
+        """One process goes on without a checkpoint that could not be written for now."""
+        if self.peers.count > 1:  # the others wait for it, inside Orbax
+            raise error
+        self.progress.say(f"step {self.done}: {error}")
+
+    def _outlast(self, work: Callable[[], None]) -> None:
+        """Does the work, again after each passing fault; once in several processes, see `_lost`."""
+        if self.peers.count > 1:
+            work()
+        else:
+            retry.again(work, f"{self.workdir.checkpoints}", say=self.progress.say)
+
+    def _send(self) -> None:
+        """Waits until all that is written is in the run's bucket, if it has one."""
+        self.pulse.rest()
+        self.mirror.flush()
+        self.pulse.beat(times=2)
 
     def _not_saved(self, error: DiskFull) -> None:
         if self.claim.run.when_disk_is_full == "stop" or self.peers.count > 1:

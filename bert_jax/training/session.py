@@ -8,9 +8,14 @@ import platform
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import jax
+
 import bert_jax
 from bert_jax import hardware, resolve
-from bert_jax.config import InputError
+from bert_jax.config import InputError, Run
+from bert_jax.storage import mirror as mirror_lib
+from bert_jax.storage.mirror import Mirror
+from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics
 from bert_jax.training import peers as peers_lib
@@ -23,7 +28,6 @@ from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Progress
 from bert_jax.training.runner import Outcome, Trainer
 from bert_jax.training.signals import Pulse, StopRequest
-from bert_jax.workdir import Workdir, lock
 
 # M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
@@ -74,32 +78,48 @@ def _run(
     pulse.beat(times=2)
     mesh = mesh_lib.make_mesh(job.claim.mesh)
     job.require_runnable(mesh)
+    _require_checkable(job.claim.run, mesh)
     _keep_freed_memory()
-    keep_compiled_programs()
+    keep_compiled_programs(workdir.remote / "compiled" if workdir.remote else None)
+    peers.connect(mesh)
     clock = Clock(hardware.peak_flops(job.compute_dtype))
-    with _held(job, workdir, peers) as forget:
-        peers.require_shared(workdir.root)
+    with _held(job, workdir, peers) as (mirror, forget):
+        _require_one_place(workdir, mirror, peers)
         _require_going_on(job, workdir, progress)
         # A signal ends this at once: a corpus half made is made anew.
         pulse.rest()
         with clock.waiting("prepare"):
             peers.first("prepare", lambda: job.prepare(peers.count))
+            job.fetch()
+            peers.meet("fetch")
         pulse.beat(times=2)
         with StopRequest.of(peers) as stop:
             job.open(mesh, peers)
-            trainer = Trainer(job, workdir, mesh, progress, clock, origin, peers, pulse)
+            trainer = Trainer(job, workdir, mesh, progress, clock, origin, peers, pulse, mirror)
             outcome = trainer.run(stop, forget)
+        pulse.rest()
+        mirror.flush()
     if outcome == "failed":
         progress.say(f"failed: {trainer.failed}")
         return outcome
     if outcome == "stopped":
         progress.say(f"stopped at step {trainer.done}, {trainer.kept}; run the same command again")
         return outcome
-    lines = metrics.Lines(workdir.metrics).read()
+    lines = trainer.metrics.read()
     evaluations = [job.summary(line) for line in lines if line["kind"] in metrics.EVALUATIONS]
     progress.say("; ".join([f"finished: step {trainer.done}", *evaluations[-1:]]))
-    progress.say(f"{workdir.root} holds the finished run; to start anew {job.how_to_go_on}")
+    progress.say(f"{workdir.named} holds the finished run; to start anew {job.how_to_go_on}")
     return outcome
+
+
+def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
+    """Raises InputError if devices are to check themselves that cannot."""
+    platform = mesh.devices.flat[0].platform
+    if run.check_every and platform != "tpu":
+        raise InputError(
+            f"run.check_every={run.check_every}: only TPUs can check themselves, not a {platform}; "
+            "set run.check_every=0"
+        )
 
 
 def _facts(claim: Any, length: str) -> dict[str, str]:
@@ -118,39 +138,54 @@ def _facts(claim: Any, length: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _held(job: Job, workdir: Workdir, peers: Peers) -> Iterator[Callable[[], None]]:
+def _held(job: Job, workdir: Workdir, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]:
     """The workdir, held by process 0 for all; gives what makes it forget a run hardly begun.
 
     A run that is refused before its first checkpoint leaves none of the files it began.
     """
+    mirror = Mirror(workdir, peers.number)
     if not peers.leads:
-        yield lambda: None
+        with mirror:
+            yield mirror, lambda: None
         return
     workdir.require_ours()
-    if not workdir.checkpoints.exists():
+    if not mirror_lib.names(workdir.checkpoints):
         job.require_start()  # before a corpus is made for weights that do not fit
-    with lock(workdir.root):
-        files = (
-            workdir.experiment,
-            workdir.origin,
-            workdir.metrics,
-            workdir.predictions,
-            workdir.timings,
-        )
-        begun = [path for path in files if not path.exists()]
+    with lock(workdir.root, workdir.named):
+        workdir.remove_unfinished()
+        mirror.take()
+        begun = [name for name in RUN_FILES if not (workdir.root / name).exists()]
 
         def forget() -> None:
-            with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
-                workdir.checkpoints.rmdir()
-            if not workdir.checkpoints.exists():
-                for path in begun:
-                    path.unlink(missing_ok=True)
+            if workdir.remote is None:
+                with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
+                    workdir.checkpoints.rmdir()
+            if not mirror_lib.names(workdir.checkpoints):
+                for name in begun:
+                    (workdir.root / name).unlink(missing_ok=True)
+                mirror.forget(begun)
 
         try:
-            yield forget
-        except InputError:
+            with mirror:
+                yield mirror, forget
+        except (InputError, DiskFull):
             forget()
             raise
+
+
+def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
+    """Raises InputError on all processes if one sees another workdir than process 0."""
+    if workdir.remote is None:
+        peers.require_shared(workdir.root)
+        return
+    peers.first("owner", lambda: None)  # which process 0 has become by now
+    if not peers.leads:
+        mirror.join()
+    peers.require_same(
+        "workdir",
+        {f"{workdir.named}/{mirror_lib.OWNER}": mirror.token[:12]},
+        "start all of them with the same bucket, and once",
+    )
 
 
 def _keep_freed_memory() -> None:
@@ -167,7 +202,7 @@ def _keep_freed_memory() -> None:
 
 def _require_going_on(job: Job, workdir: Workdir, progress: Progress) -> None:
     """Raises InputError if the newest checkpoint here belongs to another claim."""
-    if not workdir.checkpoints.exists():
+    if not mirror_lib.names(workdir.checkpoints):
         return
     with Checkpoints(workdir.checkpoints, job.claim.run, "read") as checkpoints:
         newest = checkpoints.newest_step()
@@ -178,7 +213,7 @@ def _require_going_on(job: Job, workdir: Workdir, progress: Progress) -> None:
     changed = job.changed(saved, metadata)
     if changed:
         raise InputError(
-            f"{workdir.root}: this run was started with other settings ({'; '.join(changed)}); "
+            f"{workdir.named}: this run was started with other settings ({'; '.join(changed)}); "
             "give it the old ones, or choose another --workdir"
         )
     for line in resolve.differences(saved, job.claim, "placement"):

@@ -1,17 +1,23 @@
 """Requests to stop, which end the run after a step, with the state saved; and hangs."""
 
+import contextlib
 import faulthandler
 import os
 import signal
+import threading
+import time
 from types import FrameType
 
 from jax.experimental import multihost_utils
 
-from bert_jax.errors import INTERRUPTED
+from bert_jax.errors import INTERRUPTED, UNAVAILABLE
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.peers import Peers
 
 _STDERR = 2
+# Seconds in which faulthandler shows the stacks; until a process whose interpreter's lock is held
+# is killed; and between two looks at the clock.
+_SHOW, _STUCK, _LOOK = 1.0, 30.0, 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -86,6 +92,11 @@ class SharedStopRequest(StopRequest):
 class Pulse:
     """Ends the process with the stacks of its threads when it has not beaten for too long.
 
+    Three, each for what the one before cannot do. faulthandler's thread, which needs no
+    interpreter's lock, shows the stacks, but could end with exit code 1 only. A thread of ours ends
+    with 74, so that the run is started again. SIGALRM kills the process (142 in a shell) where the
+    interpreter's lock is never given back and no thread of ours can run.
+
     Args:
       seconds: that may pass between two beats; 0: any number. BERT_JAX_HANG_AFTER, if it is set,
         says otherwise.
@@ -93,13 +104,30 @@ class Pulse:
 
     def __init__(self, seconds: float):
         self._seconds = peers_lib.seconds("BERT_JAX_HANG_AFTER") or seconds
+        self._deadline = float("inf")
+        self._watch: threading.Thread | None = None
 
     def beat(self, times: int = 1) -> None:
         """Something was done; the next beat is due, after a long time `times` as late."""
-        if self._seconds:
-            faulthandler.dump_traceback_later(times * self._seconds, exit=True, file=_STDERR)
+        if not self._seconds:
+            return
+        seconds = times * self._seconds
+        faulthandler.dump_traceback_later(seconds, file=_STDERR)
+        self._deadline = time.monotonic() + seconds + _SHOW
+        with contextlib.suppress(ValueError):  # longer than a timer can be
+            signal.setitimer(signal.ITIMER_REAL, seconds + _SHOW + _STUCK)
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._end_when_late, name="pulse", daemon=True)
+            self._watch.start()
 
     def rest(self) -> None:
         """What comes now may take any time."""
         if self._seconds:
+            self._deadline = float("inf")
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
             faulthandler.cancel_dump_traceback_later()
+
+    def _end_when_late(self) -> None:
+        while time.monotonic() < self._deadline:
+            time.sleep(_LOOK)
+        os._exit(UNAVAILABLE)

@@ -34,6 +34,7 @@ from bert_jax.training import sharding
 from bert_jax.training.objective import Batch, Objective
 
 State = dict[str, Any]
+CompilerOptions = tuple[tuple[str, bool | int], ...]
 Metrics = losses.Metrics
 
 _DROPOUT = 0x64726F70
@@ -91,6 +92,27 @@ def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=impl), _DROPOUT), phase)
 
 
+def self_checks(device_kind: str) -> CompilerOptions:
+    """Returns the compiler's options for a step in which a TPU checks its own arithmetic.
+
+    Each operation is done several times and its results are compared; one that differs halts the
+    program with an error. The values are those of axlearn (`infer_xsc_compiler_options`), without
+    its test of the links between chips, which takes minutes to compile.
+
+    Args:
+      device_kind: as jax names it.
+    """
+    one_core = device_kind in ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
+    return (
+        ("xla_tpu_enable_sdc_checker", True),
+        ("xla_tpu_sdc_check_repeat_count", 2),
+        ("xla_tpu_sdc_check_halt_on_detection", True),
+        # Where no second core can repeat an operation, the instructions are doubled.
+        ("xla_tpu_sdc_replicate_llo", one_core),
+        ("xla_tpu_sdc_checker_alternate_megacore_cores", True),
+    )
+
+
 # Those made before are kept: a run that goes on or back, or the next of a sweep, need not trace the
 # same again.
 @functools.lru_cache(maxsize=_KEPT_STEPS)
@@ -101,6 +123,7 @@ def make_train_step(
     accumulation: int,
     total_steps: int,
     mesh: jax.sharding.Mesh,
+    compiler_options: CompilerOptions = (),
 ) -> Callable[..., tuple[State, Metrics]]:
     """Compiles `(state, window, batch, phase key, fixed) -> (state, window)`.
 
@@ -115,6 +138,7 @@ def make_train_step(
       accumulation: micro-batches, `layout.accumulation_of` the phase.
       total_steps: of all phases; the schedule's length.
       mesh: the devices.
+      compiler_options: beside the usual ones; see `self_checks`.
 
     Raises:
       InputError: the devices do not divide a dimension that is to be cut.
@@ -149,7 +173,10 @@ def make_train_step(
         return _guarded(objective, most_bad, state, new, window, metrics, norm, rate)
 
     places = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
-    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=places)
+    options = dict(compiler_options) or None
+    return jax.jit(
+        train_step, donate_argnums=(0, 1), out_shardings=places, compiler_options=options
+    )
 
 
 def _guarded(

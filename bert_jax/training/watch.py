@@ -90,10 +90,28 @@ class Watched:
 
 
 def on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The parameters, whole on a device of this process; all processes take part."""
-    if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
-        params = jax.jit(lambda tree: tree, out_shardings=mesh_lib.replicated(mesh))(params)
-    return jax.tree.map(lambda leaf: leaf.addressable_data(0), params)
+    """Gathers the parameters whole on one device of process 0; all processes take part.
+
+    Array by array: the other devices hold one of them at a time, besides their own parts.
+
+    Returns:
+      The tree of process 0; None on the others.
+    """
+    whole = mesh_lib.replicated(mesh)
+
+    def gather(leaf: jax.Array) -> jax.Array | None:
+        if not leaf.is_fully_replicated:
+            # Waits, since memory of results is taken when a program is handed over.
+            leaf = jax.block_until_ready(jax.jit(_same, out_shardings=whole)(leaf))
+        return None if jax.process_index() else leaf.addressable_data(0)
+
+    gathered = jax.tree.map(gather, params)
+    return None if jax.process_index() else gathered
+
+
+def _same(leaf: jax.Array) -> jax.Array:
+    """One function, so that jax finds what it has compiled for it."""
+    return leaf
 
 
 def held_out_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -> list[Sentence]:

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from etils import epath
 
 from bert_jax import errors, resolve
-from bert_jax.bucket import is_bucket
 from bert_jax.config import Experiment, InputError
+from bert_jax.storage.workdir import Workdir, lock, named_errors, require_local, write_atomic
 from bert_jax.training.metrics import Lines
 from bert_jax.verify import compare, elsewhere, rounds, tell
 from bert_jax.verify.children import Children
@@ -35,7 +35,6 @@ from bert_jax.verify.notes import Execution, Notes
 from bert_jax.verify.orders import Order
 from bert_jax.verify.rounds import Calendar, Round
 from bert_jax.verify.tell import Row
-from bert_jax.workdir import Workdir, lock, named_errors, write_atomic
 
 FORMAT_VERSION = 1
 
@@ -84,8 +83,7 @@ def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, say:
 def _require_possible(experiment: Experiment, root: epath.Path, count: int) -> None:
     if count < 1:
         raise InputError(f"--rounds {count}: must be at least 1")
-    if is_bucket(root):
-        raise InputError(f"{root}: name a folder of this machine with --workdir")
+    require_local(root)
     if os.environ.get("JAX_NUM_PROCESSES", "1") != "1":
         raise InputError(
             "JAX_NUM_PROCESSES: this command starts processes of its own; start it alone, without"

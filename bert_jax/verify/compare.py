@@ -12,6 +12,7 @@ from etils import epath
 
 from bert_jax.config import Experiment, Mesh
 from bert_jax.errors import printable
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
@@ -19,7 +20,6 @@ from bert_jax.training.checksums import path_of
 from bert_jax.training.metrics import Lines
 from bert_jax.training.objective import Pretraining
 from bert_jax.verify.notes import Execution
-from bert_jax.workdir import Workdir
 
 
 @dataclasses.dataclass(frozen=True)

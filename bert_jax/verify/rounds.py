@@ -12,11 +12,11 @@ from typing import Literal
 from etils import epath
 
 from bert_jax.config import Experiment
-from bert_jax.data import batches, corpus
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training.metrics import Lines
+from bert_jax.training.prepared import Prepared
 from bert_jax.verify.notes import Notes
 from bert_jax.verify.orders import Death, files_below
-from bert_jax.workdir import Workdir
 
 Kind = Literal[
     "SIGKILL",
@@ -111,13 +111,10 @@ def steps_without_loss(experiment: Experiment, seed: int) -> range:
 
 def epoch_ends(experiment: Experiment, folder: epath.Path) -> list[int]:
     """Steps in which the first row of an epoch stands, but for the first epoch of each phase."""
-    stream = corpus.open_stream(folder, "train")
+    prepared = Prepared.open(folder)
     found, first = [], 0
     for number, phase in enumerate(experiment.phases):
-        length, plans = phase.sequence_length, folder / "plans.json"
-        rows = batches.rows_per_epoch(
-            stream, experiment.data, length, experiment.seed, number, plans
-        )
+        rows = prepared.train_batches(experiment, number).rows_per_epoch
         last = phase.steps * phase.batch_size
         found += [first + row // phase.batch_size for row in range(rows, last, rows)]
         first += phase.steps

@@ -46,7 +46,7 @@ class Victim:
         step.make_eval_step = self._evaluating(step.make_eval_step)
         watch.Watched.predict = self._before(watch.Watched.predict, self._predictions)
         Checkpoints.save = self._saving(Checkpoints.save)
-        Beginnings.find = self._finding(Beginnings.find)
+        Beginnings._restore = self._finding(Beginnings._restore)
         metrics.Lines.forget_after = self._before(metrics.Lines.forget_after, self._opened)
         corpus.prepare = self._preparing(corpus.prepare)
 
@@ -117,9 +117,9 @@ class Victim:
         return saving
 
     def _finding(self, find: Callable[..., Beginning]) -> Callable[..., Beginning]:
-        def finding(beginnings: Beginnings, saved: Checkpoints, *at_most: int | None) -> Beginning:
-            found = find(beginnings, saved, *at_most)
-            if at_most and at_most[0] is not None:
+        def finding(beginnings: Beginnings, saved: Checkpoints, at_most: int | None) -> Beginning:
+            found = find(beginnings, saved, at_most)
+            if at_most is not None:
                 self._again = 0
                 self._notes.write("rolled_back", {"done": self._done, "to": found.done})
             self._done = found.done

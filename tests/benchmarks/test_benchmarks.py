@@ -57,6 +57,22 @@ def test_reliability_prints_its_figures(tmp_path):
 
 
 @pytest.mark.long
+def test_scale_run_prints_its_figures_goes_on_and_cleans_up(tmp_path):
+    sizes = ("--documents", 80_000, "--ids", 5e7, "--source-gigabytes", 0.01)
+    folder = ("--folder", tmp_path / "scale")
+    settings = os.environ | small_run.settings(devices=1)
+    command = [sys.executable, "-m", "benchmarks.scale_run", *map(str, (*sizes, *folder))]
+    subprocess.run([*command, "--only", "plan_128"], env=settings, check=True, capture_output=True)
+    (planned,) = json.loads((tmp_path / "scale" / "measured.json").read_text()).values()
+    found = figures("scale_run", tmp_path, *sizes, *folder)
+    assert found["plan_128_cpu_seconds"] == pytest.approx(planned["cpu_seconds"], rel=1e-3)
+    assert found["plan_128_bytes_a_row"] < 24
+    assert found["start_warm_held_gb"] > 0
+    assert found["batches_planning_a_second"] > 0
+    assert not (tmp_path / "scale").exists()
+
+
+@pytest.mark.long
 def test_start_prints_its_figures(tmp_path):
     experiment = small_run.write_text(tmp_path / "small")
     assert figures("start", tmp_path, experiment, "--rounds", 1)["warm_cpu_seconds"] > 0

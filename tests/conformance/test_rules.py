@@ -66,10 +66,10 @@ def no_put_back(whole):
     def plan(*arguments):
         end = -1
         for row in whole(*arguments):
-            if row.is_random_next and row.a_offset == end:
+            if row["is_random_next"][0] and row["a_offset"][0] == end:
                 continue
             yield row
-            end = row.a_offset + row.a_length
+            end = row["a_offset"][0] + row["a_length"][0]
 
     return plan
 
@@ -90,7 +90,19 @@ def cut_at_the_back(self, victims):
 
 
 def every_sentence_short(self, most, share):
-    return self._rng.randint(2, most)
+    return np.array([self._rng.randint(2, most)])
+
+
+def mostly_next(self, asked):
+    return np.array([bool(asked[0]) and self._rng.random() < 0.4])
+
+
+def never_random(self, asked):
+    return np.array([False])
+
+
+def this_document(self, documents, this, asked):
+    return this
 
 
 def label_0_is_none(logits, labels, weights):
@@ -118,13 +130,13 @@ draws.Counter._replacements = draws.Counter.replacements
 
 # What is broken, and which rule says so.
 BROKEN = [
-    (data_rules, draws.Scalars, "is_random", lambda self: self._rng.random() < 0.4, "B is random"),
-    (data_rules, draws.Scalars, "is_random", lambda self: False, "B is random where"),
-    (data_rules, draws.Scalars, "target_length", every_sentence_short, "documents shuffled once"),
-    (data_rules, draws.Scalars, "other_document", lambda s, n, this: this, "of another document"),
+    (data_rules, draws.Sequential, "is_random", mostly_next, "B is random"),
+    (data_rules, draws.Sequential, "is_random", never_random, "B is random where"),
+    (data_rules, draws.Sequential, "target_length", every_sentence_short, "documents shuffled"),
+    (data_rules, draws.Sequential, "other_document", this_document, "of another document"),
     (data_rules, draws.Sequential, "instance_order", lambda s, n: list(range(n)), "instances last"),
     (data_rules, draws.Sequential, "front_cuts", cut_at_the_back, "token by token"),
-    (data_rules, pairs, "plan", no_put_back(pairs.plan), "put back"),
+    (data_rules, pairs, "one_by_one", no_put_back(pairs.one_by_one), "put back"),
     (data_rules, np, "rint", np.floor, "15 % of the length"),
     (data_rules, masking, "mask", without_word_groups, "whole words masked"),
     (data_rules, masking, "mask", without_word_groups, "joins the last word"),
@@ -154,10 +166,20 @@ BROKEN = [
 ]
 
 
+# Each compiles a model.
+SLOW = (model_rules, loss_rules)
+
+
 @pytest.mark.parametrize(
     ("part", "owner", "name", "wrong", "rule"),
-    BROKEN,
-    ids=[f"{name}: {rule}" for _, _, name, _, rule in BROKEN],
+    [
+        pytest.param(
+            *broken,
+            id=f"{broken[2]}: {broken[4]}",
+            marks=[pytest.mark.long] if broken[0] in SLOW or broken[2] == "clip" else [],
+        )
+        for broken in BROKEN
+    ],
 )
 def test_a_broken_rule_is_noticed(part, owner, name, wrong, rule, monkeypatch):
     monkeypatch.setattr(owner, name, wrong)

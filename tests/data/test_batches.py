@@ -9,8 +9,8 @@ import pickle
 import numpy as np
 import pytest
 
-from bert_jax.config import Data, InputError
-from bert_jax.data import batches, draws, pairs, stream
+from bert_jax.config import Data
+from bert_jax.data import batches, draws, pairs, plans, stream
 
 LENGTH, PREDICTIONS = 32, 5
 CONTINUES = np.arange(100) % 4 == 1
@@ -44,10 +44,16 @@ SMALL = make_stream()
 
 def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, length=LENGTH):
     data = data or Data()
-    if rows is None:
-        rows = len(batches.make_plan(small, (seed, "train", phase, 0), length, data))
+    source = plans.Plans(small, (seed, "train", phase), length, data.short_seq_prob)
     shape = batches.Shape(length, PREDICTIONS, batch_size)
-    return batches.TrainBatches(small, IDS, data, shape, seed, phase, rows)
+    return batches.TrainBatches(source, IDS, data, shape, rows)
+
+
+def plan_rows(small=SMALL, names=(0, "train", 0, 0), data=None):
+    """The pairs of a plan in the order of the documents."""
+    key = draws.key_of(*names)
+    chunks = pairs.plan(small, LENGTH, (data or Data()).short_seq_prob, key)
+    return pairs.rows(small, chunks, draws.Counter(key, chunks["sentence"]))
 
 
 def assert_equal(a, b):
@@ -134,12 +140,12 @@ def test_steps_may_be_asked_for_in_any_order():
 
 def planned_rows(train, epoch):
     """The epoch's rows as they are planned, in their order."""
-    return train._make(epoch)
+    return train._pairs(epoch, np.arange(train.rows_per_epoch))
 
 
 def test_the_first_epoch_takes_every_planned_pair_once():
     train = make()
-    plan = batches.make_plan(SMALL, (0, "train", 0, 0), LENGTH, Data())
+    plan = plan_rows()
     assert train.rows_per_epoch == train.rows_planned(0) == len(plan)
     assert sorted(planned_rows(train, 0).tolist()) == sorted(plan.tolist())
     assert planned_rows(train, 0).tolist() != plan.tolist()
@@ -153,7 +159,7 @@ def test_each_epoch_takes_as_many_rows_as_the_first():
     for epoch in range(12):
         rows = planned_rows(train, epoch)
         assert len(rows) == train.rows_per_epoch
-        plan = train._planned(epoch).tolist()
+        plan = plan_rows(names=(0, "train", 0, epoch)).tolist()
         assert set(rows.tolist()) <= set(plan)
         if len(plan) < len(rows):  # wraps to its own start
             assert rows[len(plan) :].tolist() == rows[: len(rows) - len(plan)].tolist()
@@ -258,28 +264,10 @@ def test_a_pickled_source_gives_the_same_batch_in_another_process(tmp_path):
     with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
         for small in (SMALL, stream.Stream.open(on_disk)):
             train = make(small=small)
-            expected = whole(train, 20)  # the plan and its thread are there when it is pickled
+            expected = whole(train, 20)  # the plan is there when it is pickled
             pickled = pickle.dumps(train)
             assert_equal(pool.submit(compute, pickled, 20).result(timeout=100), expected)
     assert len(pickle.dumps(make(small=stream.Stream.open(on_disk)))) < 10_000
-
-
-def test_the_number_of_rows_is_remembered(tmp_path, monkeypatch):
-    plans = batches.epath.Path(tmp_path / "plans.json")
-
-    def rows(**changes):
-        asked = {"length": LENGTH, "seed": 0, "phase": 0, "data": Data(), **changes}
-        return batches.rows_per_epoch(SMALL, plans=plans, **asked)
-
-    expected = len(batches.make_plan(SMALL, (0, "train", 0, 0), LENGTH, Data()))
-    assert rows() == expected
-    others = [rows(length=16), rows(seed=1), rows(phase=1), rows(data=Data(short_seq_prob=0.9))]
-    monkeypatch.setattr(batches, "make_plan", None)
-    assert rows() == expected
-    assert [rows(length=16), rows(seed=1), rows(phase=1)] == others[:3]
-    plans.write_text("{}")
-    with pytest.raises(InputError, match=r"plans\.json: format_version None"):
-        rows()
 
 
 # --- Held-out rows ---
@@ -304,9 +292,14 @@ def test_evaluation_rows_are_the_same_at_every_batch_size():
         assert_equal(real_rows(found), expected)
 
 
-def test_evaluation_rows_stand_in_the_order_of_the_plan():
+def test_evaluation_rows_are_a_plan_in_a_random_order_of_documents():
     found, count = batches.eval_batches(SMALL, IDS, EVAL, 0, 8)
-    plan = batches.make_plan(SMALL, (0, "validation", "eval", 0), LENGTH, EVAL)
+    names = (0, "validation", "eval", 0)
+    key = draws.key_of(*names)
+    plan = pairs.sample(SMALL, LENGTH, EVAL.short_seq_prob, key, EVAL.eval_rows)
+    in_order = plan_rows(names=names)
+    assert sorted(plan.tolist()) == sorted(in_order.tolist())
+    assert plan.tolist() != in_order.tolist()
     rows = real_rows(found)
     assert count == len(plan)
     assert rows["rows"].tolist() == list(range(count))

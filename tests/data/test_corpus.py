@@ -17,9 +17,9 @@ import pytest
 from etils import epath
 
 from bert_jax.config import Corpus, Data, InputError
-from bert_jax.data import batches, corpus, dataset, stream, survey
+from bert_jax.data import batches, corpus, dataset, plans, stream, survey
+from bert_jax.storage.workdir import sealed
 from bert_jax.text import documents, sentences, tokenizer, vocabulary
-from bert_jax.workdir import sealed
 
 VOCAB = [*vocabulary.SPECIALS, *"abcdefghij.", *(f"##{c}" for c in "abcdefghij")]
 SIZE = len(VOCAB)
@@ -265,11 +265,10 @@ def test_a_sentence_of_70000_tokens_survives(place):
     lengths = np.diff(opened.sentence_offsets.astype(np.int64))
     assert lengths.max() == 70_001
     # And a batch can be made of it.
-    data = Data()
-    rows = batches.rows_per_epoch(opened, data, 32, 0, 0, place.folder / "plans.json")
-    ids = batches.Ids.of(tokenizer.load(place.vocab))
-    shape = batches.Shape(32, 5, rows)
-    batch = batches.TrainBatches(opened, ids, data, shape, 0, 0, rows).batch(0, np.arange(rows))
+    source = plans.Plans(opened, (0, "train", 0), 32, 0.1)
+    rows, ids = source.rows_per_epoch(), batches.Ids.of(tokenizer.load(place.vocab))
+    train = batches.TrainBatches(source, ids, Data(), batches.Shape(32, 5, rows))
+    batch = train.batch(0, np.arange(rows))
     assert batch["input_mask"].sum(axis=1).max() == 32
 
 

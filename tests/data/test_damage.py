@@ -11,7 +11,7 @@ from etils import epath
 
 from bert_jax.config import InputError
 from bert_jax.data import corpus, files, stream
-from bert_jax.workdir import lock, sealed
+from bert_jax.storage.workdir import lock, sealed
 
 FOLDER = epath.Path("corpus")
 

@@ -12,6 +12,9 @@ KEY_OF_TRAIN = (2273245784, 3022185559)
 PERMUTATION = [2, 3, 1, 6, 5, 7, 0, 4]
 FRONT_CUTS = [[3, 31], [21, 0]]
 ORDER = [[0, 1, 2, 5, 4, 3], [3, 5, 1, 4, 0, 2]]
+TARGETS = [107, 81]
+SPLITS, ARE_RANDOM = [6, 4, 8, 3], [False, False, True, False]
+OTHERS, STARTS = [607, 289, 159, 100], [4, 97, 28, 4]
 RANDOM_IDS = [[14317, 10480, 16783], [7698, 18482, 8919]]
 
 
@@ -85,8 +88,8 @@ def test_seeds_splits_phases_and_purposes_have_other_draws():
     keys = {draws.key_of(s, split, p) for s in (0, 1) for split in "tv" for p in (0, 1)}
     assert len(keys) == 8
     assert all(0 <= word < 2**32 for key in keys for word in key)
-    words = [counter([0])._words(purpose, 8).tolist() for purpose in range(5)]
-    assert len({str(w) for w in words}) == 5
+    words = [counter([0])._words(purpose, 8).tolist() for purpose in range(8)]
+    assert len({str(w) for w in words}) == 8
 
 
 @pytest.mark.parametrize("trials", [0, 1, 31, 32, 33, 127, 128, 129, 1000])
@@ -138,6 +141,81 @@ def test_no_tokens_chosen_in_any_row_is_no_error():
     assert kinds.shape == ids.shape == (2, 0)
 
 
+# --- Of plans ---
+
+
+def chunk_answers(sentences):
+    """What a Counter says of chunks that begin with these sentences, one tuple a chunk."""
+    sentences = np.asarray(sentences)
+    c, asked = counter(sentences), np.ones(len(sentences), bool)
+    answers = (
+        c.split_point(2 + sentences % 30),
+        c.is_random(asked),
+        c.other_document(3, sentences % 3, asked),
+        c.start(1 + sentences % 50, asked),
+    )
+    return list(zip(*(a.tolist() for a in answers), strict=True))
+
+
+@pytest.mark.parametrize("first", [0, 2**32 - 100, 2**40 + 3])
+def test_a_chunk_s_draws_depend_on_its_first_sentence_alone(first):
+    sentences = first + np.arange(997)
+    whole = dict(zip(sentences.tolist(), chunk_answers(sentences), strict=True))
+    assert len(set(whole.values())) > 500
+    for part in (sentences[::-1], sentences[5:6], sentences[::71], sentences[3:50]):
+        assert chunk_answers(part) == [whole[sentence] for sentence in part.tolist()]
+
+
+def assert_uniform(values, bound):
+    """Chi-squared within 4 sigma."""
+    found = np.bincount(values, minlength=bound)
+    assert len(found) == bound
+    expected = len(values) / bound
+    assert ((found - expected) ** 2 / expected).sum() < bound - 1 + 4 * np.sqrt(2 * (bound - 1))
+
+
+def test_one_document_in_so_many_has_short_pairs_of_any_length():
+    n, most, share = 40_000, 30, 0.3
+    targets = counter(np.arange(n)).target_length(most, share)
+    short = targets[targets < most]
+    # One short target of 29 is the most.
+    expected = share * 28 / 29
+    assert abs(len(short) / n - expected) <= 4 * np.sqrt(expected * (1 - expected) / n)
+    assert_uniform(short - 2, most - 2)
+    assert (counter(np.arange(100)).target_length(most, 0.0) == most).all()
+    assert (counter(np.arange(100)).target_length(2, 1.0) == 2).all()
+
+
+def test_a_chunk_is_split_anywhere_and_half_of_all_b_are_random():
+    n = 40_000
+    c, asked = counter(np.arange(n)), np.ones(n, bool)
+    split, random_next = c.split_point(np.full(n, 8)), c.is_random(asked)
+    assert_uniform(split - 1, 7)
+    assert abs(random_next.mean() - 0.5) <= 4 * 0.5 / np.sqrt(n)
+    assert abs(np.corrcoef(split, random_next)[0, 1]) < 4 / np.sqrt(n)
+    assert (c.split_point(np.ones(n, int)) == 1).all()
+    assert (c.split_point(np.full(n, 2)) == 1).all()
+
+
+def test_a_random_b_starts_anywhere_in_any_other_document():
+    n, documents = 40_000, 7
+    c, asked, this = counter(np.arange(n)), np.ones(n, bool), np.full(n, 2)
+    other, start = c.other_document(documents, this, asked), c.start(np.full(n, 9), asked)
+    assert (other != 2).all()
+    assert_uniform(other - (other > 2), documents - 1)
+    assert_uniform(start, 9)
+    assert abs(np.corrcoef(other, start)[0, 1]) < 4 / np.sqrt(n)
+
+
+def test_after_ten_vain_draws_it_is_the_same_document():
+    n = 200_000
+    asked, this = np.ones(n, bool), np.zeros(n, int)
+    assert (counter(np.arange(n)).other_document(1, this, asked) == 0).all()
+    vain = (counter(np.arange(n)).other_document(2, this, asked) == 0).mean()
+    expected = 2.0**-10
+    assert abs(vain - expected) <= 4 * np.sqrt(expected / n)
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 1000])
 def test_permutation_is_a_permutation_and_always_the_same(count):
     order = draws.permutation(KEY, 3, count)
@@ -157,3 +235,10 @@ def test_the_draws_of_this_version_are_those_of_the_last():
     assert [a.tolist() for a in c.front_cuts(victims([9, 50], [40, 3]))] == FRONT_CUTS
     assert c.candidate_order(np.array([6, 6])).tolist() == ORDER
     assert c.replacements(np.array([3, 3]), 30_522)[1].tolist() == RANDOM_IDS
+    sentences = counter([0, 1, 2, 2**33])
+    asked = np.ones(4, bool)
+    assert counter([0, 1]).target_length(125, 1.0).tolist() == TARGETS
+    assert sentences.split_point(np.full(4, 9)).tolist() == SPLITS
+    assert sentences.is_random(asked).tolist() == ARE_RANDOM
+    assert sentences.other_document(1000, np.zeros(4, int), asked).tolist() == OTHERS
+    assert sentences.start(np.full(4, 100), asked).tolist() == STARTS

@@ -1,13 +1,13 @@
 """Pairs: the laws of a plan, and truncation. The reference's own: tests/conformance."""
 
+import collections
 import random
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.config import Data
-from bert_jax.data import batches, draws, pairs, stream
+from bert_jax.data import draws, pairs, stream
 
 # A busy machine is slow now and then, which is no failure.
 settings.register_profile("patient", deadline=None, database=None)
@@ -29,10 +29,14 @@ def of_lengths(corpus):
     )
 
 
+Row = collections.namedtuple("Row", pairs.ROW_DTYPE.names)
+
+
 def plan(small, seed=0, length=16, short_seq_prob=0.3):
-    scalars = draws.Scalars(random.Random(seed))
-    order = scalars.document_order(len(small.document_offsets) - 1)
-    return list(pairs.plan(small, order, length, short_seq_prob, scalars))
+    key = draws.key_of(seed)
+    chunks = pairs.plan(small, length, short_seq_prob, key)
+    rows = pairs.rows(small, chunks, draws.Counter(key, chunks["sentence"]))
+    return [Row(*row) for row in rows.tolist()]
 
 
 def document_of(small, offset):
@@ -103,13 +107,164 @@ def test_a_pair_reaches_the_target_and_no_sentence_more(corpus, seed, length):
         assert total >= target or document_end
 
 
-def test_the_plan_is_the_same_for_the_same_names():
+def test_the_plan_is_the_same_for_the_same_key():
     small = of_lengths([[3, 4, 5, 6]] * 20)
-    first = batches.make_plan(small, (0, "train", 0, 0), 16, Data())
-    assert first.dtype == pairs.ROW_DTYPE
-    np.testing.assert_array_equal(first, batches.make_plan(small, (0, "train", 0, 0), 16, Data()))
-    for other in [(1, "train", 0, 0), (0, "validation", 0, 0), (0, "train", 1, 0)]:
-        assert first.tobytes() != batches.make_plan(small, other, 16, Data()).tobytes()
+    assert plan(small) == plan(small)
+    assert plan(small) != plan(small, seed=1)
+
+
+@settings(max_examples=50)
+@given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
+def test_how_much_is_planned_at_once_changes_nothing(corpus, seed, length):
+    """Blocks end within documents and within chunks."""
+    small = of_lengths(corpus)
+    whole = plan(small, seed, length)
+    before, pairs._BLOCK = pairs._BLOCK, 3
+    try:
+        assert plan(small, seed, length) == whole
+    finally:
+        pairs._BLOCK = before
+
+
+def test_a_sample_is_of_whole_documents_of_the_plan():
+    rng = np.random.default_rng(0)
+    small = of_lengths([rng.integers(1, 12, rng.integers(1, 9)).tolist() for _ in range(600)])
+    key = draws.key_of(0)
+    rows = collections.Counter(plan(small))
+    sampled = [Row(*row) for row in pairs.sample(small, 16, 0.3, key, 10**6).tolist()]
+    assert collections.Counter(sampled) == rows
+    few = pairs.sample(small, 16, 0.3, key, 100)
+    assert [Row(*row) for row in few.tolist()] == sampled[:100]
+    documents = [document_of(small, row.a_offset) for row in sampled[:100]]
+    assert len(set(documents)) > 20
+    assert max(documents) > 400  # from all over
+
+
+class Answers(draws.Sequential):
+    """What a Counter says of the chunk that is asked for, one at a time, with `one_by_one`."""
+
+    def __init__(self, small, key):
+        self.key, self.document = key, -1
+        self.bounds = small.document_offsets.tolist()
+
+    def target_length(self, *asked):
+        self.document += 1
+        return draws.Counter(self.key, np.array([self.document])).target_length(*asked)
+
+    def at(self, sentence):
+        self.chunk = draws.Counter(self.key, np.array([sentence]))
+
+    def split_point(self, sentences):
+        return self.chunk.split_point(sentences)
+
+    def is_random(self, asked):
+        return self.chunk.is_random(asked)
+
+    def other_document(self, *asked):
+        return self.chunk.other_document(*asked)
+
+    def start(self, *asked):
+        return self.chunk.start(*asked)
+
+
+@settings(max_examples=100)
+@given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
+def test_a_plan_is_what_the_reference_makes_of_the_same_answers(corpus, seed, length):
+    """The reference's loop, document by document and chunk by chunk, asked with the same draws."""
+    small, key = of_lengths(corpus), draws.key_of(seed)
+    answers = Answers(small, key)
+    slow = slow_plan(corpus, length - pairs.SPECIAL_TOKENS, 0.3, answers)
+    assert [
+        (r.a_offset, r.a_length, r.b_offset, r.b_length, r.is_random_next)
+        for r in plan(small, seed, length)
+    ] == slow
+    # And so does `one_by_one`, with which conformance asks.
+    answers = Answers(small, key)
+    found, sentence = [], np.searchsorted(small.sentence_offsets, 0)
+    source = pairs.one_by_one(small, length, 0.3, answers)
+    while True:
+        answers.at(sentence)
+        row = next(source, None)
+        if row is None:
+            break
+        found.append(row[0].tolist())
+        used = row["a_length"] + np.where(row["is_random_next"], 0, row["b_length"])
+        sentence = int(np.searchsorted(small.sentence_offsets, row["a_offset"] + used)[0])
+    assert found == slow
+
+
+def slow_plan(corpus, most, short_seq_prob, draw):
+    """`create_instances_from_document`, with places in the stream for ids."""
+    one = np.array([True])
+    starts = np.cumsum([0, *(length for document in corpus for length in document)]).tolist()
+    first_of = np.cumsum([0, *map(len, corpus)]).tolist()
+    rows = []
+    for number, document in enumerate(corpus):
+        target = int(draw.target_length(most, short_seq_prob)[0])
+        chunk, length, i = [], 0, 0
+        while i < len(document):
+            chunk.append(first_of[number] + i)
+            length += document[i]
+            if i == len(document) - 1 or length >= target:
+                draw.at(chunk[0])
+                count = int(draw.split_point(np.array([len(chunk)]))[0])
+                a = chunk[:count]
+                a_length = starts[a[-1] + 1] - starts[a[0]]
+                random_next = len(chunk) == 1 or bool(draw.is_random(one)[0])
+                if random_next:
+                    other = int(draw.other_document(len(corpus), np.array([number]), one)[0])
+                    begin = first_of[other] + int(
+                        draw.start(np.array([len(corpus[other])]), one)[0]
+                    )
+                    b = []
+                    for j in range(begin, first_of[other + 1]):
+                        b.append(j)
+                        if starts[j + 1] - starts[begin] >= target - a_length:
+                            break
+                    i -= len(chunk) - count
+                else:
+                    b = chunk[count:]
+                rows.append(
+                    (
+                        starts[a[0]],
+                        a_length,
+                        starts[b[0]],
+                        starts[b[-1] + 1] - starts[b[0]],
+                        random_next,
+                    )
+                )
+                chunk, length = [], 0
+            i += 1
+    return rows
+
+
+def test_plans_by_counter_have_the_statistics_of_those_in_the_reference_s_order():
+    """How many pairs, how long A and B are, how many are random: means over seeds, 4 sigma."""
+    rng = np.random.default_rng(0)
+    small = of_lengths([rng.integers(1, 15, rng.integers(1, 40)).tolist() for _ in range(30)])
+
+    def numbers(rows):
+        length = rows["a_length"].astype(int) + rows["b_length"]
+        return (
+            len(rows),
+            rows["is_random_next"].mean(),
+            rows["a_length"].mean(),
+            rows["b_length"].mean(),
+            (length < 40).mean(),
+            rows["b_length"][rows["is_random_next"]].mean(),
+        )
+
+    def by_counter(seed):
+        return np.array(plan(small, seed, 48), pairs.ROW_DTYPE)
+
+    def in_order(seed):
+        draw = draws.Sequential(random.Random(seed))
+        return np.concatenate([*pairs.one_by_one(small, 48, 0.3, draw)])
+
+    found = [np.array([numbers(make(s)) for s in range(40)]) for make in (by_counter, in_order)]
+    error = np.sqrt(sum(values.var(axis=0, ddof=1) / 40 for values in found))
+    sigmas = (found[0].mean(axis=0) - found[1].mean(axis=0)) / error
+    assert np.abs(sigmas).max() < 4, sigmas
 
 
 def test_a_sentence_of_70000_tokens_is_one_pair_s_a():

@@ -11,7 +11,7 @@ from etils import epath
 
 from bert_jax import doctor, resolve
 from bert_jax.config import Corpus, Data, Experiment, InputError, Model, Optimizer, Phase
-from bert_jax.workdir import Workdir
+from bert_jax.storage.workdir import Workdir
 
 MODEL = Model(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
 STEPS, EVERY, UNIGRAM = 10_000, 100, 6.5
@@ -407,7 +407,7 @@ def test_the_corpus_of_a_run_is_examined_at_the_lengths_of_its_phases(tmp_path, 
     from bert_jax.doctor import corpus, run
 
     seen = []
-    monkeypatch.setattr(run, "is_complete", lambda folder: True)
+    monkeypatch.setattr(run.mirror, "exists", lambda path: True)
     monkeypatch.setattr(corpus, "examine", lambda folder, lengths: seen.append(lengths) or [])
     healthy(lengths=(128, 64)).examine(tmp_path)
     assert seen == [(64, 128)]

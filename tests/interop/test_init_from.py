@@ -52,6 +52,7 @@ def test_a_run_begins_with_the_weights_of_its_base(copy_of_run):
     assert not np.array_equal(last["params"]["pooler"]["kernel"], base.params["pooler"]["kernel"])
 
 
+@pytest.mark.long
 def test_a_run_begins_with_moments_only_where_its_base_was_asked_for_them(copy_of_run):
     by_adam = "--set optimizer.name=bert_adam"
     whole = "pretrain small.py --workdir {} --set init_from={}"

@@ -7,6 +7,7 @@ the folders of a container. The run's exit code goes to FOLDER/code-ATTEMPT-NUMB
 gets the signal WHAT before step STEP (`pod_member.py`).
 """
 
+import json
 import os
 import pathlib
 import subprocess
@@ -16,7 +17,8 @@ import cluster
 
 from launch import hosts, jobset
 
-MEMBER = pathlib.Path(__file__).parents[1] / "training" / "pod_member.py"
+HERE = pathlib.Path(__file__).resolve().parent
+MEMBER = HERE.parent / "training" / "pod_member.py"
 # What the local pod says of its processes: instead of a TPU, and of names in a cluster's network.
 OURS = (
     *("JAX_PLATFORMS", "XLA_FLAGS", "NPROC"),
@@ -40,6 +42,11 @@ def on_gke(folder: pathlib.Path, number: int, program: list[str]) -> int:
     assert words[0] == "bert-jax"
     given |= {name: os.environ[name] for name in OURS}
     given["BERT_JAX_CACHE_DIR"] = str(mounted / "cache")
+    doors = folder / "doors.json"
+    if doors.exists():  # each host has a way of its own to the bucket, and notes what failed there
+        given |= json.loads(doors.read_text())[number]
+        notes = folder / f"absorbed-{number}"
+        program = [program[0], str(HERE / "rehearsed.py"), str(notes), *program[1:]]
     return subprocess.run([*program, *words[1:]], env=os.environ | given, check=False).returncode
 
 

@@ -8,11 +8,13 @@ import sys
 
 import pytest
 from etils import epath
+from fake_gcs import Fault
 
 from bert_jax.config import InputError
 from bert_jax.doctor.finding import Finding
 from bert_jax.plan import topology
-from bert_jax.workdir import mark_complete
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import mark_complete
 from launch import checks, shipping, spec
 
 ALL = frozenset(checks.NAMES)
@@ -97,7 +99,9 @@ def test_files_of_this_machine_are_out_of_reach(tmp_path, setting, remedy):
 
 
 def test_a_bucket_that_may_not_be_written(bucket, monkeypatch):
-    monkeypatch.setattr(bucket, "refuses", lambda method, name: method == "POST")
+    monkeypatch.setattr(mirror, "_granted", set())
+    refuse = lambda method, name, kind: Fault(403) if kind == "write" else None  # noqa: E731
+    monkeypatch.setattr(bucket, "fault", refuse)
     with pytest.raises(InputError, match=r"gs://b/closed.*; --force workdir launches"):
         check("gs://b/closed", "workdir")
 

@@ -246,7 +246,8 @@ def test_xpk_gets_the_slice_the_restarts_and_the_experiment(tmp_path):
     what = specified("bert_large_pod", "v5p:4x4x4", workdir="gs://b/it's $(x)", retries=4)
     words = xpk.command(what, PODS, "c", "z", "p")
     assert words[:3] == ["xpk", "workload", "create"]
-    assert {"--tpu-type=v5p-4x4x4", "--max-restarts=4", "--restart-on-exit-codes=75"} <= set(words)
+    codes = "--restart-on-exit-codes=74,75"
+    assert {"--tpu-type=v5p-4x4x4", "--max-restarts=4", codes} <= set(words)
     assert {f"--docker-image={IMAGE}", "--termination-grace-period-seconds=300"} <= set(words)
     (line,) = [w.removeprefix("--command=") for w in words if w.startswith("--command=")]
     program = tmp_path / "bert-jax"

@@ -20,6 +20,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
 
 
+@pytest.mark.long
 def test_an_experiment_is_run_as_it_was_resolved_here(small, cache, tmp_path, capfd):
     words = [str(small), "--workdir", str(tmp_path / "run"), "--processes", "1"]
     words += ["--set", "phases.0.steps=3", "--set", "phases.1.steps=1"]

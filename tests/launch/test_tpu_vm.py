@@ -7,7 +7,7 @@ import pytest
 from etils import epath
 
 from bert_jax.config import InputError
-from bert_jax.workdir import cache_folder
+from bert_jax.storage.workdir import cache_folder
 from launch import asked, checks, target, tpu_slice, tpu_vm
 from launch.verdict import verdict
 
@@ -333,6 +333,9 @@ def test_a_flag_at_fault_is_named(gcloud, launch, flags, complaint):
         ([137, 75], 134),
         ([0, None], 134),
         ([130, 134], 130),
+        ([134, 74, 134], 74),
+        ([74, 75, 0], 74),
+        ([74, 2], 2),
     ],
 )
 def test_one_exit_code_of_many(codes, one):

@@ -66,3 +66,10 @@ def test_gelu_is_x_times_the_normal_distribution_function():
     x = np.linspace(-8, 8, 4_001, dtype=np.float32)
     wanted = np.array([v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x.astype(float)])
     assert np.abs(np.asarray(layers.activation("gelu", x)) - wanted).max() < 1e-6
+
+
+def test_dropout_in_bfloat16_is_scaled_in_float32():
+    """Rounded to bfloat16, 1 / 0.9 is 0.16 % too small."""
+    noise = layers.ShardNoise(jax.random.key(1, impl="rbg"))
+    found = layers.dropout(jnp.ones((4, 64), jnp.bfloat16), noise, 0.1)
+    assert set(np.unique(found)) == {0.0, np.float32(noise.scale(0.1))}

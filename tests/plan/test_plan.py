@@ -100,7 +100,7 @@ def test_a_plan_goes_into_the_workdir_and_a_run_may_start_there(answers, capsys,
     workdir = tmp_path / "run"
     code, _, _ = call(capsys, "plan", POD, "--topology", "v5e:8x8", "--workdir", workdir)
     assert code == 0 and (workdir / "plan.json").exists()
-    from bert_jax.workdir import Workdir
+    from bert_jax.storage.workdir import Workdir
 
     Workdir(workdir).require_ours()
 

@@ -16,7 +16,7 @@ from bert_jax import cli
 from bert_jax.config import InputError
 from bert_jax.report import page, plots
 from bert_jax.report.records import Record
-from bert_jax.workdir import Workdir, in_use, lock
+from bert_jax.storage.workdir import Workdir, in_use, lock
 
 # A document that would run a script, recolour the terminal, reverse text, and break a template.
 HOSTILE = (
@@ -200,6 +200,7 @@ def test_a_killed_run_is_told_from_one_that_goes_on(run, tmp_path):
     assert not in_use(Workdir(copy).root)
 
 
+@pytest.mark.long
 def test_following_ends_with_the_run(tmp_path):
     """The page renews itself while the run goes on, and no longer once it is over."""
     file = write_text(tmp_path / "text")

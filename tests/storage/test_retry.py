@@ -49,12 +49,22 @@ def test_any_other_error_stays(error):
     assert not retry.is_transient(raised_from(error))
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 408, 412, 429, 500, 503])
-def test_statuses_of_gcsfs(status):
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 412, 429, 500, 502, 503])
+def test_statuses_as_gcsfs_raises_them(status):
     gcsfs_retry = pytest.importorskip("gcsfs.retry")
-    error = gcsfs_retry.HttpError({"code": status, "message": "said so"})
-    assert retry.is_transient(error) == (status in (408, 429, 500, 503))
-    assert retry.is_denied(error) == (status in (401, 403))
+    with pytest.raises(Exception) as caught:
+        gcsfs_retry.validate_response(status, b"why", "b/o")
+    assert retry.is_transient(caught.value) == (status in (408, 429, 500, 502, 503))
+    assert retry.is_denied(caught.value) == (status in (401, 403))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 408, 412, 429, 500, 502, 503])
+def test_answers_as_gcsfs_raises_them(status):
+    gcsfs_retry = pytest.importorskip("gcsfs.retry")
+    with pytest.raises(Exception) as raised:
+        gcsfs_retry.validate_response(status, b"said so", "b/bucket/o/name")
+    assert retry.is_transient(raised.value) == (status in (408, 429, 500, 502, 503))
+    assert retry.is_denied(raised.value) == (status in (401, 403))
 
 
 @pytest.fixture
@@ -93,6 +103,14 @@ def test_what_fails_for_long_is_unavailable(waits):
 def test_what_does_not_pass_is_raised_at_once(waits):
     with pytest.raises(KeyError):
         retry.again(failing(1, KeyError("x")), "gs://b/x")
+    assert not waits
+
+
+def test_what_was_found_to_be_bad_input_is_raised_at_once(waits):
+    refused = InputError("gs://b: this account may not list")
+    refused.__cause__ = ValueError("PERMISSION_DENIED: no access")
+    with pytest.raises(InputError, match="may not list"):
+        retry.again(failing(1, refused), "gs://b/x")
     assert not waits
 
 

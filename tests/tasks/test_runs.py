@@ -20,12 +20,12 @@ from etils import epath
 
 from bert_jax import resolve
 from bert_jax.config import Finetuning
+from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.rows import TrainBatches
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.workdir import Workdir
 
 TASKFILE = """
 from bert_jax.config import Finetuning, Optimizer, Run, Task
@@ -133,6 +133,7 @@ def full(folder):
     return "full"
 
 
+@pytest.mark.long
 def test_a_profiled_fine_tuning_is_the_one_without_bit_for_bit(full):
     finished("profiled", "run.profile_steps=3,6")
     assert os.listdir("profiled/profile/plugins/profile") == ["steps_4_to_6"]
@@ -158,7 +159,7 @@ def test_a_sentence_s_label_is_learned(full):
     assert scores[-1]["examples"] == 32
 
 
-@pytest.mark.parametrize("shape", ["tag", "span"])
+@pytest.mark.parametrize("shape", ["tag", pytest.param("span", marks=pytest.mark.long)])
 def test_tags_and_answers_are_learned(shape):
     scores = finished(shape, shape=shape)[-1]
     assert scores["kind"] == "scores" and scores["score"] > 0.9
@@ -205,7 +206,7 @@ def stopped(monkeypatch, at, workdir, *settings):
     assert code == 75, err
 
 
-@pytest.mark.parametrize("how", ["full", "lora"])
+@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.long), "lora"])
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request, monkeypatch):
     """In the middle of an epoch and of a line; the base need not be named again."""
     settings = ("adapt.how=lora", "epochs=3") if how == "lora" else ()
@@ -216,6 +217,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request, monke
     assert_identical(final_state(f"{how}-stopped")[1], final_state(undisturbed)[1])
 
 
+@pytest.mark.long
 def test_two_processes_are_one_run(lora):
     """Each reads the base's checkpoint and the examples, once they are connected."""
     command = ["finetune", "classify.py", "--from", "run", "--workdir", "pod"]
@@ -238,6 +240,7 @@ def test_two_processes_are_one_run(lora):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_run_goes_back_over_steps_without_a_loss(monkeypatch):
     good = TrainBatches.batch
 

@@ -61,7 +61,10 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     "layout",
-    [Mesh(), Mesh(parallelism="zero3", tensor=2, accumulation=2)],
+    [
+        pytest.param(Mesh(), marks=pytest.mark.long),
+        Mesh(parallelism="zero3", tensor=2, accumulation=2),
+    ],
     ids=["replicated", "zero3"],
 )
 def test_a_choice_is_learned_alike_on_four_devices(layout):
@@ -73,11 +76,13 @@ def test_a_choice_is_learned_alike_on_four_devices(layout):
     assert_same(found, expected)
 
 
+@pytest.mark.long
 def test_tags_are_learned_alike_on_four_devices():
     """Micro-batches have different numbers of words, and count as one batch."""
     assert_same(train("tag", Mesh(parallelism="zero1", accumulation=2)), alone("tag"))
 
 
+@pytest.mark.long
 def test_thin_matrices_are_learned_alike_on_four_devices():
     lora = Adapt(how="lora", lora_rank=2)
     cut = Mesh(tensor=2, accumulation=2)

@@ -1,5 +1,7 @@
 """A checkpoint is what was saved, or it is named, put aside, and the one before is used."""
 
+import errno
+import itertools
 import json
 import pathlib
 import random
@@ -15,14 +17,18 @@ from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint._src.path import atomicity
 from small_run import final_state, pretrain, write_text
 
 from bert_jax import predict
 from bert_jax.config import InputError, Run
+from bert_jax.errors import Unavailable
+from bert_jax.storage import retry
+from bert_jax.storage.workdir import Workdir
+from bert_jax.training import checkpoint
 from bert_jax.training.checkpoint import Checkpoints, Damaged
 from bert_jax.training.checksums import checksums
 from bert_jax.training.objective import Pretraining
-from bert_jax.workdir import Workdir
 
 
 @pytest.fixture(scope="module")
@@ -168,25 +174,123 @@ def test_a_kill_while_newer_ones_are_removed_leaves_no_half_one(run, monkeypatch
     assert not list((run / "checkpoints").glob("*"))
 
 
-def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(finished, run, monkeypatch):
-    """Nor is one for which there is too little memory."""
-    file, _ = finished
-    from bert_jax.training import checkpoint
-
-    for error, words in (
-        (ValueError("PERMISSION_DENIED: Error opening state"), "cannot be read now"),
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("PERMISSION_DENIED: Error opening state"), "may not be used"),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "too little memory"),
-    ):
+    ],
+)
+def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(
+    error, words, finished, run, monkeypatch
+):
+    """Nor is one for which there is too little memory."""
+    monkeypatch.setattr(checkpoint.ocp, "load", failing(error))
+    with pytest.raises(InputError, match=words) as refused:
+        newest_state(run)
+    assert not isinstance(refused.value, Damaged)
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
 
-        def fail(*_, error=error):
-            raise error
 
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint.ocp, "load", fail)
-            with pytest.raises(InputError, match=words) as refused:
-                pretrain(file, run, "run.keep_best=0")
-        assert not isinstance(refused.value, Damaged)
-        assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
+def failing(*errors: Exception, then=None):
+    """A function that raises these one after the other, and then does what `then` does."""
+    left = list(errors)
+
+    def fail(*args, **kwargs):
+        if then is None or left:
+            raise left.pop(0) if then else errors[0]
+        return then(*args, **kwargs)
+
+    return fail
+
+
+PASSING = [
+    OSError(errno.ESTALE, "Stale file handle"),
+    OSError(errno.EMFILE, "Too many open files"),
+    ConnectionResetError("reset by peer"),
+    TimeoutError(),
+    ValueError("UNAVAILABLE: Error reading state: HTTP response code: 503"),
+    ValueError("RESOURCE_EXHAUSTED: Cannot allocate memory"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=str)
+def test_a_fault_that_passes_while_one_is_read_damages_nothing(error, finished, run, monkeypatch):
+    """Of its metadata, of its arrays, and of the list of checkpoints."""
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    with monkeypatch.context() as patch:
+        for owner, name in (
+            (checkpoint.ocp, "load"),
+            (checkpoint.ocp, "metadata"),
+            (checkpoint, "checkpoint_steps"),
+        ):
+            patch.setattr(owner, name, failing(error, error, error, then=getattr(owner, name)))
+        assert newest_state(run)[0] == 22
+
+
+def test_a_storage_that_stays_away_is_unavailable_and_nothing_is_renamed(
+    finished, run, monkeypatch
+):
+    file, _ = finished
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(retry.again, "__kwdefaults__", retry.again.__kwdefaults__ | {"seconds": 1})
+    monkeypatch.setattr(checkpoint.ocp, "load", failing(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(Unavailable, match="out of reach for 1 seconds"):
+        pretrain(file, run, "run.keep_best=0")
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
+
+
+def now_and_then(function):
+    """The function, of whose calls the second and third fail, and the last of a run.
+
+    A run saves six times; where failing calls are made again at once, it calls more often.
+    """
+    calls = itertools.count(1)
+
+    def fail(*args, **kwargs):
+        if next(calls) in (2, 3, 6, 8):
+            raise OSError(errno.EIO, "Input/output error")
+        return function(*args, **kwargs)
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(checkpoint.ocp.training.Checkpointer, "save_async"), (atomicity, "on_commit_callback")],
+)
+def test_a_save_that_fails_for_a_while_is_made_up_for(owner, name, finished, tmp_path, monkeypatch):
+    """At its beginning, and behind the next steps, where a later one takes its place."""
+    file, undisturbed = finished
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(owner, name, now_and_then(getattr(owner, name)))
+    outcome, shown = pretrain(file, tmp_path / "w", "run.keep_best=0")
+    assert outcome == "finished"
+    names = {p.name for p in (tmp_path / "w" / "checkpoints").iterdir()}
+    assert "22" in names and all(name.isdecimal() for name in names)
+    assert_identical(final_state(tmp_path / "w")[1], final_state(undisturbed)[1])
+    lines = (tmp_path / "w" / "metrics.jsonl").read_bytes()
+    assert lines == (undisturbed / "metrics.jsonl").read_bytes()
+    assert name == "save_async" or "a checkpoint could not be written for now" in shown
+
+
+def test_a_fault_nobody_knows_damages_nothing_if_it_does_not_come_again(run, monkeypatch):
+    monkeypatch.setattr(checkpoint.ocp, "load", failing(KeyError("x"), then=checkpoint.ocp.load))
+    assert newest_state(run)[0] == 22
+
+
+def test_files_that_cannot_be_read_plainly_are_not_taken_for_damaged(run, monkeypatch):
+    """Orbax's word may be anything."""
+
+    def away(folder, part):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(retry.again, "__kwdefaults__", retry.again.__kwdefaults__ | {"seconds": 1})
+    monkeypatch.setattr(checkpoint, "_read_plainly", away)
+    cut_off(run / "checkpoints" / "22")
+    with pytest.raises(Unavailable):
+        newest_state(run)
 
 
 def test_a_checkpoint_of_another_format_is_named(finished, run):
@@ -220,7 +324,24 @@ def test_every_flipped_bit_is_found(finished, run):
     assert refused > 1
 
 
-def newest_state(run: pathlib.Path) -> tuple[int, dict]:
+def test_checksums_are_computed_once_all_have_read(run, monkeypatch):
+    """Else one that could not read would leave the others waiting in a computation."""
+    seen = []
+
+    def agreed(what: str, complaint: str) -> str:
+        seen.append(what)
+        return "another could not" if what == "22 read" else complaint
+
+    def counted(tree):
+        seen.append("checksums")
+        return checksums(tree)
+
+    monkeypatch.setattr(checkpoint, "checksums", counted)
+    assert newest_state(run, agreed)[0] == 20
+    assert seen == ["22 read", "20 read", "checksums", "20 checked"]
+
+
+def newest_state(run: pathlib.Path, *agreed) -> tuple[int, dict]:
     from bert_jax import resolve
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.step import abstract_state
@@ -231,7 +352,7 @@ def newest_state(run: pathlib.Path) -> tuple[int, dict]:
         Pretraining(experiment.model), experiment.optimizer, experiment.mesh, mesh
     )
     with Checkpoints(epath.Path(run / "checkpoints"), Run(), "read") as saved:
-        found = saved.newest(abstract)
+        found = saved.newest(abstract, None, *agreed)
     return found.step, jax.device_get(found.state)
 
 

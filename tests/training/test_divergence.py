@@ -11,10 +11,10 @@ from compare import assert_identical
 from small_run import final_state, pretrain, write_text
 
 from bert_jax.data import batches
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training import divergence, evaluate, metrics, step
 from bert_jax.training.beginning import Beginnings
 from bert_jax.training.runner import Trainer
-from bert_jax.workdir import Workdir
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +117,22 @@ def test_bad_steps_that_come_back_are_left_out_with_an_earlier_one(text, tmp_pat
     poison(monkeypatch, {5, 6, 7, 8, 9, 10})
     outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "finished" and shown.count("going back") == 2
+    assert shown.count("going back to step 0, since there is no earlier checkpoint") == 1
     skipped = final_state(tmp_path / "w")[1]["skipped_steps"]
     assert skipped[:9].tolist() == [3, 4, 5, 6, 7, 8, 9, 10, -1]
+
+
+def test_a_run_ends_where_no_checkpoint_is_old_enough(text, tmp_path, monkeypatch):
+    """The second goes back further than the first; of 12 and 14, which are kept, none is of 9."""
+    _, file = text
+    poison(monkeypatch, {11, 12, 13, 14, 15, 16})
+    kept = ("run.checkpoint_every=2", "run.keep_checkpoints=2", "run.keep_best=0")
+    outcome, shown = pretrain(file, tmp_path / "w", "phases.0.steps=20", *kept)
+    assert outcome == "failed" and shown.count("going back") == 1
+    assert "failed: steps 14 to 16 have no finite loss or gradient, and no checkpoint from" in shown
+    assert "larger run.keep_checkpoints or a lower optimizer.peak_learning_rate" in shown
+    left = {path.name for path in (tmp_path / "w" / "checkpoints").iterdir()}
+    assert left == {"12", "14"}
 
 
 def test_fewer_bad_steps_are_passed_over(text, tmp_path, monkeypatch):
@@ -133,8 +147,8 @@ def test_fewer_bad_steps_are_passed_over(text, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("at", "every", "why"),
     [
-        (6, 4, "since 2 steps up to it have no finite loss"),
         (8, 5, "since it has to go back over the steps 5 to 7"),
+        pytest.param(*(6, 4, "since 2 steps up to it have no finite loss"), marks=pytest.mark.long),
     ],
 )
 def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
@@ -173,18 +187,22 @@ def test_a_roll_back_holds_one_state(text, tmp_path, monkeypatch):
     """Two may be more than the devices have room for."""
     _, file = text
     poison(monkeypatch, {5, 6, 7})
-    find, held = Beginnings.find, []
+    held = []
 
     def words() -> int:
         return sum(array.shape == (1024, 16) for array in jax.live_arrays())
 
-    def counting(self, saved, at_most=None):
-        held.append(words())
-        found = find(self, saved, at_most)
-        held.append(words())
+    def counting(find):
+        def found(*args):
+            held.append(words())
+            result = find(*args)
+            held.append(words())
+            return result
+
         return found
 
-    monkeypatch.setattr(Beginnings, "find", counting)
+    for name in ("find", "find_before"):
+        monkeypatch.setattr(Beginnings, name, counting(getattr(Beginnings, name)))
     outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "finished", shown
     assert held[0] < held[1] and held[2:] == held[:2]
@@ -212,6 +230,7 @@ def test_a_checkpoint_found_damaged_in_a_roll_back_is_saved_anew(text, tmp_path,
     assert_identical(final_state(tmp_path / "w")[1], final_state(tmp_path / "reference")[1])
 
 
+@pytest.mark.long
 def test_a_stop_in_the_last_step_of_a_run_that_has_to_go_back_is_no_end(
     text, tmp_path, monkeypatch
 ):
@@ -275,7 +294,7 @@ def test_a_run_may_stop_instead(text, tmp_path, monkeypatch):
 def test_a_run_that_is_never_finite_fails_by_name(text, tmp_path):
     _, file = text
     rate = "optimizer.peak_learning_rate=1e30"
-    settings = (rate, "phases.0.steps=90", "optimizer.bad_steps_in_a_row=20")
+    settings = (rate, "phases.0.steps=90", "optimizer.bad_steps_in_a_row=40")
     outcome, shown = pretrain(file, tmp_path / "w", *settings)
     assert outcome == "failed" and "steps are left out already" in shown
     assert "peak_learning_rate" in shown
@@ -298,6 +317,16 @@ def test_which_steps_are_left_out():
     assert divergence.left_out((), range(0, 3)) == ((0, 1, 2), 0)
     assert divergence.left_out((2, 3, 4), range(5, 7)) == ((1, 2, 3, 4, 5, 6), 1)
     assert divergence.left_out((0,), range(1, 3)) == ((0, 1, 2), 1)
+
+
+def test_how_far_a_roll_back_goes():
+    assert divergence.can_go_back([], 7, 5)  # nothing was saved yet
+    assert divergence.can_go_back([25, 30], 29, 5)
+    assert divergence.can_go_back([20, 30], 29, 5)  # at 25 the state was bad, and was not saved
+    assert divergence.can_go_back([25, 20], 90, 5)  # a full disk: the newest, however old
+    assert divergence.can_go_back([5, 10], 4, 5)  # to step 0
+    assert not divergence.can_go_back([35, 40], 28, 5)
+    assert not divergence.can_go_back([5, 35, 40], 28, 5)  # the best so far
 
 
 def lines(losses):

@@ -1,6 +1,7 @@
 """Batches on devices are the batches of the data engine."""
 
 import hashlib
+import multiprocessing
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ def digest(batches) -> list[str]:
 def global_batches(devices: int, first: int, last: int, workers: int = 0):
     sharding = mesh_lib.batch_sharding(samples.mesh_of(devices))
     train = samples.train_batches()
-    with feed.Feed(train.batch, first, last, 8, sharding, 2, workers) as batches:
+    with feed.Feed(train.batch, first, last, 8, sharding, 2, workers, print) as batches:
         return [jax.device_get(batch) for batch in batches]
 
 
@@ -72,6 +73,26 @@ def test_worker_processes_give_the_same_batches():
     assert digest(global_batches(2, 0, 4, workers=2)) == digest(global_batches(2, 0, 4))
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_a_killed_worker_is_replaced(times):
+    """By new ones, and where they are killed again and again by none; the batches stay the same."""
+    sharding = mesh_lib.batch_sharding(samples.mesh_of(1))
+    said: list[str] = []
+    killed = 0
+    with feed.Feed(samples.train_batches().batch, 0, 40, 8, sharding, 1, 1, said.append) as batches:
+        found = []
+        for batch in batches:
+            found.append(jax.device_get(batch))
+            if killed < times:
+                killed += 1
+                (worker,) = multiprocessing.active_children()
+                worker.kill()
+    assert digest(found) == digest(global_batches(1, 0, 40))
+    assert [("new ones go on" in line, "without them" in line) for line in said] == [
+        (number < 3, number == 3) for number in range(1, times + 1)
+    ]
+
+
 def test_rows_of_a_process_need_not_be_one_range():
     """Devices in another order, as a torus gives them: rows follow the sharding."""
     devices = [jax.devices()[i] for i in (2, 0, 3, 1)]
@@ -91,7 +112,7 @@ def test_an_error_in_a_batch_reaches_the_loop():
 
     sharding = mesh_lib.batch_sharding(samples.mesh_of(1))
     with (
-        feed.Feed(broken, 0, 2, 8, sharding, 2, 0) as batches,
+        feed.Feed(broken, 0, 2, 8, sharding, 2, 0, print) as batches,
         pytest.raises(ValueError, match="no such row"),
     ):
         next(batches)

@@ -1,13 +1,15 @@
-"""Who is there, before anything is computed; without jax."""
+"""Who is there, before anything is computed; and whose fault an error is."""
 
 import concurrent.futures
+import contextlib
 import json
 import socket
 import time
 
+import jax
 import pytest
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.training import peers, roll_call
 from bert_jax.training.roll_call import Place
 
@@ -20,13 +22,23 @@ def address(monkeypatch):
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+# Of errors that processes ended with.
+kinds: set[type[Exception]] = set()
+
+
+@pytest.fixture(autouse=True)
+def no_kinds():
+    kinds.clear()
+
+
 def call(*places: Place, limit: float = 20.0) -> list[str]:
     """What each process is told; "" to go on."""
 
     def one(place: Place) -> str:
         try:
             roll_call.answer(place, limit)
-        except InputError as error:
+        except (InputError, Unavailable) as error:
+            kinds.add(type(error))
             return str(error)
         return ""
 
@@ -42,12 +54,14 @@ def test_the_missing_are_named_to_all_the_others(address):
     told = call(*(Place(address, number, 6) for number in (0, 2, 5)), limit=2.0)
     assert len(set(told)) == 1
     assert told[0].startswith("process 1, 3, 4 of 6 did not arrive within 2 seconds")
+    assert kinds == {Unavailable}
 
 
 def test_a_number_given_twice_is_named_to_all(address):
     told = call(Place(address, 0, 4), Place(address, 1, 4), Place(address, 1, 4))
     assert len(set(told)) == 1
     assert told[0].startswith("two processes are number 1 of 4 (on ")
+    assert kinds == {InputError}
 
 
 def test_two_first_processes_are_told_apart(address):
@@ -63,6 +77,7 @@ def test_another_count_is_named_to_all(address):
 def test_a_process_alone_says_where_it_looked(address):
     told = call(Place(address, 1, 2), limit=0.5)
     assert f"JAX_COORDINATOR_ADDRESS={address}: process 0 did not answer there" in told[0]
+    assert kinds == {Unavailable}
 
 
 def test_a_name_that_no_machine_has_is_refused():
@@ -99,6 +114,43 @@ def test_strangers_who_knock_are_sent_away(said, address):
         knock(address, said)
         assert call(Place(address, 1, 2)) == [""]
         assert both.result() == [""]
+
+
+def test_silent_strangers_keep_nobody_waiting(address):
+    host, port = address.split(":")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        both = pool.submit(call, Place(address, 0, 2), limit=20.0)
+        knock(address, b"")  # until it listens
+        for _ in range(3):
+            line = stack.enter_context(socket.create_connection((host, int(port)), timeout=1))
+            line.sendall(b"{")
+        began = time.monotonic()
+        assert call(Place(address, 1, 2)) == [""] == both.result()
+        assert time.monotonic() - began < 4  # each was waited for 5 seconds
+
+
+def test_a_process_that_is_cut_off_may_report_again(address):
+    """Its second call comes before it is seen that the first has ended."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        both = pool.submit(call, Place(address, 0, 2), limit=20.0)
+        knock(address, json.dumps({"number": 1, "count": 3, "host": "old"}).encode()[:20])
+        assert call(Place(address, 1, 2)) == [""] == both.result()
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (RuntimeError("INTERNAL: Core halted unexpectedly: scheck failed"), True),
+        (jax.errors.JaxRuntimeError("DATA_LOSS: HBM ECC"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: SDC checker: compiled program differs"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile TPU kernel"), False),
+        (jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Executable expected parameter"), False),
+        (ValueError("INTERNAL: no device said this"), False),
+    ],
+)
+def test_a_broken_device_is_tried_again_and_a_program_that_is_refused_is_not(error, passes):
+    assert (type(peers.named_fault(error)) is Unavailable) == passes
+    assert passes or peers.named_fault(error) is error
 
 
 @pytest.mark.parametrize(

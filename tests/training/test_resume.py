@@ -7,9 +7,12 @@ import signal
 
 import numpy as np
 import pytest
+from broken import call
 from compare import assert_identical
-from small_run import bert_jax, command, final_state, killed, write_text
+from etils import epath
+from small_run import bert_jax, command, final_state, killed, pretrain, write_text
 
+from bert_jax.storage.workdir import lock
 from bert_jax.verify.orders import Death, Order
 
 
@@ -29,15 +32,25 @@ def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
     assert_identical(a_state, b_state)
 
 
-@pytest.mark.parametrize("steps_off", [(0,), pytest.param((-1, 0, 1), marks=pytest.mark.long)])
-def test_resume_is_bit_exact(undisturbed, tmp_path, steps_off):
-    """Killed at (before, after) an epoch's end and the switch of phases, with dropout on."""
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param((("epoch", 0),), id="one kill"),
+        pytest.param(
+            tuple((place, off) for place in ("epoch", "phase") for off in (-1, 0, 1)),
+            marks=pytest.mark.long,
+            id="before, at and after both",
+        ),
+    ],
+)
+def test_resume_is_bit_exact(undisturbed, tmp_path, kills):
+    """Killed at an epoch's end, and about the switch of phases, with dropout on."""
     folder, file, _ = undisturbed
     rows = list(json.loads((folder / "corpus" / "plans.json").read_text())["rows"].values())
-    epoch_end = rows[0] // 8
-    assert 2 < epoch_end < 12, "the first phase must cross an epoch's end"
+    places = {"epoch": rows[0] // 8, "phase": 14}
+    assert 2 < places["epoch"] < 12, "the first phase must cross an epoch's end"
     run = ("pretrain", file, "--workdir", tmp_path / "killed")
-    for step in sorted({place + off for place in (epoch_end, 14) for off in steps_off}):
+    for step in sorted({places[place] + off for place, off in kills}):
         dead = killed(step, signal.SIGKILL, *run)
         assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
     done = bert_jax(*run)
@@ -46,57 +59,52 @@ def test_resume_is_bit_exact(undisturbed, tmp_path, steps_off):
     assert_same_run(tmp_path / "killed", folder / "undisturbed")
 
 
-def test_sigterm_saves_and_the_run_goes_on(undisturbed):
+@pytest.mark.parametrize(
+    "stops",
+    [
+        pytest.param(((10, signal.SIGTERM),), id="SIGTERM"),
+        pytest.param(
+            ((10, signal.SIGTERM), (16, signal.SIGINT)), marks=pytest.mark.long, id="and SIGINT"
+        ),
+    ],
+)
+def test_a_run_that_is_stopped_saves_and_goes_on(undisturbed, tmp_path, stops):
     """Stopped at a step that is no multiple of the log or checkpoint interval."""
     folder, file, _ = undisturbed
-    workdir = folder / "stopped"
-    stopped = killed(10, signal.SIGTERM, "pretrain", file, "--workdir", workdir)
-    assert stopped.returncode == 75, stopped.stderr.decode()
-    last = stopped.stdout.decode().splitlines()[-1]
-    assert last == "stopped at step 11, saved; run the same command again"
-    assert (workdir / "checkpoints" / "11").exists()
-    interrupted = killed(16, signal.SIGINT, "pretrain", file, "--workdir", workdir)
-    assert interrupted.returncode == 75, interrupted.stderr.decode()
-    done = bert_jax("pretrain", file, "--workdir", workdir)
+    run = ("pretrain", file, "--workdir", tmp_path / "stopped")
+    for step, by in stops:
+        stopped = killed(step, by, *run)
+        assert stopped.returncode == 75, stopped.stderr.decode()
+        last = stopped.stdout.decode().splitlines()[-1]
+        assert last == f"stopped at step {step + 1}, saved; run the same command again"
+        assert (tmp_path / "stopped" / "checkpoints" / str(step + 1)).exists()
+    done = bert_jax(*run)
     assert done.returncode == 0, done.stderr.decode()
-    assert_same_run(workdir, folder / "undisturbed")
+    assert_same_run(tmp_path / "stopped", folder / "undisturbed")
 
 
 def test_a_finished_run_says_so(undisturbed):
     folder, file, output = undisturbed
-    again = bert_jax("pretrain", file, "--workdir", folder / "undisturbed")
-    assert again.returncode == 0
-    for text in (output, again.stdout.decode()):
+    outcome, again = pretrain(file, folder / "undisturbed")
+    assert outcome == "finished"
+    for text in (output, again):
         assert "finished: step 22; held-out masked LM" in text
         assert "to start anew choose another --workdir" in text
 
 
-def test_other_settings_are_refused_on_resume(undisturbed):
+def test_extend_goes_on_and_says_that_the_schedule_changes(undisturbed, tmp_path):
     folder, file, _ = undisturbed
-    before = (folder / "undisturbed" / "experiment.json").read_bytes()
-    refused = bert_jax(
-        "pretrain", file, "--workdir", folder / "undisturbed", "--set", "seed=7",
-        "--set", "optimizer.b1=0.8",
-    )  # fmt: skip
-    assert refused.returncode == 2
-    message = refused.stderr.decode()
-    assert "seed: 0 -> 7" in message and "optimizer.b1: 0.9 -> 0.8" in message
-    assert len(message.splitlines()) == 1
-    assert (folder / "undisturbed" / "experiment.json").read_bytes() == before
+    shutil.copytree(folder / "undisturbed", tmp_path / "extended")
+    more = ["pretrain", str(file), "--workdir", str(tmp_path / "extended")]
+    more += ["--set", "phases.1.steps=10"]
+    code, err = call(more)
+    assert code == 2 and "phases.1.steps: 8 -> 10" in err
+    outcome, shown = pretrain(file, tmp_path / "extended", "phases.1.steps=10", length="extend")
+    assert outcome == "finished" and "schedule" in shown
+    assert final_state(tmp_path / "extended")[0] == 24
 
 
-def test_extend_goes_on_and_says_that_the_schedule_changes(undisturbed):
-    folder, file, _ = undisturbed
-    workdir = folder / "extended"
-    shutil.copytree(folder / "undisturbed", workdir)
-    more = ("--set", "phases.1.steps=10", "--workdir", workdir)
-    assert bert_jax("pretrain", file, *more).returncode == 2
-    done = bert_jax("pretrain", file, "--extend", *more)
-    assert done.returncode == 0, done.stderr.decode()
-    assert "schedule" in done.stdout.decode()
-    assert final_state(workdir)[0] == 24
-
-
+@pytest.mark.long
 def test_a_second_interrupt_leaves_at_once(undisturbed, tmp_path):
     _, file, _ = undisturbed
     driver = tmp_path / "twice.py"
@@ -111,16 +119,11 @@ def test_a_second_interrupt_leaves_at_once(undisturbed, tmp_path):
 
 
 def test_two_runs_in_one_workdir_are_refused(undisturbed):
-    from etils import epath
-
-    from bert_jax.workdir import lock
-
     folder, file, _ = undisturbed
     workdir = folder / "undisturbed"
     with lock(epath.Path(workdir)):
-        refused = bert_jax("pretrain", file, "--workdir", workdir)
-    assert refused.returncode == 2
-    assert "in use by process" in refused.stderr.decode()
+        code, err = call(["pretrain", str(file), "--workdir", str(workdir)])
+    assert code == 2 and "in use by process" in err
 
 
 @pytest.fixture(scope="module")

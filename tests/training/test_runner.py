@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -16,21 +18,39 @@ from small_run import pretrain, write_text
 
 from bert_jax import predict, resolve
 from bert_jax.config import InputError, Run
-from bert_jax.data import batches, stream
+from bert_jax.data import batches, plans, stream
+from bert_jax.errors import Unavailable
 from bert_jax.model import losses
+from bert_jax.storage.workdir import Workdir, sealed
 from bert_jax.text import tokenizer
-from bert_jax.training import compiled, evaluate, metrics, step, watch
+from bert_jax.training import compiled, evaluate, metrics, session, step, watch
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.job import Stretch
 from bert_jax.training.prepared import Prepared
 from bert_jax.training.progress import Progress
-from bert_jax.workdir import Workdir, sealed
+from bert_jax.training.runner import Trainer
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runner")
     return folder, write_text(folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text):
+    """A finished run."""
+    folder, file = text
+    assert pretrain(file, folder / "undisturbed")[0] == "finished"
+    return folder / "undisturbed"
+
+
+@pytest.fixture
+def finished(undisturbed, tmp_path):
+    """A copy of it."""
+    shutil.copytree(undisturbed, tmp_path / "w")
+    return tmp_path / "w"
 
 
 def test_the_host_reads_the_device_once_a_log_interval(text, tmp_path, monkeypatch):
@@ -87,14 +107,13 @@ def test_saved_steps_are_the_newest_the_best_and_every_so_many(text, tmp_path, m
     assert kept == {"12", "24", "26"}
 
 
-def test_reading_a_run_leaves_a_save_under_way_alone(text, tmp_path):
+def test_reading_a_run_leaves_a_save_under_way_alone(text, finished):
     _, file = text
-    pretrain(file, tmp_path / "w")
-    under_way = tmp_path / "w" / "checkpoints" / "99.orbax-checkpoint-tmp"
+    under_way = finished / "checkpoints" / "99.orbax-checkpoint-tmp"
     under_way.mkdir()
     (under_way / "half").write_text("x")
     experiment = resolve.load(str(file))
-    place = Workdir(tmp_path / "w", experiment.run.corpus_dir)
+    place = Workdir(finished, experiment.run.corpus_dir)
     mesh = mesh_lib.make_mesh(experiment.mesh)
     assert predict.load_params(experiment, place, Prepared.open(place.corpus), mesh)[1] == 22
     # Orbax clears up in the background: what a writer would have removed is gone by then.
@@ -105,23 +124,29 @@ def test_reading_a_run_leaves_a_save_under_way_alone(text, tmp_path):
     assert not under_way.exists()
 
 
-def test_another_corpus_under_a_run_is_refused(text, tmp_path):
+def test_another_corpus_under_a_run_is_refused(text, finished):
     _, file = text
-    pretrain(file, tmp_path / "w", "run.checkpoint_every=5")
-    manifest = tmp_path / "w" / "other" / "manifest.json"
+    manifest = finished / "other" / "manifest.json"
     shutil.copytree(text[0] / "corpus", manifest.parent)
     changed = json.loads(manifest.read_text())
     changed["versions"]["numpy"] = "0"
     manifest.write_text(json.dumps(sealed(changed)))
     with pytest.raises(InputError, match="not the corpus this run was trained on"):
-        pretrain(file, tmp_path / "w", f"run.corpus_dir={manifest.parent}")
+        pretrain(file, finished, f"run.corpus_dir={manifest.parent}")
 
 
-@pytest.mark.parametrize("change", ["manifest", "stream", "touch", "removed"])
-def test_a_corpus_that_changes_under_a_running_run_is_named(change, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "change",
+    [
+        "manifest",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("stream", "touch", "removed")),
+    ],
+)
+def test_a_corpus_that_changes_under_a_running_run_is_named(
+    change, text, undisturbed, tmp_path, monkeypatch
+):
     """At the next save, which is not made; a file that was only written anew is no change."""
     folder, file = text
-    pretrain(file, tmp_path / "undisturbed")
     shutil.copytree(folder / "corpus", tmp_path / "corpus")
     ids = tmp_path / "corpus" / "stream" / "train" / "ids.bin"
     good = batches.TrainBatches.batch
@@ -153,7 +178,7 @@ def test_a_corpus_that_changes_under_a_running_run_is_named(change, text, tmp_pa
     shutil.rmtree(tmp_path / "corpus", ignore_errors=True)
     shutil.copytree(folder / "corpus", tmp_path / "corpus")
     assert pretrain(*run)[0] == "finished"
-    ours, theirs = (tmp_path / name / "metrics.jsonl" for name in ("w", "undisturbed"))
+    ours, theirs = (workdir / "metrics.jsonl" for workdir in (tmp_path / "w", undisturbed))
     assert ours.read_bytes() == theirs.read_bytes()
 
 
@@ -204,33 +229,30 @@ def test_one_bad_step_is_skipped_whatever_the_log_interval(text, tmp_path, monke
     assert [line["step"] for line in bad] == [5] and "loss" not in bad[0]
 
 
-def test_a_refused_resume_leaves_the_run_s_config(text, tmp_path):
+def test_a_refused_resume_leaves_the_run_s_config(text, finished, tmp_path):
     _, file = text
-    pretrain(file, tmp_path / "w")
-    before = (tmp_path / "w" / "experiment.json").read_bytes()
+    before = (finished / "experiment.json").read_bytes()
     other = tmp_path / "other"
     shutil.copytree(text[0] / "corpus", other)
     manifest = json.loads((other / "manifest.json").read_text())
     (other / "manifest.json").write_text(json.dumps(sealed(manifest | {"documents_repeated": 9})))
     with pytest.raises(InputError):
-        pretrain(file, tmp_path / "w", f"run.corpus_dir={other}")
-    assert (tmp_path / "w" / "experiment.json").read_bytes() == before
+        pretrain(file, finished, f"run.corpus_dir={other}")
+    assert (finished / "experiment.json").read_bytes() == before
 
 
-def test_the_checkpoint_knows_its_claim(text, tmp_path):
+def test_the_checkpoint_knows_its_claim(text, finished):
     """Without experiment.json too: another seed must not go on from it."""
     _, file = text
-    pretrain(file, tmp_path / "w")
-    (tmp_path / "w" / "experiment.json").unlink()
+    (finished / "experiment.json").unlink()
     with pytest.raises(InputError, match="seed: 0 -> 5"):
-        pretrain(file, tmp_path / "w", "seed=5")
+        pretrain(file, finished, "seed=5")
 
 
-def test_a_finished_run_without_its_lines_is_still_finished(text, tmp_path):
+def test_a_finished_run_without_its_lines_is_still_finished(text, finished):
     _, file = text
-    pretrain(file, tmp_path / "w")
-    (tmp_path / "w" / "metrics.jsonl").unlink()
-    outcome, shown = pretrain(file, tmp_path / "w")
+    (finished / "metrics.jsonl").unlink()
+    outcome, shown = pretrain(file, finished)
     assert outcome == "finished" and "finished: step 22\n" in shown
 
 
@@ -238,7 +260,7 @@ def test_a_full_disk_under_a_checkpoint_is_named(text, tmp_path, monkeypatch):
     """As tensorstore reports it, a ValueError from below Orbax."""
     folder = tmp_path / "checkpoints"
     with (
-        pytest.raises(InputError, match="the disk is full"),
+        pytest.raises(Unavailable, match="the disk is full"),
         Checkpoints(epath.Path(folder), Run(), "write") as saved,
     ):
 
@@ -249,17 +271,17 @@ def test_a_full_disk_under_a_checkpoint_is_named(text, tmp_path, monkeypatch):
         saved.save(1, {"x": jax.numpy.zeros(3)}, {})
 
 
-def test_a_line_cut_off_in_timings_is_not_glued_to_the_next(text, tmp_path):
+def test_a_line_cut_off_in_timings_is_not_glued_to_the_next(text, finished):
     _, file = text
-    pretrain(file, tmp_path / "w")
-    timings = tmp_path / "w" / "timings.jsonl"
+    timings = finished / "timings.jsonl"
     with timings.open("a") as out:
         out.write('{"step": 22, "ti')
-    shutil.rmtree(tmp_path / "w" / "checkpoints" / "22")
-    pretrain(file, tmp_path / "w")
+    shutil.rmtree(finished / "checkpoints" / "22")
+    pretrain(file, finished)
     assert metrics.Lines(epath.Path(timings)).read()[-1]["step"] == 22
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_does_not_end_the_run(text, tmp_path):
     _, file = text
     run = f"{sys.executable} -m bert_jax.cli pretrain {file} --workdir {tmp_path / 'w'}"
@@ -294,3 +316,79 @@ def test_programs_of_environments_unused_for_a_month_go(tmp_path):
             os.utime(tmp_path / name / str(number), (now - age * day,) * 2)
     compiled.forget_old_environments(epath.Path(tmp_path), ours="2" * 16)
     assert {path.name for path in tmp_path.iterdir()} == {"1" * 16, "2" * 16, "corpora"}
+
+
+def test_every_so_many_steps_one_is_checked(text, tmp_path, monkeypatch):
+    """By their number, so that a run that goes on checks the same ones."""
+    _, file = text
+    with pytest.raises(InputError, match="check_every=4: only TPUs can check themselves"):
+        pretrain(file, tmp_path / "w", "run.check_every=4")
+    made, checked = step.make_train_step, []
+
+    def make(*args):
+        *usual, options = args if len(args) == 7 else (*args, ())
+        train_step = made(*usual)  # no TPU's compiler is here
+
+        def noting(state, *rest):
+            checked.extend([int(state["step"])] * (("xla_tpu_enable_sdc_checker", True) in options))
+            return train_step(state, *rest)
+
+        return noting
+
+    monkeypatch.setattr(step, "make_train_step", make)
+    monkeypatch.setattr(session, "_require_checkable", lambda run, mesh: None)
+    assert pretrain(file, tmp_path / "w", "run.check_every=4")[0] == "finished"
+    assert checked == [0, 4, 8, 12, 16, 20]
+
+
+# --- Plans of large corpora --------------------------------------------------------------------
+
+
+def test_a_stop_waits_for_no_plan(text, tmp_path, monkeypatch):
+    """Nor does an exit: what plans is ended, and the next start plans anew."""
+    _, file = text
+    start, makers = subprocess.Popen, []
+
+    def slow(command, **named):
+        makers.append(start([sys.executable, "-c", "import time; time.sleep(100)"], **named))
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return makers[-1]
+
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(plans, "_IN_MEMORY", 0)
+    monkeypatch.setattr(plans.subprocess, "Popen", slow)
+    assert pretrain(file, tmp_path / "w")[0] == "stopped"
+    (maker,) = makers
+    assert maker.returncode == -signal.SIGKILL
+    monkeypatch.setattr(plans.subprocess, "Popen", start)
+    assert pretrain(file, tmp_path / "w")[0] == "finished"
+    assert pretrain(file, tmp_path / "undisturbed")[0] == "finished"
+    one, other = (tmp_path / name / "metrics.jsonl" for name in ("w", "undisturbed"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_waiting_for_a_plan_is_no_hang():
+    class Recorder:
+        requested = False
+
+        def __init__(self):
+            self.calls = []
+
+        def rest(self):
+            self.calls.append("rest")
+
+        def beat(self, times=1):
+            self.calls.append("beat")
+
+        def ready(self, step):
+            self.calls.append(f"ready {step}")
+            return len(self.calls) > 4
+
+    seen = Recorder()
+    trainer = Trainer.__new__(Trainer)
+    trainer.done, trainer.pulse = 17, seen
+    stretch = Stretch(1, 10, 20, 8, None, seen.ready)
+    assert trainer._await_rows(stretch, seen)
+    assert seen.calls == ["ready 7", "rest", "ready 7", "ready 7", "ready 7", "beat"]
+    assert trainer._await_rows(stretch, seen)
+    assert seen.calls[6:] == ["ready 7"]

@@ -27,14 +27,19 @@ KERNEL = ("encoder", "layers", "query", "kernel")
 @pytest.mark.parametrize(
     "layout",
     [
-        Mesh(parallelism="zero1"),
-        Mesh(parallelism="zero3"),
-        Mesh(tensor=2),
-        Mesh(parallelism="zero1", tensor=2),
-        Mesh(parallelism="zero3", tensor=2),
         Mesh(parallelism="zero1", accumulation=2),
-        Mesh(parallelism="zero3", accumulation=2, remat="dots"),
-        Mesh(parallelism="zero3", layer_loop="unroll", remat="full"),
+        Mesh(parallelism="zero3", tensor=2),
+        *(
+            pytest.param(layout, marks=pytest.mark.long)
+            for layout in (
+                Mesh(parallelism="zero1"),
+                Mesh(parallelism="zero3"),
+                Mesh(tensor=2),
+                Mesh(parallelism="zero1", tensor=2),
+                Mesh(parallelism="zero3", accumulation=2, remat="dots"),
+                Mesh(parallelism="zero3", layer_loop="unroll", remat="full"),
+            )
+        ),
     ],
     ids=lambda m: f"{m.parallelism}-tensor{m.tensor}-{m.accumulation[0]}-{m.remat}-{m.layer_loop}",
 )
@@ -43,6 +48,7 @@ def test_sharded_equals_replicated(layout, reference):  # noqa: F811
     assert_same_run(samples.run(STEPS, devices=4, layout=layout), reference)
 
 
+@pytest.mark.long
 def test_zero1_clips_each_replica_s_own_gradient():
     optimizer = dataclasses.replace(
         samples.OPTIMIZER, clip="per_replica", reference_replicas=4, clip_norm=0.5
@@ -52,6 +58,7 @@ def test_zero1_clips_each_replica_s_own_gradient():
     assert_same_run(samples.run(STEPS, devices=2, optimizer=optimizer, layout=layout), alone)
 
 
+@pytest.mark.long
 def test_lamb_s_norms_are_those_of_whole_tensors():
     optimizer = dataclasses.replace(samples.OPTIMIZER, name="lamb")
     alone = samples.run(3, optimizer=optimizer)
@@ -77,7 +84,13 @@ def _path(names):
     return tuple(jax.tree_util.DictKey(name) for name in names)
 
 
-@pytest.mark.parametrize("layout", [Mesh(parallelism="zero3"), Mesh(parallelism="zero1", tensor=2)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Mesh(parallelism="zero3"),
+        pytest.param(Mesh(parallelism="zero1", tensor=2), marks=pytest.mark.long),
+    ],
+)
 def test_evaluation_of_cut_parameters_is_that_of_whole_ones(layout):
     batch = samples.train_batches().batch(0, np.arange(8))
     params = heads.init_params(samples.MODEL, jax.random.key(0))

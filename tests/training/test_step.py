@@ -12,7 +12,6 @@ from compare import assert_close, assert_identical, difference
 from bert_jax.config import Mesh
 from bert_jax.data import batches
 from bert_jax.model import heads, losses
-from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
 
@@ -34,22 +33,23 @@ def assert_same_run(run, reference, tolerance=1e-5):
     assert_close(state["params"], ref_state["params"], tolerance)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_devices_do_not_change_the_losses(devices, reference):
     assert_same_run(samples.run(STEPS, devices=devices), reference)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_accumulation_equals_the_whole_batch(devices, reference):
     layout = Mesh(accumulation=4)
     assert_same_run(samples.run(STEPS, devices=devices, layout=layout), reference)
 
 
+@pytest.mark.long
 def test_unrolled_equals_scanned(reference):
     assert_same_run(samples.run(STEPS, layout=Mesh(layer_loop="unroll")), reference)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.long), "full"])
 def test_remat_changes_nothing(remat, reference):
     assert_same_run(samples.run(STEPS, layout=Mesh(remat=remat)), reference)
 
@@ -62,7 +62,7 @@ def per_replica():
     return optimizer, samples.run(STEPS, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_per_replica_clip_is_the_same_on_any_devices(devices, per_replica):
     optimizer, reference = per_replica
     assert_same_run(samples.run(STEPS, devices=devices, optimizer=optimizer), reference)
@@ -114,23 +114,16 @@ def test_rows_of_weight_zero_change_nothing():
 
 
 def test_a_step_that_is_not_finite_changes_no_parameter():
-    mesh = samples.mesh_of(2)
-    state = step.init_state(Pretraining(samples.MODEL), samples.OPTIMIZER, 0)
-    state["step"] = jnp.int32(5)
-    train_step = step.make_train_step(
-        Pretraining(samples.MODEL), samples.OPTIMIZER, Mesh(), 1, 100, mesh
-    )
-    batch = samples.train_batches().batch(0, np.arange(8))
-    batch["masked_lm_weights"][3, 0] = np.nan
-    before = jax.device_get(state)
-    new, window = jax.device_get(
-        train_step(
-            state,
-            step.empty_window(Pretraining(samples.MODEL)),
-            batch,
-            step.phase_key(samples.MODEL, 0, 0),
-        )
-    )
+    before = {}
+
+    def begin(state):
+        state["step"] = jnp.int32(5)
+        before.update(jax.device_get(state))
+
+    def spoil(batch):
+        batch["masked_lm_weights"][3, 0] = np.nan
+
+    new, (window,) = samples.run(1, change_state=begin, change_batch=spoil)
     assert new["step"] == 6 and new["bad_in_a_row"] == 1
     assert_identical(new["params"], before["params"])
     assert_identical(new["optimizer"], before["optimizer"])
@@ -139,22 +132,13 @@ def test_a_step_that_is_not_finite_changes_no_parameter():
 
 
 def test_a_skipped_step_does_nothing_but_count():
-    state = step.init_state(Pretraining(samples.MODEL), samples.OPTIMIZER, 0)
-    state |= {"step": jnp.int32(7), "skipped_steps": state["skipped_steps"].at[3].set(7)}
-    before = jax.device_get(state)
-    mesh = samples.mesh_of(1)
-    train_step = step.make_train_step(
-        Pretraining(samples.MODEL), samples.OPTIMIZER, Mesh(), 1, 100, mesh
-    )
-    batch = samples.train_batches().batch(0, np.arange(8))
-    new, _ = jax.device_get(
-        train_step(
-            state,
-            step.empty_window(Pretraining(samples.MODEL)),
-            batch,
-            step.phase_key(samples.MODEL, 0, 0),
-        )
-    )
+    before = {}
+
+    def begin(state):
+        state |= {"step": jnp.int32(7), "skipped_steps": state["skipped_steps"].at[3].set(7)}
+        before.update(jax.device_get(state))
+
+    new, _ = samples.run(1, change_state=begin)
     assert new["step"] == 8 and new["bad_in_a_row"] == 0
     assert_identical(new["params"], before["params"])
 
@@ -213,23 +197,19 @@ def test_no_logits_of_every_position_exist():
     assert "20x1024xf32" not in text and "160x1024xf32" not in text
 
 
-def test_state_and_window_are_donated():
-    mesh = samples.mesh_of(1)
-    state = jax.device_put(
-        step.init_state(Pretraining(samples.MODEL), samples.OPTIMIZER, 0), mesh_lib.replicated(mesh)
-    )
-    train_step = step.make_train_step(
-        Pretraining(samples.MODEL), samples.OPTIMIZER, Mesh(), 1, 100, mesh
-    )
-    batch = samples.train_batches().batch(0, np.arange(8))
-    kernel = state["params"]["pooler"]["kernel"]
-    train_step(
-        state,
-        step.empty_window(Pretraining(samples.MODEL)),
-        batch,
-        step.phase_key(samples.MODEL, 0, 0),
-    )
-    assert kernel.is_deleted()
+def test_state_and_window_are_donated(monkeypatch):
+    make, given = step.make_train_step, []
+
+    def noting(*args):
+        def train_step(state, window, *more):
+            given.extend([state["params"]["pooler"]["kernel"], window["masked_lm_loss"]])
+            return make(*args)(state, window, *more)
+
+        return train_step
+
+    monkeypatch.setattr(step, "make_train_step", noting)
+    samples.run(1)
+    assert len(given) == 2 and all(array.is_deleted() for array in given)
 
 
 def test_the_norm_of_comparison_sees_a_difference():

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
-from small_run import bert_jax, settings, write_text
+from small_run import bert_jax, pretrain, settings, write_text
 
 from bert_jax import cli, resolve
 from bert_jax.training.checkpoint import Checkpoints
@@ -36,6 +36,17 @@ def verified(tmp_path_factory):
     return folder / "v", said.splitlines()
 
 
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory):
+    """A folder as `verify-resume` leaves it, with the same run under both names."""
+    folder = tmp_path_factory.mktemp("alike")
+    assert pretrain(write_text(folder), folder / "undisturbed")[0] == "finished"
+    shutil.copytree(folder / "undisturbed", folder / "killed")
+    shutil.copy(folder / "undisturbed" / "experiment.json", folder)
+    return folder
+
+
+@pytest.mark.long
 def test_a_round_of_each_kind_finds_no_difference(verified):
     _, said = verified
     assert said[-1] == f"verify-resume: {len(KINDS)} kills, 0 differences"
@@ -45,6 +56,7 @@ def test_a_round_of_each_kind_finds_no_difference(verified):
     assert not any("difference:" in line or "left out" in line for line in said)
 
 
+@pytest.mark.long
 def test_each_round_says_where_it_began_and_died(verified):
     _, said = verified
     first = next(i for i, line in enumerate(said) if line.startswith("round"))
@@ -56,6 +68,7 @@ def test_each_round_says_where_it_began_and_died(verified):
         assert int(began) <= int(done) <= 22
 
 
+@pytest.mark.long
 def test_what_was_compared_is_said(verified):
     _, said = verified
     text = "\n".join(said)
@@ -71,6 +84,7 @@ def test_what_was_compared_is_said(verified):
         assert what in text
 
 
+@pytest.mark.long
 def test_the_folder_is_made_anew_and_nothing_else_is_touched(verified, tmp_path):
     """A former folder with something of the user's in it is refused, whole."""
     folder, _ = verified
@@ -102,10 +116,9 @@ def experiment_of(folder):
     return resolve.from_json((folder / "experiment.json").read_text(), "experiment.json")
 
 
-def test_a_flipped_bit_of_a_parameter_is_named(verified, tmp_path):
-    folder, _ = verified
-    experiment = experiment_of(folder)
-    shutil.copytree(folder / "killed", tmp_path / "killed")
+def test_a_flipped_bit_of_a_parameter_is_named(alike, tmp_path):
+    experiment = experiment_of(alike)
+    shutil.copytree(alike / "killed", tmp_path / "killed")
     checkpoints = epath.Path(tmp_path / "killed" / "checkpoints")
     state, beside = compare.last_state(experiment, tmp_path / "killed")
     words = state["params"]["encoder"]["embeddings"]["word"]
@@ -118,35 +131,33 @@ def test_a_flipped_bit_of_a_parameter_is_named(verified, tmp_path):
         loss = beside.pop("held_out_loss")
         del beside["checksums"]
         saved.save(22, state, beside, loss)
-    found = compare.states(experiment, tmp_path / "killed", folder / "undisturbed")
+    found = compare.states(experiment, tmp_path / "killed", alike / "undisturbed")
     assert len(found.differences) == 1
     assert (
         "1 of 94 arrays differ, the first is params/encoder/embeddings/word/embedding, by "
         in (found.differences[0])
     )
-    assert not compare.states(experiment, folder / "killed", folder / "undisturbed").differences
+    assert not compare.states(experiment, alike / "killed", alike / "undisturbed").differences
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "predictions.jsonl"])
-def test_a_changed_line_is_named(name, verified, tmp_path):
-    folder, _ = verified
-    lines = (folder / "killed" / name).read_text().splitlines(keepends=True)
+def test_a_changed_line_is_named(name, alike, tmp_path):
+    lines = (alike / "killed" / name).read_text().splitlines(keepends=True)
     changed = [*lines[:2], lines[2].replace("0.", "0.0", 1), *lines[3:]]
     for text, where in ((changed, 3), (lines[:-1], len(lines)), ([*lines, "{}\n"], len(lines) + 1)):
         (tmp_path / name).write_text("".join(text))
-        (found,) = compare.texts(name, tmp_path, folder / "undisturbed").differences
+        (found,) = compare.texts(name, tmp_path, alike / "undisturbed").differences
         assert found.startswith(f"{name}:{where} differs: ")
 
 
-def test_another_corpus_is_named(verified, tmp_path):
-    folder, _ = verified
-    shutil.copytree(folder / "corpus", tmp_path / "corpus")
-    assert compare.corpora(tmp_path / "corpus", folder / "corpus") == []
+def test_another_corpus_is_named(alike, tmp_path):
+    shutil.copytree(alike / "corpus", tmp_path / "corpus")
+    assert compare.corpora(tmp_path / "corpus", alike / "corpus") == []
     ids = tmp_path / "corpus" / "stream" / "train" / "ids.npy"
     ids = ids if ids.exists() else next((tmp_path / "corpus" / "stream" / "train").glob("ids*"))
     ids.write_bytes(ids.read_bytes()[:-1] + b"\x07")
     (tmp_path / "corpus" / "COMPLETE").unlink()
-    assert compare.corpora(tmp_path / "corpus", folder / "corpus") == [
+    assert compare.corpora(tmp_path / "corpus", alike / "corpus") == [
         "COMPLETE is not in both",
         f"stream/train/{ids.name} differs",
     ]
@@ -173,6 +184,7 @@ def test_a_run_that_goes_on_with_another_batch_is_found(tmp_path, monkeypatch, c
     assert not said.splitlines()[-1].endswith(" 0 differences")
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_the_child_too(tmp_path):
     """Ctrl-C reaches the command alone, and nothing of it stays."""
     environment = os.environ | settings(1)
@@ -198,6 +210,7 @@ def test_an_interrupt_ends_the_child_too(tmp_path):
     assert not any(pathlib.Path(f"/proc/{number}").exists() for number in children_of)
 
 
+@pytest.mark.long
 def test_the_mark_says_what_was_asked_for(verified):
     folder, _ = verified
     asked = json.loads((folder / "verify.json").read_text())

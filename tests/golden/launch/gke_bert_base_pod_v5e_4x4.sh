@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# bert-base-pod-97264328: v5e:4x4, 16 chips on 4 hosts;
-# image registry.example/bert/bert-jax:1, config sha256 972643288a9b3414610ef6338154164b740dd954e86877d35071bd4843112fe8.
+# bert-base-pod-ac3b6ba7: v5e:4x4, 16 chips on 4 hosts;
+# image registry.example/bert/bert-jax:1, config sha256 ac3b6ba7f3b945b6490487f3fc6d2d10ad841ba3dd8a64c168c5d8c1c7afd184.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
 # One of this name that has not ended is left alone, and nothing is launched; one that
 # has ended is deleted first.
-kubectl --namespace=default get jobset bert-base-pod-97264328 --ignore-not-found --output=json
+kubectl --namespace=default get jobset bert-base-pod-ac3b6ba7 --ignore-not-found --output=json
 
-mkdir -p /cache/launch/bert-base-pod-97264328
-cat > /cache/launch/bert-base-pod-97264328/manifest.yaml <<'END'
+mkdir -p /cache/launch/bert-base-pod-ac3b6ba7
+cat > /cache/launch/bert-base-pod-ac3b6ba7/manifest.yaml <<'END'
 ---
 apiVersion: v1
 kind: ConfigMap
 metadata:
-  name: bert-base-pod-97264328
+  name: bert-base-pod-ac3b6ba7
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: 972643288a9b3414610ef6338154164b740dd954e86877d35071bd4843112fe8
+    bert-jax/config-sha256: ac3b6ba7f3b945b6490487f3fc6d2d10ad841ba3dd8a64c168c5d8c1c7afd184
 immutable: true
 data:
   experiment.json: |
@@ -117,6 +117,7 @@ data:
         "keep_every": 0,
         "when_disk_is_full": "stop",
         "hang_after_seconds": 1800,
+        "check_every": 0,
         "prefetch_batches": 4,
         "data_workers": 0,
         "profile_steps": [],
@@ -130,17 +131,17 @@ data:
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: bert-base-pod-97264328
+  name: bert-base-pod-ac3b6ba7
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: 972643288a9b3414610ef6338154164b740dd954e86877d35071bd4843112fe8
+    bert-jax/config-sha256: ac3b6ba7f3b945b6490487f3fc6d2d10ad841ba3dd8a64c168c5d8c1c7afd184
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
     enableDNSHostnames: true
-    subdomain: bert-base-pod-97264328
+    subdomain: bert-base-pod-ac3b6ba7
   failurePolicy:
     maxRestarts: 10
     restartStrategy: BlockingRecreate
@@ -206,7 +207,7 @@ spec:
               - name: JAX_PLATFORMS
                 value: tpu,cpu
               - name: JAX_COORDINATOR_ADDRESS
-                value: bert-base-pod-97264328-hosts-0-0.bert-base-pod-97264328:8482
+                value: bert-base-pod-ac3b6ba7-hosts-0-0.bert-base-pod-ac3b6ba7:8482
               - name: JAX_PROCESS_ID
                 valueFrom:
                   fieldRef:
@@ -239,13 +240,13 @@ spec:
             volumes:
             - name: experiment
               configMap:
-                name: bert-base-pod-97264328
+                name: bert-base-pod-ac3b6ba7
             - name: cache
               emptyDir: {}
 END
-kubectl --namespace=default apply --filename=/cache/launch/bert-base-pod-97264328/manifest.yaml
+kubectl --namespace=default apply --filename=/cache/launch/bert-base-pod-ac3b6ba7/manifest.yaml
 
 # A pod that ends with exit code 1, 2, 130 is the end. Any other end but 0 (75 is a
 # preemption) starts all pods again, 10 times at most.
 # If the cluster refuses it, and by `python -m launch stop`, after the pods have saved:
-#   kubectl --namespace=default delete jobset,configmap bert-base-pod-97264328 --ignore-not-found --cascade=foreground --timeout=120s
+#   kubectl --namespace=default delete jobset,configmap bert-base-pod-ac3b6ba7 --ignore-not-found --cascade=foreground --timeout=120s

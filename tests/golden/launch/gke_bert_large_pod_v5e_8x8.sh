@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# bert-large-pod-7c824bf4: v5e:8x8, 64 chips on 16 hosts;
-# image registry.example/bert/bert-jax:1, config sha256 7c824bf41c0dc41933247bc8b60418653f0e5939f6b320dc4e2e9cfca1ad0704.
+# bert-large-pod-c5873662: v5e:8x8, 64 chips on 16 hosts;
+# image registry.example/bert/bert-jax:1, config sha256 c5873662816998c3d977286d3958094469550202ddccc7e28940438b1f466235.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
 # One of this name that has not ended is left alone, and nothing is launched; one that
 # has ended is deleted first.
-kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-7c824bf4 --ignore-not-found --output=json
+kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-c5873662 --ignore-not-found --output=json
 
-mkdir -p /cache/launch/bert-large-pod-7c824bf4
-cat > /cache/launch/bert-large-pod-7c824bf4/manifest.yaml <<'END'
+mkdir -p /cache/launch/bert-large-pod-c5873662
+cat > /cache/launch/bert-large-pod-c5873662/manifest.yaml <<'END'
 ---
 apiVersion: v1
 kind: ConfigMap
 metadata:
-  name: bert-large-pod-7c824bf4
+  name: bert-large-pod-c5873662
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: 7c824bf41c0dc41933247bc8b60418653f0e5939f6b320dc4e2e9cfca1ad0704
+    bert-jax/config-sha256: c5873662816998c3d977286d3958094469550202ddccc7e28940438b1f466235
 immutable: true
 data:
   experiment.json: |
@@ -116,6 +116,7 @@ data:
         "keep_every": 0,
         "when_disk_is_full": "stop",
         "hang_after_seconds": 1800,
+        "check_every": 0,
         "prefetch_batches": 4,
         "data_workers": 0,
         "profile_steps": [],
@@ -129,17 +130,17 @@ data:
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: bert-large-pod-7c824bf4
+  name: bert-large-pod-c5873662
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: 7c824bf41c0dc41933247bc8b60418653f0e5939f6b320dc4e2e9cfca1ad0704
+    bert-jax/config-sha256: c5873662816998c3d977286d3958094469550202ddccc7e28940438b1f466235
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
     enableDNSHostnames: true
-    subdomain: bert-large-pod-7c824bf4
+    subdomain: bert-large-pod-c5873662
   failurePolicy:
     maxRestarts: 10
     restartStrategy: BlockingRecreate
@@ -205,7 +206,7 @@ spec:
               - name: JAX_PLATFORMS
                 value: tpu,cpu
               - name: JAX_COORDINATOR_ADDRESS
-                value: bert-large-pod-7c824bf4-hosts-0-0.bert-large-pod-7c824bf4:8482
+                value: bert-large-pod-c5873662-hosts-0-0.bert-large-pod-c5873662:8482
               - name: JAX_PROCESS_ID
                 valueFrom:
                   fieldRef:
@@ -238,13 +239,13 @@ spec:
             volumes:
             - name: experiment
               configMap:
-                name: bert-large-pod-7c824bf4
+                name: bert-large-pod-c5873662
             - name: cache
               emptyDir: {}
 END
-kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-7c824bf4/manifest.yaml
+kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-c5873662/manifest.yaml
 
 # A pod that ends with exit code 1, 2, 130 is the end. Any other end but 0 (75 is a
 # preemption) starts all pods again, 10 times at most.
 # If the cluster refuses it, and by `python -m launch stop`, after the pods have saved:
-#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-7c824bf4 --ignore-not-found --cascade=foreground --timeout=120s
+#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-c5873662 --ignore-not-found --cascade=foreground --timeout=120s

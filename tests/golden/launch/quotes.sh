@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # quotes: v6e:2x2; chips: 4, hosts: 1;
-# commit 0123456789abcdef0123456789abcdef01234567, config sha256 86224e5e0441ea3b96e8c8ad704717d4f8c1e4ee3274722c9eb004a2a9615905.
+# commit 0123456789abcdef0123456789abcdef01234567, config sha256 3813470c18392b8a9542c900f0ce3752a9270f1e105dd45a2638180cad9169fa.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
@@ -106,6 +106,7 @@ cat > /cache/launch/quotes/experiment.json <<'END'
     "keep_every": 0,
     "when_disk_is_full": "stop",
     "hang_after_seconds": 1800,
+    "check_every": 0,
     "prefetch_batches": 4,
     "data_workers": 0,
     "profile_steps": [],

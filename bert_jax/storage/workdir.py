@@ -1,8 +1,8 @@
-"""Where a run keeps its files, and the few rules by which files are written.
+"""Where a run keeps its files, and the few rules by which files are written, on this machine.
 
-A file is written beside its place and renamed, so that a reader sees the old text or the new; an
-object of a bucket is replaced in one step. A folder counts only once it holds COMPLETE, which is
-written last; one without is rebuilt.
+A file is written beside its place and renamed, so that a reader sees the old text or the new. A
+folder counts only once it holds COMPLETE, which is written last; one without is rebuilt. A run in a
+bucket is written here, too: `mirror` sends it there.
 
     W/experiment.json       the resolved experiment
     W/corpus/               the prepared corpus (see data.corpus)
@@ -11,56 +11,89 @@ written last; one without is rebuilt.
     W/predictions.jsonl     what the model said of a few fixed sentences, as exact as the metrics
     W/timings.jsonl         how long it took
     W/origin.json           which experiment file and --set strings the last start was given
+    W/compiled/             of a run in a bucket: compiled programs (see training.compiled)
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.document)
     W/launch.json           which machines it was launched on (see launch.target)
 """
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
+import socket
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
 from etils import epath
 
-from bert_jax import lease
-from bert_jax.bucket import is_bucket
 from bert_jax.config import InputError
+from bert_jax.errors import DiskFull, Unavailable
+from bert_jax.storage import retry
 
 COMPLETE = "COMPLETE"
+
+# What a run writes into its folder, beside its corpus, its checkpoints and its traces.
+RUN_FILES = (
+    "experiment.json",
+    "origin.json",
+    "metrics.jsonl",
+    "predictions.jsonl",
+    "timings.jsonl",
+)
+_OURS = {
+    *RUN_FILES,
+    *("corpus", "checkpoints", "compiled", "profile", "plan.json", "launch.json", "lock"),
+}
+# What a process leaves of them that is killed while it writes.
+_UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))}|token)\.\w+\.tmp")
 
 # Of a record, its checksum.
 _CHECKSUM = "checksum"
 
 _LOCK_TRIES = 4
-
-# What speaks to buckets; each has errors of its own.
-_CLIENTS = ("gcsfs", "google", "aiohttp")
+_HOLDER_VERSION = 1
 
 _FULL = "{}: the disk is full; free some space and run again"
 
 
-class DiskFull(InputError):
-    """There is no space left where something is to be written."""
-
-
 class Workdir:
-    """Names of the files of one run."""
+    """Names of the files of one run; `mirror.opened` gives them for a run in a bucket, too.
 
-    def __init__(self, root: str | epath.PathLike, corpus_dir: str = ""):
-        for place in (root, corpus_dir):
-            if is_bucket(place):  # which refuses other kinds of places
-                with named_errors(place):  # is there a bucket, and may we look into it?
-                    epath.Path(place).exists()
-        self.root = epath.Path(root)
+    Args:
+      root: a folder of this machine.
+      corpus_dir: where the corpus is, on this machine or in a bucket; "": beside the run.
+      remote: the place in a bucket that `root` is written for, or was fetched from; None: the run
+        lies here.
+
+    Attributes:
+      root: where the run's own files are.
+      remote: as above.
+      named: where users say that the run lies: in its bucket, or `root`.
+      corpus, checkpoints: below `named`: corpora are copied, and Orbax writes to buckets itself.
+
+    Raises:
+      InputError: `root` is no folder of this machine.
+    """
+
+    def __init__(
+        self,
+        root: str | epath.PathLike,
+        corpus_dir: str = "",
+        remote: epath.Path | None = None,
+    ):
+        require_local(root)
+        self.root, self.remote = epath.Path(root), remote
+        self.named = self.root if remote is None else remote
+        self.corpus = epath.Path(corpus_dir) if corpus_dir else self.named / "corpus"
+        self.checkpoints = self.named / "checkpoints"
         self.experiment = self.root / "experiment.json"
-        self.corpus = epath.Path(corpus_dir) if corpus_dir else self.root / "corpus"
-        self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
         self.predictions = self.root / "predictions.jsonl"
         self.timings = self.root / "timings.jsonl"
@@ -73,21 +106,74 @@ class Workdir:
         """Raises InputError if the folder is there, and holds other things and no run."""
         with named_errors(self.root):
             names = {path.name for path in self.root.iterdir()} if self.root.exists() else set()
-        ours = {
-            "experiment.json",
-            "corpus",
-            "checkpoints",
-            "metrics.jsonl",
-            "timings.jsonl",
-            "profile",
-            "plan.json",
-            "launch.json",
-            "lock",
-        }
-        if names and not names & ours:
-            raise InputError(
-                f"{self.root}: holds other files and no run; choose another folder with --workdir"
-            )
+        require_run(self.root, names)
+
+    def remove_unfinished(self) -> None:
+        """Removes what a killed process left half written; by the one that holds the folder."""
+        with named_errors(self.root):
+            for path in self.root.iterdir():
+                if _UNFINISHED.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+
+
+def require_run(place: epath.PathLike, names: Iterable[str]) -> None:
+    """Raises InputError if a folder that holds these names holds other things and no run."""
+    names = set(names)
+    if names and not names & _OURS:
+        raise InputError(
+            f"{place}: holds other files and no run; choose another folder with --workdir"
+        )
+
+
+def require_local(path: epath.PathLike) -> None:
+    """Raises InputError if the path lies on no disk of this machine."""
+    if "://" in os.fspath(path):
+        raise InputError(f"{path}: lies on no disk of this machine; name a place that does")
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """Who holds a folder.
+
+    Attributes:
+      token: differs for each time that one is taken.
+      host: the machine's name.
+      process: its id there.
+      since: when it was taken, in seconds since 1970.
+    """
+
+    token: str
+    host: str
+    process: int
+    since: float
+
+    @classmethod
+    def me(cls) -> "Holder":
+        """Returns this process, now."""
+        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), time.time())
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Holder | None":
+        """Returns what `text` wrote; None for something else, of another version, say."""
+        try:
+            found = json.loads(data)
+            if found.pop("format_version") != _HOLDER_VERSION:
+                return None
+            holder = cls(**found)
+            str(holder)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
+            return None
+        except RecursionError:
+            return None
+        return holder
+
+    def text(self) -> str:
+        """Returns it for a file."""
+        return json.dumps({"format_version": _HOLDER_VERSION, **dataclasses.asdict(self)}) + "\n"
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return f"process {self.process} of {self.host} since {since}"
 
 
 def cache_folder() -> epath.Path:
@@ -101,7 +187,7 @@ def cache_folder() -> epath.Path:
 
 def absolute(path: epath.Path) -> epath.Path:
     """The path from the root on, whatever the current folder becomes."""
-    return path if is_bucket(path) else path.absolute()  # epath takes gs: for a folder here
+    return path if "://" in os.fspath(path) else path.absolute()  # epath takes gs: for a folder
 
 
 def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
@@ -110,11 +196,6 @@ def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
     Raises:
       InputError: it cannot be written, or is a device or a pipe, which would be replaced by a file.
     """
-    if is_bucket(path):
-        with named_errors(path):
-            # As bytes: a text would be written in the encoding of this machine's language.
-            path.write_bytes((text if isinstance(text, str) else "".join(text)).encode())
-        return
     with new_file(path) as beside, beside.open("w", encoding="utf-8") as file:
         file.writelines((text,) if isinstance(text, str) else text)
 
@@ -128,8 +209,7 @@ def new_file(path: epath.Path) -> Iterator[epath.Path]:
     Raises:
       InputError: it cannot be written, or is a device or a pipe, which would be replaced by a file.
     """
-    if is_bucket(path):
-        raise InputError(f"{path}: is made whole on this machine alone; name a file here")
+    require_local(path)
     require_plain(path)
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with named_errors(path):
@@ -190,10 +270,23 @@ def read_json(
         sealed.
     """
     try:
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
-    except (ValueError, RecursionError, OSError) as error:
+    except OSError as error:
+        if retry.is_transient(error):
+            raise Unavailable(f"{path}: {error.strerror}; run again to go on") from error
+        raise InputError(f"{path}: damaged, cannot be read ({error}); {restore}") from error
+    return parse_json(content, path, format_version, mend, restore)
+
+
+def parse_json(
+    content: bytes, path: epath.PathLike, format_version: int, mend: str, restore: str
+) -> dict[str, Any]:
+    """As `read_json`, of a file that was read."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: damaged, not readable as JSON ({error}); {restore}") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: damaged, not a JSON object; {restore}")
@@ -219,7 +312,12 @@ def is_complete(folder: epath.Path) -> bool:
 
 @contextlib.contextmanager
 def named_errors(path: epath.PathLike) -> Iterator[None]:
-    """Turns the file system's refusals into one line that names the path."""
+    """Turns errors of the file system into one line that names the path.
+
+    Raises:
+      InputError: it refuses.
+      Unavailable: it fails for now; DiskFull of a full disk.
+    """
     try:
         yield
     except BrokenPipeError:  # the reader of our output has left, and no file is at fault
@@ -235,47 +333,54 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
             raise InputError(f"{path}: is a link; remove it") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise InputError(f"{path}: is a file where a folder is needed") from error
-        raise InputError(f"{error.filename or path}: {error.strerror or error}") from error
-    except (RuntimeError, ValueError) as error:  # as libraries in C++ pass it on
-        if os.strerror(errno.ENOSPC) not in str(error):
-            raise
-        raise DiskFull(_FULL.format(path)) from error
-    except ImportError as error:
-        raise InputError(f"{path}: reading it needs the [gcs] extra ({error})") from error
+        reason = f"{error.filename or path}: {error.strerror or error}"
+        if _passes(error):
+            raise Unavailable(f"{reason}; run again to go on") from error
+        raise InputError(reason) from error
+    except (InputError, Unavailable):
+        raise
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in _CLIENTS:
-            raise
-        raise InputError(f"{path}: {type(error).__name__}: {error}") from error
+        # As libraries in C++ pass it on.
+        if isinstance(error, RuntimeError | ValueError) and (
+            os.strerror(errno.ENOSPC) in str(error)
+        ):
+            raise DiskFull(_FULL.format(path)) from error
+        if _passes(error):
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+            raise Unavailable(f"{path}: {reason}; run again to go on") from error
+        raise
+
+
+def _passes(error: Exception) -> bool:
+    """Whether it is the network's, or the machine's; or a right that was there before."""
+    return retry.is_transient(error) or retry.is_denied(error)
 
 
 @contextlib.contextmanager
-def lock(folder: epath.Path) -> Iterator[None]:
+def lock(folder: epath.Path, named: epath.PathLike | None = None) -> Iterator[None]:
     """Holds the folder, made if need be, for this process; the system frees it when it dies.
-
-    In a bucket, where no system does, see `lease`.
 
     If what is done meanwhile fails and leaves nothing, the lock and the folder go too, where they
     were not there before.
 
+    Args:
+      folder: of this machine.
+      named: what users call it; None: the same.
+
     Raises:
       InputError: another process holds it, or it cannot be written.
     """
-    if is_bucket(folder):
-        with contextlib.ExitStack() as stack:
-            with named_errors(folder):
-                stack.enter_context(lease.held(folder))
-            yield
-        return
+    require_local(folder)
     path = folder / "lock"
     with made(folder):
         with named_errors(path):
             before = {other.name for other in folder.iterdir()}
-            file = _held(path)
+            file = _held(path, named or folder)
         with file:
             try:
                 with named_errors(path):
                     file.truncate(0)
-                    file.write(lease.Holder.me().text().encode())
+                    file.write(Holder.me().text().encode())
                 yield
                 file.truncate(0)
             except BaseException:
@@ -289,9 +394,6 @@ def lock(folder: epath.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def made(folder: epath.Path) -> Iterator[None]:
     """Makes the folder and those above; on failure removes those of them that are empty."""
-    if is_bucket(folder):  # where an object makes its folders, and takes them along
-        yield
-        return
     missing: list[epath.Path] = []
     try:
         with named_errors(folder):
@@ -312,8 +414,7 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
     Raises:
       InputError: something lies there already, or it cannot be written.
     """
-    if is_bucket(folder):
-        raise InputError(f"{folder}: folders are made whole on this machine alone; name one here")
+    require_local(folder)
     folder = folder.absolute()  # else "." would have no place beside it
     with named_errors(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -330,7 +431,7 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
             raise
 
 
-def _held(path: epath.Path) -> IO[bytes]:
+def _held(path: epath.Path, named: epath.PathLike) -> IO[bytes]:
     """The lock file, opened and locked."""
     tries = 0
     while True:
@@ -342,13 +443,16 @@ def _held(path: epath.Path) -> IO[bytes]:
                 return file
         except BlockingIOError as error:
             file.seek(0)
-            holder = lease.Holder.parse(file.read())
+            holder = Holder.parse(file.read())
             file.close()
             tries += 1
             if tries < _LOCK_TRIES:  # `in_use` holds it for a moment
                 time.sleep(0.05)
                 continue
-            raise lease.in_use(path.parent, holder) from error
+            raise InputError(
+                f"{named}: in use by {holder or 'another process'}; wait for it, or choose another "
+                "folder with --workdir"
+            ) from error
         except BaseException:
             file.close()
             raise
@@ -356,10 +460,7 @@ def _held(path: epath.Path) -> IO[bytes]:
 
 
 def in_use(folder: epath.Path) -> bool:
-    """Whether a process holds the folder's lock; of a local folder, one of this machine."""
-    if is_bucket(folder):
-        with named_errors(folder):
-            return lease.is_held(folder)
+    """Whether a process of this machine holds the folder's lock."""
     try:
         with open(os.fspath(folder / "lock"), "rb") as file:
             # Shared, so that two who ask do not see each other.

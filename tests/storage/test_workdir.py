@@ -6,8 +6,8 @@ import stat
 import pytest
 from etils import epath
 
-from bert_jax import workdir
 from bert_jax.config import InputError
+from bert_jax.storage import workdir
 
 
 def test_a_pipe_or_device_is_refused_and_not_replaced(tmp_path):

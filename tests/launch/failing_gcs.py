@@ -1,0 +1,182 @@
+"""The bucket of `fake_gcs` over a network that fails: one door a host, faults drawn or ordered."""
+
+import contextlib
+import dataclasses
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import fake_gcs
+
+# What an answer may be instead: statuses that clients try again by themselves, two that they take
+# for an account without rights, and a connection that breaks or stays silent.
+RETRIED = ("429", "500", "503", "408", "reset", "silence")
+DENIED = ("401", "403")
+# Of those requests: a door's first ones of a start, where missing rights are bad input.
+_FIRST = 25
+_SILENCE = 3.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A request.
+
+    Attributes:
+      door: the host's number.
+      kind: list, stat, read, begin, write, copy or delete.
+      name: of the object, or the prefix of a list.
+    """
+
+    door: int
+    kind: str
+    name: str
+
+
+@dataclasses.dataclass
+class Fault:
+    """One that was injected: `times` answers in a row to one host's calls of one kind."""
+
+    at: float
+    call: Call
+    what: str
+    times: int
+
+
+class Weather:
+    """Decides what becomes of each request, and notes it down.
+
+    Attributes:
+      calls: answered as they should be, by kind.
+      faults: injected ones.
+    """
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._requests: Counter[int] = Counter()
+        self._going_on: dict[tuple[int, str], tuple[Fault, int]] = {}
+        self._shares: dict[str, float] = {}
+        self._denied = 0.0
+        self._away_until = 0.0
+        self._blind: list[tuple[int, str, float]] = []
+        self.calls: Counter[str] = Counter()
+        self.faults: list[Fault] = []
+        self.outages: list[float] = []
+
+    def storm(self, shares: dict[str, float], denied: float) -> None:
+        """Fails this share of the calls of each kind, `denied` of these with 401 or 403."""
+        with self._lock:
+            self._shares, self._denied = dict(shares), denied
+
+    def calm(self) -> None:
+        """Nothing fails any more."""
+        with self._lock:
+            self._shares, self._going_on, self._blind, self._away_until = {}, {}, [], 0.0
+
+    def begin_outage(self, seconds: float) -> None:
+        """The bucket is away, for all."""
+        with self._lock:
+            self._away_until = time.monotonic() + seconds
+            self.outages.append(seconds)
+
+    def blind(self, door: int, prefix: str, seconds: float) -> None:
+        """One host cannot read what lies below a prefix."""
+        with self._lock:
+            self._blind.append((door, prefix, time.monotonic() + seconds))
+
+    def new_start(self) -> None:
+        """Another start of the run: what is asked first must not be refused."""
+        with self._lock:
+            self._requests.clear()
+
+    def of(self, call: Call) -> str:
+        """What to answer instead; "" for the truth."""
+        with self._lock:
+            now = time.monotonic()
+            self._requests[call.door] += 1
+            if now < self._away_until:
+                return self._random.choice(("reset", "503"))
+            for door, prefix, until in self._blind:
+                if call.door == door and now < until and prefix in call.name:
+                    self.faults.append(Fault(now, call, "blind", 1))
+                    return "403" if self._requests[door] > _FIRST else "503"
+            key = (call.door, call.kind)
+            if key in self._going_on:
+                fault, left = self._going_on.pop(key)
+                if left > 1:
+                    self._going_on[key] = (fault, left - 1)
+                return fault.what
+            if self._random.random() >= self._shares.get(call.kind, 0.0):
+                self.calls[call.kind] += 1
+                return ""
+            may_deny = self._requests[call.door] > _FIRST
+            denies = may_deny and self._random.random() < self._denied
+            what = self._random.choice(DENIED if denies else RETRIED)
+            times = self._random.randint(1, 2)
+            self.faults.append(Fault(now, call, what, times))
+            if times > 1:
+                self._going_on[key] = (self.faults[-1], times - 1)
+            return what
+
+
+class _Handler(fake_gcs._Handler):
+    door: int
+    weather: Weather
+
+    def _answer(self, act: Callable[[], None]) -> None:
+        super()._answer(lambda: self._answer_or_fail(act))
+
+    def _answer_or_fail(self, act: Callable[[], None]) -> None:
+        what = self.weather.of(Call(self.door, *self._kind()))
+        if not what:
+            return act()
+        if what == "silence":
+            time.sleep(_SILENCE)
+        if what in ("reset", "silence"):
+            # A reset instead of an orderly end.
+            option = struct.pack("ii", 1, 0)
+            with contextlib.suppress(OSError):
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+                self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            return None
+        body = {"error": {"code": int(what), "message": "injected"}}
+        return self._send(int(what), json.dumps(body).encode())
+
+    def _kind(self) -> tuple[str, str]:
+        if self.command == "DELETE":
+            return "delete", self.name
+        if self.command == "GET":
+            if not self.name:
+                return "list", self.query.get("prefix", "")
+            return ("read" if self.query.get("alt") == "media" else "stat"), self.name
+        if "/rewriteTo/" in self.url:
+            return "copy", self.name
+        if self.url.startswith("/session/"):
+            session = self.bucket.sessions.get(self.url.rsplit("/", 1)[1])
+            return "write", session[0] if session else ""
+        name = self.query.get("name", "")
+        return ("begin" if self.query.get("uploadType") == "resumable" else "write"), name
+
+
+@contextlib.contextmanager
+def serve(doors: int, weather: Weather) -> Iterator[tuple[fake_gcs.Bucket, list[dict[str, str]]]]:
+    """A bucket with several doors; the environment of each, in which clients find it."""
+    with contextlib.ExitStack() as stack:
+        bucket, environment = stack.enter_context(fake_gcs.serve())
+        found = []
+        for door in range(doors):
+            more = {"bucket": bucket, "door": door, "weather": weather}
+            server = fake_gcs._Server(("127.0.0.1", 0), type("Handler", (_Handler,), more))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            url = f"http://127.0.0.1:{server.server_port}"
+            names = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
+            found.append(environment | dict.fromkeys(names, url))
+        yield bucket, found

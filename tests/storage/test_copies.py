@@ -1,0 +1,158 @@
+"""Copies between this machine and buckets: whole, checked, continued."""
+
+import os
+import pathlib
+
+import pytest
+from etils import epath
+from fake_gcs import Fault
+
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage import copies, mirror, retry
+
+THERE = epath.Path("gs://bucket/corpus")
+LARGE = bytes(range(256)) * 40  # 10,240 bytes
+FILES = {"a/large": LARGE, "small": b"small", "a/empty": b""}
+
+
+@pytest.fixture(autouse=True)
+def pieces(monkeypatch):
+    monkeypatch.setattr(copies, "PIECE", 100)
+
+
+def filled(folder):
+    for name, data in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return epath.Path(folder)
+
+
+def fetch(target, version="1"):
+    wanted = {name: (len(data), version) for name, data in FILES.items()}
+
+    def damage(name, file):
+        return "" if file.read_bytes() == FILES[name] else "other bytes"
+
+    copies.fetch_all(THERE, epath.Path(target), wanted, damage, "put it back")
+
+
+def files(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in pathlib.Path(folder).rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def sent(objects):
+    for name, data in FILES.items():
+        objects.put(f"corpus/{name}", data, {})
+    objects.writes.clear()
+    return objects
+
+
+def test_files_are_copied_both_ways_in_pieces(objects, tmp_path):
+    copies.send_all(filled(tmp_path / "from"), THERE, FILES)
+    assert objects.files() == {f"corpus/{name}": data for name, data in FILES.items()}
+    assert max(size for name, size in objects.writes if ".parts/" in name) == 100
+    fetch(tmp_path / "to")
+    assert files(tmp_path / "to") == FILES
+    reads = [name for name, kind in objects.requests if (name, kind) == ("corpus/a/large", "read")]
+    assert len(reads) > len(LARGE) // 100
+
+
+def broken_after(objects, kind, count):
+    """Requests of a kind fail once there were so many."""
+    left = iter(range(count))
+    objects.fault = lambda method, name, what: (
+        Fault(503) if what == kind and next(left, None) is None else None
+    )
+
+
+def test_a_copy_goes_on_after_a_break(sent, tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "GIVE_UP", 0.1)
+    broken_after(sent, "read", 60)
+    with pytest.raises(Unavailable):
+        fetch(tmp_path)
+    assert "a/large" not in files(tmp_path)
+    sent.reset_faults()
+    fetch(tmp_path)
+    assert files(tmp_path) == FILES
+    assert 0 < len([name for name, kind in sent.requests if kind == "read"]) < 60
+
+
+def test_sending_goes_on_after_a_break(objects, tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "GIVE_UP", 0.1)
+    folder = filled(tmp_path)
+    broken_after(objects, "write", 60)
+    with pytest.raises(Unavailable):
+        copies.send_all(folder, THERE, FILES)
+    assert "corpus/a/large" not in objects.files()
+    objects.reset_faults()
+    copies.send_all(folder, THERE, FILES)
+    assert objects.files() == {f"corpus/{name}": data for name, data in FILES.items()}
+    assert 0 < len([name for name, kind in objects.requests if kind == "write"]) < 60
+    objects.reset_faults()
+    copies.send_all(folder, THERE, FILES)
+    assert not [name for name, kind in objects.requests if kind == "write"]
+
+
+def test_another_version_is_not_continued(sent, tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "GIVE_UP", 0.1)
+    broken_after(sent, "read", 60)
+    with pytest.raises(Unavailable):
+        fetch(tmp_path, "0")
+    sent.reset_faults()
+    fetch(tmp_path, "1")
+    assert len([name for name, kind in sent.requests if kind == "read"]) > len(LARGE) // 100
+    assert files(tmp_path) == FILES
+
+
+def test_a_part_that_a_machines_failure_has_spoiled_is_copied_anew(sent, tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "GIVE_UP", 0.1)
+    broken_after(sent, "read", 60)
+    with pytest.raises(Unavailable):
+        fetch(tmp_path)
+    part = tmp_path / "a" / ".large.part"
+    part.write_bytes(bytes(len(part.read_bytes())))
+    sent.reset_faults()
+    fetch(tmp_path)
+    assert files(tmp_path) == FILES
+
+
+@pytest.mark.parametrize("damage", ["changed", "shorter", "gone"])
+def test_a_damaged_object_is_named_and_not_kept(damage, sent, tmp_path):
+    if damage == "gone":
+        sent.delete("corpus/a/large", {})
+    else:
+        other = LARGE[:-1] + (b"" if damage == "shorter" else b"x")
+        sent.put("corpus/a/large", other, {})
+    word = "is missing" if damage == "gone" else "damaged"
+    with pytest.raises(InputError, match=rf"gs://bucket/corpus/a/large: {word}.*; put it back"):
+        fetch(tmp_path)
+    assert not (tmp_path / "a" / "large").exists()
+
+
+def test_one_object_is_fetched_and_checked(sent, tmp_path):
+    copies.fetch(THERE / "a/large", epath.Path(tmp_path / "here"))
+    assert files(tmp_path) == {"here": LARGE}
+    with pytest.raises(InputError, match="gs://bucket/corpus/none: is missing"):
+        copies.fetch(THERE / "none", epath.Path(tmp_path / "none"))
+
+
+def test_a_long_copy_tells_how_far_it_is(sent, tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "_TELL", 0.0)
+    told = []
+    wanted = {"a/large": (len(LARGE), "")}
+    copies.fetch_all(THERE, epath.Path(tmp_path), wanted, lambda *_: "", "", told.append)
+    assert len(told) > 5 and "copy of gs://bucket/corpus: 0 of 0 MB, " in told[0]
+
+
+def test_processes_of_a_host_make_one_copy(objects):
+    with copies.copy_of(THERE) as copy, open(f"{copy}.lock", "ab") as other:
+        import fcntl
+
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert copies.is_copy(copy) and os.fspath(copy) in os.fspath(mirror.cached("corpora", THERE))

@@ -1,0 +1,37 @@
+"""The client of buckets that Orbax and jax are given."""
+
+import asyncio
+import importlib.util
+
+import pytest
+
+from bert_jax.storage import mirror, retry  # mirror registers the client
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"
+)
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_request_outlasts_ten_minutes_of_faults(status, monkeypatch):
+    import fsspec
+    import gcsfs.retry
+
+    from bert_jax.storage import gcs
+
+    waited = []
+
+    async def sleep(seconds):
+        waited.append(seconds)
+
+    async def away(self, *args, **kwargs):
+        gcsfs.retry.validate_response(status, b"away", "b/x")
+
+    files = fsspec.get_filesystem_class("gcs")
+    assert files is gcs.PatientFileSystem and mirror
+    monkeypatch.setattr(gcs.asyncio, "sleep", sleep)
+    monkeypatch.setattr(gcs.time, "monotonic", lambda: sum(waited))
+    monkeypatch.setattr(files, "_set_session", away)  # what a request does first
+    with pytest.raises((OSError, gcsfs.retry.HttpError)):
+        asyncio.run(files._request(files.__new__(files), "GET", "b/x"))
+    assert retry.GIVE_UP - retry.LONGEST_WAIT <= sum(waited) <= retry.GIVE_UP

@@ -1,0 +1,291 @@
+"""Runs in buckets: rights, networks that fail, who owns a run, and which files win."""
+
+import json
+import os
+import pathlib
+import threading
+import time
+
+import pytest
+from etils import epath
+from fake_gcs import Fault
+
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage import mirror, retry
+from bert_jax.storage.mirror import Mirror
+from bert_jax.storage.workdir import Holder, Workdir
+
+RUN = epath.Path("gs://bucket/run")
+OPERATIONS = {
+    "list": lambda: mirror.names(RUN),
+    "read": lambda: mirror.read(RUN / "there"),
+    "write": lambda: mirror.write(RUN / "new", "text"),
+    "copy": lambda: mirror.compose([RUN / "there", RUN / "there"], RUN / "twice"),
+    "delete": lambda: mirror.remove([RUN / "there"]),
+}
+
+
+def only(kind, fault, times=10**9):
+    """Faults of the first requests of a kind."""
+    left = iter(range(times))
+    return lambda method, name, what: (
+        fault if what == kind and next(left, None) is not None else None
+    )
+
+
+def opened(on="here"):
+    """The run's workdir as a machine of this name has it."""
+    os.environ["BERT_JAX_CACHE_DIR"] = str(
+        pathlib.Path(os.environ["BERT_JAX_CACHE_DIR"]).parent / on
+    )
+    return mirror.opened(RUN, access="write")
+
+
+def started(workdir):
+    run = Mirror(workdir)
+    workdir.root.mkdir(parents=True, exist_ok=True)
+    run.take()
+    return run
+
+
+# --- The network ---
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+@pytest.mark.parametrize(
+    "fault", [Fault(s) for s in (401, 403, 408, 429, 500, 502, 503)] + [Fault(0)], ids=str
+)
+def test_a_fault_that_passes_costs_nothing(kind, fault, objects):
+    objects.put("run/there", b"text", {})
+    for right in ("list", "read", "write"):
+        mirror._granted.add(("bucket", right))  # as once a run has begun
+    objects.fault = only(kind, fault, times=8)  # more than the client's own tries
+    OPERATIONS[kind]()
+    wanted = {
+        "write": {"run/there", "run/new"},
+        "copy": {"run/there", "run/twice"},
+        "delete": set(),
+    }
+    assert objects.files().keys() == wanted.get(kind, {"run/there"})
+
+
+def test_a_write_whose_answer_is_lost_is_done(objects):
+    objects.fault = only("write", Fault(0, is_done=True), times=1)
+    mirror.write(RUN / "new", "text")
+    assert objects.files() == {"run/new": b"text"}
+
+
+def test_a_bucket_that_is_away_for_long_ends_with_what_is_tried_again(objects, monkeypatch):
+    monkeypatch.setattr(retry, "GIVE_UP", 0.3)
+    objects.fault = lambda *_: Fault(503)
+    with pytest.raises(Unavailable, match=r"gs://bucket/run/new: out of reach .* run again"):
+        mirror.write(RUN / "new", "text")
+
+
+@pytest.mark.parametrize("right, kind", [("list", "list"), ("read", "read"), ("write", "write")])
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_right_that_is_not_given_is_named(right, kind, status, objects):
+    objects.fault = only(kind, Fault(status))
+    with pytest.raises(InputError, match=rf"may not {right} objects of the bucket bucket .*role"):
+        mirror.require_writable(RUN)
+
+
+def test_a_right_to_add_that_is_none_to_replace_is_named(objects):
+    objects.fault = lambda method, name, kind: (
+        Fault(403) if kind == "write" and name in objects.objects else None
+    )
+    with pytest.raises(InputError, match="may not replace objects"):
+        mirror.require_writable(RUN)
+
+
+def test_a_bucket_that_is_not_there_is_named(objects):
+    objects.exists = False
+    for access in ("read", "write"):
+        with pytest.raises(InputError, match="gs://bucket/run: there is no bucket bucket"):
+            mirror.opened(RUN, access=access)
+
+
+# --- What a run writes ---
+
+
+def test_what_was_written_is_sent_and_only_what_has_changed(objects):
+    workdir = opened()
+    run = started(workdir)
+    workdir.metrics.write_text("1\n")
+    workdir.timings.write_text("1\n")
+    (workdir.root / "others").write_text("")
+    (workdir.profile / "plugins").mkdir(parents=True)
+    for number in range(2):
+        (workdir.profile / "plugins" / f"process_{number}.x").write_text("")
+    run.flush()
+    files = {name.removeprefix("run/") for name in objects.files()}
+    assert files == {"OWNER", "metrics.jsonl", "timings.jsonl", "profile/plugins/process_0.x"}
+    objects.writes.clear()
+    workdir.metrics.write_text("1\n2\n")
+    run.flush()
+    assert objects.writes == [("run/metrics.jsonl", 4)]
+    run.flush()
+    assert len(objects.writes) == 1
+
+
+def test_a_thread_sends_without_being_asked_and_a_failing_network_keeps_nothing_back_for_good(
+    objects, monkeypatch
+):
+    monkeypatch.setattr(mirror, "_SECONDS", 0.01)
+    workdir = opened()
+    run = started(workdir)
+    failed = threading.Event()
+
+    def fault(method, name, kind):
+        if name != "run/metrics.jsonl" or failed.is_set():
+            return None
+        failed.set()
+        return Fault(400)  # which nobody expects
+
+    objects.fault = fault
+    with run:
+        workdir.metrics.write_text("1\n")
+        while "run/metrics.jsonl" not in objects.files():
+            time.sleep(0.01)
+    assert failed.is_set()
+
+
+def test_a_run_of_this_machine_is_left_alone(tmp_path):
+    run = Mirror(Workdir(tmp_path / "run"))
+    with run:
+        run.take()
+        run.flush()
+        run.forget(["metrics.jsonl"])
+    assert not (tmp_path / "run").exists()
+
+
+# --- Who owns a run ---
+
+
+def test_a_run_that_another_start_has_taken_ends_and_writes_no_more(objects):
+    first = opened("first")
+    run = started(first)
+    first.metrics.write_text("1\n")
+    run.flush()
+    started(opened("second"))
+    first.metrics.write_text("1\n2\n")
+    with pytest.raises(InputError, match=r"gs://bucket/run: now belongs to process \d+ of .* ends"):
+        run.flush()
+    with pytest.raises(InputError, match="now belongs"):
+        run.check()
+    run.forget(["metrics.jsonl"])
+    assert objects.files()["run/metrics.jsonl"] == b"1\n"
+    assert "run/OWNER" in objects.files()
+
+
+def test_an_owner_that_cannot_be_read_is_not_another(objects):
+    workdir = opened()
+    run = started(workdir)
+    for content in (b"", b"{}", b"\xff", b'{"format_version": 2}'):
+        objects.put("run/OWNER", content, {})
+        run.flush()
+    objects.delete("run/OWNER", {})
+    run.flush()
+    objects.fault = only("read", Fault(503), times=9)
+    run.flush()
+
+
+def test_other_processes_know_the_owner_and_send_their_traces(objects):
+    started(opened("first"))
+    workdir = opened("second")
+    other = Mirror(workdir, 1)
+    other.join()
+    (workdir.profile).mkdir(parents=True)
+    (workdir.profile / "process_1.x").write_text("")
+    workdir.metrics.write_text("left by another start")
+    other.flush()
+    assert objects.files().keys() == {"run/OWNER", "run/profile/process_1.x"}
+
+
+@pytest.mark.parametrize("between", ["nobody", "another machine"])
+def test_the_last_owners_files_win(between, objects):
+    """What it has not sent is still there; what another machine did is not undone."""
+    here = opened("here")
+    started(here).flush()
+    here.metrics.write_text("1\nnot sent\n")
+    here.origin.write_text("of the first start")
+    if between == "another machine":
+        there = opened("there")
+        run = started(there)
+        there.metrics.write_text("1\n2\n")
+        run.flush()
+    here = opened("here")
+    run = started(here)
+    if between == "nobody":
+        assert here.metrics.read_text() == "1\nnot sent\n"
+        run.flush()
+        assert objects.files()["run/metrics.jsonl"] == b"1\nnot sent\n"
+    else:
+        assert here.metrics.read_text() == "1\n2\n"
+        assert not here.origin.exists()
+
+
+def test_a_run_removed_from_its_bucket_is_gone_here(objects):
+    here = opened()
+    run = started(here)
+    here.metrics.write_text("1\n")
+    run.flush()
+    for name in objects.files():
+        objects.delete(name, {})
+    started(here)
+    assert not here.metrics.exists()
+
+
+def test_a_start_that_is_to_leave_nothing_leaves_nothing(objects):
+    workdir = opened()
+    run = started(workdir)
+    workdir.metrics.write_text("1\n")
+    run.flush()
+    run.forget(["metrics.jsonl", "timings.jsonl"])
+    assert not objects.files()
+
+
+# --- What is read ---
+
+
+def test_small_files_are_as_the_bucket_has_them_each_time(objects):
+    objects.put("run/metrics.jsonl", b"1\n", {})
+    objects.put("run/timings.jsonl", b"1\n", {})
+    objects.put("run/novel.txt", b"large", {})
+    view = mirror.opened(RUN)
+    assert view.metrics.read_text() == "1\n" and view.checkpoints == RUN / "checkpoints"
+    objects.put("run/metrics.jsonl", b"1\n2\n", {})
+    objects.delete("run/timings.jsonl", {})
+    objects.requests.clear()
+    view = mirror.opened(RUN)
+    assert view.metrics.read_text() == "1\n2\n"
+    assert {path.name for path in view.root.iterdir()} == {"metrics.jsonl"}
+    mirror.opened(RUN)
+    assert [name for name, kind in objects.requests if kind == "read"] == ["run/metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "started_ago, line_ago, kind, going_on",
+    [
+        (60, None, "", True),
+        (3600, None, "", False),
+        (3600, 60, "train", True),
+        (3600, 60, "end", False),
+        (60, 3600, "end", True),
+        (7200, 3600, "train", False),
+    ],
+)
+def test_whether_a_run_in_a_bucket_goes_on(started_ago, line_ago, kind, going_on, objects):
+    me = Holder.me()
+    owner = Holder(me.token, me.host, me.process, me.since - started_ago)
+    objects.put("run/OWNER", owner.text().encode(), {})
+    if line_ago is not None:
+        line = {"step": 1, "kind": kind, "time": me.since - line_ago}
+        objects.put("run/timings.jsonl", json.dumps(line).encode() + b"\n", {})
+    assert mirror.is_going_on(mirror.opened(RUN)) == going_on
+
+
+def test_a_folder_of_other_things_is_no_run(objects):
+    objects.put("run/novel.txt", b"x", {})
+    with pytest.raises(InputError, match="gs://bucket/run: holds other files and no run"):
+        mirror.opened(RUN, access="write")
