@@ -1,12 +1,13 @@
-"""The stages of `prepare`: words are counted, documents made into ids, ids put into shards.
+"""The stages of `prepare`: the text is read, a vocabulary trained, ids put into shards.
 
 Each stage is a list of tasks (see data.parts) that are done here, in several processes or by Beam,
 and whose results are put together in the order of the text: so the same bytes come out however
-they were done. The text is read twice, once where the vocabulary is given. Memory is constant in
-the corpus, but for 8 bytes a document.
+they were done. The text is read once; a second time where SentencePiece is trained. Memory is
+constant in the corpus, but for 12 bytes a document.
 """
 
 import dataclasses
+import os
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
@@ -74,24 +75,23 @@ def build(
     sources = documents.fingerprint(corpus)
     planned = parts.plan(corpus)
     say(f"prepare: reading {len(sources)} files, in {len(planned)} parts")
-    counting = []
-    chosen = given
-    if chosen is None:
-        counting = [parts.CountWords(place, corpus, part) for part in planned]
-        counted = words.read(
-            [
-                (parts.here(place, task.name, "words.json", scratch), record["offsets"])
-                for task, record in zip(counting, run("counting words", counting, say), strict=True)
-            ]
-        )
-        chosen = _train(corpus, vocab_size, counted, say)
-        del counted
-    chosen.save(folder / "tokenizer")
-
-    shared = run.share(folder / "tokenizer", place, chosen.sha256)
-    tasks = [parts.Tokenize(place, corpus, part, shared, chosen.sha256) for part in planned]
-    _drop_others(scratch, [*counting, *tasks], say)
-    records = run("tokenizing", tasks, say)
+    if corpus.tokenizer_kind == "wordpiece" if given is None else given.kind == "wordpiece":
+        # Words do not depend on the vocabulary, so the text is read once.
+        tasks = [parts.Read(place, corpus, part) for part in planned]
+        _drop_others(scratch, tasks, say)
+        records = run("reading", tasks, say)
+        chosen = given or _train(corpus, vocab_size, _counted(tasks, records, place, scratch), say)
+        shared = _share(chosen, folder, place)
+    else:
+        counting = [parts.CountStretches(place, corpus, part) for part in planned]
+        chosen = given
+        if chosen is None:
+            counted = _counted(counting, run("counting words", counting, say), place, scratch)
+            chosen = _train(corpus, vocab_size, counted, say)
+        shared = _share(chosen, folder, place)
+        tasks = [parts.Read(place, corpus, part, shared, chosen.sha256) for part in planned]
+        _drop_others(scratch, [*counting, *tasks], say)
+        records = run("tokenizing", tasks, say)
     tables = [
         np.fromfile(parts.here(place, task.name, "documents.bin", scratch), parts.DOCUMENT)
         for task in tasks
@@ -105,7 +105,11 @@ def build(
     say(f"prepare: {survey.count} documents, {survey.repeated} repeated; read as {read_as}")
 
     splits = np.split(survey.splits(corpus), np.cumsum([len(table) for table in tables])[:-1])
-    counts = _write_dataset(place, scratch, folder, tasks, records, splits, chosen, run, say)
+    writing = [
+        parts.WriteShards(place, task.name, shared, chosen.sha256, split.tobytes(), task.bytes)
+        for task, split in zip(tasks, splits, strict=True)
+    ]
+    counts = _write_dataset(writing, scratch, folder, chosen.size, run, say)
     for split in SPLITS:
         if not counts[split].tokens:
             raise InputError(
@@ -120,33 +124,50 @@ def build(
     return Built(chosen, sources, survey, layouts, counts)
 
 
-def _write_dataset(
+def _counted(
+    tasks: Sequence[parts.Task],
+    records: Sequence[dict[str, Any]],
     place: str,
     scratch: pathlib.Path,
+) -> words.Counted:
+    return words.count(
+        [
+            (parts.here(place, task.name, "counts.json", scratch), record["offsets"])
+            for task, record in zip(tasks, records, strict=True)
+        ]
+    )
+
+
+def _share(chosen: tokenizer.Tokenizer, folder: epath.Path, place: str) -> str:
+    """Saves the tokenizer; returns a folder of it that all who work see."""
+    chosen.save(folder / "tokenizer")
+    if "://" not in place:
+        return os.path.abspath(folder / "tokenizer")
+    shared = epath.Path(place) / f"tokenizer-{chosen.sha256[:20]}"
+    for path in (folder / "tokenizer").iterdir():
+        (shared / path.name).write_bytes(path.read_bytes())
+    return str(shared)
+
+
+def _write_dataset(
+    tasks: Sequence[parts.WriteShards],
+    scratch: pathlib.Path,
     folder: epath.Path,
-    tokenized: Sequence[parts.Tokenize],
-    records: Sequence[dict[str, Any]],
-    splits: Sequence[np.ndarray],
-    chosen: tokenizer.Tokenizer,
+    vocab_size: int,
     run: "Run",
     say: Say,
 ) -> dict[str, dataset.SplitCounts]:
-    tasks = [
-        parts.WriteShards(
-            place, task.name, record["dtype"], split.tobytes(), chosen.unk_id, task.bytes
-        )
-        for task, record, split in zip(tokenized, records, splits, strict=True)
-    ]
     counts = {split: dataset.SplitCounts() for split in SPLITS}
     shards: dict[str, list[dataset.Shard]] = {split: [] for split in SPLITS}
     for task, record in zip(tasks, run("writing the dataset", tasks, say), strict=True):
         for split, found in record.items():
             size = found.pop("num_bytes")
             counts[split].add(dataset.SplitCounts(**found))
-            path = parts.here(place, task.name, split, scratch)
+            path = parts.here(task.place, task.name, split, scratch)
             shards[split].append(dataset.Shard(path, found["documents"], size))
     if all(shards.values()):
-        dataset.assemble(dataset.folder_of(folder), shards, records[0]["dtype"])
+        id_dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+        dataset.assemble(dataset.folder_of(folder), shards, id_dtype)
     return counts
 
 
@@ -207,12 +228,3 @@ class Run:
         """Where the tasks' folders lie: seen by all who work."""
         scratch.mkdir(parents=True, exist_ok=True)
         return (self.beam and beam.shared_place(self.beam)) or str(scratch.absolute())
-
-    def share(self, folder: epath.Path, place: str, sha256: str) -> str:
-        """The tokenizer's folder where all who work see it."""
-        if "://" not in place:
-            return str(folder.absolute() if not str(folder).startswith("/") else folder)
-        shared = epath.Path(place) / f"tokenizer-{sha256[:20]}"
-        for path in folder.iterdir():
-            (shared / path.name).write_bytes(path.read_bytes())
-        return str(shared)

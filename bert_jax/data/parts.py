@@ -4,9 +4,9 @@ What a part is made into is a folder of a place that all workers see, named by a
 is made of: text, settings, tokenizer. It appears as a whole, so a `prepare` that was killed goes on
 from those that are there, and what was made of other text is never taken for ours.
 
-    PLACE/words-HASH/     words.json: the counted words of a part (see text.words)
-    PLACE/ids-HASH/       ids.bin, sentences.bin, documents.bin: its documents as ids
-    PLACE/shards-HASH/    train, validation: ArrayRecord files of them
+    PLACE/read-HASH/      documents of a part, as numbers of words (see text.words) or as ids
+    PLACE/counts-HASH/    counted words of a part, for SentencePiece
+    PLACE/shards-HASH/    train, validation: ArrayRecord files of a part
     .../record.json       what is said of it, written last
 """
 
@@ -15,12 +15,13 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,7 +40,8 @@ PART_BYTES = 1 << 25
 # Of compressed files and of TFDS's, bytes of text in a byte.
 _PACKED = 3
 
-_BATCH = 1 << 18
+# Characters of documents that are split together, and tokens that are written together.
+_BATCH, _TOKENS = 1 << 18, 1 << 18
 
 # Rises with every change of what parts are made into.
 _VERSION = 1
@@ -137,8 +139,8 @@ class Task(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class CountWords:
-    """Counts the words of a part."""
+class CountStretches:
+    """Counts what stands between blanks in a part, to train SentencePiece."""
 
     place: str
     corpus: Corpus
@@ -152,27 +154,23 @@ class CountWords:
     @property
     def name(self) -> str:
         """See `Task`."""
-        corpus = self.corpus
-        kind = "wordpiece" if corpus.tokenizer_kind == "wordpiece" else "sentencepiece"
-        return "words-" + _hash(_reading(corpus), kind, corpus.case, self.part)
+        return "counts-" + _hash(_reading(self.corpus), self.corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """See `Task`."""
-        corpus = self.corpus
-        texts = (document.text for document in _ticking(self.part.documents(corpus), tick))
-        path = folder / "words.json"
-        return {"offsets": words.write(texts, corpus.tokenizer_kind, corpus.case, path)}
+        texts = (document.text for document in _ticking(self.part.documents(self.corpus), tick))
+        return {"offsets": words.write_stretches(texts, self.corpus.case, folder / "counts.json")}
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokenize:
-    """Makes the documents of a part into ids."""
+class Read:
+    """Makes the documents of a part into words or, by SentencePiece, into ids."""
 
     place: str
     corpus: Corpus
     part: Part
-    tokenizer: str  # a folder
-    sha256: str  # of the tokenizer
+    tokenizer: str = ""  # a folder; empty: words
+    sha256: str = ""  # of the tokenizer
 
     @property
     def bytes(self) -> int:
@@ -182,22 +180,26 @@ class Tokenize:
     @property
     def name(self) -> str:
         """See `Task`."""
-        how = [_reading(self.corpus), self.corpus.language, importlib.metadata.version("sentencex")]
-        return "ids-" + _hash(how, self.sha256, self.part)
+        splitter = importlib.metadata.version("sentencex")
+        how = [_reading(self.corpus), self.corpus.language, splitter]
+        return "read-" + _hash(how, self.sha256 or self.corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """See `Task`."""
-        tok = _tokenizer(self.tokenizer, self.sha256)
-        dtype = np.uint16 if tok.size <= 2**16 else np.uint32
-        layouts: dict[str, int] = {}
-        # Of files that are shared by several parts the first one's, which is at work soonest.
-        sources = {
+        record: dict[str, Any] = {"layouts": {}}
+        # Of files that are shared by several parts the first one's.
+        record["sources"] = {
             extent.path: documents.sha256(extent.path)
             for extent in self.part.extents
             if extent.kind != "tfds" and extent.start == 0
         }
+        writer: words.NumberWriter | _IdWriter = (
+            _IdWriter(folder, _tokenizer(self.tokenizer, self.sha256))
+            if self.tokenizer
+            else words.NumberWriter(folder, self.corpus.case)
+        )
+        layouts = record["layouts"]
         with (
-            open(folder / "ids.bin", "wb") as ids_file,
             open(folder / "sentences.bin", "wb") as sentences_file,
             open(folder / "documents.bin", "wb") as documents_file,
         ):
@@ -205,67 +207,115 @@ class Tokenize:
                 for document in batch:
                     layouts[document.layout] = layouts.get(document.layout, 0) + 1
                 split = [sentences.split(document, self.corpus.language) for document in batch]
-                ids, lengths = tok.encode_sentences([s for pieces in split for s in pieces])
-                ids_file.write(ids.astype(dtype).tobytes())
+                lengths = writer.add(itertools.chain.from_iterable(split))
                 sentences_file.write(lengths[lengths > 0].astype(np.uint32).tobytes())
                 table = np.empty(len(batch), DOCUMENT)
                 table["hash"] = [text_hash(document.text) for document in batch]
                 before = np.concatenate([[0], np.cumsum(lengths > 0)])
                 table["sentences"] = np.diff(before[np.cumsum([0, *map(len, split)])])
                 documents_file.write(table.tobytes())
-        return {"dtype": np.dtype(dtype).name, "layouts": layouts, "sources": sources}
+        writer.close()
+        return {**record, "offsets": writer.offsets}
+
+
+class _IdWriter:
+    """Writes sentences as ids: uint32 in FOLDER/tokens.bin."""
+
+    def __init__(self, folder: pathlib.Path, tokenizer: tokenizer.Tokenizer):
+        self._tokenizer = tokenizer
+        self._file = open(folder / "tokens.bin", "wb")  # noqa: SIM115
+        self.offsets: list[list[int]] = []  # of no counts
+
+    def add(self, pieces: Iterable[str]) -> np.ndarray:
+        """Writes sentences; returns how many ids each has, int64."""
+        ids = [self._tokenizer.encode(sentence) for sentence in pieces]
+        self._file.write(np.fromiter(itertools.chain.from_iterable(ids), np.uint32).tobytes())
+        return np.fromiter(map(len, ids), np.int64, len(ids))
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._file.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class WriteShards:
-    """Puts the documents of a part into the files of their splits."""
+    """Puts the documents of a part as ids into the files of their splits."""
 
     place: str
-    ids: str  # the name of the folder that `Tokenize` made
-    dtype: str
+    read: str  # the name of the folder that `Read` made
+    tokenizer: str  # a folder
+    sha256: str  # of the tokenizer
     splits: bytes  # uint8 a document: 0 train, 1 validation, 2 nowhere
-    unk_id: int
     bytes: int
 
     @property
     def name(self) -> str:
         """See `Task`."""
-        digest = hashlib.sha256(self.splits).hexdigest()
-        return "shards-" + _hash(self.ids, digest, self.unk_id)
+        return "shards-" + _hash(self.read, self.sha256, hashlib.sha256(self.splits).hexdigest())
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """See `Task`."""
-        with contextlib.ExitStack() as stack:
-            scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            ids, lengths, table = (
-                np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
-                for name, dtype in (
-                    ("ids.bin", np.dtype(self.dtype)),
-                    ("sentences.bin", np.dtype(np.uint32)),
-                    ("documents.bin", DOCUMENT),
-                )
-                for path in [here(self.place, self.ids, name, scratch)]
-            )
-            writers: dict[int, dataset.ShardWriter] = {}
-            sentence = token = 0
-            counts = table["sentences"].tolist()
-            for number, split in enumerate(self.splits):
-                own = np.asarray(lengths[sentence : sentence + counts[number]])
-                sentence += counts[number]
-                size = int(own.sum())
-                if split < len(dataset.SPLITS) and size:
+        tok = _tokenizer(self.tokenizer, self.sha256)
+        writers: dict[int, dataset.ShardWriter] = {}
+        with tempfile.TemporaryDirectory() as scratch:
+            found = self._documents(tok, pathlib.Path(scratch))
+            for split, (ids, lengths) in zip(self.splits, found, strict=True):
+                if split < len(dataset.SPLITS) and len(ids):
                     if split not in writers:
                         path = folder / dataset.SPLITS[split]
-                        writers[split] = dataset.ShardWriter(path, self.unk_id)
-                    writers[split].add(np.asarray(ids[token : token + size]), own)
-                token += size
+                        writers[split] = dataset.ShardWriter(path, tok.unk_id)
+                    writers[split].add(ids, lengths)
                 tick(0)
-            record = {}
-            for split, writer in writers.items():
-                writer.close()
-                counted = dataclasses.asdict(writer.counts)
-                record[dataset.SPLITS[split]] = {**counted, "num_bytes": writer.num_bytes}
+        record = {}
+        for split, writer in sorted(writers.items()):
+            writer.close()
+            counted = dataclasses.asdict(writer.counts)
+            record[dataset.SPLITS[split]] = {**counted, "num_bytes": writer.num_bytes}
         return record
+
+    def _documents(
+        self, tok: tokenizer.Tokenizer, scratch: pathlib.Path
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Ids and lengths of sentences of each document."""
+        tokens, lengths, documents_ = (
+            _mapped(here(self.place, self.read, name, scratch), dtype)
+            for name, dtype in (
+                ("tokens.bin", np.uint32),
+                ("sentences.bin", np.uint32),
+                ("documents.bin", DOCUMENT),
+            )
+        )
+        table = None
+        if isinstance(tok, tokenizer.WordPiece):
+            words_of_part = words.read_words(here(self.place, self.read, "words.txt", scratch))
+            table = words.Table(words_of_part, tok)
+        counts = documents_["sentences"].astype(np.int64)
+        sentence = token = first = 0
+        while first < len(counts):
+            # As many documents as make some hundred thousand tokens.
+            some = np.asarray(lengths[sentence : sentence + _TOKENS])
+            fit = int(np.searchsorted(np.cumsum(some, dtype=np.int64), _TOKENS))
+            last = first + int(np.searchsorted(np.cumsum(counts[first:]), fit, "right"))
+            last = max(last, first + 1)
+            own = np.asarray(lengths[sentence : sentence + int(counts[first:last].sum())])
+            size = int(own.sum(dtype=np.int64))
+            ids = np.asarray(tokens[token : token + size])
+            sentence, token = sentence + len(own), token + size
+            if table is not None:
+                ids, pieces = table.ids(ids)
+                starts = np.cumsum(own, dtype=np.int64) - own
+                if len(own):
+                    own = np.add.reduceat(pieces, starts, dtype=np.int64)
+            ends = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])
+            bounds = np.cumsum([0, *counts[first:last].tolist()])
+            for begin, end in itertools.pairwise(bounds.tolist()):
+                yield ids[ends[begin] : ends[end]], own[begin:end]
+            first = last
+
+
+def _mapped(path: pathlib.Path, dtype: Any) -> np.ndarray:
+    """A file as an array, which is not read into memory; an empty one cannot be mapped."""
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
 def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:

@@ -4,14 +4,13 @@ A tokenizer folder holds tokenizer.json (kind, case, ids of the specials) and vo
 sentencepiece.model. Text never yields a special id but that of [UNK].
 """
 
-import array
 import hashlib
 import itertools
 import json
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
@@ -28,10 +27,9 @@ FORMAT_VERSION = 1
 MAX_WORD = 200
 # Words held with their ids; a corpus of web text would otherwise fill the memory.
 _CACHED_WORDS = 200_000
-# Longer ones, as in Chinese, do not come again.
-_LONG_CHUNK = 30
-# Sentences cut together, and words looked up together.
-_SENTENCES, _WORDS = 1_000, 100_000
+# The same of what stands between blanks in text that is not ASCII. Longer ones, as in Chinese, do
+# not come again.
+_CACHED_CHUNKS, _LONG_CHUNK = 100_000, 30
 
 Case = Literal["uncased", "cased"]
 
@@ -53,13 +51,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without specials around it."""
 
-    def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of sentences, none of which holds a line feed.
-
-        Returns:
-          int32 [ids], of all one after another, and int64 [sentences], how many each has.
-        """
-
     def piece(self, token_id: int) -> str:
         """How the piece is written in the vocabulary."""
 
@@ -71,65 +62,19 @@ class Tokenizer(Protocol):
 
 
 class _Words(dict):
-    """Numbers of the words met so far, and the ids of each; emptied when full."""
+    """Words met so far, with their ids; emptied when full."""
 
     def __init__(self, word_pieces: Callable[[str], list[int]]):
         super().__init__()
         self._word_pieces = word_pieces
-        self._ids: list[list[int]] = []
-        # Of the first `len(_lengths)` words: their ids, and where each one's end.
-        self._flat, self._lengths = np.empty(0, np.int32), np.empty(0, np.int64)
 
-    def __missing__(self, word: str) -> int:
-        number = len(self._ids)
-        self._ids.append(self._word_pieces(word))
+    def __missing__(self, word: str) -> list[int]:
+        pieces = self._word_pieces(word)
         if len(word) <= MAX_WORD:
-            self[word] = number
-        return number
-
-    def ids_of(self, word: str) -> list[int]:
-        """Ids of a word."""
-        return self._ids[self[word]]
-
-    def ids_of_all(self, words: Sequence[str]) -> np.ndarray:
-        """Ids of many words, int32."""
-        if len(words) < _WORDS // 10:  # not worth bringing the tables up to date
-            return np.fromiter(itertools.chain.from_iterable(map(self.ids_of, words)), np.int32)
-        numbers = np.fromiter(map(self.__getitem__, words), np.int64, len(words))
-        known = len(self._lengths)
-        if known < len(self._ids):
-            new = self._ids[known:]
-            flat = np.fromiter(itertools.chain.from_iterable(new), np.int32)
-            self._flat = np.concatenate([self._flat, flat])
-            lengths = np.fromiter(map(len, new), np.int64, len(new))
-            self._lengths = np.concatenate([self._lengths, lengths])
-        lengths = self._lengths[numbers]
-        ends = np.cumsum(lengths)
-        firsts = (np.cumsum(self._lengths) - self._lengths)[numbers]
-        return self._flat[np.repeat(firsts - ends + lengths, lengths) + np.arange(lengths.sum())]
-
-    def tidy(self) -> None:
-        """Empties it if it is full; no number is good afterwards."""
-        if len(self._ids) >= _CACHED_WORDS:
-            self.clear()
-            self._ids.clear()
-            self._flat, self._lengths = self._flat[:0], self._lengths[:0]
-
-
-class _Chunks(dict):
-    """Words of what stands between blanks: each is cut by itself. Emptied when full."""
-
-    def __init__(self, case: Case):
-        super().__init__()
-        self._case: Case = case
-
-    def __missing__(self, chunk: str) -> list[str]:
-        words = basic_tokens(chunk, self._case)
-        if len(chunk) <= _LONG_CHUNK:
             if len(self) >= _CACHED_WORDS:
                 self.clear()
-            self[chunk] = words
-        return words
+            self[word] = pieces
+        return pieces
 
 
 class WordPiece:
@@ -151,54 +96,16 @@ class WordPiece:
         )
         self.continues = np.array([piece.startswith("##") for piece in vocab])
         self.sha256 = _digest("wordpiece", case, "\n".join(vocab).encode())
-        self._words = _Words(self._word_pieces)
-        self._chunks = _Chunks(case)
+        # Ids of a word, of those that `basic_tokens` gives.
+        self.pieces_of = _Words(self._word_pieces)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without specials around it."""
-        self._words.tidy()
-        ids_of = self._words.ids_of
+        pieces_of = self.pieces_of
         ids: list[int] = []
         for word in basic_tokens(text, self.case):
-            ids += ids_of(word)
+            ids += pieces_of[word]
         return ids
-
-    def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """See `Tokenizer`; the same ids as of `encode`, in less time."""
-        blocks = [np.empty(0, np.int32)]
-        words: list[str] = []
-        plain: list[str] = []  # sentences in ASCII, cut together
-
-        def cut() -> None:
-            text = "\n".join([*plain, ""])
-            text = text.lower() if self.case == "uncased" else text
-            words.extend(_ASCII_TOKEN_OR_END.findall(text))
-            plain.clear()
-
-        def flush() -> None:
-            self._words.tidy()
-            blocks.append(self._words.ids_of_all(words))
-            words.clear()
-
-        for sentence in sentences:
-            if sentence.isascii() and sentence.isprintable():
-                plain.append(sentence)
-                if len(plain) < _SENTENCES:
-                    continue
-                cut()
-            else:
-                if plain:
-                    cut()
-                chunks = without_controls(sentence).split()
-                words += itertools.chain.from_iterable(map(self._chunks.__getitem__, chunks))
-                words.append("\n")
-            if len(words) > _WORDS:
-                flush()
-        cut()
-        flush()
-        marked = np.concatenate(blocks)
-        ends = np.flatnonzero(marked == self.size)
-        return marked[marked != self.size], np.diff(ends, prepend=-1) - 1
 
     def piece(self, token_id: int) -> str:
         """How the piece is written in the vocabulary."""
@@ -218,8 +125,6 @@ class WordPiece:
         """Greedy longest match first; a word that does not come out whole is [UNK]."""
         if len(word) > MAX_WORD:
             return [self.unk_id]
-        if word == "\n":  # no word: the end of a sentence in `encode_sentences`
-            return [self.size]
         pieces: list[int] = []
         start = 0
         while start < len(word):
@@ -282,16 +187,6 @@ class SentencePiece:
             return ids
         # A user-defined symbol of the model that serves as a special: text must not yield it.
         return [self.unk_id if i in self._specials else i for i in ids]
-
-    def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """See `Tokenizer`."""
-        ids = array.array("i")
-        lengths = array.array("q")
-        for sentence in sentences:
-            found = self.encode(sentence)
-            ids.extend(found)
-            lengths.append(len(found))
-        return np.array(ids, np.int32), np.array(lengths, np.int64)
 
     def piece(self, token_id: int) -> str:
         """How the piece is written in the model."""
@@ -366,15 +261,56 @@ def basic_tokens(text: str, case: Case) -> list[str]:
     return text.translate(_APART).split()
 
 
-def without_controls(text: str) -> str:
-    """The text without the control characters that `basic_tokens` drops and `str.split` cuts at."""
-    return text.translate(_CLEAN) if any(char in text for char in _BLANK_CONTROLS) else text
+class Splitter:
+    """Cuts many sentences into the words that `basic_tokens` gives, in less time."""
+
+    def __init__(self, case: Case):
+        self._case: Case = case
+        self._chunks = _Chunks(case)
+
+    def words(self, sentences: Iterable[str]) -> list[str]:
+        """Words of sentences, none of which holds a line feed, each followed by a line feed."""
+        found: list[str] = []
+        plain: list[str] = []  # sentences in ASCII, cut together
+        for sentence in sentences:
+            if sentence.isascii() and sentence.isprintable():
+                plain.append(sentence)
+                continue
+            if plain:
+                found += self._ascii_words(plain)
+                plain.clear()
+            if any(char in sentence for char in _BLANK_CONTROLS):
+                sentence = sentence.translate(_CLEAN)
+            found += itertools.chain.from_iterable(map(self._chunks.__getitem__, sentence.split()))
+            found.append("\n")
+        return found + self._ascii_words(plain) if plain else found
+
+    def _ascii_words(self, sentences: list[str]) -> list[str]:
+        text = "\n".join([*sentences, ""])
+        return _ASCII_WORD_OR_END.findall(text.lower() if self._case == "uncased" else text)
 
 
+class _Chunks(dict):
+    """Words of what stands between blanks: each is cut by itself. Emptied when full."""
+
+    def __init__(self, case: Case):
+        super().__init__()
+        self._case: Case = case
+
+    def __missing__(self, chunk: str) -> list[str]:
+        words = basic_tokens(chunk, self._case)
+        if len(chunk) <= _LONG_CHUNK:
+            if len(self) >= _CACHED_CHUNKS:
+                self.clear()
+            self[chunk] = words
+        return words
+
+
+# `basic_tokens` drops these, and `str.split` would cut at them.
 _BLANK_CONTROLS = "\x0b\x0c\x1c\x1d\x1e\x1f\x85"
 _ASCII_CONTROLS = {code: None for code in [*range(32), 127] if chr(code) not in "\t\n\r"}
 _ASCII_TOKEN = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}]")
-_ASCII_TOKEN_OR_END = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}\n]")
+_ASCII_WORD_OR_END = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}\n]")
 
 
 class _Table(dict):

@@ -1,78 +1,149 @@
-"""Counting the words of a corpus in bounded memory, for the training of a vocabulary.
+"""The words of a corpus, part by part: as numbers, and counted for the training of a vocabulary.
 
 Each part of the corpus leaves a file of its words with their counts, in sections by a hash of the
 word; sections of all files are added up one after another. So the counts are exact, whatever the
-size of the corpus. Of more than 250,000 different words those that occur most often train the
-vocabulary; of equally frequent ones those whose CRC-32 is smallest, which favours no letter.
+size of the corpus, and memory is bounded. Of more than 250,000 different words those that occur
+most often train the vocabulary; of equally frequent ones those whose CRC-32 is smallest, which
+favours no letter.
 """
 
 import collections
 import json
 import pathlib
-import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
-from bert_jax.text.tokenizer import MAX_WORD, Case, basic_tokens, without_controls
+import numpy as np
+
+from bert_jax.text.tokenizer import MAX_WORD, Case, Splitter, WordPiece
 from bert_jax.text.vocabulary import Counted
 
 # Different words that train a vocabulary.
 MOST_WORDS = 250_000
 
 _SECTIONS = 64
-# Different words held while counting, and characters read, until those held are written down.
-_HELD, _CHARACTERS = 200_000, 1 << 25
-# Characters of a text that are looked at in one go.
-_BLOCK = 1 << 20
-_BLANK = re.compile(r"\s")
+# Different words held while counting; a part of more is counted in several goes.
+_HELD = 300_000
 
 
-def write(texts: Iterable[str], kind: str, case: Case, path: pathlib.Path) -> list[list[int]]:
-    """Counts the words of texts in a file.
+class Numbers(dict):
+    """Words met so far, numbered as they came; 0 is the end of a sentence, 1 any long word."""
 
-    Args:
-      texts: of documents.
-      kind: of the tokenizer: WordPiece counts basic tokens, SentencePiece what stands between
-        blanks.
-      case: of the tokenizer.
-      path: of the file.
+    def __init__(self, first: int = 0):
+        super().__init__({"\n": first, "": first + 1})
+        self._first = first
 
-    Returns:
-      Where the sections begin and the last one ends, for each time the counts were written.
+    def __missing__(self, word: str) -> int:
+        if len(word) > MAX_WORD:  # all of them are unknown to WordPiece
+            return self[""]
+        self[word] = number = self._first + len(self)
+        return number
+
+
+class NumberWriter:
+    """Writes sentences as the numbers of their words, and the words with their counts.
+
+    FOLDER/tokens.bin   uint32, the number of each word
+    FOLDER/words.txt    the words, in the order of their numbers; a word may stand there again
+    FOLDER/counts.json  how often each occurs, in sections
     """
-    split = _basic_words if kind == "wordpiece" else _spaced_words
+
+    def __init__(self, folder: pathlib.Path, case: Case):
+        self._splitter = Splitter(case)
+        self._numbers = Numbers()
+        self._first = 0
+        self._counts = np.zeros(0, np.int64)
+        names = ("tokens.bin", "words.txt", "counts.json")
+        files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
+        self._tokens, self._words, self._sections = files
+        # Where the sections begin and the last one ends, for each time they were written.
+        self.offsets: list[list[int]] = []
+
+    def add(self, sentences: Iterable[str]) -> np.ndarray:
+        """Writes sentences; returns how many words each has, int64."""
+        words = self._splitter.words(sentences)
+        numbers = np.fromiter(map(self._numbers.__getitem__, words), np.uint32, len(words))
+        is_end = numbers == self._first
+        ends = np.flatnonzero(is_end)
+        numbers = numbers[~is_end]
+        self._tokens.write(numbers.tobytes())
+        counts = np.bincount(numbers - np.uint32(self._first), minlength=len(self._numbers))
+        counts[: len(self._counts)] += self._counts
+        self._counts = counts
+        if len(self._numbers) > _HELD:
+            self._flush()
+        return np.diff(ends, prepend=-1) - 1
+
+    def close(self) -> None:
+        """Ends the files."""
+        self._flush()
+        for file in (self._tokens, self._words, self._sections):
+            file.close()
+
+    def _flush(self) -> None:
+        words = list(self._numbers)
+        # Lines are words, so the end of a sentence is written as none.
+        self._words.write("\n".join(["", *words[1:], ""]).encode())
+        counts = np.zeros(len(words), np.int64)
+        counts[: len(self._counts)] = self._counts
+        self.offsets.append(
+            _write_sections(
+                {w: n for w, n in zip(words[2:], counts[2:].tolist(), strict=True) if n},
+                self._sections,
+            )
+        )
+        self._first += len(words)
+        self._numbers, self._counts = Numbers(self._first), np.zeros(0, np.int64)
+
+
+class Table:
+    """The ids of each word of a part, to make its numbers into ids."""
+
+    def __init__(self, words: Sequence[str], tokenizer: WordPiece):
+        ids = [tokenizer.pieces_of[word] if word else [tokenizer.unk_id] for word in words]
+        self._lengths = np.fromiter(map(len, ids), np.uint8, len(ids))
+        self._ids = np.fromiter(
+            (i for word_ids in ids for i in word_ids), np.int32, int(self._lengths.sum(dtype=int))
+        )
+        self._firsts = np.cumsum(self._lengths, dtype=np.int64) - self._lengths
+
+    def ids(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of words, int32, and how many each word has, uint8 [numbers]."""
+        lengths = self._lengths[numbers]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        starts = np.repeat(self._firsts[numbers] - ends + lengths, lengths)
+        return self._ids[starts + np.arange(len(starts))], lengths
+
+
+def read_words(path: pathlib.Path) -> list[str]:
+    """The words of a part, in the order of their numbers."""
+    return path.read_bytes().decode().split("\n")[:-1]
+
+
+def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> list[list[int]]:
+    """Counts what stands between blanks, for SentencePiece; returns offsets as `NumberWriter`.
+
+    What is longer than 200 characters, as in scripts without blanks, comes in stretches.
+    """
     offsets: list[list[int]] = []
-    chunks: dict[str, int] = {}
-    words: dict[str, int] = {}
+    counts: dict[str, int] = {}
     with open(path, "wb") as file:
-
-        def empty(held: int) -> None:
-            for chunk, count in chunks.items():
-                for word in split(chunk, case):
-                    words[word] = words.get(word, 0) + count
-            chunks.clear()
-            if len(words) > held:
-                offsets.append(_write_sections(words, file))
-                words.clear()
-
-        characters = 0
-        for block in _blocks(texts):
-            # Words do not reach beyond blanks, so equal stretches between them are cut once.
-            # A table of its own for each block: it stays in the processor's cache.
-            block = without_controls(block) if kind == "wordpiece" else block
-            for chunk, count in collections.Counter(block.split()).items():
-                chunks[chunk] = chunks.get(chunk, 0) + count
-            characters += len(block)
-            if len(chunks) > _HELD or characters > _CHARACTERS:
-                empty(_HELD)
-                characters = 0
-        empty(0)
+        for text in texts:
+            text = text.lower() if case == "uncased" else text
+            for word, count in collections.Counter(text.split()).items():
+                for start in range(0, len(word), MAX_WORD):
+                    stretch = word[start : start + MAX_WORD]
+                    counts[stretch] = counts.get(stretch, 0) + count
+            if len(counts) > _HELD:
+                offsets.append(_write_sections(counts, file))
+                counts.clear()
+        offsets.append(_write_sections(counts, file))
     return offsets
 
 
-def read(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
-    """Adds up what `write` counted, in any number of files."""
+def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
+    """Adds up the counts of any number of files."""
     kept: list[tuple[int, int, str]] = []
     found = Counted()
     for section in range(_SECTIONS):
@@ -82,23 +153,23 @@ def read(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
                 for bounds in offsets:
                     file.seek(bounds[section])
                     part = json.loads(file.read(bounds[section + 1] - bounds[section]))
-                    for word, count in part.items():
-                        counts[word] = counts.get(word, 0) + count
+                    for word, number in part.items():
+                        counts[word] = counts.get(word, 0) + number
         found.add(counts)
-        kept += [(-count, _hash(word), word) for word, count in counts.items()]
+        kept += [(-number, _hash(word), word) for word, number in counts.items()]
         if len(kept) > MOST_WORDS:
             kept.sort()
             del kept[MOST_WORDS:]
     pairs = sorted((word, -negative) for negative, _, word in kept)
     found.words = [word for word, _ in pairs]
-    found.counts = [count for _, count in pairs]
+    found.counts = [number for _, number in pairs]
     return found
 
 
-def _write_sections(words: dict[str, int], file: IO[bytes]) -> list[int]:
+def _write_sections(words: Mapping[str, int], file: IO[bytes]) -> list[int]:
     sections: list[dict[str, int]] = [{} for _ in range(_SECTIONS)]
-    for word, count in words.items():
-        sections[_hash(word) % _SECTIONS][word] = count
+    for word, number in words.items():
+        sections[_hash(word) % _SECTIONS][word] = number
     offsets = [file.tell()]
     for section in sections:
         file.write(json.dumps(section).encode())
@@ -108,38 +179,3 @@ def _write_sections(words: dict[str, int], file: IO[bytes]) -> list[int]:
 
 def _hash(word: str) -> int:
     return zlib.crc32(word.encode("utf-8", "surrogatepass"))
-
-
-def _blocks(texts: Iterable[str]) -> Iterator[str]:
-    """The texts in stretches that end at blanks: short ones together, long ones in several."""
-    short: list[str] = []
-    size = 0
-    for text in texts:
-        if len(text) > _BLOCK:
-            start = 0
-            while start < len(text):
-                blank = _BLANK.search(text, start + _BLOCK) if start + _BLOCK < len(text) else None
-                stop = blank.start() if blank else len(text)
-                yield text[start:stop]
-                start = stop
-            continue
-        short.append(text)
-        size += len(text)
-        if size > _BLOCK:
-            yield "\n".join(short)
-            short, size = [], 0
-    yield "\n".join(short)
-
-
-def _basic_words(chunk: str, case: Case) -> list[str]:
-    """Words that WordPiece cuts; longer ones are unknown to it as they are."""
-    if chunk.isascii() and chunk.isalnum():
-        chunk = chunk.lower() if case == "uncased" else chunk
-        return [chunk] if len(chunk) <= MAX_WORD else []
-    return [word for word in basic_tokens(chunk, case) if len(word) <= MAX_WORD]
-
-
-def _spaced_words(chunk: str, case: Case) -> list[str]:
-    """What SentencePiece is trained on; scripts without blanks come in stretches."""
-    text = chunk.lower() if case == "uncased" else chunk
-    return [text[start : start + MAX_WORD] for start in range(0, len(text), MAX_WORD)]
