@@ -3,8 +3,8 @@
 Each part of the corpus leaves a file of its words with their counts, in sections by a hash of the
 word; sections of all files are added up one after another. So the counts are exact, whatever the
 size of the corpus, and memory is bounded. Of more than 250,000 different words those that occur
-most often train the vocabulary; of equally frequent ones those whose CRC-32 is smallest, which
-favours no letter.
+most often train the vocabulary; of equally frequent ones some that a hash chooses, which favours no
+letter.
 """
 
 import collections
@@ -156,7 +156,7 @@ def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
                     for word, number in part.items():
                         counts[word] = counts.get(word, 0) + number
         found.add(counts)
-        kept += [(-number, _hash(word), word) for word, number in counts.items()]
+        kept += [(-number, _scrambled(_hash(word)), word) for word, number in counts.items()]
         if len(kept) > MOST_WORDS:
             kept.sort()
             del kept[MOST_WORDS:]
@@ -179,3 +179,8 @@ def _write_sections(words: Mapping[str, int], file: IO[bytes]) -> list[int]:
 
 def _hash(word: str) -> int:
     return zlib.crc32(word.encode("utf-8", "surrogatepass"))
+
+
+def _scrambled(value: int) -> int:
+    """A number of 32 bits in another order: checksums of like words are alike (Knuth's factor)."""
+    return value * 2654435761 & 0xFFFFFFFF
