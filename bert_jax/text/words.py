@@ -22,6 +22,7 @@ from bert_jax.text.vocabulary import Counted
 # Different words that train a vocabulary.
 MOST_WORDS = 250_000
 
+_MOST_OF_A_WORD = 4_000
 _SECTIONS = 64
 # Different words held while counting; a part of more is counted in several goes.
 _HELD = 300_000
@@ -124,7 +125,8 @@ def read_words(path: pathlib.Path) -> list[str]:
 def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> list[list[int]]:
     """Counts what stands between blanks, for SentencePiece; returns offsets as `NumberWriter`.
 
-    What is longer than 200 characters, as in scripts without blanks, comes in stretches.
+    What is longer than 200 characters, as in scripts without blanks, comes in stretches, and what
+    follows the 4,000th not at all: SentencePiece passes over sentences of more bytes.
     """
     offsets: list[list[int]] = []
     counts: dict[str, int] = {}
@@ -132,7 +134,7 @@ def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> lis
         for text in texts:
             text = text.lower() if case == "uncased" else text
             for word, count in collections.Counter(text.split()).items():
-                for start in range(0, len(word), MAX_WORD):
+                for start in range(0, min(len(word), _MOST_OF_A_WORD), MAX_WORD):
                     stretch = word[start : start + MAX_WORD]
                     counts[stretch] = counts.get(stretch, 0) + count
             if len(counts) > _HELD:

@@ -79,9 +79,10 @@ def test_a_table_gives_the_ids_of_the_tokenizer():
 
 @pytest.mark.parametrize("case", ["cased", "uncased"])
 def test_stretches_between_blanks_are_counted_for_sentencepiece(case, tmp_path):
-    long = "中" * 450
-    offsets = words.write_stretches(["A b, a b,\nA", long, ""], case, tmp_path / "counts")
+    texts = ["A b, a b,\nA", "中" * 450, "", "文" * 4_500]
+    offsets = words.write_stretches(texts, case, tmp_path / "counts")
     counted = words.count([(tmp_path / "counts", offsets)])
     found = collections.Counter(dict(zip(counted.words, counted.counts, strict=True)))
     assert found.pop("中" * 200) == 2 and found.pop("中" * 50) == 1
+    assert found.pop("文" * 200) == 20
     assert found == ({"A": 2, "a": 1, "b,": 2} if case == "cased" else {"a": 3, "b,": 2})
