@@ -23,7 +23,7 @@ TF := .venv-tf
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long fuzz lint bench scale-run bench-torch bench-embed parity tf1 plans \
+.PHONY: all pretrain test test-long fuzz lint bench scale-run scale-text bench-torch bench-embed parity tf1 plans \
   image-lint image-steps clean another-interpreter
 
 all: $(STAMP)
@@ -75,6 +75,10 @@ bench: $(STAMP)
 # A start, plans and batches at Wikipedia's size: 12 GB of disk; run again, it goes on.
 scale-run: $(STAMP)
 	$(BIN)/python -m benchmarks.scale_run
+
+# `prepare` on 70 MB, 700 MB and 3 GB of text: 25 GB of disk, half an hour; run again, it goes on.
+scale-text: $(STAMP)
+	$(BIN)/python -m benchmarks.scale_text
 
 bench-torch: $(STAMP) $(TORCH)/installed
 	$(BIN)/python -m benchmarks.torch_step --python $(TORCH)/bin/python

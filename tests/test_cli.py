@@ -283,13 +283,13 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_is_made(run, ca
 
 
 def test_an_interrupt_while_preparing_leaves_nothing(run, capsys, tmp_path, monkeypatch):
-    from bert_jax.data import dataset
+    from bert_jax.data import parts
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     _, file, _ = run
-    monkeypatch.setattr(dataset, "write", interrupted)
+    monkeypatch.setattr(parts.Read, "make", interrupted)
     args = ("pretrain", file, "--workdir", tmp_path / "w", "--set", "run.corpus_dir=")
     code, _, err = call(capsys, *args)
     assert code == 130 and err == "bert-jax: interrupted\n"

@@ -48,7 +48,8 @@ def shared_place(options: str) -> str:
 
 
 def _run_pipeline(tasks: Sequence[parts.Task], options: str) -> None:
-    beam = _beam()
+    import apache_beam as beam
+
     place = epath.Path(tasks[0].place)
     place.mkdir(parents=True, exist_ok=True)
     for path in place.glob("*.error"):
@@ -74,15 +75,9 @@ def _do(task: Any) -> None:  # Beam reads the types of functions, and knows no p
 
 
 def _parsed(options: str) -> Any:
-    from apache_beam.options.pipeline_options import PipelineOptions
-
-    runner, *others = shlex.split(options)
-    return PipelineOptions([f"--runner={runner}", *others])
-
-
-def _beam() -> Any:
     try:
-        import apache_beam
+        from apache_beam.options.pipeline_options import PipelineOptions
     except ImportError as error:
         raise InputError("--beam: needs the [beam] extra: pip install 'bert-jax[beam]'") from error
-    return apache_beam
+    runner, *others = shlex.split(options)
+    return PipelineOptions([f"--runner={runner}", *others])

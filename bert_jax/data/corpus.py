@@ -87,9 +87,9 @@ def prepare(
             _remove_leftovers(folder)
             try:
                 return _build(corpus, vocab_size, folder, run, say)
-            except BaseException:
+            except BaseException as error:
                 if not is_complete(folder):
-                    _remove_leftovers(folder)
+                    _remove_leftovers(folder, isinstance(error, InputError))
                 raise
 
 
@@ -213,11 +213,12 @@ def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.To
     Raises:
       InputError: it was changed since.
     """
-    loaded = tokenizer.load(folder / "tokenizer")
     mend = _mends(folder)["tokenizer/"]
+    # First: what is wrong with a damaged vocabulary is no fault of its author.
+    files.require(folder, manifest["files"], "tokenizer/", "cheap", mend)
+    loaded = tokenizer.load(folder / "tokenizer")
     if loaded.sha256 != manifest["tokenizer"].get("sha256"):
         raise InputError(f"{folder / 'tokenizer'}: {mend}")
-    files.require(folder, manifest["files"], "tokenizer/", "cheap", mend)
     return loaded
 
 

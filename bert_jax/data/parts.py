@@ -59,7 +59,7 @@ class Part:
 
     Attributes:
       extents: what is read.
-      files: path, bytes and date of the files it comes from, but for those of TFDS datasets.
+      files: path, bytes and date of the files it comes from; of a TFDS dataset its metadata.
       bytes: of text, roughly.
     """
 
@@ -103,11 +103,18 @@ def plan(corpus: Corpus) -> list[Part]:
     extents: list[Extent] = []
     size = 0
 
+    @functools.cache
+    def state(path: str) -> tuple[str, int, int]:
+        return (path, *documents.state(path).values())
+
     def end() -> None:
         nonlocal size
-        paths = dict.fromkeys(extent.path for extent in extents if extent.kind != "tfds")
-        states = ((path, *documents.state(path).values()) for path in paths)
-        parts.append(Part(tuple(extents), tuple(states), size))
+        # A TFDS dataset is recognised by its metadata.
+        paths = dict.fromkeys(
+            f"{extent.folder}/dataset_info.json" if extent.folder else extent.path
+            for extent in extents
+        )
+        parts.append(Part(tuple(extents), tuple(map(state, paths)), size))
         extents.clear()
         size = 0
 

@@ -25,7 +25,7 @@ _DTYPES = {
     "unigrams": ("int64",),
 }
 # Entries looked at in one go.
-_CHUNK = 1 << 24
+_CHUNK = 1 << 20
 
 
 @dataclasses.dataclass

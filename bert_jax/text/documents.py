@@ -10,6 +10,7 @@ Either way equal texts fall into the same split.
 """
 
 import codecs
+import datetime
 import glob
 import gzip
 import hashlib
@@ -24,9 +25,9 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal
 
 import zstandard
-from etils import epath
 
 from bert_jax.config import Corpus, InputError
+from bert_jax.storage import mirror
 from bert_jax.text import tfds_files
 
 # Longest line of a text that somebody wrapped by hand or by program.
@@ -264,14 +265,17 @@ def state(path: str) -> dict[str, int]:
     Raises:
       InputError: it is missing.
     """
+    if mirror.is_bucket(path):
+        listed = mirror.about(path)
+        if listed is None:
+            raise InputError(f"corpus.sources: {path}: is missing")
+        date = datetime.datetime.fromisoformat(listed.updated)
+        return {"bytes": listed.size, "mtime_ns": round(date.timestamp() * 1e9)}
     try:
-        if "://" in path:
-            found = tfds_files.reached(path, epath.Path(path).stat)
-            return {"bytes": found.length, "mtime_ns": round(found.mtime * 1e9)}
         found = os.stat(path)
-        return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns}
     except OSError as error:
-        raise InputError(f"corpus.sources: {path}: {error.strerror or 'is missing'}") from error
+        raise InputError(f"corpus.sources: {path}: {error.strerror}") from error
+    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns}
 
 
 def sha256(path: str) -> str:
@@ -281,9 +285,8 @@ def sha256(path: str) -> str:
       InputError: it cannot be read.
     """
     try:
-        if "://" in path:
-            data = tfds_files.reached(path, epath.Path(path).read_bytes)
-            return hashlib.sha256(data).hexdigest()
+        if mirror.is_bucket(path):
+            return hashlib.sha256(mirror.read(path)).hexdigest()
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

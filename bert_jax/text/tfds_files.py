@@ -10,19 +10,16 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow_datasets as tfds
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from etils import epath
 
 from bert_jax.config import InputError
-from bert_jax.storage import copies
-from bert_jax.storage.retry import again
+from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import cache_folder
-
-T = TypeVar("T")
 
 _KNOWN_FEATURES = frozenset(
     f"tensorflow_datasets.core.features.{name}"
@@ -53,11 +50,11 @@ def find(name: str) -> epath.Path:
     if version:
         versions = [version]
     else:
-        found = [p.name for p in folder.iterdir()] if folder.exists() else []
+        found = mirror.names(folder)
         versions = sorted(
             filter(_VERSION.fullmatch, found), key=lambda v: [*map(int, v.split("."))]
         )
-    if not versions or not (folder / versions[-1] / "dataset_info.json").exists():
+    if not versions or not mirror.exists(folder / versions[-1] / "dataset_info.json"):
         raise InputError(
             f"tfds:{name}: no prepared dataset in {folder}; set TFDS_DATA_DIR to the folder that "
             "holds it (the public bucket needs the [gcs] extra), or prepare it with TFDS"
@@ -74,7 +71,10 @@ def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
     """
     folder = epath.Path(folder)
     try:
-        texts = {name: _text(folder / name) for name in ("features.json", "dataset_info.json")}
+        texts = {
+            name: mirror.read(folder / name).decode()
+            for name in ("features.json", "dataset_info.json")
+        }
         tree = json.loads(texts["features.json"])
         json.loads(texts["dataset_info.json"])
     except FileNotFoundError as error:
@@ -91,7 +91,7 @@ def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
     try:
         with contextlib.ExitStack() as stack:
             here = folder
-            if _is_remote(folder):  # TFDS would ask the bucket about every file
+            if mirror.is_bucket(folder):  # TFDS would ask the bucket about every file
                 here = epath.Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 for name, text in texts.items():
                     (here / name).write_text(text)
@@ -102,16 +102,6 @@ def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
     if not isinstance(features, tfds.features.FeaturesDict):
         raise InputError(f"{folder / 'features.json'}: its examples have no named fields")
     return builder
-
-
-def _is_remote(path: epath.PathLike) -> bool:
-    return "://" in os.fspath(path)
-
-
-def _text(path: epath.Path) -> str:
-    if not _is_remote(path):
-        return path.read_text()
-    return reached(path, path.read_bytes).decode()
 
 
 def _unreadable(folder: epath.PathLike, error: Exception) -> InputError:
@@ -144,7 +134,9 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
         raise InputError(f"{folder}: stored as {kind}; only array_record and tfrecord can be read")
     found = _shards(folder, info.splits[split])
     total = max(sum(count for _, count in found), 1)
-    can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not _is_remote(folder)
+    can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not mirror.is_bucket(
+        folder
+    )
     size = info.splits[split].num_bytes
     return [(path, count, size * count // total, can_be_cut) for path, count in found]
 
@@ -182,7 +174,7 @@ def shard_records(
 @contextlib.contextmanager
 def _here(path: epath.Path) -> Iterator[epath.Path]:
     """Gives the file on this machine: itself, or for a while a copy of one in a bucket."""
-    if not _is_remote(path):
+    if not mirror.is_bucket(path):
         yield path
         return
     folder = cache_folder() / "sources"
@@ -194,16 +186,6 @@ def _here(path: epath.Path) -> Iterator[epath.Path]:
     finally:
         for left in (copy, *folder.glob(f".{copy.name}.*")):
             left.unlink(missing_ok=True)
-
-
-def reached(path: epath.PathLike, work: Callable[[], T]) -> T:
-    """Does what asks a bucket, again while it is out of reach.
-
-    Raises:
-      InputError: the bucket may not be used.
-      Unavailable: it was out of reach for minutes.
-    """
-    return again(work, os.fspath(path), denied="refuse")
 
 
 def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:
@@ -232,7 +214,7 @@ def _shards(folder: epath.PathLike, split: Any) -> list[tuple[epath.Path, int]]:
             f"{epath.Path(folder) / 'dataset_info.json'}: lists no file of split {split.name!r}; "
             "put the whole file back"
         )
-    if _is_remote(folder):
+    if mirror.is_bucket(folder):
         found = [(epath.Path(folder) / path.name, count) for path, count in found]
     return found
 

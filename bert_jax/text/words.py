@@ -3,8 +3,8 @@
 Each part of the corpus leaves a file of its words with their counts, in sections by a hash of the
 word; sections of all files are added up one after another. So the counts are exact, whatever the
 size of the corpus, and memory is bounded. Of more than 250,000 different words those that occur
-most often train the vocabulary; of equally frequent ones those whose CRC-32 is smallest, which
-favours no letter.
+most often train the vocabulary; of equally frequent ones some that a hash chooses, which favours no
+letter.
 """
 
 import collections
@@ -22,6 +22,7 @@ from bert_jax.text.vocabulary import Counted
 # Different words that train a vocabulary.
 MOST_WORDS = 250_000
 
+_MOST_OF_A_WORD = 4_000
 _SECTIONS = 64
 # Different words held while counting; a part of more is counted in several goes.
 _HELD = 300_000
@@ -124,7 +125,8 @@ def read_words(path: pathlib.Path) -> list[str]:
 def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> list[list[int]]:
     """Counts what stands between blanks, for SentencePiece; returns offsets as `NumberWriter`.
 
-    What is longer than 200 characters, as in scripts without blanks, comes in stretches.
+    What is longer than 200 characters, as in scripts without blanks, comes in stretches, and what
+    follows the 4,000th not at all: SentencePiece passes over sentences of more bytes.
     """
     offsets: list[list[int]] = []
     counts: dict[str, int] = {}
@@ -132,7 +134,7 @@ def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> lis
         for text in texts:
             text = text.lower() if case == "uncased" else text
             for word, count in collections.Counter(text.split()).items():
-                for start in range(0, len(word), MAX_WORD):
+                for start in range(0, min(len(word), _MOST_OF_A_WORD), MAX_WORD):
                     stretch = word[start : start + MAX_WORD]
                     counts[stretch] = counts.get(stretch, 0) + count
             if len(counts) > _HELD:
@@ -156,7 +158,7 @@ def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
                     for word, number in part.items():
                         counts[word] = counts.get(word, 0) + number
         found.add(counts)
-        kept += [(-number, _hash(word), word) for word, number in counts.items()]
+        kept += [(-number, _scrambled(_hash(word)), word) for word, number in counts.items()]
         if len(kept) > MOST_WORDS:
             kept.sort()
             del kept[MOST_WORDS:]
@@ -179,3 +181,8 @@ def _write_sections(words: Mapping[str, int], file: IO[bytes]) -> list[int]:
 
 def _hash(word: str) -> int:
     return zlib.crc32(word.encode("utf-8", "surrogatepass"))
+
+
+def _scrambled(value: int) -> int:
+    """A number of 32 bits in another order: checksums of like words are alike (Knuth's factor)."""
+    return value * 2654435761 & 0xFFFFFFFF

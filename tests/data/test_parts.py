@@ -1,0 +1,412 @@
+"""A corpus made part by part: in processes, by Beam, after a kill, from a bucket."""
+
+import itertools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import dying
+import numpy as np
+import pytest
+import samples
+import tensorflow_datasets as tfds
+from etils import epath
+
+from bert_jax.config import Corpus, InputError
+from bert_jax.data import build, corpus, dataset, parts, progress, workers
+from bert_jax.errors import Unavailable
+from bert_jax.text import documents, sentences, tokenizer
+
+SIZE = 90
+
+
+def text_of(number, lines=6):
+    rng = np.random.default_rng(number)
+    words = ["".join(rng.choice(list("abcdefghijé"), rng.integers(1, 6))) for _ in range(40)]
+    return "\n".join(" ".join(rng.choice(words, 8)).capitalize() + "." for _ in range(lines))
+
+
+def write_json(path, count=64):
+    lines = [json.dumps({"text": text_of(number)}) for number in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def settings(path, **changes):
+    return Corpus(sources=(f"jsonl:{path}",), validation_share=0.2, **changes)
+
+
+def prepare(claim, folder, size=SIZE, say=lambda line: None, **how):
+    corpus.prepare(claim, size, epath.Path(folder), say, **how)
+    return made(folder)
+
+
+def made(folder):
+    """All files of a corpus, but for the lock, which holds nothing."""
+    folder = pathlib.Path(folder)
+    assert not (folder / "parts").exists()
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(parts, "PART_BYTES", 2_000)
+
+
+@pytest.fixture
+def text(tmp_path):
+    return write_json(tmp_path / "text.jsonl")
+
+
+# --- Parts ---
+
+
+def test_a_part_ends_between_lines_and_all_of_them_are_the_text(text, small_parts, tmp_path):
+    claim = settings(text)
+    planned = parts.plan(claim)
+    assert len(planned) > 5
+    found = [document for part in planned for document in part.documents(claim)]
+    assert [document.text for document in found] == [text_of(number) for number in range(64)]
+    # Nothing to be cut: compressed, or lines that are not bytes.
+    assert len(parts.plan(settings(text, encoding="utf-16"))) == 1
+
+
+def test_blocks_of_sentences_are_cut_at_blank_lines(small_parts, tmp_path):
+    path = tmp_path / "all.txt"
+    blank = ["", "", " ", "\t"]
+    path.write_text("".join(f"{text_of(n)}\n{blank[n % 4]}\n" for n in range(64)))
+    claim = Corpus(sources=(f"text:{path}",), layout="sentences_by_line")
+    planned = parts.plan(claim)
+    assert len(planned) > 5
+    found = [document.text for part in planned for document in part.documents(claim)]
+    assert found == [document.text for document in documents.read(claim)]
+    assert found == [text_of(number) for number in range(64)]
+
+
+def test_a_wrong_line_is_named_by_its_number_in_the_file(text, small_parts):
+    lines = text.read_text().split("\n")
+    lines[50] = "{"
+    text.write_text("\n".join(lines))
+    claim = settings(text)
+    with pytest.raises(InputError, match=r"text\.jsonl:51: not JSON"):
+        for part in parts.plan(claim):
+            list(part.documents(claim))
+
+
+def test_array_record_files_are_cut_between_records(small_parts, tmp_path):
+    folder = samples.text_dataset(tmp_path, [text_of(number) for number in range(64)])
+    claim = Corpus(sources=(f"tfds_dir:{folder}",))
+    planned = parts.plan(claim)
+    assert len(planned) > 5
+    found = [document for part in planned for document in part.documents(claim)]
+    assert [document.text for document in found] == [text_of(number) for number in range(64)]
+    assert [document.name for document in found] == [f"{folder}:{n}" for n in range(64)]
+
+
+# --- The same bytes ---
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", pytest.param("unigram", marks=pytest.mark.long)])
+def test_two_processes_make_the_bytes_of_one_with_shards_in_order(
+    kind, text, small_parts, tmp_path
+):
+    claim = settings(text, tokenizer_kind=kind)
+    one = prepare(claim, tmp_path / "one")
+    assert prepare(claim, tmp_path / "two", workers=2) == one
+    names = [name for name in one if "train.array_record" in name]
+    assert len(names) > 5
+
+
+def test_parts_of_another_size_make_the_same_ids(text, tmp_path, monkeypatch):
+    claim = settings(text)
+    whole = prepare(claim, tmp_path / "whole")
+    monkeypatch.setattr(parts, "PART_BYTES", 2_000)
+    monkeypatch.setattr(parts, "_BATCH", 1)
+    monkeypatch.setattr(parts, "_TOKENS", 1)
+    monkeypatch.setattr("bert_jax.text.words._HELD", 50)
+    cut = prepare(claim, tmp_path / "cut")
+    names = [n for n in whole if n.startswith(("stream/", "tokenizer/"))]
+    assert len(names) > 10
+    for name in names:
+        assert cut[name] == whole[name], name
+
+
+def test_the_ids_are_those_of_the_tokenizer(text, small_parts, tmp_path):
+    prepare(settings(text), tmp_path / "made")
+    folder = epath.Path(tmp_path / "made")
+    tok = tokenizer.load(folder / "tokenizer")
+    expected = [
+        [tok.encode(line) for line in sentences.split(document, "en")]
+        for document in documents.read(settings(text))
+    ]
+    found = []
+    for split in corpus.SPLITS:
+        opened = corpus.open_stream(folder, split)
+        bounds = opened.sentence_offsets.astype(int)
+        pieces = [opened.ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+        ends = opened.document_offsets.astype(int)
+        found += [pieces[a:b] for a, b in itertools.pairwise(ends)]
+    assert sorted(found) == sorted(expected)
+
+
+def test_tfds_opens_the_dataset(text, small_parts, tmp_path):
+    prepare(settings(text), tmp_path / "made")
+    folder = epath.Path(tmp_path / "made")
+    builder = tfds.builder_from_directory(dataset.folder_of(folder))
+    for split in corpus.SPLITS:
+        source = builder.as_data_source(split)
+        stream = corpus.open_stream(folder, split)
+        assert len(source) == len(stream.document_offsets) - 1
+        ids = np.concatenate([example["ids"] for example in source])
+        assert ids.dtype == np.uint16
+        np.testing.assert_array_equal(ids, stream.ids)
+        lengths = np.concatenate([example["sentence_lengths"] for example in source])
+        np.testing.assert_array_equal(lengths, np.diff(stream.sentence_offsets.astype(int)))
+
+
+def test_beam_makes_the_same_bytes(text, small_parts, tmp_path):
+    pytest.importorskip("apache_beam")
+    claim = settings(text)
+    one = prepare(claim, tmp_path / "one")
+    runner = "DirectRunner --direct_num_workers=2 --direct_running_mode=multi_processing"
+    assert prepare(claim, tmp_path / "beam", beam=runner) == one
+    text.write_text(text.read_text() + "{\n")
+    with pytest.raises(InputError, match=r"text\.jsonl:65: not JSON"):
+        prepare(claim, tmp_path / "wrong", beam=runner)
+
+
+def test_beam_that_is_not_installed_is_said(text, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "apache_beam", None)
+    with pytest.raises(InputError, match=r"--beam: needs the \[beam\] extra"):
+        prepare(settings(text), tmp_path / "made", beam="DirectRunner")
+
+
+# --- Going on ---
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """Names of tasks that were done, in order."""
+    names = []
+    make_folder = parts._finish
+
+    def noting(folder, target):
+        names.append(target.name)
+        make_folder(folder, target)
+
+    monkeypatch.setattr(parts, "_finish", noting)
+    return names
+
+
+def test_what_is_whole_is_not_made_again(text, small_parts, tmp_path, done, monkeypatch):
+    claim = settings(text)
+    whole = prepare(claim, tmp_path / "whole")
+    all_done = list(done)
+    done.clear()
+
+    def failing(folder, target):
+        if len(done) == 7:
+            raise KeyboardInterrupt
+        noting(folder, target)
+
+    noting = parts._finish
+    with monkeypatch.context() as context:
+        context.setattr(parts, "_finish", failing)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(claim, tmp_path / "made")
+    lines = []
+    assert prepare(claim, tmp_path / "made", say=lines.append) == whole
+    assert done == all_done
+    assert any("were done before" in line for line in lines)
+
+
+def test_another_vocabulary_does_not_read_the_text_again(text, small_parts, tmp_path, done):
+    claim = settings(text)
+    with pytest.raises(InputError, match=r"vocab_size=9000: training on this text gives"):
+        prepare(claim, tmp_path / "made", 9000)
+    before = len(done)
+    prepare(claim, tmp_path / "made")
+    assert done[:before] and all(name.startswith("shards-") for name in done[before:])
+
+
+def test_text_that_changed_between_two_starts_is_made_again_and_said(
+    text, small_parts, tmp_path, monkeypatch
+):
+    claim = settings(text)
+    with monkeypatch.context() as context:
+        context.setattr(dataset, "assemble", None)
+        with pytest.raises(TypeError):
+            prepare(claim, tmp_path / "made")
+    write_json(text, 70)
+    lines = []
+    changed = prepare(claim, tmp_path / "made", say=lines.append)
+    assert any("text or settings have changed since an earlier `prepare`" in li for li in lines)
+    assert changed == prepare(claim, tmp_path / "fresh")
+
+
+def test_a_start_on_a_prepared_corpus_reads_no_text(text, tmp_path, monkeypatch):
+    whole = prepare(settings(text), tmp_path / "made")
+    with monkeypatch.context() as context:
+        context.setattr(documents, "sha256", None)
+        context.setattr(documents, "read_extent", None)
+        assert prepare(settings(text), tmp_path / "made") == whole
+    os.utime(text, ns=(0, 0))  # another date, the same text
+    assert prepare(settings(text), tmp_path / "made") == whole
+
+
+ALONE = """
+import sys
+from etils import epath
+from bert_jax.config import Corpus
+from bert_jax.data import corpus, parts
+parts.PART_BYTES = 2_000
+claim = Corpus(sources=("jsonl:" + sys.argv[1],), validation_share=0.2)
+corpus.prepare(claim, int(sys.argv[3]), epath.Path(sys.argv[2]), print, workers=2)
+"""
+
+
+@pytest.mark.long
+def test_killed_with_its_processes_and_begun_again_it_is_the_same(text, small_parts, tmp_path):
+    claim = settings(write_json(text, 400))
+    whole = prepare(claim, tmp_path / "whole")
+    command = [sys.executable, "-c", ALONE, str(text), str(tmp_path / "made"), str(SIZE)]
+    for count in (3, 40):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            while not ended(process) and len(list(tmp_path.glob("made/parts/*-*"))) < count:
+                time.sleep(0.01)
+            children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            workers_of_it = children.read_text().split()
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+        assert len(workers_of_it) == 2
+        for _ in range(100):
+            alive = [pid for pid in workers_of_it if pathlib.Path(f"/proc/{pid}").exists()]
+            if not alive:
+                break
+            time.sleep(0.05)
+        assert not alive
+        assert not (tmp_path / "made" / "COMPLETE").exists()
+    assert prepare(claim, tmp_path / "made") == whole
+
+
+def ended(process):
+    return process.poll() is not None
+
+
+# --- Processes that fail ---
+
+
+def test_bad_text_in_a_worker_is_the_error_of_one_process(text, small_parts, tmp_path):
+    text.write_text(text.read_text() + "{\n")
+    messages = []
+    for count in (1, 2):
+        with pytest.raises(InputError) as caught:
+            prepare(settings(text), tmp_path / f"{count}", workers=count)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert ":65: not JSON" in messages[0]
+
+
+def test_a_worker_that_is_killed_can_be_tried_again(tmp_path):
+    tasks = [dying.Task(str(tmp_path), f"{number}") for number in range(2)]
+    with pytest.raises(Unavailable, match=r"a worker process died with code -9"):
+        workers.run(tasks, 2, progress.Progress("prepare", lambda line: None))
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+
+
+# --- Progress ---
+
+
+def test_lines_tell_how_far_it_is_and_how_long_it_takes(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = []
+    shown = progress.Progress("prepare: reading", lines.append)
+    with shown.of(300_000_000, 200_000_000):
+        for _ in range(10):
+            now[0] += 10
+            shown.tick(5_000_000)
+        shown.end(50_000_000)
+        now[0] += 30
+        shown.end(50_000_000)
+    assert lines == [
+        "prepare: reading: 100 MB of 300 MB were done before",
+        "prepare: reading: 115 MB of 300 MB, 0.5 MB/s, 6:10 left",
+        "prepare: reading: 130 MB of 300 MB, 0.5 MB/s, 5:40 left",
+        "prepare: reading: 145 MB of 300 MB, 0.5 MB/s, 5:10 left",
+        "prepare: reading: 200 MB of 300 MB, 0.8 MB/s, 2:10 left",
+    ]
+
+
+# --- Long words ---
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
+def test_a_word_of_a_megabyte_costs_nothing(kind, text, tmp_path):
+    claim = settings(text, tokenizer_kind=kind)
+    start = time.process_time()
+    prepare(claim, tmp_path / "plain")
+    plain = time.process_time() - start
+    for number in range(2):
+        word = "abcdefghij" * 100_000
+        text.write_text(text.read_text() + json.dumps({"text": f"Ab {word}{number} cd."}) + "\n")
+    start = time.process_time()
+    files = prepare(claim, tmp_path / "long")
+    assert time.process_time() - start < 10 * plain + 5
+    counts = json.loads(files["manifest.json"])["splits"]
+    if kind == "wordpiece":
+        assert counts["train"]["unknown_tokens"] + counts["validation"]["unknown_tokens"] == 2
+
+
+# --- Sources in a bucket ---
+
+
+def test_a_dataset_in_a_bucket_is_fetched_shard_by_shard_and_dropped(
+    objects, tmp_path, monkeypatch
+):
+    folder = samples.text_dataset(tmp_path, [text_of(number) for number in range(64)])
+    for path in folder.iterdir():
+        objects.put(f"datasets/texts/1.0.0/{path.name}", path.read_bytes(), {})
+    monkeypatch.setenv("TFDS_DATA_DIR", "gs://bucket/datasets")
+    claim = Corpus(sources=("tfds:texts",), validation_share=0.2)
+    there = prepare(claim, tmp_path / "there")
+    assert not list((tmp_path / "cache").rglob("*.array_record*"))
+    assert not list((tmp_path / "cache" / "sources").iterdir())
+    here = prepare(Corpus(sources=(f"tfds_dir:{folder}",), validation_share=0.2), tmp_path / "here")
+    names = {name for name in here if name != "manifest.json"}
+    assert {name: there[name] for name in names} == {name: here[name] for name in names}
+    # A start on it asks for the metadata's date alone; one that was changed is refused.
+    assert prepare(claim, tmp_path / "there") == there
+    name = "datasets/texts/1.0.0/dataset_info.json"
+    objects.put(name, objects.files()[name] + b" ", {})
+    with pytest.raises(InputError, match=r"dataset_info\.json has changed since"):
+        prepare(claim, tmp_path / "there")
+
+
+def test_a_dataset_that_is_not_in_its_bucket_is_named(objects, tmp_path):
+    claim = Corpus(sources=("tfds_dir:gs://bucket/none/1.0.0",))
+    with pytest.raises(
+        InputError, match=r"gs://bucket/none/1\.0\.0/dataset_info\.json: is missing"
+    ):
+        prepare(claim, tmp_path / "made")
+    folder = samples.text_dataset(tmp_path, [text_of(number) for number in range(64)])
+    for path in folder.glob("*.json"):
+        objects.put(f"some/1.0.0/{path.name}", path.read_bytes(), {})
+    claim = Corpus(sources=("tfds_dir:gs://bucket/some/1.0.0",))
+    with pytest.raises(InputError, match=r"gs://bucket/some/1\.0\.0/texts-train.*missing"):
+        prepare(claim, tmp_path / "made")
+
+
+def test_build_keeps_nothing_that_is_not_said_to_be_whole(text, tmp_path):
+    """A folder without its record, as a machine that crashed may leave it."""
+    claim = settings(text)
+    task = parts.Read(str(tmp_path / "made" / build.PARTS), claim, parts.plan(claim)[0])
+    (tmp_path / "made" / build.PARTS / task.name).mkdir(parents=True)
+    (tmp_path / "made" / "lock").touch()
+    with pytest.raises(InputError):
+        prepare(claim, tmp_path / "made", 9000)
+    assert parts.record_of(task) is not None
