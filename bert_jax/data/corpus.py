@@ -89,7 +89,8 @@ def prepare(
                 return _build(corpus, vocab_size, folder, run, say)
             except BaseException as error:
                 if not is_complete(folder):
-                    _remove_leftovers(folder, isinstance(error, InputError))
+                    # Of bad input nothing stays, unless it was found after long work.
+                    _remove_leftovers(folder, 2 if isinstance(error, InputError) else 1)
                 raise
 
 
@@ -328,14 +329,19 @@ def _refuse_strangers(folder: epath.Path) -> None:
             _refuse_strange(folder, name)
 
 
-def _remove_leftovers(folder: epath.Path) -> None:
-    """Clears what a `prepare` left that was killed or failed, but for parts that are whole."""
+def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
+    """Clears what a `prepare` left that was killed or failed.
+
+    Args:
+      folder: the corpus folder.
+      least: parts that are whole stay if there are so many.
+    """
     kept = {"lock"}
     if (folder / build.PARTS).exists():
         for path in (folder / build.PARTS).iterdir():
             if path.name.startswith("."):
                 path.rmtree()
-        if any((folder / build.PARTS).iterdir()):
+        if len(list((folder / build.PARTS).iterdir())) >= least:
             kept.add(build.PARTS)
     for path in folder.iterdir():
         if path.name not in kept and (path.name in _OURS or _BESIDE.fullmatch(path.name)):
