@@ -90,7 +90,7 @@ def prepare(
             except BaseException as error:
                 if not is_complete(folder):
                     # Of bad input nothing stays, unless it was found after long work.
-                    _remove_leftovers(folder, 2 if isinstance(error, InputError) else 1)
+                    _remove_leftovers(folder, 3 if isinstance(error, InputError) else 1)
                 raise
 
 
