@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import pathlib
 import random
 import socket
 import struct
@@ -30,11 +31,13 @@ class Call:
       door: the host's number.
       kind: list, stat, read, begin, write, copy or delete.
       name: of the object, or the prefix of a list.
+      client: gcsfs, or TensorStore, with which Orbax writes arrays.
     """
 
     door: int
     kind: str
     name: str
+    client: str
 
 
 @dataclasses.dataclass
@@ -55,7 +58,8 @@ class Weather:
       faults: injected ones.
     """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, notes: pathlib.Path):
+        self._notes = notes
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._requests: Counter[int] = Counter()
@@ -103,8 +107,8 @@ class Weather:
                 return self._random.choice(("reset", "503"))
             for door, prefix, until in self._blind:
                 if call.door == door and now < until and prefix in call.name:
-                    self.faults.append(Fault(now, call, "blind", 1))
-                    return "403" if self._requests[door] > _FIRST else "503"
+                    self._note(Fault(now, call, "blind", 1))
+                    return "503"
             key = (call.door, call.kind)
             if key in self._going_on:
                 fault, left = self._going_on.pop(key)
@@ -114,14 +118,20 @@ class Weather:
             if self._random.random() >= self._shares.get(call.kind, 0.0):
                 self.calls[call.kind] += 1
                 return ""
-            may_deny = self._requests[call.door] > _FIRST
+            # TensorStore renews its tokens itself, and gives up a write that is refused.
+            may_deny = self._requests[call.door] > _FIRST and call.client == "gcsfs"
             denies = may_deny and self._random.random() < self._denied
             what = self._random.choice(DENIED if denies else RETRIED)
             times = self._random.randint(1, 2)
-            self.faults.append(Fault(now, call, what, times))
+            self._note(Fault(now, call, what, times))
             if times > 1:
                 self._going_on[key] = (self.faults[-1], times - 1)
             return what
+
+    def _note(self, fault: Fault) -> None:
+        self.faults.append(fault)
+        with self._notes.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(fault)) + "\n")
 
 
 class _Handler(fake_gcs._Handler):
@@ -132,7 +142,9 @@ class _Handler(fake_gcs._Handler):
         super()._answer(lambda: self._answer_or_fail(act))
 
     def _answer_or_fail(self, act: Callable[[], None]) -> None:
-        what = self.weather.of(Call(self.door, *self._kind()))
+        agent = self.headers.get("User-Agent") or ""
+        client = "TensorStore" if "tensorstore" in agent.lower() else "gcsfs"
+        what = self.weather.of(Call(self.door, *self._kind(), client))
         if not what:
             return act()
         if what == "silence":

@@ -239,7 +239,7 @@ def _rows(folder: pathlib.Path) -> set[str]:
 def rehearsed(folder: pathlib.Path, faults: int, outages: tuple[float, ...], seed: int) -> int:
     """Rounds until so many faults were injected; how many of them ended differently."""
     write_text(folder, documents=60)
-    weather = failing_gcs.Weather(seed)
+    weather = failing_gcs.Weather(seed, folder / "faults.jsonl")
     with failing_gcs.serve(HOSTS + 1, weather) as (bucket, doors):
         of = Rehearsal(folder, bucket, weather, doors)
         calm = specified(folder, "calm")
@@ -252,7 +252,7 @@ def rehearsed(folder: pathlib.Path, faults: int, outages: tuple[float, ...], see
             launched = specified(folder, f"rough-{number}")
             # As many faults of each kind of call, however rare the kind is.
             share = faults / 2 / len(usual)
-            weather.storm({kind: min(share / n, 0.3) for kind, n in usual.items()}, denied=0.4)
+            weather.storm({kind: min(share / n, 0.12) for kind, n in usual.items()}, denied=0.4)
             prepare(of, launched)
             starts = run(of, launched, outages)
             weather.calm()
@@ -273,11 +273,13 @@ def report(of: Rehearsal) -> None:
     came = []
     for path in sorted(of.folder.glob("*/*/absorbed-*")):
         came += [json.loads(line) for line in path.read_text().splitlines()]
-    kinds = collections.Counter((fault.call.kind, fault.what) for fault in faults)
+    kinds = collections.Counter(
+        (f"{fault.call.client} {fault.call.kind}", fault.what) for fault in faults
+    )
     whats = sorted({what for _, what in kinds})
-    print(f"rehearsal: {'':8}" + "".join(f"{what:>9}" for what in whats))
+    print(f"rehearsal: {'':20}" + "".join(f"{what:>9}" for what in whats))
     for kind in sorted({kind for kind, _ in kinds}):
-        print(f"rehearsal: {kind:8}" + "".join(f"{kinds[kind, what]:>9}" for what in whats))
+        print(f"rehearsal: {kind:20}" + "".join(f"{kinds[kind, what]:>9}" for what in whats))
     words = collections.Counter(text.split(":")[0] for _, text in came)
     print(
         f"rehearsal: {len(faults)} faults and outages of {of.weather.outages} s; "

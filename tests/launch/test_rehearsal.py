@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import rehearse
+import rehearse_pod
 from small_run import EXPERIMENT, final_state, settings, write_text
 
 from bert_jax import errors
@@ -109,3 +110,9 @@ def test_a_launched_run_is_preempted_twice_and_ends_as_one_that_was_not(undistur
         (path / "metrics.jsonl").read_bytes() for path in (tmp_path / "run", folder / "whole")
     ]
     assert metrics[0] == metrics[1]
+
+
+@pytest.mark.long
+def test_a_pod_outlasts_a_failing_bucket_two_preemptions_and_new_machines(tmp_path):
+    """The small form of `make rehearse-pod`."""
+    assert rehearse_pod.rehearsed(tmp_path, faults=25, outages=(15.0,), seed=1) == 0
