@@ -191,8 +191,14 @@ TOKENIZERS = [
     Case(
         "a tokenizer file edited after prepare",
         "evaluate --workdir run",
-        ("corpus/tokenizer", "vocab.txt is not the one", "must not be edited"),
+        ("corpus/tokenizer/vocab.txt: missing or damaged", "put that one back"),
         replace("corpus/tokenizer/vocab.txt", "wb\n", "wB\n"),
+    ),
+    Case(
+        "a vocabulary cut in half after prepare",
+        "evaluate --workdir run",
+        ("corpus/tokenizer/vocab.txt: missing or damaged (has 60 bytes", "put that one back"),
+        lambda: os.truncate("corpus/tokenizer/vocab.txt", 60),
     ),
     Case(
         "a tokenizer exchanged after prepare",

@@ -329,13 +329,17 @@ def _refuse_strangers(folder: epath.Path) -> None:
 
 
 def _remove_leftovers(folder: epath.Path) -> None:
-    """Clears what a `prepare` left that was killed or failed, but for parts that are whole."""
+    """Clears what a `prepare` left that was killed or failed, but for parts that are whole.
+
+    One alone is made again: it takes seconds, and a mistake in a small text leaves nothing.
+    """
     kept = {"lock"}
-    if (folder / build.PARTS).exists():
-        for path in (folder / build.PARTS).iterdir():
+    made = folder / build.PARTS
+    if made.exists():
+        for path in made.iterdir():
             if path.name.startswith("."):
                 path.rmtree()
-        if any((folder / build.PARTS).iterdir()):
+        if len(list(made.glob("read-*")) + list(made.glob("counts-*"))) > 1:
             kept.add(build.PARTS)
     for path in folder.iterdir():
         if path.name not in kept and (path.name in _OURS or _BESIDE.fullmatch(path.name)):
