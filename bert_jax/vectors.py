@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.config import InputError
-from bert_jax.storage.workdir import absolute, made, new_file
+from bert_jax.storage.workdir import absolute, made, new_file, require_local
 
 # Takes vectors, float32 [rows, W], and if they are of pieces the pieces of each text.
 Add = Callable[[np.ndarray, list[list[str]] | None], None]
@@ -47,6 +47,7 @@ def writing(path: epath.Path, width: int, longest_piece: int) -> Iterator[Add]:
     """
     if path.suffix not in _WRITERS:
         raise InputError(f"{path}: the name must end in {', '.join(_WRITERS)}")
+    require_local(path)
     path = absolute(path)
     with (
         made(path.parent),

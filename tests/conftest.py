@@ -26,9 +26,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The files that take minutes: begun first, so that none is left alone at the end.
 LONGEST = (
     *("training/test_resume", "training/test_processes", "verify/test_verify_resume"),
-    *("training/test_divergence", "training/test_sharding", "test_bucket"),
-    *("training/test_runner", "training/test_step", "interop/test_init_from"),
-    *("training/test_checkpoint", "tasks/test_runs", "tasks/test_steps"),
+    *("training/test_divergence", "training/test_runner", "conformance/test_rules"),
+    *("tasks/test_runs", "interop/test_init_from", "training/test_step", "training/test_sharding"),
+    *("training/test_checkpoint", "tasks/test_predicting", "launch/test_rehearsal"),
 )
 
 

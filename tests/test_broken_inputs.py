@@ -191,7 +191,7 @@ TOKENIZERS = [
     Case(
         "a tokenizer file edited after prepare",
         "evaluate --workdir run",
-        ("corpus/tokenizer/vocab.txt: missing or damaged", "put that one back"),
+        ("corpus/tokenizer/vocab.txt", "damaged", "not the tokenizer this corpus was made with"),
         replace("corpus/tokenizer/vocab.txt", "wb\n", "wB\n"),
     ),
     Case(

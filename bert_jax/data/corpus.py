@@ -87,9 +87,10 @@ def prepare(
             _remove_leftovers(folder)
             try:
                 return _build(corpus, vocab_size, folder, run, say)
-            except BaseException:
+            except BaseException as error:
                 if not is_complete(folder):
-                    _remove_leftovers(folder)
+                    # Of bad input nothing stays, unless it was found after long work.
+                    _remove_leftovers(folder, 3 if isinstance(error, InputError) else 1)
                 raise
 
 
@@ -328,18 +329,19 @@ def _refuse_strangers(folder: epath.Path) -> None:
             _refuse_strange(folder, name)
 
 
-def _remove_leftovers(folder: epath.Path) -> None:
-    """Clears what a `prepare` left that was killed or failed, but for parts that are whole.
+def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
+    """Clears what a `prepare` left that was killed or failed.
 
-    One alone is made again: it takes seconds, and a mistake in a small text leaves nothing.
+    Args:
+      folder: the corpus folder.
+      least: parts that are whole stay if there are so many.
     """
     kept = {"lock"}
-    made = folder / build.PARTS
-    if made.exists():
-        for path in made.iterdir():
+    if (folder / build.PARTS).exists():
+        for path in (folder / build.PARTS).iterdir():
             if path.name.startswith("."):
                 path.rmtree()
-        if len(list(made.glob("read-*")) + list(made.glob("counts-*"))) > 1:
+        if len(list((folder / build.PARTS).iterdir())) >= least:
             kept.add(build.PARTS)
     for path in folder.iterdir():
         if path.name not in kept and (path.name in _OURS or _BESIDE.fullmatch(path.name)):

@@ -256,7 +256,7 @@ class Plans:
         if self._counts is None or not self._counts.exists():
             return {}
         known = read_json(self._counts, COUNTS_VERSION, _ANEW, _ANEW)
-        if not is_sealed(known):
+        if not is_sealed(known) or not isinstance(known.get("rows"), dict):
             raise InputError(f"{self._counts}: damaged; {_ANEW}")
         return known["rows"]
 

@@ -60,7 +60,7 @@ def run(
         peers.require_same(
             "settings", _facts(job.claim, length), "start all of them with the same command"
         )
-        pulse = Pulse(job.claim.run.hang_after_seconds)
+        pulse = Pulse(job.claim.run.hang_after_seconds, coordinates=peers.leads and peers.count > 1)
         try:
             return _run(job, workdir, progress, origin, peers, pulse)
         finally:

@@ -100,10 +100,13 @@ class Pulse:
     Args:
       seconds: that may pass between two beats; 0: any number. BERT_JAX_HANG_AFTER, if it is set,
         says otherwise.
+      coordinates: whether jax ends other processes as soon as this one has ended, who are to show
+        their stacks, too.
     """
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, coordinates: bool = False):
         self._seconds = peers_lib.seconds("BERT_JAX_HANG_AFTER") or seconds
+        self._show = 5 * _SHOW if coordinates else _SHOW
         self._deadline = float("inf")
         self._watch: threading.Thread | None = None
 
@@ -113,9 +116,9 @@ class Pulse:
             return
         seconds = times * self._seconds
         faulthandler.dump_traceback_later(seconds, file=_STDERR)
-        self._deadline = time.monotonic() + seconds + _SHOW
+        self._deadline = time.monotonic() + seconds + self._show
         with contextlib.suppress(ValueError):  # longer than a timer can be
-            signal.setitimer(signal.ITIMER_REAL, seconds + _SHOW + _STUCK)
+            signal.setitimer(signal.ITIMER_REAL, seconds + self._show + _STUCK)
         if self._watch is None:
             self._watch = threading.Thread(target=self._end_when_late, name="pulse", daemon=True)
             self._watch.start()

@@ -175,7 +175,7 @@ def test_a_base_is_found_where_it_lies_now(run, capsys):
     before = tuned.said(capsys, "wa")
     shutil.move("base", "moved")
     (line,) = tuned.said(capsys, "wa", code=2)
-    assert "run adapts base: say with --from where that lies now" in line
+    assert "run adapts base: say with --from where that is now" in line
     assert tuned.said(capsys, "--from", "moved", "wa") == before
 
 
