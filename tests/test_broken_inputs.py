@@ -195,6 +195,12 @@ TOKENIZERS = [
         replace("corpus/tokenizer/vocab.txt", "wb\n", "wB\n"),
     ),
     Case(
+        "a vocabulary cut in half after prepare",
+        "evaluate --workdir run",
+        ("corpus/tokenizer/vocab.txt: missing or damaged (has 60 bytes", "put that one back"),
+        lambda: os.truncate("corpus/tokenizer/vocab.txt", 60),
+    ),
+    Case(
         "a tokenizer exchanged after prepare",
         "predict --workdir run wa",
         ("corpus/tokenizer", "not the tokenizer this corpus was made with"),

@@ -96,12 +96,12 @@ def _start() -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
-        preexec_fn=die_with_parent,
     )
 
 
 def serve() -> None:
     """Does tasks that come over standard input, until it ends; the work of a worker."""
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever a library prints

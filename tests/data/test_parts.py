@@ -401,12 +401,12 @@ def test_a_dataset_that_is_not_in_its_bucket_is_named(objects, tmp_path):
         prepare(claim, tmp_path / "made")
 
 
-def test_build_keeps_nothing_that_is_not_said_to_be_whole(text, tmp_path):
-    """A folder without its record, as a machine that crashed may leave it."""
+def test_a_part_without_its_record_is_not_taken_for_whole(text, small_parts, tmp_path):
+    """As a machine that crashed may leave it."""
     claim = settings(text)
-    task = parts.Read(str(tmp_path / "made" / build.PARTS), claim, parts.plan(claim)[0])
-    (tmp_path / "made" / build.PARTS / task.name).mkdir(parents=True)
+    whole = prepare(claim, tmp_path / "whole")
+    place = tmp_path / "made" / build.PARTS
+    for part in parts.plan(claim)[:2]:
+        (place / parts.Read(str(place), claim, part).name).mkdir(parents=True)
     (tmp_path / "made" / "lock").touch()
-    with pytest.raises(InputError):
-        prepare(claim, tmp_path / "made", 9000)
-    assert parts.record_of(task) is not None
+    assert prepare(claim, tmp_path / "made") == whole
