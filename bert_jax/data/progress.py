@@ -50,6 +50,7 @@ class Progress:
         )
         with rich_progress.Progress(*columns, transient=True) as self._bar:
             self._bar.add_task(self._what, total=left)
+            self._next = self._start
             yield
         self._bar = None
 

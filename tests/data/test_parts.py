@@ -342,6 +342,14 @@ def test_lines_tell_how_far_it_is_and_how_long_it_takes(monkeypatch):
     ]
 
 
+def test_a_terminal_is_shown_a_bar_from_the_start(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = progress.Progress("prepare: reading", lambda line: None)
+    with shown.of(300, 200):
+        shown.tick(50)
+        assert shown._bar.tasks[0].completed == 50
+
+
 # --- Long words ---
 
 
