@@ -112,7 +112,6 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument(
         "--beam",
-        default="",
         metavar="'RUNNER OPTIONS'",
         help="do the work with Apache Beam, e.g. 'DataflowRunner --project=P --region=R "
         "--temp_location=gs://B/tmp' (the [beam] extra)",

@@ -99,7 +99,7 @@ def holds_finetuning(workdir: Workdir) -> bool:
     """
     if not workdir.experiment.exists():
         return False
-    where = str(workdir.experiment)
+    where = str(workdir.named / workdir.experiment.name)
     return "task" in _object(_text(workdir.experiment.read_bytes(), where), where)
 
 
@@ -111,12 +111,12 @@ def load_saved(workdir: Workdir, kind: type[Claim] = Experiment) -> Claim:
     """
     if (workdir.root / "base.json").exists():
         raise InputError(
-            f"{workdir.root}: a base, which has no held-out text; name an EXPERIMENT, whose "
+            f"{workdir.named}: a base, which has no held-out text; name an EXPERIMENT, whose "
             "corpus lies in run.corpus_dir"
         )
     if not workdir.experiment.exists():
-        raise InputError(f"{workdir.root}: no run here (no experiment.json)")
-    where = str(workdir.experiment)
+        raise InputError(f"{workdir.named}: no run here (no experiment.json)")
+    where = str(workdir.named / workdir.experiment.name)
     return from_json(_text(workdir.experiment.read_bytes(), where), where, kind)
 
 

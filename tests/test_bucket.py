@@ -223,6 +223,12 @@ def test_a_right_that_is_missing_is_named_before_anything_is_done(
     assert {name.rpartition("/")[2] for name in objects.files()} <= {"OWNER"} or kind == "read"
 
 
+@pytest.mark.parametrize("command", ["report {}", "checkpoints {}", "predict --workdir {} wa"])
+def test_where_no_run_lies_in_a_bucket_it_is_called_as_the_user_does(command, objects):
+    code, err = call(command.format("gs://bucket/nothing"))
+    assert (code, err) == (2, "bert-jax: gs://bucket/nothing: no run here (no experiment.json)\n")
+
+
 @pytest.mark.parametrize("words", READERS)
 def test_without_the_extra_it_is_named(words, copy_of_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)

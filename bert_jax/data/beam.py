@@ -54,7 +54,11 @@ def _run_pipeline(tasks: Sequence[parts.Task], options: str) -> None:
     place.mkdir(parents=True, exist_ok=True)
     for path in place.glob("*.error"):
         path.unlink()
-    with beam.Pipeline(options=_parsed(options)) as pipeline:
+    try:
+        pipeline = beam.Pipeline(options=_parsed(options))
+    except ValueError as error:  # a runner that Beam does not know
+        raise InputError(f"--beam {options!r}: {error}") from error
+    with pipeline:
         _ = (
             pipeline
             | "Parts" >> beam.Create(list(tasks))
@@ -80,5 +84,8 @@ def _parsed(options: str) -> Any:
         from apache_beam.options.pipeline_options import PipelineOptions
     except ImportError as error:
         raise InputError("--beam: needs the [beam] extra: pip install 'bert-jax[beam]'") from error
-    runner, *others = shlex.split(options)
+    try:
+        runner, *others = shlex.split(options)
+    except ValueError as error:  # no word, or a quotation mark without its other
+        raise InputError(f"--beam {options!r}: name a runner and its options") from error
     return PipelineOptions([f"--runner={runner}", *others])

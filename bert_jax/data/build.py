@@ -211,15 +211,15 @@ class Run:
 
     Attributes:
       workers: processes of this machine.
-      beam: a runner and its options, in place of them; empty: none.
+      beam: a runner and its options, in place of them; None: no Beam.
     """
 
     workers: int = 1
-    beam: str = ""
+    beam: str | None = None
 
     def __call__(self, what: str, tasks: Sequence[parts.Task], say: Say) -> list[dict[str, Any]]:
         """Returns what is said of each, in their order."""
-        if self.beam:
+        if self.beam is not None:
             say(f"prepare: {what} with Beam")
             return beam.run(tasks, self.beam)
         return workers.run(tasks, self.workers, Progress(f"prepare: {what}", say))
@@ -227,4 +227,5 @@ class Run:
     def place(self, scratch: pathlib.Path) -> str:
         """Where the tasks' folders lie: seen by all who work."""
         scratch.mkdir(parents=True, exist_ok=True)
-        return (self.beam and beam.shared_place(self.beam)) or str(scratch.absolute())
+        shared = "" if self.beam is None else beam.shared_place(self.beam)
+        return shared or str(scratch.absolute())

@@ -43,6 +43,10 @@ from bert_jax.text import documents, tokenizer
 
 FORMAT_VERSION = 3
 
+# Whole parts from which on bad input was found after long work, which is kept: of a small text
+# there is one that was read, and one that was written.
+_LONG_WORK = 3
+
 _PARTS = {"settings": dict, "sources": list, "tokenizer": dict, "splits": dict, "files": dict}
 
 Say = Callable[[str], None]
@@ -54,7 +58,7 @@ def prepare(
     folder: epath.Path,
     say: Say,
     workers: int = 1,
-    beam: str = "",
+    beam: str | None = None,
 ) -> dict[str, Any]:
     """Makes the corpus folder, or finds that it is there; returns its manifest.
 
@@ -67,7 +71,8 @@ def prepare(
       folder: the corpus folder.
       say: is given a line now and then.
       workers: processes that do the work.
-      beam: a runner of Apache Beam and its options, which does it in place of them.
+      beam: a runner of Apache Beam and its options, which does it in place of them; None: no
+        Beam.
 
     Raises:
       InputError: bad sources, or a folder made from other text or settings.
@@ -90,7 +95,8 @@ def prepare(
             except BaseException as error:
                 if not is_complete(folder):
                     # Of bad input nothing stays, unless it was found after long work.
-                    _remove_leftovers(folder, 3 if isinstance(error, InputError) else 1)
+                    least = _LONG_WORK if isinstance(error, InputError) else 1
+                    _remove_leftovers(folder, least)
                 raise
 
 

@@ -179,6 +179,13 @@ def test_beam_makes_the_same_bytes(text, small_parts, tmp_path):
         prepare(claim, tmp_path / "wrong", beam=runner)
 
 
+@pytest.mark.parametrize("options", ["", "  ", "DirectRunner --name='x", "NoSuchRunner"])
+def test_beam_options_that_name_no_runner_are_refused(options, text, tmp_path):
+    pytest.importorskip("apache_beam")
+    with pytest.raises(InputError, match="--beam"):
+        prepare(settings(text), tmp_path / "made", beam=options)
+
+
 def test_beam_that_is_not_installed_is_said(text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "apache_beam", None)
     with pytest.raises(InputError, match=r"--beam: needs the \[beam\] extra"):

@@ -81,12 +81,22 @@ def main(place: str, folder: pathlib.Path, attempt: str, *deed: str) -> int:
     return code
 
 
-def files(folder: pathlib.Path, spec, pods: jobset.Pods) -> None:
+PODS = jobset.Pods(
+    image="bert-jax:1",
+    namespace="default",
+    service_account="",
+    capacity={},
+    grace=300,
+    privileged=False,
+)
+
+
+def files(folder: pathlib.Path, spec) -> None:
     """Writes what each place is given of a spec."""
     (folder / "host").mkdir(parents=True)
     for name, text in hosts.files(spec, "bert_jax-0-py3-none-any.whl").items():
         (folder / "host" / name).write_text(text)
-    (folder / "manifest.yaml").write_text(jobset.text(spec, pods))
+    (folder / "manifest.yaml").write_text(jobset.text(spec, PODS))
 
 
 if __name__ == "__main__":

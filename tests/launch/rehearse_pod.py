@@ -27,7 +27,7 @@ from small_run import settings, write_text
 
 from bert_jax import errors
 from bert_jax.plan import topology
-from launch import jobset, spec
+from launch import spec
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -104,15 +104,7 @@ def start(
     """One start of the JobSet's pods; their exit codes."""
     at = of.folder / launched.name / machines
     if not at.exists():
-        pods = jobset.Pods(
-            image="bert-jax:1",
-            namespace="default",
-            service_account="",
-            capacity={},
-            grace=300,
-            privileged=False,
-        )
-        rehearse.files(at, launched, pods)
+        rehearse.files(at, launched)
         (at / "doors.json").write_text(json.dumps(of.doors))
     of.weather.new_start()
     words = ["--processes", HOSTS, "--devices-per-process", DEVICES, "--arrive-within", 300]

@@ -16,7 +16,7 @@ from small_run import EXPERIMENT, final_state, settings, write_text
 
 from bert_jax import errors
 from bert_jax.plan import topology
-from launch import jobset, spec
+from launch import spec
 from launch.verdict import verdict
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -79,18 +79,10 @@ def test_a_launched_run_is_preempted_twice_and_ends_as_one_that_was_not(undistur
         topology=topology.parse("v4:2x2x2"),
         retries=2,
     )
-    pods = jobset.Pods(
-        image="bert-jax:1",
-        namespace="default",
-        service_account="",
-        capacity={},
-        grace=300,
-        privileged=False,
-    )
     judged = []
     for attempt, (place, deed) in enumerate(STARTS):
         at = tmp_path / f"{attempt}"  # a machine that was taken away leaves nothing to the next
-        rehearse.files(at, launched, pods)
+        rehearse.files(at, launched)
         code, shown = pod(rehearse.__file__, place, at, attempt, *deed.split())
         codes = [int((at / f"code-{attempt}-{number}").read_text()) for number in (0, 1)]
         assert codes == [code, code], shown
