@@ -9,7 +9,7 @@ from etils import epath
 
 from benchmarks import worker
 from bert_jax import embed
-from bert_jax.config import Mesh
+from bert_jax.config import Parallelism
 from bert_jax.interop import importing
 from bert_jax.predict import Trained
 from bert_jax.training import mesh as mesh_lib
@@ -25,7 +25,7 @@ class Ours:
         base = epath.Path(folder) / "base"
         importing.import_weights(epath.Path(source), base, None, lambda line: None)
         trained = Trained.of(base)
-        mesh = mesh_lib.make_mesh(Mesh())
+        mesh = mesh_lib.make_mesh(Parallelism())
         self._embedder = embed.Embedder(trained, embed.Features(), mesh, max_length)
         self._texts = (self._folder / "texts.txt").read_text().splitlines()
         pieces = (len(trained.tokenizer.encode(text)) for text in self._texts)

@@ -22,7 +22,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax import resolve
+from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.interop import exporting
 from bert_jax.predict import Trained
@@ -47,8 +47,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--python", default=".venv-torch/bin/python", help="with torch")
     flags = parser.parse_args()
-    claim = resolve.override(
-        resolve.load(flags.task, Finetuning), [*flags.set, f"init_from={flags.base}"]
+    claim = config.override(
+        config.load(flags.task, Finetuning), [*flags.set, f"init_from={flags.base}"]
     )
     pairs = []
     with tempfile.TemporaryDirectory() as name:
@@ -56,14 +56,14 @@ def main() -> int:
         base = Trained.of(epath.Path(flags.base))
         exporting.export_weights(base, "encoder", "float32", epath.Path(folder / "base"))
         for seed in range(flags.seeds):
-            pairs.append(one(resolve.override(claim, [f"seed={seed}"]), folder, flags.python))
+            pairs.append(one(config.override(claim, [f"seed={seed}"]), folder, flags.python))
     return told(claim, pairs)
 
 
 def one(claim: Finetuning, folder: pathlib.Path, python: str) -> dict[str, Any]:
     """Losses and scores of both sides with one seed."""
     place = folder / f"seed-{claim.seed}"
-    claim = resolve.override(claim, ["run.log_every=1", f"run.eval_every={2**31}"])
+    claim = config.override(claim, ["run.log_every=1", f"run.eval_every={2**31}"])
     progress = Progress(LineConsole(quiet=True))
     command.finetune(claim, None, str(place / "run"), progress)
     lines = metrics.Lines(Workdir(place / "run").metrics).read()
@@ -74,7 +74,7 @@ def one(claim: Finetuning, folder: pathlib.Path, python: str) -> dict[str, Any]:
     for number, (_, batch) in enumerate(job.eval_batches):
         np.savez(place / f"held_out_{number}.npz", **batch)
     shape = {
-        "shape": claim.task.shape,
+        "kind": claim.task.kind,
         "reads": job.objective.reads,
         "dropout": [
             claim.adapt.hidden_dropout_prob,

@@ -43,7 +43,7 @@ class Tuned(torch.nn.Module):
 
 def loss_of(logits: torch.Tensor, batch: dict[str, torch.Tensor], claim: dict[str, Any]):
     """As transformers' heads have it; padding is no place of an answer."""
-    entropy, shape = torch.nn.functional.cross_entropy, claim["shape"]
+    entropy, shape = torch.nn.functional.cross_entropy, claim["kind"]
     if shape == "regress":
         return torch.nn.functional.mse_loss(logits[:, 0], batch["targets"])
     if shape == "span":

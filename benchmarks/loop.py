@@ -131,13 +131,13 @@ def overhead(folder: pathlib.Path, rounds: int, laps: int) -> dict[str, list[flo
 
 def bare_laps(claim: Experiment, workdir: Workdir) -> Iterator[tuple[float, float]]:
     """Wall and CPU seconds a step of laps of the compiled step alone, on one batch."""
-    mesh = mesh_lib.make_mesh(claim.mesh)
+    mesh = mesh_lib.make_mesh(claim.parallelism)
     spec = claim.phases[0]
     rows = np.arange(spec.batch_size)
     host = Prepared.open(workdir.corpus).train_batches(claim, 0).batch(0, rows)
     batch = feed.place(host, rows, spec.batch_size, mesh_lib.batch_sharding(mesh))
     run = step.make_train_step(
-        Pretraining(claim.model), claim.optimizer, claim.mesh, 1, claim.total_steps, mesh
+        Pretraining(claim.model), claim.optimizer, claim.parallelism, 1, claim.total_steps, mesh
     )
     key = step.phase_key(claim.model, claim.seed, 0)
     state, window = ours.first_state(claim.model, mesh)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import shapes, worker
-from bert_jax.config import Mesh, Model, Optimizer
+from bert_jax.config import Model, Optimizer, Parallelism
 from bert_jax.model import flops
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
@@ -51,14 +51,16 @@ class Ours:
         """Compiles a step, runs it and returns its first loss."""
         size = shapes.sized(shape, sequence)
         model = model_of(size, dtype)
-        mesh = mesh_lib.make_mesh(Mesh())
-        layout = Mesh(layer_loop=layer_loop)
+        mesh = mesh_lib.make_mesh(Parallelism())
+        parallelism = Parallelism(layer_loop=layer_loop)
         state, window = first_state(model, mesh)
         rows = np.arange(size.batch)
         batch = feed.place(
             shapes.make_batch(size, 0), rows, size.batch, mesh_lib.batch_sharding(mesh)
         )
-        run = step.make_train_step(Pretraining(model), OPTIMIZER, layout, 1, _TOTAL_STEPS, mesh)
+        run = step.make_train_step(
+            Pretraining(model), OPTIMIZER, parallelism, 1, _TOTAL_STEPS, mesh
+        )
         key = step.phase_key(model, 0, 0)
         state, window = run(state, window, batch, key)
         sums = jax.device_get(window)

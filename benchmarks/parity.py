@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from bert_jax import base, resolve
+from bert_jax import base, config
 from bert_jax.config import Experiment, Optimizer, Phase
 from bert_jax.data import corpus
 from bert_jax.interop import exporting, importing
@@ -76,8 +76,8 @@ def main() -> int:
 
 def make_model(folder: pathlib.Path) -> tuple[Trained, Prepared, Experiment]:
     """tiny.py's model on its corpus without dropout; no parameter is zero or one."""
-    experiment = resolve.override(
-        resolve.load("experiments/tiny.py"),
+    experiment = config.override(
+        config.load("experiments/tiny.py"),
         ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"],
     )
     experiment = dataclasses.replace(
@@ -126,13 +126,13 @@ def outputs(trained: Trained, prepared: Prepared, experiment: Experiment) -> dic
 
 def training(trained: Trained, prepared: Prepared, experiment: Experiment) -> dict[str, Any]:
     """Batches, learning rates and losses of 50 steps."""
-    mesh = mesh_lib.make_mesh(experiment.mesh)
+    mesh = mesh_lib.make_mesh(experiment.parallelism)
     cfg, total = experiment.optimizer, experiment.total_steps
     state = step.init_state(Pretraining(experiment.model), cfg, 0) | {"params": trained.params}
     # A copy: the step is given its state to keep.
     state = jax.device_put(jax.tree.map(jnp.copy, state), mesh_lib.replicated(mesh))
     train_step = step.make_train_step(
-        Pretraining(experiment.model), cfg, experiment.mesh, 1, total, mesh
+        Pretraining(experiment.model), cfg, experiment.parallelism, 1, total, mesh
     )
     key = step.phase_key(experiment.model, experiment.seed, 0)
     sharding, rows = mesh_lib.batch_sharding(mesh), np.arange(16)

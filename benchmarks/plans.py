@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from bert_jax import resolve
-from bert_jax.config import InputError
+from bert_jax import config
+from bert_jax.errors import InputError
 from bert_jax.plan import compile as compile_lib
 from bert_jax.plan import document, topology
 from bert_jax.plan.compile import Job
@@ -26,7 +26,7 @@ GOLDEN = ROOT / "tests" / "golden" / "plans"
 PLANS = (
     ("bert_base", "v3:4x4", ()),
     ("bert_large", "v3:8x8", ()),
-    ("bert_base_pod", "v3:4x4", ("mesh.accumulation=1",)),
+    ("bert_base_pod", "v3:4x4", ("parallelism.accumulation=1",)),
     ("bert_base_pod", "v5e:4x4", ()),
     ("bert_base_pod", "v5e:4x4", ("run.check_every=100",)),  # two programs, one of them checked
     ("bert_large_pod", "v3:8x8", ()),
@@ -92,8 +92,8 @@ def compare(name: str, slice_: str, settings: tuple[str, ...], write: bool) -> i
 
 def golden(name: str, slice_: str, settings: tuple[str, ...]) -> dict[str, Any]:
     """What is kept of an experiment's plan for a slice."""
-    claim = resolve.load(str(ROOT / "experiments" / f"{name}.py"))
-    experiment = resolve.override(claim, settings)
+    claim = config.load(str(ROOT / "experiments" / f"{name}.py"))
+    experiment = config.override(claim, settings)
     where = topology.parse(slice_)
     jobs = [Job(experiment, number, where) for number in range(len(experiment.phases))]
     outcomes = compile_lib.compile_all(jobs, _say)
@@ -126,7 +126,7 @@ def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
 def misfits() -> Iterator[str]:
     """Goes through the matrix, says each outcome, and gives those that do not compile and fit."""
     for name, slices in MATRIX.items():
-        experiment = resolve.load(str(ROOT / "experiments" / f"{name}.py"))
+        experiment = config.load(str(ROOT / "experiments" / f"{name}.py"))
         jobs = [
             Job(experiment, number, topology.parse(slice_))
             for slice_ in slices

@@ -19,7 +19,7 @@ import jax
 from etils import epath
 
 from benchmarks import loop, measure, ours, shapes
-from bert_jax.config import Experiment, Mesh, Run
+from bert_jax.config import Experiment, Parallelism, Run
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import checkpoint, pretraining, step
 from bert_jax.training import mesh as mesh_lib
@@ -114,7 +114,7 @@ def trusted(folder: pathlib.Path, shape: str, number: int) -> dict[str, float]:
             saved.save(1, state, {})
             blocking = time.perf_counter() - start
         total = time.perf_counter() - start
-        abstract = step.abstract_state(Pretraining(model), ours.OPTIMIZER, Mesh(), mesh)
+        abstract = step.abstract_state(Pretraining(model), ours.OPTIMIZER, Parallelism(), mesh)
         start = time.perf_counter()
         with Checkpoints(place, Run(), "read") as saved:
             saved.restore(1, abstract)

@@ -24,7 +24,7 @@ import numpy as np
 from etils import epath
 
 from benchmarks import measure
-from bert_jax import resolve
+from bert_jax import config
 from bert_jax.config import Run
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import peers, step
@@ -90,11 +90,11 @@ def report(found: list[dict[str, Any]], out: str) -> None:
 def member(folder: pathlib.Path, name: str) -> None:
     """What one process does; it writes down what it found."""
     with peers.connected() as everyone:
-        claim = resolve.load(str(ROOT / "experiments" / f"{name}.py"))
-        mesh = mesh_lib.make_mesh(claim.mesh)
+        claim = config.load(str(ROOT / "experiments" / f"{name}.py"))
+        mesh = mesh_lib.make_mesh(claim.parallelism)
         everyone.connect(mesh)
         objective = Pretraining(claim.model)
-        abstract = step.abstract_state(objective, claim.optimizer, claim.mesh, mesh)
+        abstract = step.abstract_state(objective, claim.optimizer, claim.parallelism, mesh)
         held = {"state": jax.tree.map(_filled, abstract)}
         found: dict[str, Any] = {"cpu": {}, "wall": {}}
         found["bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(held))

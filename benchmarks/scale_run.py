@@ -27,8 +27,8 @@ import numpy as np
 from etils import epath
 
 from benchmarks import measure
-from bert_jax import resolve
-from bert_jax.config import Experiment, Mesh
+from bert_jax import config
+from bert_jax.config import Experiment, Parallelism
 from bert_jax.data import corpus, files, stream
 from bert_jax.data.batches import TrainBatches
 from bert_jax.storage.workdir import COMPLETE, Workdir, sealed
@@ -103,8 +103,8 @@ def experiment(folder: pathlib.Path) -> Experiment:
         "corpus.layout=sentences_by_line",
         f"run.corpus_dir={folder / 'corpus'}",
     ]
-    large = resolve.load(str(measure.ROOT / "experiments" / "bert_large.py"))
-    return resolve.override(large, settings)
+    large = config.load(str(measure.ROOT / "experiments" / "bert_large.py"))
+    return config.override(large, settings)
 
 
 # --- The corpus ---------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def start(folder: pathlib.Path) -> dict[str, float]:
     job = PretrainingJob(claim, workdir, "keep", lambda line: None)
     with peers_lib.connected() as peers:
         job.prepare(peers.count)
-        job.open(mesh_lib.make_mesh(claim.mesh), peers)
+        job.open(mesh_lib.make_mesh(claim.parallelism), peers)
         stretch = job.stretch(0)
         while not stretch.ready(0):
             time.sleep(0.05)
@@ -267,7 +267,7 @@ def batches(folder: pathlib.Path) -> dict[str, float]:
     train, other = batches_of(folder, 0), batches_of(folder, 0)
     while not train.ready(0):
         time.sleep(0.05)
-    sharding = mesh_lib.batch_sharding(mesh_lib.make_mesh(Mesh()))
+    sharding = mesh_lib.batch_sharding(mesh_lib.make_mesh(Parallelism()))
     windows: dict[str, list[tuple[float, float]]] = {"alone": [], "planning": []}
     with feed.Feed(train.batch, 0, 10**6, 256, sharding, 4, 0, print) as source:
         for _ in range(_BATCHES):

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from bert_jax import resolve, weights
-from bert_jax.config import Experiment, InputError, Model
+from bert_jax import config, weights
+from bert_jax.config import Experiment, Model
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import (
     is_complete,
     mark_complete,
@@ -114,7 +115,7 @@ def read(folder: epath.Path) -> Base:
     """
     record = _record(folder)
     where = folder / _JSON
-    model = resolve.section(Model, record["model"], f"{where}: model")
+    model = config.section(Model, record["model"], f"{where}: model")
     loaded = tokenizer_lib.load(folder / _TOKENIZER)
     found = {
         "weights_sha256": weights.sha256(folder / _WEIGHTS),
@@ -179,7 +180,7 @@ def require_same_model(base: Base, model: Model, where: str) -> None:
     """Raises InputError if the weights are those of a model of another shape or function."""
     changed = [
         f"model.{line}"
-        for line in resolve.differences(base.model, model, "all")
+        for line in config.differences(base.model, model, "all")
         if not (name := line.split(":")[0]).endswith(_FREE_ENDING) and name not in _FREE
     ]
     if changed:

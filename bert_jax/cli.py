@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from bert_jax import arguments, errors
-from bert_jax.config import InputError
 from bert_jax.conformance import command as conformance
+from bert_jax.errors import InputError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from bert_jax.config import Experiment, InputError, Mesh
+from bert_jax.config import Experiment, Parallelism
 from bert_jax.conformance import command
-from bert_jax.errors import FAILED, FINISHED, STOPPED, printable
+from bert_jax.errors import FAILED, FINISHED, STOPPED, InputError, printable
 from bert_jax.training.objective import Pretraining
 
 # Of runs that end so.
@@ -42,12 +42,12 @@ def prepare(args: argparse.Namespace) -> int:
 
 def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
-    from bert_jax import resolve
+    from bert_jax import config
     from bert_jax.tasks.probes import Probes
     from bert_jax.training import pretraining
     from bert_jax.training.progress import LineConsole, Progress
 
-    experiment, origin = resolve.load_with_origin(args.experiment, args.set)
+    experiment, origin = config.load_with_origin(args.experiment, args.set)
     workdir = _workdir(args, experiment, "write")
     progress = Progress(LineConsole())
     extend = "extend" if args.extend else "keep"
@@ -58,7 +58,7 @@ def pretrain(args: argparse.Namespace) -> int:
 
 def finetune(args: argparse.Namespace) -> int:
     """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
-    from bert_jax import resolve
+    from bert_jax import config
     from bert_jax.config import Finetuning
     from bert_jax.tasks import command, sweep
     from bert_jax.training.progress import LineConsole, Progress
@@ -66,7 +66,7 @@ def finetune(args: argparse.Namespace) -> int:
     if args.sweep:
         of = sweep.members(args.task, args.set, args.sweep)
         return _CODES[sweep.run(of, args.base, args.workdir, Progress(LineConsole()))]
-    claim, origin = resolve.load_with_origin(args.task, args.set, Finetuning)
+    claim, origin = config.load_with_origin(args.task, args.set, Finetuning)
     progress = Progress(LineConsole())
     outcome = command.finetune(claim, args.base, args.workdir, progress, origin)
     return _CODES[outcome]
@@ -83,13 +83,13 @@ def evaluate(args: argparse.Namespace) -> int:
     keep_compiled_programs()
     experiment, workdir = _claim(args)
     prepared = Prepared.open(workdir.corpus)
-    layout = Mesh()  # not the run's own, which is for the devices it was trained on
-    mesh = mesh_lib.make_mesh(layout)
+    parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
+    mesh = mesh_lib.make_mesh(parallelism)
     params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
     found = evaluate.evaluate(
         prepared.held_out(experiment, mesh),
         params,
-        step.make_eval_step(Pretraining(experiment.model), layout, mesh),
+        step.make_eval_step(Pretraining(experiment.model), parallelism, mesh),
         mesh,
     )
     print(f"step {done}: {evaluate.summary(found)}")
@@ -116,9 +116,9 @@ def show(args: argparse.Namespace) -> int:
 
 def config(args: argparse.Namespace) -> int:
     """Print the resolved experiment as JSON."""
-    from bert_jax import resolve
+    from bert_jax import config
 
-    print(resolve.to_json(_claim(args)[0]), end="")
+    print(config.to_json(_claim(args)[0]), end="")
     return FINISHED
 
 
@@ -188,10 +188,10 @@ def checkpoints(args: argparse.Namespace) -> int:
 
 def predict(args: argparse.Namespace) -> int:
     """Do the task of a fine-tuned run; else fill [MASK], and say whether B follows A."""
-    from bert_jax import resolve
     from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning
 
-    tuned = resolve.holds_finetuning(mirror.opened(args.workdir))
+    tuned = holds_finetuning(mirror.opened(args.workdir))
     if tuned:
         given, what = {"--next": args.next, "--top": args.top}, "a fine-tuned run takes no such"
     else:
@@ -281,7 +281,7 @@ def embed(args: argparse.Namespace) -> int:
     found = lines.read(args.texts) if args.texts else _input_lines()
     trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
     embedder = embed.Embedder(
-        trained, features, mesh_lib.make_mesh(Mesh()), args.max_length, args.batch_tokens
+        trained, features, mesh_lib.make_mesh(Parallelism()), args.max_length, args.batch_tokens
     )
     embed.write(embedder, (line for _, line in found), epath.Path(args.out), _console_say())
     return FINISHED
@@ -344,10 +344,10 @@ def verify_resume(args: argparse.Namespace) -> int:
     """Kill the run at random moments and prove that it goes on as if nothing had happened."""
     from etils import epath
 
-    from bert_jax import resolve
+    from bert_jax import config
     from bert_jax.verify import command
 
-    experiment = resolve.override(resolve.load(args.experiment), args.set)
+    experiment = config.override(config.load(args.experiment), args.set)
     root = epath.Path(args.workdir or f"runs/{experiment.name}-verify")
     differences = command.verify(experiment, root, args.rounds, args.seed, _console_say())
     return FAILED if differences else FINISHED
@@ -368,16 +368,17 @@ def tokenize(args: argparse.Namespace) -> int:
 
 def _claim(args: argparse.Namespace, access: Literal["read", "write"] = "read"):
     """The experiment that the arguments name, and its workdir; see mirror.opened."""
-    from bert_jax import resolve
+    from bert_jax import config
     from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import load_experiment
 
     if args.experiment is not None:
-        experiment: Experiment = resolve.load(args.experiment)
+        experiment: Experiment = config.load(args.experiment)
     elif args.workdir:
-        experiment = resolve.load_saved(mirror.opened(args.workdir))
+        experiment = load_experiment(mirror.opened(args.workdir))
     else:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
-    experiment = resolve.override(experiment, args.set)
+    experiment = config.override(experiment, args.set)
     return experiment, _workdir(args, experiment, access)
 
 

@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec
 
 from bert_jax import system
 from bert_jax import vectors as vectors_lib
-from bert_jax.config import InputError, Model
+from bert_jax.config import Model
 from bert_jax.data import packed
+from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop, encode
 from bert_jax.model.packing import Packing

@@ -1,5 +1,9 @@
 """Errors that users see in one line, and the exit codes of commands."""
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
 UNAVAILABLE, STOPPED, INTERRUPTED, LOST = 74, 75, 130, 134
 
@@ -39,6 +43,34 @@ class Unavailable(Exception):
 
 class DiskFull(Unavailable):
     """There is no space left where something is to be written; waiting does not make any."""
+
+
+# What a parser raises on a file that is not what was written.
+_DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextlib.contextmanager
+def reading(
+    path: str | os.PathLike[str], remedy: str = "put the whole file back"
+) -> Iterator[None]:
+    """Turns whatever parsing a file that we wrote can raise into one line that names the file.
+
+    Raises:
+      InputError: the file is damaged; what to do is `remedy`.
+    """
+    try:
+        yield
+    except _DAMAGE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise InputError(f"{path}: damaged ({what}); {remedy}") from error
 
 
 def printable(text: str) -> str:

@@ -8,11 +8,12 @@ import jax
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax import resolve
+from bert_jax import config
 from bert_jax.base import Moments
-from bert_jax.config import Experiment, InputError, Mesh, Model
+from bert_jax.config import Experiment, Model, Parallelism
+from bert_jax.errors import InputError
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir
+from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import metrics, step
@@ -84,7 +85,7 @@ class Trained:
                 source=base.source,
                 moments=base.moments if what == "with_moments" else None,
             )
-        experiment = resolve.load_saved(run)
+        experiment = load_experiment(run)
         workdir = Workdir(run.root, experiment.run.corpus_dir, run.remote)
         prepared = Prepared.open(workdir.corpus)
         if what == "with_moments" and experiment.optimizer.name != "bert_adam":
@@ -159,13 +160,13 @@ def _restored(
         newest = saved.newest_step()
         if newest is None:
             raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-        changed = resolve.differences(saved.claim(newest), experiment, "identity")
+        changed = config.differences(saved.claim(newest), experiment, "identity")
         if changed:
             raise InputError(
                 f"{workdir.named}: was trained with other settings ({'; '.join(changed)})"
             )
         abstract = step.abstract_state(
-            Pretraining(experiment.model), experiment.optimizer, Mesh(), mesh
+            Pretraining(experiment.model), experiment.optimizer, Parallelism(), mesh
         )
         wanted = ("params",) if what == "params" else ("params", "optimizer")
         part = {name: abstract[name] for name in wanted}

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from bert_jax.config import Experiment, InputError
+from bert_jax.config import Experiment
 from bert_jax.data.batches import Batch
-from bert_jax.errors import printable
+from bert_jax.errors import InputError, printable
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training.prepared import Prepared
 

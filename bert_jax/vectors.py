@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import absolute, made, new_file, require_local
 
 # Takes vectors, float32 [rows, W], and if they are of pieces the pieces of each text.

@@ -11,7 +11,7 @@ from etils import epath
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors
 
 _FLOATS = {

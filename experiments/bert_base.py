@@ -12,7 +12,7 @@ Hardware: 16 TPU v2 or v3 chips (4 days in the paper).
 Expected: the paper's BASE, less what BooksCorpus taught it.
 """
 
-from bert_jax.config import Corpus, Data, Experiment, Mesh, Optimizer, Phase, Run
+from bert_jax.config import Corpus, Data, Experiment, Optimizer, Parallelism, Phase, Run
 
 
 def experiment() -> Experiment:
@@ -38,6 +38,6 @@ def experiment() -> Experiment:
             reference_replicas=32,
         ),
         # The same arithmetic as replicated, with the optimizer's work and memory cut over devices.
-        mesh=Mesh(parallelism="zero1"),
+        parallelism=Parallelism(state="zero1"),
         run=Run(log_every=100, eval_every=10_000, checkpoint_every=1_000),
     )

@@ -6,18 +6,21 @@ Source: bert_base.py, and what the TPU compiler says about ways to run it. Depar
 compute and gradient reduction, one global gradient clip, dropout bits from the chip's own
 generator, state sharded over chips.
 Hardware: 16 TPU chips; at length 512 accumulation keeps about 2,048 tokens on a chip at a time, at
-128 a batch is no more. The cores of v2 and v3 gain nothing by it: `--set mesh.accumulation=1`.
+128 a batch is no more. The cores of v2 and v3 gain nothing by it:
+`--set parallelism.accumulation=1`.
 Expected: as bert_base.py.
 """
 
 import dataclasses
 
-from bert_jax import config
+import bert_base
+
+from bert_jax.config import Experiment, Parallelism
 
 
-def experiment() -> config.Experiment:
+def experiment() -> Experiment:
     """The same claim about learning, another about speed."""
-    base = config.parent("bert_base.py")
+    base = bert_base.experiment()
     return dataclasses.replace(
         base,
         name="bert_base_pod",
@@ -25,5 +28,5 @@ def experiment() -> config.Experiment:
         optimizer=dataclasses.replace(
             base.optimizer, clip="global", reference_replicas=1, gradient_reduction="bfloat16"
         ),
-        mesh=config.Mesh(parallelism="zero3", accumulation=(1, 4), remat="dots"),
+        parallelism=Parallelism(state="zero3", accumulation=(1, 4), remat="dots"),
     )

@@ -11,12 +11,14 @@ Expected: the paper's LARGE, less what BooksCorpus taught it.
 
 import dataclasses
 
-from bert_jax import config
+import bert_base
+
+from bert_jax.config import Experiment
 
 
-def experiment() -> config.Experiment:
+def experiment() -> Experiment:
     """BASE, deeper and wider, over four times the chips."""
-    base = config.parent("bert_base.py")
+    base = bert_base.experiment()
     return dataclasses.replace(
         base,
         name="bert_large",

@@ -9,17 +9,20 @@ Expected: as bert_large.py.
 
 import dataclasses
 
-from bert_jax import config
+import bert_base_pod
+import bert_large
+
+from bert_jax.config import Experiment
 
 
-def experiment() -> config.Experiment:
+def experiment() -> Experiment:
     """LARGE's shape, the pod's way of running it."""
-    pod = config.parent("bert_base_pod.py")
+    pod = bert_base_pod.experiment()
     return dataclasses.replace(
         pod,
         name="bert_large_pod",
         model=dataclasses.replace(
-            config.parent("bert_large.py").model, compute_dtype="bfloat16", dropout_rng="rbg16"
+            bert_large.experiment().model, compute_dtype="bfloat16", dropout_rng="rbg16"
         ),
-        mesh=dataclasses.replace(pod.mesh, accumulation=(1,)),
+        parallelism=dataclasses.replace(pod.parallelism, accumulation=(1,)),
     )

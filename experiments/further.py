@@ -13,7 +13,7 @@ where the same model begun anew, or with the encoder's layers in another order, 
 it (6.99, 6.95). Next sentence wants more than these 4,000 examples: all three say the majority.
 """
 
-from bert_jax.config import Corpus, Data, Experiment, Mesh, Model, Optimizer, Phase, Run
+from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, Run
 
 
 def experiment() -> Experiment:
@@ -35,6 +35,6 @@ def experiment() -> Experiment:
         optimizer=Optimizer(
             name="adamw", peak_learning_rate=5e-4, warmup_steps=25, schedule="linear"
         ),
-        mesh=Mesh(layer_loop="unroll"),
+        parallelism=Parallelism(layer_loop="unroll"),
         run=Run(log_every=25, eval_every=125, checkpoint_every=125),
     )

@@ -7,7 +7,7 @@ Hardware: two CPU cores, about an hour and a half.
 Expected: held-out masked LM loss far below the unigram line, next sentence above its majority.
 """
 
-from bert_jax.config import Corpus, Data, Experiment, Mesh, Model, Optimizer, Phase, Run
+from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, Run
 
 
 def experiment() -> Experiment:
@@ -31,6 +31,6 @@ def experiment() -> Experiment:
         optimizer=Optimizer(
             name="adamw", peak_learning_rate=1e-3, warmup_steps=500, schedule="linear"
         ),
-        mesh=Mesh(layer_loop="unroll"),
+        parallelism=Parallelism(layer_loop="unroll"),
         run=Run(log_every=50, eval_every=1_000, checkpoint_every=250),
     )

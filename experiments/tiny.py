@@ -8,7 +8,7 @@ Expected: held-out masked LM loss well below the unigram line; next sentence nea
 since a dozen held-out speeches are too few to tell.
 """
 
-from bert_jax.config import Corpus, Data, Experiment, Mesh, Model, Optimizer, Phase, Run
+from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, Run
 
 
 def experiment() -> Experiment:
@@ -34,6 +34,6 @@ def experiment() -> Experiment:
         optimizer=Optimizer(
             name="adamw", peak_learning_rate=2e-3, warmup_steps=200, schedule="linear"
         ),
-        mesh=Mesh(layer_loop="unroll"),
+        parallelism=Parallelism(layer_loop="unroll"),
         run=Run(log_every=50, eval_every=400, checkpoint_every=200),
     )

@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.plan import topology
 from launch import checks, spec
 

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from bert_jax import errors
-from bert_jax.config import InputError
-from bert_jax.errors import Unavailable
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.report import records, times
 from bert_jax.storage import mirror
 from launch import console, shipping, target

@@ -5,9 +5,8 @@ import pathlib
 from collections.abc import Callable
 
 from bert_jax import doctor as doctor_lib
-from bert_jax.config import InputError
 from bert_jax.doctor import corpus as corpus_lib
-from bert_jax.errors import printable
+from bert_jax.errors import InputError, printable
 from bert_jax.plan import command, tell
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from etils import epath
 
 from bert_jax import errors
-from bert_jax.config import InputError
-from bert_jax.errors import Unavailable
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage.workdir import named_errors, write_atomic
 from launch import arguments, checks, console, dry_run, jobset, kubectl, shipping, tools
 from launch import xpk as xpk_lib

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from bert_jax import errors
-from bert_jax.config import InputError
-from bert_jax.errors import printable
+from bert_jax.errors import InputError, printable
 from launch import console, kubectl, target, tools
 from launch.kubectl import Kubectl
 from launch.target import Record, State

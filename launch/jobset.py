@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from launch import names as names_lib
 from launch.spec import EXPERIMENT, Spec
 from launch.verdict import FAILURES

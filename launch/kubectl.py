@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from launch import jobset, tools
 from launch.tools import Done
 

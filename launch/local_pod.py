@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from bert_jax import errors, pod
-from bert_jax.config import InputError
-from bert_jax.errors import Unavailable
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage.workdir import named_errors, write_atomic
 from launch import console, dry_run, shipping
 from launch.spec import EXPERIMENT, Spec, specify

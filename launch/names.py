@@ -12,7 +12,7 @@ hosts and VMs), "TPU software versions" (tpu/docs/runtimes), "Plan TPUs in GKE"
 
 import dataclasses
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.plan.topology import Topology
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from etils import epath
 
 import bert_jax
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import cache_folder, named_errors, write_atomic
 from launch import checks, hosts, tools
 from launch.spec import Spec

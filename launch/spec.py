@@ -9,8 +9,9 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
-from bert_jax import resolve
-from bert_jax.config import Experiment, InputError
+from bert_jax import config
+from bert_jax.config import Experiment
+from bert_jax.errors import InputError
 from bert_jax.plan.topology import Topology
 from launch import names as names_lib
 
@@ -89,15 +90,15 @@ def specify(
     Raises:
       InputError: no such experiment, or a setting or name that cannot be used.
     """
-    claim = resolve.override(resolve.load(experiment), settings)
-    config = resolve.to_json(claim)
-    sha256 = hashlib.sha256(config.encode()).hexdigest()
+    claim = config.override(config.load(experiment), settings)
+    resolved = config.to_json(claim)
+    sha256 = hashlib.sha256(resolved.encode()).hexdigest()
     if hosts is None:
         hosts = 1 if topology is None else names_lib.names(topology).hosts
     return Spec(
         name=_derived(claim.name, sha256) if name is None else checked_name(name),
         claim=claim,
-        config=config,
+        config=resolved,
         sha256=sha256,
         workdir=workdir,
         topology=topology,

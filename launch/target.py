@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import parse_json, sealed
 

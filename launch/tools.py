@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 
 TIMED_OUT = 124  # as timeout(1) ends
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from bert_jax import errors
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from launch import console, hosts, target, tools
 from launch.gcloud import QUICK, Gcloud
 from launch.target import Record, State

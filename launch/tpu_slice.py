@@ -8,7 +8,7 @@ loss of the machines.
 import shlex
 from collections.abc import Callable, Sequence
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from launch import hosts, tools
 from launch.gcloud import QUICK, SLOW, Gcloud
 from launch.hosts import HostState

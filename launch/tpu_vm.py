@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from bert_jax import errors
-from bert_jax.config import InputError
-from bert_jax.errors import Unavailable
+from bert_jax.errors import InputError, Unavailable
 from launch import arguments, checks, console, dry_run, names, shipping
 from launch import target as target_lib
 from launch.gcloud import Gcloud

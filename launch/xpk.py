@@ -8,7 +8,7 @@ import base64
 import shlex
 
 from bert_jax import errors
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from launch import names as names_lib
 from launch.jobset import Pods
 from launch.spec import EXPERIMENT, Spec

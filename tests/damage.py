@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 
 EXAMPLES = os.environ.get("FUZZ_EXAMPLES")
 settings.register_profile(

@@ -11,8 +11,8 @@ import tensorflow_datasets as tfds
 from etils import epath
 from small_run import write_text
 
-from bert_jax import resolve
-from bert_jax.config import Data, Experiment, Mesh, Model, Optimizer
+from bert_jax import config
+from bert_jax.config import Data, Experiment, Model, Optimizer, Parallelism
 from bert_jax.data import batches, corpus, stream
 from bert_jax.data.plans import Plans
 from bert_jax.training import feed, step
@@ -56,8 +56,8 @@ def train_batches(shape: batches.Shape = SHAPE, phase: int = 0) -> batches.Train
     return batches.TrainBatches(plans, IDS, Data(), shape)
 
 
-def mesh_of(devices: int, layout: Mesh | None = None) -> jax.sharding.Mesh:
-    return mesh_lib.make_mesh(layout or Mesh(), jax.devices()[:devices])
+def mesh_of(devices: int, parallelism: Parallelism | None = None) -> jax.sharding.Mesh:
+    return mesh_lib.make_mesh(parallelism or Parallelism(), jax.devices()[:devices])
 
 
 def run(
@@ -65,25 +65,27 @@ def run(
     devices: int = 1,
     model: Model = MODEL,
     optimizer: Optimizer = OPTIMIZER,
-    layout: Mesh | None = None,
+    parallelism: Parallelism | None = None,
     shape: batches.Shape = SHAPE,
     change_state: Callable[[dict], object] = lambda state: None,
     change_batch: Callable[[dict], object] = lambda batch: None,
 ) -> tuple[dict, list[dict[str, np.ndarray]]]:
     """Trains from seed 0; returns the final state and each step's metric sums.
 
-    The first state and the batches may be changed in place. Whoever asks for the same layout twice
-    finds its program compiled.
+    The first state and the batches may be changed in place. Whoever asks for the same layout
+    twice finds its program compiled.
     """
-    layout = layout or Mesh()
-    mesh = mesh_of(devices, layout)
-    abstract = step.abstract_state(Pretraining(model), optimizer, layout, mesh)
+    parallelism = parallelism or Parallelism()
+    mesh = mesh_of(devices, parallelism)
+    abstract = step.abstract_state(Pretraining(model), optimizer, parallelism, mesh)
     places = jax.tree.map(lambda s: s.sharding, abstract)
     state = step.init_state(Pretraining(model), optimizer, 0)
     change_state(state)
     state = jax.device_put(state, places)
-    parts = layout.accumulation_of(0)
-    train_step = step.make_train_step(Pretraining(model), optimizer, layout, parts, TOTAL, mesh)
+    parts = parallelism.accumulation_of(0)
+    train_step = step.make_train_step(
+        Pretraining(model), optimizer, parallelism, parts, TOTAL, mesh
+    )
     train = train_batches(shape)
     sharding = mesh_lib.batch_sharding(mesh)
     rows = np.arange(shape.batch_size)
@@ -104,7 +106,7 @@ def without_dropout(model: Model = MODEL) -> Model:
 
 def small_corpus(folder: pathlib.Path) -> tuple[Experiment, epath.Path]:
     """A small run's experiment, and its corpus, prepared."""
-    experiment = resolve.load(str(write_text(folder)))
+    experiment = config.load(str(write_text(folder)))
     made = epath.Path(folder / "corpus")
     corpus.prepare(experiment.corpus, experiment.model.vocab_size, made, lambda line: None)
     return experiment, made

@@ -101,13 +101,13 @@ def pretrain(
     """Runs in this process; returns the outcome and what was shown."""
     from rich.console import Console
 
-    from bert_jax import resolve
+    from bert_jax import config
     from bert_jax.storage.workdir import Workdir
     from bert_jax.tasks.probes import Probes
     from bert_jax.training import pretraining
     from bert_jax.training.progress import Progress
 
-    experiment = resolve.override(resolve.load(str(file)), settings)
+    experiment = config.override(config.load(str(file)), settings)
     console = Console(record=True, width=200, file=io.StringIO())
     place = Workdir(workdir, experiment.run.corpus_dir)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
@@ -121,18 +121,18 @@ def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
     import jax
     from etils import epath
 
-    from bert_jax import resolve
+    from bert_jax import config
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.checkpoint import Checkpoints
     from bert_jax.training.objective import Pretraining
     from bert_jax.training.step import abstract_state
 
-    experiment = resolve.from_json((workdir / "experiment.json").read_text(), "experiment")
+    experiment = config.from_json((workdir / "experiment.json").read_text(), "experiment")
     abstract = abstract_state(
         Pretraining(experiment.model),
         experiment.optimizer,
-        experiment.mesh,
-        mesh_lib.make_mesh(experiment.mesh),
+        experiment.parallelism,
+        mesh_lib.make_mesh(experiment.parallelism),
     )
     with Checkpoints(epath.Path(workdir / "checkpoints"), experiment.run, "read") as saved:
         step = max(saved.steps)

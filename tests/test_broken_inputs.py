@@ -272,13 +272,13 @@ SETTINGS = [
     ),
     Case(
         "a batch that accumulation does not divide",
-        f"pretrain {NEW} --set mesh.accumulation=3",
-        ("phases.0.batch_size=8", "mesh.accumulation=3"),
+        f"pretrain {NEW} --set parallelism.accumulation=3",
+        ("phases.0.batch_size=8", "parallelism.accumulation=3"),
     ),
     Case(
         "micro-batches that devices do not divide",
-        f"pretrain {NEW} --set mesh.accumulation=2",
-        ("phases.1.batch_size=4", "4 devices x mesh.accumulation=2"),
+        f"pretrain {NEW} --set parallelism.accumulation=2",
+        ("phases.1.batch_size=4", "4 devices x parallelism.accumulation=2"),
     ),
     Case(
         "a batch that replicas do not divide",
@@ -292,14 +292,14 @@ SETTINGS = [
     ),
     Case(
         "a tensor axis that devices do not divide",
-        f"pretrain {NEW} --set mesh.tensor=3 --set model.num_attention_heads=3 "
+        f"pretrain {NEW} --set parallelism.tensor=3 --set model.num_attention_heads=3 "
         "--set model.hidden_size=12",
-        ("mesh.tensor=3", "4"),
+        ("parallelism.tensor=3", "4"),
     ),
     Case(
         "a state that devices do not divide",
-        f"pretrain {NEW} --set mesh.parallelism=zero3 --set model.intermediate_size=34",
-        ("mesh.parallelism=zero3", "encoder/layers/output/kernel", "34", "4 devices"),
+        f"pretrain {NEW} --set parallelism.state=zero3 --set model.intermediate_size=34",
+        ("parallelism.state=zero3", "encoder/layers/output/kernel", "34", "4 devices"),
     ),
 ]
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from small_run import write_text
 
-from bert_jax import cli, predict, resolve
+from bert_jax import cli, config, predict
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer
 from bert_jax.training import mesh as mesh_lib
@@ -127,9 +127,9 @@ def test_config_prints_what_the_run_was(run, capsys):
     _, file, workdir = run
     code, out, _ = call(capsys, "config", "--workdir", workdir)
     assert code == 0
-    assert resolve.from_json(out, "out") == resolve.load(str(file))
+    assert config.from_json(out, "out") == config.load(str(file))
     code, out, _ = call(capsys, "config", file, "--set", "seed=4")
-    assert resolve.from_json(out, "out").seed == 4
+    assert config.from_json(out, "out").seed == 4
 
 
 def test_a_resolved_config_is_an_experiment(run, capsys, tmp_path):
@@ -167,10 +167,10 @@ def test_predict_reads_lines_and_pairs(run, capsys, monkeypatch):
 def test_predictions_do_not_depend_on_padding(run):
     """A text of 20 pieces is padded to 32; the same text before more padding says the same."""
     _, _, workdir = run
-    experiment = resolve.load(str(workdir / "experiment.json"))
+    experiment = config.load(str(workdir / "experiment.json"))
     place = Workdir(workdir, experiment.run.corpus_dir)
     prepared = Prepared.open(place.corpus)
-    mesh = mesh_lib.make_mesh(experiment.mesh)
+    mesh = mesh_lib.make_mesh(experiment.parallelism)
     params, step = predict.load_params(experiment, place, prepared, mesh)
     assert step == 22
     asked = predictor.Predictor(experiment.model, prepared.tokenizer)

@@ -14,8 +14,8 @@ from broken import Case, call, refuses, remove, tree, write
 from etils import epath
 
 from bert_jax import embed
-from bert_jax.config import InputError
 from bert_jax.conformance import golden
+from bert_jax.errors import InputError
 from bert_jax.interop import importing
 from bert_jax.predict import Trained
 

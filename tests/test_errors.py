@@ -11,7 +11,8 @@ import sys
 import pytest
 from broken import call, tree
 
-from bert_jax import cli, resolve
+from bert_jax import cli, config, errors
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import lock
 
 
@@ -20,7 +21,7 @@ def bug(*_):
 
 
 def test_an_error_of_ours_is_one_line_and_exit_1(copy_of_run, monkeypatch):
-    monkeypatch.setattr(resolve, "load", bug)
+    monkeypatch.setattr(config, "load", bug)
     code, err = call("config small.py")
     assert code == 1
     assert err == (
@@ -31,9 +32,9 @@ def test_an_error_of_ours_is_one_line_and_exit_1(copy_of_run, monkeypatch):
 
 @pytest.mark.parametrize("command", ["--debug config small.py", "config small.py --debug"])
 def test_debug_before_or_after_the_command_shows_tracebacks(command, copy_of_run, monkeypatch):
-    with pytest.raises(resolve.InputError):
+    with pytest.raises(InputError):
         call(f"{command} --set seed=x")
-    monkeypatch.setattr(resolve, "load", bug)
+    monkeypatch.setattr(config, "load", bug)
     with pytest.raises(RuntimeError):
         call(command)
 
@@ -134,3 +135,12 @@ def test_a_model_that_does_not_fit_into_memory_is_named(copy_of_run):
     assert (code, err.count("\n")) == (2, 1), err
     assert "memory" in err and "batch_size" in err
     assert tree(copy_of_run) == before
+
+
+@pytest.mark.parametrize(
+    "parse", [lambda: {}["a"], lambda: [][0], lambda: int("x"), lambda: None.x]
+)
+def test_a_damaged_file_of_ours_is_one_line(parse):
+    one_line = pytest.raises(InputError, match=r"^W/plans\.json: damaged \(.*\); remove it$")
+    with one_line, errors.reading("W/plans.json", "remove it"):
+        parse()

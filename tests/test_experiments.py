@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import samples
 
-from bert_jax import resolve
+from bert_jax import config
 from bert_jax.data import batches
 from bert_jax.training import feed, sharding, step
 from bert_jax.training import mesh as mesh_lib
@@ -22,12 +22,12 @@ PODS = ("bert_base_pod", "bert_large_pod")
 
 def describe(experiment) -> str:
     """The resolved config, and every parameter with its shape, type and place."""
-    lines = [f"{path} = {value!r}" for path, value in resolve.flatten(experiment)]
+    lines = [f"{path} = {value!r}" for path, value in config.flatten(experiment)]
     shapes = jax.eval_shape(
         lambda: step.init_state(Pretraining(experiment.model), experiment.optimizer, 0)["params"]
     )
-    mesh = mesh_lib.make_mesh(experiment.mesh, jax.devices()[:1])
-    cuts = sharding.cuts(shapes, experiment.mesh, mesh)
+    mesh = mesh_lib.make_mesh(experiment.parallelism, jax.devices()[:1])
+    cuts = sharding.cuts(shapes, experiment.parallelism, mesh)
     lines += ["", "parameters"]
     total = 0
     for path, leaf in jax.tree.leaves_with_path(shapes):
@@ -42,7 +42,7 @@ def describe(experiment) -> str:
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
 def test_resolved_experiment_is_as_reviewed(file):
     """After a change that is meant: write describe() to the golden file and read the diff."""
-    experiment = resolve.load(str(file))
+    experiment = config.load(str(file))
     assert experiment.name == file.stem
     assert describe(experiment) == (GOLDEN / f"{file.stem}.txt").read_text()
 
@@ -55,7 +55,7 @@ def test_resolved_experiment_is_as_reviewed(file):
     ],
 )
 def test_the_paper_s_experiments_run_two_shrunk_steps(name):
-    experiment = resolve.load(str(EXPERIMENTS[0].with_name(f"{name}.py")))
+    experiment = config.load(str(EXPERIMENTS[0].with_name(f"{name}.py")))
     settings = [
         "model.vocab_size=100",
         "model.hidden_size=16",
@@ -69,8 +69,8 @@ def test_the_paper_s_experiments_run_two_shrunk_steps(name):
         "phases.1.sequence_length=32",
         "phases.1.max_predictions_per_seq=5",
     ]
-    experiment = resolve.override(experiment, settings)
-    mesh = mesh_lib.make_mesh(experiment.mesh)
+    experiment = config.override(experiment, settings)
+    mesh = mesh_lib.make_mesh(experiment.parallelism)
     require_runnable(experiment, mesh)
     state = step.init_state(Pretraining(experiment.model), experiment.optimizer, experiment.seed)
     for number, phase in enumerate(experiment.phases):
@@ -81,8 +81,8 @@ def test_the_paper_s_experiments_run_two_shrunk_steps(name):
         train_step = step.make_train_step(
             Pretraining(experiment.model),
             experiment.optimizer,
-            experiment.mesh,
-            experiment.mesh.accumulation_of(number),
+            experiment.parallelism,
+            experiment.parallelism.accumulation_of(number),
             experiment.total_steps,
             mesh,
         )

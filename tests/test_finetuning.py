@@ -2,8 +2,8 @@
 
 import pytest
 
-from bert_jax.config import InputError, Task
-from bert_jax.finetuning import SOURCES
+from bert_jax.config import SOURCES, Task
+from bert_jax.errors import InputError
 
 SHAPES = {
     "classify": {},
@@ -26,7 +26,7 @@ FORMS = {
 def task(shape="classify", source=None, **settings):
     source = source or FORMS[SOURCES[shape][0]]
     fields = {"train": (source,), "validation": (source,)} | SHAPES[shape] | settings
-    return Task(shape=shape, **fields)
+    return Task(kind=shape, **fields)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -35,7 +35,7 @@ def test_a_shape_is_read_from_the_sources_that_can_hold_it(shape, word):
     if word in SOURCES[shape]:
         assert task(shape, FORMS[word]).train == (FORMS[word],)
     else:
-        with pytest.raises(InputError, match=rf"task\.train: '{word}:x': task.shape={shape} reads"):
+        with pytest.raises(InputError, match=rf"task\.train: '{word}:x': task.kind={shape} reads"):
             task(shape, FORMS[word])
 
 
@@ -70,7 +70,7 @@ def test_columns_without_names_are_numbers():
 @pytest.mark.parametrize(
     ("shape", "settings", "words"),
     [
-        ("pair", {"second_column": ""}, "task.second_column='': task.shape=pair has two texts"),
+        ("pair", {"second_column": ""}, "task.second_column='': task.kind=pair has two texts"),
         ("regress", {"second_column": ""}, "task.second_column=''"),
         ("classify", {"second_column": "b"}, "task.second_column='b'"),
         ("choice", {"choice_columns": ("b",)}, "task.choice_columns=('b',)"),
@@ -83,8 +83,8 @@ def test_columns_without_names_are_numbers():
         ("classify", {"labels": ("a", "b ")}, "blanks around"),
         ("classify", {"labels": ("a", "")}, "one is empty"),
         ("choice", {"labels": ("A", "B", "C")}, "each of the 2 choices"),
-        ("regress", {"labels": ("a", "b")}, "task.shape=regress has none"),
-        ("span", {"labels": ("a", "b")}, "task.shape=span has none"),
+        ("regress", {"labels": ("a", "b")}, "task.kind=regress has none"),
+        ("span", {"labels": ("a", "b")}, "task.kind=span has none"),
         ("tag", {"score": "f1"}, "task.score='f1'"),
         ("classify", {"train": ()}, "task.train=()"),
         ("classify", {"validation": ()}, "task.validation=()"),

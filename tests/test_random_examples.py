@@ -6,7 +6,8 @@ from damage import REFUSED, TRIED, changed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax.config import InputError, Task
+from bert_jax.config import Task
+from bert_jax.errors import InputError
 from bert_jax.tasks import records
 
 pieces = st.sampled_from(
@@ -40,7 +41,7 @@ def read(path, content, word, shape, **columns):
     TRIED[f"examples: {word}"] += 1
     path.write_bytes(content)
     sources = (f"{word}:{path}",)
-    task = Task(shape=shape, train=sources, validation=sources, **columns)
+    task = Task(kind=shape, train=sources, validation=sources, **columns)
     try:
         found = records.read(task, sources, "labelled")
     except InputError as error:

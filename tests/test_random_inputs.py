@@ -9,9 +9,9 @@ from damage import TRIED, damage, scalars
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax import resolve
+from bert_jax import config
 
-FIELDS = [path for path, _ in resolve.flatten(resolve.load("experiments/tiny.py"))]
+FIELDS = [path for path, _ in config.flatten(config.load("experiments/tiny.py"))]
 
 # A field as it is called, or with a letter wrong, and what it is set to.
 near_settings = st.tuples(

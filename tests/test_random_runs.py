@@ -13,14 +13,15 @@ from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax import resolve
-from bert_jax.config import InputError, Mesh
+from bert_jax import config
+from bert_jax.config import Parallelism
 from bert_jax.doctor.run import examine_lines
+from bert_jax.errors import InputError
 from bert_jax.plan import document
 from bert_jax.report import figures, page
 from bert_jax.report.records import Record
 from bert_jax.storage import workdir
-from bert_jax.storage.workdir import sealed
+from bert_jax.storage.workdir import load_experiment, sealed
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
@@ -99,7 +100,7 @@ def test_a_report_tells_what_the_files_say_or_refuses_them(run, name, data):
     elif name == "plan.json":
         assert {key: record.plan.get(key) for key in PLAN} == PLAN
     elif name == "experiment.json":
-        assert record.experiment == resolve.from_json(content.decode(), name)
+        assert record.experiment == config.from_json(content.decode(), name)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
@@ -116,9 +117,9 @@ def test_whatever_lines_are_read_can_be_drawn(run, name, data):
 @pytest.fixture(scope="module")
 def checkpoints(run):
     """What the run keeps, the shape of its state, and its checkpoints by step."""
-    experiment = resolve.load_saved(workdir.Workdir("run"))
+    experiment = load_experiment(workdir.Workdir("run"))
     one = mesh_lib.one_device()
-    whole = abstract_state(Pretraining(experiment.model), experiment.optimizer, Mesh(), one)
+    whole = abstract_state(Pretraining(experiment.model), experiment.optimizer, Parallelism(), one)
     with Checkpoints(epath.Path("run/checkpoints"), experiment.run, "read") as saved:
         return experiment, whole, {step: saved.restore(step, whole) for step in saved.steps}
 

@@ -16,8 +16,8 @@ import small_run
 from broken import call, tree
 from etils import epath
 
-from bert_jax.config import InputError
 from bert_jax.data import files
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import lock, sealed
 from bert_jax.training import metrics
 

@@ -9,7 +9,7 @@ from etils import epath
 from pyarrow import parquet
 
 from bert_jax import vectors
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 
 WIDTH = 3
 # Texts of one, no and two pieces, then of one.

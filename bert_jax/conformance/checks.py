@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 
-from bert_jax.config import Mesh
+from bert_jax.config import Parallelism
 from bert_jax.conformance import (
     data_rules,
     loss_rules,
@@ -25,7 +25,7 @@ def check() -> Iterator[Rule]:
     Raises:
       InputError: JAX_PLATFORMS asks for a device that cannot be used.
     """
-    mesh_lib.make_mesh(Mesh())  # refuses by name a device that is not there
+    mesh_lib.make_mesh(Parallelism())  # refuses by name a device that is not there
     # Rules are about formulas: no device may round float32 in products.
     with jax.default_matmul_precision("highest"):
         for part in PARTS:

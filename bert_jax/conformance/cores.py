@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from bert_jax.config import Mesh, Model, Optimizer
+from bert_jax.config import Model, Optimizer, Parallelism
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.training import step
@@ -58,7 +58,7 @@ def summed_gradient(clip_norm: float) -> heads.Params:
     """The gradient that a training step over all cores gives to its optimizer."""
     cfg = dataclasses.replace(_OPTIMIZER, clip_norm=clip_norm)
     mesh = jax.make_mesh((1,), ("data_0",), (AxisType.Auto,), devices=jax.devices()[:1])
-    train_step = step.make_train_step(Pretraining(MODEL), cfg, Mesh(), 1, 1_000_000, mesh)
+    train_step = step.make_train_step(Pretraining(MODEL), cfg, Parallelism(), 1, 1_000_000, mesh)
     state = step.init_state(Pretraining(MODEL), cfg, 0)
     key = step.phase_key(MODEL, 0, 0)
     new, _ = train_step(state, step.empty_window(Pretraining(MODEL)), batch(), key)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from bert_jax import resolve
+from bert_jax import config
 from bert_jax.config import Experiment
 
 
@@ -81,7 +81,7 @@ def find(experiment: Experiment) -> list[Deviation]:
 
 
 def _setting(experiment: Experiment, path: str) -> str:
-    return f"{path}={dict(resolve.flatten(experiment))[path]!r}"
+    return f"{path}={dict(config.flatten(experiment))[path]!r}"
 
 
 def _shape(experiment: Experiment) -> Iterator[Deviation]:
@@ -104,7 +104,7 @@ def _shape_of(experiment: Experiment) -> tuple[int, int, int, int]:
 
 
 def _fields(experiment: Experiment) -> Iterator[Deviation]:
-    values = dict(resolve.flatten(experiment))
+    values = dict(config.flatten(experiment))
     for path, (paper, why) in _FIELDS.items():
         if values[path] != paper:
             yield Deviation(_setting(experiment, path), why)

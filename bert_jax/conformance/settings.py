@@ -3,7 +3,7 @@
 import dataclasses
 
 from bert_jax.config import Data
-from bert_jax.section import Section
+from bert_jax.config.fields import Section
 
 # [CLS] A [SEP] B [SEP] with a token in each.
 _SHORTEST = 5

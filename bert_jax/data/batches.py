@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config import Data, InputError
+from bert_jax.config import Data
 from bert_jax.data import draws, masking, pairs
 from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
+from bert_jax.errors import InputError
 from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]

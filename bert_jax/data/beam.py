@@ -16,8 +16,8 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax.config import InputError
 from bert_jax.data import parts
+from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.storage.retry import again
 

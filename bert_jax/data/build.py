@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from bert_jax.config import Corpus, InputError
+from bert_jax.config import Corpus
 from bert_jax.data import beam, dataset, parts, stream, workers
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.progress import Progress
 from bert_jax.data.survey import Survey
+from bert_jax.errors import InputError
 from bert_jax.text import documents, tokenizer, vocabulary, words
 
 Say = Callable[[str], None]

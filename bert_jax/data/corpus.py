@@ -24,9 +24,10 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax.config import Corpus, InputError
+from bert_jax.config import Corpus
 from bert_jax.data import build, dataset, files, stream
 from bert_jax.data.dataset import SPLITS
+from bert_jax.errors import InputError
 from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import (
     COMPLETE,

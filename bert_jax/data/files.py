@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 
 # {path in the corpus folder: [bytes, SHA-256]}
 Files = dict[str, list[Any]]

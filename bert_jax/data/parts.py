@@ -27,9 +27,10 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
-from bert_jax.config import Corpus, InputError
+from bert_jax.config import Corpus
 from bert_jax.data import dataset
 from bert_jax.data.survey import text_hash
+from bert_jax.errors import InputError
 from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import named_errors
 from bert_jax.text import documents, sentences, tokenizer, words

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import made, mark_complete, named_errors, read_json, write_atomic
 from bert_jax.text import tfds_files
 

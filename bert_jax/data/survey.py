@@ -9,7 +9,8 @@ import hashlib
 
 import numpy as np
 
-from bert_jax.config import Corpus, InputError
+from bert_jax.config import Corpus
+from bert_jax.errors import InputError
 
 # Fewer held-out documents say little: their pairs share one topic and one writer.
 LEAST_VALIDATION_DOCUMENTS = 8

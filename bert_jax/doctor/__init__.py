@@ -9,11 +9,11 @@ import glob
 import os
 from collections.abc import Sequence
 
-from bert_jax import resolve
-from bert_jax.config import Corpus, InputError
+from bert_jax import config
+from bert_jax.config import Corpus
 from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import Finding
-from bert_jax.errors import printable
+from bert_jax.errors import InputError, printable
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE
 from bert_jax.text import documents
@@ -39,7 +39,7 @@ def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
 
 def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
     if os.path.isfile(path) and path.endswith((".py", ".json")):
-        return text.examine(resolve.override(resolve.load(path), settings).corpus)
+        return text.examine(config.override(config.load(path), settings).corpus)
     if settings:
         raise InputError(f"--set {settings[0]}: {path} is no experiment, so nothing can be set")
     workdir = mirror.opened(path)

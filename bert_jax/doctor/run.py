@@ -3,12 +3,11 @@
 import math
 from typing import Any
 
-from bert_jax import resolve
 from bert_jax.config import Experiment
 from bert_jax.doctor import corpus, curves
 from bert_jax.doctor.finding import Finding, severity, share
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import COMPLETE, Workdir
+from bert_jax.storage.workdir import COMPLETE, Workdir, load_experiment
 from bert_jax.training import divergence, metrics
 from bert_jax.training.checkpoint import Checkpoints
 
@@ -32,7 +31,7 @@ def examine(workdir: Workdir) -> list[Finding]:
     Raises:
       InputError: no run here, or damaged files.
     """
-    experiment = resolve.load_saved(workdir)
+    experiment = load_experiment(workdir)
     workdir = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote)
     found = _damaged_lines(experiment, workdir) + examine_lines(experiment, workdir)
     if mirror.exists(workdir.corpus / COMPLETE):

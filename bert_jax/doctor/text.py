@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from bert_jax.config import Corpus, InputError
+from bert_jax.config import Corpus
 from bert_jax.data.survey import LEAST_VALIDATION_DOCUMENTS
 from bert_jax.doctor import encodings, shape
 from bert_jax.doctor.characters import Characters
 from bert_jax.doctor.finding import Finding, example, severity, share
 from bert_jax.doctor.lines import Lines
 from bert_jax.doctor.repeats import Repeats
-from bert_jax.errors import printable
+from bert_jax.errors import InputError, printable
 from bert_jax.text import documents, sentences
 from bert_jax.text.documents import Document
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import bert_jax
-from bert_jax import resolve
+from bert_jax import config
 from bert_jax.errors import printable
 from bert_jax.interop.names import PARTS
 from bert_jax.predict import Trained
@@ -139,7 +139,7 @@ def _recipe(trained: Trained) -> Iterator[str]:
     yield "## Recipe"
     yield ""
     yield f"- step: {trained.step} of {trained.experiment.total_steps}"
-    for path, value in resolve.flatten(trained.experiment, "identity"):
+    for path, value in config.flatten(trained.experiment, "identity"):
         if path in _PATHS:
             # A card is made public, and where its author's files lie is nobody's concern.
             values = value if isinstance(value, tuple) else (value,)
@@ -150,5 +150,5 @@ def _recipe(trained: Trained) -> Iterator[str]:
 
 
 def _fields(section: Any) -> Iterator[str]:
-    for path, value in resolve.flatten(section):
+    for path, value in config.flatten(section):
         yield f"- {path}: {code(str(value))}"

@@ -9,7 +9,8 @@ from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax.base import Base
-from bert_jax.config import InputError, Model
+from bert_jax.config import Model
+from bert_jax.errors import InputError
 from bert_jax.interop import names
 from bert_jax.interop.names import Naming
 from bert_jax.model import heads

@@ -8,8 +8,7 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax import weights
 from bert_jax.base import Base
-from bert_jax.config import InputError
-from bert_jax.errors import printable
+from bert_jax.errors import InputError, printable
 from bert_jax.interop import fitting, names, settings, surgery, tf1, vocabularies
 from bert_jax.interop.fitting import Say
 from bert_jax.predict import Trained

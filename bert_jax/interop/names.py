@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bert_jax.config import InputError, Model
+from bert_jax.config import Model
+from bert_jax.errors import InputError
 from bert_jax.model.encoder import padded_vocab_size
 
 Part = Literal["encoder", "pooler", "masked_lm", "next_sentence"]

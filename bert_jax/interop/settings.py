@@ -7,8 +7,9 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax import resolve
-from bert_jax.config import InputError, Model
+from bert_jax import config
+from bert_jax.config import Model
+from bert_jax.errors import InputError
 from bert_jax.interop.names import PARTS
 
 # Under the same name in both.
@@ -94,7 +95,7 @@ def _model(path: epath.Path, fields: dict[str, Any]) -> Model:
             f"{path}: hidden_act={act!r}: only {', '.join(_ACTIVATIONS)} are supported"
         )
     ours = {name: fields[name] for name in _SAME if name in fields}
-    return resolve.section(Model, ours | {"hidden_act": _ACTIVATIONS[act]}, str(path))
+    return config.section(Model, ours | {"hidden_act": _ACTIVATIONS[act]}, str(path))
 
 
 def write(cfg: Model, architecture: str, dtype: str, pad_id: int) -> str:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from bert_jax.base import Base, Moments
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 

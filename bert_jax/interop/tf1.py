@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.base import Base, Moments
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.interop import fitting, names, settings, tf1_files, tf1_names, vocabularies
 from bert_jax.interop.fitting import Say
 from bert_jax.predict import Trained

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 
 
 def read(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.interop.settings import read_object
 from bert_jax.storage.workdir import named_errors
 from bert_jax.text import tokenizer as tokenizer_lib

@@ -42,7 +42,7 @@ def whole_batch_arrays(
     if shards == 1 or rows in others:
         return None
     wholes = {rows} | (
-        {rows // experiment.mesh.accumulation_of(number)} - others - {rows // shards}
+        {rows // experiment.parallelism.accumulation_of(number)} - others - {rows // shards}
     )
     found = {}
     for computation in module.computations.values():

@@ -26,8 +26,9 @@ from typing import Any, Literal
 
 from etils import epath
 
-from bert_jax import resolve, system
-from bert_jax.config import Experiment, InputError
+from bert_jax import config, system
+from bert_jax.config import Experiment
+from bert_jax.errors import InputError
 from bert_jax.plan.program import Collective, Kernel, Program
 from bert_jax.plan.topology import Topology
 from bert_jax.plan.variants import variant_of
@@ -204,7 +205,7 @@ class _Compiler:
             pathlib.Path(asked).write_text(
                 json.dumps(
                     {
-                        "experiment": json.loads(resolve.to_json(job.experiment)),
+                        "experiment": json.loads(config.to_json(job.experiment)),
                         "phase": job.phase,
                         "topology": job.topology.name,
                     }
@@ -251,11 +252,11 @@ class _Compiler:
 def key(job: Job) -> str:
     """A hash of all that the outcome of a job depends on, this code included."""
     experiment = job.experiment
-    parts_of_step = experiment.mesh.accumulation_of(job.phase)
-    mesh = dataclasses.replace(experiment.mesh, accumulation=(parts_of_step,))
+    parts_of_step = experiment.parallelism.accumulation_of(job.phase)
+    mesh = dataclasses.replace(experiment.parallelism, accumulation=(parts_of_step,))
     sections = (experiment.model, experiment.optimizer, mesh, experiment.phases[job.phase])
     parts = [
-        *(resolve.flatten(section) for section in sections),
+        *(config.flatten(section) for section in sections),
         experiment.total_steps,
         job.topology.name,
         versions(),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bert_jax import resolve
+from bert_jax import config
 from bert_jax.config import Experiment
 from bert_jax.model import flops
 from bert_jax.plan import compile as compile_lib
@@ -46,7 +46,7 @@ def document(
 
 def config_sha256(experiment: Experiment) -> str:
     """Of all that a plan follows from: the resolved experiment but for its `run`."""
-    fields = json.loads(resolve.to_json(experiment))
+    fields = json.loads(config.to_json(experiment))
     del fields["run"]
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from bert_jax.config import Experiment, InputError
+from bert_jax.config import Experiment
+from bert_jax.errors import InputError
 from bert_jax.plan.compile import Job, Outcome, compile_all
 from bert_jax.plan.topology import Topology
 from bert_jax.plan.variants import Variant, shards_of, variant_of, vary
@@ -37,8 +38,8 @@ def _changes(now: Variant, rows: int) -> Iterator[Variant]:
     """Variants that differ in one setting and keep less on a device."""
     for remat in REMATS[REMATS.index(now.remat) + 1 :]:
         yield now._replace(remat=remat)
-    for parallelism in PARALLELISMS[PARALLELISMS.index(now.parallelism) + 1 :]:
-        yield now._replace(parallelism=parallelism)
+    for parallelism in PARALLELISMS[PARALLELISMS.index(now.state) + 1 :]:
+        yield now._replace(state=parallelism)
     parts = 2 * now.accumulation
     while parts <= rows and rows % parts == 0:
         yield now._replace(accumulation=parts)
@@ -56,7 +57,7 @@ def _fitting(
     for variant, outcome in compile_variants(experiment, phase, topology, variants, say):
         if outcome.kind == "compiled":
             # As --set takes it: one number would be for all phases.
-            parts = vary(experiment, phase, variant).mesh.accumulation
+            parts = vary(experiment, phase, variant).parallelism.accumulation
             said = variant._asdict() | {"accumulation": ",".join(map(str, parts))}
             changed = ", ".join(
                 f"mesh.{name}={said[name]}"

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bert_jax.config import Experiment, InputError
+from bert_jax.config import Experiment
+from bert_jax.errors import InputError
 from bert_jax.plan import document, estimate
 from bert_jax.plan.compile import Job, Outcome, compile_all
 from bert_jax.plan.topology import Topology

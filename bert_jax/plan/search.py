@@ -50,20 +50,20 @@ _STATE_BYTES = 12  # a parameter and its two moments
 class Recipe(NamedTuple):
     """How all phases are laid: the state's and the backward pass's layout is one for them all."""
 
-    parallelism: str
+    state: str
     remat: str
     accumulation: tuple[int, ...]
 
     def variant(self, phase: int) -> Variant:
         """How this phase is laid."""
-        return Variant(self.parallelism, self.remat, self.accumulation[phase])
+        return Variant(self.state, self.remat, self.accumulation[phase])
 
     def settings(self) -> list[str]:
         """As `--set` takes them."""
         return [
-            f"mesh.parallelism={self.parallelism}",
-            f"mesh.remat={self.remat}",
-            f"mesh.accumulation={','.join(map(str, self.accumulation))}",
+            f"parallelism.state={self.state}",
+            f"parallelism.remat={self.remat}",
+            f"parallelism.accumulation={','.join(map(str, self.accumulation))}",
         ]
 
 
@@ -155,7 +155,7 @@ class _Search:
         """Micro-batches: powers of two that divide the rows, and the experiment's own number."""
         shards = shards_of(self.experiment, self.topology)
         rows = self.experiment.phases[number].batch_size // shards
-        found, parts = {self.experiment.mesh.accumulation_of(number)}, 1
+        found, parts = {self.experiment.parallelism.accumulation_of(number)}, 1
         while rows % parts == 0 and (parts == 1 or self._tokens(number, parts) >= _LEAST_TOKENS):
             found.add(parts)
             parts *= 2
@@ -180,14 +180,14 @@ class _Search:
 
     def _unlikeliness(self, recipe: Recipe) -> float:
         """The higher, the less it is expected to win."""
-        ranks = _LIKELY_PARALLELISMS.index(recipe.parallelism) + _LIKELY_REMATS.index(recipe.remat)
+        ranks = _LIKELY_PARALLELISMS.index(recipe.state) + _LIKELY_REMATS.index(recipe.remat)
         return ranks + sum(
             abs(math.log2(max(self._tokens(n, recipe.accumulation[n]), 1) / _GOOD_TOKENS))
             for n in self.numbers
         )
 
     def _neighbours(self, recipe: Recipe) -> set[Recipe]:
-        found = {recipe._replace(parallelism=word) for word in PARALLELISMS}
+        found = {recipe._replace(state=word) for word in PARALLELISMS}
         found |= {recipe._replace(remat=word) for word in REMATS}
         for number, parts in enumerate(self.parts):
             at = parts.index(recipe.accumulation[number])
@@ -218,9 +218,9 @@ class _Search:
 
     def _thrift(self, recipe: Recipe) -> tuple[int, int, int]:
         return (
-            PARALLELISMS.index(recipe.parallelism) + REMATS.index(recipe.remat),
+            PARALLELISMS.index(recipe.state) + REMATS.index(recipe.remat),
             math.prod(recipe.accumulation),
-            PARALLELISMS.index(recipe.parallelism),
+            PARALLELISMS.index(recipe.state),
         )
 
     # --- trying it ---
@@ -354,7 +354,7 @@ def _peak(outcomes: Iterable[Outcome]) -> int:
 
 def _compiled_first(experiment: Experiment) -> Experiment:
     """With few layers, if that makes a difference to the compiler."""
-    if experiment.mesh.layer_loop == "scan" or experiment.model.num_hidden_layers <= SHORT:
+    if experiment.parallelism.layer_loop == "scan" or experiment.model.num_hidden_layers <= SHORT:
         return experiment
     model = dataclasses.replace(experiment.model, num_hidden_layers=SHORT)
     return dataclasses.replace(experiment, model=model)
@@ -376,9 +376,9 @@ def least_bytes(model: Model, variant: Variant, devices: int, tokens: int) -> fl
     parameters = layers * (4 * width * width + 2 * width * inner) + model.vocab_size * width
     element = _WIDTHS[model.compute_dtype]
     state = _STATE_BYTES * parameters
-    if variant.parallelism != "replicated":
+    if variant.state != "replicated":
         state /= devices
-    if variant.parallelism == "zero1":
+    if variant.state == "zero1":
         state += element * parameters
     kept = width if variant.remat == "full" else width + inner
     return state + element * layers * tokens * kept

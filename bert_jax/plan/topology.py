@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from bert_jax import hardware
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,20 +8,20 @@ from bert_jax.plan.topology import Topology
 
 
 class Variant(NamedTuple):
-    """How one phase is laid over devices: values of the fields of `mesh`."""
+    """How one phase is laid over devices: values of the fields of `parallelism`."""
 
-    parallelism: str
+    state: str
     remat: str
     accumulation: int
 
     def __str__(self) -> str:
-        return f"{self.parallelism}, remat {self.remat}, accumulation {self.accumulation}"
+        return f"{self.state}, remat {self.remat}, accumulation {self.accumulation}"
 
 
 def variant_of(experiment: Experiment, phase: int) -> Variant:
     """How the experiment lays this phase."""
-    mesh = experiment.mesh
-    return Variant(mesh.parallelism, mesh.remat, mesh.accumulation_of(phase))
+    laid = experiment.parallelism
+    return Variant(laid.state, laid.remat, laid.accumulation_of(phase))
 
 
 def vary(experiment: Experiment, phase: int, variant: Variant) -> Experiment:
@@ -30,17 +30,17 @@ def vary(experiment: Experiment, phase: int, variant: Variant) -> Experiment:
     Raises:
       InputError: the experiment's other settings forbid it.
     """
-    parts = [experiment.mesh.accumulation_of(n) for n in range(len(experiment.phases))]
+    parts = [experiment.parallelism.accumulation_of(n) for n in range(len(experiment.phases))]
     parts[phase] = variant.accumulation
-    mesh = dataclasses.replace(
-        experiment.mesh,
-        parallelism=variant.parallelism,
+    parallelism = dataclasses.replace(
+        experiment.parallelism,
+        state=variant.state,
         remat=variant.remat,
         accumulation=tuple(parts),
     )
-    return dataclasses.replace(experiment, mesh=mesh)
+    return dataclasses.replace(experiment, parallelism=parallelism)
 
 
 def shards_of(experiment: Experiment, topology: Topology) -> int:
     """Into how many parts the batch is cut: devices that share rows count once."""
-    return max(topology.devices // experiment.mesh.tensor, 1)
+    return max(topology.devices // experiment.parallelism.tensor, 1)

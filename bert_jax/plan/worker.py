@@ -17,8 +17,9 @@ import numpy as np
 from etils import epath
 from jax.experimental import topologies
 
-from bert_jax import resolve, system
-from bert_jax.config import Experiment, InputError, Phase
+from bert_jax import config, system
+from bert_jax.config import Experiment, Phase
+from bert_jax.errors import InputError
 from bert_jax.plan import checks, hlo, program, topology
 from bert_jax.storage.workdir import write_atomic
 from bert_jax.training import mesh as mesh_lib
@@ -39,7 +40,7 @@ def main(job_file: str, outcome_file: str) -> None:
     """Reads a job, compiles it and writes what came of it; dies with the process that asked."""
     system.die_with_parent()
     job = json.loads(epath.Path(job_file).read_text())
-    experiment = resolve.from_json(json.dumps(job["experiment"]), job_file)
+    experiment = config.from_json(json.dumps(job["experiment"]), job_file)
     asked = topology.parse(job["topology"])
     described = topologies.get_topology_desc(
         platform="tpu", topology_name=asked.name, **asked.compiler_options
@@ -62,10 +63,10 @@ def compile_step(
       InputError: the experiment cannot be laid over so many devices.
       jax.errors.JaxRuntimeError: the compiler refuses.
     """
-    mesh = mesh_lib.make_mesh(experiment.mesh, devices)
+    mesh = mesh_lib.make_mesh(experiment.parallelism, devices)
     require_runnable(experiment, mesh)
     objective = Pretraining(experiment.model)
-    state = step.abstract_state(objective, experiment.optimizer, experiment.mesh, mesh)
+    state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     compiled = lower_step(experiment, number, mesh, state).compile()
     memory = compiled.memory_analysis()
     peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
@@ -106,8 +107,8 @@ def lower_step(
     train_step = step.make_train_step(
         objective,
         experiment.optimizer,
-        experiment.mesh,
-        experiment.mesh.accumulation_of(number),
+        experiment.parallelism,
+        experiment.parallelism.accumulation_of(number),
         experiment.total_steps,
         mesh,
         compiler_options,

@@ -2,7 +2,7 @@
 
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.report.records import Line, Record
 from bert_jax.storage.workdir import named_errors
 

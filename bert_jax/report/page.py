@@ -13,11 +13,10 @@ from typing import Any
 import jinja2
 import markupsafe
 
-from bert_jax import resolve
-from bert_jax.config import InputError
+from bert_jax import config
 from bert_jax.doctor import run
 from bert_jax.doctor.finding import Finding
-from bert_jax.errors import printable
+from bert_jax.errors import InputError, printable
 from bert_jax.report import figures, times
 from bert_jax.report.records import Record
 from bert_jax.report.statistics import Statistics
@@ -113,7 +112,7 @@ def _detail(record: Record, price: float | None) -> dict[str, Any]:
         "phases": record.experiment.phases,
         "plan": _plan(record.plan) if record.plan.get("slices") else None,
         "origin": record.origin,
-        "config": [(path, _text(value)) for path, value in resolve.flatten(record.experiment)],
+        "config": [(path, _text(value)) for path, value in config.flatten(record.experiment)],
         "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
     }
 
@@ -148,13 +147,13 @@ def _findings(record: Record) -> list[Finding]:
 
 @functools.lru_cache(maxsize=4)
 def _opened(folder: os.PathLike, config: str) -> Statistics:
-    return Statistics.of(resolve.from_json(config, "the run"), Prepared.open(folder))
+    return Statistics.of(config.from_json(config, "the run"), Prepared.open(folder))
 
 
 def _statistics(record: Record) -> tuple[Statistics | None, str]:
     """Of the corpus, made once a process; or why there are none."""
     try:
-        return _opened(record.workdir.corpus, resolve.to_json(record.experiment)), ""
+        return _opened(record.workdir.corpus, config.to_json(record.experiment)), ""
     except InputError as error:
         return None, str(error)
 
@@ -178,7 +177,7 @@ def _predictions(record: Record) -> list[dict[str, Any]]:
 
 def _differing(records: list[Record]) -> list[tuple[str, list[str]]]:
     """Fields that are not the same in all experiments, with each one's value."""
-    tables = [dict(resolve.flatten(record.experiment)) for record in records]
+    tables = [dict(config.flatten(record.experiment)) for record in records]
     paths = dict.fromkeys(path for table in tables for path in table)
     rows = [(path, [_text(table.get(path, "absent")) for table in tables]) for path in paths]
     return [row for row in rows if len(set(row[1])) > 1]

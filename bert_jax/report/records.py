@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from etils import epath
 
-from bert_jax import resolve
-from bert_jax.config import Experiment, InputError
-from bert_jax.errors import printable
+from bert_jax import config
+from bert_jax.config import Experiment
+from bert_jax.errors import InputError, printable
 from bert_jax.plan import document
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, is_sealed, read_json
+from bert_jax.storage.workdir import Workdir, is_sealed, load_experiment, read_json
 from bert_jax.training.metrics import Lines
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
@@ -34,7 +34,7 @@ class Record:
       label: how it is called on the page.
       workdir: where it lives.
       experiment: its claim.
-      origin: where the claim comes from (resolve.load_with_origin); empty if it was not noted.
+      origin: where the claim comes from (config.load_with_origin); empty if it was not noted.
       state: how it stands.
       train: training lines of metrics.jsonl.
       evaluation: evaluation lines.
@@ -64,7 +64,7 @@ class Record:
           InputError: no run here, or a damaged file.
         """
         found = mirror.opened(root)
-        experiment = resolve.load_saved(found)
+        experiment = load_experiment(found)
         workdir = Workdir(found.root, experiment.run.corpus_dir, found.remote)
         going_on = mirror.is_going_on(workdir)  # before its lines: a run may end meanwhile
         lines = Lines(workdir.metrics).read()
@@ -122,8 +122,8 @@ class Record:
 
 
 def _origin(path: epath.Path) -> dict[str, Any]:
-    """What resolve.load_with_origin gave."""
-    found = read_json(path, resolve.FORMAT_VERSION, restore=_WRITTEN_ANEW)
+    """What config.load_with_origin gave."""
+    found = read_json(path, config.FORMAT_VERSION, restore=_WRITTEN_ANEW)
     texts = [found.get(name) for name in ("experiment", "parent")]
     for name in ("settings", "differences"):
         values = found.get(name)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.report import page, times
 from bert_jax.report.events import Events
 from bert_jax.report.records import Record

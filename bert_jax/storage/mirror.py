@@ -38,7 +38,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import fsspec
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import (
     RUN_FILES,

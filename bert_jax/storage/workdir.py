@@ -29,13 +29,15 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from etils import epath
 
-from bert_jax.config import InputError
-from bert_jax.errors import DiskFull, Unavailable
+from bert_jax.config import Experiment, Finetuning, Section, files
+from bert_jax.errors import DiskFull, InputError, Unavailable
 from bert_jax.storage import retry
+
+T = TypeVar("T", bound=Section)
 
 COMPLETE = "COMPLETE"
 
@@ -114,6 +116,36 @@ class Workdir:
             for path in self.root.iterdir():
                 if _UNFINISHED.fullmatch(path.name):
                     path.unlink(missing_ok=True)
+
+
+def holds_finetuning(workdir: Workdir) -> bool:
+    """Tells whether a fine-tuned run lies here, not a pre-training, a base or nothing.
+
+    Raises:
+      InputError: what lies here cannot be read.
+    """
+    if not workdir.experiment.exists():
+        return False
+    where = str(workdir.named / workdir.experiment.name)
+    tree = files.parse_object(files.decode(workdir.experiment.read_bytes(), where), where)
+    return files.kind_of(tree) is Finetuning
+
+
+def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
+    """Reads the experiment that a run was started with.
+
+    Raises:
+      InputError: no run here, or one of another kind.
+    """
+    if (workdir.root / "base.json").exists():
+        raise InputError(
+            f"{workdir.named}: a base, which has no held-out text; name an EXPERIMENT, whose "
+            "corpus lies in run.corpus_dir"
+        )
+    if not workdir.experiment.exists():
+        raise InputError(f"{workdir.named}: no run here (no experiment.json)")
+    where = str(workdir.named / workdir.experiment.name)
+    return files.from_json(files.decode(workdir.experiment.read_bytes(), where), where, kind)
 
 
 def require_run(place: epath.PathLike, names: Iterable[str]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bert_jax.config import Adapt, InputError, Mesh
+from bert_jax.config import Adapt, Parallelism
+from bert_jax.errors import InputError
 from bert_jax.training import sharding
 
 Tree = dict[str, Any]
@@ -67,11 +68,11 @@ def whole(adapt: Adapt, learning: Tree, fixed: Tree | None) -> Tree:
     return params
 
 
-def require_layout(adapt: Adapt, layout: Mesh) -> None:
+def require_parallelism(adapt: Adapt, parallelism: Parallelism) -> None:
     """Raises InputError if what learns is cut although it is small."""
-    if adapt.how != "full" and layout.parallelism != "replicated":
+    if adapt.how != "full" and parallelism.state != "replicated":
         raise InputError(
-            f"mesh.parallelism={layout.parallelism}: adapt.how={adapt.how} learns so little that "
+            f"parallelism.state={parallelism.state}: adapt.how={adapt.how} learns so little that "
             "it lies whole on every device; leave this setting out"
         )
 

@@ -9,7 +9,8 @@ import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax.config import Adapt, Finetuning, InputError, Model
+from bert_jax.config import Adapt, Finetuning, Model
+from bert_jax.errors import InputError
 from bert_jax.predict import Trained
 from bert_jax.tasks import shape as shape_lib
 from bert_jax.tasks.objective import TaskObjective
@@ -64,7 +65,7 @@ class Adapted:
         """What is learned of it."""
         return TaskObjective(
             self.model,
-            claim.task.shape,
+            claim.task.kind,
             shape.reads,
             shape.outputs,
             together,

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from bert_jax.config import InputError, Task
+from bert_jax.config import Task
+from bert_jax.errors import InputError
 from bert_jax.tasks import files
 from bert_jax.tasks.examples import Example, Question, Sentence, Tagged
 
@@ -32,7 +33,7 @@ def of_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Example]:
         if not line.strip():
             continue
         number += 1
-        several = task.shape not in ("classify", "tag")
+        several = task.kind not in ("classify", "tag")
         yield _example(task, place, line.split("\t") if several else [line], number)
 
 
@@ -49,18 +50,18 @@ def of_arguments(task: Task, texts: Sequence[str]) -> Iterator[Example]:
 
 def _count(task: Task) -> int:
     """Texts of an example."""
-    return 2 if task.shape == "span" else len(task.text_columns)
+    return 2 if task.kind == "span" else len(task.text_columns)
 
 
 def _example(task: Task, place: str, texts: list[str], number: int) -> Example:
     if len(texts) != _count(task):
         raise InputError(
-            f"{place}: {len(texts)} texts, but task.shape={task.shape} takes {_count(task)}; a "
-            f"line is {_FORMS[task.shape]}, and as arguments each text is one of its own"
+            f"{place}: {len(texts)} texts, but task.kind={task.kind} takes {_count(task)}; a "
+            f"line is {_FORMS[task.kind]}, and as arguments each text is one of its own"
         )
     checked = [files.text_of(text, f"text {i}", place) for i, text in enumerate(texts, 1)]
-    if task.shape == "span":
+    if task.kind == "span":
         return Question(place, str(number), checked[0], checked[1], (), True)
-    if task.shape == "tag":
+    if task.kind == "tag":
         return Tagged(place, tuple(checked[0].split()), None)
     return Sentence(place, tuple(checked), None)

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from etils import epath
 
-from bert_jax import resolve
 from bert_jax.config import Finetuning
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import write_atomic
+from bert_jax.storage.workdir import load_experiment, write_atomic
 from bert_jax.tasks import asked, records
 from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.predicting import TaskModel
@@ -41,7 +40,7 @@ def finetune(
     if base is None and not claim.init_from:
         known = mirror.opened(place)
         if known.experiment.exists():
-            base = resolve.load_saved(known, Finetuning).init_from
+            base = load_experiment(known, Finetuning).init_from
     if base is not None:
         claim = dataclasses.replace(claim, init_from=base)
     workdir = mirror.opened(place, access="write")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.text import lines as text_lines
 
 _LONGEST_QUOTE = 60

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax.config import Mesh
+from bert_jax.config import Parallelism
 from bert_jax.tasks.objective import TaskObjective
 from bert_jax.tasks.rows import Batch, Rows
 from bert_jax.training import feed, metrics, step
@@ -15,9 +15,9 @@ from bert_jax.training import mesh as mesh_lib
 class Forward:
     """A head over its encoder, compiled for the devices of a mesh, without noise."""
 
-    def __init__(self, objective: TaskObjective, layout: Mesh, mesh: jax.sharding.Mesh):
+    def __init__(self, objective: TaskObjective, parallelism: Parallelism, mesh: jax.sharding.Mesh):
         self._objective, self._mesh = objective, mesh
-        self._logits = step.make_rows_step(objective, objective.logits, layout, mesh)
+        self._logits = step.make_rows_step(objective, objective.logits, parallelism, mesh)
         self._measured = jax.jit(objective.measured, out_shardings=mesh_lib.replicated(mesh))
 
     def outputs(

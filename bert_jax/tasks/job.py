@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import resolve
-from bert_jax.config import Finetuning, InputError
+from bert_jax import config
+from bert_jax.config import Finetuning
+from bert_jax.errors import InputError
 from bert_jax.model import flops
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import adapt as adapt_lib
@@ -64,10 +65,10 @@ class FinetuningJob:
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """See `Job`."""
-        adapt_lib.require_layout(self.claim.adapt, self.claim.mesh)
-        step.abstract_state(self.objective, self.optimizer, self.claim.mesh, mesh)
+        adapt_lib.require_parallelism(self.claim.adapt, self.claim.parallelism)
+        step.abstract_state(self.objective, self.optimizer, self.claim.parallelism, mesh)
         size = self.claim.batch_size
-        parts = self.claim.mesh.accumulation_of(0)
+        parts = self.claim.parallelism.accumulation_of(0)
         mesh_lib.require_divisible(size, "finetuning.batch_size", mesh, parts)
 
     def require_start(self) -> None:
@@ -80,7 +81,7 @@ class FinetuningJob:
                 f"--from {self.claim.init_from}: holds other weights than those this run adapts; "
                 "name the base it began with, or choose another --workdir"
             )
-        changed = resolve.differences(saved, self.claim, "identity")
+        changed = config.differences(saved, self.claim, "identity")
         changed = [line for line in changed if not line.startswith("init_from:")]
         labels = tuple(metadata["notes"]["labels"])
         if not changed:
@@ -109,7 +110,7 @@ class FinetuningJob:
         if self.claim.adapt.how != "full":
             replicated = mesh_lib.replicated(mesh)
             self.fixed = feed.put(self._base.read_by(self._shape), replicated)
-        self._forward = Forward(self.objective, self.claim.mesh, mesh)
+        self._forward = Forward(self.objective, self.claim.parallelism, mesh)
         size = -(-self.claim.run.eval_batch_size // mesh_lib.data_shards(mesh))
         self._eval_rows = self._shape.rows(self._held_out)
         self.eval_batches = rows.eval_batches(

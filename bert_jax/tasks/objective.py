@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bert_jax.config import Adapt, Model
-from bert_jax.finetuning import Kind
+from bert_jax.config import Adapt, Kind, Model
 from bert_jax.model import layers
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop
@@ -49,7 +48,7 @@ class TaskObjective:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of what `forward` returns."""
-        return ("loss",) if self.shape == "regress" else ("loss", "accuracy")
+        return ("loss",) if self.kind == "regress" else ("loss", "accuracy")
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
@@ -85,10 +84,10 @@ class TaskObjective:
     def measured(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
         """Sums and counts of the loss, and but for regressions of the hits."""
         weights = batch["row_weights"]
-        if self.shape == "regress":
+        if self.kind == "regress":
             errors = weights * jnp.square(logits[:, 0] - batch["targets"])
             return {"loss": jnp.stack([errors.sum(), weights.sum()])}
-        if self.shape == "span":
+        if self.kind == "span":
             logits = jnp.where(batch["input_mask"][..., None] > 0, logits, _NO_PLACE)
             parts = [
                 losses_lib.classification(logits[..., i], batch[name], weights)
@@ -98,9 +97,9 @@ class TaskObjective:
             loss, hits = ((a + b) / 2 for a, b in zip(*parts, strict=True))
             return {"loss": loss, "accuracy": hits}
         targets = batch["targets"]
-        if self.shape == "tag":
+        if self.kind == "tag":
             weights = batch["target_weights"] * weights[:, None]
-        elif self.shape == "choice":
+        elif self.kind == "choice":
             logits = logits.reshape(-1, self.together)
             targets, weights = targets[:: self.together], weights[:: self.together]
         loss, hits = losses_lib.classification(logits, targets, weights)
@@ -109,7 +108,7 @@ class TaskObjective:
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
         """See `Objective`: examples, of tags their words."""
         weights = batch["row_weights"]
-        if self.shape == "tag":
+        if self.kind == "tag":
             return ((batch["target_weights"] * weights[:, None]).sum(),)
         return (weights.sum() / self.together,)
 

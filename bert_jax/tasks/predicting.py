@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from bert_jax import resolve
-from bert_jax.config import Finetuning, InputError, Mesh
+from bert_jax.config import Finetuning, Parallelism
+from bert_jax.errors import InputError
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir
+from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks import records, rows
 from bert_jax.tasks import shape as shape_lib
 from bert_jax.tasks.adapted import Adapted
@@ -42,22 +42,25 @@ class TaskModel:
     """
 
     def __init__(self, folder: str, base: str | None = None, which: str = "newest"):
-        workdir, layout = mirror.opened(folder), Mesh()  # the run's own is for the devices it had
-        mesh = mesh_lib.make_mesh(layout)
+        workdir, parallelism = (
+            mirror.opened(folder),
+            Parallelism(),
+        )  # the run's own is for the devices it had
+        mesh = mesh_lib.make_mesh(parallelism)
         with _opened(workdir) as saved:
             number = saved.newest_step() if which == "newest" else saved.named(which)
             if number is None:
                 raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
             metadata = saved.metadata(number)
-            place = base or resolve.load_saved(workdir, Finetuning).init_from
+            place = base or load_experiment(workdir, Finetuning).init_from
             claim = saved.claim(number, Finetuning)
             self.claim = dataclasses.replace(claim, init_from=place)
             adapted = _base_of(self.claim, workdir, metadata["init_sha256"])
             self.labels = tuple(metadata["notes"]["labels"])
             shape = shape_lib.of(self.claim.task, self.labels, adapted.tokenizer)
-            self._together = len(self.labels) if self.claim.task.shape == "choice" else 1
+            self._together = len(self.labels) if self.claim.task.kind == "choice" else 1
             objective = adapted.objective(self.claim, shape, self._together)
-            abstract = step.abstract_state(objective, self.claim.optimizer, layout, mesh)
+            abstract = step.abstract_state(objective, self.claim.optimizer, parallelism, mesh)
             restored = _restored(saved, which, {"params": abstract["params"]})
         self.step, self._params = restored.step, restored.state["params"]
         self._shape = shape_lib.of(
@@ -66,7 +69,7 @@ class TaskModel:
         self._fixed: Any = None
         if self.claim.adapt.how != "full":
             self._fixed = feed.put(adapted.read_by(shape), mesh_lib.replicated(mesh))
-        self._forward = Forward(objective, layout, mesh)
+        self._forward = Forward(objective, parallelism, mesh)
         self._pad_id = adapted.tokenizer.pad_id
         self._shards, self._size = mesh_lib.data_shards(mesh), 0
 
@@ -122,7 +125,7 @@ def _with_questions(
 
 
 def _opened(workdir: Workdir) -> Checkpoints:
-    claim = resolve.load_saved(workdir, Finetuning)
+    claim = load_experiment(workdir, Finetuning)
     if not mirror.names(workdir.checkpoints):
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     return Checkpoints(workdir.checkpoints, claim.run, "read")
@@ -155,7 +158,7 @@ def _restored(saved: Checkpoints, which: str, abstract: Any) -> Restored:
 
 def _threshold(restored: Restored, claim: Finetuning) -> float | None:
     """From where on no answer is given; None where there always is one."""
-    if claim.task.shape != "span" or claim.task.no_answer == "never":
+    if claim.task.kind != "span" or claim.task.no_answer == "never":
         return None
     found = restored.metadata["notes"]["no_answer_threshold"]
     if found is None:

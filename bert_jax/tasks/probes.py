@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import resolve
-from bert_jax.config import Finetuning, InputError, Mesh, Model, Task
+from bert_jax import config
+from bert_jax.config import Finetuning, Model, Parallelism, Task
 from bert_jax.data import draws
+from bert_jax.errors import InputError
 from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop, encode
 from bert_jax.tasks import records, rows
@@ -86,13 +87,13 @@ class Probes:
         digest = hashlib.sha256()
         for path in paths:
             try:
-                claim = resolve.load(path, Finetuning)
+                claim = config.load(path, Finetuning)
             except InputError as error:
                 raise InputError(f"run.probes takes files of tasks: {error}") from error
             name, task = claim.name, claim.task
-            if task.shape not in _SHAPES:
+            if task.kind not in _SHAPES:
                 raise InputError(
-                    f"run.probes: {path}: task.shape={task.shape} cannot be a probe; those of "
+                    f"run.probes: {path}: task.kind={task.kind} cannot be a probe; those of "
                     f"{', '.join(_SHAPES)} can"
                 )
             if name in self._asked:
@@ -110,14 +111,19 @@ class Probes:
         self.sha256 = digest.hexdigest()
 
     def open(
-        self, model: Model, tokenizer: Tokenizer, layout: Mesh, mesh: jax.sharding.Mesh, size: int
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        parallelism: Parallelism,
+        mesh: jax.sharding.Mesh,
+        size: int,
     ) -> int:
         """Makes rows of the examples, for an encoder and the devices it lies on.
 
         Args:
           model: whose encoder it is.
           tokenizer: that made the ids it learns from.
-          layout: how its parameters lie on the devices.
+          parallelism: how its parameters lie on the devices.
           mesh: the devices.
           size: rows of a batch, before it is made a multiple of the devices.
 
@@ -142,8 +148,8 @@ class Probes:
             return _hidden(model, params, batch, noise, loop)
 
         self._features = {
-            "pooled": step.make_rows_step(objective, of_rows, layout, mesh),
-            "tokens": step.make_rows_step(objective, of_pieces, layout, mesh),
+            "pooled": step.make_rows_step(objective, of_rows, parallelism, mesh),
+            "tokens": step.make_rows_step(objective, of_pieces, parallelism, mesh),
         }
         self._probes = [self._probe(name, model, tokenizer) for name in self._asked]
         batches = (

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from bert_jax.config import InputError, Task
+from bert_jax.config import Task
+from bert_jax.errors import InputError
 from bert_jax.tasks import files, squad, tables
 from bert_jax.tasks.examples import Example, Question, Sentence, Tagged
 from bert_jax.tasks.squad import Labelled
@@ -43,7 +44,7 @@ def each(task: Task, sources: tuple[str, ...], labelled: Labelled) -> Iterator[E
     places: dict[str, str] = {}
     for source in sources:
         examples: Iterable[Example]
-        if task.shape == "span":
+        if task.kind == "span":
             examples = squad.read(source, task.no_answer, labelled)
             examples = _with_own_ids(examples, places)
         else:
@@ -58,7 +59,7 @@ def each(task: Task, sources: tuple[str, ...], labelled: Labelled) -> Iterator[E
 
 def _of_rows(task: Task, source: str, labelled: Labelled) -> Iterable[Example]:
     label_columns = (task.label_column,) if labelled == "labelled" else ()
-    make = _tagged if task.shape == "tag" else _sentence
+    make = _tagged if task.kind == "tag" else _sentence
     rows = tables.rows(source, task.header, (*task.text_columns, *label_columns))
     for place, values in rows:
         texts = values[: len(task.text_columns)]
@@ -73,9 +74,7 @@ def _sentence(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Se
     label: str | float | None = None
     for value in labels:
         what = f"column {task.label_column!r}"
-        label = (
-            _number(value, what, place) if task.shape == "regress" else _name(value, what, place)
-        )
+        label = _number(value, what, place) if task.kind == "regress" else _name(value, what, place)
     return Sentence(place, checked, label)
 
 
@@ -145,11 +144,11 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
       InputError: fewer than two labels, one that the task does not name, or, if the score is F1
         of the second, more than two, or of entities, one that is not O, B-TYPE or I-TYPE.
     """
-    if task.shape in ("regress", "span"):
+    if task.kind in ("regress", "span"):
         return ()
     if task.labels:
         labels = task.labels
-    elif task.shape == "choice":
+    elif task.kind == "choice":
         labels = tuple(str(i) for i in range(len(task.choice_columns)))
     else:
         labels = tuple(sorted({name for example in train for name in _names(example)}))

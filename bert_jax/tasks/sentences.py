@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.finetuning import SCORES, Task
+from bert_jax.config import SCORES, Task
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.rows import Rows, joined
@@ -23,8 +23,8 @@ class Sentences:
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         self._task, self._labels, self._tokenizer = task, labels, tokenizer
-        self._together = len(labels) if task.shape == "choice" else 1
-        self.outputs = 1 if task.shape in ("regress", "choice") else len(labels)
+        self._together = len(labels) if task.kind == "choice" else 1
+        self.outputs = 1 if task.kind in ("regress", "choice") else len(labels)
 
     def rows(self, examples: Sequence[Sentence]) -> Rows:
         """Longer ones are cut: a piece at a time from the end of the longer text."""
@@ -57,7 +57,7 @@ class Sentences:
           For each example `label` and `probabilities` by label, or the `value` of a regression.
         """
         del rows, examples
-        if self._task.shape == "regress":
+        if self._task.kind == "regress":
             return [{"value": float(row[0])} for row in outputs]
         found = []
         for logits in self._by_example(outputs):
@@ -73,17 +73,17 @@ class Sentences:
         """All scores of the shape; `f1` of two labels alone, whose second is the positive one."""
         del rows
         truth = self._truth(examples)
-        if self._task.shape == "regress":
+        if self._task.kind == "regress":
             said = np.array([row[0] for row in outputs])
         else:
             said = self._by_example(outputs).argmax(axis=1)
-        names = SCORES[self._task.shape]
+        names = SCORES[self._task.kind]
         if len(self._labels) != 2:
             names = tuple(name for name in names if name != "f1")
         return {name: scores.score(name, truth, said) for name in names}
 
     def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
-        if self._task.shape == "regress":
+        if self._task.kind == "regress":
             return np.array([example.label for example in examples], np.float32)
         number = {label: i for i, label in enumerate(self._labels)}
         return np.array([number[str(example.label)] for example in examples], np.int32)

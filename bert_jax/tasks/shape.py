@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bert_jax.finetuning import Task
+from bert_jax.config import Task
 from bert_jax.tasks.heads import Reads
 from bert_jax.tasks.rows import Rows
 from bert_jax.tasks.sentences import Sentences
@@ -56,6 +56,6 @@ def of(
       tokenizer: of the base.
       no_answer_threshold: see `Spans`.
     """
-    if task.shape == "span":
+    if task.kind == "span":
         return Spans(task, tokenizer, no_answer_threshold)
-    return (Tags if task.shape == "tag" else Sentences)(task, labels, tokenizer)
+    return (Tags if task.kind == "tag" else Sentences)(task, labels, tokenizer)

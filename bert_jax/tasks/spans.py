@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.finetuning import Task
+from bert_jax.config import Task
 from bert_jax.tasks import squad_scores
 from bert_jax.tasks.examples import Question
 from bert_jax.tasks.rows import Rows, joined

@@ -8,7 +8,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.tasks import files, tables
 from bert_jax.tasks.examples import Answer, Question
 

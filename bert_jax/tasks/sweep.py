@@ -15,8 +15,9 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax import resolve
-from bert_jax.config import Finetuning, InputError
+from bert_jax import config
+from bert_jax.config import Finetuning
+from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.tasks import command
 from bert_jax.training import metrics, session
@@ -89,7 +90,7 @@ def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Mem
             raise InputError(f"--sweep: two runs would both lie in {name}; sweep other values")
         more = [f"{field}={value}" for field, value in pairs.items()]
         try:
-            claim, origin = resolve.load_with_origin(file, [*settings, *more], Finetuning)
+            claim, origin = config.load_with_origin(file, [*settings, *more], Finetuning)
         except InputError as error:
             raise InputError(f"--sweep: {error}") from error
         made[name] = Member(name, pairs, claim, origin)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.tasks import files
 from bert_jax.text import tfds_files
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.finetuning import Task
+from bert_jax.config import Task
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Tagged
 from bert_jax.tasks.rows import Rows, joined

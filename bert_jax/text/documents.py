@@ -26,7 +26,8 @@ from typing import IO, Any, Literal
 
 import zstandard
 
-from bert_jax.config import Corpus, InputError
+from bert_jax.config import Corpus
+from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.text import tfds_files
 

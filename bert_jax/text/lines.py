@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.text import documents
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

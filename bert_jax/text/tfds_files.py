@@ -17,7 +17,7 @@ import tensorflow_datasets as tfds
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import cache_folder
 

@@ -17,7 +17,7 @@ import numpy as np
 import sentencepiece
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import read_json, write_atomic
 from bert_jax.text import vocabulary
 

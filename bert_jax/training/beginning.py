@@ -55,7 +55,9 @@ class Beginnings:
         progress: Progress,
     ):
         self.job, self.mesh, self.peers, self.progress = job, mesh, peers, progress
-        self._abstract = step.abstract_state(job.objective, job.optimizer, job.claim.mesh, mesh)
+        self._abstract = step.abstract_state(
+            job.objective, job.optimizer, job.claim.parallelism, mesh
+        )
         self._shardings = jax.tree.map(lambda s: s.sharding, self._abstract)
         self._asked = 0
 

@@ -22,10 +22,10 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.utils import checkpoint_steps
 
-from bert_jax import resolve
-from bert_jax.config import Experiment, InputError, Run
-from bert_jax.errors import Unavailable
-from bert_jax.section import Section
+from bert_jax import config
+from bert_jax.config import Experiment, Run
+from bert_jax.config.fields import Section
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import mirror, retry
 from bert_jax.storage.workdir import DiskFull, absolute, named_errors
 from bert_jax.training import mesh as mesh_lib
@@ -202,7 +202,7 @@ class Checkpoints:
           InputError: it is of another kind.
         """
         where = f"{self._folder / str(step)}"
-        return resolve.from_json(json.dumps(self.metadata(step)["experiment"]), where, kind)
+        return config.from_json(json.dumps(self.metadata(step)["experiment"]), where, kind)
 
     def restore(self, step: int, abstract_state: Any) -> Restored:
         """The state of a step, laid out as `abstract_state` says, with its checksums compared.

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from bert_jax import resolve
-from bert_jax.config import Experiment, Finetuning, InputError
+from bert_jax.config import Experiment, Finetuning
+from bert_jax.errors import InputError
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, named_errors
+from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import ASIDE, Checkpoints, Damaged
 
@@ -61,8 +61,8 @@ def verify(folder: epath.Path) -> Iterator[tuple[int, str]]:
 
 def _open(folder: epath.Path) -> tuple[Experiment | Finetuning, Workdir, Checkpoints]:
     workdir = mirror.opened(folder)
-    tuned = resolve.holds_finetuning(workdir)
-    claim = resolve.load_saved(workdir, Finetuning if tuned else Experiment)
+    tuned = holds_finetuning(workdir)
+    claim = load_experiment(workdir, Finetuning if tuned else Experiment)
     if not mirror.names(workdir.checkpoints):
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     return claim, workdir, Checkpoints(workdir.checkpoints, claim.run, "read")

@@ -15,35 +15,37 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from bert_jax.config import InputError, Mesh
-from bert_jax.errors import Unavailable
+from bert_jax.config import Parallelism
+from bert_jax.errors import InputError, Unavailable
 
 TENSOR = "tensor"
 
 
-def make_mesh(layout: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(
+    parallelism: Parallelism, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
     """A mesh of these devices; of all devices of all processes if none are named.
 
     Raises:
-      InputError: `mesh.tensor` does not divide the devices, or there is no device of the kind that
-        JAX_PLATFORMS asks for.
+      InputError: `parallelism.tensor` does not divide the devices, or there is no device of the
+        kind that JAX_PLATFORMS asks for.
     """
     grid = _torus(_all_devices() if devices is None else devices)
-    if grid.shape[-1] % layout.tensor:
+    if grid.shape[-1] % parallelism.tensor:
         raise InputError(
-            f"mesh.tensor={layout.tensor}: does not divide the last dimension of the devices' "
-            f"mesh, {' x '.join(map(str, grid.shape))}"
+            f"parallelism.tensor={parallelism.tensor}: does not divide the last dimension of the "
+            f"devices' mesh, {' x '.join(map(str, grid.shape))}"
         )
-    if layout.tensor > 1:
-        data = [n for n in (*grid.shape[:-1], grid.shape[-1] // layout.tensor) if n > 1]
+    if parallelism.tensor > 1:
+        data = [n for n in (*grid.shape[:-1], grid.shape[-1] // parallelism.tensor) if n > 1]
         if not data:  # XLA cannot add up over no devices beside a tensor axis
             raise InputError(
-                f"mesh.tensor={layout.tensor}: the batch must be cut over 2 devices at least; "
-                f"there are {grid.size} in all"
+                f"parallelism.tensor={parallelism.tensor}: the batch must be cut over 2 devices at "
+                f"least; there are {grid.size} in all"
             )
-        grid = grid.reshape(*data, layout.tensor)
+        grid = grid.reshape(*data, parallelism.tensor)
     names = [f"data_{i}" for i in range(grid.ndim)]
-    if layout.tensor > 1:
+    if parallelism.tensor > 1:
         names[-1] = TENSOR
     return jax.sharding.Mesh(grid, names, axis_types=(AxisType.Auto,) * grid.ndim)
 
@@ -55,7 +57,7 @@ def one_device() -> jax.sharding.Mesh:
       InputError: see `make_mesh`.
     """
     ours = [d for d in _all_devices() if d.process_index == jax.process_index()]
-    return make_mesh(Mesh(), ours[:1])
+    return make_mesh(Parallelism(), ours[:1])
 
 
 def _all_devices() -> Sequence[jax.Device]:
@@ -101,8 +103,8 @@ def _torus(devices: Sequence[jax.Device]) -> np.ndarray:
 
 @contextlib.contextmanager
 def named_memory(
-    remedy: str = "take a smaller model or phases.N.batch_size, or set mesh.accumulation, "
-    "mesh.remat or mesh.parallelism",
+    remedy: str = "take a smaller model or phases.N.batch_size, or set parallelism.accumulation, "
+    "parallelism.remat or parallelism.state",
 ) -> Iterator[None]:
     """Raises InputError where the devices have too little memory for what is done meanwhile."""
     try:
@@ -147,5 +149,5 @@ def require_divisible(batch_size: int, where: str, mesh: jax.sharding.Mesh, part
     """Raises InputError unless the batch can be cut over DATA, each shard into `parts`."""
     shards = data_shards(mesh)
     if batch_size % (shards * parts):
-        cuts = f"{shards} devices" + (f" x mesh.accumulation={parts}" if parts > 1 else "")
+        cuts = f"{shards} devices" + (f" x parallelism.accumulation={parts}" if parts > 1 else "")
         raise InputError(f"{where}={batch_size}: not a multiple of {cuts}")

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import DiskFull, named_errors, no_link, write_atomic
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax.config import InputError, Model
+from bert_jax.config import Model
+from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.text.tokenizer import Tokenizer

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 from etils import epath
 
-from bert_jax.config import Experiment, InputError
+from bert_jax.config import Experiment
 from bert_jax.data import batches, corpus
 from bert_jax.data.plans import Plans
+from bert_jax.errors import InputError
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluate as evaluate_lib
 from bert_jax.training.watch import Watched

@@ -7,10 +7,11 @@ import jax
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax import resolve
-from bert_jax.config import Experiment, InputError, Mesh, Model
+from bert_jax import config
+from bert_jax.config import Experiment, Model, Parallelism
 from bert_jax.data import corpus
 from bert_jax.data.dataset import SPLITS
+from bert_jax.errors import InputError
 from bert_jax.model import flops
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
@@ -36,7 +37,12 @@ class Probes(Protocol):
     sha256: str
 
     def open(
-        self, model: Model, tokenizer: Tokenizer, layout: Mesh, mesh: jax.sharding.Mesh, size: int
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        parallelism: Parallelism,
+        mesh: jax.sharding.Mesh,
+        size: int,
     ) -> int:
         """Makes ready to ask, in batches of about so many rows; operations of asking once."""
 
@@ -78,7 +84,7 @@ def pretrain(
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError if the batches or the state cannot be laid over these devices."""
     objective = Pretraining(experiment.model)
-    step_lib.abstract_state(objective, experiment.optimizer, experiment.mesh, mesh)
+    step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     replicas = experiment.optimizer.reference_replicas
     shards = mesh_lib.data_shards(mesh)
     if experiment.optimizer.clip == "per_replica" and replicas % shards:
@@ -88,7 +94,7 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
         )
     for i, phase in enumerate(experiment.phases):
         where = f"phases.{i}.batch_size"
-        parts = experiment.mesh.accumulation_of(i)
+        parts = experiment.parallelism.accumulation_of(i)
         mesh_lib.require_divisible(phase.batch_size, where, mesh, parts)
 
 
@@ -133,7 +139,7 @@ class PretrainingJob:
     def changed(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
         """See `Job`."""
         claim = self.claim
-        changed = resolve.differences(saved, claim, "identity")
+        changed = config.differences(saved, claim, "identity")
         if self._length == "extend":
             last = f"phases.{len(saved.phases) - 1}.steps:"
             if claim.total_steps < saved.total_steps:
@@ -177,7 +183,7 @@ class PretrainingJob:
         )
         self._held_out = self._prepared.held_out(self.claim, mesh)
         self._watched = self._prepared.watched(self.claim)
-        self._eval_step = step_lib.make_eval_step(self.objective, self.claim.mesh, mesh)
+        self._eval_step = step_lib.make_eval_step(self.objective, self.claim.parallelism, mesh)
         if self._probes is not None:
             peers.require_same(
                 "probes",
@@ -186,7 +192,7 @@ class PretrainingJob:
             )
             claim, tokenizer = self.claim, self._prepared.tokenizer
             self._probe_operations = self._probes.open(
-                claim.model, tokenizer, claim.mesh, mesh, claim.run.eval_batch_size
+                claim.model, tokenizer, claim.parallelism, mesh, claim.run.eval_batch_size
             )
             self._say(f"probes: {self._probes.describe()}")
 

@@ -18,8 +18,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from bert_jax.config import InputError
-from bert_jax.errors import Unavailable
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage.workdir import made, named_errors, new_file
 from bert_jax.training.clock import Clock
 from bert_jax.training.progress import Progress

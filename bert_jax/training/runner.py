@@ -16,11 +16,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from bert_jax import resolve
+from bert_jax import config
 from bert_jax.errors import Unavailable
 from bert_jax.storage import retry
 from bert_jax.storage.mirror import Mirror
-from bert_jax.storage.workdir import DiskFull, Workdir, write_atomic
+from bert_jax.storage.workdir import DiskFull, Workdir, sealed, write_atomic
 from bert_jax.training import divergence, metrics, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.beginning import Beginning, Beginnings
@@ -112,9 +112,9 @@ class Trainer:
             state, window = self._begin(saved)
             # Only now: a claim that was refused must not stand in the workdir.
             if self.peers.leads:
-                write_atomic(self.workdir.experiment, resolve.to_json(self.claim))
+                write_atomic(self.workdir.experiment, config.to_json(self.claim))
             if self.peers.leads and self.origin is not None:
-                write_atomic(self.workdir.origin, json.dumps(self.origin, indent=2) + "\n")
+                write_atomic(self.workdir.origin, json.dumps(sealed(self.origin), indent=2) + "\n")
             if self.done == total:
                 return "finished"
             self._note("start", self._lap() | {"environment": environment()})
@@ -245,8 +245,14 @@ class Trainer:
     ) -> tuple[step.State, dict[str, jax.Array]]:
         """See `_phase`."""
         claim, run = self.claim, self.claim.run
-        parts = claim.mesh.accumulation_of(stretch.number)
-        of = (self.job.objective, self.job.optimizer, claim.mesh, parts, self.job.total_steps)
+        parts = claim.parallelism.accumulation_of(stretch.number)
+        of = (
+            self.job.objective,
+            self.job.optimizer,
+            claim.parallelism,
+            parts,
+            self.job.total_steps,
+        )
         train_step = checked_step = step.make_train_step(*of, self.mesh)
         if run.check_every:
             options = step.self_checks(self.mesh.devices.flat[0].device_kind)
@@ -424,7 +430,7 @@ class Trainer:
             "window": {k: v.tolist() for k, v in sums.items()},
             "corpus_sha256": self.job.sha256,
             "init_sha256": self.began.init_sha256,
-            "experiment": json.loads(resolve.to_json(self.claim)),
+            "experiment": json.loads(config.to_json(self.claim)),
             "environment": environment(),
             "notes": self.job.notes(evaluated),
         }

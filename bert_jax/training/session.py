@@ -11,8 +11,9 @@ from typing import Any, Literal
 import jax
 
 import bert_jax
-from bert_jax import hardware, resolve
-from bert_jax.config import InputError, Run
+from bert_jax import config, hardware
+from bert_jax.config import Run
+from bert_jax.errors import InputError
 from bert_jax.storage import mirror as mirror_lib
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
@@ -48,7 +49,7 @@ def run(
       workdir: where the run lives.
       progress: shows what happens.
       length: `extend` allows more steps than the run was started with.
-      origin: where the claim comes from, as resolve.load_with_origin says it; kept for the report.
+      origin: where the claim comes from, as config.load_with_origin says it; kept for the report.
 
     Raises:
       InputError: bad settings, bad text, or a workdir of another run.
@@ -76,7 +77,7 @@ def _run(
     pulse: Pulse,
 ) -> Outcome:
     pulse.beat(times=2)
-    mesh = mesh_lib.make_mesh(job.claim.mesh)
+    mesh = mesh_lib.make_mesh(job.claim.parallelism)
     job.require_runnable(mesh)
     _require_checkable(job.claim.run, mesh)
     _keep_freed_memory()
@@ -129,7 +130,7 @@ def _facts(claim: Any, length: str) -> dict[str, str]:
     for path in sorted(folder.rglob("*.py")):
         code.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return {
-        **{name: repr(value) for name, value in resolve.flatten(claim)},
+        **{name: repr(value) for name, value in config.flatten(claim)},
         **versions(),
         "python": platform.python_version(),
         "code of bert_jax": code.hexdigest()[:12],
@@ -216,5 +217,5 @@ def _require_going_on(job: Job, workdir: Workdir, progress: Progress) -> None:
             f"{workdir.named}: this run was started with other settings ({'; '.join(changed)}); "
             "give it the old ones, or choose another --workdir"
         )
-    for line in resolve.differences(saved, job.claim, "placement"):
+    for line in config.differences(saved, job.claim, "placement"):
         progress.say(f"resume: {line}")

@@ -1,7 +1,7 @@
 """Which dimension of each parameter is cut over which devices; how a cut one becomes whole.
 
-`zero1` and `zero3` cut parameters and the optimizer's moments over DATA; `mesh.tensor` cuts heads,
-feed-forward and vocabulary over the devices that share rows. One table says where.
+`zero1` and `zero3` cut parameters and the optimizer's moments over DATA; `parallelism.tensor` cuts
+heads, feed-forward and vocabulary over the devices that share rows. One table says where.
 
 Inside the step's `shard_map`, which is manual over DATA, a cut parameter is made whole by
 `gather`, whose gradient is a reduce-scatter. Collectives go along one axis of the torus at a time:
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bert_jax.config import InputError, Mesh
+from bert_jax.config import Parallelism
+from bert_jax.errors import InputError
 from bert_jax.training import mesh as mesh_lib
 
 Tree = Any
@@ -73,13 +74,13 @@ class Cut(NamedTuple):
 
 
 def cuts(
-    shapes: Tree, layout: Mesh, mesh: jax.sharding.Mesh, rules: Sequence[Rule] = RULES
+    shapes: Tree, parallelism: Parallelism, mesh: jax.sharding.Mesh, rules: Sequence[Rule] = RULES
 ) -> Tree:
     """A `Cut` for every parameter.
 
     Args:
       shapes: nested dict of arrays or ShapeDtypeStructs.
-      layout: how the state is laid over devices.
+      parallelism: how the state is laid over devices.
       mesh: the devices.
       rules: the table; each parameter has exactly one rule, each rule a parameter.
 
@@ -96,7 +97,7 @@ def cuts(
             said = ", ".join(rule.path for rule in found) or "none"
             raise ValueError(f"{name}: one sharding rule is wanted, there is {said}")
         used.add(found[0])
-        return _cut(name, leaf.shape, found[0], layout, mesh)
+        return _cut(name, leaf.shape, found[0], parallelism, mesh)
 
     tree = jax.tree.map_with_path(cut, shapes)
     unused = [rule.path for rule in rules if rule not in used]
@@ -106,18 +107,18 @@ def cuts(
 
 
 def _cut(
-    name: str, shape: tuple[int, ...], rule: Rule, layout: Mesh, mesh: jax.sharding.Mesh
+    name: str, shape: tuple[int, ...], rule: Rule, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> Cut:
-    tensor = rule.tensor if layout.tensor > 1 else None
+    tensor = rule.tensor if parallelism.tensor > 1 else None
     data = None
-    if layout.parallelism != "replicated" and rule.data:
+    if parallelism.state != "replicated" and rule.data:
         free = [dimension for dimension in rule.data if dimension != tensor]
         if not free:
             raise ValueError(f"{name}: dimension {tensor} cannot be cut by DATA and tensor both")
         data = free[0]
     for field, dimension, parts in (
-        (f"mesh.parallelism={layout.parallelism}", data, mesh_lib.data_shards(mesh)),
-        (f"mesh.tensor={layout.tensor}", tensor, layout.tensor),
+        (f"parallelism.state={parallelism.state}", data, mesh_lib.data_shards(mesh)),
+        (f"parallelism.tensor={parallelism.tensor}", tensor, parallelism.tensor),
     ):
         if dimension is not None and shape[dimension] % parts:
             raise InputError(

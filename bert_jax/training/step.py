@@ -25,7 +25,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from bert_jax.config import SKIPPED_STEPS, Mesh, Model, Optimizer
+from bert_jax.config import SKIPPED_STEPS, Model, Optimizer, Parallelism
 from bert_jax.model import layers, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
@@ -59,7 +59,7 @@ def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
 
 
 def abstract_state(
-    objective: Objective, optimizer: Optimizer, layout: Mesh, mesh: jax.sharding.Mesh
+    objective: Objective, optimizer: Optimizer, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> State:
     """Shapes, types and shardings of the state; nothing is computed.
 
@@ -68,7 +68,7 @@ def abstract_state(
     """
     shapes = jax.eval_shape(lambda: init_state(objective, optimizer, 0))
     everywhere = mesh_lib.replicated(mesh)
-    cut = sharding.cuts(shapes["params"], layout, mesh, objective.rules)
+    cut = sharding.cuts(shapes["params"], parallelism, mesh, objective.rules)
     params = sharding.shardings(cut, mesh)
     places = jax.tree.map(lambda _: everywhere, shapes) | {
         "params": params,
@@ -119,7 +119,7 @@ def self_checks(device_kind: str) -> CompilerOptions:
 def make_train_step(
     objective: Objective,
     optimizer: Optimizer,
-    layout: Mesh,
+    parallelism: Parallelism,
     accumulation: int,
     total_steps: int,
     mesh: jax.sharding.Mesh,
@@ -134,8 +134,8 @@ def make_train_step(
     Args:
       objective: what is learned.
       optimizer: the update.
-      layout: how the step is laid over devices.
-      accumulation: micro-batches, `layout.accumulation_of` the phase.
+      parallelism: how the step is laid over devices.
+      accumulation: micro-batches, `parallelism.accumulation_of` the phase.
       total_steps: of all phases; the schedule's length.
       mesh: the devices.
       compiler_options: beside the usual ones; see `self_checks`.
@@ -144,11 +144,11 @@ def make_train_step(
       InputError: the devices do not divide a dimension that is to be cut.
     """
     tx = optimizer_lib.make(optimizer)
-    state = abstract_state(objective, optimizer, layout, mesh)
-    cut = sharding.cuts(state["params"], layout, mesh, objective.rules)
+    state = abstract_state(objective, optimizer, parallelism, mesh)
+    cut = sharding.cuts(state["params"], parallelism, mesh, objective.rules)
     cut_specs, whole = sharding.specs(cut, mesh), PartitionSpec()
     gradients = jax.shard_map(
-        functools.partial(_gradients, objective, optimizer, layout, accumulation, cut, mesh),
+        functools.partial(_gradients, objective, optimizer, parallelism, accumulation, cut, mesh),
         mesh=mesh,
         in_specs=(cut_specs, whole, whole, mesh_lib.batch_spec(mesh), whole),
         out_specs=(cut_specs, whole),
@@ -220,14 +220,14 @@ def _guarded(
 
 @functools.lru_cache(maxsize=_KEPT_STEPS)
 def make_eval_step(
-    objective: Objective, layout: Mesh, mesh: jax.sharding.Mesh
+    objective: Objective, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> Callable[[Any, Metrics, Batch], Metrics]:
     """Compiles `(params, sums, batch) -> sums` with the metrics of the batch added."""
 
     def metrics(*args: Any) -> Metrics:
         return lax.psum(objective.forward(*args), mesh_lib.data_axes(mesh))
 
-    sharded = _without_noise(objective, metrics, layout, mesh, PartitionSpec())
+    sharded = _without_noise(objective, metrics, parallelism, mesh, PartitionSpec())
 
     def eval_step(params: Any, sums: Metrics, batch: Batch) -> Metrics:
         return jax.tree.map(jnp.add, sums, sharded(params, None, batch))
@@ -238,7 +238,7 @@ def make_eval_step(
 def make_rows_step(
     objective: Objective,
     function: Callable[..., jax.Array],
-    layout: Mesh,
+    parallelism: Parallelism,
     mesh: jax.sharding.Mesh,
 ) -> Callable[[Any, Any, Batch], jax.Array]:
     """Compiles `(params, fixed, batch) -> [B, ...]`, whole on all devices.
@@ -246,28 +246,28 @@ def make_rows_step(
     Args:
       objective: whose parameters they are.
       function: takes what `Objective.forward` takes, and gives something of each row.
-      layout: how the parameters lie.
+      parallelism: how the parameters lie.
       mesh: the devices.
     """
-    rows = _without_noise(objective, function, layout, mesh, mesh_lib.batch_spec(mesh))
+    rows = _without_noise(objective, function, parallelism, mesh, mesh_lib.batch_spec(mesh))
     return jax.jit(rows, out_shardings=mesh_lib.replicated(mesh))
 
 
 def _without_noise(
     objective: Objective,
     function: Callable[..., Any],
-    layout: Mesh,
+    parallelism: Parallelism,
     mesh: jax.sharding.Mesh,
     out: PartitionSpec,
 ) -> Callable[[Any, Any, Batch], Any]:
     """`(params, fixed, batch)`, each shard with its rows and whole parameters."""
     shapes = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
-    cut = sharding.cuts(shapes, layout, mesh, objective.rules)
+    cut = sharding.cuts(shapes, parallelism, mesh, objective.rules)
     axes = mesh_lib.data_axes(mesh)
 
     def shard(params: Any, fixed: Any, batch: Batch) -> Any:
-        loop = Loop(layers=layout.layer_loop)
-        if layout.parallelism != "replicated":
+        loop = Loop(layers=parallelism.layer_loop)
+        if parallelism.state != "replicated":
             wire = sharding.Wire(axes, objective.model.compute_dtype, "float32")
             params, loop = _assembled(params, cut, wire, loop)
         return function(params, fixed, batch, None, loop)
@@ -288,7 +288,7 @@ def _without_noise(
 def _gradients(
     objective: Objective,
     optimizer: Optimizer,
-    layout: Mesh,
+    parallelism: Parallelism,
     accumulation: int,
     cut: Any,
     mesh: jax.sharding.Mesh,
@@ -309,15 +309,15 @@ def _gradients(
     wire = sharding.Wire(axes, objective.model.compute_dtype, optimizer.gradient_reduction)
     per_replica = optimizer.clip == "per_replica"
     total = None if per_replica else lax.psum(objective.counts(batch), axes)
-    if layout.parallelism == "zero1":
+    if parallelism.state == "zero1":
         params = sharding.whole(params, cut, wire)
 
     def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
         counts = objective.counts(micro) if per_replica else total
 
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
-            loop = Loop(layout.remat, layout.layer_loop)
-            if layout.parallelism == "zero3":
+            loop = Loop(parallelism.remat, parallelism.layer_loop)
+            if parallelism.state == "zero3":
                 params, loop = _assembled(params, cut, wire, loop)
             noise = _noise(objective.model, axes, step, micro, number, key)
             metrics = objective.forward(params, fixed, micro, noise, loop)
@@ -331,10 +331,10 @@ def _gradients(
     if per_replica:
         accumulation = optimizer.reference_replicas // mesh_lib.data_shards(mesh)
     sums, metrics = _add_up(gradient, batch, accumulation)
-    if layout.parallelism == "replicated":
+    if parallelism.state == "replicated":
         sums = sharding.add_up(sums, wire)
     else:
-        if layout.parallelism == "zero1":
+        if parallelism.state == "zero1":
             sums = sharding.scattered(sums, cut, wire)
         sums = sharding.add_up_small(sums, cut, axes)
     return sums, lax.psum(metrics, axes)

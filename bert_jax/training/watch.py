@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from bert_jax.config import InputError, Model
+from bert_jax.config import Model
 from bert_jax.data.stream import Stream
+from bert_jax.errors import InputError
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.text.vocabulary import MASK
 from bert_jax.training import mesh as mesh_lib

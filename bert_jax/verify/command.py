@@ -23,8 +23,9 @@ from collections.abc import Callable
 
 from etils import epath
 
-from bert_jax import errors, resolve
-from bert_jax.config import Experiment, InputError
+from bert_jax import config, errors
+from bert_jax.config import Experiment
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import Workdir, lock, named_errors, require_local, write_atomic
 from bert_jax.training.metrics import Lines
 from bert_jax.verify import compare, elsewhere, rounds, tell
@@ -71,7 +72,7 @@ def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, say:
         run = dataclasses.replace(experiment.run, corpus_dir=str(folder / "corpus"))
         experiment = dataclasses.replace(experiment, run=run)
         claim = folder / "experiment.json"
-        write_atomic(epath.Path(claim), resolve.to_json(experiment))
+        write_atomic(epath.Path(claim), config.to_json(experiment))
         not_finite = rounds.steps_without_loss(experiment, seed)
         verification = Verification(experiment, folder, Children(claim), not_finite, say)
         verification.undisturbed()

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from bert_jax.config import Experiment, Mesh
+from bert_jax.config import Experiment, Parallelism
 from bert_jax.errors import printable
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
@@ -59,9 +59,9 @@ def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> 
 
 def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[str, Any]]:
     """The last state of a workdir, on the host, and the JSON beside it."""
-    here = mesh_lib.make_mesh(Mesh(), jax.local_devices(backend="cpu")[:1])
+    here = mesh_lib.make_mesh(Parallelism(), jax.local_devices(backend="cpu")[:1])
     abstract = step.abstract_state(
-        Pretraining(experiment.model), experiment.optimizer, Mesh(), here
+        Pretraining(experiment.model), experiment.optimizer, Parallelism(), here
     )
     place = Workdir(root).checkpoints
     with Checkpoints(place, experiment.run, "read") as saved:

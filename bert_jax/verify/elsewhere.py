@@ -32,8 +32,8 @@ def left_out(experiment: Experiment, platform: str) -> str:
     """
     if platform != "cpu":
         return f"virtual devices are of a CPU, and this run had {platform}"
-    if experiment.mesh.tensor > 1:
-        return f"mesh.tensor={experiment.mesh.tensor} asks for more devices than one and two"
+    if experiment.parallelism.tensor > 1:
+        return f"parallelism.tensor={experiment.parallelism.tensor} asks for more than two devices"
     if experiment.model.dropout_rng != "threefry8":
         return f"the noise of model.dropout_rng={experiment.model.dropout_rng} is the mesh's own"
     optimizer = experiment.optimizer
@@ -41,7 +41,7 @@ def left_out(experiment: Experiment, platform: str) -> str:
         replicas = optimizer.reference_replicas
         return f"optimizer.reference_replicas={replicas} cannot be halved"
     for number, phase in enumerate(experiment.phases):
-        parts = experiment.mesh.accumulation_of(number)
+        parts = experiment.parallelism.accumulation_of(number)
         if phase.batch_size % (2 * parts):
             return f"phases.{number}.batch_size={phase.batch_size} cannot be halved"
     return ""

@@ -9,8 +9,7 @@ Hardware: an accelerator, minutes; a small base on two CPU cores, half an hour.
 Expected: a checkpoint of a few megabytes, which only this base can read.
 """
 
-from bert_jax.config import Adapt, Finetuning, Optimizer, Run, Task
-from bert_jax.finetuning import LORA_TARGETS
+from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Optimizer, Run, Task
 
 _CHUNKS = ("ADJP", "ADVP", "CONJP", "INTJ", "LST", "NP", "PP", "PRT", "SBAR", "UCP", "VP")
 
@@ -20,7 +19,7 @@ def experiment() -> Finetuning:
     return Finetuning(
         name="conll2000",
         task=Task(
-            shape="tag",
+            kind="tag",
             train=("conll:data/conll2000/train.txt",),
             validation=("conll:data/conll2000/test.txt",),
             text_column="0",

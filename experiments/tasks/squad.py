@@ -17,7 +17,7 @@ def experiment() -> Finetuning:
     return Finetuning(
         name="squad",
         task=Task(
-            shape="span",
+            kind="span",
             train=("squad:data/train-v2.0.json",),
             validation=("squad:data/dev-v2.0.json",),
             no_answer="possible",

@@ -16,7 +16,7 @@ def experiment() -> Finetuning:
     return Finetuning(
         name="sst2",
         task=Task(
-            shape="classify",
+            kind="classify",
             train=("tsv:data/SST-2/train.tsv",),
             validation=("tsv:data/SST-2/dev.tsv",),
             labels=("0", "1"),

@@ -17,7 +17,7 @@ def experiment() -> Finetuning:
     return Finetuning(
         name="stsb",
         task=Task(
-            shape="regress",
+            kind="regress",
             train=("tsv:data/STS-B/train.tsv",),
             validation=("tsv:data/STS-B/dev.tsv",),
             text_column="sentence1",

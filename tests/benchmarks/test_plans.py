@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import plans
-from bert_jax import resolve
+from bert_jax import config
 from bert_jax.plan import compile as compile_lib
 from bert_jax.plan import topology
 
@@ -32,7 +32,7 @@ def test_another_compiler_than_the_golden_plans_is_refused(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("name", "slice_", "settings"), plans.PLANS)
 def test_every_golden_plan_is_of_an_experiment_and_a_slice(name, slice_, settings):
-    claim = resolve.load(str(plans.ROOT / "experiments" / f"{name}.py"))
-    experiment = resolve.override(claim, settings)
+    claim = config.load(str(plans.ROOT / "experiments" / f"{name}.py"))
+    experiment = config.override(claim, settings)
     where = topology.parse(slice_)
     assert all(phase.batch_size % where.devices == 0 for phase in experiment.phases)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks import plain
 from bert_jax import cli
-from bert_jax.config import InputError
 from bert_jax.conformance import golden, instances
+from bert_jax.errors import InputError
 
 # A busy machine is slow now and then, which is no failure.
 settings.register_profile("patient", deadline=None, database=None)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from bert_jax import cli, config, resolve
+from bert_jax import cli, config
 from bert_jax.conformance import (
     checks,
     data_rules,
@@ -212,7 +212,7 @@ def test_a_rule_that_fails_is_told_and_is_exit_code_1(monkeypatch, capsys):
 # --- Deviations ---------------------------------------------------------------------------------
 
 
-CERTIFIED = resolve.load(BASE)
+CERTIFIED = config.load(BASE)
 
 
 @pytest.mark.parametrize(
@@ -251,13 +251,13 @@ CERTIFIED = resolve.load(BASE)
     ],
 )
 def test_a_setting_that_leaves_the_paper_is_named(change, why):
-    changed = deviations.find(resolve.override(CERTIFIED, [change]))
+    changed = deviations.find(config.override(CERTIFIED, [change]))
     new = [deviation for deviation in changed if deviation not in deviations.find(CERTIFIED)]
     assert any(why in deviation.why for deviation in new), new
 
 
 def test_a_global_clip_is_named():
-    changed = resolve.override(
+    changed = config.override(
         CERTIFIED, ["optimizer.clip=global", "optimizer.reference_replicas=1"]
     )
     assert deviations.Deviation(
@@ -267,7 +267,7 @@ def test_a_global_clip_is_named():
 
 
 def test_the_larger_recipe_deviates_as_the_smaller():
-    large = resolve.load(str(ROOT / "experiments" / "bert_large.py"))
+    large = config.load(str(ROOT / "experiments" / "bert_large.py"))
     assert deviations.find(large) == deviations.find(CERTIFIED)
 
 
@@ -288,5 +288,5 @@ def test_every_field_that_decides_what_is_computed_is_looked_at():
         # Of runs that go well, where the reference has nothing.
         *("optimizer.bad_steps_in_a_row", "optimizer.after_bad_steps"),
     }
-    fields = {path for path, _ in resolve.flatten(CERTIFIED, "identity")}
+    fields = {path for path, _ in config.flatten(CERTIFIED, "identity")}
     assert fields == looked_at | same_claim

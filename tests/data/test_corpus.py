@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from etils import epath
 
-from bert_jax.config import Corpus, Data, InputError
+from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, corpus, dataset, plans, stream, survey
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import sealed
 from bert_jax.text import documents, sentences, tokenizer, vocabulary
 

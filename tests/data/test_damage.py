@@ -9,8 +9,8 @@ import pytest
 from broken import call
 from etils import epath
 
-from bert_jax.config import InputError
 from bert_jax.data import corpus, files, stream
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import lock, sealed
 
 FOLDER = epath.Path("corpus")

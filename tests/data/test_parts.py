@@ -16,9 +16,9 @@ import samples
 import tensorflow_datasets as tfds
 from etils import epath
 
-from bert_jax.config import Corpus, InputError
+from bert_jax.config import Corpus
 from bert_jax.data import build, corpus, dataset, parts, progress, workers
-from bert_jax.errors import Unavailable
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.text import documents, sentences, tokenizer
 
 SIZE = 90

@@ -5,7 +5,7 @@ import random
 import pytest
 from etils import epath
 
-from bert_jax import doctor, resolve
+from bert_jax import config, doctor
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, stream
 from bert_jax.doctor import splits
@@ -158,7 +158,7 @@ def test_few_held_out_documents_and_unused_pieces_are_notes(tmp_path):
 
 
 def test_the_shipped_sample_prepared_has_no_problem(tmp_path):
-    settings = resolve.load("experiments/tiny.py")
+    settings = config.load("experiments/tiny.py")
     corpus.prepare(settings.corpus, 8_000, epath.Path(tmp_path / "corpus"), lambda line: None)
     assert [f.what for f in doctor.examine(str(tmp_path))] == ["12 documents are held out"]
 

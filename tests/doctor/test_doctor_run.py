@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from etils import epath
 
-from bert_jax import doctor, resolve
-from bert_jax.config import Corpus, Data, Experiment, InputError, Model, Optimizer, Phase
+from bert_jax import config, doctor
+from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Phase
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import Workdir
 
 MODEL = Model(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -48,7 +49,7 @@ class Run:
     def examine(self, folder):
         workdir = Workdir(folder / "run")
         workdir.root.mkdir(exist_ok=True)
-        workdir.experiment.write_text(resolve.to_json(self.claim))
+        workdir.experiment.write_text(config.to_json(self.claim))
         lines = sorted(self.train + self.evaluations, key=lambda line: line["step"])
         for path, rows in ((workdir.metrics, lines), (workdir.timings, self.timings)):
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))

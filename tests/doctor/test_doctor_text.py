@@ -8,8 +8,9 @@ import random
 import pytest
 
 from bert_jax import doctor
-from bert_jax.config import Corpus, InputError
+from bert_jax.config import Corpus
 from bert_jax.doctor import encodings, repeats, text
+from bert_jax.errors import InputError
 
 SAMPLE = pathlib.Path(__file__).parents[2] / "experiments" / "sample_text"
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from bert_jax import base as base_lib
 from bert_jax import cli
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.interop import card, exporting, vocabularies
 from bert_jax.predict import Trained
 from bert_jax.text import tokenizer as tokenizer_lib

@@ -11,7 +11,7 @@ from compare import assert_close, assert_identical
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax import cli, resolve
+from bert_jax import cli, config
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
@@ -29,10 +29,10 @@ def base_of_run() -> base_lib.Base:
 
 
 def restored(workdir: str, step: int) -> tuple[dict, dict]:
-    experiment = resolve.from_json(pathlib.Path(workdir, "experiment.json").read_text(), workdir)
-    mesh = mesh_lib.make_mesh(experiment.mesh)
+    experiment = config.from_json(pathlib.Path(workdir, "experiment.json").read_text(), workdir)
+    mesh = mesh_lib.make_mesh(experiment.parallelism)
     abstract = abstract_state(
-        Pretraining(experiment.model), experiment.optimizer, experiment.mesh, mesh
+        Pretraining(experiment.model), experiment.optimizer, experiment.parallelism, mesh
     )
     with Checkpoints(epath.Path(workdir, "checkpoints"), experiment.run, "read") as saved:
         found = saved.restore(step, abstract)

@@ -194,7 +194,7 @@ def differences(of: Rehearsal, name: str, other: str) -> list[str]:
         "from bert_jax import resolve\n"
         "from bert_jax.training import mesh\n"
         "from bert_jax.training.checkpoint import Checkpoints\n"
-        "e = resolve.load(sys.argv[1])\n"
+        "e = config.load(sys.argv[1])\n"
         "with Checkpoints(epath.Path(sys.argv[2]), e.run, 'read') as saved:\n"
         "    step = max(saved.steps)\n"
         "    tree = saved.abstract_state(step, mesh.replicated(mesh.one_device()))\n"

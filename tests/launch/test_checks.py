@@ -10,8 +10,8 @@ import pytest
 from etils import epath
 from fake_gcs import Fault
 
-from bert_jax.config import InputError
 from bert_jax.doctor.finding import Finding
+from bert_jax.errors import InputError
 from bert_jax.plan import topology
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import mark_complete

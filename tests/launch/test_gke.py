@@ -9,7 +9,7 @@ import cluster
 import pytest
 from conftest import GKE_IMAGE
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.plan import topology
 from launch import __main__, arguments, checks, jobset, kubectl, spec, target
 

@@ -11,7 +11,7 @@ from jax._src.clusters import cloud_tpu_cluster
 from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
 
 from bert_jax import hardware
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.plan import topology
 from bert_jax.training import peers
 from launch import jobset, names, spec, xpk

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from small_run import final_state, write_text
 
-from bert_jax import errors, pod, resolve
+from bert_jax import config, errors, pod
 from launch import local_pod
 
 
@@ -39,8 +39,8 @@ def test_a_dry_run_is_a_script_that_holds_it_all(small, cache, tmp_path, capfd):
     assert start[1:6] == ["-m", "launch", "local_pod", "--processes", "3"]
     assert start[6:9] == ["--", "bert-jax", "pretrain"] and start[-1] == str(workdir)
     subprocess.run(["bash"], input="\n".join(files).encode(), check=True)
-    shipped = resolve.load(start[9])
-    assert shipped == resolve.override(resolve.load(str(small)), ["phases.1.steps=9"])
+    shipped = config.load(start[9])
+    assert shipped == config.override(config.load(str(small)), ["phases.1.steps=9"])
 
 
 @pytest.mark.parametrize(

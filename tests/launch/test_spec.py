@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from bert_jax import hardware, resolve
-from bert_jax.config import InputError
+from bert_jax import config, hardware
+from bert_jax.errors import InputError
 from bert_jax.plan import topology
 from launch import names, spec
 from launch.__main__ import COMMANDS
@@ -122,7 +122,7 @@ def test_a_name_that_cannot_be_rented_is_refused(name):
 
 def test_the_config_is_the_whole_experiment():
     one = specified(settings=["seed=5"], extend=True)
-    assert resolve.from_json(one.config, "config") == one.claim and one.claim.seed == 5
+    assert config.from_json(one.config, "config") == one.claim and one.claim.seed == 5
     assert one.command("/etc/x.json") == (
         *("bert-jax", "pretrain", "/etc/x.json", "--workdir", "gs://b/x", "--extend"),
     )

@@ -7,7 +7,7 @@ import signal
 import pytest
 from etils import epath
 
-from bert_jax import resolve
+from bert_jax import config
 from launch import asked, shipping, target, tpu_launched
 
 pytestmark = pytest.mark.usefixtures("bucket")
@@ -83,8 +83,8 @@ def test_status_tells_how_far_the_run_is(gcloud, record, capfd):
     chips, which are 32 devices.
     """
     root = epath.Path(record.workdir)
-    mini = resolve.load("experiments/mini.py")
-    (root / "experiment.json").write_text(resolve.to_json(mini))
+    mini = config.load("experiments/mini.py")
+    (root / "experiment.json").write_text(config.to_json(mini))
     lap = {"kind": "train", "step": 10, "steps": 10, "seconds": 100.0, "time": 1120.0}
     start = {"kind": "start", "steps": 0, "environment": {"devices": ["TPU v3", 32]}}
     first = start | {"step": 0, "seconds": 20.0, "time": 1020.0}

@@ -6,7 +6,7 @@ import signal
 import pytest
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import cache_folder
 from launch import asked, checks, target, tpu_slice, tpu_vm
 from launch.verdict import verdict

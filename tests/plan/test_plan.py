@@ -16,9 +16,9 @@ import pytest
 import samples
 from stand_in import TOO_LARGE, VERSIONS, compiled
 
-from bert_jax import cli, resolve
-from bert_jax.config import InputError
+from bert_jax import cli, config
 from bert_jax.data import batches
+from bert_jax.errors import InputError
 from bert_jax.plan import compile as compile_lib
 from bert_jax.plan import document, estimate, tell, topology, worker
 from bert_jax.plan.compile import Job, Outcome
@@ -58,7 +58,7 @@ def test_a_plan_tells_each_term_and_the_whole_recipe(answers, capsys, tmp_path):
     for words in ("64 chips, 64 devices", "step: 13.5 ms", "compute", "collectives", "recipe:"):
         assert words in out
     assert plan["versions"] == VERSIONS
-    assert plan["config_sha256"] == document.config_sha256(resolve.load(POD))
+    assert plan["config_sha256"] == document.config_sha256(config.load(POD))
 
 
 def test_a_plan_says_memory_of_devices_and_of_chips(answers, capsys):
@@ -71,14 +71,15 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(answers, capsys):
     """Here recomputation and micro-batches help, and other shardings do not."""
     answers[0] = lambda job: (
         compiled(job.topology)
-        if job.experiment.mesh.remat == "full" or job.experiment.mesh.accumulation_of(1) > 1
+        if job.experiment.parallelism.remat == "full"
+        or job.experiment.parallelism.accumulation_of(1) > 1
         else TOO_LARGE
     )
     code, out, _ = call(capsys, "plan", POD, "--topology", "v5e:8x8")
     assert code == 0
     assert "20.00 GiB wanted of the 16.00 GiB of a device, 4.00 too many" in out
-    assert "fits with mesh.remat=full: 1.00 GiB" in out
-    assert "fits with mesh.accumulation=1,2: 1.00 GiB" in out, "of this phase alone"
+    assert "fits with parallelism.remat=full: 1.00 GiB" in out
+    assert "fits with parallelism.accumulation=1,2: 1.00 GiB" in out, "of this phase alone"
     assert "recipe: unknown" in out
 
 
@@ -86,7 +87,7 @@ def test_a_single_row_on_a_device_is_not_cut_into_micro_batches(answers, capsys)
     answers[0] = lambda job: TOO_LARGE
     code, out, _ = call(capsys, "plan", POD, "--topology", "v5e:16x16")
     assert code == 0 and "take more chips" in out
-    assert {job.experiment.mesh.accumulation for job in answers[1:]} == {(1,), (1, 1)}
+    assert {job.experiment.parallelism.accumulation for job in answers[1:]} == {(1,), (1, 1)}
 
 
 def test_a_crash_of_the_compiler_is_told_and_the_rest_planned(answers, capsys):
@@ -148,7 +149,7 @@ def test_without_libtpu_the_extra_is_named(capsys, monkeypatch):
 def job(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compile_lib, "versions", lambda: VERSIONS)
-    return Job(resolve.load(POD), 0, topology.parse("v5e:8x8"))
+    return Job(config.load(POD), 0, topology.parse("v5e:8x8"))
 
 
 def worker_does(monkeypatch, code: str) -> None:
@@ -278,7 +279,7 @@ def test_what_the_compiler_says_when_it_refuses(message, kind, wanted):
 
 
 def test_the_abstract_batch_is_what_training_is_fed():
-    experiment = resolve.load("experiments/tiny.py")
+    experiment = config.load("experiments/tiny.py")
     phase = experiment.phases[0]
     shape = batches.Shape(phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size)
     real = samples.train_batches(shape).batch(0, np.arange(phase.batch_size))
@@ -309,13 +310,13 @@ def test_scaling_of_a_short_recipe_does_not_stumble_over_its_warm_up(answers, ca
 
 
 def test_a_variant_changes_one_phase(answers):
-    experiment = vary(resolve.load(POD), 1, Variant("zero1", "full", 4))
-    assert experiment.mesh.accumulation == (1, 4)
-    assert (experiment.mesh.parallelism, experiment.mesh.remat) == ("zero1", "full")
+    experiment = vary(config.load(POD), 1, Variant("zero1", "full", 4))
+    assert experiment.parallelism.accumulation == (1, 4)
+    assert (experiment.parallelism.state, experiment.parallelism.remat) == ("zero1", "full")
 
 
 def test_hostile_names_are_shown_as_escapes(answers):
-    experiment = resolve.load(POD)
+    experiment = config.load(POD)
     made = document.document(experiment, [], None) | {"experiment": "a\x1b[31m"}
     assert "\x1b" not in "\n".join(tell.lines(made))
 
@@ -328,8 +329,8 @@ def test_hostile_names_are_shown_as_escapes(answers):
 )
 def test_the_real_compiler_plans_a_small_step(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    experiment = resolve.override(
-        resolve.load("experiments/bert_base_pod.py"),
+    experiment = config.override(
+        config.load("experiments/bert_base_pod.py"),
         [
             "model.num_hidden_layers=2",
             "model.hidden_size=256",
@@ -337,7 +338,7 @@ def test_the_real_compiler_plans_a_small_step(tmp_path, monkeypatch):
             "model.intermediate_size=1024",
             "model.vocab_size=2000",
             "phases.0.batch_size=16",
-            "mesh.accumulation=1",
+            "parallelism.accumulation=1",
         ],
     )
     slice_ = topology.parse("v5e:2x2")

@@ -6,21 +6,21 @@ import json
 import pytest
 from stand_in import TOO_LARGE, compiled, program
 
-from bert_jax import cli, resolve
+from bert_jax import cli, config
 from bert_jax.plan import estimate, search, topology
 from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.variants import Variant, variant_of
 
 POD = "experiments/bert_large_pod.py"
-UNROLLED = ["mesh.layer_loop=unroll"]
+UNROLLED = ["parallelism.layer_loop=unroll"]
 # The replicated float32 step at 8 sequences a chip, which is too large.
 REPLICATED = [
     "phases.0.batch_size=128",
     "phases.1.batch_size=128",
     "model.compute_dtype=float32",
     "optimizer.gradient_reduction=float32",
-    "mesh.parallelism=replicated",
-    "mesh.remat=none",
+    "parallelism.state=replicated",
+    "parallelism.remat=none",
 ]
 SLICE = topology.parse("v5e:8x8")
 SMALL_SLICE = topology.parse("v5e:4x4")
@@ -28,7 +28,7 @@ FULL = 0.98 * SLICE.device_memory  # the compiler keeps a little for itself
 
 
 def searched(settings=(), slice_=SLICE):
-    experiment = resolve.override(resolve.load(POD), settings)
+    experiment = config.override(config.load(POD), settings)
     return search.search(experiment, slice_, lambda line: None)
 
 
@@ -45,7 +45,7 @@ def bytes_of(job: Job) -> float:
     variant, phase = layout(job), job.experiment.phases[job.phase]
     tokens = 8 * phase.sequence_length / variant.accumulation
     kept = {"none": 160e3, "dots": 45e3, "full": 5e3}[variant.remat]
-    state = {"replicated": 320e6, "zero1": 120e6, "zero3": 10e6}[variant.parallelism]
+    state = {"replicated": 320e6, "zero1": 120e6, "zero3": 10e6}[variant.state]
     return 5e8 + layers(job) * (state + tokens * kept)
 
 
@@ -54,7 +54,7 @@ def realistic(job: Job) -> Outcome:
     if bytes_of(job) > FULL:
         return TOO_LARGE
     slower = {"none": 1.0, "dots": 1.1, "full": 1.3}[layout(job).remat]
-    slower *= {"replicated": 1.0, "zero1": 1.02, "zero3": 1.1}[layout(job).parallelism]
+    slower *= {"replicated": 1.0, "zero1": 1.02, "zero3": 1.1}[layout(job).state]
     slower *= 1 + 0.05 * layout(job).accumulation
     tokens = job.experiment.phases[job.phase].sequence_length
     outcome = compiled(job.topology, int(1e4 * tokens * layers(job) * slower))
@@ -85,7 +85,7 @@ def clock(monkeypatch, answers):
 def best_of_all(settings, slice_):
     """Hours and settings of the best recipe, by trying every one."""
     whole = search._Search(  # the space that is searched, all of it
-        resolve.override(resolve.load(POD), settings), slice_, lambda line: None
+        config.override(config.load(POD), settings), slice_, lambda line: None
     )
     whole._try(whole.recipes, float("inf"))
     for recipe in whole.recipes:
@@ -99,20 +99,20 @@ def test_layouts_are_ranked_by_the_hours_of_the_recipe(answers):
     """The stand-in likes zero1, no recomputation, and two micro-batches in the second phase."""
 
     def cycles(job: Job) -> int:
-        mesh = job.experiment.mesh
+        parallelism = job.experiment.parallelism
         liked = (
-            (mesh.parallelism == "zero1")
-            + (mesh.remat == "none")
-            + (mesh.accumulation_of(job.phase) == 1 + job.phase)
+            (parallelism.state == "zero1")
+            + (parallelism.remat == "none")
+            + (parallelism.accumulation_of(job.phase) == 1 + job.phase)
         )
         return 1_000_000 * (40 - liked) * layers(job)
 
     answers[0] = lambda job: compiled(job.topology, cycles(job))
     found = searched()
     assert found["ranked"][0]["settings"] == [
-        "mesh.parallelism=zero1",
-        "mesh.remat=none",
-        "mesh.accumulation=1,2",
+        "parallelism.state=zero1",
+        "parallelism.remat=none",
+        "parallelism.accumulation=1,2",
     ]
     assert len(found["ranked"]) == 3 and not found["cut_short"]
     hours = [one["hours"] for one in found["ranked"]]
@@ -140,12 +140,12 @@ def test_unrolled_layers_are_compiled_few_first_then_the_best_whole(answers):
 def test_unrolled_what_does_not_fit_whole_is_passed_over(answers):
     answers[0] = lambda job: (
         TOO_LARGE
-        if job.experiment.mesh.parallelism != "zero3" and layers(job) > search.SHORT
+        if job.experiment.parallelism.state != "zero3" and layers(job) > search.SHORT
         else compiled(job.topology)
     )
     found = searched(UNROLLED)
     assert found["ranked"]
-    assert all("mesh.parallelism=zero3" in one["settings"] for one in found["ranked"])
+    assert all("parallelism.state=zero3" in one["settings"] for one in found["ranked"])
 
 
 def test_unrolled_what_few_layers_show_not_to_fit_is_not_compiled_whole(answers):
@@ -159,7 +159,7 @@ def test_unrolled_what_few_layers_show_not_to_fit_is_not_compiled_whole(answers)
     answers[0] = outcome
     found = searched(UNROLLED)
     assert {layout(job).remat for job in answers[1:] if layers(job) == 24} == {"full"}
-    assert all("mesh.remat=full" in one["settings"] for one in found["ranked"])
+    assert all("parallelism.remat=full" in one["settings"] for one in found["ranked"])
 
 
 def test_what_is_named_fits_and_is_the_best_of_all(answers):
@@ -197,7 +197,10 @@ def test_without_time_for_a_whole_one_those_of_few_layers_are_told_as_such(answe
     refused = [job for job in answers[1:] if layers(job) == 24 and bytes_of(job) > FULL]
     assert refused
     for job in refused:
-        own = f"mesh.parallelism={layout(job).parallelism}", f"mesh.remat={layout(job).remat}"
+        own = (
+            f"parallelism.state={layout(job).state}",
+            f"parallelism.remat={layout(job).remat}",
+        )
         assert all(tuple(one["settings"][:2]) != own for one in found["ranked"])
 
 
@@ -209,10 +212,10 @@ def test_without_time_nothing_is_begun(answers, monkeypatch):
 
 def test_what_is_far_behind_in_one_phase_is_not_compiled_in_the_others(answers):
     answers[0] = lambda job: compiled(
-        job.topology, 1_000_000_000 if layout(job).parallelism == "replicated" else 10_000_000
+        job.topology, 1_000_000_000 if layout(job).state == "replicated" else 10_000_000
     )
     searched()
-    tried = [job.phase for job in answers[1:] if layout(job).parallelism == "replicated"]
+    tried = [job.phase for job in answers[1:] if layout(job).state == "replicated"]
     assert tried and set(tried) == {1}
 
 
@@ -233,9 +236,9 @@ def test_where_little_fits_what_keeps_least_is_tried_soon(answers):
     )
     found = searched()
     assert found["ranked"][0]["settings"] == [
-        "mesh.parallelism=zero3",
-        "mesh.remat=full",
-        "mesh.accumulation=1,4",
+        "parallelism.state=zero3",
+        "parallelism.remat=full",
+        "parallelism.accumulation=1,4",
     ]
     asked = [layout(job) for job in answers[1:] if job.phase]
     assert asked.index(least) < 5
@@ -263,19 +266,19 @@ def test_a_search_is_told_and_looks_for_no_other_remedies(answers, capsys, tmp_p
 
 def test_settings_of_a_search_are_settings(answers):
     for one in searched()["ranked"]:
-        resolve.override(resolve.load(POD), one["settings"])
+        config.override(config.load(POD), one["settings"])
 
 
 def test_the_experiment_s_own_micro_batches_are_tried(answers):
     """Though 3 is no power of two."""
     answers[0] = lambda job: compiled(job.topology, 10_000_000 + (layout(job).accumulation != 3))
-    found = searched(["phases.1.batch_size=768", "mesh.accumulation=1,3"])
-    assert found["ranked"][0]["settings"][-1] == "mesh.accumulation=1,3"
+    found = searched(["phases.1.batch_size=768", "parallelism.accumulation=1,3"])
+    assert found["ranked"][0]["settings"][-1] == "parallelism.accumulation=1,3"
 
 
 def test_the_memory_bound_is_arithmetic():
     model = dataclasses.replace(
-        resolve.load(POD).model,
+        config.load(POD).model,
         num_hidden_layers=2,
         hidden_size=64,
         intermediate_size=256,
@@ -296,7 +299,7 @@ def test_the_memory_bound_is_arithmetic():
 
 def test_what_cannot_fit_by_arithmetic_is_not_compiled(answers):
     settings = ["phases.1.batch_size=65536", "phases.1.steps=1000"]
-    experiment = resolve.override(resolve.load(POD), settings)
+    experiment = config.override(config.load(POD), settings)
     assert searched(settings)["excluded"] > 0
     shards = 64
     for job in answers[1:]:

@@ -13,7 +13,7 @@ import pytest
 from small_run import settings, write_text
 
 from bert_jax import cli
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.report import page, plots
 from bert_jax.report.records import Record
 from bert_jax.storage.workdir import Workdir, in_use, lock

@@ -6,7 +6,7 @@ import stat
 import pytest
 from etils import epath
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage import workdir
 
 

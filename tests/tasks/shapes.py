@@ -33,7 +33,7 @@ def task(shape, **settings):
     if shape == "span":
         settings = {"document_stride": 8, "max_query_length": 8} | settings
     fields = {"train": (source,), "validation": (source,), "max_sequence_length": 40}
-    return Task(shape=shape, **fields | FIELDS[shape] | settings)
+    return Task(kind=shape, **fields | FIELDS[shape] | settings)
 
 
 def sentence(*texts, label=None):

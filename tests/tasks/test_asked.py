@@ -3,8 +3,9 @@
 import pytest
 import tuned
 
-from bert_jax import resolve
-from bert_jax.config import Finetuning, InputError
+from bert_jax import config
+from bert_jax.config import Finetuning
+from bert_jax.errors import InputError
 from bert_jax.tasks import asked
 
 
@@ -12,7 +13,7 @@ from bert_jax.tasks import asked
 def task(tmp_path):
     def of(shape):
         tuned.write_task(tmp_path, shape)
-        return resolve.load(str(tmp_path / "task.py"), Finetuning).task
+        return config.load(str(tmp_path / "task.py"), Finetuning).task
 
     return of
 
@@ -45,9 +46,9 @@ def test_arguments_are_taken_so_many_at_a_time(task):
 @pytest.mark.parametrize(
     ("shape", "line", "what"),
     [
-        ("pair", "a", "f:1: 1 texts, but task.shape=pair takes 2; a line is A<tab>B"),
+        ("pair", "a", "f:1: 1 texts, but task.kind=pair takes 2; a line is A<tab>B"),
         ("pair", "a\tb\tc", "f:1: 3 texts"),
-        ("choice", "a\tb", "task.shape=choice takes 3"),
+        ("choice", "a\tb", "task.kind=choice takes 3"),
         ("span", "a", "QUESTION<tab>CONTEXT"),
         ("span", "a\t ", "f:1: text 2 is blank"),
     ],

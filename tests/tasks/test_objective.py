@@ -11,7 +11,8 @@ import shapes
 from compare import assert_close, assert_identical
 from shapes import LABELS, MODEL, base_params, objective, shape_of, without_dropout
 
-from bert_jax.config import Adapt, InputError, Mesh
+from bert_jax.config import Adapt, Parallelism
+from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import adapt as adapt_lib
 from bert_jax.tasks import heads
@@ -118,7 +119,7 @@ def model_logits(reads, params, batch):
 
 
 def every_target():
-    from bert_jax.finetuning import LORA_TARGETS
+    from bert_jax.config import LORA_TARGETS
 
     return Adapt(how="lora", lora_rank=3, lora_alpha=6.0, lora_targets=LORA_TARGETS)
 
@@ -199,9 +200,9 @@ def test_a_head_over_all_pieces_has_no_pooler_to_learn():
 @pytest.mark.parametrize("how", ["frozen", "lora"])
 @pytest.mark.parametrize("parallelism", ["zero1", "zero3"])
 def test_what_is_small_is_not_cut(how, parallelism):
-    with pytest.raises(InputError, match=rf"^mesh.parallelism={parallelism}: adapt.how={how} "):
-        adapt_lib.require_layout(Adapt(how=how), Mesh(parallelism=parallelism))
-    adapt_lib.require_layout(Adapt(), Mesh(parallelism=parallelism))
+    with pytest.raises(InputError, match=rf"^parallelism.state={parallelism}: adapt.how={how} "):
+        adapt_lib.require_parallelism(Adapt(how=how), Parallelism(state=parallelism))
+    adapt_lib.require_parallelism(Adapt(), Parallelism(state=parallelism))
 
 
 def test_a_layer_learns_by_so_much_slower_than_the_one_above():

@@ -11,7 +11,7 @@ import pytest
 import tuned
 
 from bert_jax import cli
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.tasks import predicting, records
 from bert_jax.tasks.predicting import TaskModel
 

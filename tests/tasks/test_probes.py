@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small_run import bert_jax, final_state, pretrain, write_text
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.tasks import probes
 from bert_jax.training.metrics import Lines
 from bert_jax.training.runner import Trainer
@@ -18,7 +18,7 @@ from bert_jax.config import Finetuning, Task
 def experiment():
     return Finetuning(
         name="{name}",
-        task=Task(shape="{shape}", train=("jsonl:{folder}/train",),
+        task=Task(kind="{shape}", train=("jsonl:{folder}/train",),
                   validation=("jsonl:{folder}/test",), {fields}),
     )
 """
@@ -199,7 +199,7 @@ def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
     settings = [probed(folder, "letters", "words"), "run.probe_share=1"]
     found = []
     for name, how in (("one", "replicated"), ("cut", "zero3")):
-        pretrain(file, tmp_path / name, *settings, f"mesh.parallelism={how}")
+        pretrain(file, tmp_path / name, *settings, f"parallelism.state={how}")
         found.append([line["scores"] for line in lines(tmp_path / name)])
     for one, cut in zip(*found, strict=True):
         assert one == pytest.approx(cut, abs=0.02)
@@ -208,7 +208,7 @@ def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("values",), "task.shape=regress cannot be a probe; those of classify, pair, tag can"),
+        (("values",), "task.kind=regress cannot be a probe; those of classify, pair, tag can"),
         (("letters", "letters"), "there are two of the name 'letters'"),
         (("nowhere",), "nowhere.py"),
         (("alike",), "alike.py: task.train: 'same' has but one label"),

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from bert_jax.config import InputError, Task
+from bert_jax.config import Task
+from bert_jax.errors import InputError
 from bert_jax.tasks import records
 from bert_jax.tasks.examples import Answer
 from bert_jax.text import tfds_files
@@ -102,7 +103,7 @@ def ready(data_dir, monkeypatch):
 
 def read(shape, source, labelled="labelled", **settings):
     task = Task(
-        shape=shape, train=(source,), validation=(source,), **SHAPES.get(shape, {}) | settings
+        kind=shape, train=(source,), validation=(source,), **SHAPES.get(shape, {}) | settings
     )
     return records.read(task, (source,), labelled)
 

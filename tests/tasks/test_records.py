@@ -10,7 +10,8 @@ from damage import few
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax.config import InputError, Task
+from bert_jax.config import Task
+from bert_jax.errors import InputError
 from bert_jax.tasks import records
 from bert_jax.tasks.examples import Sentence, Tagged
 
@@ -23,7 +24,7 @@ def task(shape="classify", source="jsonl:none", **settings):
         "span": {"max_sequence_length": 384},
     }
     fields = {"train": (source,), "validation": (source,)} | needed.get(shape, {}) | settings
-    return Task(shape=shape, **fields)
+    return Task(kind=shape, **fields)
 
 
 def write(path, content):
@@ -93,7 +94,7 @@ def test_a_source_is_read_for_its_shape(tmp_path):
     assert (pair.texts, pair.label) == (("A", "B"), "1")
     assert (choice.texts, choice.label) == (("A", "B", "C"), "1")
     assert (regress.texts, regress.label) == (("A", "B"), 1.0)
-    with pytest.raises(InputError, match=r"source: 'squad:x': task\.shape=pair reads"):
+    with pytest.raises(InputError, match=r"source: 'squad:x': task\.kind=pair reads"):
         records.read(task("pair"), ("squad:x",), "labelled")
 
 
@@ -153,7 +154,7 @@ CONLL = "-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\nOf  IN\tO\nIt PRP 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_words_and_tags_stand_in_lines_of_columns(tmp_path, end):
-    settings = {"shape": "tag", "text_column": "0", "label_column": "2"}
+    settings = {"kind": "tag", "text_column": "0", "label_column": "2"}
     found = read(tmp_path, "conll", CONLL.replace("\n", end), **settings)
     place = tmp_path / "x.conll"
     assert found == [
@@ -166,7 +167,7 @@ def test_words_and_tags_stand_in_lines_of_columns(tmp_path, end):
 
 
 def test_a_document_mark_ends_a_sentence_and_wide_blanks_part_no_columns(tmp_path):
-    settings = {"shape": "tag", "text_column": "0", "label_column": "1"}
+    settings = {"kind": "tag", "text_column": "0", "label_column": "1"}
     content = "当\tO\n-DOCSTART-\tO\n中\u3000国\tB-LOC\n \t \n国\tO"
     found = read(tmp_path, "conll", content, **settings)
     assert [e.words for e in found] == [("当",), ("中\u3000国",), ("国",)]
@@ -174,7 +175,7 @@ def test_a_document_mark_ends_a_sentence_and_wide_blanks_part_no_columns(tmp_pat
 
 
 def test_words_and_tags_may_be_lists_in_json(tmp_path):
-    settings = {"shape": "tag", "text_column": "tokens", "label_column": "tags"}
+    settings = {"kind": "tag", "text_column": "tokens", "label_column": "tags"}
     rows = [{"tokens": ["EU", "New York"], "tags": [3, "O"]}]
     (found,) = read(tmp_path, "jsonl", lines_of(rows), **settings)
     assert (found.words, found.tags) == (("EU", "New York"), ("3", "O"))
@@ -251,7 +252,7 @@ def test_a_label_that_is_no_number_is_named(tmp_path, label):
     ],
 )
 def test_broken_lines_of_words_are_named(tmp_path, content, words):
-    settings = {"shape": "tag", "text_column": "0", "label_column": "1"}
+    settings = {"kind": "tag", "text_column": "0", "label_column": "1"}
     with pytest.raises(InputError) as caught:
         read(tmp_path, "conll", content, **settings)
     assert words in str(caught.value)
@@ -271,7 +272,7 @@ def test_broken_lines_of_words_are_named(tmp_path, content, words):
     ],
 )
 def test_words_without_their_tags_are_named(tmp_path, words, tags, said):
-    settings = {"shape": "tag", "text_column": "w", "label_column": "t"}
+    settings = {"kind": "tag", "text_column": "w", "label_column": "t"}
     with pytest.raises(InputError) as caught:
         read(tmp_path, "jsonl", lines_of([{"w": words, "t": tags}]), **settings)
     assert f"x.jsonl:1: {said}" in str(caught.value)

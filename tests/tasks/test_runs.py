@@ -18,9 +18,8 @@ import small_run
 from compare import assert_identical
 from etils import epath
 
-from bert_jax import resolve
 from bert_jax.config import Finetuning
-from bert_jax.storage.workdir import Workdir
+from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.rows import TrainBatches
 from bert_jax.training import mesh as mesh_lib
@@ -41,10 +40,10 @@ def experiment():
     )
 """
 TASKS = {
-    "classify": 'shape="classify", train=("tsv:train.tsv",), validation=("tsv:test.tsv",)',
-    "tag": 'shape="tag", text_column="0", label_column="1", train=("conll:train.conll",), '
+    "classify": 'kind="classify", train=("tsv:train.tsv",), validation=("tsv:test.tsv",)',
+    "tag": 'kind="tag", text_column="0", label_column="1", train=("conll:train.conll",), '
     'validation=("conll:test.conll",)',
-    "span": 'shape="span", document_stride=4, max_query_length=3, max_answer_length=4, '
+    "span": 'kind="span", document_stride=4, max_query_length=3, max_answer_length=4, '
     'train=("squad:train.json",), validation=("squad:test.json",)',
 }
 OTHERS = [f"w{c}" for c in "cdefghijklmnopqrst"]
@@ -110,16 +109,16 @@ def lines(workdir):
 
 
 def job_of(workdir):
-    claim = resolve.load_saved(Workdir(workdir), Finetuning)
+    claim = load_experiment(Workdir(workdir), Finetuning)
     job = FinetuningJob(claim, Workdir(workdir), lambda line: None)
-    job.require_runnable(mesh_lib.make_mesh(claim.mesh))
+    job.require_runnable(mesh_lib.make_mesh(claim.parallelism))
     return job
 
 
 def final_state(workdir):
     job = job_of(workdir)
-    mesh = mesh_lib.make_mesh(job.claim.mesh)
-    abstract = step.abstract_state(job.objective, job.optimizer, job.claim.mesh, mesh)
+    mesh = mesh_lib.make_mesh(job.claim.parallelism)
+    abstract = step.abstract_state(job.objective, job.optimizer, job.claim.parallelism, mesh)
     with Checkpoints(epath.Path(workdir, "checkpoints"), job.claim.run, "read") as saved:
         number = max(saved.steps)
         return job, jax.device_get(saved.restore(number, abstract).state)
@@ -170,11 +169,11 @@ def test_tags_and_answers_are_learned(shape):
 def test_it_begins_with_the_weights_of_the_run_and_a_fresh_head(full, folder):
     """Before the first step; and they are not what it ends with."""
     job, state = final_state(full)
-    mesh = mesh_lib.make_mesh(job.claim.mesh)
+    mesh = mesh_lib.make_mesh(job.claim.parallelism)
     fresh = step.init_state(job.objective, job.optimizer, job.claim.seed)
     places = jax.tree.map(
         lambda s: s.sharding,
-        step.abstract_state(job.objective, job.optimizer, job.claim.mesh, mesh),
+        step.abstract_state(job.objective, job.optimizer, job.claim.parallelism, mesh),
     )
     begun, _ = job.begin(jax.device_put(fresh, places))
     from bert_jax.predict import Trained
@@ -274,8 +273,8 @@ def test_a_checkpoint_holds_what_learns_alone(how, request):
 def test_what_is_small_is_not_cut_over_devices(how):
     refuses(
         "new",
-        f"mesh.parallelism=zero1: adapt.how={how} learns so little",
-        settings=("mesh.parallelism=zero1", f"adapt.how={how}"),
+        f"parallelism.state=zero1: adapt.how={how} learns so little",
+        settings=("parallelism.state=zero1", f"adapt.how={how}"),
     )
 
 
@@ -357,7 +356,7 @@ def test_a_label_that_was_never_taught_is_named_by_its_line():
         (("run.probes=classify.py",), ("run.probes", "pre-training")),
         (("run.watch=a",), ("run.watch", "pre-training")),
         (("run.corpus_dir=there",), ("run.corpus_dir", "pre-training")),
-        (("mesh.accumulation=3",), ("mesh.accumulation=(3,)", "batch_size=16")),
+        (("parallelism.accumulation=3",), ("parallelism.accumulation=(3,)", "batch_size=16")),
         (("batch_size=6",), ("finetuning.batch_size=6",)),
         (("adapt.lora_targets=query,pooler",), ("adapt.lora_targets: 'pooler'",)),
     ],

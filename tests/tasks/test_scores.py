@@ -11,7 +11,7 @@ from damage import few
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bert_jax.finetuning import SCORES
+from bert_jax.config import SCORES
 from bert_jax.tasks import scores
 
 labels = st.integers(0, 3)

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from bert_jax.config import InputError, Task
+from bert_jax.config import Task
+from bert_jax.errors import InputError
 from bert_jax.tasks import records
 from bert_jax.tasks.examples import Answer, Question
 
@@ -50,7 +51,7 @@ TREE = {
 
 def span_task(sources, no_answer):
     fields = {"max_sequence_length": 384, "no_answer": no_answer}
-    return Task(shape="span", train=sources, validation=sources, **fields)
+    return Task(kind="span", train=sources, validation=sources, **fields)
 
 
 def read(tmp_path, tree, labelled="labelled", no_answer="possible"):

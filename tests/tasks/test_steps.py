@@ -9,7 +9,7 @@ import samples
 import shapes
 from compare import assert_close
 
-from bert_jax.config import Adapt, Mesh
+from bert_jax.config import Adapt, Parallelism
 from bert_jax.tasks.forward import Forward
 from bert_jax.tasks.rows import TrainBatches, eval_batches
 from bert_jax.training import feed, step
@@ -18,13 +18,13 @@ from bert_jax.training import mesh as mesh_lib
 STEPS, EXAMPLES = 3, 8
 
 
-def train(shape, layout=Mesh(), devices=4, adapt=Adapt()):  # noqa: B008
+def train(shape, parallelism=Parallelism(), devices=4, adapt=Adapt()):  # noqa: B008
     """Three steps over six examples; the state and each step's sums."""
     objective, optimizer = shapes.objective(shape, adapt), shapes.OPTIMIZER
     rows = shapes.shape_of(shape).rows(shapes.examples(shape, 6))
     batches = TrainBatches(rows, shapes.TOKENIZER.pad_id, EXAMPLES, 3)
-    mesh = samples.mesh_of(devices, layout)
-    abstract = step.abstract_state(objective, optimizer, layout, mesh)
+    mesh = samples.mesh_of(devices, parallelism)
+    abstract = step.abstract_state(objective, optimizer, parallelism, mesh)
     state = jax.device_get(step.init_state(objective, optimizer, 0))
     base = shapes.base_params(objective.reads)
     fixed = None
@@ -33,7 +33,9 @@ def train(shape, layout=Mesh(), devices=4, adapt=Adapt()):  # noqa: B008
     else:
         fixed = feed.put(base, mesh_lib.replicated(mesh))
     state = feed.put(state, jax.tree.map(lambda s: s.sharding, abstract))
-    make = step.make_train_step(objective, optimizer, layout, layout.accumulation_of(0), 9, mesh)
+    make = step.make_train_step(
+        objective, optimizer, parallelism, parallelism.accumulation_of(0), 9, mesh
+    )
     size = EXAMPLES * rows.together
     everything, sharding = np.arange(size), mesh_lib.batch_sharding(mesh)
     seen = []
@@ -60,16 +62,16 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "parallelism",
     [
-        pytest.param(Mesh(), marks=pytest.mark.long),
-        Mesh(parallelism="zero3", tensor=2, accumulation=2),
+        pytest.param(Parallelism(), marks=pytest.mark.long),
+        Parallelism(state="zero3", tensor=2, accumulation=2),
     ],
     ids=["replicated", "zero3"],
 )
-def test_a_choice_is_learned_alike_on_four_devices(layout):
+def test_a_choice_is_learned_alike_on_four_devices(parallelism):
     """Rows of one example must meet on one device, in one micro-batch."""
-    found, expected = train("choice", layout), alone("choice")
+    found, expected = train("choice", parallelism), alone("choice")
     for state in (found[0], expected[0]):
         # It is added to all choices alike, so that its gradient is rounding, which Adam blows up.
         state["params"]["head"].pop("bias", None)
@@ -79,13 +81,13 @@ def test_a_choice_is_learned_alike_on_four_devices(layout):
 @pytest.mark.long
 def test_tags_are_learned_alike_on_four_devices():
     """Micro-batches have different numbers of words, and count as one batch."""
-    assert_same(train("tag", Mesh(parallelism="zero1", accumulation=2)), alone("tag"))
+    assert_same(train("tag", Parallelism(state="zero1", accumulation=2)), alone("tag"))
 
 
 @pytest.mark.long
 def test_thin_matrices_are_learned_alike_on_four_devices():
     lora = Adapt(how="lora", lora_rank=2)
-    cut = Mesh(tensor=2, accumulation=2)
+    cut = Parallelism(tensor=2, accumulation=2)
     assert_same(train("classify", cut, adapt=lora), alone("classify", lora))
 
 
@@ -104,14 +106,17 @@ def test_evaluation_is_the_same_however_rows_lie():
         "head": objective.init_params(jax.random.key(0))["head"]
     }
     found = []
-    for devices, layout, size in ((1, Mesh(), 3), (4, Mesh(parallelism="zero3", tensor=2), 4)):
-        mesh = samples.mesh_of(devices, layout)
+    for devices, parallelism, size in (
+        (1, Parallelism(), 3),
+        (4, Parallelism(state="zero3", tensor=2), 4),
+    ):
+        mesh = samples.mesh_of(devices, parallelism)
         batches = eval_batches(rows, shapes.TOKENIZER.pad_id, size)
         places = jax.tree.map(
             lambda s: s.sharding,
-            step.abstract_state(objective, shapes.OPTIMIZER, layout, mesh)["params"],
+            step.abstract_state(objective, shapes.OPTIMIZER, parallelism, mesh)["params"],
         )
-        forward = Forward(objective, layout, mesh)
+        forward = Forward(objective, parallelism, mesh)
         found.append(forward.outputs(feed.put(params, places), None, batches, rows))
     (ours, loss), (theirs, other_loss) = found
     assert [len(row) for row in ours] == rows.lengths.tolist()

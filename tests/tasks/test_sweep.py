@@ -9,7 +9,7 @@ import pytest
 import tuned
 
 from bert_jax import cli, errors
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.tasks import command, sweep
 from bert_jax.training.runner import Trainer
 

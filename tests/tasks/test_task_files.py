@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from bert_jax import resolve
+from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.tasks import records
 
@@ -54,7 +54,7 @@ def test_a_task_file_reads_what_its_docstring_names(file, tmp_path, monkeypatch)
     text = ast.get_docstring(ast.parse(file.read_text()))
     assert f"bert-jax finetune experiments/tasks/{file.name} --from" in text
     assert all(f"\n{word}:" in text for word in ("Source", "Hardware", "Expected"))
-    claim = resolve.load(str(file), Finetuning)
+    claim = config.load(str(file), Finetuning)
     assert claim.name == file.stem
     monkeypatch.chdir(tmp_path)
     for source in (*claim.task.train, *claim.task.validation):

@@ -39,7 +39,7 @@ from bert_jax.config import Adapt, Finetuning, Optimizer, Run, Task
 def experiment():
     return Finetuning(
         name="small",
-        task=Task(shape="{shape}", train=("{source}train",), validation=("{source}test",),
+        task=Task(kind="{shape}", train=("{source}train",), validation=("{source}test",),
                   max_sequence_length=32, {fields}),
         adapt=Adapt(how="{how}", head_dropout_prob=0.0),
         epochs={epochs}, batch_size=4,

@@ -6,7 +6,8 @@ import json
 import pytest
 import zstandard
 
-from bert_jax.config import Corpus, InputError
+from bert_jax.config import Corpus
+from bert_jax.errors import InputError
 from bert_jax.text import documents, sentences
 
 WRAPPED = "The first paragraph is broken\nover two lines. It has two sentences.\n\nThe second.\n"

@@ -5,7 +5,7 @@ import gzip
 import pytest
 import zstandard
 
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.text import lines
 
 

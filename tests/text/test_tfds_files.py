@@ -11,7 +11,8 @@ import sys
 import pytest
 import tensorflow_datasets as tfds
 
-from bert_jax.config import Corpus, InputError
+from bert_jax.config import Corpus
+from bert_jax.errors import InputError
 from bert_jax.text import documents, tfds_files
 
 ARTICLES = [

@@ -17,8 +17,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.config import InputError
 from bert_jax.conformance import golden
+from bert_jax.errors import InputError
 from bert_jax.text import tokenizer, vocabulary
 
 SAMPLE = golden.FOLDER / "sample_text.txt"

@@ -19,7 +19,7 @@ import time
 import jax
 
 from bert_jax import cli
-from bert_jax.config import InputError
+from bert_jax.errors import InputError
 from bert_jax.storage import retry
 from bert_jax.training import checkpoint, step
 from bert_jax.verify.notes import rows_of

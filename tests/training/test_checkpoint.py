@@ -21,10 +21,10 @@ from orbax.checkpoint._src.path import atomicity
 from small_run import final_state, pretrain, write_text
 
 from bert_jax import predict
-from bert_jax.config import InputError, Run
-from bert_jax.errors import Unavailable
+from bert_jax.config import Run
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
-from bert_jax.storage.workdir import Workdir
+from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.training import checkpoint
 from bert_jax.training.checkpoint import Checkpoints, Damaged
 from bert_jax.training.checksums import checksums
@@ -342,14 +342,13 @@ def test_checksums_are_computed_once_all_have_read(run, monkeypatch):
 
 
 def newest_state(run: pathlib.Path, *agreed) -> tuple[int, dict]:
-    from bert_jax import resolve
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.step import abstract_state
 
-    experiment = resolve.load_saved(Workdir(run))
+    experiment = load_experiment(Workdir(run))
     mesh = mesh_lib.one_device()
     abstract = abstract_state(
-        Pretraining(experiment.model), experiment.optimizer, experiment.mesh, mesh
+        Pretraining(experiment.model), experiment.optimizer, experiment.parallelism, mesh
     )
     with Checkpoints(epath.Path(run / "checkpoints"), Run(), "read") as saved:
         found = saved.newest(abstract, None, *agreed)

@@ -24,7 +24,7 @@ PROGRAM = """
 import collections, json, sys
 import jax, jax.numpy as jnp, numpy as np
 from etils import epath
-from bert_jax.config import Mesh
+from bert_jax.config import Parallelism
 from bert_jax.training import compiled, peers
 from bert_jax.training import mesh as mesh_lib
 
@@ -32,7 +32,7 @@ counts = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 with peers.connected() as all_of_them:
-    mesh = mesh_lib.make_mesh(Mesh())
+    mesh = mesh_lib.make_mesh(Parallelism())
     compiled.keep_compiled_programs(epath.Path(sys.argv[1]))
     all_of_them.connect(mesh)
     rows = jax.make_array_from_callback(

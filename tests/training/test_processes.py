@@ -142,13 +142,13 @@ def test_a_stopped_pod_goes_on_with_fewer_processes(text):
     """
     folder, file = text
     run = ("pretrain", file, "--workdir", folder / "fewer")
-    cut = ("--set", "mesh.parallelism=zero3")
+    cut = ("--set", "parallelism.state=zero3")
     found, at = {}, 0
-    for name, processes, deed, layout in (
+    for name, processes, deed, parallelism in (
         ("first", 4, "2 3 SIGTERM", ()),
         ("then", 2, "1 14 SIGTERM", cut),
     ):
-        code, lines = pod(folder, name, processes, deed, *run, *layout)
+        code, lines = pod(folder, name, processes, deed, *run, *parallelism)
         assert code == 75
         stopped = [line for line in lines if "stopped at step" in line]
         before, at = at, int(stopped[0].split("stopped at step ")[1].split(",")[0])
@@ -169,7 +169,7 @@ def test_processes_roll_back_together(text):
     few = ("--set", "optimizer.bad_steps_in_a_row=3", "--set", "run.checkpoint_every=2")
     run = ("pretrain", file, *few, "--workdir")
     assert start(folder, "back1", "0 9 poison", *run, folder / "back1").wait() == 0
-    cut = ("--set", "mesh.parallelism=zero3")
+    cut = ("--set", "parallelism.state=zero3")
     code, lines = pod(folder, "back2", 2, "0 9 poison", *run, folder / "back2", *cut)
     assert code == 0
     said = [line for line in lines if "going back" in line]
@@ -181,7 +181,7 @@ def test_processes_roll_back_together(text):
 def test_damage_that_one_process_sees_is_skipped_by_all(text):
     """The state lies cut over two processes; what one of them wrote is damaged."""
     folder, file = text
-    cut = ("--set", "mesh.parallelism=zero3", "--set", "run.checkpoint_every=2")
+    cut = ("--set", "parallelism.state=zero3", "--set", "run.checkpoint_every=2")
     run = ("pretrain", file, "--workdir", folder / "damaged", *cut)
     code, _ = pod(folder, "before", 2, "1 5 SIGTERM", *run)
     assert code == 75
@@ -202,7 +202,7 @@ def test_damage_that_one_process_sees_is_skipped_by_all(text):
 def test_one_process_that_cannot_read_leaves_none_waiting(text):
     """The state lies cut over two: checksums are computed by both. Nothing is put aside."""
     folder, file = text
-    cut = ("--set", "mesh.parallelism=zero3", "--set", "run.checkpoint_every=2")
+    cut = ("--set", "parallelism.state=zero3", "--set", "run.checkpoint_every=2")
     run = ("pretrain", file, "--workdir", folder / "blind", *cut)
     assert pod(folder, "seeing", 2, "1 5 SIGTERM", *run)[0] == 75
     code, lines = pod(folder, "blinded", 2, "1 0 blinded", *run)

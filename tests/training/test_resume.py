@@ -134,13 +134,13 @@ def relaid(undisturbed):
     run = ("pretrain", file, "--workdir", workdir)
     done = killed(4, signal.SIGTERM, *run, devices=2)
     assert done.returncode == 75, done.stderr.decode()
-    cut = ("--set", "mesh.parallelism=zero1", "--set", "mesh.accumulation=1,2")
+    cut = ("--set", "parallelism.state=zero1", "--set", "parallelism.accumulation=1,2")
     done = killed(10, signal.SIGTERM, *run, *cut, devices=2)
     assert done.returncode == 75, done.stderr.decode()
-    cut = ("--set", "mesh.parallelism=zero3", "--set", "mesh.tensor=2")
+    cut = ("--set", "parallelism.state=zero3", "--set", "parallelism.tensor=2")
     done = bert_jax(*run, *cut, devices=4)
     assert done.returncode == 0, done.stderr.decode()
-    assert "resume: mesh.parallelism: 'zero1' -> 'zero3'" in done.stdout.decode()
+    assert "resume: parallelism.state: 'zero1' -> 'zero3'" in done.stdout.decode()
     return workdir
 
 
@@ -167,7 +167,7 @@ def test_sixteen_devices_then_eight_then_sixteen_see_the_same_batches(undisturbe
     for devices, step in ((16, 6), (8, 16)):
         done = killed(step, signal.SIGTERM, *run, tmp_path / "many", devices=devices)
         assert done.returncode == 75, done.stderr.decode()
-    cut = ("--set", "mesh.parallelism=zero3", "--set", "mesh.tensor=2")
+    cut = ("--set", "parallelism.state=zero3", "--set", "parallelism.tensor=2")
     assert bert_jax(*run, tmp_path / "many", *cut, devices=16).returncode == 0
     ours, theirs = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

@@ -16,10 +16,10 @@ from etils import epath
 from rich.console import Console
 from small_run import pretrain, write_text
 
-from bert_jax import predict, resolve
-from bert_jax.config import InputError, Run
+from bert_jax import config, predict
+from bert_jax.config import Run
 from bert_jax.data import batches, plans, stream
-from bert_jax.errors import Unavailable
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
 from bert_jax.storage.workdir import Workdir, sealed
 from bert_jax.text import tokenizer
@@ -112,9 +112,9 @@ def test_reading_a_run_leaves_a_save_under_way_alone(text, finished):
     under_way = finished / "checkpoints" / "99.orbax-checkpoint-tmp"
     under_way.mkdir()
     (under_way / "half").write_text("x")
-    experiment = resolve.load(str(file))
+    experiment = config.load(str(file))
     place = Workdir(finished, experiment.run.corpus_dir)
-    mesh = mesh_lib.make_mesh(experiment.mesh)
+    mesh = mesh_lib.make_mesh(experiment.parallelism)
     assert predict.load_params(experiment, place, Prepared.open(place.corpus), mesh)[1] == 22
     # Orbax clears up in the background: what a writer would have removed is gone by then.
     time.sleep(1.5)
@@ -199,7 +199,7 @@ def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path):
 
 
 def test_phase_of_a_step(text):
-    experiment = resolve.load(str(text[1]))
+    experiment = config.load(str(text[1]))
     assert [experiment.phase_at(n) for n in (0, 13, 14, 21)] == [
         (0, 0),
         (0, 0),

@@ -12,7 +12,8 @@ from compare import assert_close
 from jax.extend import core
 from test_step import assert_same_run, reference  # noqa: F401
 
-from bert_jax.config import InputError, Mesh
+from bert_jax.config import Parallelism
+from bert_jax.errors import InputError
 from bert_jax.model import heads, layers, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
@@ -25,27 +26,27 @@ KERNEL = ("encoder", "layers", "query", "kernel")
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "parallelism",
     [
-        Mesh(parallelism="zero1", accumulation=2),
-        Mesh(parallelism="zero3", tensor=2),
+        Parallelism(state="zero1", accumulation=2),
+        Parallelism(state="zero3", tensor=2),
         *(
-            pytest.param(layout, marks=pytest.mark.long)
-            for layout in (
-                Mesh(parallelism="zero1"),
-                Mesh(parallelism="zero3"),
-                Mesh(tensor=2),
-                Mesh(parallelism="zero1", tensor=2),
-                Mesh(parallelism="zero3", accumulation=2, remat="dots"),
-                Mesh(parallelism="zero3", layer_loop="unroll", remat="full"),
+            pytest.param(parallelism, marks=pytest.mark.long)
+            for parallelism in (
+                Parallelism(state="zero1"),
+                Parallelism(state="zero3"),
+                Parallelism(tensor=2),
+                Parallelism(state="zero1", tensor=2),
+                Parallelism(state="zero3", accumulation=2, remat="dots"),
+                Parallelism(state="zero3", layer_loop="unroll", remat="full"),
             )
         ),
     ],
-    ids=lambda m: f"{m.parallelism}-tensor{m.tensor}-{m.accumulation[0]}-{m.remat}-{m.layer_loop}",
+    ids=lambda m: f"{m.state}-tensor{m.tensor}-{m.accumulation[0]}-{m.remat}-{m.layer_loop}",
 )
-def test_sharded_equals_replicated(layout, reference):  # noqa: F811
+def test_sharded_equals_replicated(parallelism, reference):  # noqa: F811
     """On 4 devices, against one device that holds everything; with dropout."""
-    assert_same_run(samples.run(STEPS, devices=4, layout=layout), reference)
+    assert_same_run(samples.run(STEPS, devices=4, parallelism=parallelism), reference)
 
 
 @pytest.mark.long
@@ -54,23 +55,25 @@ def test_zero1_clips_each_replica_s_own_gradient():
         samples.OPTIMIZER, clip="per_replica", reference_replicas=4, clip_norm=0.5
     )
     alone = samples.run(STEPS, optimizer=optimizer)
-    layout = Mesh(parallelism="zero1")
-    assert_same_run(samples.run(STEPS, devices=2, optimizer=optimizer, layout=layout), alone)
+    parallelism = Parallelism(state="zero1")
+    assert_same_run(
+        samples.run(STEPS, devices=2, optimizer=optimizer, parallelism=parallelism), alone
+    )
 
 
 @pytest.mark.long
 def test_lamb_s_norms_are_those_of_whole_tensors():
     optimizer = dataclasses.replace(samples.OPTIMIZER, name="lamb")
     alone = samples.run(3, optimizer=optimizer)
-    layout = Mesh(parallelism="zero3", tensor=2)
-    assert_same_run(samples.run(3, devices=4, optimizer=optimizer, layout=layout), alone)
+    parallelism = Parallelism(state="zero3", tensor=2)
+    assert_same_run(samples.run(3, devices=4, optimizer=optimizer, parallelism=parallelism), alone)
 
 
 @pytest.mark.parametrize("parallelism", ["zero1", "zero3"])
 def test_a_device_holds_its_share_of_parameters_and_moments(parallelism):
-    layout = Mesh(parallelism=parallelism, tensor=2)
-    mesh = samples.mesh_of(4, layout)
-    state = step.abstract_state(Pretraining(samples.MODEL), samples.OPTIMIZER, layout, mesh)
+    parallelism = Parallelism(state=parallelism, tensor=2)
+    mesh = samples.mesh_of(4, parallelism)
+    state = step.abstract_state(Pretraining(samples.MODEL), samples.OPTIMIZER, parallelism, mesh)
     moments = jax.tree.leaves_with_path(state["optimizer"])
     cut = [leaf for path, leaf in moments if path[-len(KERNEL) :] == _path(KERNEL)]
     assert len(cut) == 2
@@ -85,17 +88,17 @@ def _path(names):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "parallelism",
     [
-        Mesh(parallelism="zero3"),
-        pytest.param(Mesh(parallelism="zero1", tensor=2), marks=pytest.mark.long),
+        Parallelism(state="zero3"),
+        pytest.param(Parallelism(state="zero1", tensor=2), marks=pytest.mark.long),
     ],
 )
-def test_evaluation_of_cut_parameters_is_that_of_whole_ones(layout):
+def test_evaluation_of_cut_parameters_is_that_of_whole_ones(parallelism):
     batch = samples.train_batches().batch(0, np.arange(8))
     params = heads.init_params(samples.MODEL, jax.random.key(0))
     found = []
-    for chosen, devices in ((Mesh(), 1), (layout, 4)):
+    for chosen, devices in ((Parallelism(), 1), (parallelism, 4)):
         mesh = samples.mesh_of(devices, chosen)
         zero = {name: jnp.zeros(2) for name in losses.NAMES}
         found.append(
@@ -107,7 +110,7 @@ def test_evaluation_of_cut_parameters_is_that_of_whole_ones(layout):
 def test_zero1_reduces_once_however_often_it_accumulates():
     """No collective runs more often with more micro-batches; gradients travel layer by layer."""
     layers_ = samples.MODEL.num_hidden_layers
-    counts = [_collectives(Mesh(parallelism="zero1", accumulation=n), n) for n in (1, 4)]
+    counts = [_collectives(Parallelism(state="zero1", accumulation=n), n) for n in (1, 4)]
     assert counts[0] == counts[1]
     outside, inside = counts[0]
     assert inside == {"reduce_scatter": 6 * layers_}
@@ -115,19 +118,19 @@ def test_zero1_reduces_once_however_often_it_accumulates():
 
 
 def test_zero3_gathers_a_layer_where_it_is_used():
-    outside, inside = _collectives(Mesh(parallelism="zero3"), 1)
+    outside, inside = _collectives(Parallelism(state="zero3"), 1)
     layers_ = samples.MODEL.num_hidden_layers
     assert inside["all_gather"] >= 6 * layers_ and inside["reduce_scatter"] == 6 * layers_
     assert 0 < outside["reduce_scatter"] < 6
 
 
-def _collectives(layout, parts):
+def _collectives(parallelism, parts):
     """How often each collective runs outside and inside of loops over layers or micro-batches."""
-    mesh = samples.mesh_of(2, layout)
+    mesh = samples.mesh_of(2, parallelism)
     run = step.make_train_step(
-        Pretraining(samples.MODEL), samples.OPTIMIZER, layout, parts, 100, mesh
+        Pretraining(samples.MODEL), samples.OPTIMIZER, parallelism, parts, 100, mesh
     )
-    state = step.abstract_state(Pretraining(samples.MODEL), samples.OPTIMIZER, layout, mesh)
+    state = step.abstract_state(Pretraining(samples.MODEL), samples.OPTIMIZER, parallelism, mesh)
     batch = samples.train_batches().batch(0, np.arange(8))
     key = step.phase_key(samples.MODEL, 0, 0)
     outside, inside = {}, {}
@@ -188,20 +191,20 @@ def test_pmap_gives_the_same_step():
 # --- the table ---------------------------------------------------------------------------------
 
 
-def _cuts(layout, rules=sharding.RULES, model=samples.MODEL, devices=4):
+def _cuts(parallelism, rules=sharding.RULES, model=samples.MODEL, devices=4):
     shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0)))
-    return sharding.cuts(shapes, layout, samples.mesh_of(devices, layout), rules)
+    return sharding.cuts(shapes, parallelism, samples.mesh_of(devices, parallelism), rules)
 
 
 def test_a_parameter_without_a_rule_is_named():
     rules = [rule for rule in sharding.RULES if "pooler" not in rule.path]
     with pytest.raises(ValueError, match=r"masked_lm/transform/bias.*none|pooler/bias.*none"):
-        _cuts(Mesh(parallelism="zero1"), rules)
+        _cuts(Parallelism(state="zero1"), rules)
 
 
 def test_a_rule_without_a_parameter_is_named():
     with pytest.raises(ValueError, match="adapter/kernel"):
-        _cuts(Mesh(parallelism="zero1"), [*sharding.RULES, sharding.Rule("adapter/kernel")])
+        _cuts(Parallelism(state="zero1"), [*sharding.RULES, sharding.Rule("adapter/kernel")])
 
 
 def test_two_axes_in_one_dimension_are_named():
@@ -210,15 +213,15 @@ def test_two_axes_in_one_dimension_are_named():
         for rule in sharding.RULES
     ]
     with pytest.raises(ValueError, match=r"encoder/embeddings/word/embedding.*dimension 0"):
-        _cuts(Mesh(parallelism="zero1", tensor=2), rules)
+        _cuts(Parallelism(state="zero1", tensor=2), rules)
 
 
 def test_a_dimension_that_the_devices_do_not_divide_is_named():
     model = dataclasses.replace(
         samples.MODEL, hidden_size=36, num_attention_heads=3, intermediate_size=42
     )
-    with pytest.raises(InputError, match=r"mesh.parallelism=zero3: encoder/layers/output/kernel"):
-        _cuts(Mesh(parallelism="zero3"), model=model)
+    with pytest.raises(InputError, match=r"parallelism.state=zero3: encoder/layers/output/kernel"):
+        _cuts(Parallelism(state="zero3"), model=model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,14 +245,14 @@ def test_axes_are_the_dimensions_of_the_torus(sizes, cores, tensor, expected):
     places = [(*place, core) for place in np.ndindex(*sizes) for core in range(cores)]
     order = np.random.default_rng(0).permutation(len(places))
     devices = [Chip(coords=places[i][:3], core_on_chip=places[i][3], id=i) for i in order]
-    mesh = mesh_lib.make_mesh(Mesh(tensor=tensor), devices)
+    mesh = mesh_lib.make_mesh(Parallelism(tensor=tensor), devices)
     assert dict(mesh.shape) == expected
     assert [device.id for device in mesh.devices.flat] == list(range(len(places)))
 
 
 @pytest.mark.parametrize(
-    ("tensor", "devices", "said"), [(3, 4, "mesh.tensor=3"), (4, 4, "mesh.tensor=4")]
+    ("tensor", "devices", "said"), [(3, 4, "parallelism.tensor=3"), (4, 4, "parallelism.tensor=4")]
 )
 def test_a_tensor_axis_that_does_not_fit_is_named(tensor, devices, said):
     with pytest.raises(InputError, match=said):
-        samples.mesh_of(devices, Mesh(tensor=tensor))
+        samples.mesh_of(devices, Parallelism(tensor=tensor))

@@ -9,7 +9,7 @@ import pytest
 import samples
 from compare import assert_close, assert_identical, difference
 
-from bert_jax.config import Mesh
+from bert_jax.config import Parallelism
 from bert_jax.data import batches
 from bert_jax.model import heads, losses
 from bert_jax.training import step
@@ -40,18 +40,18 @@ def test_devices_do_not_change_the_losses(devices, reference):
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_accumulation_equals_the_whole_batch(devices, reference):
-    layout = Mesh(accumulation=4)
-    assert_same_run(samples.run(STEPS, devices=devices, layout=layout), reference)
+    parallelism = Parallelism(accumulation=4)
+    assert_same_run(samples.run(STEPS, devices=devices, parallelism=parallelism), reference)
 
 
 @pytest.mark.long
 def test_unrolled_equals_scanned(reference):
-    assert_same_run(samples.run(STEPS, layout=Mesh(layer_loop="unroll")), reference)
+    assert_same_run(samples.run(STEPS, parallelism=Parallelism(layer_loop="unroll")), reference)
 
 
 @pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.long), "full"])
 def test_remat_changes_nothing(remat, reference):
-    assert_same_run(samples.run(STEPS, layout=Mesh(remat=remat)), reference)
+    assert_same_run(samples.run(STEPS, parallelism=Parallelism(remat=remat)), reference)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def _reference_loss(params, model, part, key):
 def test_rows_of_weight_zero_change_nothing():
     """Evaluation fills its last batch up with such rows."""
     model, mesh = samples.MODEL, samples.mesh_of(1)
-    evaluate = step.make_eval_step(Pretraining(model), Mesh(), mesh)
+    evaluate = step.make_eval_step(Pretraining(model), Parallelism(), mesh)
     params = heads.init_params(model, jax.random.key(0))
     batch = samples.train_batches().batch(0, np.arange(8))
     zero = {name: jnp.zeros(2) for name in losses.NAMES}
@@ -186,7 +186,7 @@ def test_no_logits_of_every_position_exist():
     batch = samples.train_batches(shape).batch(0, np.arange(8))
     mesh = samples.mesh_of(1)
     train_step = step.make_train_step(
-        Pretraining(samples.MODEL), samples.OPTIMIZER, Mesh(), 1, 100, mesh
+        Pretraining(samples.MODEL), samples.OPTIMIZER, Parallelism(), 1, 100, mesh
     )
     state = step.init_state(Pretraining(samples.MODEL), samples.OPTIMIZER, 0)
     key = step.phase_key(samples.MODEL, 0, 0)

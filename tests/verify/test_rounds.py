@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small_run import write_text
 
-from bert_jax import cli, resolve
+from bert_jax import cli, config
 from bert_jax.verify import compare, elsewhere, rounds
 from bert_jax.verify.children import Ended
 from bert_jax.verify.lineage import Lineage, newest_checkpoint
@@ -35,7 +35,7 @@ CALENDAR = Calendar(
 
 @pytest.fixture
 def experiment(tmp_path):
-    return resolve.load(str(write_text(tmp_path)))
+    return config.load(str(write_text(tmp_path)))
 
 
 # --- the draw -----------------------------------------------------------------------------------
@@ -88,12 +88,12 @@ def test_a_kind_without_a_place_is_left_out():
 
 
 def test_steps_without_a_loss_lie_after_the_first_save(experiment):
-    three = resolve.override(experiment, ["optimizer.bad_steps_in_a_row=3"])
+    three = config.override(experiment, ["optimizer.bad_steps_in_a_row=3"])
     found = {rounds.steps_without_loss(three, seed) for seed in range(100)}
     assert {len(steps) for steps in found} == {3}
     assert {steps.start for steps in found} == set(range(5, 18))
     for setting in ("optimizer.after_bad_steps=stop", "optimizer.bad_steps_in_a_row=16"):
-        assert not rounds.steps_without_loss(resolve.override(experiment, [setting]), 0)
+        assert not rounds.steps_without_loss(config.override(experiment, [setting]), 0)
 
 
 # --- notes --------------------------------------------------------------------------------------
@@ -282,15 +282,15 @@ def test_the_farthest_loss_is_named(tmp_path):
     [
         ([], "cpu", ""),
         ([], "TPU v5 lite", "virtual devices are of a CPU, and this run had TPU v5 lite"),
-        (["mesh.tensor=2"], "cpu", "mesh.tensor=2"),
+        (["parallelism.tensor=2"], "cpu", "parallelism.tensor=2"),
         (["model.dropout_rng=rbg16"], "cpu", "model.dropout_rng=rbg16"),
         (["phases.1.batch_size=3"], "cpu", "phases.1.batch_size=3 cannot be halved"),
-        (["mesh.accumulation=4"], "cpu", "phases.1.batch_size=4 cannot be halved"),
+        (["parallelism.accumulation=4"], "cpu", "phases.1.batch_size=4 cannot be halved"),
         (["optimizer.clip=per_replica"], "cpu", "reference_replicas=1 cannot be halved"),
     ],
 )
 def test_what_cannot_be_laid_over_two_devices_is_left_out(settings, platform, why, experiment):
-    found = elsewhere.left_out(resolve.override(experiment, settings), platform)
+    found = elsewhere.left_out(config.override(experiment, settings), platform)
     assert why in found and bool(why) == bool(found)
 
 

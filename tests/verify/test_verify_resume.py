@@ -15,7 +15,7 @@ import pytest
 from etils import epath
 from small_run import bert_jax, pretrain, settings, write_text
 
-from bert_jax import cli, resolve
+from bert_jax import cli, config
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.verify import children, compare, elsewhere, rounds
 
@@ -113,7 +113,7 @@ def test_a_refused_experiment_leaves_nothing(tmp_path):
 
 
 def experiment_of(folder):
-    return resolve.from_json((folder / "experiment.json").read_text(), "experiment.json")
+    return config.from_json((folder / "experiment.json").read_text(), "experiment.json")
 
 
 def test_a_flipped_bit_of_a_parameter_is_named(alike, tmp_path):

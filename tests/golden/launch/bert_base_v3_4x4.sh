@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# bert-base-8e684d97: v3:4x4; chips: 16, hosts: 4;
-# commit 0123456789abcdef0123456789abcdef01234567, config sha256 8e684d97220152d18773f0a8243befbbb7b0944822c4e633bafb7a65d3550ba8.
+# bert-base-8b831aef: v3:4x4; chips: 16, hosts: 4;
+# commit 0123456789abcdef0123456789abcdef01234567, config sha256 8b831aef6470425667a3724aed0c542ce010bc19ece3ec7f6ba4ee08ba6f8125.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
 # What every host is given.
-mkdir -p /cache/launch/bert-base-8e684d97
-git -C /checkout archive --format=tar --output=/cache/launch/bert-base-8e684d97/commit.tar 0123456789abcdef0123456789abcdef01234567
-mkdir /cache/launch/bert-base-8e684d97/source
-tar -x -f /cache/launch/bert-base-8e684d97/commit.tar -C /cache/launch/bert-base-8e684d97/source
-python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir /cache/launch/bert-base-8e684d97 /cache/launch/bert-base-8e684d97/source
-cp /cache/launch/bert-base-8e684d97/source/constraints.txt /cache/launch/bert-base-8e684d97
-rm -r /cache/launch/bert-base-8e684d97/source /cache/launch/bert-base-8e684d97/commit.tar
-cat > /cache/launch/bert-base-8e684d97/experiment.json <<'END'
+mkdir -p /cache/launch/bert-base-8b831aef
+git -C /checkout archive --format=tar --output=/cache/launch/bert-base-8b831aef/commit.tar 0123456789abcdef0123456789abcdef01234567
+mkdir /cache/launch/bert-base-8b831aef/source
+tar -x -f /cache/launch/bert-base-8b831aef/commit.tar -C /cache/launch/bert-base-8b831aef/source
+python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir /cache/launch/bert-base-8b831aef /cache/launch/bert-base-8b831aef/source
+cp /cache/launch/bert-base-8b831aef/source/constraints.txt /cache/launch/bert-base-8b831aef
+rm -r /cache/launch/bert-base-8b831aef/source /cache/launch/bert-base-8b831aef/commit.tar
+cat > /cache/launch/bert-base-8b831aef/experiment.json <<'END'
 {
-  "format_version": 1,
+  "format_version": 2,
   "name": "bert_base",
   "seed": 0,
   "init_from": "",
@@ -87,8 +87,8 @@ cat > /cache/launch/bert-base-8e684d97/experiment.json <<'END'
     "bad_steps_in_a_row": 10,
     "after_bad_steps": "roll_back"
   },
-  "mesh": {
-    "parallelism": "zero1",
+  "parallelism": {
+    "state": "zero1",
     "tensor": 1,
     "accumulation": [
       1
@@ -117,14 +117,14 @@ cat > /cache/launch/bert-base-8e684d97/experiment.json <<'END'
   }
 }
 END
-cat > /cache/launch/bert-base-8e684d97/follow.sh <<'END'
+cat > /cache/launch/bert-base-8b831aef/follow.sh <<'END'
 #!/usr/bin/env bash
 # follow.sh BYTE SECONDS: shows run.log from a byte on, until the run has ended or time is up.
 cd "$(dirname "$0")"
 timeout "$2" tail --bytes="+$1" --follow=name --pid="$(cat run.pid)" run.log
 exit 0
 END
-cat > /cache/launch/bert-base-8e684d97/install.sh <<'END'
+cat > /cache/launch/bert-base-8b831aef/install.sh <<'END'
 #!/usr/bin/env bash
 # Makes venv/ of the wheel, unless it is there, or a run uses the one that is.
 set -eu
@@ -147,7 +147,7 @@ venv/bin/python -m pip install --quiet --disable-pip-version-check \
   --constraint constraints.txt "./$wheel[tpu,gcs]"
 sha256sum "$wheel" constraints.txt > venv/installed
 END
-cat > /cache/launch/bert-base-8e684d97/run.sh <<'END'
+cat > /cache/launch/bert-base-8b831aef/run.sh <<'END'
 #!/usr/bin/env bash
 # The run: its exit code goes to run.exit.
 {  # read as a whole, whatever becomes of this file meanwhile
@@ -169,7 +169,7 @@ mv run.exit.new run.exit
 exit
 }
 END
-cat > /cache/launch/bert-base-8e684d97/start.sh <<'END'
+cat > /cache/launch/bert-base-8b831aef/start.sh <<'END'
 #!/usr/bin/env bash
 # Starts the run, unless it runs, in a session that outlives this connection.
 set -eu
@@ -183,7 +183,7 @@ for _ in $(seq 300); do [ -f run.pid ] && exit 0; sleep 0.1; done
 echo "start.sh: the run did not start" >&2
 exit 1
 END
-cat > /cache/launch/bert-base-8e684d97/state.sh <<'END'
+cat > /cache/launch/bert-base-8b831aef/state.sh <<'END'
 #!/usr/bin/env bash
 # Says how the run stands: absent, running, ended CODE, or lost (killed with this script's like).
 cd "$(dirname "$0")"
@@ -194,7 +194,7 @@ else state=lost
 fi
 echo "bert-jax-host $(hostname) $state"
 END
-cat > /cache/launch/bert-base-8e684d97/stop.sh <<'END'
+cat > /cache/launch/bert-base-8b831aef/stop.sh <<'END'
 #!/usr/bin/env bash
 # stop.sh SIGNAL: asks the run to end; TERM has it save before.
 cd "$(dirname "$0")"
@@ -202,25 +202,25 @@ if ! flock --shared --nonblock run.lock true; then kill -s "$1" "$(cat run.pid)"
 END
 
 # The machines. They are deleted if they do not come in time.
-gcloud compute tpus queued-resources create bert-base-8e684d97 --node-id=bert-base-8e684d97 --accelerator-type=v3-32 --runtime-version=tpu-ubuntu2204-base --valid-until-duration=24h --reserved --zone=europe-west4-a --project=PROJECT --quiet
-until [ "$(gcloud compute tpus queued-resources describe bert-base-8e684d97 '--format=value(state.state)' --zone=europe-west4-a --project=PROJECT --quiet)" = ACTIVE ]; do sleep 30; done
+gcloud compute tpus queued-resources create bert-base-8b831aef --node-id=bert-base-8b831aef --accelerator-type=v3-32 --runtime-version=tpu-ubuntu2204-base --valid-until-duration=24h --reserved --zone=europe-west4-a --project=PROJECT --quiet
+until [ "$(gcloud compute tpus queued-resources describe bert-base-8b831aef '--format=value(state.state)' --zone=europe-west4-a --project=PROJECT --quiet)" = ACTIVE ]; do sleep 30; done
 
 # Five times, while a host does not answer yet.
-gcloud compute tpus tpu-vm ssh bert-base-8e684d97 --worker=all '--command=mkdir -p bert-jax/bert-base-8e684d97' --zone=europe-west4-a --project=PROJECT --quiet
-gcloud compute tpus tpu-vm scp /cache/launch/bert-base-8e684d97/bert_jax-0.1.0-py3-none-any.whl /cache/launch/bert-base-8e684d97/constraints.txt /cache/launch/bert-base-8e684d97/experiment.json /cache/launch/bert-base-8e684d97/follow.sh /cache/launch/bert-base-8e684d97/install.sh /cache/launch/bert-base-8e684d97/run.sh /cache/launch/bert-base-8e684d97/start.sh /cache/launch/bert-base-8e684d97/state.sh /cache/launch/bert-base-8e684d97/stop.sh bert-base-8e684d97:bert-jax/bert-base-8e684d97/ --worker=all --zone=europe-west4-a --project=PROJECT --quiet
-gcloud compute tpus tpu-vm ssh bert-base-8e684d97 --worker=all '--command=bash bert-jax/bert-base-8e684d97/install.sh' --zone=europe-west4-a --project=PROJECT --quiet
-gcloud compute tpus tpu-vm ssh bert-base-8e684d97 --worker=all '--command=bash bert-jax/bert-base-8e684d97/start.sh' --zone=europe-west4-a --project=PROJECT --quiet
+gcloud compute tpus tpu-vm ssh bert-base-8b831aef --worker=all '--command=mkdir -p bert-jax/bert-base-8b831aef' --zone=europe-west4-a --project=PROJECT --quiet
+gcloud compute tpus tpu-vm scp /cache/launch/bert-base-8b831aef/bert_jax-0.1.0-py3-none-any.whl /cache/launch/bert-base-8b831aef/constraints.txt /cache/launch/bert-base-8b831aef/experiment.json /cache/launch/bert-base-8b831aef/follow.sh /cache/launch/bert-base-8b831aef/install.sh /cache/launch/bert-base-8b831aef/run.sh /cache/launch/bert-base-8b831aef/start.sh /cache/launch/bert-base-8b831aef/state.sh /cache/launch/bert-base-8b831aef/stop.sh bert-base-8b831aef:bert-jax/bert-base-8b831aef/ --worker=all --zone=europe-west4-a --project=PROJECT --quiet
+gcloud compute tpus tpu-vm ssh bert-base-8b831aef --worker=all '--command=bash bert-jax/bert-base-8b831aef/install.sh' --zone=europe-west4-a --project=PROJECT --quiet
+gcloud compute tpus tpu-vm ssh bert-base-8b831aef --worker=all '--command=bash bert-jax/bert-base-8b831aef/start.sh' --zone=europe-west4-a --project=PROJECT --quiet
 
 # Again and again, from the byte that was shown last, until all hosts have ended:
 # the log of host 0, how the run stands on each, whether the machines are still there.
-gcloud compute tpus tpu-vm ssh bert-base-8e684d97 --worker=0 '--command=bash bert-jax/bert-base-8e684d97/follow.sh 1 300' --zone=europe-west4-a --project=PROJECT --quiet
-gcloud compute tpus tpu-vm ssh bert-base-8e684d97 --worker=all '--command=bash bert-jax/bert-base-8e684d97/state.sh' --zone=europe-west4-a --project=PROJECT --quiet
-gcloud compute tpus queued-resources describe bert-base-8e684d97 '--format=value(state.state)' --zone=europe-west4-a --project=PROJECT --quiet
+gcloud compute tpus tpu-vm ssh bert-base-8b831aef --worker=0 '--command=bash bert-jax/bert-base-8b831aef/follow.sh 1 300' --zone=europe-west4-a --project=PROJECT --quiet
+gcloud compute tpus tpu-vm ssh bert-base-8b831aef --worker=all '--command=bash bert-jax/bert-base-8b831aef/state.sh' --zone=europe-west4-a --project=PROJECT --quiet
+gcloud compute tpus queued-resources describe bert-base-8b831aef '--format=value(state.state)' --zone=europe-west4-a --project=PROJECT --quiet
 
 # Preempted, or a host lost: deleted and asked for anew, 10 times at most.
 # Stopped with exit code 75: started again on the same machines, counted alike.
 # Ctrl-C: the run is asked to save, and waited for, before the machines are deleted:
-#   gcloud compute tpus tpu-vm ssh bert-base-8e684d97 --worker=all '--command=bash bert-jax/bert-base-8e684d97/stop.sh TERM' --zone=europe-west4-a --project=PROJECT --quiet
+#   gcloud compute tpus tpu-vm ssh bert-base-8b831aef --worker=all '--command=bash bert-jax/bert-base-8b831aef/stop.sh TERM' --zone=europe-west4-a --project=PROJECT --quiet
 
 # At the end, whatever the end; with --keep, not.
-gcloud compute tpus queued-resources delete bert-base-8e684d97 --force --zone=europe-west4-a --project=PROJECT --quiet
+gcloud compute tpus queued-resources delete bert-base-8b831aef --force --zone=europe-west4-a --project=PROJECT --quiet

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# bert-large-pod-c5873662: v5e:8x8; chips: 64, hosts: 16;
-# commit 0123456789abcdef0123456789abcdef01234567, config sha256 c5873662816998c3d977286d3958094469550202ddccc7e28940438b1f466235.
+# bert-large-pod-a4759bab: v5e:8x8; chips: 64, hosts: 16;
+# commit 0123456789abcdef0123456789abcdef01234567, config sha256 a4759bab8500f37271e90e2c53180de7e2c68f06393e27e2340bf1310e0730e5.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
 # What every host is given.
-mkdir -p /cache/launch/bert-large-pod-c5873662
-git -C /checkout archive --format=tar --output=/cache/launch/bert-large-pod-c5873662/commit.tar 0123456789abcdef0123456789abcdef01234567
-mkdir /cache/launch/bert-large-pod-c5873662/source
-tar -x -f /cache/launch/bert-large-pod-c5873662/commit.tar -C /cache/launch/bert-large-pod-c5873662/source
-python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir /cache/launch/bert-large-pod-c5873662 /cache/launch/bert-large-pod-c5873662/source
-cp /cache/launch/bert-large-pod-c5873662/source/constraints.txt /cache/launch/bert-large-pod-c5873662
-rm -r /cache/launch/bert-large-pod-c5873662/source /cache/launch/bert-large-pod-c5873662/commit.tar
-cat > /cache/launch/bert-large-pod-c5873662/experiment.json <<'END'
+mkdir -p /cache/launch/bert-large-pod-a4759bab
+git -C /checkout archive --format=tar --output=/cache/launch/bert-large-pod-a4759bab/commit.tar 0123456789abcdef0123456789abcdef01234567
+mkdir /cache/launch/bert-large-pod-a4759bab/source
+tar -x -f /cache/launch/bert-large-pod-a4759bab/commit.tar -C /cache/launch/bert-large-pod-a4759bab/source
+python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir /cache/launch/bert-large-pod-a4759bab /cache/launch/bert-large-pod-a4759bab/source
+cp /cache/launch/bert-large-pod-a4759bab/source/constraints.txt /cache/launch/bert-large-pod-a4759bab
+rm -r /cache/launch/bert-large-pod-a4759bab/source /cache/launch/bert-large-pod-a4759bab/commit.tar
+cat > /cache/launch/bert-large-pod-a4759bab/experiment.json <<'END'
 {
-  "format_version": 1,
+  "format_version": 2,
   "name": "bert_large_pod",
   "seed": 0,
   "init_from": "",
@@ -87,8 +87,8 @@ cat > /cache/launch/bert-large-pod-c5873662/experiment.json <<'END'
     "bad_steps_in_a_row": 10,
     "after_bad_steps": "roll_back"
   },
-  "mesh": {
-    "parallelism": "zero3",
+  "parallelism": {
+    "state": "zero3",
     "tensor": 1,
     "accumulation": [
       1
@@ -117,14 +117,14 @@ cat > /cache/launch/bert-large-pod-c5873662/experiment.json <<'END'
   }
 }
 END
-cat > /cache/launch/bert-large-pod-c5873662/follow.sh <<'END'
+cat > /cache/launch/bert-large-pod-a4759bab/follow.sh <<'END'
 #!/usr/bin/env bash
 # follow.sh BYTE SECONDS: shows run.log from a byte on, until the run has ended or time is up.
 cd "$(dirname "$0")"
 timeout "$2" tail --bytes="+$1" --follow=name --pid="$(cat run.pid)" run.log
 exit 0
 END
-cat > /cache/launch/bert-large-pod-c5873662/install.sh <<'END'
+cat > /cache/launch/bert-large-pod-a4759bab/install.sh <<'END'
 #!/usr/bin/env bash
 # Makes venv/ of the wheel, unless it is there, or a run uses the one that is.
 set -eu
@@ -147,7 +147,7 @@ venv/bin/python -m pip install --quiet --disable-pip-version-check \
   --constraint constraints.txt "./$wheel[tpu,gcs]"
 sha256sum "$wheel" constraints.txt > venv/installed
 END
-cat > /cache/launch/bert-large-pod-c5873662/run.sh <<'END'
+cat > /cache/launch/bert-large-pod-a4759bab/run.sh <<'END'
 #!/usr/bin/env bash
 # The run: its exit code goes to run.exit.
 {  # read as a whole, whatever becomes of this file meanwhile
@@ -169,7 +169,7 @@ mv run.exit.new run.exit
 exit
 }
 END
-cat > /cache/launch/bert-large-pod-c5873662/start.sh <<'END'
+cat > /cache/launch/bert-large-pod-a4759bab/start.sh <<'END'
 #!/usr/bin/env bash
 # Starts the run, unless it runs, in a session that outlives this connection.
 set -eu
@@ -183,7 +183,7 @@ for _ in $(seq 300); do [ -f run.pid ] && exit 0; sleep 0.1; done
 echo "start.sh: the run did not start" >&2
 exit 1
 END
-cat > /cache/launch/bert-large-pod-c5873662/state.sh <<'END'
+cat > /cache/launch/bert-large-pod-a4759bab/state.sh <<'END'
 #!/usr/bin/env bash
 # Says how the run stands: absent, running, ended CODE, or lost (killed with this script's like).
 cd "$(dirname "$0")"
@@ -194,7 +194,7 @@ else state=lost
 fi
 echo "bert-jax-host $(hostname) $state"
 END
-cat > /cache/launch/bert-large-pod-c5873662/stop.sh <<'END'
+cat > /cache/launch/bert-large-pod-a4759bab/stop.sh <<'END'
 #!/usr/bin/env bash
 # stop.sh SIGNAL: asks the run to end; TERM has it save before.
 cd "$(dirname "$0")"
@@ -202,25 +202,25 @@ if ! flock --shared --nonblock run.lock true; then kill -s "$1" "$(cat run.pid)"
 END
 
 # The machines. They are deleted if they do not come in time.
-gcloud compute tpus queued-resources create bert-large-pod-c5873662 --node-id=bert-large-pod-c5873662 --accelerator-type=v5litepod-64 --runtime-version=v2-alpha-tpuv5-lite --valid-until-duration=2d --spot --zone=us-west4-a --quiet
-until [ "$(gcloud compute tpus queued-resources describe bert-large-pod-c5873662 '--format=value(state.state)' --zone=us-west4-a --quiet)" = ACTIVE ]; do sleep 30; done
+gcloud compute tpus queued-resources create bert-large-pod-a4759bab --node-id=bert-large-pod-a4759bab --accelerator-type=v5litepod-64 --runtime-version=v2-alpha-tpuv5-lite --valid-until-duration=2d --spot --zone=us-west4-a --quiet
+until [ "$(gcloud compute tpus queued-resources describe bert-large-pod-a4759bab '--format=value(state.state)' --zone=us-west4-a --quiet)" = ACTIVE ]; do sleep 30; done
 
 # Five times, while a host does not answer yet.
-gcloud compute tpus tpu-vm ssh bert-large-pod-c5873662 --worker=all '--command=mkdir -p bert-jax/bert-large-pod-c5873662' --zone=us-west4-a --quiet
-gcloud compute tpus tpu-vm scp /cache/launch/bert-large-pod-c5873662/bert_jax-0.1.0-py3-none-any.whl /cache/launch/bert-large-pod-c5873662/constraints.txt /cache/launch/bert-large-pod-c5873662/experiment.json /cache/launch/bert-large-pod-c5873662/follow.sh /cache/launch/bert-large-pod-c5873662/install.sh /cache/launch/bert-large-pod-c5873662/run.sh /cache/launch/bert-large-pod-c5873662/start.sh /cache/launch/bert-large-pod-c5873662/state.sh /cache/launch/bert-large-pod-c5873662/stop.sh bert-large-pod-c5873662:bert-jax/bert-large-pod-c5873662/ --worker=all --zone=us-west4-a --quiet
-gcloud compute tpus tpu-vm ssh bert-large-pod-c5873662 --worker=all '--command=bash bert-jax/bert-large-pod-c5873662/install.sh' --zone=us-west4-a --quiet
-gcloud compute tpus tpu-vm ssh bert-large-pod-c5873662 --worker=all '--command=bash bert-jax/bert-large-pod-c5873662/start.sh' --zone=us-west4-a --quiet
+gcloud compute tpus tpu-vm ssh bert-large-pod-a4759bab --worker=all '--command=mkdir -p bert-jax/bert-large-pod-a4759bab' --zone=us-west4-a --quiet
+gcloud compute tpus tpu-vm scp /cache/launch/bert-large-pod-a4759bab/bert_jax-0.1.0-py3-none-any.whl /cache/launch/bert-large-pod-a4759bab/constraints.txt /cache/launch/bert-large-pod-a4759bab/experiment.json /cache/launch/bert-large-pod-a4759bab/follow.sh /cache/launch/bert-large-pod-a4759bab/install.sh /cache/launch/bert-large-pod-a4759bab/run.sh /cache/launch/bert-large-pod-a4759bab/start.sh /cache/launch/bert-large-pod-a4759bab/state.sh /cache/launch/bert-large-pod-a4759bab/stop.sh bert-large-pod-a4759bab:bert-jax/bert-large-pod-a4759bab/ --worker=all --zone=us-west4-a --quiet
+gcloud compute tpus tpu-vm ssh bert-large-pod-a4759bab --worker=all '--command=bash bert-jax/bert-large-pod-a4759bab/install.sh' --zone=us-west4-a --quiet
+gcloud compute tpus tpu-vm ssh bert-large-pod-a4759bab --worker=all '--command=bash bert-jax/bert-large-pod-a4759bab/start.sh' --zone=us-west4-a --quiet
 
 # Again and again, from the byte that was shown last, until all hosts have ended:
 # the log of host 0, how the run stands on each, whether the machines are still there.
-gcloud compute tpus tpu-vm ssh bert-large-pod-c5873662 --worker=0 '--command=bash bert-jax/bert-large-pod-c5873662/follow.sh 1 300' --zone=us-west4-a --quiet
-gcloud compute tpus tpu-vm ssh bert-large-pod-c5873662 --worker=all '--command=bash bert-jax/bert-large-pod-c5873662/state.sh' --zone=us-west4-a --quiet
-gcloud compute tpus queued-resources describe bert-large-pod-c5873662 '--format=value(state.state)' --zone=us-west4-a --quiet
+gcloud compute tpus tpu-vm ssh bert-large-pod-a4759bab --worker=0 '--command=bash bert-jax/bert-large-pod-a4759bab/follow.sh 1 300' --zone=us-west4-a --quiet
+gcloud compute tpus tpu-vm ssh bert-large-pod-a4759bab --worker=all '--command=bash bert-jax/bert-large-pod-a4759bab/state.sh' --zone=us-west4-a --quiet
+gcloud compute tpus queued-resources describe bert-large-pod-a4759bab '--format=value(state.state)' --zone=us-west4-a --quiet
 
 # Preempted, or a host lost: deleted and asked for anew, 10 times at most.
 # Stopped with exit code 75: started again on the same machines, counted alike.
 # Ctrl-C: the run is asked to save, and waited for, before the machines are deleted:
-#   gcloud compute tpus tpu-vm ssh bert-large-pod-c5873662 --worker=all '--command=bash bert-jax/bert-large-pod-c5873662/stop.sh TERM' --zone=us-west4-a --quiet
+#   gcloud compute tpus tpu-vm ssh bert-large-pod-a4759bab --worker=all '--command=bash bert-jax/bert-large-pod-a4759bab/stop.sh TERM' --zone=us-west4-a --quiet
 
 # At the end, whatever the end; with --keep, not.
-gcloud compute tpus queued-resources delete bert-large-pod-c5873662 --force --zone=us-west4-a --quiet
+gcloud compute tpus queued-resources delete bert-large-pod-a4759bab --force --zone=us-west4-a --quiet

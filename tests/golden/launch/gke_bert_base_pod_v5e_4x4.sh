@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
-# bert-base-pod-ac3b6ba7: v5e:4x4, 16 chips on 4 hosts;
-# image registry.example/bert/bert-jax:1, config sha256 ac3b6ba7f3b945b6490487f3fc6d2d10ad841ba3dd8a64c168c5d8c1c7afd184.
+# bert-base-pod-b033e40c: v5e:4x4, 16 chips on 4 hosts;
+# image registry.example/bert/bert-jax:1, config sha256 b033e40cce822187310a3e2e4dd23ed87302d61ad8476bd93b40634d20c54bfe.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
 # One of this name that has not ended is left alone, and nothing is launched; one that
 # has ended is deleted first.
-kubectl --namespace=default get jobset bert-base-pod-ac3b6ba7 --ignore-not-found --output=json
+kubectl --namespace=default get jobset bert-base-pod-b033e40c --ignore-not-found --output=json
 
-mkdir -p /cache/launch/bert-base-pod-ac3b6ba7
-cat > /cache/launch/bert-base-pod-ac3b6ba7/manifest.yaml <<'END'
+mkdir -p /cache/launch/bert-base-pod-b033e40c
+cat > /cache/launch/bert-base-pod-b033e40c/manifest.yaml <<'END'
 ---
 apiVersion: v1
 kind: ConfigMap
 metadata:
-  name: bert-base-pod-ac3b6ba7
+  name: bert-base-pod-b033e40c
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: ac3b6ba7f3b945b6490487f3fc6d2d10ad841ba3dd8a64c168c5d8c1c7afd184
+    bert-jax/config-sha256: b033e40cce822187310a3e2e4dd23ed87302d61ad8476bd93b40634d20c54bfe
 immutable: true
 data:
   experiment.json: |
     {
-      "format_version": 1,
+      "format_version": 2,
       "name": "bert_base_pod",
       "seed": 0,
       "init_from": "",
@@ -97,8 +97,8 @@ data:
         "bad_steps_in_a_row": 10,
         "after_bad_steps": "roll_back"
       },
-      "mesh": {
-        "parallelism": "zero3",
+      "parallelism": {
+        "state": "zero3",
         "tensor": 1,
         "accumulation": [
           1,
@@ -131,17 +131,17 @@ data:
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: bert-base-pod-ac3b6ba7
+  name: bert-base-pod-b033e40c
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: ac3b6ba7f3b945b6490487f3fc6d2d10ad841ba3dd8a64c168c5d8c1c7afd184
+    bert-jax/config-sha256: b033e40cce822187310a3e2e4dd23ed87302d61ad8476bd93b40634d20c54bfe
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
     enableDNSHostnames: true
-    subdomain: bert-base-pod-ac3b6ba7
+    subdomain: bert-base-pod-b033e40c
   failurePolicy:
     maxRestarts: 10
     restartStrategy: BlockingRecreate
@@ -207,7 +207,7 @@ spec:
               - name: JAX_PLATFORMS
                 value: tpu,cpu
               - name: JAX_COORDINATOR_ADDRESS
-                value: bert-base-pod-ac3b6ba7-hosts-0-0.bert-base-pod-ac3b6ba7:8482
+                value: bert-base-pod-b033e40c-hosts-0-0.bert-base-pod-b033e40c:8482
               - name: JAX_PROCESS_ID
                 valueFrom:
                   fieldRef:
@@ -240,13 +240,13 @@ spec:
             volumes:
             - name: experiment
               configMap:
-                name: bert-base-pod-ac3b6ba7
+                name: bert-base-pod-b033e40c
             - name: cache
               emptyDir: {}
 END
-kubectl --namespace=default apply --filename=/cache/launch/bert-base-pod-ac3b6ba7/manifest.yaml
+kubectl --namespace=default apply --filename=/cache/launch/bert-base-pod-b033e40c/manifest.yaml
 
 # A pod that ends with exit code 1, 2, 130 is the end. Any other end but 0 (75 is a
 # preemption) starts all pods again, 10 times at most.
 # If the cluster refuses it, and by `python -m launch stop`, after the pods have saved:
-#   kubectl --namespace=default delete jobset,configmap bert-base-pod-ac3b6ba7 --ignore-not-found --cascade=foreground --timeout=120s
+#   kubectl --namespace=default delete jobset,configmap bert-base-pod-b033e40c --ignore-not-found --cascade=foreground --timeout=120s

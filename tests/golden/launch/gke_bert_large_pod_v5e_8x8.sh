@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
-# bert-large-pod-c5873662: v5e:8x8, 64 chips on 16 hosts;
-# image registry.example/bert/bert-jax:1, config sha256 c5873662816998c3d977286d3958094469550202ddccc7e28940438b1f466235.
+# bert-large-pod-a4759bab: v5e:8x8, 64 chips on 16 hosts;
+# image registry.example/bert/bert-jax:1, config sha256 a4759bab8500f37271e90e2c53180de7e2c68f06393e27e2340bf1310e0730e5.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
 # One of this name that has not ended is left alone, and nothing is launched; one that
 # has ended is deleted first.
-kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-c5873662 --ignore-not-found --output=json
+kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-a4759bab --ignore-not-found --output=json
 
-mkdir -p /cache/launch/bert-large-pod-c5873662
-cat > /cache/launch/bert-large-pod-c5873662/manifest.yaml <<'END'
+mkdir -p /cache/launch/bert-large-pod-a4759bab
+cat > /cache/launch/bert-large-pod-a4759bab/manifest.yaml <<'END'
 ---
 apiVersion: v1
 kind: ConfigMap
 metadata:
-  name: bert-large-pod-c5873662
+  name: bert-large-pod-a4759bab
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: c5873662816998c3d977286d3958094469550202ddccc7e28940438b1f466235
+    bert-jax/config-sha256: a4759bab8500f37271e90e2c53180de7e2c68f06393e27e2340bf1310e0730e5
 immutable: true
 data:
   experiment.json: |
     {
-      "format_version": 1,
+      "format_version": 2,
       "name": "bert_large_pod",
       "seed": 0,
       "init_from": "",
@@ -97,8 +97,8 @@ data:
         "bad_steps_in_a_row": 10,
         "after_bad_steps": "roll_back"
       },
-      "mesh": {
-        "parallelism": "zero3",
+      "parallelism": {
+        "state": "zero3",
         "tensor": 1,
         "accumulation": [
           1
@@ -130,17 +130,17 @@ data:
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: bert-large-pod-c5873662
+  name: bert-large-pod-a4759bab
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: c5873662816998c3d977286d3958094469550202ddccc7e28940438b1f466235
+    bert-jax/config-sha256: a4759bab8500f37271e90e2c53180de7e2c68f06393e27e2340bf1310e0730e5
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
     enableDNSHostnames: true
-    subdomain: bert-large-pod-c5873662
+    subdomain: bert-large-pod-a4759bab
   failurePolicy:
     maxRestarts: 10
     restartStrategy: BlockingRecreate
@@ -206,7 +206,7 @@ spec:
               - name: JAX_PLATFORMS
                 value: tpu,cpu
               - name: JAX_COORDINATOR_ADDRESS
-                value: bert-large-pod-c5873662-hosts-0-0.bert-large-pod-c5873662:8482
+                value: bert-large-pod-a4759bab-hosts-0-0.bert-large-pod-a4759bab:8482
               - name: JAX_PROCESS_ID
                 valueFrom:
                   fieldRef:
@@ -239,13 +239,13 @@ spec:
             volumes:
             - name: experiment
               configMap:
-                name: bert-large-pod-c5873662
+                name: bert-large-pod-a4759bab
             - name: cache
               emptyDir: {}
 END
-kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-c5873662/manifest.yaml
+kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-a4759bab/manifest.yaml
 
 # A pod that ends with exit code 1, 2, 130 is the end. Any other end but 0 (75 is a
 # preemption) starts all pods again, 10 times at most.
 # If the cluster refuses it, and by `python -m launch stop`, after the pods have saved:
-#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-c5873662 --ignore-not-found --cascade=foreground --timeout=120s
+#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-a4759bab --ignore-not-found --cascade=foreground --timeout=120s

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # quotes: v6e:2x2; chips: 4, hosts: 1;
-# commit 0123456789abcdef0123456789abcdef01234567, config sha256 3813470c18392b8a9542c900f0ce3752a9270f1e105dd45a2638180cad9169fa.
+# commit 0123456789abcdef0123456789abcdef01234567, config sha256 eb294a063e457ca33089896a0b91c50068b3e6ce0158c0c0ae1cbfc63a7a571f.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
@@ -14,7 +14,7 @@ cp /cache/launch/quotes/source/constraints.txt /cache/launch/quotes
 rm -r /cache/launch/quotes/source /cache/launch/quotes/commit.tar
 cat > /cache/launch/quotes/experiment.json <<'END'
 {
-  "format_version": 1,
+  "format_version": 2,
   "name": "tiny",
   "seed": 0,
   "init_from": "",
@@ -87,8 +87,8 @@ cat > /cache/launch/quotes/experiment.json <<'END'
     "bad_steps_in_a_row": 10,
     "after_bad_steps": "roll_back"
   },
-  "mesh": {
-    "parallelism": "replicated",
+  "parallelism": {
+    "state": "replicated",
     "tensor": 1,
     "accumulation": [
       1

@@ -15,7 +15,7 @@ _LONGEST_NAME = 255
 class Section:
     """Base of the sections: a field is checked for its type, then `_validate` for its value."""
 
-    kind: ClassVar[Literal["identity", "placement"]]
+    role: ClassVar[Literal["identity", "placement"]]
     label: ClassVar[str]
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The claim a fine-tuning makes: a task, and how a base is adapted to it.
+"""The sections of a fine-tuning: a task, and how a base is adapted to it.
 
 Fine-tuning is section 3.2 and appendix A.3 of Devlin et al. 2018; `lora` is Hu et al. 2021, the
 decay of the learning rate by layer Howard and Ruder 2018 and Clark et al. 2020.
@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from bert_jax.config.fields import Section
+from bert_jax.config.pretraining import Optimizer, Parallelism, Run
 from bert_jax.errors import InputError
-from bert_jax.section import Section
-from bert_jax.sections import Mesh, Optimizer, Run
 
 Kind = Literal["classify", "pair", "regress", "choice", "tag", "span"]
 
@@ -49,16 +49,16 @@ class Task(Section):
     """What is asked of a text, and where examples of it are.
 
     A source is `tsv:FILE`, `csv:FILE`, `jsonl:FILE`, `conll:FILE`, `squad:FILE` or
-    `tfds:NAME:SPLIT` (`tfds:glue/sst2:train`); `SOURCES` says which are read for which shape.
+    `tfds:NAME:SPLIT` (`tfds:glue/sst2:train`); `SOURCES` says which are read for which kind.
     Relative paths are relative to the current directory. Columns are named as the file's first
     line names them, or as JSON and TFDS do, or, where there is no such line and in CoNLL files, by
     their numbers from 0. Those of a span are SQuAD's, whatever is named here.
     """
 
-    kind = "identity"
+    role = "identity"
     label = "task"
 
-    shape: Kind
+    kind: Kind
     train: tuple[str, ...]
     validation: tuple[str, ...]
     header: Literal["first_line", "none"] = "first_line"
@@ -71,7 +71,7 @@ class Task(Section):
     # In this order, label 1 being the positive one of `f1`; none: those of the training examples,
     # sorted. Of a choice they name the answers; none: 0, 1, and so on.
     labels: tuple[str, ...] = ()
-    # The one that decides; empty: the usual one of the shape.
+    # The one that decides; empty: the usual one of the kind.
     score: str = ""
     max_sequence_length: int = 128
     # Pieces that windows over a long context move on by, of a question's that are kept, and of an
@@ -85,12 +85,12 @@ class Task(Section):
     @property
     def main_score(self) -> str:
         """The score that decides."""
-        return self.score or SCORES[self.shape][0]
+        return self.score or SCORES[self.kind][0]
 
     @property
     def text_columns(self) -> tuple[str, ...]:
         """The columns of an example's texts, in the order in which the encoder reads them."""
-        if self.shape in ("pair", "regress"):
+        if self.kind in ("pair", "regress"):
             return self.text_column, self.second_column
         return self.text_column, *self.choice_columns
 
@@ -102,10 +102,10 @@ class Task(Section):
             parts = place.rpartition(":")[::2] if word == "tfds" else [place]
             if word not in _FORMS or not all(parts):
                 raise InputError(f"{where}: {source!r} is not {_listed(_FORMS)}")
-            if word not in SOURCES[self.shape]:
+            if word not in SOURCES[self.kind]:
                 raise InputError(
-                    f"{where}: {source!r}: task.shape={self.shape} reads "
-                    f"{_listed(SOURCES[self.shape])}"
+                    f"{where}: {source!r}: task.kind={self.kind} reads "
+                    f"{_listed(SOURCES[self.kind])}"
                 )
             numbered = word == "conll" or (word in ("tsv", "csv") and self.header == "none")
             for column in (*self.text_columns, self.label_column):
@@ -122,13 +122,13 @@ class Task(Section):
             self._require(len(getattr(self, name)) > 0, name, "name at least one source")
             self.require_readable(f"task.{name}", getattr(self, name))
         self._require(
-            self.score in ("", *SCORES[self.shape]),
+            self.score in ("", *SCORES[self.kind]),
             "score",
-            f"task.shape={self.shape} is scored by {', '.join(SCORES[self.shape])}",
+            f"task.kind={self.kind} is scored by {', '.join(SCORES[self.kind])}",
         )
         self._require_at_least(8, "max_sequence_length")
         self._require_at_least(1, "document_stride", "max_query_length", "max_answer_length")
-        if self.shape == "span":
+        if self.kind == "span":
             self._validate_windows()
 
     def _validate_windows(self) -> None:
@@ -149,21 +149,21 @@ class Task(Section):
         )
 
     def _validate_columns(self) -> None:
-        if self.shape in ("pair", "regress"):
+        if self.kind in ("pair", "regress"):
             self._require(
-                self.second_column != "", "second_column", f"task.shape={self.shape} has two texts"
+                self.second_column != "", "second_column", f"task.kind={self.kind} has two texts"
             )
         else:
             self._require(
-                self.second_column == "", "second_column", f"task.shape={self.shape} has no second"
+                self.second_column == "", "second_column", f"task.kind={self.kind} has no second"
             )
-        if self.shape == "choice":
+        if self.kind == "choice":
             self._require(
-                len(self.choice_columns) >= 2, "choice_columns", "task.shape=choice needs two"
+                len(self.choice_columns) >= 2, "choice_columns", "task.kind=choice needs two"
             )
         else:
             self._require(
-                not self.choice_columns, "choice_columns", f"task.shape={self.shape} has none"
+                not self.choice_columns, "choice_columns", f"task.kind={self.kind} has none"
             )
         columns = (*self.text_columns, self.label_column)
         if "" in columns or len(set(columns)) < len(columns):
@@ -181,9 +181,9 @@ class Task(Section):
             "labels",
             "one is empty, or has blanks around it",
         )
-        if self.shape in ("regress", "span"):
-            self._require(not self.labels, "labels", f"task.shape={self.shape} has none")
-        elif self.shape == "choice":
+        if self.kind in ("regress", "span"):
+            self._require(not self.labels, "labels", f"task.kind={self.kind} has none")
+        elif self.kind == "choice":
             self._require(
                 len(self.labels) in (0, len(self.choice_columns)),
                 "labels",
@@ -206,7 +206,7 @@ class Adapt(Section):
     `lora_targets` in every layer two thin matrices whose product is added to the kernel.
     """
 
-    kind = "identity"
+    role = "identity"
     label = "adapt"
 
     how: Literal["full", "frozen", "lora"] = "full"
@@ -250,7 +250,7 @@ def _usual_run() -> Run:
 class Finetuning(Section):
     """One fine-tuning: all a run needs to know but the base, which the command names."""
 
-    kind = "identity"
+    role = "identity"
     label = "finetuning"
 
     name: str
@@ -264,7 +264,7 @@ class Finetuning(Section):
     # Of all steps, those in which the learning rate rises.
     warmup_share: float = 0.1
     optimizer: Optimizer = field(default_factory=_usual_update)
-    mesh: Mesh = field(default_factory=Mesh)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     run: Run = field(default_factory=_usual_run)
 
     def _validate(self) -> None:
@@ -291,8 +291,11 @@ class Finetuning(Section):
                 f"optimizer.layer_decay={self.optimizer.layer_decay}: adapt.how={self.adapt.how} "
                 "has no layers that learn; leave it at 1"
             )
-        if len(self.mesh.accumulation) != 1 or self.batch_size % self.mesh.accumulation[0]:
+        if (
+            len(self.parallelism.accumulation) != 1
+            or self.batch_size % self.parallelism.accumulation[0]
+        ):
             raise InputError(
-                f"mesh.accumulation={self.mesh.accumulation}: give one number that divides "
-                f"batch_size={self.batch_size}"
+                f"parallelism.accumulation={self.parallelism.accumulation}: give one number that "
+                f"divides batch_size={self.batch_size}"
             )

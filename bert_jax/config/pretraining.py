@@ -1,15 +1,15 @@
-"""The sections of a claim: what is computed, and where and how.
+"""The sections of a pre-training: what is computed, and where and how.
 
-Sections are of two kinds. *Identity*: `Model`, `Corpus`, `Data`, `Phase` and `Optimizer` say what
-is computed; they may not change when a run is resumed. *Placement*: `Mesh` and `Run` say where and
-how; they may. Each module of the library is given its own section and sees no other.
+A section has one of two roles. *Identity*: `Model`, `Corpus`, `Data`, `Phase` and `Optimizer` say
+what is computed; they may not change when a run is resumed. *Placement*: `Parallelism` and `Run`
+say where and how; they may. Each module of the library is given its own section and sees no other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from bert_jax.config.fields import Section
 from bert_jax.errors import InputError
-from bert_jax.section import Section
 
 # How many steps of a run may be left out.
 SKIPPED_STEPS = 64
@@ -21,7 +21,7 @@ _TRACED_STEPS = 100
 class Model(Section):
     """The encoder and its two heads (Devlin et al. 2018, section 3 and appendix A.2)."""
 
-    kind = "identity"
+    role = "identity"
     label = "model"
 
     vocab_size: int = 30_522
@@ -85,7 +85,7 @@ class Corpus(Section):
     `vocab.txt`, a `.model`, or a tokenizer folder of an earlier run.
     """
 
-    kind = "identity"
+    role = "identity"
     label = "corpus"
 
     sources: tuple[str, ...]
@@ -123,7 +123,7 @@ class Corpus(Section):
 class Data(Section):
     """How ids become examples (Devlin et al. 2018, section 3.1 and appendix A.1)."""
 
-    kind = "identity"
+    role = "identity"
     label = "data"
 
     short_seq_prob: float = 0.1
@@ -146,7 +146,7 @@ class Data(Section):
 class Phase(Section):
     """A stretch of training at one sequence length, with a data plan of its own."""
 
-    kind = "identity"
+    role = "identity"
     label = "phases"
 
     steps: int
@@ -173,7 +173,7 @@ class Optimizer(Section):
     gradient and sums them, as the reference does on that many TPU cores.
     """
 
-    kind = "identity"
+    role = "identity"
     label = "optimizer"
 
     name: Literal["bert_adam", "adamw", "lamb"] = "bert_adam"
@@ -218,15 +218,15 @@ class Optimizer(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh(Section):
+class Parallelism(Section):
     """How the step is laid over devices. May change on resume."""
 
-    kind = "placement"
-    label = "mesh"
+    role = "placement"
+    label = "parallelism"
 
     # The state whole on every device, or cut over them: zero1 gathers the parameters once a step,
     # zero3 each layer's where it is used.
-    parallelism: Literal["replicated", "zero1", "zero3"] = "replicated"
+    state: Literal["replicated", "zero1", "zero3"] = "replicated"
     # Devices that share a row: heads, feed-forward and vocabulary are cut over them.
     tensor: int = 1
     # Micro-batches a step: one number for all phases, or one a phase.
@@ -253,7 +253,7 @@ class Mesh(Section):
 class Run(Section):
     """What happens beside the steps, every so many of them. May change on resume."""
 
-    kind = "placement"
+    role = "placement"
     label = "run"
 
     log_every: int = 100
@@ -307,4 +307,97 @@ class Run(Section):
                 self.profile_steps[1] - self.profile_steps[0] <= _TRACED_STEPS,
                 "profile_steps",
                 f"must be {_TRACED_STEPS} steps at most",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Section):
+    """One pre-training: all a run needs to know."""
+
+    role = "identity"
+    label = "experiment"
+
+    name: str
+    seed: int = 0
+    # A folder that `bert-jax import` made, whose weights the run begins with; empty: fresh ones.
+    init_from: str = ""
+    model: Model = field(default_factory=Model)
+    corpus: Corpus
+    data: Data = field(default_factory=Data)
+    phases: tuple[Phase, ...]
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    run: Run = field(default_factory=Run)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all phases together; the learning-rate schedule runs over their sum."""
+        return sum(phase.steps for phase in self.phases)
+
+    def phase_at(self, done: int) -> tuple[int, int]:
+        """Number of the phase of the step after `done` steps, and the first step of that phase."""
+        first = 0
+        for number, phase in enumerate(self.phases):
+            if done < first + phase.steps:
+                return number, first
+            first += phase.steps
+        raise ValueError(f"{done} steps are all of them")
+
+    def _validate(self) -> None:
+        self._require_folder_name("name")
+        self._require(0 <= self.seed < 2**32, "seed", "must be in [0, 2**32)")
+        self._require(len(self.phases) > 0, "phases", "name at least one phase")
+        lengths = {
+            f"phases.{i}.sequence_length": p.sequence_length for i, p in enumerate(self.phases)
+        }
+        for where, length in lengths.items():
+            if length % 4 and self.model.dropout_rng == "threefry8":
+                raise InputError(
+                    f"{where}={length}: must be a multiple of 4 with model.dropout_rng=threefry8"
+                )
+        lengths["data.eval_sequence_length"] = self.data.eval_sequence_length
+        for where, length in lengths.items():
+            if length > self.model.max_position_embeddings:
+                raise InputError(
+                    f"{where}={length}: longer than the position table, "
+                    f"model.max_position_embeddings={self.model.max_position_embeddings}"
+                )
+        if len(self.parallelism.accumulation) not in (1, len(self.phases)):
+            raise InputError(
+                f"parallelism.accumulation={self.parallelism.accumulation}: give one number, or "
+                f"one for each of the {len(self.phases)} phases"
+            )
+        for i, phase in enumerate(self.phases):
+            where = f"phases.{i}.batch_size={phase.batch_size}"
+            parts = self.parallelism.accumulation_of(i)
+            if phase.batch_size % parts:
+                raise InputError(f"{where}: not a multiple of parallelism.accumulation={parts}")
+            if phase.batch_size % self.optimizer.reference_replicas:
+                raise InputError(
+                    f"{where}: not a multiple of "
+                    f"optimizer.reference_replicas={self.optimizer.reference_replicas}"
+                )
+            if phase.steps * phase.batch_size >= 2**32:
+                raise InputError(f"phases.{i}.steps={phase.steps}: over 2**32 rows in one phase")
+        if self.model.num_attention_heads % self.parallelism.tensor:
+            raise InputError(
+                f"parallelism.tensor={self.parallelism.tensor}: does not divide "
+                f"model.num_attention_heads={self.model.num_attention_heads}"
+            )
+        if self.optimizer.clip == "per_replica":
+            if max(self.parallelism.accumulation) != 1:
+                raise InputError(
+                    f"parallelism.accumulation={max(self.parallelism.accumulation)}: "
+                    "optimizer.clip=per_replica already takes one backward pass a replica; set "
+                    "parallelism.accumulation=1"
+                )
+            if self.parallelism.state == "zero3":
+                raise InputError(
+                    "parallelism.state=zero3: its gradients arrive summed, so "
+                    "optimizer.clip=per_replica cannot clip each replica's own; use clip=global"
+                )
+        if self.optimizer.warmup_steps >= self.total_steps:
+            raise InputError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps}: must be below the "
+                f"{self.total_steps} steps of all phases"
             )

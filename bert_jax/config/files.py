@@ -1,39 +1,47 @@
-"""Experiments from and to text: `--set` strings, JSON, and lists of differences."""
+"""Experiments from and to text: experiment files, `--set` strings, JSON, lists of differences."""
 
+import contextlib
 import dataclasses
 import difflib
+import importlib
 import json
 import pathlib
+import runpy
+import sys
+import traceback
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from bert_jax.config import Corpus, Experiment, Finetuning, InputError, load_file
-from bert_jax.section import Section
-from bert_jax.storage.workdir import Workdir, sealed
+from bert_jax.config.fields import Section
+from bert_jax.config.finetuning import Finetuning
+from bert_jax.config.pretraining import Corpus, Experiment
+from bert_jax.errors import InputError
 
-FORMAT_VERSION = 1
+# 2: the section `parallelism` was `mesh`, and a task's `kind` its `shape`.
+FORMAT_VERSION = 2
 
 T = typing.TypeVar("T", bound=Section)
-Claim = typing.TypeVar("Claim", bound=Section)  # an Experiment or a Finetuning
 
 
-def load(path: str, kind: type[Claim] = Experiment) -> Claim:
+def load(path: str, kind: type[T] = Experiment) -> T:
     """Reads EXPERIMENT: a .py file that defines `experiment()`, or a resolved config as JSON.
 
+    A .py file may `import` others in its folder, to vary what their `experiment()` gives.
+
     Raises:
-      InputError: there is none, or it is of another kind.
+      InputError: there is none, it fails, or it is of another kind.
     """
     return _load(path, kind)[0]
 
 
 def load_with_origin(
-    path: str, settings: Sequence[str], kind: type[Claim] = Experiment
-) -> tuple[Claim, dict[str, Any]]:
-    """EXPERIMENT with `--set` strings applied, and a JSON object that says where it comes from.
+    path: str, settings: Sequence[str], kind: type[T] = Experiment
+) -> tuple[T, dict[str, Any]]:
+    """Reads EXPERIMENT, applies `--set` strings, and describes where the result comes from.
 
-    The object names the file, the experiment file that it varies ("" if none), the strings, and
-    lists what differs from that parent, or from the defaults of the sections.
+    The description is a JSON object: the file, the experiment file that it varies ("" if none), the
+    strings, and what differs from that parent, or from the defaults of the sections.
     """
     loaded, parent = _load(path, kind)
     experiment = override(loaded, settings)
@@ -48,20 +56,73 @@ def load_with_origin(
         "settings": list(settings),
         "differences": changed,
     }
-    return experiment, sealed(origin)
+    return experiment, origin
 
 
-def _load(path: str, kind: type[Claim]) -> tuple[Claim, tuple[str, Claim] | None]:
+def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
+    """Reads EXPERIMENT, and the name and experiment of the file it varies, if it does."""
     file = pathlib.Path(path)
     if not file.is_file():
         raise InputError(f"{path}: no such experiment file")
     if file.suffix == ".py":
-        loaded = load_file(file)
-        _require_kind(type(loaded.experiment), kind, path)
-        return loaded.experiment, loaded.parent
+        experiment, parent = _run_file(file)
+        _require_kind(type(experiment), kind, path)
+        return typing.cast(T, experiment), parent
     if file.suffix == ".json":
-        return from_json(_text(file.read_bytes(), path), path, kind), None
+        return from_json(decode(file.read_bytes(), path), path, kind), None
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
+
+
+def _run_file(path: pathlib.Path) -> tuple[Section, tuple[str, Section] | None]:
+    folder = path.parent.resolve()
+    try:
+        with _importing_from(folder) as imported:
+            names = runpy.run_path(str(path), run_name=path.stem)
+            if "experiment" not in names:
+                raise InputError("defines no experiment() -> Experiment")
+            value = names["experiment"]()
+            parent = next((m for m in imported() if hasattr(m, "experiment")), None)
+            varied = parent and (f"{parent.__name__}.py", parent.experiment())
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except (Exception, SystemExit) as error:
+        places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+        if isinstance(error, SyntaxError) and error.filename:
+            places.append((error.filename, error.lineno))
+        beside = [p for p in places if pathlib.Path(p[0]).resolve().parent == folder]
+        name, line = beside[-1] if beside else (str(path), None)
+        where = str(path.parent / pathlib.Path(name).name) + (f":{line}" if line else "")
+        raise InputError(f"{where}: {type(error).__name__}: {error}") from error
+    if not isinstance(value, Experiment | Finetuning):
+        raise InputError(
+            f"{path}: experiment() returned {type(value).__name__}, not bert_jax.config.Experiment "
+            "or Finetuning"
+        )
+    return value, varied
+
+
+@contextlib.contextmanager
+def _importing_from(folder: pathlib.Path) -> Iterator[typing.Callable[[], list[Any]]]:
+    """Lets `import` find the files of a folder first, afresh; yields what lists those imported.
+
+    `sys.path`, and `sys.modules` as far as it names files of the folder, are left as they were
+    found: another folder may have a file of the same name.
+    """
+    beside = {file.stem for file in folder.glob("*.py")} - sys.stdlib_module_names
+    before = {name: sys.modules.pop(name) for name in beside if name in sys.modules}
+    path, quiet = list(sys.path), sys.dont_write_bytecode
+    # Compiled files are believed by time and size: too coarse for a file that was just edited.
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        # In the order in which their imports began: the first is what the file itself names first.
+        yield lambda: [module for name, module in sys.modules.items() if name in beside]
+    finally:
+        sys.path[:], sys.dont_write_bytecode = path, quiet
+        for name in beside:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
 
 
 def _require_kind(found: type, wanted: type, where: str) -> None:
@@ -77,50 +138,22 @@ def _require_kind(found: type, wanted: type, where: str) -> None:
         raise InputError(f"{where}: {what}; {commands}, and it cannot stand here")
 
 
-def _differences_from_defaults(claim: Section) -> list[str]:
+def _differences_from_defaults(experiment: Section) -> list[str]:
     """As `differences`, section by section: phases, sources and tasks have no defaults."""
     lines = []
-    for f in dataclasses.fields(claim):
+    for f in dataclasses.fields(experiment):
         if f.default_factory is not dataclasses.MISSING:
-            section = getattr(claim, f.name)
+            section = getattr(experiment, f.name)
             changed = differences(f.default_factory(), section, "all")
             lines += [f"{f.name}.{line}" for line in changed]
-    if isinstance(claim, Experiment):
-        plain = Corpus(sources=claim.corpus.sources)
-        lines += [f"corpus.{line}" for line in differences(plain, claim.corpus, "all")]
+    if isinstance(experiment, Experiment):
+        plain = Corpus(sources=experiment.corpus.sources)
+        lines += [f"corpus.{line}" for line in differences(plain, experiment.corpus, "all")]
     return lines
 
 
-def holds_finetuning(workdir: Workdir) -> bool:
-    """Whether a fine-tuned run lies here; neither a pre-training, nor a base, nor nothing is one.
-
-    Raises:
-      InputError: what lies here cannot be read.
-    """
-    if not workdir.experiment.exists():
-        return False
-    where = str(workdir.named / workdir.experiment.name)
-    return "task" in _object(_text(workdir.experiment.read_bytes(), where), where)
-
-
-def load_saved(workdir: Workdir, kind: type[Claim] = Experiment) -> Claim:
-    """The experiment that a run was started with.
-
-    Raises:
-      InputError: no run here, or one of another kind.
-    """
-    if (workdir.root / "base.json").exists():
-        raise InputError(
-            f"{workdir.named}: a base, which has no held-out text; name an EXPERIMENT, whose "
-            "corpus lies in run.corpus_dir"
-        )
-    if not workdir.experiment.exists():
-        raise InputError(f"{workdir.named}: no run here (no experiment.json)")
-    where = str(workdir.named / workdir.experiment.name)
-    return from_json(_text(workdir.experiment.read_bytes(), where), where, kind)
-
-
-def _text(content: bytes, where: str) -> str:
+def decode(content: bytes, where: str) -> str:
+    """Decodes UTF-8; `where` names the file in errors."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -129,7 +162,7 @@ def _text(content: bytes, where: str) -> str:
         ) from error
 
 
-def override(experiment: Claim, settings: Sequence[str]) -> Claim:
+def override(experiment: T, settings: Sequence[str]) -> T:
     """Applies `--set` strings like `model.hidden_size=128` or `phases.0.steps=10`, all at once.
 
     Raises:
@@ -204,27 +237,33 @@ def to_json(experiment: Section) -> str:
     return json.dumps({"format_version": FORMAT_VERSION, **_plain(experiment)}, indent=2) + "\n"
 
 
-def from_json(text: str, where: str, kind: type[Claim] = Experiment) -> Claim:
+def from_json(text: str, where: str, kind: type[T] = Experiment) -> T:
     """Reads what `to_json` wrote. `where` names the file in errors.
 
     Raises:
-      InputError: not JSON, another format version, a claim of another kind, an unknown, missing or
-        impossible field.
+      InputError: not JSON, another format version, an experiment of another kind, an unknown,
+        missing or impossible field.
     """
-    tree = _object(text, where)
+    tree = parse_object(text, where)
     version = tree.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise InputError(
             f"{where}: format_version {version!r}, this version reads {FORMAT_VERSION}"
         )
-    _require_kind(Finetuning if "task" in tree else Experiment, kind, where)
+    _require_kind(kind_of(tree), kind, where)
     try:
         return _build(kind, tree, "")
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
+def kind_of(tree: dict[str, Any]) -> type[Section]:
+    """Returns which experiment a JSON object describes."""
+    return Finetuning if "task" in tree else Experiment
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """Parses a JSON object; `where` names the file in errors."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -234,10 +273,10 @@ def _object(text: str, where: str) -> dict[str, Any]:
     return tree
 
 
-def differences(old: Section, new: Section, kind: str) -> list[str]:
-    """Fields of sections of `kind` ("all": any) whose values differ, as `path: old -> new`."""
+def differences(old: Section, new: Section, role: str) -> list[str]:
+    """Lists fields of sections of this role ("all": any) that differ, as `path: old -> new`."""
     lines = []
-    olds, news = dict(flatten(old, kind)), dict(flatten(new, kind))
+    olds, news = dict(flatten(old, role)), dict(flatten(new, role))
     for path in sorted(olds.keys() | news.keys()):
         a, b = olds.get(path, "absent"), news.get(path, "absent")
         if a != b:
@@ -245,17 +284,17 @@ def differences(old: Section, new: Section, kind: str) -> list[str]:
     return lines
 
 
-def flatten(section: Any, kind: str = "all", path: str = "") -> list[tuple[str, object]]:
-    """(path, value) of every field, in order; `kind` keeps identity or placement fields only."""
+def flatten(section: Any, role: str = "all", path: str = "") -> list[tuple[str, object]]:
+    """Lists (path, value) of every field, in order; `role` keeps identity or placement alone."""
     rows: list[tuple[str, object]] = []
     for f in dataclasses.fields(section):
         value, where = getattr(section, f.name), f"{path}{f.name}"
         if isinstance(value, Section):
-            rows += flatten(value, kind, where + ".")
+            rows += flatten(value, role, where + ".")
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
             for i, item in enumerate(value):
-                rows += flatten(item, kind, f"{where}.{i}.")
-        elif kind in ("all", section.kind):
+                rows += flatten(item, role, f"{where}.{i}.")
+        elif role in ("all", section.role):
             rows.append((where, value))
     return rows
 

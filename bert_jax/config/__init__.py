@@ -1,0 +1,66 @@
+"""An experiment as frozen dataclasses, checked where they are built, and their files.
+
+An experiment file returns an `Experiment` or a `Finetuning`; it is saved with the run as JSON.
+"""
+
+from bert_jax.config.fields import Section
+from bert_jax.config.files import (
+    FORMAT_VERSION,
+    differences,
+    flatten,
+    from_json,
+    load,
+    load_with_origin,
+    override,
+    section,
+    to_json,
+)
+from bert_jax.config.finetuning import (
+    LORA_TARGETS,
+    SCORES,
+    SOURCES,
+    Adapt,
+    Finetuning,
+    Kind,
+    Task,
+)
+from bert_jax.config.pretraining import (
+    SKIPPED_STEPS,
+    Corpus,
+    Data,
+    Experiment,
+    Model,
+    Optimizer,
+    Parallelism,
+    Phase,
+    Run,
+)
+
+__all__ = [
+    "FORMAT_VERSION",
+    "LORA_TARGETS",
+    "SCORES",
+    "SKIPPED_STEPS",
+    "SOURCES",
+    "Adapt",
+    "Corpus",
+    "Data",
+    "Experiment",
+    "Finetuning",
+    "Kind",
+    "Model",
+    "Optimizer",
+    "Parallelism",
+    "Phase",
+    "Run",
+    "Section",
+    "Task",
+    "differences",
+    "flatten",
+    "from_json",
+    "load",
+    "load_with_origin",
+    "override",
+    "section",
+    "to_json",
+]
