@@ -27,7 +27,7 @@ class TaskObjective:
 
     Attributes:
       model: of the base, with the dropout and the type of `adapt`.
-      shape: of the task.
+      kind: of the task.
       reads: what its head reads.
       outputs: how many scores its head gives.
       together: rows that make one example.
@@ -36,7 +36,7 @@ class TaskObjective:
     """
 
     model: Model
-    shape: Kind
+    kind: Kind
     reads: heads.Reads
     outputs: int
     together: int
