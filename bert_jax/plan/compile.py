@@ -46,7 +46,7 @@ _ENVIRONMENT = {
 AT_ONCE = 2
 # What a compilation and its reading are made of.
 _SOURCES = (
-    "config.py",
+    "config",
     "hardware.py",
     "model",
     "plan/checks.py",
@@ -54,8 +54,6 @@ _SOURCES = (
     "plan/program.py",
     "plan/topology.py",
     "plan/worker.py",
-    "section.py",
-    "sections.py",
     "training",
 )
 _KEPT_SECONDS = 30 * 24 * 3600.0

@@ -60,7 +60,7 @@ def _fitting(
             parts = vary(experiment, phase, variant).parallelism.accumulation
             said = variant._asdict() | {"accumulation": ",".join(map(str, parts))}
             changed = ", ".join(
-                f"mesh.{name}={said[name]}"
+                f"parallelism.{name}={said[name]}"
                 for name, value in variant._asdict().items()
                 if value != getattr(now, name)
             )

@@ -146,8 +146,8 @@ def _findings(record: Record) -> list[Finding]:
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(folder: os.PathLike, config: str) -> Statistics:
-    return Statistics.of(config.from_json(config, "the run"), Prepared.open(folder))
+def _opened(folder: os.PathLike, resolved: str) -> Statistics:
+    return Statistics.of(config.from_json(resolved, "the run"), Prepared.open(folder))
 
 
 def _statistics(record: Record) -> tuple[Statistics | None, str]:
