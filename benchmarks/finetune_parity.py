@@ -29,8 +29,9 @@ from bert_jax.predict import Trained
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import command
 from bert_jax.tasks.job import FinetuningJob
+from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import metrics, optimizer, step
+from bert_jax.training import optimizer, step
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.progress import LineConsole, Progress
 
@@ -66,7 +67,7 @@ def one(claim: Finetuning, folder: pathlib.Path, python: str) -> dict[str, Any]:
     claim = config.override(claim, ["run.log_every=1", f"run.eval_every={2**31}"])
     progress = Progress(LineConsole(quiet=True))
     command.finetune(claim, None, str(place / "run"), progress)
-    lines = metrics.Lines(Workdir(place / "run").metrics).read()
+    lines = lines_lib.Lines(Workdir(place / "run").metrics).read()
     job = FinetuningJob(claim, Workdir(place / "run"), lambda line: None)
     with peers_lib.connected() as peers:
         job.open(mesh_lib.one_device(), peers)

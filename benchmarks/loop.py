@@ -27,7 +27,7 @@ from bert_jax.training import feed, pretraining, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.pretraining import Prepared
 from bert_jax.training.progress import Progress
 
 SAMPLE = measure.ROOT / "experiments" / "sample_text" / "speeches.jsonl.gz"

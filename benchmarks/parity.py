@@ -28,10 +28,11 @@ from bert_jax.model import heads
 from bert_jax.model.encoder import Loop, encode
 from bert_jax.predict import Trained
 from bert_jax.text import tokenizer
-from bert_jax.training import feed, metrics, optimizer, step
+from bert_jax.training import feed, optimizer, step
+from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.pretraining import Prepared
 
 STEPS = 50
 TEXTS = [
@@ -144,7 +145,7 @@ def training(trained: Trained, prepared: Prepared, experiment: Experiment) -> di
         )
         placed = feed.place(batch, rows, len(rows), sharding)
         state, window = train_step(state, window, placed, key)
-        means = metrics.means(metrics.fetch(window))
+        means = lines_lib.means(lines_lib.fetch(window))
         losses.append(means["masked_lm_loss"] + means["next_sentence_loss"])
         batches.append(batch)
     rates = [float(optimizer.schedule(cfg, total, jnp.int32(i))) for i in range(STEPS)]

@@ -33,7 +33,7 @@ from bert_jax.data import corpus, files, stream
 from bert_jax.data.batches import TrainBatches
 from bert_jax.storage.workdir import COMPLETE, Workdir, sealed
 from bert_jax.text import documents
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.pretraining import Prepared
 
 VOCABULARY = measure.ROOT / "bert_jax" / "conformance" / "files" / "bert_base_uncased_vocab.txt.gz"
 # Of Wikipedia: sentences of 25 pieces, articles of 25 sentences, a few of them of thousands.

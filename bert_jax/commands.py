@@ -75,10 +75,10 @@ def finetune(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace) -> int:
     """Score a checkpoint on held-out text."""
     from bert_jax.predict import load_params
-    from bert_jax.training import evaluate, step
+    from bert_jax.training import evaluators, step
     from bert_jax.training import mesh as mesh_lib
-    from bert_jax.training.compiled import keep_compiled_programs
-    from bert_jax.training.prepared import Prepared
+    from bert_jax.training.environment import keep_compiled_programs
+    from bert_jax.training.pretraining import Prepared
 
     keep_compiled_programs()
     experiment, workdir = _claim(args)
@@ -86,13 +86,13 @@ def evaluate(args: argparse.Namespace) -> int:
     parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
     mesh = mesh_lib.make_mesh(parallelism)
     params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
-    found = evaluate.evaluate(
+    found = evaluators.evaluate(
         prepared.held_out(experiment, mesh),
         params,
         step.make_eval_step(Pretraining(experiment.model), parallelism, mesh),
         mesh,
     )
-    print(f"step {done}: {evaluate.summary(found)}")
+    print(f"step {done}: {evaluators.summary(found)}")
     print(json.dumps({"step": done, **found}))
     return FINISHED
 
@@ -102,7 +102,7 @@ def show(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from bert_jax import show
-    from bert_jax.training.prepared import Prepared
+    from bert_jax.training.pretraining import Prepared
 
     experiment, workdir = _claim(args)
     if args.rows < 1:
@@ -174,13 +174,13 @@ def checkpoints(args: argparse.Namespace) -> int:
     """List a run's checkpoints: steps, sizes, held-out losses."""
     from etils import epath
 
-    from bert_jax.training import listing
+    from bert_jax.training import checkpoint
 
     say, folder = _console_say(), epath.Path(args.workdir)
-    for line in listing.listing(folder):
+    for line in checkpoint.listing(folder):
         say(line)
     damaged = 0
-    for number, why in listing.verify(folder) if args.verify else ():
+    for number, why in checkpoint.verify(folder) if args.verify else ():
         say(why or f"step {number}: every array is what was saved")
         damaged += bool(why)
     return FAILED if damaged else FINISHED
@@ -210,7 +210,7 @@ def predict(args: argparse.Namespace) -> int:
 
 def _do_task(args: argparse.Namespace) -> int:
     from bert_jax.tasks import command
-    from bert_jax.training.compiled import keep_compiled_programs
+    from bert_jax.training.environment import keep_compiled_programs
 
     if args.text and (args.source or args.score):
         raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
@@ -232,8 +232,8 @@ def _fill_masks(args: argparse.Namespace) -> int:
     from etils import epath
 
     from bert_jax.predict import Trained
-    from bert_jax.training.compiled import keep_compiled_programs
-    from bert_jax.training.predictor import Predictor
+    from bert_jax.training.environment import keep_compiled_programs
+    from bert_jax.training.evaluators import Predictor
 
     top = 5 if args.top is None else args.top
     if args.next is not None and len(args.text) != 1:
@@ -269,7 +269,7 @@ def embed(args: argparse.Namespace) -> int:
     from bert_jax.predict import Trained
     from bert_jax.text import lines
     from bert_jax.training import mesh as mesh_lib
-    from bert_jax.training.compiled import keep_compiled_programs
+    from bert_jax.training.environment import keep_compiled_programs
 
     keep_compiled_programs()
     features = embed.Features(

@@ -15,12 +15,13 @@ from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import metrics, step
 from bert_jax.training import optimizer as optimizer_lib
+from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.pretraining import Prepared
 
 What = Literal["params", "with_moments"]
 
@@ -98,7 +99,7 @@ class Trained:
         if what == "with_moments":
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, kept.mu, kept.nu)
-        lines = metrics.Lines(workdir.metrics).read()
+        lines = lines_lib.Lines(workdir.metrics).read()
         found = [x for x in lines if x.get("kind") == "evaluation" and x["step"] == done]
         return cls(
             experiment.name,

@@ -10,7 +10,7 @@ from bert_jax.config import Experiment
 from bert_jax.data.batches import Batch
 from bert_jax.errors import InputError, printable
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.pretraining import Prepared
 
 
 def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> Iterator[Text]:

@@ -10,9 +10,9 @@ from small_run import write_text
 from bert_jax import cli, config, predict
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer
+from bert_jax.training import evaluators
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import predictor
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.pretraining import Prepared
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +173,13 @@ def test_predictions_do_not_depend_on_padding(run):
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     params, step = predict.load_params(experiment, place, prepared, mesh)
     assert step == 22
-    asked = predictor.Predictor(experiment.model, prepared.tokenizer)
+    asked = evaluators.Predictor(experiment.model, prepared.tokenizer)
     short = asked.predict(params, "wa [MASK] wb", None, 3)
-    length_step, predictor._LENGTH_STEP = predictor._LENGTH_STEP, 5
+    length_step, evaluators._LENGTH_STEP = evaluators._LENGTH_STEP, 5
     try:
         padded_less = asked.predict(params, "wa [MASK] wb", None, 3)
     finally:
-        predictor._LENGTH_STEP = length_step
+        evaluators._LENGTH_STEP = length_step
     for (a, p), (b, q) in zip(short.masks[0], padded_less.masks[0], strict=True):
         assert a == b and p == pytest.approx(q, rel=1e-5)
 

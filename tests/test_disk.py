@@ -15,10 +15,10 @@ from small_run import pretrain
 
 from bert_jax.errors import DiskFull
 from bert_jax.storage import copies
-from bert_jax.training import metrics
+from bert_jax.training import lines as lines_lib
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.clock import Clock
 from bert_jax.training.profile import Profile
+from bert_jax.training.progress import Clock
 
 
 class Disk:
@@ -137,7 +137,7 @@ def test_a_run_whose_first_checkpoint_does_not_fit_leaves_nothing(disk, copy_of_
 
 def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, monkeypatch):
     disk.mount("size=8m")
-    append = metrics.Lines.append
+    append = lines_lib.Lines.append
 
     def fill(self, line):
         if line["step"] == 9:
@@ -151,13 +151,13 @@ def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, mo
 
     command = f"pretrain small.py --workdir {disk.folder}/w --set run.checkpoint_every=5"
     with monkeypatch.context() as patch:
-        patch.setattr(metrics.Lines, "append", fill)
+        patch.setattr(lines_lib.Lines, "append", fill)
         code, err = call(command)
     assert (code, err.count("\n")) == (74, 1)
     assert f"{disk.folder}/w/metrics.jsonl: the disk is full; free some space" in err
     (disk.folder / "others").unlink()
     assert call(command) == (0, "")
-    lines = metrics.Lines(disk.folder / "w" / "metrics.jsonl").read()
+    lines = lines_lib.Lines(disk.folder / "w" / "metrics.jsonl").read()
     assert [line["step"] for line in lines if line["kind"] == "train"][-1] == 22
 
 

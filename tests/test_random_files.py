@@ -23,7 +23,7 @@ from bert_jax.data import corpus as corpus_lib
 from bert_jax.interop import exporting, importing, settings
 from bert_jax.predict import Trained
 from bert_jax.text import documents, tokenizer, vocabulary
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.pretraining import Prepared
 
 TEXT = "wa w7 Straße [MASK] 東京 \u0301 ##b"
 

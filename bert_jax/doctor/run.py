@@ -8,7 +8,8 @@ from bert_jax.doctor import corpus, curves
 from bert_jax.doctor.finding import Finding, severity, share
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE, Workdir, load_experiment
-from bert_jax.training import divergence, metrics
+from bert_jax.training import divergence
+from bert_jax.training import lines as lines_lib
 from bert_jax.training.checkpoint import Checkpoints
 
 # Waiting for data is time bought for nothing. A tenth is worth a setting, a third is a fault.
@@ -37,7 +38,7 @@ def examine(workdir: Workdir) -> list[Finding]:
     if mirror.exists(workdir.corpus / COMPLETE):
         lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
         return found + corpus.examine(workdir.corpus, lengths)
-    padding = _padding(_of_kind(metrics.Lines(workdir.metrics).read(), "train"))
+    padding = _padding(_of_kind(lines_lib.Lines(workdir.metrics).read(), "train"))
     return found + ([padding] if padding else [])
 
 
@@ -50,7 +51,7 @@ def _damaged_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
         metadata = {} if newest is None else saved.metadata(newest)
     found = []
     for name, written in metadata.get("lines", {}).items():
-        damage = metrics.Lines(workdir.root / name).damage(metadata["step"], written)
+        damage = lines_lib.Lines(workdir.root / name).damage(metadata["step"], written)
         if damage:
             found.append(
                 Finding(
@@ -70,8 +71,8 @@ def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
     Raises:
       InputError: a damaged file.
     """
-    lines = metrics.Lines(workdir.metrics).read()
-    timings = metrics.Lines(workdir.timings).read()
+    lines = lines_lib.Lines(workdir.metrics).read()
+    timings = lines_lib.Lines(workdir.timings).read()
     train, evaluations = _of_kind(lines, "train"), _of_kind(lines, "evaluation")
     done = _done(workdir, train)
     found = [_unfinished(experiment, workdir, timings, done), _warmup(experiment, done)]

@@ -10,7 +10,7 @@ from bert_jax import config
 from bert_jax.errors import printable
 from bert_jax.interop.names import PARTS
 from bert_jax.predict import Trained
-from bert_jax.training import evaluate
+from bert_jax.training import evaluators
 
 _USE = {
     "BertForPreTraining": "both heads of pre-training",
@@ -106,7 +106,7 @@ def _scores(trained: Trained) -> Iterator[str]:
         return
     yield f"## Held-out scores at step {trained.step}"
     yield ""
-    yield evaluate.summary(trained.evaluation)
+    yield evaluators.summary(trained.evaluation)
     yield ""
     for name, value in trained.evaluation.items():
         if isinstance(value, float):

@@ -23,7 +23,7 @@ _MASKED_SCORE = -10_000.0
 # Columns of a TPU's matrix unit at least.
 _LANES = 128
 _LOG_SUMS, _CONTEXT = "attention_log_sums", "attention_context"
-# Under these names a policy of recomputation finds what `attend_again` needs to go back.
+# Under these names a policy of recomputation finds what `attend_recomputed` needs to go back.
 KEPT = (_LOG_SUMS, _CONTEXT)
 
 
@@ -70,7 +70,7 @@ def attend_packed(
     return packing.together(jnp.swapaxes(context, 1, 2).astype(value.dtype))
 
 
-def attend_again(
+def attend_recomputed(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -85,11 +85,11 @@ def attend_again(
     """
     if noise is None or not rate:
         noise, rate = None, 0.0
-    return _attend_again(rate, query, key, value, _padding(input_mask), noise)
+    return _attend_recomputed(rate, query, key, value, _padding(input_mask), noise)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_again(
+def _attend_recomputed(
     rate: float,
     query: jax.Array,
     key: jax.Array,
@@ -97,10 +97,10 @@ def _attend_again(
     padding: jax.Array,
     noise: Noise | None,
 ) -> jax.Array:
-    return _attend_again_forward(rate, query, key, value, padding, noise)[0]
+    return _attend_recomputed_forward(rate, query, key, value, padding, noise)[0]
 
 
-def _attend_again_forward(
+def _attend_recomputed_forward(
     rate: float,
     query: jax.Array,
     key: jax.Array,
@@ -124,7 +124,7 @@ def _attend_again_forward(
     return context, (query, key, value, padding, noise, log_sums, context)
 
 
-def _attend_again_backward(
+def _attend_recomputed_backward(
     rate: float, kept: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     query, key, value, padding, noise, log_sums, context = kept
@@ -155,7 +155,7 @@ def _attend_again_backward(
     return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype), None, None
 
 
-_attend_again.defvjp(_attend_again_forward, _attend_again_backward)
+_attend_recomputed.defvjp(_attend_recomputed_forward, _attend_recomputed_backward)
 
 
 def _padding(input_mask: jax.Array) -> jax.Array:

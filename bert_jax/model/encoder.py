@@ -32,13 +32,13 @@ class Loop(NamedTuple):
     Attributes:
       remat: what is kept for the backward pass.
       layers: scanned or unrolled.
-      whole: makes the parameters of a layer whole that lie cut over devices; called within what
+      gather: makes the parameters of a layer whole that lie cut over devices; called within what
         the backward pass computes anew, so that no more than one layer is whole at a time.
     """
 
     remat: Literal["none", "dots", "full"] = "none"
     layers: Literal["scan", "unroll"] = "scan"
-    whole: Callable[["Layer"], "Layer"] = lambda layer: layer
+    gather: Callable[["Layer"], "Layer"] = lambda layer: layer
 
 
 def padded_vocab_size(cfg: Model) -> int:
@@ -161,7 +161,7 @@ def run_layer(
     query, key, value = (
         product(dense, x, heads) for dense in (layer.query, layer.key, layer.value)
     )
-    attend = attention.attend if scores == "kept" else attention.attend_again
+    attend = attention.attend if scores == "kept" else attention.attend_recomputed
     if isinstance(input_mask, Packing):
         context = attention.attend_packed(query, key, value, input_mask)
     else:
@@ -228,7 +228,7 @@ def encode(
     def body(x: jax.Array, stacked: tuple[Layer, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         layer, number = stacked
         layer_noise = None if noise is None else noise.at(number)
-        x = run_layer(loop.whole(layer), cfg, x, input_mask, layer_noise, scores)
+        x = run_layer(loop.gather(layer), cfg, x, input_mask, layer_noise, scores)
         return x, x if outputs == "all" else None
 
     if loop.remat != "none":

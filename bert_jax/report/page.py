@@ -20,7 +20,7 @@ from bert_jax.errors import InputError, printable
 from bert_jax.report import figures, times
 from bert_jax.report.records import Record
 from bert_jax.report.statistics import Statistics
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.pretraining import Prepared
 
 # Evaluations that stand in the tables, spread over the run.
 _ROWS = 8

@@ -14,7 +14,7 @@ from bert_jax.errors import InputError, printable
 from bert_jax.plan import document
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, is_sealed, load_experiment, read_json
-from bert_jax.training.metrics import Lines
+from bert_jax.training.lines import Lines
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
 

@@ -10,7 +10,7 @@ from bert_jax.data.stream import Stream
 from bert_jax.errors import printable
 from bert_jax.show import Piece, row_pieces
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.pretraining import Prepared
 
 # Enough for shares to a tenth of a percent, few enough for a corpus of any size.
 _SENTENCES = 200_000

@@ -11,7 +11,7 @@ bucket is written here, too: `mirror` sends it there.
     W/predictions.jsonl     what the model said of a few fixed sentences, as exact as the metrics
     W/timings.jsonl         how long it took
     W/origin.json           which experiment file and --set strings the last start was given
-    W/compiled/             of a run in a bucket: compiled programs (see training.compiled)
+    W/compiled/             of a run in a bucket: compiled programs (see training.environment)
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.document)
     W/launch.json           which machines it was launched on (see launch.target)

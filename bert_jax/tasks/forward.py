@@ -8,7 +8,8 @@ import numpy as np
 from bert_jax.config import Parallelism
 from bert_jax.tasks.objective import TaskObjective
 from bert_jax.tasks.rows import Batch, Rows
-from bert_jax.training import feed, metrics, step
+from bert_jax.training import feed, step
+from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 
 
@@ -42,7 +43,7 @@ class Forward:
         for (which, _), batch in zip(batches, placed, strict=True):
             logits = self._logits(params, fixed, batch)
             if labelled:
-                sums += metrics.fetch(self._measured(logits, batch)["loss"])
-            for row, scores in zip(which, metrics.fetch(logits), strict=False):
+                sums += lines_lib.fetch(self._measured(logits, batch)["loss"])
+            for row, scores in zip(which, lines_lib.fetch(logits), strict=False):
                 found[row] = scores if scores.ndim == 1 else scores[: rows.lengths[row]]
         return found, float(sums[0] / sums[1]) if labelled else float("nan")

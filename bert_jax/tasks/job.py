@@ -152,7 +152,7 @@ class FinetuningJob:
             )
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """What tasks.predicting and training.listing read: labels, when no answer is given, steps.
+        """What tasks.predicting and training.checkpoint read: labels, no-answer threshold, steps.
 
         The threshold is that of this very step: a resumed run keeps the same.
         """

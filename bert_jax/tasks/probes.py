@@ -27,7 +27,8 @@ from bert_jax.tasks import records, rows
 from bert_jax.tasks import shape as shape_lib
 from bert_jax.tasks.examples import Example
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training import feed, metrics, step
+from bert_jax.training import feed, step
+from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
 
@@ -217,7 +218,7 @@ class Probes:
         placed = feed.place_all([batch for _, batch in batches], sharding)
         function = self._features[probe.shape.reads]
         for (which, _), batch in zip(batches, placed, strict=True):
-            values = metrics.fetch(function(params, None, batch))
+            values = lines_lib.fetch(function(params, None, batch))
             for row, value in zip(which, values, strict=False):
                 found[row] = value if value.ndim == 1 else value[: its_rows.lengths[row]]
         return found

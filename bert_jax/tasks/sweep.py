@@ -20,7 +20,8 @@ from bert_jax.config import Finetuning
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.tasks import command
-from bert_jax.training import metrics, session
+from bert_jax.training import lines as lines_lib
+from bert_jax.training import session
 from bert_jax.training.progress import Progress
 
 FORMAT_VERSION = 1
@@ -122,7 +123,7 @@ def run(
         member.outcome = command.finetune(
             member.claim, base, os.fspath(place), progress, member.origin
         )
-        lines = metrics.Lines(mirror.opened(place).metrics).read()
+        lines = lines_lib.Lines(mirror.opened(place).metrics).read()
         scored = [line for line in lines if line["kind"] == "scores"]
         member.last = scored[-1] if scored else None
         member.best = max(scored, key=lambda line: line["score"], default=None)

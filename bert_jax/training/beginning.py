@@ -152,7 +152,7 @@ class Beginnings:
                 aside = saved.set_aside(number)
                 self.progress.say(f"{why}; now {aside.name}, going on from step {restored.step}")
 
-        self.peers.first(f"damaged {self._asked}", rename)
+        self.peers.on_primary(f"damaged {self._asked}", rename)
         saved.look_again()
 
     def _first(self) -> Beginning:

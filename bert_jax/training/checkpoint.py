@@ -14,24 +14,34 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
+from absl import logging as absl_logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import config
-from bert_jax.config import Experiment, Run
+from bert_jax.config import Experiment, Finetuning, Run
 from bert_jax.config.fields import Section
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import mirror, retry
-from bert_jax.storage.workdir import DiskFull, absolute, named_errors
+from bert_jax.storage.workdir import (
+    DiskFull,
+    Workdir,
+    absolute,
+    holds_finetuning,
+    load_experiment,
+    named_errors,
+)
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import silence
 from bert_jax.training.checksums import checksums, path_of
-from bert_jax.training.kept import Kept
 
 T = TypeVar("T")
 Claim = TypeVar("Claim", bound=Section)
@@ -88,7 +98,7 @@ class Checkpoints:
         access: Literal["read", "write"],
         say: Callable[[str], None] | None = None,
     ):
-        silence.keep()
+        quiet_orbax_logs()
         self._folder, self._access, self._say = folder, access, say
         self._kept = Kept(run)
         self._was_allowed = False
@@ -530,3 +540,115 @@ def _read_plainly(folder: epath.Path, part: Literal["metadata", "all"]) -> None:
 
 def _sha256(metadata: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
+
+
+class Kept:
+    """Orbax's question which checkpoints to keep, answered by what the JSON beside them says.
+
+    Not its `best_fn` with `max_to_keep`, which removes the newest; nor its metrics, files without
+    which it cannot be opened.
+    """
+
+    def __init__(self, run: Run):
+        self.losses: dict[int, float | None] = {}
+        self._run = run
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Of each checkpoint, the oldest first."""
+        del context
+        steps = [found.step for found in checkpoints]
+        known = [(self.losses[s], s) for s in steps if self.losses.get(s) is not None]
+        kept = {*sorted(steps)[-self._run.keep_checkpoints :]}
+        kept.update(step for _, step in sorted(known)[: self._run.keep_best])
+        every = self._run.keep_every
+        return [step in kept or (every > 0 and step % every == 0) for step in steps]
+
+
+def quiet_orbax_logs() -> None:
+    """From here on, in this process."""
+    absl_logging.set_verbosity(absl_logging.FATAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    sys.unraisablehook = _overhear_closed_loops
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+
+
+def _overhear_closed_loops(unraisable: Any) -> None:
+    """Passes over what threads of a failed load say when Orbax has gone: their loop is closed."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
+def listing(folder: epath.Path) -> Iterator[str]:
+    """A table of a run's checkpoints, the newest first, and those that were put aside.
+
+    Raises:
+      InputError: no run here, or it cannot be read.
+    """
+    claim, workdir, saved = _open(folder)
+    with saved:
+        rows = [(number, *_told(saved, number)) for number in saved.steps]
+    known = [(loss, number) for number, loss, _ in rows if loss is not None]
+    best = min(known)[1] if known else None
+    if not rows:
+        yield f"{workdir.checkpoints}: no checkpoint yet"
+    else:
+        yield f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss"
+    for row, (number, loss, damage) in enumerate(rows):
+        place = workdir.checkpoints / str(number)
+        saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().mtime))
+        words = ["-" if loss is None else f"{loss:.3f}"]
+        words += ["newest"] * (row == 0) + ["best"] * (number == best) + [damage] * bool(damage)
+        yield f"{number:>10}  {saved_at}  {_bytes(place) / 1e6:>9.1f}  {', '.join(words)}"
+    for place in sorted(workdir.checkpoints.glob(f"{ASIDE}*")):
+        yield f"{place.name}: was found damaged and put aside, {_bytes(place) / 1e6:.1f} MB"
+    if rows and _is_finished(claim, saved, rows[0][0]):
+        yield "the run is finished"
+
+
+def verify(folder: epath.Path) -> Iterator[tuple[int, str]]:
+    """Reads all checkpoints of a run, whole, on one device: (step, what is wrong or "").
+
+    Raises:
+      InputError: no run here, or it cannot be read.
+    """
+    _, _, saved = _open(folder)
+    place = mesh_lib.replicated(mesh_lib.one_device())
+    with saved:
+        for number in saved.steps:
+            try:
+                saved.restore(number, saved.abstract_state(number, place))
+            except Damaged as error:
+                yield number, str(error)
+            else:
+                yield number, ""
+
+
+def _open(folder: epath.Path) -> tuple[Experiment | Finetuning, Workdir, Checkpoints]:
+    workdir = mirror.opened(folder)
+    tuned = holds_finetuning(workdir)
+    claim = load_experiment(workdir, Finetuning if tuned else Experiment)
+    if not mirror.names(workdir.checkpoints):
+        raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
+    return claim, workdir, Checkpoints(workdir.checkpoints, claim.run, "read")
+
+
+def _is_finished(claim: Experiment | Finetuning, saved: Checkpoints, newest: int) -> bool:
+    if isinstance(claim, Experiment):
+        return newest == claim.total_steps
+    with contextlib.suppress(Damaged):
+        return newest == saved.metadata(newest)["notes"]["total_steps"]
+    return False
+
+
+def _told(saved: Checkpoints, number: int) -> tuple[float | None, str]:
+    try:
+        return saved.metadata(number)["held_out_loss"], ""
+    except Damaged:
+        return None, "damaged"
+
+
+def _bytes(place: epath.Path) -> int:
+    with named_errors(place):
+        return sum(
+            _bytes(path) if path.is_dir() else path.stat().length for path in place.iterdir()
+        )

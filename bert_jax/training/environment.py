@@ -1,14 +1,20 @@
-"""What arithmetic depends on beside the run."""
+"""What arithmetic depends on beside the run; compiled programs, kept for each environment."""
 
+import contextlib
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
+import re
+import time
 from typing import Any
 
 import jax
+from etils import epath
 
 from bert_jax import system
+from bert_jax.storage.workdir import cache_folder
 
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -45,3 +51,60 @@ def _cpu_model() -> str:
         return f"{found['model name']} ({features})"
     except (OSError, ValueError, KeyError):
         return platform.processor() or platform.machine()
+
+
+# Of compiled programs kept for one environment; the ones not used for longest go first.
+_COMPILED_BYTES = 2**30
+# An environment whose programs nobody used for a month.
+_COMPILED_SECONDS = 30 * 24 * 3600
+_ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
+
+
+def keep_compiled_programs(shared: epath.Path | None = None) -> None:
+    """Keeps what is compiled from now on, and finds what was compiled before.
+
+    Of several processes jax lets the first alone write, so hosts that share nothing but a bucket
+    keep programs there, and a pod that starts again compiles nothing. A bucket that fails costs a
+    warning and the time to compile. JAX_COMPILATION_CACHE_DIR names another place; empty: none.
+
+    Args:
+      shared: folder of a run in a bucket; None: the user's cache folder on this machine.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    of = environment()
+    if jax.default_backend() == "cpu":
+        _share_between_cpus()
+    else:
+        # A CPU's programs use what that very CPU can do; hosts of other devices share theirs.
+        of = {name: value for name, value in of.items() if name not in ("cpu", "threads")}
+    name = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
+    if shared is not None:
+        folder, most = shared / name, -1  # a limit would need a lock, which no bucket has
+    else:
+        folder, most = cache_folder() / name, _COMPILED_BYTES
+        forget_old_environments(cache_folder(), name)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", most)
+
+
+def _share_between_cpus() -> None:
+    """Leaves out of jax's keys what differs between processes on CPUs: which devices are their own.
+
+    The folder's name says what of the machine matters, and a key which devices a program is for.
+    """
+    from jax._src import cache_key  # jax has no public name for it
+
+    cache_key._hash_accelerator_config = cache_key._hash_devices
+
+
+def forget_old_environments(cache: epath.Path, ours: str) -> None:
+    """Removes the programs of environments that were not used for long: of old versions, mostly."""
+    with contextlib.suppress(OSError):  # another process may remove the same, or nothing is there
+        for folder in cache.iterdir():
+            if folder.name == ours or not _ENVIRONMENT.fullmatch(folder.name):
+                continue
+            # jax writes a file at each use of a program.
+            used = max((path.stat().mtime for path in folder.iterdir()), default=0)
+            if used < time.time() - _COMPILED_SECONDS:
+                folder.rmtree()

@@ -21,18 +21,18 @@ from bert_jax.errors import Unavailable
 from bert_jax.storage import retry
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import DiskFull, Workdir, sealed, write_atomic
-from bert_jax.training import divergence, metrics, step
+from bert_jax.training import divergence, step
+from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.beginning import Beginning, Beginnings
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.clock import Clock, Counts
 from bert_jax.training.environment import environment
 from bert_jax.training.feed import Feed
 from bert_jax.training.job import Job, Stretch
 from bert_jax.training.peers import Peers
 from bert_jax.training.profile import Profile
-from bert_jax.training.progress import Progress
-from bert_jax.training.signals import Pulse, StopRequest
+from bert_jax.training.progress import Clock, Counts, Progress
+from bert_jax.training.watchdog import StopRequest, Watchdog
 
 Outcome = Literal["finished", "stopped", "failed"]
 
@@ -59,13 +59,13 @@ class Trainer:
         clock: Clock,
         origin: dict[str, Any] | None,
         peers: Peers,
-        pulse: Pulse,
+        watchdog: Watchdog,
         mirror: Mirror,
     ):
         self.job, self.claim, self.workdir, self.mesh = job, job.claim, workdir, mesh
         self.progress, self.clock, self.origin = progress, clock, origin
-        self.peers, self.pulse, self.mirror = peers, pulse, mirror
-        lines = metrics.Lines if peers.leads else metrics.NoLines
+        self.peers, self.watchdog, self.mirror = peers, watchdog, mirror
+        lines = lines_lib.Lines if peers.is_primary else lines_lib.NoLines
         full = self.claim.run.when_disk_is_full
         self.metrics = lines(workdir.metrics, full)
         self.predictions = lines(workdir.predictions, full)
@@ -105,15 +105,15 @@ class Trainer:
             folder, run, say = self.workdir.checkpoints, self.claim.run, self.progress.say
             saved = Checkpoints(folder, run, "write", say)
             stack.enter_context(saved)
-            stack.enter_context(self.peers.at_once(forget))
+            stack.enter_context(self.peers.abort_together(forget))
             stack.enter_context(mesh_lib.named_memory())
             # Times of lost steps are kept; a line cut off by a kill is not.
             self.timings.forget_after(total)
             state, window = self._begin(saved)
             # Only now: a claim that was refused must not stand in the workdir.
-            if self.peers.leads:
+            if self.peers.is_primary:
                 write_atomic(self.workdir.experiment, config.to_json(self.claim))
-            if self.peers.leads and self.origin is not None:
+            if self.peers.is_primary and self.origin is not None:
                 write_atomic(self.workdir.origin, json.dumps(sealed(self.origin), indent=2) + "\n")
             if self.done == total:
                 return "finished"
@@ -128,7 +128,7 @@ class Trainer:
                             state, window = self._phase(saved, state, window, stop)
                         else:
                             break
-                self.pulse.rest()
+                self.watchdog.pause()
                 with self.clock.waiting("checkpoint"):
                     if not self.failed and self.saved_step != self.done:
                         self._save(saved, state, window)
@@ -186,7 +186,7 @@ class Trainer:
         """
         skipped, first = divergence.left_out(self.began.skipped, bad)
         self.pending, self.bad_steps = None, None
-        self.pulse.beat(times=2)
+        self.watchdog.reset(times=2)
         what = f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient"
         with self.clock.waiting("restore"):
             found = self.beginnings.find_before(saved, first)
@@ -229,10 +229,10 @@ class Trainer:
         number = self.done - stretch.first
         if stretch.ready(number):
             return True
-        self.pulse.rest()
+        self.watchdog.pause()
         while not (stop.requested or stretch.ready(number)):
             time.sleep(_LOOK)
-        self.pulse.beat(times=2)
+        self.watchdog.reset(times=2)
         return not stop.requested
 
     def _steps(
@@ -270,7 +270,7 @@ class Trainer:
         )
         last = stretch.first + stretch.steps
         called: set[Any] = set()
-        self.pulse.beat(times=2)
+        self.watchdog.reset(times=2)
         with feed:
             while self.done < last and not (stop.requested or self._went_wrong):
                 with self.profile.step(self.done, state):
@@ -284,7 +284,7 @@ class Trainer:
                     if one_step not in called:
                         # It compiles, or finds what was compiled before.
                         called.add(one_step)
-                        self.pulse.beat(times=2)
+                        self.watchdog.reset(times=2)
                         calling = self.clock.waiting("compilation")
                     with calling:
                         state, window = one_step(state, window, batch, key, self.job.fixed)
@@ -292,7 +292,7 @@ class Trainer:
                 if len(self.under_way) > _AHEAD:
                     jax.block_until_ready(self.under_way.popleft())
                 self.done += 1
-                self.pulse.beat()
+                self.watchdog.reset()
                 self.clock.count(batch["input_ids"].size, self.job.operations(batch))
                 window = self._after_step(saved, state, window)
                 stop.after_step(self.done)
@@ -321,7 +321,7 @@ class Trainer:
             with self.clock.waiting("evaluation"):
                 self._evaluate(state)
             self._probe(state)
-            self.pulse.beat()
+            self.watchdog.reset()
         if saves:
             with self.clock.waiting("checkpoint"):
                 self._save(saved, state, window)
@@ -332,7 +332,7 @@ class Trainer:
         if self.pending is None:
             return
         (done, window, counters, counts), self.pending = self.pending, None
-        sums, counters = metrics.fetch((window, counters))
+        sums, counters = lines_lib.fetch((window, counters))
         # Here, when the device has done these steps: handing them over takes no time.
         seconds = self.clock.lap(counts)
         most = self.claim.optimizer.bad_steps_in_a_row
@@ -341,7 +341,7 @@ class Trainer:
             self._diverged(bad)
             return
         worst_loss, worst_step = map(float, sums.pop(step.WORST_STEP))
-        line = {"step": done, "kind": "train", **metrics.means(sums)}
+        line = {"step": done, "kind": "train", **lines_lib.means(sums)}
         losses = [line[name] for name in self.job.objective.losses if name in line]
         if losses:
             line["loss"] = sum(losses)
@@ -382,7 +382,7 @@ class Trainer:
         self._write_pending()
         found = self.job.evaluate(state["params"])
         if not math.isfinite(found["loss"]):
-            if metrics.fetch(state["bad_in_a_row"]):
+            if lines_lib.fetch(state["bad_in_a_row"]):
                 return  # the steps will tell
             self.failed = (
                 f"the held-out loss of step {self.done} is not finite: the parameters have run "
@@ -416,7 +416,7 @@ class Trainer:
         if self._went_wrong:
             return
         self.job.require_unchanged()
-        sums, bad_in_a_row = metrics.fetch((window, state["bad_in_a_row"]))
+        sums, bad_in_a_row = lines_lib.fetch((window, state["bad_in_a_row"]))
         if bad_in_a_row and self.done < self.job.total_steps:
             # Whoever rolls back needs one from before, and those that are kept are few.
             self.kept = (
@@ -483,9 +483,9 @@ class Trainer:
 
     def _send(self) -> None:
         """Waits until all that is written is in the run's bucket, if it has one."""
-        self.pulse.rest()
+        self.watchdog.pause()
         self.mirror.flush()
-        self.pulse.beat(times=2)
+        self.watchdog.reset(times=2)
 
     def _not_saved(self, error: DiskFull) -> None:
         if self.claim.run.when_disk_is_full == "stop" or self.peers.count > 1:

@@ -17,18 +17,16 @@ from bert_jax.errors import InputError
 from bert_jax.storage import mirror as mirror_lib
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
+from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import metrics
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.clock import Clock
-from bert_jax.training.compiled import keep_compiled_programs
-from bert_jax.training.environment import versions
+from bert_jax.training.environment import keep_compiled_programs, versions
 from bert_jax.training.job import Job
 from bert_jax.training.peers import Peers
-from bert_jax.training.progress import Progress
+from bert_jax.training.progress import Clock, Progress
 from bert_jax.training.runner import Outcome, Trainer
-from bert_jax.training.signals import Pulse, StopRequest
+from bert_jax.training.watchdog import StopRequest, Watchdog
 
 # M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
@@ -55,17 +53,19 @@ def run(
       InputError: bad settings, bad text, or a workdir of another run.
     """
     with peers_lib.connected() as peers:
-        if not peers.leads:
+        if not peers.is_primary:
             progress.be_silent()
         job = make_job()
         peers.require_same(
             "settings", _facts(job.claim, length), "start all of them with the same command"
         )
-        pulse = Pulse(job.claim.run.hang_after_seconds, coordinates=peers.leads and peers.count > 1)
+        watchdog = Watchdog(
+            job.claim.run.hang_after_seconds, coordinates=peers.is_primary and peers.count > 1
+        )
         try:
-            return _run(job, workdir, progress, origin, peers, pulse)
+            return _run(job, workdir, progress, origin, peers, watchdog)
         finally:
-            pulse.rest()  # whoever called this may live on
+            watchdog.pause()  # whoever called this may live on
 
 
 def _run(
@@ -74,9 +74,9 @@ def _run(
     progress: Progress,
     origin: dict[str, Any] | None,
     peers: Peers,
-    pulse: Pulse,
+    watchdog: Watchdog,
 ) -> Outcome:
-    pulse.beat(times=2)
+    watchdog.reset(times=2)
     mesh = mesh_lib.make_mesh(job.claim.parallelism)
     job.require_runnable(mesh)
     _require_checkable(job.claim.run, mesh)
@@ -88,17 +88,17 @@ def _run(
         _require_one_place(workdir, mirror, peers)
         _require_going_on(job, workdir, progress)
         # A signal ends this at once: a corpus half made is made anew.
-        pulse.rest()
+        watchdog.pause()
         with clock.waiting("prepare"):
-            peers.first("prepare", lambda: job.prepare(peers.count))
+            peers.on_primary("prepare", lambda: job.prepare(peers.count))
             job.fetch()
             peers.meet("fetch")
-        pulse.beat(times=2)
+        watchdog.reset(times=2)
         with StopRequest.of(peers) as stop:
             job.open(mesh, peers)
-            trainer = Trainer(job, workdir, mesh, progress, clock, origin, peers, pulse, mirror)
+            trainer = Trainer(job, workdir, mesh, progress, clock, origin, peers, watchdog, mirror)
             outcome = trainer.run(stop, forget)
-        pulse.rest()
+        watchdog.pause()
         mirror.flush()
     if outcome == "failed":
         progress.say(f"failed: {trainer.failed}")
@@ -107,7 +107,7 @@ def _run(
         progress.say(f"stopped at step {trainer.done}, {trainer.kept}; run the same command again")
         return outcome
     lines = trainer.metrics.read()
-    evaluations = [job.summary(line) for line in lines if line["kind"] in metrics.EVALUATIONS]
+    evaluations = [job.summary(line) for line in lines if line["kind"] in lines_lib.EVALUATIONS]
     progress.say("; ".join([f"finished: step {trainer.done}", *evaluations[-1:]]))
     progress.say(f"{workdir.named} holds the finished run; to start anew {job.how_to_go_on}")
     return outcome
@@ -145,7 +145,7 @@ def _held(job: Job, workdir: Workdir, peers: Peers) -> Iterator[tuple[Mirror, Ca
     A run that is refused before its first checkpoint leaves none of the files it began.
     """
     mirror = Mirror(workdir, peers.number)
-    if not peers.leads:
+    if not peers.is_primary:
         with mirror:
             yield mirror, lambda: None
         return
@@ -179,8 +179,8 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
     if workdir.remote is None:
         peers.require_shared(workdir.root)
         return
-    peers.first("owner", lambda: None)  # which process 0 has become by now
-    if not peers.leads:
+    peers.on_primary("owner", lambda: None)  # which process 0 has become by now
+    if not peers.is_primary:
         mirror.join()
     peers.require_same(
         "workdir",

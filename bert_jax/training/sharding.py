@@ -66,17 +66,17 @@ RULES = (
 )
 
 
-class Cut(NamedTuple):
+class Partition(NamedTuple):
     """Where one parameter is cut: a dimension for DATA, one for `tensor`; None: it is not."""
 
     data: int | None
     tensor: int | None
 
 
-def cuts(
+def partitions(
     shapes: Tree, parallelism: Parallelism, mesh: jax.sharding.Mesh, rules: Sequence[Rule] = RULES
 ) -> Tree:
-    """A `Cut` for every parameter.
+    """A `Partition` for every parameter.
 
     Args:
       shapes: nested dict of arrays or ShapeDtypeStructs.
@@ -90,25 +90,25 @@ def cuts(
     """
     used = set()
 
-    def cut(path: tuple[Any, ...], leaf: Any) -> Cut:
+    def of_leaf(path: tuple[Any, ...], leaf: Any) -> Partition:
         name = "/".join(key.key for key in path)
         found = [rule for rule in rules if re.fullmatch(rule.path, name)]
         if len(found) != 1:
             said = ", ".join(rule.path for rule in found) or "none"
             raise ValueError(f"{name}: one sharding rule is wanted, there is {said}")
         used.add(found[0])
-        return _cut(name, leaf.shape, found[0], parallelism, mesh)
+        return _partition(name, leaf.shape, found[0], parallelism, mesh)
 
-    tree = jax.tree.map_with_path(cut, shapes)
+    tree = jax.tree.map_with_path(of_leaf, shapes)
     unused = [rule.path for rule in rules if rule not in used]
     if unused:
         raise ValueError(f"sharding rules that no parameter has: {', '.join(unused)}")
     return tree
 
 
-def _cut(
+def _partition(
     name: str, shape: tuple[int, ...], rule: Rule, parallelism: Parallelism, mesh: jax.sharding.Mesh
-) -> Cut:
+) -> Partition:
     tensor = rule.tensor if parallelism.tensor > 1 else None
     data = None
     if parallelism.state != "replicated" and rule.data:
@@ -125,22 +125,22 @@ def _cut(
                 f"{field}: {name} has {shape[dimension]} in dimension {dimension}, which "
                 f"{parts} devices do not divide; take another number, or leave this setting out"
             )
-    return Cut(data, tensor)
+    return Partition(data, tensor)
 
 
-def specs(cut: Tree, mesh: jax.sharding.Mesh) -> Tree:
+def specs(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
     """What `shard_map` is told of the parameters: DATA alone is its business."""
-    return _map(lambda c: _spec({c.data: mesh_lib.data_axes(mesh)}), cut)
+    return _map(lambda c: _spec({c.data: mesh_lib.data_axes(mesh)}), partition)
 
 
-def shardings(cut: Tree, mesh: jax.sharding.Mesh) -> Tree:
+def shardings(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
     """Where the parameters lie."""
 
-    def lie(c: Cut) -> NamedSharding:
+    def place(c: Partition) -> NamedSharding:
         spec = _spec({c.data: mesh_lib.data_axes(mesh), c.tensor: mesh_lib.TENSOR})
         return NamedSharding(mesh, spec)
 
-    return _map(lie, cut)
+    return _map(place, partition)
 
 
 def like_params(tree: Tree, of_params: Tree, other: Any) -> Tree:
@@ -163,8 +163,8 @@ def like_params(tree: Tree, of_params: Tree, other: Any) -> Tree:
     return jax.tree.map_with_path(find, tree)
 
 
-def _map(function: Callable[[Cut], Any], cut: Tree) -> Tree:
-    return jax.tree.map(function, cut, is_leaf=lambda x: isinstance(x, Cut))
+def _map(function: Callable[[Partition], Any], partition: Tree) -> Tree:
+    return jax.tree.map(function, partition, is_leaf=lambda x: isinstance(x, Partition))
 
 
 def _spec(dimensions: dict[int | None, Any]) -> PartitionSpec:
@@ -175,7 +175,7 @@ def _spec(dimensions: dict[int | None, Any]) -> PartitionSpec:
 # --- inside shard_map --------------------------------------------------------------------------
 
 
-class Wire(NamedTuple):
+class Collectives(NamedTuple):
     """How parameters and gradients travel over DATA.
 
     Attributes:
@@ -189,43 +189,45 @@ class Wire(NamedTuple):
     reduction: str
 
 
-def whole(params: Tree, cut: Tree, wire: Wire) -> Tree:
+def gathered(params: Tree, partition: Tree, collectives: Collectives) -> Tree:
     """Parameters as every device computes with them; differentiable, the gradient arrives cut."""
-    return jax.tree.map(lambda p, c: p if c.data is None else gather(p, c.data, wire), params, cut)
+    return jax.tree.map(
+        lambda p, c: p if c.data is None else gather(p, c.data, collectives), params, partition
+    )
 
 
-def whole_layer(layer: Module, cut: Tree, wire: Wire) -> Module:
+def all_gather_layer(layer: Module, partition: Tree, collectives: Collectives) -> Module:
     """One layer of stacked ones, as `whole`.
 
     Args:
       layer: a module whose leaves carry no dimension of layers.
-      cut: of the stacked layers.
-      wire: how they travel.
+      partition: of the stacked layers.
+      collectives: how they travel.
     """
 
     def one(path: tuple[Any, ...], shard: jax.Array) -> jax.Array:
-        c = cut
+        c = partition
         for key in path[:-1]:  # the last names what a parameter holds
             c = c[key.name]
-        return shard if c.data is None else gather(shard, c.data - 1, wire)
+        return shard if c.data is None else gather(shard, c.data - 1, collectives)
 
     return jax.tree.map_with_path(one, layer)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather(shard: jax.Array, dimension: int, wire: Wire) -> jax.Array:
+def gather(shard: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
     """A float32 shard -> the whole array, float32 with the values of the type that travelled."""
     # A product rounds it to that type again, which compilers see to be nothing.
-    copy = shard.astype(wire.copy)
-    for axis in reversed(wire.axes):
+    copy = shard.astype(collectives.copy)
+    for axis in reversed(collectives.axes):
         copy = lax.all_gather(copy, axis, axis=dimension, tiled=True)
     return copy.astype(jnp.float32)
 
 
-def scatter(gradient: jax.Array, dimension: int, wire: Wire) -> jax.Array:
+def scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
     """A float32 gradient of the whole -> this device's shard of the sum over devices, float32."""
-    gradient = gradient.astype(wire.reduction)
-    for axis in wire.axes:
+    gradient = gradient.astype(collectives.reduction)
+    for axis in collectives.axes:
         # The devices as a dimension of their own: cut within one, a large array's reduce-scatter
         # becomes an all-reduce of it all on a TPU.
         before, after = gradient.shape[:dimension], gradient.shape[dimension + 1 :]
@@ -234,53 +236,62 @@ def scatter(gradient: jax.Array, dimension: int, wire: Wire) -> jax.Array:
     return gradient.astype(jnp.float32)
 
 
-def _gather_forward(shard: jax.Array, dimension: int, wire: Wire) -> tuple[jax.Array, None]:
-    return gather(shard, dimension, wire), None
+def _gather_forward(
+    shard: jax.Array, dimension: int, collectives: Collectives
+) -> tuple[jax.Array, None]:
+    return gather(shard, dimension, collectives), None
 
 
 def _gather_backward(
-    dimension: int, wire: Wire, kept: None, gradient: jax.Array
+    dimension: int, collectives: Collectives, kept: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
     del kept
-    return (scatter(gradient, dimension, wire),)
+    return (scatter(gradient, dimension, collectives),)
 
 
 gather.defvjp(_gather_forward, _gather_backward)
 
 
-def add_up(gradients: Tree, wire: Wire) -> Tree:
+def all_reduce(gradients: Tree, collectives: Collectives) -> Tree:
     """Sums whole gradients over devices."""
     return jax.tree.map(
-        lambda g: lax.psum(g.astype(wire.reduction), wire.axes).astype(jnp.float32), gradients
+        lambda g: lax.psum(g.astype(collectives.reduction), collectives.axes).astype(jnp.float32),
+        gradients,
     )
 
 
-def scattered(gradients: Tree, cut: Tree, wire: Wire) -> Tree:
+def reduce_scatter(gradients: Tree, partition: Tree, collectives: Collectives) -> Tree:
     """Sums whole gradients of cut parameters over devices, each keeping its shard.
 
     Stacked layers go one after the other: the TPU compiler makes a reduce-scatter of all of them,
     hundreds of megabytes, an all-reduce of all of them.
     """
 
-    def scatter_all(tree: Tree, cut: Tree, stacked: int) -> Tree:
+    def scatter_all(tree: Tree, partition: Tree, stacked: int) -> Tree:
         return jax.tree.map(
-            lambda g, c: g if c.data is None else scatter(g, c.data - stacked, wire), tree, cut
+            lambda g, c: g if c.data is None else scatter(g, c.data - stacked, collectives),
+            tree,
+            partition,
         )
 
-    encoder, encoder_cut = dict(gradients["encoder"]), dict(cut["encoder"])
-    layers, layers_cut = encoder.pop("layers"), encoder_cut.pop("layers")
-    rest = scatter_all(gradients | {"encoder": encoder}, cut | {"encoder": encoder_cut}, 0)
-    rest["encoder"]["layers"] = lax.map(lambda layer: scatter_all(layer, layers_cut, 1), layers)
+    encoder, encoder_partitions = dict(gradients["encoder"]), dict(partition["encoder"])
+    layers, layer_partitions = encoder.pop("layers"), encoder_partitions.pop("layers")
+    rest = scatter_all(
+        gradients | {"encoder": encoder}, partition | {"encoder": encoder_partitions}, 0
+    )
+    rest["encoder"]["layers"] = lax.map(
+        lambda layer: scatter_all(layer, layer_partitions, 1), layers
+    )
     return rest
 
 
-def add_up_small(gradients: Tree, cut: Tree, axes: tuple[str, ...]) -> Tree:
+def all_reduce_fused(gradients: Tree, partition: Tree, axes: tuple[str, ...]) -> Tree:
     """Sums the gradients of what is not cut over devices, all in one float32 vector.
 
     Alone, each would be a collective of its own, and the compiler merges them as it likes.
     """
     leaves, tree = jax.tree.flatten(gradients)
-    dims = jax.tree.leaves(_map(lambda c: -1 if c.data is None else c.data, cut))
+    dims = jax.tree.leaves(_map(lambda c: -1 if c.data is None else c.data, partition))
     small = [i for i, dim in enumerate(dims) if dim < 0]
     vector = jnp.concatenate([leaves[i].reshape(-1) for i in small])
     vector, start = lax.psum(vector, axes), 0

@@ -68,8 +68,8 @@ def abstract_state(
     """
     shapes = jax.eval_shape(lambda: init_state(objective, optimizer, 0))
     everywhere = mesh_lib.replicated(mesh)
-    cut = sharding.cuts(shapes["params"], parallelism, mesh, objective.rules)
-    params = sharding.shardings(cut, mesh)
+    partition = sharding.partitions(shapes["params"], parallelism, mesh, objective.rules)
+    params = sharding.shardings(partition, mesh)
     places = jax.tree.map(lambda _: everywhere, shapes) | {
         "params": params,
         "optimizer": sharding.like_params(shapes["optimizer"], params, everywhere),
@@ -145,13 +145,15 @@ def make_train_step(
     """
     tx = optimizer_lib.make(optimizer)
     state = abstract_state(objective, optimizer, parallelism, mesh)
-    cut = sharding.cuts(state["params"], parallelism, mesh, objective.rules)
-    cut_specs, whole = sharding.specs(cut, mesh), PartitionSpec()
+    partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
+    param_specs, whole = sharding.specs(partition, mesh), PartitionSpec()
     gradients = jax.shard_map(
-        functools.partial(_gradients, objective, optimizer, parallelism, accumulation, cut, mesh),
+        functools.partial(
+            _gradients, objective, optimizer, parallelism, accumulation, partition, mesh
+        ),
         mesh=mesh,
-        in_specs=(cut_specs, whole, whole, mesh_lib.batch_spec(mesh), whole),
-        out_specs=(cut_specs, whole),
+        in_specs=(param_specs, whole, whole, mesh_lib.batch_spec(mesh), whole),
+        out_specs=(param_specs, whole),
         axis_names=set(mesh_lib.data_axes(mesh)),
         check_vma=False,
     )
@@ -262,20 +264,20 @@ def _without_noise(
 ) -> Callable[[Any, Any, Batch], Any]:
     """`(params, fixed, batch)`, each shard with its rows and whole parameters."""
     shapes = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
-    cut = sharding.cuts(shapes, parallelism, mesh, objective.rules)
+    partition = sharding.partitions(shapes, parallelism, mesh, objective.rules)
     axes = mesh_lib.data_axes(mesh)
 
     def shard(params: Any, fixed: Any, batch: Batch) -> Any:
         loop = Loop(layers=parallelism.layer_loop)
         if parallelism.state != "replicated":
-            wire = sharding.Wire(axes, objective.model.compute_dtype, "float32")
-            params, loop = _assembled(params, cut, wire, loop)
+            collectives = sharding.Collectives(axes, objective.model.compute_dtype, "float32")
+            params, loop = _gathered_but_layers(params, partition, collectives, loop)
         return function(params, fixed, batch, None, loop)
 
     return jax.shard_map(
         shard,
         mesh=mesh,
-        in_specs=(sharding.specs(cut, mesh), PartitionSpec(), mesh_lib.batch_spec(mesh)),
+        in_specs=(sharding.specs(partition, mesh), PartitionSpec(), mesh_lib.batch_spec(mesh)),
         out_specs=out,
         axis_names=set(axes),
         check_vma=False,
@@ -290,7 +292,7 @@ def _gradients(
     optimizer: Optimizer,
     parallelism: Parallelism,
     accumulation: int,
-    cut: Any,
+    partition: Any,
     mesh: jax.sharding.Mesh,
     params: Any,
     fixed: Any,
@@ -306,11 +308,13 @@ def _gradients(
     known from the data, so that micro-batches and shards only add.
     """
     axes = mesh_lib.data_axes(mesh)
-    wire = sharding.Wire(axes, objective.model.compute_dtype, optimizer.gradient_reduction)
+    collectives = sharding.Collectives(
+        axes, objective.model.compute_dtype, optimizer.gradient_reduction
+    )
     per_replica = optimizer.clip == "per_replica"
     total = None if per_replica else lax.psum(objective.counts(batch), axes)
     if parallelism.state == "zero1":
-        params = sharding.whole(params, cut, wire)
+        params = sharding.gathered(params, partition, collectives)
 
     def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
         counts = objective.counts(micro) if per_replica else total
@@ -318,7 +322,7 @@ def _gradients(
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
             loop = Loop(parallelism.remat, parallelism.layer_loop)
             if parallelism.state == "zero3":
-                params, loop = _assembled(params, cut, wire, loop)
+                params, loop = _gathered_but_layers(params, partition, collectives, loop)
             noise = _noise(objective.model, axes, step, micro, number, key)
             metrics = objective.forward(params, fixed, micro, noise, loop)
             return objective.loss(metrics, counts), metrics | {"filled": _filled(micro)}
@@ -330,28 +334,32 @@ def _gradients(
 
     if per_replica:
         accumulation = optimizer.reference_replicas // mesh_lib.data_shards(mesh)
-    sums, metrics = _add_up(gradient, batch, accumulation)
+    sums, metrics = _accumulate(gradient, batch, accumulation)
     if parallelism.state == "replicated":
-        sums = sharding.add_up(sums, wire)
+        sums = sharding.all_reduce(sums, collectives)
     else:
         if parallelism.state == "zero1":
-            sums = sharding.scattered(sums, cut, wire)
-        sums = sharding.add_up_small(sums, cut, axes)
+            sums = sharding.reduce_scatter(sums, partition, collectives)
+        sums = sharding.all_reduce_fused(sums, partition, axes)
     return sums, lax.psum(metrics, axes)
 
 
-def _assembled(params: Any, cut: Any, wire: sharding.Wire, loop: Loop) -> tuple[Any, Loop]:
+def _gathered_but_layers(
+    params: Any, partition: Any, collectives: sharding.Collectives, loop: Loop
+) -> tuple[Any, Loop]:
     """Parameters whole but for the layers', and a loop that makes each layer whole in its turn."""
 
     def split(tree: Any) -> tuple[Any, Any]:
         encoder = dict(tree["encoder"])
         return encoder.pop("layers"), tree | {"encoder": encoder}
 
-    (layers, outside), (layers_cut, outside_cut) = split(params), split(cut)
-    outside = sharding.whole(outside, outside_cut, wire)
+    (layers, outside), (layer_partitions, outside_partitions) = split(params), split(partition)
+    outside = sharding.gathered(outside, outside_partitions, collectives)
     outside["encoder"]["layers"] = layers
-    whole_layer = functools.partial(sharding.whole_layer, cut=layers_cut, wire=wire)
-    return outside, loop._replace(whole=whole_layer)
+    gather_layer = functools.partial(
+        sharding.all_gather_layer, partition=layer_partitions, collectives=collectives
+    )
+    return outside, loop._replace(gather=gather_layer)
 
 
 def _noise(
@@ -376,17 +384,17 @@ def _filled(micro: Batch) -> jax.Array:
     return jnp.stack([real.sum(), jnp.float32(real.size)])
 
 
-def _add_up(
+def _accumulate(
     gradient: Callable[[Batch, jax.Array], tuple[Any, Metrics]], batch: Batch, parts: int
 ) -> tuple[Any, Metrics]:
     """Sums of gradients and metrics over consecutive parts of the shard's rows."""
     if parts == 1:
         return gradient(batch, jnp.zeros([], jnp.int32))
-    cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-    shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], cut), jnp.int32(0))
+    micro = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], micro), jnp.int32(0))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
     def body(sums: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, gradient(*part)), None
 
-    return lax.scan(body, zeros, (cut, jnp.arange(parts)))[0]
+    return lax.scan(body, zeros, (micro, jnp.arange(parts)))[0]

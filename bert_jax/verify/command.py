@@ -27,7 +27,7 @@ from bert_jax import config, errors
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import Workdir, lock, named_errors, require_local, write_atomic
-from bert_jax.training.metrics import Lines
+from bert_jax.training.lines import Lines
 from bert_jax.verify import compare, elsewhere, rounds, tell
 from bert_jax.verify.children import Children
 from bert_jax.verify.compare import Comparison

@@ -17,7 +17,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.checksums import path_of
-from bert_jax.training.metrics import Lines
+from bert_jax.training.lines import Lines
 from bert_jax.training.objective import Pretraining
 from bert_jax.verify.notes import Execution
 

@@ -13,8 +13,8 @@ from etils import epath
 
 from bert_jax.config import Experiment
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training.metrics import Lines
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.lines import Lines
+from bert_jax.training.pretraining import Prepared
 from bert_jax.verify.notes import Notes
 from bert_jax.verify.orders import Death, files_below
 

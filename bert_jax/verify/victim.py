@@ -14,7 +14,8 @@ from typing import Any
 
 from bert_jax import cli, pod, system
 from bert_jax.data import corpus
-from bert_jax.training import metrics, step, watch
+from bert_jax.training import evaluators, step
+from bert_jax.training import lines as lines_lib
 from bert_jax.training.beginning import Beginning, Beginnings
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.verify.notes import Notebook, rows_of
@@ -44,10 +45,10 @@ class Victim:
         """Puts itself between the runner and what it calls."""
         step.make_train_step = self._noting(step.make_train_step)
         step.make_eval_step = self._evaluating(step.make_eval_step)
-        watch.Watched.predict = self._before(watch.Watched.predict, self._predictions)
+        evaluators.Watched.predict = self._before(evaluators.Watched.predict, self._predictions)
         Checkpoints.save = self._saving(Checkpoints.save)
         Beginnings._restore = self._finding(Beginnings._restore)
-        metrics.Lines.forget_after = self._before(metrics.Lines.forget_after, self._opened)
+        lines_lib.Lines.forget_after = self._before(lines_lib.Lines.forget_after, self._opened)
         corpus.prepare = self._preparing(corpus.prepare)
 
     def wait(self) -> None:

@@ -8,7 +8,7 @@ from small_run import bert_jax, final_state, pretrain, write_text
 
 from bert_jax.errors import InputError
 from bert_jax.tasks import probes
-from bert_jax.training.metrics import Lines
+from bert_jax.training.lines import Lines
 from bert_jax.training.runner import Trainer
 
 TASK = """

@@ -13,7 +13,7 @@ from etils import epath
 from jax._src import cache_key
 from small_run import settings
 
-from bert_jax.training import compiled
+from bert_jax.training import environment as environment_lib
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"
@@ -25,7 +25,7 @@ import collections, json, sys
 import jax, jax.numpy as jnp, numpy as np
 from etils import epath
 from bert_jax.config import Parallelism
-from bert_jax.training import compiled, peers
+from bert_jax.training import environment as environment_lib, peers
 from bert_jax.training import mesh as mesh_lib
 
 counts = collections.Counter()
@@ -33,7 +33,7 @@ jax.monitoring.register_event_listener(lambda event, **_: counts.update([event])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 with peers.connected() as all_of_them:
     mesh = mesh_lib.make_mesh(Parallelism())
-    compiled.keep_compiled_programs(epath.Path(sys.argv[1]))
+    environment_lib.keep_compiled_programs(epath.Path(sys.argv[1]))
     all_of_them.connect(mesh)
     rows = jax.make_array_from_callback(
         (2,), mesh_lib.batch_sharding(mesh), lambda index: np.ones(1, np.float32)
@@ -49,11 +49,11 @@ def test_programs_are_kept_in_the_bucket_of_the_run_else_on_this_machine(monkeyp
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache_key, "_hash_accelerator_config", None)
     kept = {}
-    monkeypatch.setattr(compiled.jax.config, "update", kept.__setitem__)
-    compiled.keep_compiled_programs(None)
+    monkeypatch.setattr(environment_lib.jax.config, "update", kept.__setitem__)
+    environment_lib.keep_compiled_programs(None)
     here = kept["jax_compilation_cache_dir"]
     assert here.startswith(f"{tmp_path}/") and kept["jax_compilation_cache_max_size"] == 2**30
-    compiled.keep_compiled_programs(epath.Path("gs://bucket/run/compiled"))
+    environment_lib.keep_compiled_programs(epath.Path("gs://bucket/run/compiled"))
     there = kept["jax_compilation_cache_dir"]
     assert there == f"gs://bucket/run/compiled/{here.rpartition('/')[2]}"
     assert kept["jax_compilation_cache_max_size"] == -1, "else jax would lock the folder"

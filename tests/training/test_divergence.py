@@ -12,7 +12,8 @@ from small_run import final_state, pretrain, write_text
 
 from bert_jax.data import batches
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import divergence, evaluate, metrics, step
+from bert_jax.training import divergence, evaluators, step
+from bert_jax.training import lines as lines_lib
 from bert_jax.training.beginning import Beginnings
 from bert_jax.training.runner import Trainer
 
@@ -40,7 +41,7 @@ def poison(monkeypatch, poisoned: set[int]):
 
 
 def lines_of(workdir) -> list[dict]:
-    return metrics.Lines(Workdir(workdir).metrics).read()
+    return lines_lib.Lines(Workdir(workdir).metrics).read()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(text, tmp_path, monk
     assert ours.read_bytes() == theirs.read_bytes()
     roll_back = [
         line
-        for line in metrics.Lines(Workdir(tmp_path / "w").timings).read()
+        for line in lines_lib.Lines(Workdir(tmp_path / "w").timings).read()
         if line["kind"] == "roll_back"
     ]
     assert [line["bad"] for line in roll_back] == [[5, 7]]
@@ -303,8 +304,8 @@ def test_a_run_that_is_never_finite_fails_by_name(text, tmp_path):
 def test_held_out_losses_that_are_not_finite_fail_by_name(text, tmp_path, monkeypatch):
     """Though the steps are."""
     _, file = text
-    found = evaluate.evaluate
-    monkeypatch.setattr(evaluate, "evaluate", lambda *args: found(*args) | {"loss": float("nan")})
+    found = evaluators.evaluate
+    monkeypatch.setattr(evaluators, "evaluate", lambda *args: found(*args) | {"loss": float("nan")})
     outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "failed" and "the held-out loss of step 6 is not finite" in shown
 

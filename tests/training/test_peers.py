@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.training import peers, roll_call
-from bert_jax.training.roll_call import Place
+from bert_jax.training import peers
+from bert_jax.training.peers import Place
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def call(*places: Place, limit: float = 20.0) -> list[str]:
 
     def one(place: Place) -> str:
         try:
-            roll_call.answer(place, limit)
+            peers.wait_for_all(place, limit)
         except (InputError, Unavailable) as error:
             kinds.add(type(error))
             return str(error)
@@ -200,7 +200,7 @@ def test_without_variables_a_run_is_one_process(monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
     with peers.connected() as alone:
-        assert (alone.number, alone.count, alone.leads) == (0, 1, True)
+        assert (alone.number, alone.count, alone.is_primary) == (0, 1, True)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
     with peers.connected() as alone:
         assert alone.count == 1

@@ -16,8 +16,8 @@ from etils import epath
 from small_run import final_state, pretrain, write_text
 
 from bert_jax.training import step as step_lib
-from bert_jax.training.clock import Clock
 from bert_jax.training.profile import Profile
+from bert_jax.training.progress import Clock
 
 
 def traced(profile: pathlib.Path) -> dict[str, list[int]]:

@@ -23,11 +23,13 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
 from bert_jax.storage.workdir import Workdir, sealed
 from bert_jax.text import tokenizer
-from bert_jax.training import compiled, evaluate, metrics, session, step, watch
+from bert_jax.training import environment as environment_lib
+from bert_jax.training import evaluators, session, step
+from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.job import Stretch
-from bert_jax.training.prepared import Prepared
+from bert_jax.training.pretraining import Prepared
 from bert_jax.training.progress import Progress
 from bert_jax.training.runner import Trainer
 
@@ -89,19 +91,19 @@ def test_the_host_reads_the_device_once_a_log_interval(text, tmp_path, monkeypat
 def test_saved_steps_are_the_newest_the_best_and_every_so_many(text, tmp_path, monkeypatch):
     """The best one by what was measured when it was saved, also after a start anew."""
     _, file = text
-    found = evaluate.evaluate
+    found = evaluators.evaluate
     calls = iter([9.0, 3.0, 4.0, 5.0, 6.0])
 
     def scripted(*args):
         return found(*args) | {"loss": next(calls)}
 
-    monkeypatch.setattr(evaluate, "evaluate", scripted)
+    monkeypatch.setattr(evaluators, "evaluate", scripted)
     often = ("run.checkpoint_every=3", "run.eval_every=6", "run.keep_checkpoints=2")
     pretrain(file, tmp_path / "w", *often, "run.keep_every=9")
     kept = {path.name for path in (tmp_path / "w" / "checkpoints").iterdir()}
     assert kept == {"9", "12", "18", "21", "22"}
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "evaluate", lambda *args: found(*args) | {"loss": 4.0})
+        patch.setattr(evaluators, "evaluate", lambda *args: found(*args) | {"loss": 4.0})
         pretrain(file, tmp_path / "w", *often, "phases.1.steps=12", length="extend")
     kept = {path.name for path in (tmp_path / "w" / "checkpoints").iterdir()}
     assert kept == {"12", "24", "26"}
@@ -188,7 +190,7 @@ def test_text_in_brackets_is_shown_as_it_is(capsys):
 
 
 def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path):
-    lines = metrics.Lines(epath.Path(tmp_path / "m.jsonl"))
+    lines = lines_lib.Lines(epath.Path(tmp_path / "m.jsonl"))
     for number in (1, 2, 3):
         lines.append({"step": number, "x": 0.1})
     with open(tmp_path / "m.jsonl", "a") as file:
@@ -224,7 +226,7 @@ def test_one_bad_step_is_skipped_whatever_the_log_interval(text, tmp_path, monke
     monkeypatch.setattr(batches.TrainBatches, "batch", poisoned)
     outcome, shown = pretrain(file, tmp_path / "w", "run.log_every=1")
     assert outcome == "finished" and "100% of steps skipped" in shown
-    lines = metrics.Lines(Workdir(tmp_path / "w").metrics).read()
+    lines = lines_lib.Lines(Workdir(tmp_path / "w").metrics).read()
     bad = [line for line in lines if line.get("bad_steps")]
     assert [line["step"] for line in bad] == [5] and "loss" not in bad[0]
 
@@ -278,7 +280,7 @@ def test_a_line_cut_off_in_timings_is_not_glued_to_the_next(text, finished):
         out.write('{"step": 22, "ti')
     shutil.rmtree(finished / "checkpoints" / "22")
     pretrain(file, finished)
-    assert metrics.Lines(epath.Path(timings)).read()[-1]["step"] == 22
+    assert lines_lib.Lines(epath.Path(timings)).read()[-1]["step"] == 22
 
 
 @pytest.mark.long
@@ -298,7 +300,7 @@ def test_watched_sentences_fit_the_model():
     held_out = stream.from_documents([sentences] * 6)
     tok = tokenizer.WordPiece(vocab, "uncased")
     lengths = {
-        most: {len(s.ids) for s in watch.held_out_sentences(held_out, tok, most)}
+        most: {len(s.ids) for s in evaluators.held_out_sentences(held_out, tok, most)}
         for most in (7, 9, 100)
     }
     assert lengths[7] == set()
@@ -314,7 +316,7 @@ def test_programs_of_environments_unused_for_a_month_go(tmp_path):
         for number, age in enumerate(days):
             (tmp_path / name / str(number)).touch()
             os.utime(tmp_path / name / str(number), (now - age * day,) * 2)
-    compiled.forget_old_environments(epath.Path(tmp_path), ours="2" * 16)
+    environment_lib.forget_old_environments(epath.Path(tmp_path), ours="2" * 16)
     assert {path.name for path in tmp_path.iterdir()} == {"1" * 16, "2" * 16, "corpora"}
 
 
@@ -374,11 +376,11 @@ def test_waiting_for_a_plan_is_no_hang():
         def __init__(self):
             self.calls = []
 
-        def rest(self):
-            self.calls.append("rest")
+        def pause(self):
+            self.calls.append("pause")
 
-        def beat(self, times=1):
-            self.calls.append("beat")
+        def reset(self, times=1):
+            self.calls.append("reset")
 
         def ready(self, step):
             self.calls.append(f"ready {step}")
@@ -386,9 +388,9 @@ def test_waiting_for_a_plan_is_no_hang():
 
     seen = Recorder()
     trainer = Trainer.__new__(Trainer)
-    trainer.done, trainer.pulse = 17, seen
+    trainer.done, trainer.watchdog = 17, seen
     stretch = Stretch(1, 10, 20, 8, None, seen.ready)
     assert trainer._await_rows(stretch, seen)
-    assert seen.calls == ["ready 7", "rest", "ready 7", "ready 7", "ready 7", "beat"]
+    assert seen.calls == ["ready 7", "pause", "ready 7", "ready 7", "ready 7", "reset"]
     assert trainer._await_rows(stretch, seen)
     assert seen.calls[6:] == ["ready 7"]

@@ -193,7 +193,7 @@ def test_pmap_gives_the_same_step():
 
 def _cuts(parallelism, rules=sharding.RULES, model=samples.MODEL, devices=4):
     shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0)))
-    return sharding.cuts(shapes, parallelism, samples.mesh_of(devices, parallelism), rules)
+    return sharding.partitions(shapes, parallelism, samples.mesh_of(devices, parallelism), rules)
 
 
 def test_a_parameter_without_a_rule_is_named():

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bert_jax.training import watch
+from bert_jax.training import evaluators
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_cut_parameters_are_gathered_on_one_device_and_compiled_for_once(compile
         whole = {"a": np.arange(24.0).reshape(8, 3) * factor, "b": np.arange(4.0) * factor}
         cut = jax.device_put(whole, NamedSharding(mesh, P("data_0")))
         programs = len(compiled)
-        found = watch.on_one_device(cut, mesh)
+        found = evaluators.on_one_device(cut, mesh)
         trees.append((found, len(compiled) - programs))
         for name, array in found.items():
             assert array.devices() == {mesh.devices[0]}

@@ -89,7 +89,7 @@ class SharedStopRequest(StopRequest):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Pulse:
+class Watchdog:
     """Ends the process with the stacks of its threads when it has not beaten for too long.
 
     Three, each for what the one before cannot do. faulthandler's thread, which needs no
@@ -110,7 +110,7 @@ class Pulse:
         self._deadline = float("inf")
         self._watch: threading.Thread | None = None
 
-    def beat(self, times: int = 1) -> None:
+    def reset(self, times: int = 1) -> None:
         """Something was done; the next beat is due, after a long time `times` as late."""
         if not self._seconds:
             return
@@ -120,10 +120,10 @@ class Pulse:
         with contextlib.suppress(ValueError):  # longer than a timer can be
             signal.setitimer(signal.ITIMER_REAL, seconds + self._show + _STUCK)
         if self._watch is None:
-            self._watch = threading.Thread(target=self._end_when_late, name="pulse", daemon=True)
+            self._watch = threading.Thread(target=self._end_when_late, name="watchdog", daemon=True)
             self._watch.start()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """What comes now may take any time."""
         if self._seconds:
             self._deadline = float("inf")

@@ -1,0 +1,336 @@
+"""Held-out evaluation: the same frozen rows every time, against two simple guessers.
+
+The unigram line is what a model knows that has only counted pieces in the training split; the
+majority line is what always saying the commoner label scores.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bert_jax.config import Data, Model, Run
+from bert_jax.data import batches as batches_lib
+from bert_jax.data.stream import Stream
+from bert_jax.errors import InputError
+from bert_jax.model import heads, losses
+from bert_jax.model.encoder import Loop
+from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.text.vocabulary import MASK
+from bert_jax.training import feed
+from bert_jax.training import lines as lines_lib
+from bert_jax.training import mesh as mesh_lib
+
+
+@dataclasses.dataclass
+class HeldOut:
+    """The evaluation rows and their baselines.
+
+    Attributes:
+      batches: as data.batches.eval_batches gives them.
+      rows: how many rows are real.
+      unigram_loss: nats a masked piece, with the training split's frequencies (one added to each).
+      majority: share of the commoner next-sentence label.
+    """
+
+    batches: list[batches_lib.Batch]
+    rows: int
+    unigram_loss: float
+    majority: float
+
+    @classmethod
+    def of(
+        cls,
+        train: Stream,
+        validation: Stream,
+        ids: batches_lib.Ids,
+        data: Data,
+        run: Run,
+        seed: int,
+        mesh: jax.sharding.Mesh,
+    ) -> "HeldOut":
+        """Makes the rows, in batches that can be cut over the mesh."""
+        shards = mesh_lib.data_shards(mesh)
+        size = -(-run.eval_batch_size // shards) * shards
+        batches, rows = batches_lib.eval_batches(validation, ids, data, seed, size)
+        counts = train.unigrams + 1
+        nats = -np.log(counts / counts.sum())
+        weights = np.concatenate([b["masked_lm_weights"].ravel() for b in batches])
+        labels = np.concatenate([b["masked_lm_ids"].ravel() for b in batches])
+        random = sum(float((b["next_sentence_labels"] * b["row_weights"]).sum()) for b in batches)
+        return cls(
+            batches,
+            rows,
+            float((nats[labels] * weights).sum() / weights.sum()),
+            max(random / rows, 1 - random / rows),
+        )
+
+
+def evaluate(
+    held_out: HeldOut,
+    params: Any,
+    eval_step: Callable[..., losses.Metrics],
+    mesh: jax.sharding.Mesh,
+) -> dict[str, float]:
+    """Means over the held-out rows, the two baselines, and the standard error of NSP."""
+    sums = {name: np.zeros(2, np.float32) for name in losses.NAMES}
+    sums = feed.put(sums, mesh_lib.replicated(mesh))
+    for batch in feed.place_all(held_out.batches, mesh_lib.batch_sharding(mesh)):
+        sums = eval_step(params, sums, batch)
+    found = lines_lib.means(lines_lib.fetch(sums))
+    return {
+        **found,
+        "loss": found["masked_lm_loss"] + found["next_sentence_loss"],
+        "unigram_loss": held_out.unigram_loss,
+        "next_sentence_majority": held_out.majority,
+        "next_sentence_error": lines_lib.next_sentence_error(
+            found["next_sentence_accuracy"], held_out.rows
+        ),
+        "rows": held_out.rows,
+    }
+
+
+def summary(line: dict[str, Any]) -> str:
+    """An evaluation in words."""
+    below = line["unigram_loss"] - line["masked_lm_loss"]
+    return (
+        f"held-out masked LM {line['masked_lm_loss']:.3f} nat, {abs(below):.3f} "
+        f"{'below' if below >= 0 else 'above'} the unigram line {line['unigram_loss']:.3f}; "
+        f"accuracy {line['masked_lm_accuracy']:.3f}; next sentence "
+        f"{line['next_sentence_accuracy']:.3f} +- {line['next_sentence_error']:.3f}, "
+        f"majority {line['next_sentence_majority']:.3f} ({line['rows']} rows)"
+    )
+
+
+# Inputs are padded to a multiple of this, so that lengths share compiled programs.
+_LENGTH_STEP = 32
+
+
+@dataclasses.dataclass
+class Prediction:
+    """The model's answer to a text.
+
+    Attributes:
+      masks: for each [MASK] in order, the likeliest pieces with their probabilities.
+      is_next: probability that B follows A; None without B.
+    """
+
+    masks: list[list[tuple[str, float]]]
+    is_next: float | None
+
+
+class Predictor:
+    """A model's heads and its tokenizer; parameters are given with each text."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer):
+        self._model, self._tokenizer = model, tokenizer
+        self._logits = jax.jit(
+            functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop())
+        )
+
+    def predict(self, params: Any, a: str, b: str | None, top: int) -> Prediction:
+        """Fills every [MASK] of A and B with its `top` likeliest pieces.
+
+        Raises:
+          InputError: longer than the position table.
+        """
+        second = None if b is None else self.encode(b)
+        return self.predict_ids(params, self.encode(a), second, top)
+
+    def predict_ids(self, params: Any, a: list[int], b: list[int] | None, top: int) -> Prediction:
+        """As `predict`, of ids without [CLS] and [SEP]."""
+        probs, is_next = self.probabilities(params, a, b)
+        return Prediction([self.likeliest(p, top) for p in probs], is_next)
+
+    def likeliest(self, probs: np.ndarray, top: int) -> list[tuple[str, float]]:
+        """The `top` likeliest pieces of one [MASK] with their probabilities."""
+        order = np.argsort(-probs, kind="stable")[:top]
+        return [(self._tokenizer.piece(int(i)), float(probs[i])) for i in order]
+
+    def probabilities(
+        self, params: Any, a: list[int], b: list[int] | None
+    ) -> tuple[np.ndarray, float | None]:
+        """What the model makes of ids without [CLS] and [SEP].
+
+        Returns:
+          float32 [masks, vocabulary] for the [MASK]s of A and B in order, and the probability that
+          B follows A, None without B.
+
+        Raises:
+          InputError: longer than the position table.
+        """
+        tok = self._tokenizer
+        first = [tok.cls_id, *a, tok.sep_id]
+        second = [] if b is None else [*b, tok.sep_id]
+        ids = first + second
+        limit = self._model.max_position_embeddings
+        if len(ids) > limit:
+            raise InputError(f"text of {len(ids)} pieces; the model reads {limit} at most")
+        length = min(-(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP, limit)
+        column = np.arange(length)
+        masks = [i for i, token in enumerate(ids) if token == tok.mask_id]
+        # At least one position, and a width that texts share.
+        width = -(-max(len(masks), 1) // 8) * 8
+        batch = {
+            "input_ids": np.pad(ids, (0, length - len(ids)), constant_values=tok.pad_id)[None],
+            "segment_ids": ((column >= len(first)) & (column < len(ids)))[None],
+            "input_mask": (column < len(ids))[None],
+            "masked_lm_positions": np.pad(masks, (0, width - len(masks)))[None],
+        }
+        batch = {name: jnp.asarray(value, jnp.int32) for name, value in batch.items()}
+        masked_lm, next_sentence = self._logits(params, batch)
+        probs = np.asarray(jax.nn.softmax(masked_lm[0, : len(masks), : self._model.vocab_size]))
+        return probs, None if b is None else float(jax.nn.softmax(next_sentence[0])[0])
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text in which [MASK] stands for itself."""
+        parts = text.split(MASK)
+        ids = self._tokenizer.encode(parts[0])
+        for part in parts[1:]:
+            ids = [*ids, self._tokenizer.mask_id, *self._tokenizer.encode(part)]
+        return ids
+
+
+# Sentences taken from held-out documents where the experiment names none, and their lengths.
+_SENTENCES = 6
+_LENGTHS = range(8, 25)
+_TOP = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Sentence:
+    """A sentence with a [MASK].
+
+    Attributes:
+      ids: without [CLS] and [SEP].
+      text: as it is shown.
+      truth: the id of the piece that stood there; None if nobody knows.
+    """
+
+    ids: list[int]
+    text: str
+    truth: int | None
+
+
+class Watched:
+    """The sentences, and a predictor to ask.
+
+    Raises:
+      InputError: a text of `run.watch` without [MASK], or longer than the model reads.
+    """
+
+    def __init__(
+        self, texts: tuple[str, ...], model: Model, tokenizer: Tokenizer, validation: Stream
+    ):
+        self._predictor = Predictor(model, tokenizer)
+        self._tokenizer = tokenizer
+        self._sentences = [self._given(i, text, model) for i, text in enumerate(texts)]
+        if not texts:
+            longest = model.max_position_embeddings - 2
+            self._sentences = held_out_sentences(validation, tokenizer, longest)
+
+    def predict(self, params: Any) -> list[dict[str, Any]]:
+        """What the model says of each sentence.
+
+        Args:
+          params: on one device, as `on_one_device` gives them.
+
+        Returns:
+          For each: `text`; `masks`, the likeliest pieces of each [MASK]; and if it is known what
+          stood there, `truth`, that piece, and `truth_probability`.
+        """
+        found = []
+        for sentence in self._sentences:
+            probs, _ = self._predictor.probabilities(params, sentence.ids, None)
+            said = {
+                "text": sentence.text,
+                "masks": [self._predictor.likeliest(p, _TOP) for p in probs],
+            }
+            if sentence.truth is not None:
+                said["truth"] = self._tokenizer.piece(sentence.truth)
+                said["truth_probability"] = float(probs[0, sentence.truth])
+            found.append(said)
+        return found
+
+    def _given(self, number: int, text: str, model: Model) -> Sentence:
+        ids = self._predictor.encode(text)
+        if MASK not in text:
+            raise InputError(f"run.watch[{number}]={text!r}: write {MASK} where a word is asked")
+        # [CLS] and [SEP] stand around it.
+        if len(ids) + 2 > model.max_position_embeddings:
+            raise InputError(
+                f"run.watch[{number}]: {len(ids) + 2} pieces; the model reads "
+                f"{model.max_position_embeddings} at most"
+            )
+        return Sentence(ids, text, None)
+
+
+def on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Gathers the parameters whole on one device of process 0; all processes take part.
+
+    Array by array: the other devices hold one of them at a time, besides their own parts.
+
+    Returns:
+      The tree of process 0; None on the others.
+    """
+    whole = mesh_lib.replicated(mesh)
+
+    def gather(leaf: jax.Array) -> jax.Array | None:
+        if not leaf.is_fully_replicated:
+            # Waits, since memory of results is taken when a program is handed over.
+            leaf = jax.block_until_ready(jax.jit(_same, out_shardings=whole)(leaf))
+        return None if jax.process_index() else leaf.addressable_data(0)
+
+    gathered = jax.tree.map(gather, params)
+    return None if jax.process_index() else gathered
+
+
+def _same(leaf: jax.Array) -> jax.Array:
+    """One function, so that jax finds what it has compiled for it."""
+    return leaf
+
+
+def held_out_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -> list[Sentence]:
+    """Up to six sentences from documents all over the split, a whole word masked in each.
+
+    Args:
+      validation: the split.
+      tokenizer: of its ids.
+      longest: pieces that the model reads at most, [CLS] and [SEP] not counted.
+    """
+    documents = len(validation.document_offsets) - 1
+    found = []
+    for number in range(_SENTENCES):
+        first, last = validation.document_offsets[
+            [documents * number // _SENTENCES, documents * number // _SENTENCES + 1]
+        ].tolist()
+        # From its middle on: texts begin with titles and formulas.
+        for at in range((first + last) // 2, last):
+            start, end = validation.sentence_offsets[at : at + 2].tolist()
+            if end - start > longest:
+                continue
+            sentence = _masked(validation.ids[start:end].tolist(), tokenizer)
+            if sentence is not None and sentence not in found:
+                found.append(sentence)
+                break
+    return found
+
+
+def _masked(ids: list[int], tokenizer: Tokenizer) -> Sentence | None:
+    """Masks the longest whole word of one piece; None for a sentence that does not lend itself."""
+    if len(ids) not in _LENGTHS or tokenizer.unk_id in ids:
+        return None
+    whole = [
+        i
+        for i, (a, b) in enumerate(zip(ids, [*ids[1:], None], strict=True))
+        if not tokenizer.continues[a] and (b is None or not tokenizer.continues[b])
+    ]
+    place = max(whole, key=lambda i: len(tokenizer.piece(ids[i])), default=None)
+    if place is None or not tokenizer.piece(ids[place]).strip("\u2581").isalpha():
+        return None
+    masked = [*ids[:place], tokenizer.mask_id, *ids[place + 1 :]]
+    return Sentence(masked, tokenizer.decode(masked), ids[place])
