@@ -5,7 +5,7 @@ import pytest
 from bert_jax.config import SOURCES, Task
 from bert_jax.errors import InputError
 
-SHAPES = {
+KINDS = {
     "classify": {},
     "pair": {"second_column": "b"},
     "regress": {"second_column": "b"},
@@ -23,20 +23,20 @@ FORMS = {
 }
 
 
-def task(shape="classify", source=None, **settings):
-    source = source or FORMS[SOURCES[shape][0]]
-    fields = {"train": (source,), "validation": (source,)} | SHAPES[shape] | settings
-    return Task(kind=shape, **fields)
+def task(kind="classify", source=None, **settings):
+    source = source or FORMS[SOURCES[kind][0]]
+    fields = {"train": (source,), "validation": (source,)} | KINDS[kind] | settings
+    return Task(kind=kind, **fields)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("word", FORMS)
-def test_a_shape_is_read_from_the_sources_that_can_hold_it(shape, word):
-    if word in SOURCES[shape]:
-        assert task(shape, FORMS[word]).train == (FORMS[word],)
+def test_a_kind_is_read_from_the_sources_that_can_hold_it(kind, word):
+    if word in SOURCES[kind]:
+        assert task(kind, FORMS[word]).train == (FORMS[word],)
     else:
-        with pytest.raises(InputError, match=rf"task\.train: '{word}:x': task.kind={shape} reads"):
-            task(shape, FORMS[word])
+        with pytest.raises(InputError, match=rf"task\.train: '{word}:x': task.kind={kind} reads"):
+            task(kind, FORMS[word])
 
 
 @pytest.mark.parametrize("source", ["x", "tsv", "tsv:", "text:x", "tfds:x", "tfds:x:", "tfds::y"])
@@ -68,7 +68,7 @@ def test_columns_without_names_are_numbers():
 
 
 @pytest.mark.parametrize(
-    ("shape", "settings", "words"),
+    ("kind", "settings", "words"),
     [
         ("pair", {"second_column": ""}, "task.second_column='': task.kind=pair has two texts"),
         ("regress", {"second_column": ""}, "task.second_column=''"),
@@ -103,9 +103,9 @@ def test_columns_without_names_are_numbers():
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(shape, settings, words):
+def test_what_does_not_go_together_is_refused_by_name(kind, settings, words):
     with pytest.raises(InputError) as caught:
-        task(shape, **settings)
+        task(kind, **settings)
     assert words in str(caught.value)
 
 
@@ -119,6 +119,6 @@ def test_windows_may_lie_side_by_side():
     assert task("classify", max_sequence_length=8)
 
 
-def test_the_first_score_of_a_shape_decides_unless_another_is_named():
+def test_the_first_score_of_a_kind_decides_unless_another_is_named():
     assert task("regress").main_score == "spearman"
     assert task("regress", score="pearson").main_score == "pearson"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bert_jax.config import Task
 from bert_jax.errors import InputError
-from bert_jax.tasks import records
+from bert_jax.tasks import examples
 
 pieces = st.sampled_from(
     [b"sentence", b"label", b"0", b"A", b"\t", b",", b'"', b"\n", b"\r", b"\r\n", b" ", b"{", b"}"]
@@ -37,13 +37,13 @@ SQUAD = {
 }
 
 
-def read(path, content, word, shape, **columns):
+def read(path, content, word, kind, **columns):
     TRIED[f"examples: {word}"] += 1
     path.write_bytes(content)
     sources = (f"{word}:{path}",)
-    task = Task(kind=shape, train=sources, validation=sources, **columns)
+    task = Task(kind=kind, train=sources, validation=sources, **columns)
     try:
-        found = records.read(task, sources, "labelled")
+        found = examples.read(task, sources, "labelled")
     except InputError as error:
         assert str(path) in str(error) and str(error).isprintable()
         return REFUSED

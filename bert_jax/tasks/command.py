@@ -10,7 +10,7 @@ from etils import epath
 from bert_jax.config import Finetuning
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment, write_atomic
-from bert_jax.tasks import asked, records
+from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.predicting import TaskModel
 from bert_jax.training import session
@@ -72,21 +72,21 @@ def predict(
       out: a file for the answers; None: they are told.
 
     Raises:
-      InputError: see `TaskModel` and `records.each`; or a file that cannot be written.
+      InputError: see `TaskModel` and `examples_lib.each`; or a file that cannot be written.
     """
     model = TaskModel(root, base, which)
     task = model.claim.task
     scores = None
     if what == "score":
-        examples = records.read(task, sources or task.validation, "labelled")
+        examples = examples_lib.read(task, sources or task.validation, "labelled")
         scores, answers = model.score(examples)
     elif sources:
-        answers = model.predict(records.each(task, sources, "unlabelled"))
+        answers = model.predict(examples_lib.each(task, sources, "unlabelled"))
     else:
         answers = model.predict(
-            asked.of_arguments(task, texts)
+            examples_lib.parse_arguments(task, texts)
             if isinstance(texts, Sequence)
-            else asked.of_lines(task, texts)
+            else examples_lib.parse_lines(task, texts)
         )
     if out is not None:
         write_atomic(epath.Path(out), (f"{_json(answer)}\n" for answer in answers))

@@ -1,16 +1,44 @@
-"""An example of a task, in one class for each form that a question to a text can have.
+"""Examples of a task: read, checked, labelled and hashed.
 
-`place` says where it stands: FILE:LINE, for a question FILE and its id, in a TFDS dataset
-tfds:NAME:SPLIT and the record's number from 0. It is for messages alone.
+The `place` of an example is for messages alone: FILE:LINE, for a question FILE and its id, in a
+dataset tfds:NAME:SPLIT and the record's number from 0.
 """
 
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from bert_jax.config import Task
+from bert_jax.errors import InputError
+from bert_jax.tasks import formats
+from bert_jax.tasks.formats import field, listed, quoted, text_of, type_name
+
+Labelled = Literal["labelled", "unlabelled"]
+NoAnswer = Literal["never", "possible"]
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+# Outside an entity, at its beginning, inside. A type may be missing.
+_ENTITY_TAG = re.compile(r"O|[BI](-.+)?", re.DOTALL)
+# What a typed line holds; tabs separate its texts.
+_LINE_FORMS = {
+    "classify": "TEXT",
+    "pair": "A<tab>B",
+    "regress": "A<tab>B",
+    "choice": "TEXT<tab>A<tab>B and so on, one for each of task.choice_columns",
+    "tag": "words separated by blanks",
+    "span": "QUESTION<tab>CONTEXT",
+}
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """One text, or several that belong together, and what is said of them.
+    """One text, or several that belong together, with a label.
 
     Attributes:
       place: see above.
@@ -67,3 +95,272 @@ class Question:
 
 
 Example = Sentence | Tagged | Question
+
+
+def read(task: Task, sources: tuple[str, ...], labelled: Labelled) -> list[Example]:
+    """Returns the examples of all sources, in order; see `each`."""
+    return list(each(task, sources, labelled))
+
+
+def each(task: Task, sources: tuple[str, ...], labelled: Labelled) -> Iterator[Example]:
+    """Yields the examples of all sources in order: `Question` for `span`, `Tagged` for `tag`, else
+    `Sentence`.
+
+    Args:
+      task: its kind, and the names of its columns.
+      sources: as `Task` has them.
+      labelled: whether every example must have a label, or labels are not read and their column
+        may be missing.
+
+    Raises:
+      InputError: a source that cannot be read for this kind or has no examples, a column that is
+        not there, a blank text, a label that is missing or that the kind cannot have, words
+        without tags, an answer that is not in its context, an id that two questions have.
+    """
+    task.require_readable("source", sources)
+    places: dict[str, str] = {}  # of questions, by id
+    for source in sources:
+        count = 0
+        for example in _of_source(task, source, labelled):
+            if isinstance(example, Question):
+                if example.id in places:
+                    raise InputError(
+                        f"{example.place}: {places[example.id]} has the same id; rename or leave "
+                        "out one"
+                    )
+                places[example.id] = example.place
+            count += 1
+            yield example
+        if not count:
+            raise InputError(f"{source}: holds no examples")
+
+
+def _of_source(task: Task, source: str, labelled: Labelled) -> Iterator[Example]:
+    if task.kind == "span":
+        yield from _questions(source, task.no_answer, labelled)
+        return
+    make = _tagged if task.kind == "tag" else _sentence
+    label_columns = (task.label_column,) if labelled == "labelled" else ()
+    for place, values in formats.rows(source, task.header, (*task.text_columns, *label_columns)):
+        count = len(task.text_columns)
+        yield make(task, place, values[:count], values[count:])
+
+
+def _sentence(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Sentence:
+    columns = zip(task.text_columns, texts, strict=True)
+    checked = tuple(text_of(value, f"column {column!r}", place) for column, value in columns)
+    label: str | float | None = None
+    for value in labels:
+        what = f"column {task.label_column!r}"
+        label = (_number if task.kind == "regress" else _name)(value, what, place)
+    return Sentence(place, checked, label)
+
+
+def _tagged(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Tagged:
+    for column, value in zip(
+        (task.text_column, task.label_column), [*texts, *labels], strict=False
+    ):
+        if not isinstance(value, list):
+            raise InputError(
+                f"{place}: column {column!r} is {type_name(value)}, not a list of words or tags"
+            )
+    if not texts[0]:
+        raise InputError(f"{place}: column {task.text_column!r} has no words")
+    # Equal words and equal tags share one object.
+    words = tuple(sys.intern(text_of(w, f"word {i}", place)) for i, w in enumerate(texts[0], 1))
+    if not labels:
+        return Tagged(place, words, None)
+    if len(labels[0]) != len(words):
+        raise InputError(f"{place}: {len(words)} words, but {len(labels[0])} tags")
+    tags = (sys.intern(_name(tag, f"tag {i}", place)) for i, tag in enumerate(labels[0], 1))
+    return Tagged(place, words, tuple(tags))
+
+
+def _questions(source: str, no_answer: NoAnswer, labelled: Labelled) -> Iterator[Question]:
+    for where, record in formats.questions(source):
+        id_ = text_of(field(record, "id", str, where), "id", where)
+        place = f"{source.removeprefix('squad:')}: question {id_}"
+        question = text_of(field(record, "question", str, place), "question", place)
+        context = text_of(field(record, "context", str, place), "context", place)
+        if labelled == "unlabelled":
+            yield Question(place, id_, question, context, (), True)
+            continue
+        given = field(record, "answers", list, place)
+        answers = tuple(_answer(answer, context, place) for answer in given)
+        impossible = not answers
+        if "is_impossible" in record:
+            impossible = field(record, "is_impossible", bool, place)
+        if impossible and answers:
+            raise InputError(f"{place}: is_impossible is true, but it has answers")
+        if not impossible and not answers:
+            raise InputError(f"{place}: has no answer, but is_impossible is false")
+        if impossible and no_answer == "never":
+            raise InputError(
+                f"{place}: has no answer; set task.no_answer=possible, or leave the question out"
+            )
+        yield Question(place, id_, question, context, answers, bool(answers))
+
+
+def _answer(answer: Any, context: str, place: str) -> Answer:
+    text = text_of(field(answer, "text", str, place), "the text of an answer", place)
+    start = field(answer, "answer_start", int, place)
+    there = context[start : start + len(text)] if start >= 0 else ""
+    if there != text:
+        at = context.find(text)
+        raise InputError(
+            f"{place}: the answer {quoted(text)} is not at character {start} of its context, "
+            f"where {quoted(there)} stands; "
+            + (f"it is at {at}" if at >= 0 else "it is nowhere in it")
+        )
+    return Answer(text, start)
+
+
+def _name(value: Any, what: str, place: str) -> str:
+    """Returns the name of a label; integers and booleans are spelled as JSON does."""
+    if value is None:
+        raise InputError(f"{place}: {what} is missing: the example has no label")
+    if isinstance(value, bool | int):
+        return json.dumps(value)
+    return text_of(value, what, place).strip()
+
+
+def _number(value: Any, what: str, place: str) -> float:
+    text = value.strip() if isinstance(value, str) else json.dumps(value)
+    number = float(text) if _NUMBER.fullmatch(text) else math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{place}: {what} is {quoted(text)}, not a finite number")
+    return number
+
+
+# --- typed texts ----------------------------------------------------------------------------------
+
+
+def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Example]:
+    """Yields an unlabelled example of each line that is not blank; tabs separate its texts.
+
+    Args:
+      task: the task.
+      lines: (place, line).
+
+    Raises:
+      InputError: too few or too many texts, or a blank one.
+    """
+    several = task.kind not in ("classify", "tag")
+    written = ((place, line) for place, line in lines if line.strip())
+    for number, (place, line) in enumerate(written, 1):
+        yield _typed(task, place, line.split("\t") if several else [line], number)
+
+
+def parse_arguments(task: Task, texts: Sequence[str]) -> Iterator[Example]:
+    """Yields unlabelled examples of as many texts each as the task has: `A B A B` are two pairs.
+
+    Raises:
+      InputError: too few texts, or a blank one.
+    """
+    count = _texts_of_example(task)
+    for number, start in enumerate(range(0, len(texts), count), 1):
+        yield _typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
+
+
+def _texts_of_example(task: Task) -> int:
+    return 2 if task.kind == "span" else len(task.text_columns)
+
+
+def _typed(task: Task, place: str, texts: Sequence[str], number: int) -> Example:
+    count = _texts_of_example(task)
+    if len(texts) != count:
+        raise InputError(
+            f"{place}: {len(texts)} texts, but task.kind={task.kind} takes {count}; a line is "
+            f"{_LINE_FORMS[task.kind]}, and as arguments each text is one of its own"
+        )
+    checked = [text_of(text, f"text {i}", place) for i, text in enumerate(texts, 1)]
+    if task.kind == "span":
+        return Question(place, str(number), checked[0], checked[1], (), True)
+    if task.kind == "tag":
+        return Tagged(place, tuple(checked[0].split()), None)
+    return Sentence(place, tuple(checked), None)
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
+    """Returns the names of the labels, by number: those that the task names, or those of the
+    examples, sorted.
+
+    A choice has those of the task, or 0, 1 and so on, one for each text to choose from;
+    regressions and spans have none.
+
+    Args:
+      task: the task.
+      train: its training examples, labelled.
+
+    Raises:
+      InputError: fewer than two labels, one that the task does not name, or, if the score is F1
+        of the second, more than two, or of entities, one that is not O, B-TYPE or I-TYPE.
+    """
+    if task.kind in ("regress", "span"):
+        return ()
+    if task.labels:
+        labels = task.labels
+    elif task.kind == "choice":
+        labels = tuple(str(i) for i in range(len(task.choice_columns)))
+    else:
+        labels = tuple(sorted({name for example in train for name in _names(example)}))
+    require_known(labels, train)
+    if len(labels) < 2:
+        raise InputError(
+            f"task.train: {task.label_column!r} has but one label, {listed(labels)}; there is "
+            "nothing to learn"
+        )
+    if task.main_score == "f1" and len(labels) != 2:
+        raise InputError(
+            f"task.score=f1: is of two labels, and there are {len(labels)}, {listed(labels)}; set "
+            "task.score=macro_f1"
+        )
+    if task.main_score == "entity_f1":
+        for label in labels:
+            if not _ENTITY_TAG.fullmatch(label):
+                raise InputError(
+                    f"task.score=entity_f1: the tag {quoted(label)} is not O, B-TYPE or I-TYPE; "
+                    "set task.score=accuracy, or convert the tags"
+                )
+    return labels
+
+
+def require_known(labels: Sequence[str], examples: Sequence[Example]) -> None:
+    """Raises InputError, which names the place, if an example has a label that is not known."""
+    known = set(labels)
+    for example in examples:
+        for number, name in enumerate(_names(example), 1):
+            if name not in known:
+                what = "label"
+                if isinstance(example, Tagged):
+                    what = f"word {number}, {quoted(example.words[number - 1])}: tag"
+                raise InputError(
+                    f"{example.place}: {what} {quoted(name)} is none of {listed(labels)}, those "
+                    "of task.labels or of the training examples; if it is meant, name all in "
+                    "task.labels"
+                )
+
+
+def _names(example: Example) -> tuple[str, ...]:
+    if isinstance(example, Tagged):
+        return example.tags or ()
+    if isinstance(example, Sentence) and isinstance(example.label, str):
+        return (example.label,)
+    return ()
+
+
+def sha256(examples: Iterable[Example], labels: Sequence[str]) -> str:
+    """Returns a hash of what a run learns from: examples in their order, and labels by number.
+
+    Places do not count: the same examples in another file have the same hash.
+    """
+    digest = hashlib.sha256(json.dumps(labels).encode())
+    for example in examples:
+        names = (one.name for one in dataclasses.fields(example))
+        values = [getattr(example, name) for name in names if name != "place"]
+        # A line each; JSON spells different values differently and holds no newlines.
+        digest.update(f"\n{type(example).__name__}{json.dumps(values)}".encode())
+    return digest.hexdigest()

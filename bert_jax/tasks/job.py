@@ -14,9 +14,11 @@ from bert_jax.errors import InputError
 from bert_jax.model import flops
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import adapt as adapt_lib
-from bert_jax.tasks import records, rows, tables
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks import rows
 from bert_jax.tasks import shape as shape_lib
 from bert_jax.tasks.adapted import Adapted
+from bert_jax.tasks.formats import listed
 from bert_jax.tasks.forward import Forward
 from bert_jax.tasks.objective import TaskObjective
 from bert_jax.training import feed, step
@@ -44,11 +46,11 @@ class FinetuningJob:
         self.claim, self.compute_dtype = claim, claim.adapt.compute_dtype
         self._workdir, self._say = workdir, say
         self._base = Adapted.of(claim)
-        self._train = records.read(claim.task, claim.task.train, "labelled")
-        self._held_out = records.read(claim.task, claim.task.validation, "labelled")
-        self.labels = records.labels_of(claim.task, self._train)
-        records.require_known(self.labels, self._held_out)
-        self.sha256 = records.sha256([*self._train, *self._held_out], self.labels)
+        self._train = examples_lib.read(claim.task, claim.task.train, "labelled")
+        self._held_out = examples_lib.read(claim.task, claim.task.validation, "labelled")
+        self.labels = examples_lib.labels_of(claim.task, self._train)
+        examples_lib.require_known(self.labels, self._held_out)
+        self.sha256 = examples_lib.sha256([*self._train, *self._held_out], self.labels)
         self.total_steps = math.ceil(claim.epochs * len(self._train) / claim.batch_size)
         self.optimizer = dataclasses.replace(
             claim.optimizer, warmup_steps=int(claim.warmup_share * self.total_steps)
@@ -87,8 +89,8 @@ class FinetuningJob:
         if not changed:
             if labels != self.labels:
                 raise InputError(
-                    f"{self._workdir.named}: this run learned the labels {tables.listed(labels)}, "
-                    f"and those of the training examples are {tables.listed(self.labels)}; put "
+                    f"{self._workdir.named}: this run learned the labels {listed(labels)}, "
+                    f"and those of the training examples are {listed(self.labels)}; put "
                     "them back, or start anew with another --workdir"
                 )
             self.require_same(metadata)  # before a state of another shape is read

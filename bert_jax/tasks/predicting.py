@@ -10,7 +10,8 @@ from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
-from bert_jax.tasks import records, rows
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks import rows
 from bert_jax.tasks import shape as shape_lib
 from bert_jax.tasks.adapted import Adapted
 from bert_jax.tasks.examples import Example, Question, Sentence
@@ -95,7 +96,7 @@ class TaskModel:
         Raises:
           InputError: a label that the run did not learn.
         """
-        records.require_known(self.labels, examples)
+        examples_lib.require_known(self.labels, examples)
         outputs, loss, found = self._outputs(examples)
         scores = self._shape.scores(outputs, found, examples)
         line = {"step": self.step, "loss": loss, "score": scores[self.claim.task.main_score]}

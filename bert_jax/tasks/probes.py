@@ -23,7 +23,8 @@ from bert_jax.data import draws
 from bert_jax.errors import InputError
 from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop, encode
-from bert_jax.tasks import records, rows
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks import rows
 from bert_jax.tasks import shape as shape_lib
 from bert_jax.tasks.examples import Example
 from bert_jax.text.tokenizer import Tokenizer
@@ -80,7 +81,7 @@ class Probes:
 
     Raises:
       InputError: a file that holds no task, a task of another shape than `classify`, `pair` or
-        `tag`, two of one name; and as `tasks.records.read`.
+        `tag`, two of one name; and as `tasks.examples_lib.read`.
     """
 
     def __init__(self, paths: Sequence[str]):
@@ -101,14 +102,14 @@ class Probes:
                 raise InputError(f"run.probes: {path}: there are two of the name {name!r}")
             try:
                 train, validation = (
-                    _drawn(records.read(task, sources, "labelled"), most)
+                    _drawn(examples_lib.read(task, sources, "labelled"), most)
                     for sources, most in ((task.train, _TRAIN), (task.validation, _VALIDATION))
                 )
-                labels = records.labels_of(task, [*train, *validation])
+                labels = examples_lib.labels_of(task, [*train, *validation])
             except InputError as error:
                 raise InputError(f"run.probes: {path}: {error}") from error
             self._asked[name] = _Asked(task, labels, train, validation)
-            digest.update(records.sha256([*train, *validation], labels).encode())
+            digest.update(examples_lib.sha256([*train, *validation], labels).encode())
         self.sha256 = digest.hexdigest()
 
     def open(

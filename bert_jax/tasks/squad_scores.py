@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bert_jax.tasks.examples import Question
-from bert_jax.tasks.squad import NoAnswer
+from bert_jax.tasks.examples import NoAnswer, Question
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -12,7 +12,7 @@ import tuned
 
 from bert_jax import cli
 from bert_jax.errors import InputError
-from bert_jax.tasks import predicting, records
+from bert_jax.tasks import examples, predicting
 from bert_jax.tasks.predicting import TaskModel
 
 
@@ -85,13 +85,13 @@ def test_examples_are_taken_as_they_are_needed(run, monkeypatch):
     monkeypatch.setattr(predicting, "WINDOW", 2)
     model, taken = TaskModel("run"), 0
 
-    def examples():
+    def one_by_one():
         nonlocal taken
-        for example in records.read(model.claim.task, ("jsonl:test",), "unlabelled"):
+        for example in examples.read(model.claim.task, ("jsonl:test",), "unlabelled"):
             taken += 1
             yield example
 
-    next(model.predict(examples()))
+    next(model.predict(one_by_one()))
     assert taken == 2
 
 

@@ -9,7 +9,7 @@ import tensorflow_datasets as tfds
 
 from bert_jax.config import Task
 from bert_jax.errors import InputError
-from bert_jax.tasks import records
+from bert_jax.tasks import examples
 from bert_jax.tasks.examples import Answer
 from bert_jax.text import tfds_files
 
@@ -64,7 +64,7 @@ EXAMPLES = {
 }
 
 
-SHAPES = {"span": {"max_sequence_length": 384}}
+KINDS = {"span": {"max_sequence_length": 384}}
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +101,9 @@ def ready(data_dir, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
 
 
-def read(shape, source, labelled="labelled", **settings):
-    task = Task(
-        kind=shape, train=(source,), validation=(source,), **SHAPES.get(shape, {}) | settings
-    )
-    return records.read(task, (source,), labelled)
+def read(kind, source, labelled="labelled", **settings):
+    task = Task(kind=kind, train=(source,), validation=(source,), **KINDS.get(kind, {}) | settings)
+    return examples.read(task, (source,), labelled)
 
 
 def pairs(source, labelled="labelled", **settings):

@@ -7,7 +7,7 @@ import pytest
 
 from bert_jax.config import Task
 from bert_jax.errors import InputError
-from bert_jax.tasks import records
+from bert_jax.tasks import examples
 from bert_jax.tasks.examples import Answer, Question
 
 CONTEXT = "Ada Lovelace wrote 😀 notes on Babbage's engine in 1843."
@@ -59,7 +59,7 @@ def read(tmp_path, tree, labelled="labelled", no_answer="possible"):
     path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
     source = (f"squad:{path}",)
     task = span_task(source, no_answer)
-    return records.read(task, source, labelled)
+    return examples.read(task, source, labelled)
 
 
 def question(number):
@@ -177,4 +177,4 @@ def test_two_questions_of_one_id_are_named_across_sources(tmp_path):
     sources = (f"squad:{tmp_path}/x.json", f"squad:{tmp_path}/y.json")
     task = span_task(sources, "possible")
     with pytest.raises(InputError, match=r"y\.json: question q1: .*x\.json: question q1 has the s"):
-        records.read(task, sources, "labelled")
+        examples.read(task, sources, "labelled")

@@ -102,5 +102,5 @@ def test_without_tags_there_are_answers_all_the_same():
 
 def test_every_label_is_an_output():
     assert shape(20).outputs == len(LABELS)
-    with pytest.raises(KeyError):  # records.require_known tells it before, by its place
+    with pytest.raises(KeyError):  # examples.require_known tells it before, by its place
         shape(20).rows([tagged(["wa"], ["B-Y"])])

@@ -8,7 +8,7 @@ import pytest
 
 from bert_jax import config
 from bert_jax.config import Finetuning
-from bert_jax.tasks import records
+from bert_jax.tasks import examples
 
 FILES = sorted((pathlib.Path(__file__).parents[2] / "experiments" / "tasks").glob("*.py"))
 STSB = "index genre filename year old_index source1 source2 sentence1 sentence2 score"
@@ -61,6 +61,6 @@ def test_a_task_file_reads_what_its_docstring_names(file, tmp_path, monkeypatch)
         path = pathlib.Path(source.partition(":")[2])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(LAYOUTS[file.stem])
-        found = records.read(claim.task, (source,), "labelled")
+        found = examples.read(claim.task, (source,), "labelled")
         assert len(found) == (1 if file.stem == "stsb" else 2)
-    records.labels_of(claim.task, found)
+    examples.labels_of(claim.task, found)

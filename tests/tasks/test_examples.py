@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from bert_jax.config import Task
 from bert_jax.errors import InputError
-from bert_jax.tasks import records
+from bert_jax.tasks import examples
 from bert_jax.tasks.examples import Sentence, Tagged
 
 
-def task(shape="classify", source="jsonl:none", **settings):
+def task(kind="classify", source="jsonl:none", **settings):
     needed = {
         "pair": {"second_column": "b"},
         "regress": {"second_column": "b"},
         "choice": {"choice_columns": ("b", "c")},
         "span": {"max_sequence_length": 384},
     }
-    fields = {"train": (source,), "validation": (source,)} | needed.get(shape, {}) | settings
-    return Task(kind=shape, **fields)
+    fields = {"train": (source,), "validation": (source,)} | needed.get(kind, {}) | settings
+    return Task(kind=kind, **fields)
 
 
 def write(path, content):
@@ -32,9 +32,9 @@ def write(path, content):
     return path
 
 
-def read(tmp_path, word, content, labelled="labelled", shape="classify", **settings):
+def read(tmp_path, word, content, labelled="labelled", kind="classify", **settings):
     source = f"{word}:{write(tmp_path / f'x.{word}', content)}"
-    return records.read(task(shape, source, **settings), (source,), labelled)
+    return examples.read(task(kind, source, **settings), (source,), labelled)
 
 
 def lines_of(rows):
@@ -86,16 +86,16 @@ def test_columns_have_numbers_where_no_line_names_them(tmp_path):
         read(tmp_path, "tsv", "a\t1\tb\n", **settings)
 
 
-def test_a_source_is_read_for_its_shape(tmp_path):
+def test_a_source_is_read_for_its_kind(tmp_path):
     row = {"sentence": "A", "b": "B", "c": "C", "label": 1}
-    (pair,) = read(tmp_path, "jsonl", lines_of([row]), shape="pair")
-    (choice,) = read(tmp_path, "jsonl", lines_of([row]), shape="choice")
-    (regress,) = read(tmp_path, "jsonl", lines_of([row]), shape="regress")
+    (pair,) = read(tmp_path, "jsonl", lines_of([row]), kind="pair")
+    (choice,) = read(tmp_path, "jsonl", lines_of([row]), kind="choice")
+    (regress,) = read(tmp_path, "jsonl", lines_of([row]), kind="regress")
     assert (pair.texts, pair.label) == (("A", "B"), "1")
     assert (choice.texts, choice.label) == (("A", "B", "C"), "1")
     assert (regress.texts, regress.label) == (("A", "B"), 1.0)
     with pytest.raises(InputError, match=r"source: 'squad:x': task\.kind=pair reads"):
-        records.read(task("pair"), ("squad:x",), "labelled")
+        examples.read(task("pair"), ("squad:x",), "labelled")
 
 
 def test_a_long_document_is_a_column_of_csv(tmp_path):
@@ -119,7 +119,7 @@ def test_sources_are_read_in_order_and_may_be_compressed(tmp_path):
     write(tmp_path / "a.tsv.gz", gzip.compress(WRITTEN["tsv"].encode()))
     write(tmp_path / "b.jsonl", WRITTEN["jsonl"])
     sources = (f"jsonl:{tmp_path}/b.jsonl", f"tsv:{tmp_path}/a.tsv.gz")
-    found = records.read(task(), sources, "labelled")
+    found = examples.read(task(), sources, "labelled")
     assert [e.label for e in found] == ["1", "0"] * 2
     assert found[2].place == f"{tmp_path}/a.tsv.gz:2"
 
@@ -188,7 +188,7 @@ def test_labels_of_json_may_be_integers_and_booleans(tmp_path):
 
 @pytest.mark.parametrize("label", ["3.8", " -1 ", "5", "1e-3", ".5", "2."])
 def test_labels_of_a_regression_are_numbers(tmp_path, label):
-    (found,) = read(tmp_path, "tsv", f"label\tb\tsentence\n{label}\tB\tA\n", shape="regress")
+    (found,) = read(tmp_path, "tsv", f"label\tb\tsentence\n{label}\tB\tA\n", kind="regress")
     assert found.label == float(label)
 
 
@@ -239,7 +239,7 @@ def test_what_is_wrong_is_named_by_file_and_line(tmp_path, word, content, words)
 def test_a_label_that_is_no_number_is_named(tmp_path, label):
     rows = [ROW | {"label": 1}, ROW | {"label": label}]
     with pytest.raises(InputError, match=r"x\.jsonl:2: column 'label' is .*not a finite number"):
-        read(tmp_path, "jsonl", lines_of(rows), shape="regress")
+        read(tmp_path, "jsonl", lines_of(rows), kind="regress")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         (f"tsv:{write(tmp_path / 'a.gz', 'no gzip')}", r"a\.gz: damaged compressed file"),
     ]:
         with pytest.raises(InputError, match=why):
-            records.read(task(), (source,), "labelled")
+            examples.read(task(), (source,), "labelled")
 
 
 def sentences(*labels):
@@ -297,20 +297,20 @@ def tagged(*tags):
 
 
 def test_labels_are_those_named_or_those_found():
-    assert records.labels_of(task(), sentences("b", "a", "b")) == ("a", "b")
+    assert examples.labels_of(task(), sentences("b", "a", "b")) == ("a", "b")
     named = task(labels=("c", "b", "a"))
-    assert records.labels_of(named, sentences("b", "a")) == ("c", "b", "a")
-    assert records.labels_of(task("choice"), sentences("1", "1")) == ("0", "1")
+    assert examples.labels_of(named, sentences("b", "a")) == ("c", "b", "a")
+    assert examples.labels_of(task("choice"), sentences("1", "1")) == ("0", "1")
     letters = task("choice", labels=("A", "B"))
-    assert records.labels_of(letters, sentences("B")) == ("A", "B")
-    assert records.labels_of(task("regress"), sentences(1.5)) == ()
-    assert records.labels_of(task("span", "squad:x"), []) == ()
+    assert examples.labels_of(letters, sentences("B")) == ("A", "B")
+    assert examples.labels_of(task("regress"), sentences(1.5)) == ()
+    assert examples.labels_of(task("span", "squad:x"), []) == ()
     # Data is noisy: I- without B- is no error.
-    assert records.labels_of(task("tag"), [tagged("I-X", "O", "B")]) == ("B", "I-X", "O")
+    assert examples.labels_of(task("tag"), [tagged("I-X", "O", "B")]) == ("B", "I-X", "O")
 
 
 @pytest.mark.parametrize(
-    ("task", "examples", "words"),
+    ("task", "train", "words"),
     [
         (task(), sentences("a", "a"), "'label' has but one label, 'a'"),
         (task(labels=("a", "b")), sentences("a", "c"), "f:3: label 'c' is none of 'a', 'b'"),
@@ -326,33 +326,33 @@ def test_labels_are_those_named_or_those_found():
         (task("tag"), [tagged("O", "B-")], "task.score=entity_f1: the tag 'B-'"),
     ],
 )
-def test_labels_that_cannot_be_learned_are_refused(task, examples, words):
+def test_labels_that_cannot_be_learned_are_refused(task, train, words):
     with pytest.raises(InputError) as caught:
-        records.labels_of(task, examples)
+        examples.labels_of(task, train)
     assert words in str(caught.value)
 
 
 def test_tags_of_any_kind_are_taken_where_no_entities_are_scored():
     accuracy = task("tag", score="accuracy")
-    assert records.labels_of(accuracy, [tagged("VB", "S-X", "NN")]) == ("NN", "S-X", "VB")
+    assert examples.labels_of(accuracy, [tagged("VB", "S-X", "NN")]) == ("NN", "S-X", "VB")
 
 
 def test_a_label_that_is_not_known_is_named_by_its_place():
-    records.require_known(("a", "b"), sentences("a", None, "b"))
+    examples.require_known(("a", "b"), sentences("a", None, "b"))
     with pytest.raises(InputError, match="f:3: label 'c' is none of 'a', 'b'"):
-        records.require_known(("a", "b"), sentences("a", "c"))
+        examples.require_known(("a", "b"), sentences("a", "c"))
     with pytest.raises(InputError, match="f:9: word 2, 'w1': tag 'B-X' is none of 'O'"):
-        records.require_known(("O",), [tagged("O", "B-X")])
+        examples.require_known(("O",), [tagged("O", "B-X")])
     many = [str(i) for i in range(100)]
     with pytest.raises(InputError, match=r"'19', and 80 more, those of task\.labels"):
-        records.require_known(many, sentences("x"))
+        examples.require_known(many, sentences("x"))
 
 
 def test_the_hash_is_of_what_is_learned_from():
     base = sentences("a", "b")
     hashes = {
-        records.sha256(examples, labels)
-        for examples, labels in [
+        examples.sha256(given, labels)
+        for given, labels in [
             (base, ("a", "b")),
             (base, ("b", "a")),
             (base[::-1], ("a", "b")),
@@ -368,4 +368,52 @@ def test_the_hash_is_of_what_is_learned_from():
     }
     assert len(hashes) == 11
     moved = [Sentence(f"g:{i}", ("A",), label) for i, label in enumerate("ab")]
-    assert records.sha256(moved, ("a", "b")) == records.sha256(base, ("a", "b"))
+    assert examples.sha256(moved, ("a", "b")) == examples.sha256(base, ("a", "b"))
+
+
+# --- typed texts ---
+
+
+def parsed(task, *texts):
+    return list(examples.parse_lines(task, ((f"f:{i}", t) for i, t in enumerate(texts, 1))))
+
+
+def test_a_tab_separates_the_texts_of_a_line_and_is_one_where_there_is_one_text():
+    (one,) = parsed(task("classify"), "a\tb")
+    assert one.texts == ("a\tb",) and one.label is None
+    for kind in ("pair", "regress"):
+        assert parsed(task(kind), "a b\tc")[0].texts == ("a b", "c")
+    assert parsed(task("choice"), "a\tb\tc d")[0].texts == ("a", "b", "c d")
+    assert parsed(task("tag"), " a  b\tc ")[0].words == ("a", "b", "c")
+
+
+def test_typed_questions_are_numbered_and_blank_lines_are_none():
+    span = task("span", "squad:x")
+    first, second = parsed(span, "a ?\t b c", "", " \t", "d ?\te")
+    assert (first.id, first.question, first.context) == ("1", "a ?", " b c")
+    assert (second.id, second.place) == ("2", "f:4")
+
+
+def test_arguments_are_taken_so_many_at_a_time():
+    pairs = list(examples.parse_arguments(task("pair"), ["a", "b", "c\td", "e"]))
+    assert [pair.texts for pair in pairs] == [("a", "b"), ("c\td", "e")]
+    words = list(examples.parse_arguments(task("tag"), ["a b", "c"]))
+    assert [t.words for t in words] == [("a", "b"), ("c",)]
+    with pytest.raises(InputError, match="TEXT 3: 1 texts"):
+        list(examples.parse_arguments(task("pair"), ["a", "b", "c"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "what"),
+    [
+        ("pair", "a", "f:1: 1 texts, but task.kind=pair takes 2; a line is A<tab>B"),
+        ("pair", "a\tb\tc", "f:1: 3 texts"),
+        ("choice", "a\tb", "task.kind=choice takes 3"),
+        ("span", "a", "QUESTION<tab>CONTEXT"),
+        ("span", "a\t ", "f:1: text 2 is blank"),
+    ],
+)
+def test_too_few_too_many_or_blank_texts_are_refused(kind, line, what):
+    with pytest.raises(InputError) as caught:
+        parsed(task(kind, "squad:x" if kind == "span" else "jsonl:x"), line)
+    assert what in str(caught.value)

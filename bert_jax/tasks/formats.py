@@ -1,0 +1,322 @@
+"""Formats of examples: files and TFDS datasets to columns, and to questions, with their places.
+
+A source is FORMAT:PLACE. What each format holds:
+
+  tsv    an example a line, as in GLUE's files: tabs separate columns, quotation marks mean nothing
+  csv    an example a line, as Python's `csv` reads it: commas separate columns, and quoted columns
+         may hold commas, newlines and doubled quotation marks
+  jsonl  a JSON object a line
+  conll  a word a line, a blank line after each sentence; blanks and tabs separate columns
+  squad  JSON of SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2018):
+         {"data": [{"paragraphs": [{"context": TEXT, "qas": [
+             {"id": TEXT, "question": TEXT, "is_impossible": BOOLEAN,
+              "answers": [{"text": TEXT, "answer_start": CHARACTER}]}]}]}]}
+  tfds   records of a prepared dataset, NAME:SPLIT
+
+The `place` of an example is for messages alone: FILE:LINE, for a question FILE and its id, in a
+dataset tfds:NAME:SPLIT and the record's number from 0.
+"""
+
+import csv
+import itertools
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from bert_jax.errors import InputError
+from bert_jax.text import lines as text_lines
+from bert_jax.text import tfds_files
+
+# Characters of a CSV column; Python's own limit is 131,072.
+_LONGEST_CELL = 2**31 - 1
+# Of a text, and of columns and labels, what messages quote.
+_QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
+_TYPE_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+}
+
+# The place of an example, and its values of the columns asked for; or all of it.
+Row = tuple[str, list[Any]]
+Record = tuple[str, dict[str, Any]]
+
+
+def rows(source: str, header: str, columns: Sequence[str]) -> Iterator[Row]:
+    """Yields the values of some columns, example after example.
+
+    Args:
+      source: of any format but `squad`.
+      header: `first_line` if the first line of a TSV or CSV file names its columns; if `none`, they
+        are called 0, 1 and so on, as those of CoNLL files are.
+      columns: their names.
+
+    Yields:
+      The place, and for TSV and CSV texts, for JSON and TFDS what stands there, for CoNLL a list
+      of texts, a line each.
+
+    Raises:
+      InputError: a file that cannot be read, a column that is not there, a line with more or fewer
+        columns than the first, or not as its format has to be.
+    """
+    word, _, path = source.partition(":")
+    if word == "tsv":
+        return _table(path, _tsv(path), header, columns)
+    if word == "csv":
+        return _table(path, _csv(path), header, columns)
+    if word == "conll":
+        return _conll(path, columns)
+    return _records(_json_lines(path) if word == "jsonl" else _dataset(source), columns)
+
+
+def _lines(path: str) -> Iterator[str]:
+    """Yields a text file's lines without their ends; .gz and .zst are uncompressed."""
+    return (line.removesuffix("\r") for _, line in text_lines.of_file(path))
+
+
+def _tsv(path: str) -> Iterator[tuple[int, list[str]]]:
+    for number, line in enumerate(_lines(path), 1):
+        if line:
+            yield number, line.split("\t")
+
+
+def _csv(path: str) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(_LONGEST_CELL)
+    # Strict: a quotation mark that is never closed would take in the rest of the file.
+    reader = csv.reader((f"{line}\n" for line in _lines(path)), strict=True)
+    while True:
+        number = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise InputError(
+                f"{path}:{number}: not CSV ({error}); quote columns that hold commas, newlines or "
+                "quotation marks, and double the marks inside"
+            ) from error
+        if cells:
+            yield number, cells
+
+
+def _table(
+    path: str, lines: Iterator[tuple[int, list[str]]], header: str, columns: Sequence[str]
+) -> Iterator[Row]:
+    first, names = next(lines, (0, []))
+    if not names:
+        return
+    if header == "none":
+        lines = itertools.chain([(first, names)], lines)
+        names = [str(i) for i in range(len(names))]
+    chosen = _chosen(columns, names, f"{path}:{first}")
+    for number, cells in lines:
+        place = f"{path}:{number}"
+        _require_as_many(cells, len(names), place, first)
+        yield place, [cells[i] for i in chosen]
+
+
+def _conll(path: str, columns: Sequence[str]) -> Iterator[Row]:
+    first = start = width = 0
+    chosen: list[int] = []
+    words: list[list[str]] = []
+    # The file's end ends a sentence, too.
+    for number, line in enumerate(itertools.chain(_lines(path), [""]), 1):
+        # At blanks and tabs alone: words may hold other white space, such as U+3000.
+        cells = re.split(r"[ \t]+", line.strip(" \t"))
+        if cells == [""] or cells[0] == "-DOCSTART-":
+            if words:
+                yield f"{path}:{start}", [[cells[i] for cells in words] for i in chosen]
+            words = []
+            continue
+        place = f"{path}:{number}"
+        if not first:
+            first, width = number, len(cells)
+            chosen = _chosen(columns, [str(i) for i in range(width)], place)
+        _require_as_many(cells, width, place, first)
+        start = start if words else number
+        words.append(cells)
+
+
+def _require_as_many(cells: list[str], count: int, place: str, first: int) -> None:
+    if len(cells) != count:
+        raise InputError(
+            f"{place}: {len(cells)} columns, but line {first} has {count}; mend the line, or leave "
+            "it out"
+        )
+
+
+def _chosen(columns: Sequence[str], names: list[str], place: str) -> list[int]:
+    """Returns where the columns stand among those that there are."""
+    _require_columns(columns, names, place)
+    for column in columns:
+        if names.count(column) > 1:
+            raise InputError(f"{place}: more than one column {column!r}; rename the others")
+    return [names.index(column) for column in columns]
+
+
+def _require_columns(columns: Sequence[str], names: Collection[str], place: str) -> None:
+    for column in columns:
+        if column not in names:
+            raise InputError(
+                f"{place}: no column {column!r}, but {listed(names)}; name the task's in "
+                "task.text_column, task.label_column and others (see task.header)"
+            )
+
+
+def _records(records: Iterable[Record], columns: Sequence[str]) -> Iterator[Row]:
+    for place, record in records:
+        _require_columns(columns, record, place)
+        yield place, [record[column] for column in columns]
+
+
+def _json_lines(path: str) -> Iterator[Record]:
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            place = f"{path}:{number}"
+            record = _json(line, place)
+            if not isinstance(record, dict):
+                raise InputError(f"{place}: {type_name(record)}, not an object with columns")
+            yield place, record
+
+
+def _json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place}: not JSON ({error})") from error
+
+
+def _dataset(source: str) -> Iterator[Record]:
+    name, _, split = source.partition(":")[2].rpartition(":")
+    folder = tfds_files.find(name)
+    classes = tfds_files.class_labels(folder)
+    for number, record in enumerate(tfds_files.records(folder, split)):
+        place = f"{source}:{number}"
+        yield place, {key: _plain(value, classes.get(key), place) for key, value in record.items()}
+
+
+def _plain(value: Any, classes: Any, place: str) -> Any:
+    """Returns plain Python values, class labels by their names; None for -1, no label in TFDS."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(inner, None, place) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner, classes, place) for inner in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{place}: not UTF-8 ({error})") from error
+    if classes is None:
+        return value
+    if not -1 <= value < classes.num_classes:
+        raise InputError(f"{place}: class {value}, but there are {classes.num_classes} classes")
+    return None if value == -1 else classes.int2str(value)
+
+
+# --- questions ------------------------------------------------------------------------------------
+
+
+def questions(source: str) -> Iterator[Record]:
+    """Yields the questions of `squad:FILE` or `tfds:NAME:SPLIT`, not checked.
+
+    Yields:
+      Where it stands, and `id`, `question`, `context`, `answers` as a list of objects, and so on.
+
+    Raises:
+      InputError: no JSON, or not of SQuAD's form; and as `rows`.
+    """
+    word, _, path = source.partition(":")
+    return _squad_file(path) if word == "squad" else _squad_dataset(source)
+
+
+def _squad_file(path: str) -> Iterator[Record]:
+    """Yields where each question stands in the file, and the question with its context."""
+    tree = _json("\n".join(_lines(path)), path)
+    for i, article in enumerate(field(tree, "data", list, path)):
+        in_article = f"{path}: data[{i}]"
+        for j, paragraph in enumerate(field(article, "paragraphs", list, in_article)):
+            where = f"{in_article}.paragraphs[{j}]"
+            context = field(paragraph, "context", str, where)
+            for k, record in enumerate(field(paragraph, "qas", list, where)):
+                _require_object(record, f"{where}.qas[{k}]")
+                yield f"{where}.qas[{k}]", record | {"context": context}
+
+
+def _squad_dataset(source: str) -> Iterator[Record]:
+    """Yields the same of a dataset; TFDS turns lists of objects into objects of lists."""
+    for place, record in _dataset(source):
+        answers = record.get("answers")
+        if isinstance(answers, dict):
+            texts = field(answers, "text", list, place)
+            starts = field(answers, "answer_start", list, place)
+            if len(texts) != len(starts):
+                raise InputError(f"{place}: {len(texts)} answers and {len(starts)} answer_start")
+            pairs = zip(texts, starts, strict=True)
+            record["answers"] = [{"text": text, "answer_start": start} for text, start in pairs]
+        yield place, record
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def _require_object(node: Any, where: str) -> None:
+    if not isinstance(node, dict):
+        raise InputError(f"{where}: {type_name(node)}, not an object as SQuAD's files have")
+
+
+def field(node: Any, key: str, of: type, where: str) -> Any:
+    """Returns the value of a key of a JSON object.
+
+    Raises:
+      InputError: no object, no such key, or a value of another type.
+    """
+    _require_object(node, where)
+    if key not in node:
+        raise InputError(f"{where}: no {key!r}, but {listed(node) or 'nothing'}")
+    if type(node[key]) is not of:
+        raise InputError(f"{where}: {key} is {type_name(node[key])}, not {_TYPE_NAMES[of]}")
+    return node[key]
+
+
+def text_of(value: object, name: str, place: str) -> str:
+    """Returns a text that any tokenizer takes, not a blank one.
+
+    Halves of surrogate pairs, which JSON can spell and no encoding can, become U+FFFD.
+    """
+    if not isinstance(value, str):
+        raise InputError(f"{place}: {name} is {type_name(value)}, not a text")
+    if not value.strip():
+        raise InputError(f"{place}: {name} is blank; fill it in, or leave the example out")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value
+
+
+def type_name(value: object) -> str:
+    """Returns what JSON calls the type of a value."""
+    return _TYPE_NAMES.get(type(value), "null")
+
+
+def quoted(text: str) -> str:
+    """Returns a text in quotation marks, cut if it is long, for messages."""
+    cut = text if len(text) <= _QUOTED_CHARACTERS else f"{text[:_QUOTED_CHARACTERS]}..."
+    return repr(cut)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns names for a message, the first twenty of many."""
+    names = list(names)
+    shown = [quoted(name) for name in names[:_LISTED_NAMES]]
+    if len(names) > _LISTED_NAMES:
+        shown.append(f"and {len(names) - _LISTED_NAMES} more")
+    return ", ".join(shown)
