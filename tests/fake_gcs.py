@@ -1,6 +1,6 @@
 """A Google Cloud Storage server in memory: what its JSON interface promises, and no more.
 
-An object is whole or not there, is replaced in one step, and cannot be appended to or renamed;
+An object is whole or not there, is replaced or renamed in one step, and cannot be appended to;
 there are no folders; a write may ask for a generation, 0 meaning that nothing is there; lists are
 consistent. gcsfs, TensorStore and google-cloud-storage all speak to it.
 
@@ -174,7 +174,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.url.startswith("/session/"):
             session = self.bucket.sessions.get(self.url.rsplit("/", 1)[1])
             return "write", session[0] if session else ""
-        for word in ("/rewriteTo/", "/compose"):
+        for word in ("/rewriteTo/", "/moveTo/", "/compose"):
             if word in self.url:
                 target = self.url.removesuffix("/compose").rpartition("/o/")[2]
                 return "copy", urllib.parse.unquote(target)
@@ -249,6 +249,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _post(self) -> None:
         if "/rewriteTo/" in self.url:
             return self._rewrite()
+        if "/moveTo/" in self.url:
+            return self._move()
         if self.url.endswith("/compose"):
             return self._compose()
         if self.url.startswith("/session/"):
@@ -297,6 +299,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._send(404, b"No such object")
         stored = self.bucket.put(target, there.data, self.query)
         return self._json({"done": True, "resource": self._resource(target, stored)})
+
+    def _move(self) -> None:
+        source, _, target = self.name.partition("/moveTo/o/")
+        there = self.bucket.objects.get(source)
+        if there is None:
+            return self._send(404, b"No such object")
+        stored = self.bucket.put(target, there.data, self.query)
+        self.bucket.delete(source, {})
+        return self._json(self._resource(target, stored))
 
     def _compose(self) -> None:
         target = urllib.parse.unquote(self.url.removesuffix("/compose").partition("/o/")[2])
