@@ -7,8 +7,6 @@ import random
 import subprocess
 import sys
 
-from bert_jax.verify.orders import Death, Order
-
 EXPERIMENT = """
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Phase, Run
 
@@ -71,8 +69,11 @@ def bert_jax(*args: object, **options) -> subprocess.CompletedProcess:
 
 def killed(step: int, signal: int, *args: object, **options) -> subprocess.CompletedProcess:
     """Runs `bert-jax ARGS`, sent the signal before step STEP."""
-    order = Order(Death("step", signal, step))
-    return command("-m", "bert_jax.verify.victim", order.to_json(), *args, **options)
+    # Not above: conftest reads this module before jax may start.
+    from bert_jax.verify.child import Fault, Plan
+
+    plan = Plan(Fault("step", signal, step))
+    return command("-m", "bert_jax.verify.child", plan.to_json(), *args, **options)
 
 
 def settings(devices: int) -> dict[str, str]:
@@ -117,7 +118,6 @@ def pretrain(
 
 def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
     """The newest checkpoint of a run: its step and its whole state."""
-    # Not above: conftest reads this module before jax may start.
     import jax
     from etils import epath
 

@@ -1,9 +1,10 @@
-"""Two runs that should be one: their states, lines, batches and corpora."""
+"""What children journaled, and two runs that should be one: states, lines, batches and corpora."""
 
 import dataclasses
-import hashlib
+import filecmp
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,75 @@ from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.checksums import path_of
 from bert_jax.training.lines import Lines
 from bert_jax.training.objective import Pretraining
-from bert_jax.verify.notes import Execution
+
+
+@dataclasses.dataclass
+class Execution:
+    """A step that was handed to the devices.
+
+    Attributes:
+      start: number of the start that did it.
+      step: steps done before it.
+      rows: uint64 [B], rising.
+      hashes: uint64 [B], of what they held.
+    """
+
+    start: int
+    step: int
+    rows: np.ndarray
+    hashes: np.ndarray
+
+
+@dataclasses.dataclass
+class Journal:
+    """What the children of one workdir journaled (see `verify.child`).
+
+    Attributes:
+      executions: in the order in which they were begun; what several processes did of a step is
+        one of them.
+      killed: {start: steps done when it was killed}.
+      rolled_back: {start: (steps done, steps done where it went back to)}.
+      prepare_seconds: what making the corpus took; 0 if nothing was made.
+    """
+
+    executions: list[Execution]
+    killed: dict[int, int]
+    rolled_back: dict[int, tuple[int, int]]
+    prepare_seconds: float = 0.0
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> "Journal":
+        """Reads a journal; an empty one if there is no file."""
+        journal = cls([], {}, {})
+        parts: dict[tuple[int, int, int], dict[int, int]] = {}  # {row: hash} of an execution
+        times: dict[tuple[int, int, int], int] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            note = json.loads(line)
+            if note["kind"] == "killed":
+                journal.killed[note["start"]] = note["done"]
+            elif note["kind"] == "rolled_back":
+                journal.rolled_back[note["start"]] = (note["done"], note["to"])
+            elif note["kind"] == "prepared":
+                journal.prepare_seconds = note["seconds"]
+            else:
+                # A process may do a step again within one start.
+                mine = (note["start"], note["process"], note["step"])
+                times[mine] = times.get(mine, 0) + 1
+                part = parts.setdefault((note["start"], note["step"], times[mine]), {})
+                part |= dict(zip(note["rows"], note["hashes"], strict=True))
+        for (start, at, _), part in parts.items():
+            rows = np.array(sorted(part), np.uint64)
+            hashes = np.array([part[row] for row in sorted(part)], np.uint64)
+            journal.executions.append(Execution(start, at, rows, hashes))
+        return journal
+
+    def of_start(self, start: int) -> list[Execution]:
+        """Returns what one start did, in order."""
+        return [e for e in self.executions if e.start == start]
+
+    def survivors(self) -> dict[int, Execution]:
+        """Returns {step: its last execution}: what the newest state is made of."""
+        return {e.step: e for e in self.executions}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,78 +106,41 @@ class Comparison:
     differences: list[str]
 
 
-def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
-    """The last checkpoints of two workdirs, bit for bit."""
-    (a, a_beside), (b, b_beside) = (last_state(experiment, place) for place in (ours, theirs))
-    a, b = _named(a), _named(b)
-    differing = [name for name in a if a[name].tobytes() != b[name].tobytes()]
-    differences = []
-    if differing:
-        first = differing[0]
-        by = np.abs(a[first].astype(np.float64) - b[first].astype(np.float64)).max()
-        differences = [
-            f"{len(differing)} of {len(a)} arrays differ, the first is {first}, by {by:.3g} at most"
-        ]
-    for name in sorted((a_beside.keys() | b_beside.keys()) - {"checksums"}):  # of these arrays
-        if a_beside.get(name) != b_beside.get(name):
-            differences.append(f"the checkpoint's {name} differs")
-    total = sum(value.size for value in a.values())
-    what = f"parameters, optimizer and counters: {len(a)} arrays, {total:,} numbers, bit for bit"
-    return Comparison(ours.name, what, differences)
+def batches(executions: Sequence[Execution], planned: dict[int, Execution]) -> list[str]:
+    """Returns how many steps saw other rows than the undisturbed run, or others in them; the first.
 
-
-def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[str, Any]]:
-    """The last state of a workdir, on the host, and the JSON beside it."""
-    here = mesh_lib.make_mesh(Parallelism(), jax.local_devices(backend="cpu")[:1])
-    abstract = step.abstract_state(
-        Pretraining(experiment.model), experiment.optimizer, Parallelism(), here
-    )
-    place = Workdir(root).checkpoints
-    with Checkpoints(place, experiment.run, "read") as saved:
-        restored = saved.restore(experiment.total_steps, abstract)
-    return jax.device_get(restored.state), restored.metadata
-
-
-def _named(state: Any) -> dict[str, np.ndarray]:
-    """{path: array} of a tree."""
-    leaves = jax.tree.leaves_with_path(state)
-    return {path_of(path): np.asarray(value) for path, value in leaves}
-
-
-def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
-    """A file of lines in two workdirs, byte for byte."""
-    a, b = ((place / name).read_bytes().splitlines() for place in (ours, theirs))
-    what = f"{name}: {len(b)} lines, byte for byte"
-    if a == b:
-        return Comparison(ours.name, what, [])
-    numbered = enumerate(zip(a, b, strict=False), 1)
-    first = next((i for i, (x, y) in numbered if x != y), min(len(a), len(b)) + 1)
-    ours_there, theirs_there = (
-        printable(x[first - 1].decode(errors="replace")[:120]) if first <= len(x) else "nothing"
-        for x in (a, b)
-    )
-    differs = f"{name}:{first} differs: {ours_there} and undisturbed {theirs_there}"
-    return Comparison(ours.name, what, [differs])
+    Args:
+      executions: what was done.
+      planned: {step: what the undisturbed run did there}.
+    """
+    none = np.zeros(0, np.uint64)
+    other = []
+    for e in executions:
+        plan = planned.get(e.step, Execution(0, e.step, none, none))
+        if not (np.array_equal(e.rows, plan.rows) and np.array_equal(e.hashes, plan.hashes)):
+            other.append((e, plan))
+    if not other:
+        return []
+    spans = (f"{e.rows[0]} to {e.rows[-1]}" if len(e.rows) else "none" for e in other[0])
+    rows = "rows {}, planned {}".format(*spans)
+    return [f"{len(other)} steps saw another batch, the first is step {other[0][0].step}: {rows}"]
 
 
 def rows(whose: str, experiment: Experiment, survivors: dict[int, Execution]) -> Comparison:
-    """Whether each row of each phase was trained on once.
+    """Compares the rows of each phase that were trained on with each of them once.
 
     Args:
       whose: the run.
-      experiment: the claim.
+      experiment: that was run.
       survivors: {step: its last execution}.
     """
     differences, count, first = [], 0, 0
     for number, phase in enumerate(experiment.phases):
         expected = phase.steps * phase.batch_size
-        steps = range(first, first + phase.steps)
-        seen = [survivors[s].rows for s in steps if s in survivors]
-        found, times = np.unique(
-            np.concatenate([*seen, np.zeros(0, np.uint64)]), return_counts=True
-        )
-        missing = expected - int((found < expected).sum())
-        again, strange = int((times > 1).sum()), int((found >= expected).sum())
+        seen = [survivors[s].rows for s in range(first, first + phase.steps) if s in survivors]
+        seen, times = np.unique(np.concatenate([*seen, np.zeros(0, np.uint64)]), return_counts=True)
+        missing = expected - int((seen < expected).sum())
+        again, strange = int((times > 1).sum()), int((seen >= expected).sum())
         if missing or again or strange:
             differences.append(
                 f"phase {number}: of {expected:,} rows {missing:,} were not seen and {again:,} "
@@ -118,50 +150,88 @@ def rows(whose: str, experiment: Experiment, survivors: dict[int, Execution]) ->
     return Comparison(whose, f"each of {count:,} rows trained on once", differences)
 
 
+def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
+    """Compares the last checkpoints of two workdirs, bit for bit."""
+    (a, a_metadata), (b, b_metadata) = (last_state(experiment, place) for place in (ours, theirs))
+    a, b = (
+        {path_of(path): np.asarray(value) for path, value in jax.tree.leaves_with_path(state)}
+        for state in (a, b)
+    )
+    differences = []
+    if differing := [name for name in a if a[name].tobytes() != b[name].tobytes()]:
+        first = differing[0]
+        by = np.abs(a[first].astype(np.float64) - b[first].astype(np.float64)).max()
+        differences.append(
+            f"{len(differing)} of {len(a)} arrays differ, the first is {first}, by {by:.3g} at most"
+        )
+    for name in sorted((a_metadata.keys() | b_metadata.keys()) - {"checksums"}):  # of these arrays
+        if a_metadata.get(name) != b_metadata.get(name):
+            differences.append(f"the checkpoint's {name} differs")
+    total = sum(value.size for value in a.values())
+    what = f"parameters, optimizer and counters: {len(a)} arrays, {total:,} numbers, bit for bit"
+    return Comparison(ours.name, what, differences)
+
+
+def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[str, Any]]:
+    """Returns the last state of a workdir, on the host, and the JSON next to it."""
+    here = mesh_lib.make_mesh(Parallelism(), jax.local_devices(backend="cpu")[:1])
+    abstract = step.abstract_state(
+        Pretraining(experiment.model), experiment.optimizer, Parallelism(), here
+    )
+    with Checkpoints(Workdir(root).checkpoints, experiment.run, "read") as saved:
+        restored = saved.restore(experiment.total_steps, abstract)
+    return jax.device_get(restored.state), restored.metadata
+
+
+def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
+    """Compares a file of lines in two workdirs, byte for byte; names the first that differs."""
+    a, b = ((place / name).read_bytes().splitlines() for place in (ours, theirs))
+    differences = []
+    if a != b:
+        pairs = enumerate(zip(a, b, strict=False))
+        at = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+        shown = (
+            printable(x[at][:120].decode(errors="replace")) if at < len(x) else "nothing"
+            for x in (a, b)
+        )
+        differences.append(f"{name}:{at + 1} differs: {' and undisturbed '.join(shown)}")
+    return Comparison(ours.name, f"{name}: {len(b)} lines, byte for byte", differences)
+
+
 def corpora(made: pathlib.Path, undisturbed: pathlib.Path) -> list[str]:
-    """Files of two corpus folders that differ; counts of rows, which runs add, are left out."""
-    a, b = _hashes(made), _hashes(undisturbed)
-    return [
-        f"{name} {'differs' if name in a and name in b else 'is not in both'}"
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name)
-    ]
-
-
-def _hashes(folder: pathlib.Path) -> dict[str, str]:
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in ("lock", "plans.json"):
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[path.relative_to(folder).as_posix()] = digest
-    return found
+    """Returns files of two corpus folders that differ; counts of rows, which runs add, may."""
+    a, b = (
+        {
+            path.relative_to(folder).as_posix()
+            for path in folder.rglob("*")
+            if path.is_file() and path.name not in ("lock", "plans.json")
+        }
+        for folder in (made, undisturbed)
+    )
+    _, other, unread = filecmp.cmpfiles(made, undisturbed, a & b, shallow=False)
+    differ = [f"{name} differs" for name in (*other, *unread)]
+    return sorted([*differ, *(f"{name} is not in both" for name in a ^ b)])
 
 
 def losses(ours: pathlib.Path, theirs: pathlib.Path, last: int) -> tuple[float, str]:
-    """The largest relative difference of a loss in the lines of two runs, and where it stands.
+    """Returns the largest relative difference of a loss in the lines of two runs, and its place.
 
     Infinite where lines or losses are missing.
 
     Args:
       ours: a workdir.
       theirs: another.
-      last: the last step whose losses are compared; of later lines only that they are there.
+      last: the last step whose losses are compared; later lines must only be there.
     """
     a, b = (Lines(epath.Path(place / "metrics.jsonl")).read() for place in (ours, theirs))
-    worst, where = 0.0, "no line"
-    if [_place(line) for line in a] != [_place(line) for line in b]:
+    if [(x["kind"], x["step"]) for x in a] != [(y["kind"], y["step"]) for y in b]:
         return np.inf, "other lines"
+    worst, where = 0.0, "no line"
     for x, y in zip(a, b, strict=True):
         names = {name for name in x.keys() | y.keys() if "loss" in name}
         for name in sorted(names) if x["step"] <= last else ():
-            if name not in x or name not in y:
-                return np.inf, f"{name} of {_place(y)}"
-            by = abs(x[name] - y[name]) / max(abs(y[name]), 1e-6)
-            if not by <= worst:
-                worst, where = by, f"{name} of {_place(y)}"
+            both = name in x and name in y
+            off = abs(x[name] - y[name]) / max(abs(y[name]), 1e-6) if both else np.inf
+            if not off <= worst:
+                worst, where = off, f"{name} of {y['kind']}, step {y['step']}"
     return worst, where
-
-
-def _place(line: dict[str, Any]) -> str:
-    return f"{line['kind']}, step {json.dumps(line['step'])}"

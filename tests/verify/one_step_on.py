@@ -1,9 +1,9 @@
-"""A victim whose feed, when a run goes on, begins one batch too late."""
+"""A child whose feed, when a run goes on, begins one batch too late."""
 
 import sys
 
 from bert_jax.training.feed import Feed
-from bert_jax.verify import victim
+from bert_jax.verify import child
 
 init = Feed.__init__
 
@@ -16,4 +16,4 @@ def late(self, make_batch, first, *args):
 
 
 Feed.__init__ = late
-sys.exit(victim.main(sys.argv[1:]))
+sys.exit(child.main(sys.argv[1:]))

@@ -1,10 +1,9 @@
-"""The draw of kills, what is read from notes, and what is refused; no run is started."""
+"""The draw of kills, what is read from journals, and what is refused; no run is started."""
 
 import collections
 import dataclasses
 import json
 import math
-import pathlib
 import signal
 
 import numpy as np
@@ -12,24 +11,37 @@ import pytest
 from small_run import write_text
 
 from bert_jax import cli, config
-from bert_jax.verify import compare, elsewhere, rounds
-from bert_jax.verify.children import Ended
-from bert_jax.verify.lineage import Lineage, newest_checkpoint
-from bert_jax.verify.notes import Execution, Notes
-from bert_jax.verify.orders import Death, Order
-from bert_jax.verify.rounds import Calendar, Round
+from bert_jax.verify import command, compare, resume
+from bert_jax.verify.child import Fault, Plan
+from bert_jax.verify.compare import Execution, Journal
+from bert_jax.verify.resume import Ended, ResumedRun, Round, Undisturbed
 
-CALENDAR = Calendar(
-    total=100,
+KINDS = resume.Kind.__args__
+
+
+def planned(steps=20, size=2):
+    return {s: Execution(0, s, *[np.arange(s * size, (s + 1) * size, dtype=np.uint64)] * 2)
+            for s in range(steps)}  # fmt: skip
+
+
+UNDISTURBED = Undisturbed(
     saves=(30, 60, 90, 100),
     evaluations=(50, 100),
     evaluation_batches=3,
     saved_files=9,
-    epoch_ends=(17, 34, 99),
-    switches=(70,),
+    not_finite=range(42, 45),
     rolled_back=(45, 30),
     step_seconds=0.1,
     prepare_seconds=2.0,
+    planned={},
+)
+# Twenty steps of two rows, saved at every fourth.
+SHORT = dataclasses.replace(
+    UNDISTURBED,
+    saves=(4, 8, 12, 16, 20),
+    not_finite=range(0),
+    rolled_back=None,
+    planned=planned(),
 )
 
 
@@ -42,61 +54,50 @@ def experiment(tmp_path):
 
 
 def test_each_kind_comes_as_often_as_any_other():
-    for count in (1, 9, 100, 103):
-        drawn = rounds.draw(CALENDAR, count, seed=3)
-        times = collections.Counter(one.kind for one in drawn)
-        assert sum(times.values()) == count
+    for count in (1, 6, 100, 103):
+        times = collections.Counter(one.kind for one in resume.draw(UNDISTURBED, count, seed=3))
+        assert sum(times.values()) == count and len(times) == min(count, len(KINDS))
         assert max(times.values()) - min(times.values()) <= 1
-        assert len(times) == min(count, 9)
+    whole = dataclasses.replace(UNDISTURBED, rolled_back=None)
+    times = collections.Counter(one.kind for one in resume.draw(whole, 60, seed=0))
+    assert set(times.values()) == {12} and "at a roll-back" not in times
 
 
 def test_a_draw_is_a_function_of_its_seed():
-    drawn = rounds.draw(CALENDAR, 40, seed=3)
-    assert drawn == rounds.draw(CALENDAR, 40, seed=3) != rounds.draw(CALENDAR, 40, seed=4)
+    drawn = resume.draw(UNDISTURBED, 40, seed=3)
+    assert drawn == resume.draw(UNDISTURBED, 40, seed=3) != resume.draw(UNDISTURBED, 40, seed=4)
 
 
 def test_kills_come_where_their_kind_has_a_place():
-    places = collections.defaultdict(set)
-    drawn = rounds.draw(CALENDAR, 2000, seed=0)
+    places, parts = collections.defaultdict(set), collections.defaultdict(set)
+    drawn = resume.draw(UNDISTURBED, 2000, seed=0)
     for one in drawn:
-        places[one.kind].add(one.death.step)
-        if one.death.signal == signal.SIGTERM:  # it would find the last step done
-            assert one.death.step <= 98
-        if one.death.at == "save" and one.death.step == 100:
-            assert one.death.part == 0
+        places[one.kind].add(one.fault.step)
+        parts[one.fault.at].add(one.fault.part)
+        if one.fault.signal == signal.SIGTERM:  # it would find the last step done
+            assert one.fault.step <= 98
+        if one.fault.at == "save" and one.fault.step == 100:
+            assert one.fault.part == 0
     assert places["in a save"] == {30, 60, 90, 100}
-    assert places["in an evaluation"] == {50, 100}
-    assert places["at an epoch's end"] == {16, 17, 18, 33, 34, 35, 98, 99}
-    assert places["at the switch of phases"] == {69, 70, 71}
-    assert len(places["SIGKILL"]) > 80
-    parts = {one.death.part for one in drawn if one.kind == "in an evaluation"}
-    assert parts == {0, 1, 2, 3}
-    parts = {one.death.part for one in drawn if one.kind == "after a roll-back"}
-    assert parts == set(range(30)), "up to the save of step 60"
-    steps = [one.death.step for one in drawn if one.kind != "in prepare"]
+    assert len(places["in a step"]) > 80 and len(places["SIGTERM"]) > 80
+    assert parts["evaluation"] == parts["start"] == {0, 1, 2, 3}
+    assert parts["save"] == set(range(11))
+    assert parts["roll_back"] == set(range(30)), "up to the save of step 60"
+    steps = [one.fault.step for one in drawn if one.kind != "in prepare"]
     assert steps == sorted(steps)
-    assert max(one.death.after for one in drawn if one.kind == "in prepare") < 2.0
-
-
-def test_a_kind_without_a_place_is_left_out():
-    short = dataclasses.replace(CALENDAR, epoch_ends=(), switches=(), rolled_back=None)
-    assert set(rounds.absent_kinds(short)) == {
-        "at an epoch's end", "at the switch of phases", "after a roll-back",
-    }  # fmt: skip
-    drawn = rounds.draw(short, 60, seed=0)
-    assert set(collections.Counter(one.kind for one in drawn).values()) == {10}
+    assert max(one.fault.after for one in drawn if one.kind == "in prepare") < 2.0
 
 
 def test_steps_without_a_loss_lie_after_the_first_save(experiment):
     three = config.override(experiment, ["optimizer.bad_steps_in_a_row=3"])
-    found = {rounds.steps_without_loss(three, seed) for seed in range(100)}
+    found = {resume.steps_without_loss(three, seed) for seed in range(100)}
     assert {len(steps) for steps in found} == {3}
     assert {steps.start for steps in found} == set(range(5, 18))
     for setting in ("optimizer.after_bad_steps=stop", "optimizer.bad_steps_in_a_row=16"):
-        assert not rounds.steps_without_loss(config.override(experiment, [setting]), 0)
+        assert not resume.steps_without_loss(config.override(experiment, [setting]), 0)
 
 
-# --- notes --------------------------------------------------------------------------------------
+# --- journals -----------------------------------------------------------------------------------
 
 
 def note(step, rows, start=1, process=0, add=0):
@@ -107,37 +108,21 @@ def note(step, rows, start=1, process=0, add=0):
     }  # fmt: skip
 
 
-def write(path: pathlib.Path, *notes) -> Notes:
-    path.write_text("".join(json.dumps(one) + "\n" for one in notes))
-    return Notes.read(path)
+def test_what_two_processes_did_of_a_step_is_one_execution_and_a_step_done_again_another(tmp_path):
+    notes = (
+        note(0, [2, 3], process=1), note(1, [6, 7], process=1), note(0, [0, 1]), note(1, [4, 5]),
+        note(0, [0], start=2), note(0, [0], start=2, add=1),
+    )  # fmt: skip
+    (tmp_path / "journal").write_text("".join(json.dumps(one) + "\n" for one in notes))
+    journal = Journal.read(tmp_path / "journal")
+    first, second, *again = journal.executions
+    assert (first.step, second.step) == (0, 1) and journal.of_start(2) == again
+    assert first.rows.tolist() == [0, 1, 2, 3] and second.hashes.tolist() == [4, 5, 6, 7]
+    assert [e.hashes.tolist() for e in again] == [[0], [1]]
+    assert journal.survivors() == {0: again[1], 1: second}
 
 
-def test_what_two_processes_did_of_a_step_is_one_execution(tmp_path):
-    found = write(
-        tmp_path / "notes",
-        note(0, [2, 3], process=1),
-        note(1, [6, 7], process=1),
-        note(0, [0, 1]),
-        note(1, [4, 5]),
-    )
-    assert [e.step for e in found.executions] == [0, 1]
-    assert found.executions[0].rows.tolist() == [0, 1, 2, 3]
-    assert found.executions[1].hashes.tolist() == [4, 5, 6, 7]
-
-
-def test_a_step_done_again_is_an_execution_of_its_own(tmp_path):
-    found = write(tmp_path / "notes", note(0, [0]), note(0, [0], add=1), note(0, [0], start=2))
-    assert [e.hashes.tolist() for e in found.executions] == [[0], [1], [0]]
-    assert len(found.of_start(1)) == 2
-    assert found.survivors()[0].start == 2
-
-
-# --- a lineage ----------------------------------------------------------------------------------
-
-
-def planned(steps=20, size=2):
-    return {s: Execution(0, s, *[np.arange(s * size, (s + 1) * size, dtype=np.uint64)] * 2)
-            for s in range(steps)}  # fmt: skip
+# --- a run that is killed -----------------------------------------------------------------------
 
 
 class Script:
@@ -146,43 +131,43 @@ class Script:
     def __init__(self, *starts, went_back=None):
         self.starts, self.went_back = iter(starts), went_back
 
-    def run(self, command, workdir, order, **_):
+    def run(self, command, workdir, plan, **_):
         first, last, saved, code, add = next(self.starts)
-        with open(order.notes, "a") as file:
+        with open(plan.journal, "a") as file:
             for step in range(first, last):
-                one = note(step, [2 * step, 2 * step + 1], order.start, add=add)
+                one = note(step, [2 * step, 2 * step + 1], plan.start, add=add)
                 file.write(json.dumps(one) + "\n")
-            if order.death:
+            if plan.fault:
                 if self.went_back:
-                    back = {"kind": "rolled_back", "start": order.start, "process": 0}
+                    back = {"kind": "rolled_back", "start": plan.start, "process": 0}
                     file.write(
                         json.dumps(back | dict(zip(("done", "to"), self.went_back, strict=True)))
                         + "\n"
                     )
-                killed = {"kind": "killed", "start": order.start, "process": 0}
-                killed["done"] = last - (order.death.signal == signal.SIGTERM)
+                killed = {"kind": "killed", "start": plan.start, "process": 0}
+                killed["done"] = last - (plan.fault.signal == signal.SIGTERM)
                 file.write(json.dumps(killed) + "\n")
         for step in saved:
             (workdir / "checkpoints" / str(step)).mkdir(parents=True)
         return Ended(code, 1.0, ("the last line",))
 
 
-KILL = Round("SIGKILL", Death("step", signal.SIGKILL, 9))
-STOP = Round("SIGTERM", Death("step", signal.SIGTERM, 9))
+KILL = Round("in a step", Fault("step", signal.SIGKILL, 9))
+STOP = Round("SIGTERM", Fault("step", signal.SIGTERM, 9))
 
 
-def lineage(tmp_path, *starts):
-    return Lineage(Script(*starts), tmp_path / "killed", 4, planned())
+def killed_run(tmp_path, *starts):
+    return ResumedRun(Script(*starts), tmp_path / "killed", SHORT)
 
 
-def test_a_lineage_that_goes_on_as_it_should_shows_nothing(tmp_path):
-    run = lineage(
+def test_a_run_that_goes_on_as_it_should_shows_nothing(tmp_path):
+    run = killed_run(
         tmp_path, (0, 9, [4, 8], -9, 0), (8, 11, [11], 75, 0), (11, 20, [16, 20], 0, 0)
     )  # fmt: skip
     assert run.kill(KILL).differences == []
     assert run.kill(STOP).differences == []
     assert run.finish() == []
-    assert newest_checkpoint(tmp_path / "killed") == 20
+    assert resume.newest_checkpoint(tmp_path / "killed") == 20
 
 
 @pytest.mark.parametrize(
@@ -196,7 +181,7 @@ def test_a_lineage_that_goes_on_as_it_should_shows_nothing(tmp_path):
     ],
 )  # fmt: skip
 def test_what_a_kill_may_not_do_is_said(starts, words, tmp_path):
-    run = lineage(tmp_path, *starts)
+    run = killed_run(tmp_path, *starts)
     found = run.kill(KILL).differences
     if len(starts) > 1:
         assert found == []
@@ -205,10 +190,10 @@ def test_what_a_kill_may_not_do_is_said(starts, words, tmp_path):
 
 
 def test_a_stop_that_saves_nothing_is_said(tmp_path):
-    run = lineage(tmp_path, (0, 10, [8], 75, 0), (8, 20, [], 0, 0))
+    run = killed_run(tmp_path, (0, 10, [8], 75, 0), (8, 20, [], 0, 0))
     assert run.kill(STOP).differences == []
     assert run.finish() == ["the newest checkpoint is of step 8, not of 10"]
-    assert lineage(tmp_path, (0, 10, [], -15, 0)).kill(STOP).differences[-1].startswith(
+    assert killed_run(tmp_path, (0, 10, [], -15, 0)).kill(STOP).differences[-1].startswith(
         "was to end with exit code 75 and ended with exit code -15"
     )  # fmt: skip
 
@@ -216,11 +201,12 @@ def test_a_stop_that_saves_nothing_is_said(tmp_path):
 def test_what_must_be_saved_around_steps_without_a_loss(tmp_path):
     """Steps 9 to 11 have none, and the undisturbed run went back over them at 13."""
 
-    def least(death, done, went_back=None):
-        run = Lineage(Script(), tmp_path / "killed", 4, planned(), range(9, 12), 13)
-        return run._whole(death, done, went_back)
+    def least(fault, done, went_back=None):
+        undisturbed = dataclasses.replace(SHORT, not_finite=range(9, 12), rolled_back=(13, 8))
+        run = ResumedRun(Script(), tmp_path / "killed", undisturbed)
+        return run._least_saved(fault, done, went_back)
 
-    kill, stop = KILL.death, STOP.death
+    kill, stop = KILL.fault, STOP.fault
     assert least(kill, 9) == 4 and least(stop, 8) == 9
     assert least(stop, 9) == 4, "step 9 is not finite, so nothing is saved after it"
     assert least(kill, 13) == 4, "12 could not be saved"
@@ -230,10 +216,10 @@ def test_what_must_be_saved_around_steps_without_a_loss(tmp_path):
 
 
 def test_a_run_that_ends_before_its_death_is_no_kill(tmp_path):
-    run = lineage(tmp_path, (0, 20, [20], 0, 0))
-    late = Round("in a save", Death("save", step=20))
-    run._children.run = lambda command, workdir, order, **_: Script((0, 20, [20], 0, 0)).run(
-        command, workdir, Order(None, order.notes, order.start)
+    run = killed_run(tmp_path, (0, 20, [20], 0, 0))
+    late = Round("in a save", Fault("save", step=20))
+    run._children.run = lambda command, workdir, plan, **_: Script((0, 20, [20], 0, 0)).run(
+        command, workdir, Plan(None, plan.journal, plan.start)
     )
     killed = run.kill(late)
     assert killed.done is None and killed.differences == []
@@ -290,8 +276,8 @@ def test_the_farthest_loss_is_named(tmp_path):
     ],
 )
 def test_what_cannot_be_laid_over_two_devices_is_left_out(settings, platform, why, experiment):
-    found = elsewhere.left_out(config.override(experiment, settings), platform)
-    assert why in found and bool(why) == bool(found)
+    reason = command.why_one_place(config.override(experiment, settings), platform)
+    assert why in reason and bool(why) == bool(reason)
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -1,0 +1,344 @@
+"""Kinds of kills, a draw of them, and a run that is killed and started again and again."""
+
+import dataclasses
+import itertools
+import math
+import os
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from bert_jax import errors
+from bert_jax.config import Experiment
+from bert_jax.storage.workdir import Workdir
+from bert_jax.training.lines import Lines
+from bert_jax.verify import compare
+from bert_jax.verify.child import Fault, Plan, files_below
+from bert_jax.verify.compare import Execution, Journal
+
+# What is started; a test of what a broken run would show puts another here.
+CHILD = "bert_jax.verify.child"
+HUNG = "hung"
+
+_TAIL = 5
+_DEVICES = "--xla_force_host_platform_device_count="
+
+Kind = Literal[
+    "in a step",
+    "SIGTERM",
+    "in a save",
+    "in an evaluation or a start",
+    "at a roll-back",
+    "in prepare",
+]
+
+# A start is killed before any of its files of lines, or before the first step.
+_START_PARTS = 4
+# A kill in prepare comes while it works, not when it is done.
+_LATEST = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One kill."""
+
+    kind: Kind
+    fault: Fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Undisturbed:
+    """What the run that nobody kills shows: where kills can come, and what each step must see.
+
+    Attributes:
+      saves: steps after which it saves; the last is its end.
+      evaluations: steps after which it evaluates.
+      evaluation_batches: of an evaluation.
+      saved_files: of a checkpoint.
+      not_finite: steps in a row whose loss is made not to be finite, in all runs alike.
+      rolled_back: (steps done when it went back, steps done where it went back to); None if it
+        never did.
+      step_seconds: of a step.
+      prepare_seconds: of making the corpus.
+      planned: {step: what it did there}.
+    """
+
+    saves: tuple[int, ...]
+    evaluations: tuple[int, ...]
+    evaluation_batches: int
+    saved_files: int
+    not_finite: range
+    rolled_back: tuple[int, int] | None
+    step_seconds: float
+    prepare_seconds: float
+    planned: dict[int, Execution]
+
+    @property
+    def total(self) -> int:
+        """The run's steps."""
+        return self.saves[-1]
+
+    @classmethod
+    def of(
+        cls, experiment: Experiment, root: pathlib.Path, journal: Journal, not_finite: range
+    ) -> "Undisturbed":
+        """Reads it off the workdir of a finished run, and its journal."""
+        total, run, workdir = experiment.total_steps, experiment.run, Workdir(root)
+        laps = [x for x in Lines(workdir.timings).read() if x["kind"] == "train" and x["steps"]]
+        rows = max(x["rows"] for x in Lines(workdir.metrics).read() if x["kind"] == "evaluation")
+        return cls(
+            (*range(run.checkpoint_every, total, run.checkpoint_every), total),
+            (*range(run.eval_every, total, run.eval_every), total),
+            math.ceil(rows / run.eval_batch_size),
+            files_below(root / "checkpoints" / str(total)),
+            not_finite,
+            next(iter(journal.rolled_back.values()), None),
+            statistics.median(lap["seconds"] / lap["steps"] for lap in laps),
+            journal.prepare_seconds,
+            journal.survivors(),
+        )
+
+
+def steps_without_loss(experiment: Experiment, seed: int) -> range:
+    """Draws steps whose loss is made not to be finite, so that every run goes back over them.
+
+    As many in a row as it takes, between the first save and the end; none where that is too short,
+    or the run would stop.
+    """
+    optimizer, every = experiment.optimizer, experiment.run.checkpoint_every
+    first, last = every + 1, experiment.total_steps - optimizer.bad_steps_in_a_row - 2
+    if first > last or optimizer.after_bad_steps == "stop":
+        return range(0)
+    at = random.Random(seed).randint(first, last)
+    return range(at, at + optimizer.bad_steps_in_a_row)
+
+
+def draw(undisturbed: Undisturbed, count: int, seed: int) -> list[Round]:
+    """Draws kills, of each kind as often as of any other, in the order in which they come."""
+    chance = random.Random(seed)
+    kinds = [k for k in Kind.__args__ if k != "at a roll-back" or undisturbed.rolled_back]
+    turns = itertools.islice(itertools.cycle(kinds), count)
+    drawn = [Round(kind, _fault(kind, undisturbed, chance)) for kind in turns]
+    return sorted(drawn, key=lambda one: (one.kind != "in prepare", one.fault.step))
+
+
+def _fault(kind: Kind, run: Undisturbed, chance: random.Random) -> Fault:
+    if kind == "in prepare":
+        return Fault("prepare", after=chance.random() * _LATEST * run.prepare_seconds)
+    if kind == "in a step":  # at any moment of it
+        after = chance.random() * run.step_seconds
+        return Fault("step", step=chance.randrange(run.total), after=after)
+    if kind == "in a save":
+        # Whole, the last save would end the run; one more than its files is a whole one.
+        at = chance.choice(run.saves)
+        parts = run.saved_files + 2 if at < run.total else 1
+        return Fault("save", step=at, part=chance.randrange(parts))
+    if kind == "in an evaluation or a start":
+        if chance.random() < 0.5:
+            part = chance.randrange(run.evaluation_batches + 1)
+            return Fault("evaluation", step=chance.choice(run.evaluations), part=part)
+        part = chance.randrange(_START_PARTS)
+        return Fault("start", step=chance.randrange(run.total), part=part)
+    if kind == "at a roll-back":
+        done, to = run.rolled_back
+        again = min(save for save in run.saves if save > to) - to
+        return Fault("roll_back", step=done, part=chance.randrange(again))
+    # Not in the last step, which a request to stop would find done.
+    return Fault("step", signal.SIGTERM, chance.randrange(run.total - 1))
+
+
+# --- starting children ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a start ended.
+
+    Attributes:
+      code: its exit code; minus a signal's number; HUNG if it was ended for taking too long.
+      seconds: that it took.
+      tail: its last lines.
+    """
+
+    code: int | str
+    seconds: float
+    tail: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"ended with exit code {self.code}: {'; '.join(self.tail) or 'without a line'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Children:
+    """Starts `bert-jax COMMAND EXPERIMENT --workdir W`, one after the other.
+
+    Attributes:
+      experiment: a resolved config.
+      patience: seconds after which a start has hung; None: it may take as long as it likes.
+    """
+
+    experiment: pathlib.Path
+    patience: float | None = None
+
+    def run(
+        self,
+        command: Literal["pretrain", "prepare"],
+        workdir: pathlib.Path,
+        plan: Plan,
+        settings: Sequence[str] = (),
+        devices: int | None = None,
+    ) -> Ended:
+        """Runs it to its end; its output goes to W.log.
+
+        Args:
+          command: of `bert-jax`.
+          workdir: W.
+          plan: what becomes of it.
+          settings: `--set` strings.
+          devices: virtual devices on the CPU; None: as the environment has it.
+        """
+        words = [command, str(self.experiment), "--workdir", str(workdir)]
+        words += [word for setting in settings for word in ("--set", setting)]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        if devices is not None:
+            flags = os.environ.get("XLA_FLAGS", "").split()
+            flags = [flag for flag in flags if not flag.startswith(_DEVICES)]
+            environment["XLA_FLAGS"] = " ".join([*flags, f"{_DEVICES}{devices}"])
+        begun = time.monotonic()
+        with workdir.with_name(workdir.name + ".log").open("a+b") as log:
+            here = log.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-m", CHILD, plan.to_json(), *words],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # else Ctrl-C would reach it, too, and it would save
+            )
+            code: int | str
+            try:
+                code = process.wait(self.patience)
+            except subprocess.TimeoutExpired:
+                code = HUNG
+            finally:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            log.seek(here)
+            lines = log.read().decode(errors="replace").splitlines()
+        return Ended(code, time.monotonic() - begun, tuple(lines[-_TAIL:]))
+
+
+# --- a run that is killed -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Killed:
+    """What came of one round.
+
+    Attributes:
+      ended: how the process ended.
+      began: the newest checkpoint when it started; None of what is no run.
+      done: steps done when it was killed; None if it was not: the run came to its end before.
+      differences: what is not as it should be, a line each.
+    """
+
+    ended: Ended
+    began: int | None
+    done: int | None
+    differences: list[str]
+
+
+class ResumedRun:
+    """One workdir, started again after each kill, and what each start must show.
+
+    Args:
+      children: start the command.
+      workdir: of the run.
+      undisturbed: the run that it is compared with.
+    """
+
+    def __init__(self, children: Children, workdir: pathlib.Path, undisturbed: Undisturbed):
+        self.workdir, self.journal = workdir, workdir.with_name(workdir.name + ".journal")
+        self._children, self._undisturbed = children, undisturbed
+        self._starts = 0
+        self._least = 0  # the step from which the next start must go on at least
+
+    def kill(self, one: Round) -> Killed:
+        """Starts it, which ends as the round says."""
+        saved = newest_checkpoint(self.workdir)
+        ended, start = self._run(one.fault)
+        journal = Journal.read(self.journal)
+        done = journal.killed.get(start)
+        if done is not None:
+            done = max(done, saved)  # it may have died before its first step
+        killed = Killed(ended, saved, done, self._batches(journal.of_start(start), saved))
+        if done is None:
+            if ended.code != errors.FINISHED:
+                killed.differences.append(f"was to be killed and {ended}")
+            return killed
+        self._least = self._least_saved(one.fault, done, journal.rolled_back.get(start))
+        expected = errors.STOPPED if one.fault.signal == signal.SIGTERM else -signal.SIGKILL
+        # A request to stop that comes in the last step finds the run finished.
+        at_end = expected == errors.STOPPED and done + 1 == self._undisturbed.total
+        if ended.code != expected and not (at_end and ended.code == errors.FINISHED):
+            killed.differences.append(f"was to end with exit code {expected} and {ended}")
+        return killed
+
+    def finish(self) -> list[str]:
+        """Starts it once more, to its end; returns what is not as it should be."""
+        saved = newest_checkpoint(self.workdir)
+        ended, start = self._run(None)
+        wrong = self._batches(Journal.read(self.journal).of_start(start), saved)
+        if ended.code != errors.FINISHED:
+            wrong.append(f"was to finish and {ended}")
+        return wrong
+
+    def _run(self, fault: Fault | None) -> tuple[Ended, int]:
+        self._starts += 1
+        not_finite = tuple(self._undisturbed.not_finite)
+        plan = Plan(fault, str(self.journal), self._starts, not_finite=not_finite)
+        return self._children.run("pretrain", self.workdir, plan), self._starts
+
+    def _batches(self, executions: list[Execution], saved: int) -> list[str]:
+        """Returns where a start did not go on from the newest checkpoint, with planned batches."""
+        wrong = []
+        if saved < self._least:
+            wrong.append(f"the newest checkpoint is of step {saved}, not of {self._least}")
+        steps = [e.step for e in executions]
+        if steps and steps[0] != saved:
+            wrong.append(f"went on from step {steps[0]}, and the newest checkpoint is of {saved}")
+        for before, after in itertools.pairwise(steps):
+            if after > before + 1:
+                wrong.append(f"step {after} came after step {before}")
+        return wrong + compare.batches(executions, self._undisturbed.planned)
+
+    def _least_saved(self, fault: Fault, done: int, went_back: tuple[int, int] | None) -> int:
+        """Returns the step of the newest checkpoint there must be after a kill, at least."""
+        run, least, saves = self._undisturbed, self._least, fault.signal == signal.SIGTERM
+        # Steps done at which nothing is saved, unless the run went back before.
+        unsaved = range(run.not_finite.start + 1, run.rolled_back[0] + 2 if run.rolled_back else 0)
+        reached = done + saves
+        if went_back is not None:
+            least = went_back[1]  # newer ones went with the steps
+        elif reached in unsaved:
+            reached, saves = run.not_finite.start, False
+        if saves:
+            return max(least, reached)
+        # A save waits for the one before it, so no more than the newest of those begun is lost; and
+        # the last step was handed over, what follows it perhaps not begun.
+        every = run.saves[0]
+        return max(least, (reached - 1) // every * every - every)
+
+
+def newest_checkpoint(workdir: pathlib.Path) -> int:
+    """Returns the step of the newest whole checkpoint; 0 if there is none."""
+    folder = workdir / "checkpoints"
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return max((int(name) for name in names if name.isdecimal()), default=0)
