@@ -23,7 +23,7 @@ TF := .venv-tf
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long fuzz lint bench scale-run scale-text bench-torch bench-embed parity tf1 plans \
+.PHONY: all pretrain test test-long fuzz lint settings bench scale-run scale-text bench-torch bench-embed parity tf1 plans \
   image-lint image-steps clean another-interpreter
 
 all: $(STAMP)
@@ -59,6 +59,10 @@ rehearse-pod: $(STAMP)
 # Thousands of damaged files of each kind, and how many were tried; half an hour.
 fuzz: $(STAMP)
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -n 0 tests/test_random_*.py
+
+# docs/settings.md, from the fields themselves.
+settings: $(STAMP)
+	$(BIN)/python -c 'from bert_jax.config import explain; print(explain.page(), end="")' > docs/settings.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check

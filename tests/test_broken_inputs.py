@@ -226,7 +226,7 @@ SETTINGS = [
     Case(
         "an unknown field",
         f"pretrain {NEW} --set model.hiden_size=8",
-        ("model.hiden_size=8", "did you mean hidden_size?"),
+        ("model.hiden_size=8", "did you mean model.hidden_size?"),
     ),
     Case(
         "a value of the wrong type",
@@ -320,7 +320,7 @@ EXPERIMENTS = [
     Case("JSON cut short", "config run/experiment.json", ("run/experiment.json", "not JSON"),
          shorten("run/experiment.json")),
     Case("JSON of another format", "config run/experiment.json",
-         ("run/experiment.json", "format_version 99", "reads 1"),
+         ("run/experiment.json", "format_version 99", "reads 2"),
          change_json("run/experiment.json", lambda e: e.update(format_version=99))),
     Case("JSON without a field", "evaluate --workdir run", ("run/experiment.json", "name: missing"),
          change_json("run/experiment.json", lambda e: e.pop("name"))),
@@ -333,7 +333,7 @@ EXPERIMENTS = [
 
 USAGE = [
     Case("no command", "", ("COMMAND", "bert-jax --help")),
-    Case("an unknown command", "fly", ("fly", "pretrain", "bert-jax --help")),
+    Case("an unknown command", "fly", ("fly", "no such command", "pretrain")),
     Case("no experiment", "pretrain", ("EXPERIMENT", "bert-jax pretrain --help")),
     Case("an unknown flag", "pretrain small.py --stps 3", ("--stps", "bert-jax pretrain --help")),
     Case("a flag that is no number", "show small.py --step x", ("--step", "bert-jax show --help")),

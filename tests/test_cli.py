@@ -49,7 +49,7 @@ def test_help_shows_the_exit_codes(capsys):
 
 
 def test_usage_errors_exit_2(capsys):
-    for args in ([], ["fly"], ["pretrain"], ["predict", "x"]):
+    for args in ([], ["pretrain"], ["predict", "x"]):
         with pytest.raises(SystemExit) as left:
             cli.main(args)
         assert left.value.code == 2

@@ -52,7 +52,7 @@ def test_set_changes_fields_of_every_type():
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("model.hiden_size=3", ["hiden_size", "did you mean hidden_size"]),
+        ("model.hiden_size=3", ["hiden_size", "did you mean model.hidden_size"]),
         ("modle.hidden_size=3", ["modle", "did you mean model"]),
         ("model.hidden_size=x", ["'x'", "whole number"]),
         ("model.hidden_size=1.5", ["whole number"]),

@@ -16,7 +16,7 @@ MODULES = {
 LAYERS = (
     *("errors", "hardware", "system", "config", "storage", "text", "data", "model"),
     *("weights", "base", "training", "predict", "show", "vectors", "tasks", "interop", "plan"),
-    *("doctor", "report", "embed", "conformance", "pod", "verify", "commands", "arguments", "cli"),
+    *("doctor", "report", "embed", "conformance", "pod", "verify", "cli"),
 )
 
 

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from bert_jax.config import explain
 from bert_jax.config.fields import Section
 from bert_jax.config.finetuning import Finetuning
 from bert_jax.config.pretraining import Corpus, Experiment
@@ -180,7 +181,8 @@ def override(experiment: T, settings: Sequence[str]) -> T:
     return _build(type(experiment), tree, "")
 
 
-def _assign(hint: Any, tree: dict, path: str, text: str, setting: str) -> None:
+def _assign(root: type[Section], tree: dict, path: str, text: str, setting: str) -> None:
+    hint: Any = root
     node: Any = tree
     keys = path.split(".")
     for depth, key in enumerate(keys):
@@ -194,7 +196,10 @@ def _assign(hint: Any, tree: dict, path: str, text: str, setting: str) -> None:
         elif dataclasses.is_dataclass(hint):
             hints = _field_types(hint)
             if key not in hints:
-                raise InputError(f"--set {setting}: {_unknown(key, where, hints)}")
+                near = explain.suggestion(path, [s.path for s in explain.settings(root)])
+                raise InputError(
+                    f"--set {setting}: {where or 'experiment'} has no field {key!r}; {near}"
+                )
             hint = hints[key]
         else:
             raise InputError(f"--set {setting}: {where} is a single value, it has no field {key!r}")

@@ -58,26 +58,36 @@ class Task(Section):
     role = "identity"
     label = "task"
 
+    # What is predicted: a label of a text, a label or number of a pair, one of several texts,
+    # a label of each word, or a span of a context.
     kind: Kind
+    # Sources of examples to learn from: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
+    # tfds:NAME:SPLIT.
     train: tuple[str, ...]
+    # Sources of examples to score on.
     validation: tuple[str, ...]
+    # Whether a TSV or CSV file's first line names its columns.
     header: Literal["first_line", "none"] = "first_line"
+    # The text, or the first of two.
     text_column: str = "sentence"
     # The second text of a pair, and of a regression, which is over pairs.
     second_column: str = ""
     # The texts to choose from, each a column; the first is answer 0.
     choice_columns: tuple[str, ...] = ()
+    # The answer.
     label_column: str = "label"
     # In this order, label 1 being the positive one of `f1`; none: those of the training examples,
     # sorted. Of a choice they name the answers; none: 0, 1, and so on.
     labels: tuple[str, ...] = ()
     # The one that decides; empty: the usual one of the kind.
     score: str = ""
+    # Tokens a row at most; longer texts are cut, or read in windows.
     max_sequence_length: int = 128
-    # Pieces that windows over a long context move on by, of a question's that are kept, and of an
-    # answer's at most: SQuAD's, for rows of 384.
+    # Of a long context, pieces that windows move on by (SQuAD: 128 with rows of 384).
     document_stride: int = 128
+    # Pieces of a question that are kept.
     max_query_length: int = 64
+    # Pieces of an answer at most.
     max_answer_length: int = 30
     # Whether there may be no answer (SQuAD 2.0).
     no_answer: Literal["never", "possible"] = "never"
@@ -209,14 +219,21 @@ class Adapt(Section):
     role = "identity"
     label = "adapt"
 
+    # What learns: everything, the head alone, or the head and low-rank additions.
     how: Literal["full", "frozen", "lora"] = "full"
+    # Rank of those additions.
     lora_rank: int = 8
+    # They are scaled by alpha / rank.
     lora_alpha: float = 16.0
+    # The kernels of a layer that they are added to.
     lora_targets: tuple[str, ...] = ("query", "value")
+    # Dropout of embeddings and of what each layer adds.
     hidden_dropout_prob: float = 0.1
+    # Dropout of attention probabilities.
     attention_probs_dropout_prob: float = 0.1
     # Of what the head reads.
     head_dropout_prob: float = 0.1
+    # Type of activations and products.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def _validate(self) -> None:
@@ -253,13 +270,17 @@ class Finetuning(Section):
     role = "identity"
     label = "finetuning"
 
+    # Names the run, and its folder runs/NAME.
     name: str
+    # Of everything that is drawn.
     seed: int = 0
     # A base or a run, whose encoder is adapted; `--from` names it.
     init_from: str = ""
     task: Task
     adapt: Adapt = field(default_factory=Adapt)
+    # Times that each example is learned from.
     epochs: float = 3.0
+    # Examples a step, over all devices.
     batch_size: int = 32
     # Of all steps, those in which the learning rate rises.
     warmup_share: float = 0.1

@@ -24,17 +24,29 @@ class Model(Section):
     role = "identity"
     label = "model"
 
+    # Pieces of the tokenizer at most, specials included; the table is stored padded to 1,024s.
     vocab_size: int = 30_522
+    # Width of the encoder, a multiple of the heads.
     hidden_size: int = 768
+    # Layers of the encoder.
     num_hidden_layers: int = 12
+    # Heads of each layer.
     num_attention_heads: int = 12
+    # Width of each layer's feed-forward part.
     intermediate_size: int = 3_072
+    # The longest row there are position embeddings for.
     max_position_embeddings: int = 512
+    # Segments that tokens are told apart by: A and B.
     type_vocab_size: int = 2
+    # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
     hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
+    # Dropout of embeddings and of what each layer adds.
     hidden_dropout_prob: float = 0.1
+    # Dropout of attention probabilities.
     attention_probs_dropout_prob: float = 0.1
+    # Standard deviation of fresh weights, a normal distribution cut off at twice it.
     initializer_range: float = 0.02
+    # Type of activations and products; parameters, sums and losses stay float32.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # threefry8: noise is a function of the row alone, the same on any mesh; rbg16: fast on TPU,
     # a function of the mesh.
@@ -88,15 +100,26 @@ class Corpus(Section):
     role = "identity"
     label = "corpus"
 
+    # text:FOLDER_OR_GLOB, jsonl:FILE_OR_GLOB, tfds:NAME or tfds_dir:PATH, relative to the current
+    # directory.
     sources: tuple[str, ...]
+    # How a file falls into documents and paragraphs; per_file decides by its longest line.
     layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"
+    # The field of a JSON line or of a TFDS example that holds its text.
     text_field: str = "text"
+    # Of text files, by Python's name for it.
     encoding: str = "utf-8"
+    # Whose rules end sentences.
     language: str = "en"
+    # What is done with a document that was there before, word for word.
     repeated_documents: Literal["keep", "drop"] = "keep"
+    # train, or a vocab.txt, a .model, or the tokenizer folder of an earlier run.
     tokenizer: str = "train"
+    # Which tokenizer is trained: the reference's WordPiece, or SentencePiece's unigram or BPE.
     tokenizer_kind: Literal["wordpiece", "unigram", "bpe"] = "wordpiece"
+    # uncased: lower-cased, accents stripped.
     case: Literal["uncased", "cased"] = "uncased"
+    # Of all documents, those that are held out; 8 at least.
     validation_share: float = 0.005
 
     def _validate(self) -> None:
@@ -126,13 +149,19 @@ class Data(Section):
     role = "identity"
     label = "data"
 
+    # Share of examples that aim at a random, shorter length.
     short_seq_prob: float = 0.1
+    # Share of an example's tokens that are to be predicted.
     masked_lm_prob: float = 0.15
+    # What is masked at once: single pieces, or all pieces of a word.
     masking: Literal["piece", "whole_word"] = "piece"
     # 0: new pairs and masks in every epoch; n: those of the first n epochs again and again.
     dupe_factor: int = 0
+    # Length of the held-out rows.
     eval_sequence_length: int = 128
+    # Masked tokens a held-out row at most.
     eval_max_predictions_per_seq: int = 20
+    # Held-out rows that are scored, the same at every evaluation; fewer if there are fewer.
     eval_rows: int = 10_000
 
     def _validate(self) -> None:
@@ -149,9 +178,13 @@ class Phase(Section):
     role = "identity"
     label = "phases"
 
+    # Updates in this phase.
     steps: int
+    # Tokens a row.
     sequence_length: int
+    # Masked tokens a row at most.
     max_predictions_per_seq: int
+    # Rows a step, over all devices.
     batch_size: int = 256
 
     def _validate(self) -> None:
@@ -176,24 +209,36 @@ class Optimizer(Section):
     role = "identity"
     label = "optimizer"
 
+    # The rule of the update.
     name: Literal["bert_adam", "adamw", "lamb"] = "bert_adam"
+    # The highest learning rate, at the end of the warm-up.
     peak_learning_rate: float = 1e-4
+    # Steps in which the learning rate rises.
     warmup_steps: int = 10_000
     # paper: linear decay from step 0, replaced by a linear warm-up that leaves a jump at its end.
     schedule: Literal["paper", "linear", "cosine"] = "paper"
+    # Decay of the mean of gradients.
     b1: float = 0.9
+    # Decay of the mean of their squares.
     b2: float = 0.999
+    # Added to the root of that mean.
     eps: float = 1e-6
+    # Decay of kernels and embeddings; biases and layer norms have none.
     weight_decay: float = 0.01
+    # Whose norm is limited: that of the whole gradient, of each reference replica's, or none's.
     clip: Literal["global", "per_replica", "none"] = "global"
+    # The largest norm a gradient is left with.
     clip_norm: float = 1.0
+    # Groups of rows that are clipped by themselves, with clip=per_replica.
     reference_replicas: int = 1
+    # Type in which devices add up their gradients.
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
     # Each layer learns by so much slower than the one above it, the embeddings slowest of all.
     layer_decay: float = 1.0
     # A step whose loss or gradient is not finite changes nothing. After so many in a row the run
     # goes back to the checkpoint before them and leaves them out, or ends.
     bad_steps_in_a_row: int = 10
+    # What comes after them.
     after_bad_steps: Literal["roll_back", "stop"] = "roll_back"
 
     def _validate(self) -> None:
@@ -234,6 +279,7 @@ class Parallelism(Section):
     # What the backward pass finds kept of a layer: everything, the results of its products (scores
     # are computed anew), or nothing.
     remat: Literal["none", "dots", "full"] = "none"
+    # Layers as one compiled loop (compiles fast), or one after the other (runs faster on a CPU).
     layer_loop: Literal["scan", "unroll"] = "scan"
 
     def _validate(self) -> None:
@@ -256,14 +302,19 @@ class Run(Section):
     role = "placement"
     label = "run"
 
+    # Steps a line of metrics.jsonl.
     log_every: int = 100
+    # Steps between evaluations on held-out text.
     eval_every: int = 10_000
+    # Rows scored at a time.
     eval_batch_size: int = 256
+    # Steps between checkpoints.
     checkpoint_every: int = 1_000
-    # The newest so many, the best so many by held-out loss, and those of steps divisible by
-    # keep_every; 0: none for that reason.
+    # The newest so many checkpoints are kept.
     keep_checkpoints: int = 3
+    # So are the best so many by held-out loss; 0: none for that reason.
     keep_best: int = 1
+    # So are those of steps divisible by it; 0: none for that reason.
     keep_every: int = 0
     # A checkpoint that does not fit on the disk ends the run, or is left out and tried again.
     when_disk_is_full: Literal["stop", "go_on"] = "stop"
@@ -273,7 +324,9 @@ class Run(Section):
     # Every so many steps one whose arithmetic the chips check, doing it several times; 0: none. On
     # TPUs alone. A chip that fails its check ends the run, which is then to be run again.
     check_every: int = 0
+    # Batches made ahead of the step that needs them.
     prefetch_batches: int = 4
+    # Processes that make batches; 0: a thread.
     data_workers: int = 0
     # A trace of the steps between, 10,20 say: once ten are done, until twenty are; none: no trace.
     profile_steps: tuple[int, ...] = ()
@@ -282,6 +335,7 @@ class Run(Section):
     # Task files; what a linear layer reads off the encoder is scored before the first step, after
     # the last, and at evaluations as often as this share of the run's operations allows.
     probes: tuple[str, ...] = ()
+    # Of the run's operations, the share that probes may take.
     probe_share: float = 0.05
     # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
     corpus_dir: str = ""
@@ -317,7 +371,9 @@ class Experiment(Section):
     role = "identity"
     label = "experiment"
 
+    # Names the run, and its folder runs/NAME.
     name: str
+    # Of everything that is drawn.
     seed: int = 0
     # A folder that `bert-jax import` made, whose weights the run begins with; empty: fresh ones.
     init_from: str = ""

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from bert_jax import arguments
+from bert_jax import cli
 from launch import __main__, gke, tpu_vm
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "running_on_tpu.md"
@@ -35,7 +35,7 @@ def test_a_command_of_the_guide_is_taken(line, monkeypatch, capsys):
     words = shlex.split(os.path.expandvars(line))
     assert not any("$" in word for word in words)
     if words[0] == "bert-jax":
-        arguments.parser().parse_args(words[1:])
+        cli.parser().parse_args(words[1:])
     elif (launcher := {"gke": gke, "tpu_vm": tpu_vm}.get(words[3])) is not None:
         assert launcher.main([*words[4:], "--dry-run"]) == 0
         assert "gs://b/wikipedia" in capsys.readouterr().out

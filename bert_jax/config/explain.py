@@ -1,0 +1,203 @@
+"""The fields of an experiment, explained: read from the sections, for help, settings and errors.
+
+python -m bert_jax.config.explain > docs/settings.md
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import textwrap
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from bert_jax.config.fields import Section
+from bert_jax.config.finetuning import Finetuning
+from bert_jax.config.pretraining import Experiment
+from bert_jax.errors import InputError
+
+_TYPES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    tuple[int, ...]: "whole numbers: 1,4",
+    tuple[str, ...]: "texts: A,B",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One field, as `--set` names it.
+
+    Attributes:
+      path: `model.hidden_size`; of a phase `phases.N.steps`.
+      type: in words.
+      choices: the values it can have; empty: any of its type.
+      default: as `--set` takes it; None: it must be given.
+      comment: what it means.
+      role: of its section, "identity" or "placement".
+    """
+
+    path: str
+    type: str
+    choices: tuple[str, ...]
+    default: str | None
+    comment: str
+    role: str
+
+    def __str__(self) -> str:
+        what = f"one of {', '.join(self.choices)}" if self.choices else self.type
+        default = "must be given" if self.default is None else f"default {self.default or 'empty'}"
+        return f"{self.path}: {what}; {default}\n{textwrap.indent(_wrapped(self.comment), '    ')}"
+
+
+@functools.cache
+def settings(root: type[Section]) -> tuple[Setting, ...]:
+    """Lists all fields of an `Experiment` or a `Finetuning`, in their order."""
+    return tuple(_settings(root, "", None))
+
+
+def _settings(section: type[Section], path: str, example: Section | None) -> list[Setting]:
+    hints, comments = get_type_hints(section), _comments(section)
+    rows = []
+    for field in dataclasses.fields(section):
+        hint, where = hints[field.name], path + field.name
+        default = _default(field) if example is None else getattr(example, field.name)
+        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        if dataclasses.is_dataclass(inner):
+            below = where + (".N." if get_origin(hint) is tuple else ".")
+            given = default if isinstance(default, Section) else None
+            rows += _settings(inner, below, given)
+            continue
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        word = _TYPES.get(hint, "a word" if choices else str(hint))
+        rows.append(
+            Setting(where, word, choices, _text(default), comments[field.name], section.role)
+        )
+    return rows
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _text(value: Any) -> str | None:
+    if value is dataclasses.MISSING:
+        return None
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _comments(section: type[Section]) -> dict[str, str]:
+    """Reads the comment lines above each field, from the source of the section."""
+    source = textwrap.dedent(inspect.getsource(section))
+    lines = source.splitlines()
+    comments = {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = node.lineno - 2
+            words: list[str] = []
+            while lines[above].strip().startswith("#"):
+                words.insert(0, lines[above].strip().removeprefix("#").strip())
+                above -= 1
+            comments[node.target.id] = " ".join(words)
+    return comments
+
+
+def _sections(root: type[Section]) -> dict[str, list[Setting]]:
+    """Groups the fields by their section's path: `model`, `phases.N`, "" for the experiment's."""
+    groups: dict[str, list[Setting]] = {}
+    for setting in settings(root):
+        groups.setdefault(setting.path.rpartition(".")[0], []).append(setting)
+    return groups
+
+
+def fields(root: type[Section]) -> str:
+    """Returns all fields as `--help` shows them."""
+    lines = ["fields, as --set FIELD=VALUE takes them:"]
+    for group in _sections(root).values():
+        lines += ["", *(textwrap.indent(str(setting), "  ") for setting in group)]
+    return "\n".join(lines)
+
+
+def explain(name: str) -> str:
+    """Returns what `config --explain` prints of a field, of a section, or ("") of all.
+
+    Raises:
+      InputError: there is neither; the nearest is named.
+    """
+    every = {s.path: s for root in (Finetuning, Experiment) for s in settings(root)}
+    wanted = ".".join("N" if part.isdecimal() else part for part in name.split("."))
+    chosen = [
+        s
+        for path, s in every.items()
+        if not wanted or path == wanted or f"{path}.".startswith((f"{wanted}.", f"{wanted}.N."))
+    ]
+    if not chosen:
+        raise InputError(f"--explain {name}: no such field or section; {suggestion(name, every)}")
+    return "\n".join(map(str, chosen))
+
+
+def suggestion(name: str, known: Any) -> str:
+    """Returns the sentence that names the fields nearest to a wrong one.
+
+    Besides slips of the pen it knows parts of names and their initials: `lr` is in
+    `optimizer.peak_learning_rate`, `hidden` in `model.hidden_size`.
+    """
+    key = name.rpartition(".")[2].lower()
+
+    def likeness(path: str) -> float:
+        field = path.rpartition(".")[2]
+        ratio = difflib.SequenceMatcher(None, key, field).ratio()
+        initials = "".join(word[0] for word in field.split("_"))
+        known_part = len(key) > 2 and (key in field or key.startswith(field))
+        return max(ratio, 0.9 * known_part, 0.8 * (len(key) > 1 and initials.endswith(key)))
+
+    best = sorted(known, key=likeness, reverse=True)[:3]
+    least = max(0.6, likeness(best[0]) - 0.1)
+    near = [path for path in best if likeness(path) > least]
+    if not near:
+        return "`bert-jax config --explain` lists all"
+    return f"did you mean {' or '.join(near)}?"
+
+
+def page() -> str:
+    """Returns docs/settings.md: every field of both kinds of experiment, a table a section."""
+    lines = [
+        "# Settings",
+        "",
+        "Every field of an experiment, as `--set FIELD=VALUE` takes it and `bert-jax config "
+        "--explain FIELD` explains it.",
+        "Fields of *identity* say what is computed and cannot change when a run is resumed; those "
+        "of *placement* say where and how, and can. This page is generated by "
+        "`make settings`.",
+    ]
+    shown: set[str] = set()
+    for title, root in (("Pre-training", Experiment), ("Fine-tuning", Finetuning)):
+        lines += ["", f"## {title}"]
+        for section, group in _sections(root).items():
+            if section in shown:
+                lines += ["", f"`{section}`: as above" + _others(section, root) + "."]
+                continue
+            shown.update({section} if section else ())
+            lines += ["", f"### {section or 'The experiment'} ({group[0].role})", ""]
+            lines += ["| field | value | default | meaning |", "|---|---|---|---|"]
+            for s in group:
+                value = " ".join(f"`{word}`" for word in s.choices) or s.type
+                default = "(given)" if s.default is None else f"`{s.default}`" if s.default else ""
+                lines.append(f"| `{s.path}` | {value} | {default} | {s.comment} |")
+    return "\n".join([*lines, ""])
+
+
+def _others(section: str, root: type[Section]) -> str:
+    """Returns in words which defaults of a section that both have differ from a pre-training's."""
+    usual = {s.path: s.default for s in settings(Experiment)}
+    changed = [
+        f"`{s.path}={s.default}`" for s in _sections(root)[section] if s.default != usual[s.path]
+    ]
+    return f", but with the defaults {', '.join(changed)}" if changed else ""
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 92))

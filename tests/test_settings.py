@@ -1,0 +1,98 @@
+"""The fields of an experiment as help, errors and docs/settings.md show them."""
+
+import dataclasses
+import pathlib
+from typing import get_args, get_origin, get_type_hints
+
+import pytest
+
+from bert_jax import cli, config
+from bert_jax.config import explain
+from bert_jax.errors import InputError
+
+ROOT = pathlib.Path(__file__).parents[1]
+KINDS = (config.Experiment, config.Finetuning)
+
+
+def leaves(section, path=""):
+    """Paths of all fields, by another way than that of `explain`."""
+    for name, hint in get_type_hints(section).items():
+        if name not in {field.name for field in dataclasses.fields(section)}:
+            continue
+        if dataclasses.is_dataclass(hint):
+            yield from leaves(hint, f"{path}{name}.")
+        elif get_origin(hint) is tuple and dataclasses.is_dataclass(get_args(hint)[0]):
+            yield from leaves(get_args(hint)[0], f"{path}{name}.N.")
+        else:
+            yield path + name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_has_a_type_a_default_and_a_meaning(kind):
+    settings = explain.settings(kind)
+    assert [s.path for s in settings] == list(leaves(kind))
+    assert not [s.path for s in settings if not (s.comment and s.type)]
+    given = {"name", "corpus.sources", "task.kind", "task.train", "task.validation"}
+    given |= {
+        f"phases.N.{name}" for name in ("steps", "sequence_length", "max_predictions_per_seq")
+    }
+    assert {s.path for s in settings if s.default is None} <= given
+
+
+@pytest.mark.parametrize(("command", "kind"), [("pretrain", KINDS[0]), ("finetune", KINDS[1])])
+def test_help_shows_every_field(command, kind, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert not [path for path in leaves(kind) if f"  {path}: " not in text]
+
+
+def test_the_page_of_settings_is_what_is_generated():
+    assert (ROOT / "docs" / "settings.md").read_text() == explain.page()
+
+
+def test_defaults_are_as_set_takes_them():
+    experiment = config.load(str(ROOT / "experiments" / "tiny.py"))
+    sets = [
+        f"{s.path}={s.default}"
+        for s in explain.settings(config.Experiment)
+        if s.default is not None and ".N." not in s.path
+    ]
+    settled = config.override(experiment, [*sets, "optimizer.warmup_steps=10"])
+    assert settled.run == config.Run()
+
+
+@pytest.mark.parametrize(
+    ("setting", "near"),
+    [
+        ("lr=1e-4", "optimizer.peak_learning_rate"),
+        ("hiden_size=8", "model.hidden_size"),
+        ("mesh.tensor=2", "parallelism.tensor"),
+        ("batch_size=8", "phases.N.batch_size"),
+        ("xyzzy=1", "`bert-jax config --explain` lists all"),
+    ],
+)
+def test_the_nearest_field_of_any_section_is_named(setting, near):
+    experiment = config.load(str(ROOT / "experiments" / "tiny.py"))
+    with pytest.raises(InputError) as caught:
+        config.override(experiment, [setting])
+    assert setting in str(caught.value) and near in str(caught.value)
+
+
+def test_a_field_a_section_or_all_are_explained(capsys):
+    assert cli.main(["config", "--explain", "optimizer.eps"]) == 0
+    assert capsys.readouterr().out.startswith("optimizer.eps: a number; default 1e-06\n    ")
+    assert cli.main(["config", "--explain", "phases.0"]) == 0
+    assert capsys.readouterr().out.count("phases.N.") == 4
+    assert cli.main(["config", "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert not [path for kind in KINDS for path in leaves(kind) if f"{path}: " not in text]
+    assert cli.main(["config", "--explain", "optimizer.epsilon"]) == 2
+    assert "did you mean optimizer.eps" in capsys.readouterr().err
+
+
+def test_a_mistyped_command_names_the_nearest(capsys):
+    assert cli.main(["pretrian", "experiments/tiny.py"]) == 2
+    assert (
+        capsys.readouterr().err == "bert-jax: pretrian: no such command; did you mean pretrain?\n"
+    )
