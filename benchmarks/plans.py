@@ -1,7 +1,7 @@
 """What the TPU compiler makes of the pod experiments, against what was reviewed.
 
     make plans                              compare with tests/golden/plans/; about half an hour
-    python -m benchmarks.plans --write      write those files anew; read the difference
+    python -m benchmarks.plans --write      write those files again; read the difference
     python -m benchmarks.plans --matrix     every generation of TPU, both sizes, both lengths
 
 A golden plan is of one libtpu and one jax; others are refused, since they compile otherwise.
@@ -17,7 +17,7 @@ from typing import Any
 from bert_jax import config
 from bert_jax.errors import InputError
 from bert_jax.plan import compile as compile_lib
-from bert_jax.plan import document, topology
+from bert_jax.plan import report, topology
 from bert_jax.plan.compile import Job
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 1 where something differs or does not compile, 2 where nothing can be compared."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--write", action="store_true", help="write the golden plans anew")
+    what.add_argument("--write", action="store_true", help="write the golden plans again")
     what.add_argument("--matrix", action="store_true", help="only: does everything compile and fit")
     args = parser.parse_args(arguments)
     try:
@@ -65,7 +65,7 @@ def require_same_versions() -> None:
         if then != now:
             raise InputError(
                 f"{path.name} is of {_words(then)}, here is {_words(now)}: take that version, or "
-                "write the golden plans anew"
+                "write the golden plans again"
             )
 
 
@@ -74,7 +74,7 @@ def _words(versions: dict[str, str]) -> str:
 
 
 def compare(name: str, slice_: str, settings: tuple[str, ...], write: bool) -> int:
-    """Says what differs from the golden plan, or writes it; returns the number of differences."""
+    """Prints what differs from the golden plan, or writes it; returns the number of differences."""
     checked = "_checked" * any(setting.startswith("run.check_every=") for setting in settings)
     path = GOLDEN / f"{name}_{slice_.replace(':', '_')}{checked}.json"
     now = golden(name, slice_, settings)
@@ -83,36 +83,36 @@ def compare(name: str, slice_: str, settings: tuple[str, ...], write: bool) -> i
         path.write_text(json.dumps(now, indent=1) + "\n")
         print(f"written: {path.relative_to(ROOT)}", flush=True)
         return 0
-    found = list(differences(json.loads(path.read_text()), now)) if path.exists() else ["missing"]
-    print(f"{path.stem}: {'as reviewed' if not found else 'differs'}", flush=True)
-    for line in found:
+    lines = list(differences(json.loads(path.read_text()), now)) if path.exists() else ["missing"]
+    print(f"{path.stem}: {'as reviewed' if not lines else 'differs'}", flush=True)
+    for line in lines:
         print(f"  {line}", flush=True)
-    return len(found)
+    return len(lines)
 
 
 def golden(name: str, slice_: str, settings: tuple[str, ...]) -> dict[str, Any]:
-    """What is kept of an experiment's plan for a slice."""
-    claim = config.load(str(ROOT / "experiments" / f"{name}.py"))
-    experiment = config.override(claim, settings)
+    """Returns what is kept of an experiment's plan for a slice."""
+    experiment = config.load(str(ROOT / "experiments" / f"{name}.py"))
+    experiment = config.override(experiment, settings)
     where = topology.parse(slice_)
     jobs = [Job(experiment, number, where) for number in range(len(experiment.phases))]
     outcomes = compile_lib.compile_all(jobs, _say)
     phases = []
     for job, outcome in zip(jobs, outcomes, strict=True):
-        entry = document.phase_entry(experiment, job.phase, where, outcome)
+        entry = report.phase_entry(experiment, job.phase, where, outcome)
         kept = ("outcome", "memory", "cycles", "random_bytes", "collectives", "checks")
         phases.append({key: entry[key] for key in kept if key in entry})
     return {
         "versions": compile_lib.versions(),
         "settings": list(settings),
-        "config_sha256": document.config_sha256(experiment),
+        "config_sha256": report.config_sha256(experiment),
         "phases": phases,
         "parameters": list(outcomes[0].parameters),
     }
 
 
 def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Leaves that are not the same, as `path: golden -> now`."""
+    """Yields leaves that are not the same, as `path: golden -> now`."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*then, *now]):
             yield from differences(then.get(key), now.get(key), f"{where}.{key}".lstrip("."))
@@ -124,7 +124,7 @@ def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
 
 
 def misfits() -> Iterator[str]:
-    """Goes through the matrix, says each outcome, and gives those that do not compile and fit."""
+    """Prints each outcome of the matrix; yields those that do not compile and fit."""
     for name, slices in MATRIX.items():
         experiment = config.load(str(ROOT / "experiments" / f"{name}.py"))
         jobs = [

@@ -327,7 +327,7 @@ def plan(args: argparse.Namespace) -> int:
     """Compile the steps for TPU pods nobody has booked: what fits, how fast, at what cost."""
     from etils import epath
 
-    from bert_jax.plan import command, topology
+    from bert_jax.plan import report, topology
 
     experiment, workdir = _experiment(args, "write")
     price = _price(args)
@@ -335,7 +335,7 @@ def plan(args: argparse.Namespace) -> int:
         raise InputError("--out: the plan goes into --workdir; name one of the two")
     if args.workdir:
         workdir.require_ours()
-    command.plan_and_write(
+    report.plan_and_write(
         experiment,
         topology.parse_list(args.topology),
         args.mode,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from bert_jax import doctor as doctor_lib
 from bert_jax.doctor import corpus as corpus_lib
 from bert_jax.errors import InputError, printable
-from bert_jax.plan import command, tell
+from bert_jax.plan import report
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE
 from launch import tools
@@ -135,8 +135,8 @@ def slice_is_large_enough(
     """Raises InputError if not every phase compiles and fits; tells the plan."""
     if spec.topology is None:
         return
-    plan = command.make_plan(spec.claim, [spec.topology], "plan", price_per_chip_hour)
-    for line in tell.lines(plan):
+    plan = report.make_plan(spec.claim, [spec.topology], "plan", price_per_chip_hour)
+    for line in report.lines(plan):
         say(line)
     for phase in plan["slices"][0]["phases"]:
         if phase["outcome"] != "compiled":

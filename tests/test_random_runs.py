@@ -17,7 +17,7 @@ from bert_jax import config
 from bert_jax.config import Parallelism
 from bert_jax.doctor.run import examine_lines
 from bert_jax.errors import InputError
-from bert_jax.plan import document
+from bert_jax.plan import report as plan_report
 from bert_jax.report import figures, page
 from bert_jax.report.records import Record
 from bert_jax.storage import workdir
@@ -36,9 +36,9 @@ FILES = [
     "experiment.json",
 ]
 SECONDS = {"total": 0.5, "compute": 0.3, "random_bits": 0.1, "collectives": 0.1, "latency": 0.1}
-# As plan.document gives it, without what no report shows.
+# As plan.report gives it, without what no report shows.
 PLAN = {
-    "format_version": document.FORMAT_VERSION,
+    "format_version": plan_report.FORMAT_VERSION,
     "experiment": "small",
     "versions": {"libtpu": "0.0.1"},
     "slices": [

@@ -1,8 +1,12 @@
-"""Compiling ahead of time for TPU slices that need not be there.
+"""Compiles the training step ahead of time for TPU slices that need not be there.
 
 libtpu, an ordinary package for Linux on x86-64, holds the compiler. One process a compilation: it
 has been seen to crash, and must not take the command with it. What came of a compilation is kept
 in the user's cache folder under a hash of all that it depends on.
+
+    python -m bert_jax.plan.compile JOB.json OUTCOME.json
+
+is that process; `compile_all` starts it, in an environment without devices.
 """
 
 import concurrent.futures
@@ -15,27 +19,35 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
+import numpy as np
 from etils import epath
+from jax.experimental import topologies
 
 from bert_jax import config, system
-from bert_jax.config import Experiment
+from bert_jax.config import Experiment, Phase
 from bert_jax.errors import InputError
-from bert_jax.plan.program import Collective, Kernel, Program
-from bert_jax.plan.topology import Topology
-from bert_jax.plan.variants import variant_of
+from bert_jax.plan import hlo
+from bert_jax.plan import topology as topology_lib
+from bert_jax.plan.topology import Topology, layout_of
 from bert_jax.storage.workdir import cache_folder, made, named_errors, write_atomic
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
+from bert_jax.training.objective import Pretraining
+from bert_jax.training.pretraining import require_runnable
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
-_COMMAND = (sys.executable, "-m", "bert_jax.plan.worker")
+_COMMAND = (sys.executable, "-m", "bert_jax.plan.compile")
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -43,20 +55,20 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 # A compilation takes a core and a half, and a gigabyte or two.
-AT_ONCE = 2
+_AT_ONCE = 2
 # What a compilation and its reading are made of.
 _SOURCES = (
-    "config",
-    "hardware.py",
-    "model",
-    "plan/checks.py",
-    "plan/hlo.py",
-    "plan/program.py",
-    "plan/topology.py",
-    "plan/worker.py",
-    "training",
+    *("config", "hardware.py", "model", "training"),
+    *("plan/compile.py", "plan/hlo.py", "plan/topology.py"),
 )
 _KEPT_SECONDS = 30 * 24 * 3600.0
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+# As the compiler words it: of temporaries alone, or of all that a program needs.
+_TOO_LARGE = (
+    re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +88,13 @@ class Outcome:
       kind: "too large" did not fit; "refused" cannot be laid over the slice; "failed" is the
         compiler's refusal for another reason; "crashed" took the process down.
       message: one line; "" if it compiled.
-      wanted: bytes of a device that did not fit; None if unsaid.
-      available: bytes of a device that there were; None if unsaid.
+      wanted: bytes of a device that did not fit; None if the compiler does not say.
+      available: bytes of a device that there were; None if it does not say.
       memory: bytes of a device: peak, arguments, temporaries, code, donated. Empty unless compiled.
       program: what it does; None unless compiled.
       places: of the devices, in the order of the mesh: chip coordinates, number on the chip.
-      parameters: a line for each, see worker.parameter_table.
-      whole_batch: see checks.whole_batch_arrays.
+      parameters: a line for each, see `parameter_table`.
+      whole_batch: see `hlo.whole_batch_arrays`.
     """
 
     kind: Literal["compiled", "too large", "refused", "failed", "crashed"]
@@ -90,34 +102,32 @@ class Outcome:
     wanted: float | None = None
     available: float | None = None
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    program: Program | None = None
+    program: hlo.Program | None = None
     places: tuple[tuple[int, ...], ...] = ()
     parameters: tuple[str, ...] = ()
     whole_batch: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, value: dict[str, Any]) -> "Outcome":
-        """Reads what the worker wrote."""
-        if value["kind"] != "compiled":
-            return cls(**value)
-        read = dict(value["program"])
-        read["kernels"] = tuple(Kernel(**kernel) for kernel in read["kernels"])
-        read["collectives"] = tuple(
-            Collective(**one | {"group": tuple(one["group"])}) for one in read["collectives"]
-        )
-        whole = value["whole_batch"]
-        return cls(
-            kind="compiled",
-            memory=value["memory"],
-            program=Program(**read),
-            places=tuple(map(tuple, value["places"])),
-            parameters=tuple(value["parameters"]),
-            whole_batch=None if whole is None else tuple(whole),
-        )
+    def from_json(cls, text: str) -> "Outcome":
+        """Reads what `dataclasses.asdict` gave as JSON."""
+        fields = json.loads(text)
+        if fields.get("program"):
+            program = fields["program"]
+            program["kernels"] = tuple(hlo.Kernel(**kernel) for kernel in program["kernels"])
+            program["collectives"] = tuple(
+                hlo.Collective(**one | {"group": tuple(one["group"])})
+                for one in program["collectives"]
+            )
+            fields["program"] = hlo.Program(**program)
+            fields["places"] = tuple(map(tuple, fields["places"]))
+            fields["parameters"] = tuple(fields["parameters"])
+            if fields["whole_batch"] is not None:
+                fields["whole_batch"] = tuple(fields["whole_batch"])
+        return cls(**fields)
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a compilation depends on.
+    """Returns the versions of the packages that a compilation depends on.
 
     Raises:
       InputError: libtpu is not installed.
@@ -130,131 +140,123 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("libtpu", "jax", "jaxlib")}
 
 
+# --- the command's side ---
+
+
 def compile_all(
     jobs: Sequence[Job],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     refusals: Literal["raise", "return"] = "raise",
-    seconds: float | None = None,
 ) -> list[Outcome]:
     """Compiles jobs, two at a time; those done before are looked up.
 
     Args:
       jobs: what to compile.
-      say: is told what is begun.
+      log: gets a line when a compilation begins.
       refusals: what becomes of an experiment that cannot be laid over its slice.
-      seconds: after so many, what is under way is ended; None: however long it takes.
 
     Raises:
-      TimeoutError: not all was done in time; what was is kept.
       InputError: libtpu is not installed; or such an experiment, unless it is to be returned.
     """
     versions()
-    compiler = _Compiler(say, refusals)
-    width = min(AT_ONCE, system.cores())  # `taskset` holds it to one
+    workers = _Workers()
+    width = min(_AT_ONCE, system.cores())  # `taskset` holds it to one
     with concurrent.futures.ThreadPoolExecutor(width) as pool:
-        futures = [pool.submit(compiler.outcome, job) for job in jobs]
+        futures = [pool.submit(_outcome, job, workers, log, refusals) for job in jobs]
         try:
-            concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
-            return [future.result(None if seconds is None else 0) for future in futures]
+            first_failure = concurrent.futures.FIRST_EXCEPTION
+            for future in concurrent.futures.wait(futures, return_when=first_failure).done:
+                future.result()
+            return [future.result() for future in futures]
         except BaseException:
-            compiler.stop()
-            for future in futures:
-                future.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
+            workers.kill()
             raise
 
 
-class _Compiler:
-    """Runs workers, and ends them all at once if asked to."""
+def _outcome(job: Job, workers: "_Workers", log: Callable[[str], None], refusals: str) -> Outcome:
+    kept = cache_folder() / "plans" / f"{key(job)}.json"
+    with contextlib.suppress(FileNotFoundError, LookupError, TypeError, ValueError):
+        return Outcome.from_json(kept.read_text())
+    experiment = job.experiment
+    log(
+        f"compiling {experiment.name} for {job.topology.name}, phase {job.phase}: "
+        f"{experiment.model.num_hidden_layers} layers, "
+        f"{experiment.phases[job.phase].sequence_length} long, {layout_of(experiment, job.phase)}"
+    )
+    text = _run(job, workers)
+    outcome = Outcome.from_json(text)
+    if outcome.kind == "refused" and refusals == "raise":
+        raise InputError(f"{job.topology.name}: {outcome.message}")
+    if outcome.kind in ("compiled", "too large"):  # else this machine may be at fault
+        _keep(kept, text)
+    return outcome
 
-    def __init__(self, say: Callable[[str], None], refusals: str):
-        self.say, self.refusals = say, refusals
-        self.running: set[subprocess.Popen] = set()
-        self.lock = threading.Lock()
-        self.stopped = False
 
-    def stop(self) -> None:
-        with self.lock:
-            self.stopped = True
-            for process in self.running:
-                process.kill()
+def _run(job: Job, workers: "_Workers") -> str:
+    """Returns the outcome as JSON."""
+    with tempfile.TemporaryDirectory(prefix="bert_jax_plan") as folder:
+        job_file, outcome_file = pathlib.Path(folder, "job"), pathlib.Path(folder, "outcome")
+        fields = {
+            "experiment": json.loads(config.to_json(job.experiment)),
+            "phase": job.phase,
+            "topology": job.topology.name,
+        }
+        job_file.write_text(json.dumps(fields))
+        with open(os.path.join(folder, "output"), "w+b") as output:
+            code = workers.run([os.fspath(job_file), os.fspath(outcome_file)], output)
+            output.seek(0)
+            lines = output.read().decode("utf-8", "replace").strip().split("\n")
+        if outcome_file.exists():
+            return outcome_file.read_text()
+    if code < 0:
+        message = f"the compiler crashed ({signal.Signals(-code).name})"
+        return json.dumps({"kind": "crashed", "message": message})
+    raise RuntimeError(f"compiling for {job.topology.name}: {lines[-1]}")
 
-    def outcome(self, job: Job) -> Outcome:
-        kept = cache_folder() / "plans" / f"{key(job)}.json"
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            return Outcome.of(json.loads(kept.read_text()))
-        experiment = job.experiment
-        self.say(
-            f"compiling {experiment.name} for {job.topology.name}, phase {job.phase}: "
-            f"{experiment.model.num_hidden_layers} layers, "
-            f"{experiment.phases[job.phase].sequence_length} long, "
-            f"{variant_of(experiment, job.phase)}"
-        )
-        value = self._run(job)
-        outcome = Outcome.of(value)
-        if outcome.kind == "refused" and self.refusals == "raise":
-            raise InputError(f"{job.topology.name}: {outcome.message}")
-        if outcome.kind in ("compiled", "too large"):  # else this machine may be at fault
-            _keep(kept, value)
-        return outcome
 
-    def _run(self, job: Job) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="bert_jax_plan") as folder:
-            asked, answer = os.path.join(folder, "job.json"), os.path.join(folder, "outcome.json")
-            pathlib.Path(asked).write_text(
-                json.dumps(
-                    {
-                        "experiment": json.loads(config.to_json(job.experiment)),
-                        "phase": job.phase,
-                        "topology": job.topology.name,
-                    }
-                )
-            )
-            with open(os.path.join(folder, "noise"), "w+b") as noise:
-                with self._worker([asked, answer], noise) as process:
-                    process.wait()
-                noise.seek(0)
-                told = noise.read().decode("utf-8", "replace")
-            if os.path.exists(answer):
-                return json.loads(pathlib.Path(answer).read_text())
-        if process.returncode < 0:
-            name = signal.Signals(-process.returncode).name
-            return {"kind": "crashed", "message": f"the compiler crashed ({name})"}
-        last = (told.strip().split("\n") or [""])[-1]
-        raise RuntimeError(f"compiling for {job.topology.name}: {last}")
+class _Workers:
+    """Processes that compile; `kill` ends them all, and those that are begun later at once."""
 
-    @contextlib.contextmanager
-    def _worker(self, arguments: list[str], noise: Any) -> Iterator[subprocess.Popen]:
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen] = set()
+        self._killed = threading.Event()
+
+    def run(self, arguments: list[str], output: Any) -> int:
+        """Runs a process to its end; returns its exit code."""
         path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
         environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": path}
         environment.pop("XLA_FLAGS", None)  # a plan is of the compiler as it comes
-        with self.lock:
-            if self.stopped:
-                raise RuntimeError("stopped")
-            process = subprocess.Popen(
-                [*_COMMAND, *arguments],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=noise,
-                stderr=noise,
-            )
-            self.running.add(process)
-        try:
-            yield process
-        finally:
+        process = subprocess.Popen(
+            [*_COMMAND, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+        self._running.add(process)
+        if self._killed.is_set():
             process.kill()
-            process.wait()
-            with self.lock:
-                self.running.discard(process)
+        try:
+            return process.wait()
+        finally:
+            self._running.discard(process)
+
+    def kill(self) -> None:
+        self._killed.set()
+        for process in list(self._running):
+            process.kill()
 
 
 def key(job: Job) -> str:
-    """A hash of all that the outcome of a job depends on, this code included."""
+    """Returns a hash of all that the outcome of a job depends on, this code included."""
     experiment = job.experiment
-    parts_of_step = experiment.parallelism.accumulation_of(job.phase)
-    mesh = dataclasses.replace(experiment.parallelism, accumulation=(parts_of_step,))
-    sections = (experiment.model, experiment.optimizer, mesh, experiment.phases[job.phase])
+    micro_batches = experiment.parallelism.accumulation_of(job.phase)
+    parallelism = dataclasses.replace(experiment.parallelism, accumulation=(micro_batches,))
+    phase = experiment.phases[job.phase]
     parts = [
-        *(config.flatten(section) for section in sections),
+        *map(config.flatten, (experiment.model, experiment.optimizer, parallelism, phase)),
+        bool(experiment.run.check_every),  # then a second program is compiled
         experiment.total_steps,
         job.topology.name,
         versions(),
@@ -274,10 +276,150 @@ def _code_version() -> str:
     return digest.hexdigest()
 
 
-def _keep(path: epath.Path, value: dict[str, Any]) -> None:
+def _keep(path: epath.Path, text: str) -> None:
     with made(path.parent), named_errors(path.parent):
-        write_atomic(path, json.dumps(value))
+        write_atomic(path, text)
         for other in pathlib.Path(path.parent).glob("*.json"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
                     other.unlink()
+
+
+# --- the process that compiles ---
+
+
+def main(job_file: str, outcome_file: str) -> None:
+    """Reads a job, compiles it and writes what came of it; dies with the process that asked."""
+    system.die_with_parent()
+    job = json.loads(epath.Path(job_file).read_text())
+    experiment = config.from_json(json.dumps(job["experiment"]), job_file)
+    topology = topology_lib.parse(job["topology"])
+    described = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology.name, **topology.compiler_options
+    )
+    try:
+        outcome = compile_step(experiment, job["phase"], described.devices)
+    except InputError as error:
+        outcome = Outcome(kind="refused", message=str(error))
+    except jax.errors.JaxRuntimeError as error:
+        outcome = failure(str(error))
+    write_atomic(epath.Path(outcome_file), json.dumps(dataclasses.asdict(outcome)))
+
+
+def compile_step(experiment: Experiment, number: int, devices: Sequence[jax.Device]) -> Outcome:
+    """Compiles the training step of a phase for devices that need not be there.
+
+    Raises:
+      InputError: the experiment cannot be laid over so many devices.
+      jax.errors.JaxRuntimeError: the compiler refuses.
+    """
+    mesh = mesh_lib.make_mesh(experiment.parallelism, devices)
+    require_runnable(experiment, mesh)
+    objective = Pretraining(experiment.model)
+    state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
+    compiled = lower_step(experiment, number, mesh, state).compile()
+    memory = compiled.memory_analysis()
+    peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
+    if experiment.run.check_every:
+        options = step.self_checks(mesh.devices.flat[0].device_kind)
+        checked = lower_step(experiment, number, mesh, state, options).compile().memory_analysis()
+        # Both programs are loaded, and one of them runs.
+        peak = max(peak, checked.peak_memory_in_bytes)
+        code += checked.generated_code_size_in_bytes
+    module = hlo.parse(compiled.as_text())
+    whole_batch = hlo.whole_batch_arrays(module, experiment, number, mesh_lib.data_shards(mesh))
+    return Outcome(
+        kind="compiled",
+        memory={
+            "peak": peak,
+            "arguments": memory.argument_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "code": code,
+            "donated": memory.alias_size_in_bytes,
+        },
+        program=hlo.read(module),
+        places=tuple((*device.coords, device.core_on_chip) for device in mesh.devices.flat),
+        parameters=tuple(parameter_table(state["params"])),
+        whole_batch=None if whole_batch is None else tuple(whole_batch),
+    )
+
+
+def lower_step(
+    experiment: Experiment,
+    number: int,
+    mesh: jax.sharding.Mesh,
+    state: step.State,
+    compiler_options: step.CompilerOptions = (),
+) -> jax.stages.Lowered:
+    """Traces the training step of a phase for a mesh and an abstract state."""
+    replicated = mesh_lib.replicated(mesh)
+    objective = Pretraining(experiment.model)
+    train_step = step.make_train_step(
+        objective,
+        experiment.optimizer,
+        experiment.parallelism,
+        experiment.parallelism.accumulation_of(number),
+        experiment.total_steps,
+        mesh,
+        compiler_options,
+    )
+    phase_key = jax.eval_shape(lambda: step.phase_key(experiment.model, experiment.seed, number))
+    return train_step.lower(
+        state,
+        _placed(jax.eval_shape(lambda: step.empty_window(objective)), replicated),
+        _placed(abstract_batch(experiment.phases[number]), mesh_lib.batch_sharding(mesh)),
+        _placed(phase_key, replicated),
+    )
+
+
+def parameter_table(params: Any) -> list[str]:
+    """Returns a line for each parameter: path, shape, dtype, shape of what one device holds."""
+    lines = []
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = "/".join(part.key for part in path)
+        mine = leaf.sharding.shard_shape(leaf.shape)
+        lines.append(f"{name} {list(leaf.shape)} {leaf.dtype}, on a device {list(mine)}")
+    return lines
+
+
+def abstract_batch(phase: Phase) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of what `data.batches` gives for a step of the phase."""
+    rows, length, masked = phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
+    shapes = {
+        "rows": ((rows,), np.uint32),
+        "row_weights": ((rows,), np.float32),
+        "input_ids": ((rows, length), np.int32),
+        "segment_ids": ((rows, length), np.int32),
+        "input_mask": ((rows, length), np.int32),
+        "masked_lm_positions": ((rows, masked), np.int32),
+        "masked_lm_ids": ((rows, masked), np.int32),
+        "masked_lm_weights": ((rows, masked), np.float32),
+        "next_sentence_labels": ((rows,), np.int32),
+    }
+    return {name: jax.ShapeDtypeStruct(*value) for name, value in shapes.items()}
+
+
+def _placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )
+
+
+def failure(message: str) -> Outcome:
+    """Returns the outcome for what the compiler says when it refuses.
+
+    A program that wants too much memory gives `wanted` and `available`, if the message has them.
+    """
+    line = message.strip().split("\n")[0]
+    if not line.startswith("RESOURCE_EXHAUSTED"):
+        return Outcome(kind="failed", message=line)
+    for pattern in _TOO_LARGE:
+        match = pattern.search(message)
+        if match:
+            wanted, available = (float(match[i]) * _UNITS[match[i + 1]] for i in (1, 3))
+            return Outcome(kind="too large", message=line, wanted=wanted, available=available)
+    return Outcome(kind="too large", message=line)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

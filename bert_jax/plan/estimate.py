@@ -1,4 +1,4 @@
-"""From what a program does to how long a step takes, term by term.
+"""Estimates how long a step takes from what its program does, term by term.
 
 Nothing here was measured on a TPU. The compiler's cycles are close for matrix products (3 to 14 %
 too high) and up to three times too high for element-wise work that is not fused into one;
@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 
 from bert_jax import hardware
-from bert_jax.plan.program import Collective, Kernel, Program
+from bert_jax.plan.hlo import Collective, Kernel, Program
 from bert_jax.plan.topology import Topology
 
 # A register of 4,096 bytes in 16 cycles: Philox's ten rounds on the four units of a vector core.
@@ -42,7 +42,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Of all terms."""
+        """The sum of all terms."""
         return sum(dataclasses.astuple(self))
 
 
@@ -64,7 +64,7 @@ class Route:
 def estimate(
     program: Program, topology: Topology, places: Sequence[Place], compute_dtype: str
 ) -> Seconds:
-    """How long a step takes.
+    """Returns how long a step takes, term by term.
 
     Args:
       program: of one device.
@@ -89,7 +89,7 @@ def estimate(
 
 
 def kernel_seconds(kernel: Kernel, tpu: hardware.Tpu, compute_dtype: str) -> float:
-    """The least time of one run of a kernel on a device."""
+    """Returns the least seconds of one run of a kernel on a device."""
     peak = hardware.PEAK_FLOPS[tpu.kind][compute_dtype]
     bandwidth = tpu.memory_bandwidth / tpu.devices_per_chip
     return max((kernel.flops or 0) / peak, kernel.bytes / bandwidth)
@@ -98,18 +98,18 @@ def kernel_seconds(kernel: Kernel, tpu: hardware.Tpu, compute_dtype: str) -> flo
 def collective_seconds(
     collective: Collective, topology: Topology, places: Sequence[Place]
 ) -> tuple[float, float]:
-    """Transfer and latency of one run of a collective, less what other work covers."""
-    way = route(collective.group, topology, places)
-    if way.size == 1:
+    """Returns (transfer, latency) of one run of a collective, in seconds, less what work covers."""
+    links = route(collective.group, topology, places)
+    if links.size == 1:
         return 0.0, 0.0
-    share = (way.size - 1) / way.size
+    share = (links.size - 1) / links.size
     rounds = 1
     if collective.kind == "all-reduce":
         rounds = 2  # a scatter, then a gather
     elif collective.kind == "collective-permute":
         share = 1.0
-    transfer = rounds * share * collective.payload / way.bandwidth
-    latency = rounds * way.hops * HOP_SECONDS
+    transfer = rounds * share * collective.payload / links.bandwidth
+    latency = rounds * links.hops * HOP_SECONDS
     if collective.cover is None:
         return transfer, latency
     left = max(0.0, transfer + latency - collective.cover / topology.tpu.clock_hz)
@@ -117,7 +117,7 @@ def collective_seconds(
 
 
 def route(group: Sequence[int], topology: Topology, places: Sequence[Place]) -> Route:
-    """The links that carry a group's collective.
+    """Returns the links that carry a group's collective.
 
     Groups of the same kind work at the same time. Where they are made of one core of each chip,
     the groups of the other cores share the links. Between the cores of one chip all links' rate

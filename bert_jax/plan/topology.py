@@ -1,10 +1,11 @@
-"""Names of TPU slices like v5e:8x8, and what follows from them."""
+"""Names of TPU slices like v5e:8x8, what follows from them, and how a step is laid over one."""
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from bert_jax import hardware
+from bert_jax.config import Experiment
 from bert_jax.errors import InputError
 
 
@@ -24,12 +25,12 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """How many are rented."""
+        """How many chips are rented."""
         return math.prod(self.shape)
 
     @property
     def devices(self) -> int:
-        """How many jax sees: on v2 and v3 a chip is two."""
+        """How many devices jax sees: on v2 and v3 a chip is two."""
         return self.chips * self.tpu.devices_per_chip
 
     @property
@@ -38,18 +39,18 @@ class Topology:
         return self.tpu.memory_bytes / self.tpu.devices_per_chip
 
     def peak_flops(self, compute_dtype: str) -> float:
-        """Operations a second of all devices."""
+        """Returns the peak of all devices, operations a second."""
         return hardware.PEAK_FLOPS[self.tpu.kind][compute_dtype] * self.devices
 
     def is_ring(self, axis: int) -> bool:
-        """Whether the axis is closed, its last chip linked to its first."""
+        """Returns whether the axis is closed, its last chip linked to its first."""
         if self.tpu.ring == "cubes":
             return all(length % 4 == 0 for length in self.shape)
         return self.shape[axis] == self.tpu.ring
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """What the compiler must be told beside the name."""
+        """What the compiler needs to know next to the name."""
         options: dict[str, Any] = {}
         if self.chips == 1:
             options["chips_per_host_bounds"] = [1, 1, 1]
@@ -61,7 +62,7 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """A slice of those that are offered.
+    """Returns the slice of that name.
 
     Raises:
       InputError: no such generation, or no such slice; the known ones are named.
@@ -80,5 +81,44 @@ def parse(name: str) -> Topology:
 
 
 def parse_list(names: str) -> list[Topology]:
-    """Slices separated by commas, each once."""
+    """Returns the slices of names separated by commas, each once."""
     return [parse(name.strip()) for name in dict.fromkeys(names.split(","))]
+
+
+class Layout(NamedTuple):
+    """How one phase is laid over devices: values of the fields of `parallelism`."""
+
+    state: str
+    remat: str
+    accumulation: int
+
+    def __str__(self) -> str:
+        return f"{self.state}, remat {self.remat}, accumulation {self.accumulation}"
+
+
+def layout_of(experiment: Experiment, phase: int) -> Layout:
+    """Returns how the experiment lays this phase."""
+    parallelism = experiment.parallelism
+    return Layout(parallelism.state, parallelism.remat, parallelism.accumulation_of(phase))
+
+
+def with_layout(experiment: Experiment, phase: int, layout: Layout) -> Experiment:
+    """Returns the experiment with this phase laid so.
+
+    Raises:
+      InputError: the experiment's other settings forbid it.
+    """
+    parts = [experiment.parallelism.accumulation_of(n) for n in range(len(experiment.phases))]
+    parts[phase] = layout.accumulation
+    parallelism = dataclasses.replace(
+        experiment.parallelism,
+        state=layout.state,
+        remat=layout.remat,
+        accumulation=tuple(parts),
+    )
+    return dataclasses.replace(experiment, parallelism=parallelism)
+
+
+def shards_of(experiment: Experiment, topology: Topology) -> int:
+    """Returns into how many parts the batch is cut: devices that share rows count once."""
+    return max(topology.devices // experiment.parallelism.tensor, 1)

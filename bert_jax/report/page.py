@@ -118,7 +118,7 @@ def _detail(record: Record, price: float | None) -> dict[str, Any]:
 
 
 def _plan(plan: dict[str, Any]) -> dict[str, Any]:
-    """A row for each phase on each slice of a plan (plan.document)."""
+    """A row for each phase on each slice of a plan (plan.report)."""
     rows = []
     for entry in plan["slices"]:
         for phase in entry["phases"]:

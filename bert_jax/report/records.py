@@ -11,7 +11,7 @@ from etils import epath
 from bert_jax import config
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError, printable
-from bert_jax.plan import document
+from bert_jax.plan import report as plan_report
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, is_sealed, load_experiment, read_json
 from bert_jax.training.lines import Lines
@@ -41,7 +41,7 @@ class Record:
       probes: lines of what probes said.
       predictions: lines of predictions.jsonl.
       timings: lines of timings.jsonl.
-      plan: what it would take on TPUs (plan.document); empty if it was not planned.
+      plan: what it would take on TPUs (plan.report); empty if it was not planned.
     """
 
     label: str
@@ -134,9 +134,9 @@ def _origin(path: epath.Path) -> dict[str, Any]:
 
 
 def _plan(path: epath.Path) -> dict[str, Any]:
-    """What plan.document gave."""
+    """What plan.report gave."""
     anew = "remove it, or plan anew with `bert-jax plan`"
-    found = read_json(path, document.FORMAT_VERSION, anew, anew)
+    found = read_json(path, plan_report.FORMAT_VERSION, anew, anew)
     if not is_sealed(found):
         raise InputError(f"{path}: carries no checksum, so it might be damaged; {anew}")
     return found

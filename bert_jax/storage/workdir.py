@@ -13,7 +13,7 @@ bucket is written here, too: `mirror` sends it there.
     W/origin.json           which experiment file and --set strings the last start was given
     W/compiled/             of a run in a bucket: compiled programs (see training.environment)
     W/profile/              traces of some steps (see training.profile)
-    W/plan.json             what it would take on TPUs (see plan.document)
+    W/plan.json             what it would take on TPUs (see plan.report)
     W/launch.json           which machines it was launched on (see launch.target)
 """
 

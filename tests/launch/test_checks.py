@@ -143,10 +143,10 @@ def plan_with(outcome: str):
 
 
 def test_a_run_that_does_not_fit_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks.tell, "lines", lambda plan: ["recipe: 7 hours, cost 84"])
-    monkeypatch.setattr(checks.command, "make_plan", plan_with("compiled"))
+    monkeypatch.setattr(checks.report, "lines", lambda plan: ["recipe: 7 hours, cost 84"])
+    monkeypatch.setattr(checks.report, "make_plan", plan_with("compiled"))
     assert "recipe: 7 hours, cost 84" in check(tmp_path, "plan")
-    monkeypatch.setattr(checks.command, "make_plan", plan_with("too large"))
+    monkeypatch.setattr(checks.report, "make_plan", plan_with("too large"))
     with pytest.raises(InputError, match=r"phase 0 does not run on v3:4x4 \(too large.*force plan"):
         check(tmp_path, "plan")
 

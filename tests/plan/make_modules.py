@@ -1,9 +1,9 @@
-"""Makes the modules that test_program.py reads, with the real compiler (libtpu 0.0.42.1).
+"""Makes the modules that test_hlo.py reads, with the real compiler (libtpu 0.0.42.1).
 
     PYTHONPATH=. JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python tests/plan/make_modules.py
 
 Small programs with what a training step has: loops in loops, gathers and scatters along axes of a
-torus, some beside other work, random bits, kernels.
+torus, some during other work, random bits, kernels.
 """
 
 import gzip

@@ -1,10 +1,10 @@
-"""What compilations are said to have come to, where none is made."""
+"""Made-up outcomes of compilations."""
 
 import numpy as np
 
 from bert_jax.plan import topology
 from bert_jax.plan.compile import Outcome
-from bert_jax.plan.program import Collective, Program
+from bert_jax.plan.hlo import Collective, Program
 
 VERSIONS = {"libtpu": "1.2", "jax": "3.4", "jaxlib": "3.4"}
 

@@ -6,7 +6,7 @@ import pytest
 
 from bert_jax import hardware
 from bert_jax.plan import estimate, topology
-from bert_jax.plan.program import Collective, Kernel, Program
+from bert_jax.plan.hlo import Collective, Kernel, Program
 
 EMPTY = Program(cycles=0, random_bytes=0, kernels=(), collectives=(), operations={}, endless=0)
 MB = 1_000_000

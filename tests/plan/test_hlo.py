@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 from bert_jax import config
-from bert_jax.plan import checks, hlo, program
-from bert_jax.plan.program import Collective, Kernel
+from bert_jax.plan import hlo
+from bert_jax.plan.hlo import Collective, Kernel, Program
 
 MODULES = pathlib.Path(__file__).parent / "modules"
 # As make_modules.py has them.
@@ -18,9 +18,13 @@ def text(name: str) -> str:
     return gzip.decompress((MODULES / f"{name}.txt.gz").read_bytes()).decode()
 
 
+def read(module: str) -> Program:
+    return hlo.read(hlo.parse(module))
+
+
 @pytest.fixture(scope="module")
 def layers():
-    return program.read(text("sharded_layers"))
+    return read(text("sharded_layers"))
 
 
 def test_cycles_are_summed_over_all_rounds_of_loops_in_loops(layers):
@@ -62,7 +66,7 @@ def test_only_the_last_sum_stands_outside_the_loops(layers):
 
 def test_kernels_give_the_work_they_state_and_else_their_arrays():
     array = 4 * 128 * 128
-    assert program.read(text("kernels")).kernels == (
+    assert read(text("kernels")).kernels == (
         Kernel(name="stated", count=5, flops=1000, bytes=100_000),
         Kernel(name="silent", count=1, flops=None, bytes=2 * array),
     )
@@ -85,7 +89,7 @@ ENTRY %main (p: f32[6]) -> f32[6] {{
   ROOT %sum = f32[6]{{0}} all-reduce(%p), channel_id=1, {written}, to_apply=%add
 }}
 """
-    assert program.read(lines).collectives == (
+    assert read(lines).collectives == (
         Collective(kind="all-reduce", count=1, payload=24, group=group, where="entry", cover=None),
     )
 
@@ -114,13 +118,13 @@ ENTRY %main (p: f32[8]) -> (s32[], f32[8]) {
 
 
 def test_a_loop_counts_from_its_own_start():
-    read = program.read(LOOP.replace("LIMIT", "constant(12)"))
-    assert (read.cycles, read.endless) == (70, 0)
+    loop = read(LOOP.replace("LIMIT", "constant(12)"))
+    assert (loop.cycles, loop.endless) == (70, 0)
 
 
-def test_a_loop_of_unknown_rounds_is_counted_once_and_told():
-    read = program.read(LOOP.replace("LIMIT", "negate(%j)"))
-    assert (read.cycles, read.endless) == (7, 1)
+def test_a_loop_of_unknown_rounds_is_counted_once_and_named():
+    loop = read(LOOP.replace("LIMIT", "negate(%j)"))
+    assert (loop.cycles, loop.endless) == (7, 1)
 
 
 SCATTER = """HloModule small
@@ -139,7 +143,7 @@ ENTRY %main (p: bf16[16,8]) -> bf16[4,8] {
 
 
 def test_a_sum_of_which_a_slice_alone_is_made_is_a_scatter():
-    (one,) = program.read(SCATTER).collectives
+    (one,) = read(SCATTER).collectives
     assert (one.kind, one.payload) == ("reduce-scatter", 2 * 16 * 8)
 
 
@@ -176,14 +180,14 @@ def experiment(batch_size: int, heads: int = 4) -> config.Experiment:
 
 def test_bits_drawn_for_the_whole_batch_on_each_device_are_found():
     module = hlo.parse(text("replicated_bits"))
-    assert checks.whole_batch_arrays(module, experiment(48), 0, 4) == ["u16[48,128,256]"]
-    assert checks.whole_batch_arrays(module, experiment(96), 0, 4) == []
+    assert hlo.whole_batch_arrays(module, experiment(48), 0, 4) == ["u16[48,128,256]"]
+    assert hlo.whole_batch_arrays(module, experiment(96), 0, 4) == []
 
 
-def test_a_batch_as_large_as_another_dimension_cannot_be_told():
+def test_a_batch_as_large_as_another_dimension_cannot_be_recognised():
     module = hlo.parse(text("replicated_bits"))
-    assert checks.whole_batch_arrays(module, experiment(256), 0, 4) is None
-    assert checks.whole_batch_arrays(module, experiment(48), 0, 1) is None
+    assert hlo.whole_batch_arrays(module, experiment(256), 0, 4) is None
+    assert hlo.whole_batch_arrays(module, experiment(48), 0, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -198,5 +202,5 @@ def test_a_batch_as_large_as_another_dimension_cannot_be_told():
 )
 def test_what_counts_as_the_whole_batch(array, found):
     lines = f"HloModule small\nENTRY %main () -> f32[] {{\n  ROOT %c = {array} iota()\n}}\n"
-    got = checks.whole_batch_arrays(hlo.parse(lines), experiment(48), 0, 4)
+    got = hlo.whole_batch_arrays(hlo.parse(lines), experiment(48), 0, 4)
     assert got == ([array] if found else [])

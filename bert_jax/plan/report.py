@@ -1,0 +1,418 @@
+"""`bert-jax plan`: a plan as JSON, what was compiled, what it takes and costs; and as lines."""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from etils import epath
+
+from bert_jax import config
+from bert_jax.config import Experiment
+from bert_jax.errors import printable
+from bert_jax.model import flops
+from bert_jax.plan import compile as compile_lib
+from bert_jax.plan import estimate
+from bert_jax.plan import search as search_lib
+from bert_jax.plan.compile import Job, Outcome
+from bert_jax.plan.hlo import Program
+from bert_jax.plan.topology import Layout, Topology, layout_of, shards_of
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import require_plain, sealed
+
+FORMAT_VERSION = 1
+
+# Collectives whose arithmetic a table of scaling shows.
+_SHOWN = 3
+_GIB = 2**30
+
+Entry = dict[str, Any]
+
+
+def plan_and_write(
+    experiment: Experiment,
+    topologies: Sequence[Topology],
+    mode: Literal["plan", "search", "scaling"],
+    price_per_chip_hour: float | None,
+    path: epath.Path | None,
+    log: Callable[[str], None],
+) -> None:
+    """Makes a plan, prints it, and writes it to `path`, unless that is None.
+
+    Args:
+      experiment: what is planned.
+      topologies: where it may run.
+      mode: `search` ranks layouts on each slice, too; `scaling` instead gives each chip of every
+        slice the same work.
+      price_per_chip_hour: in any currency; None: costs are left out.
+      path: of the plan as JSON.
+      log: gets the lines of the plan.
+
+    Raises:
+      InputError: libtpu is not installed, the experiment cannot be laid over a slice, or the plan
+        cannot be written.
+    """
+    if path is not None:
+        require_plain(path)
+    if mode == "scaling":
+        plan = _document(experiment, [], price_per_chip_hour)
+        plan["scaling"] = _scaling(search_lib.scale(experiment, topologies, _log_progress))
+    else:
+        plan = make_plan(experiment, topologies, mode, price_per_chip_hour)
+    for line in lines(plan):
+        log(line)
+    if path is not None:
+        mirror.write(path, json.dumps(sealed(plan), indent=2) + "\n")
+        log(f"plan: {path}")
+
+
+def make_plan(
+    experiment: Experiment,
+    topologies: Sequence[Topology],
+    mode: Literal["plan", "search"],
+    price_per_chip_hour: float | None,
+) -> Entry:
+    """Compiles every phase for every slice; where one does not fit, looks for what helps.
+
+    A search finds what fits: with it nothing else is looked for.
+
+    Returns:
+      The plan; with `search`, each slice holds what `search.search` gives.
+    """
+    numbers = range(len(experiment.phases))
+    jobs = [Job(experiment, number, topology) for topology in topologies for number in numbers]
+    outcomes = iter(compile_lib.compile_all(jobs, _log_progress))
+    slices = []
+    for topology in topologies:
+        mine = [next(outcomes) for _ in numbers]
+        entry = _slice_entry(experiment, topology, mine, price_per_chip_hour)
+        for phase in entry["phases"]:
+            if phase["outcome"] == "too large" and mode == "plan":
+                phase["remedies"] = search_lib.remedies(
+                    experiment, phase["phase"], topology, _log_progress
+                )
+        if mode == "search":
+            entry["search"] = search_lib.search(experiment, topology, _log_progress)
+        slices.append(entry)
+    return _document(experiment, slices, price_per_chip_hour)
+
+
+def _log_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# --- as JSON ---
+
+
+def _document(
+    experiment: Experiment, slices: list[Entry], price_per_chip_hour: float | None
+) -> Entry:
+    return {
+        "format_version": FORMAT_VERSION,
+        "experiment": experiment.name,
+        "config_sha256": config_sha256(experiment),
+        "versions": compile_lib.versions(),
+        "assumptions": {
+            "random_bytes_per_cycle": estimate.RANDOM_BYTES_PER_CYCLE,
+            "hop_seconds": estimate.HOP_SECONDS,
+        },
+        "price_per_chip_hour": price_per_chip_hour,
+        "slices": slices,
+    }
+
+
+def config_sha256(experiment: Experiment) -> str:
+    """Returns a hash of all that a plan follows from: the experiment except its `run`."""
+    fields = json.loads(config.to_json(experiment))
+    del fields["run"]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def _slice_entry(
+    experiment: Experiment,
+    topology: Topology,
+    outcomes: Sequence[Outcome],
+    price_per_chip_hour: float | None,
+) -> Entry:
+    """Returns the entry of one slice, of the outcomes of all phases there."""
+    phases = [
+        phase_entry(experiment, number, topology, outcome)
+        for number, outcome in enumerate(outcomes)
+    ]
+    hours = [entry["hours"] for entry in phases]
+    total = None if None in hours else sum(hours)
+    cost = None
+    if total is not None and price_per_chip_hour is not None:
+        cost = total * topology.chips * price_per_chip_hour
+    return {
+        "topology": topology.name,
+        "device_kind": topology.tpu.kind,
+        "chips": topology.chips,
+        "devices": topology.devices,
+        "device_memory": topology.device_memory,
+        "phases": phases,
+        "hours": total,
+        "chip_hours": None if total is None else total * topology.chips,
+        "cost": cost,
+    }
+
+
+def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome: Outcome) -> Entry:
+    """Returns the entry of one phase on one slice; times in seconds, sizes in bytes of a device.
+
+    What is not known, because it was not compiled, is None.
+    """
+    phase = experiment.phases[number]
+    entry: Entry = {
+        "phase": number,
+        "sequence_length": phase.sequence_length,
+        "batch_size": phase.batch_size,
+        "rows_per_device": phase.batch_size / shards_of(experiment, topology),
+        "steps": phase.steps,
+        "layout": layout_of(experiment, number)._asdict(),
+        "outcome": outcome.kind,
+        "message": outcome.message,
+        "wanted": outcome.wanted,
+        "available": outcome.available,
+        "memory": outcome.memory,
+        "hours": None,
+    }
+    if outcome.program is None:
+        return entry
+    program, dtype = outcome.program, experiment.model.compute_dtype
+    seconds = estimate.estimate(program, topology, outcome.places, dtype)
+    model_flops = flops.train_step_flops(
+        experiment.model, phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
+    )
+    peak = topology.peak_flops(dtype)
+    return entry | {
+        "hours": phase.steps * seconds.total / 3600,
+        "seconds": dataclasses.asdict(seconds) | {"total": seconds.total},
+        "cycles": program.cycles,
+        "clock_hz": topology.tpu.clock_hz,
+        "random_bytes": program.random_bytes,
+        "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+        "model_flops": model_flops,
+        "peak_flops": peak,
+        "utilisation": model_flops / (seconds.total * peak),
+        "collectives": _collectives_by_kind(program),
+        "operations": program.operations,
+        "checks": {
+            "whole_batch": None if outcome.whole_batch is None else list(outcome.whole_batch),
+            "largest_all_reduce": max(
+                (c.payload for c in program.collectives if c.kind == "all-reduce"), default=0
+            ),
+            "in_loops": sum(c.count for c in program.collectives if c.where == "loop"),
+            "endless_loops": program.endless,
+        },
+    }
+
+
+def _collectives_by_kind(program: Program) -> list[Entry]:
+    """Returns by kind: how many a step, bytes of their whole arrays, the share that is covered."""
+    entries = []
+    for kind in dict.fromkeys(c.kind for c in program.collectives):
+        mine = [c for c in program.collectives if c.kind == kind]
+        size = sum(c.count * c.payload for c in mine)
+        covered = sum(c.count * c.payload for c in mine if c.cover is not None)
+        entries.append(
+            {
+                "kind": kind,
+                "count": sum(c.count for c in mine),
+                "bytes": size,
+                "asynchronous_share": covered / size if size else 0.0,
+            }
+        )
+    return entries
+
+
+def _scaling(phases: list[list[tuple[Job, Outcome]]]) -> list[Entry]:
+    """Returns for each phase `rows_per_chip` and its slices.
+
+    A slice is a `phase_entry` with `efficiency`, the first slice's step over this one's, and
+    `arithmetic`, lines.
+    """
+    entries = []
+    for compiled in phases:
+        slices = []
+        for job, outcome in compiled:
+            entry = phase_entry(job.experiment, job.phase, job.topology, outcome)
+            entry |= {"topology": job.topology.name, "chips": job.topology.chips}
+            base = (slices[0] if slices else entry).get("seconds")
+            known = base and "seconds" in entry
+            entry["efficiency"] = base["total"] / entry["seconds"]["total"] if known else None
+            slices.append(entry | {"arithmetic": list(_arithmetic(job.topology, outcome))})
+        first = slices[0]
+        entries.append(
+            {
+                "phase": first["phase"],
+                "rows_per_chip": first["batch_size"] / first["chips"],
+                "slices": slices,
+            }
+        )
+    return entries
+
+
+def _arithmetic(topology: Topology, outcome: Outcome) -> Iterator[str]:
+    """Yields the collectives that take longest, as they were computed."""
+    if outcome.program is None:
+        return
+    timed = []
+    for one in outcome.program.collectives:
+        transfer, latency = estimate.collective_seconds(one, topology, outcome.places)
+        timed.append((one.count * (transfer + latency), one))
+    timed.sort(key=lambda pair: -pair[0])
+    for seconds, one in timed[:_SHOWN]:
+        links = estimate.route(one.group, topology, outcome.places)
+        twice = "2 x " if one.kind == "all-reduce" else ""
+        covered = "" if one.cover is None else ", less what other work covers"
+        yield (
+            f"{one.count} {one.kind} of {one.payload / 1e6:.2f} MB over {links.size}: "
+            f"{one.count} x {twice}({links.size - 1}/{links.size} x {one.payload / 1e6:.2f} MB / "
+            f"{links.bandwidth / 1e9:g} GB/s + {links.hops} us){covered} = {1e3 * seconds:.2f} ms"
+        )
+
+
+# --- as lines ---
+
+
+def lines(plan: Entry) -> Iterator[str]:
+    """Yields the lines of a plan for a terminal."""
+    versions = ", ".join(f"{name} {version}" for name, version in plan["versions"].items())
+    yield f"{printable(plan['experiment'])}, compiled by {versions}; nothing was run on a TPU"
+    for entry in plan["slices"]:
+        yield ""
+        yield from _slice_lines(entry)
+    for phase in plan.get("scaling", []):
+        yield ""
+        yield from _scaling_lines(phase)
+
+
+def _slice_lines(entry: Entry) -> Iterator[str]:
+    chips, devices = entry["chips"], entry["devices"]
+    yield f"{entry['topology']}: {chips:,} chips, {devices:,} devices ({entry['device_kind']})"
+    for phase in entry["phases"]:
+        yield (
+            f"  phase {phase['phase']}: {phase['batch_size']} rows of {phase['sequence_length']}, "
+            f"{phase['rows_per_device']:g} a device; {Layout(**phase['layout'])}"
+        )
+        yield from _phase_lines(phase, entry)
+    if entry["hours"] is None:
+        yield "  recipe: unknown, since not every phase compiles"
+    else:
+        cost = "" if entry["cost"] is None else f", cost {entry['cost']:,.0f}"
+        yield f"  recipe: {entry['hours']:,.1f} hours, {entry['chip_hours']:,.0f} chip-hours{cost}"
+    if "search" in entry:
+        yield from _search_lines(entry["search"])
+
+
+def _search_lines(search: Entry) -> Iterator[str]:
+    more = f"; {search_lib.MOST} were tried and others left" if search["cut_short"] else ""
+    yield (
+        f"  search: of {search['possible']} layouts of a phase {search['excluded']} cannot fit by "
+        f"arithmetic, {search['compiled']} were compiled, {search['unfit']} of which do not "
+        f"fit{more}; the best:"
+    )
+    for one in search["ranked"]:
+        settings = " ".join(f"--set {setting}" for setting in one["settings"])
+        yield f"    {one['hours']:8,.1f} hours, {one['peak'] / _GIB:.2f} GiB: {settings}"
+    if not search["ranked"]:
+        yield "    none fits"
+
+
+def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
+    if phase["outcome"] != "compiled":
+        if phase["outcome"] != "too large":
+            yield f"    {phase['outcome']}: {printable(phase['message'])}"
+        elif phase["wanted"] is None:
+            yield f"    does not fit: {printable(phase['message'])}"
+        else:
+            wanted, available = phase["wanted"] / _GIB, phase["available"] / _GIB
+            yield (
+                f"    does not fit: {wanted:.2f} GiB wanted of the {available:.2f} GiB of a "
+                f"device, {wanted - available:.2f} too many"
+            )
+        for remedy in phase.get("remedies", []):
+            yield f"    {remedy}"
+        return
+    yield f"    fits: {_memory(phase['memory'], entry)}"
+    yield from _time_lines(phase)
+    for one in phase["collectives"]:
+        yield (
+            f"    {one['kind']}: {one['count']} a step, {one['bytes'] / 1e6:,.1f} MB, "
+            f"{100 * one['asynchronous_share']:.0f} % of it during other work"
+        )
+    yield from _check_lines(phase["checks"])
+
+
+def _memory(memory: dict[str, int], entry: Entry) -> str:
+    peak, per_chip = memory["peak"] / _GIB, entry["devices"] // entry["chips"]
+    names = {"state and batch": "arguments", "temporaries": "temporaries", "code": "code"}
+    parts = ", ".join(f"{name} {memory[key] / _GIB:.2f}" for name, key in names.items())
+    chip = f", {per_chip * peak:.2f} GiB a chip" if per_chip > 1 else ""
+    return f"at most {peak:.2f} of {entry['device_memory'] / _GIB:g} GiB a device{chip}: {parts}"
+
+
+def _time_lines(phase: Entry) -> Iterator[str]:
+    seconds, kernels = phase["seconds"], phase["kernels"]
+    yield (
+        f"    step: {1e3 * seconds['total']:.1f} ms, {phase['hours']:,.1f} hours for "
+        f"{phase['steps']:,}; utilisation {100 * phase['utilisation']:.1f} % "
+        f"({phase['model_flops'] / 1e12:.2f} TFLOP at {phase['peak_flops'] / 1e12:,.0f} a second)"
+    )
+    silent = sum(kernel["flops"] is None for kernel in kernels)
+    reasons = {
+        "compute": f"{phase['cycles']:,} cycles at {phase['clock_hz'] / 1e9:g} GHz",
+        "kernels": f"{len(kernels)} custom kernels"
+        + (f", {silent} of which do not state their operations" if silent else ""),
+        "random_bits": f"{phase['random_bytes'] / 1e6:,.1f} MB, at a rate that is assumed",
+        "collectives": "what other work does not cover, at the published rate of the links",
+        "latency": "a microsecond a hop, assumed",
+    }
+    for name, reason in reasons.items():
+        if seconds[name] or name in ("compute", "collectives"):
+            yield f"      {name.replace('_', ' '):<12}{1e3 * seconds[name]:8.2f} ms  {reason}"
+
+
+def _check_lines(checks: Entry) -> Iterator[str]:
+    whole = checks["whole_batch"]
+    if whole is None:
+        yield "    check: arrays of the whole batch cannot be recognised by their size"
+    elif whole:
+        yield f"    check: BROKEN, a device holds the whole batch: {', '.join(whole)}"
+    else:
+        yield "    check: no array of the whole batch on a device"
+    yield f"    check: the largest all-reduce is {checks['largest_all_reduce'] / 1e6:.1f} MB"
+    yield f"    check: {checks['in_loops']} collectives a step run inside loops"
+    if checks["endless_loops"]:
+        yield (
+            f"    check: {checks['endless_loops']} loops whose rounds are not in the text, counted "
+            "once: the step takes longer than this says"
+        )
+
+
+def _scaling_lines(phase: Entry) -> Iterator[str]:
+    yield (
+        f"scaling, phase {phase['phase']}, {phase['rows_per_chip']:g} rows of "
+        f"{phase['slices'][0]['sequence_length']} a chip (ms a step)"
+    )
+    yield (
+        f"  {'slice':<12}{'chips':>6}{'batch':>8}{'step':>9}{'compute':>9}{'links':>8}"
+        f"{'latency':>9}{'efficiency':>12}"
+    )
+    for entry in phase["slices"]:
+        head = f"  {entry['topology']:<12}{entry['chips']:>6,}{entry['batch_size']:>8,}"
+        if entry["outcome"] != "compiled":
+            yield f"{head}  {entry['outcome']}: {printable(entry['message'])}"
+            continue
+        s = entry["seconds"]
+        yield (
+            f"{head}{1e3 * s['total']:>9.1f}{1e3 * s['compute']:>9.1f}"
+            f"{1e3 * s['collectives']:>8.1f}{1e3 * s['latency']:>9.1f}"
+            f"{entry['efficiency'] or 0:>12.3f}"
+        )
+    for entry in phase["slices"]:
+        for line in entry["arithmetic"]:
+            yield f"  {entry['topology']}: {line}"
