@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import sys
 
 import pytest
 from hypothesis import given
@@ -192,3 +193,51 @@ def test_any_value_of_any_field_is_taken_or_refused_by_name(path, value):
     except InputError:
         return
     assert config.from_json(config.to_json(changed), "f") == changed
+
+
+BASE = """
+from bert_jax.config import Corpus, Experiment, Optimizer, Phase
+def experiment():
+    return Experiment(
+        name="base", seed={seed}, corpus=Corpus(sources=("text:a",)),
+        phases=(Phase(steps=9, sequence_length=16, max_predictions_per_seq=2),),
+        optimizer=Optimizer(warmup_steps=2),
+    )
+"""
+CHILD = """
+import dataclasses
+import base
+def experiment():
+    return dataclasses.replace(base.experiment(), name="child")
+"""
+
+
+def test_an_experiment_file_imports_what_lies_next_to_it_and_leaves_no_trace(tmp_path):
+    """Two folders may have a file of the same name, and an edited one is read again."""
+    path, modules = list(sys.path), set(sys.modules)
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        (folder / "base.py").write_text(BASE.format(seed=seed))
+        (folder / "child.py").write_text(CHILD)
+    for seed in (1, 2, 1):
+        child = config.load(str(tmp_path / str(seed) / "child.py"))
+        assert (child.name, child.seed) == ("child", seed)
+    (tmp_path / "1" / "base.py").write_text(BASE.format(seed=3))
+    assert config.load(str(tmp_path / "1" / "child.py")).seed == 3
+    assert sys.path == path and not {"base", "child"} & set(sys.modules) - modules
+
+
+def test_the_origin_names_the_file_that_is_varied(tmp_path):
+    (tmp_path / "base.py").write_text(BASE.format(seed=1))
+    (tmp_path / "child.py").write_text(CHILD)
+    _, origin = config.load_with_origin(str(tmp_path / "child.py"), ["seed=5"])
+    assert origin["parent"] == "base.py"
+    assert origin["differences"] == ["name: 'base' -> 'child'", "seed: 1 -> 5"]
+
+
+def test_an_error_in_an_imported_file_is_named_where_it_is(tmp_path):
+    (tmp_path / "base.py").write_text("def experiment():\n    return 1 / 0\n")
+    (tmp_path / "child.py").write_text(CHILD)
+    with pytest.raises(InputError, match=r"base\.py:2: ZeroDivisionError"):
+        config.load(str(tmp_path / "child.py"))
