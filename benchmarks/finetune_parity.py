@@ -27,8 +27,7 @@ from bert_jax.config import Finetuning
 from bert_jax.interop import exporting
 from bert_jax.predict import Trained
 from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks import command
-from bert_jax.tasks.job import FinetuningJob
+from bert_jax.tasks.job import FinetuningJob, finetune
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer, step
@@ -66,7 +65,7 @@ def one(claim: Finetuning, folder: pathlib.Path, python: str) -> dict[str, Any]:
     place = folder / f"seed-{claim.seed}"
     claim = config.override(claim, ["run.log_every=1", f"run.eval_every={2**31}"])
     progress = Progress(LineConsole(quiet=True))
-    command.finetune(claim, None, str(place / "run"), progress)
+    finetune(claim, None, str(place / "run"), progress)
     lines = lines_lib.Lines(Workdir(place / "run").metrics).read()
     job = FinetuningJob(claim, Workdir(place / "run"), lambda line: None)
     with peers_lib.connected() as peers:
@@ -82,7 +81,7 @@ def one(claim: Finetuning, folder: pathlib.Path, python: str) -> dict[str, Any]:
             claim.adapt.attention_probs_dropout_prob,
             claim.adapt.head_dropout_prob,
         ],
-        "together": job.objective.together,
+        "together": job.objective.rows_per_example,
         "clip": claim.optimizer.clip_norm,
         "betas": [claim.optimizer.b1, claim.optimizer.b2],
         "eps": claim.optimizer.eps,

@@ -200,7 +200,7 @@ def pretrain(args: argparse.Namespace) -> int:
 )
 def finetune(args: argparse.Namespace) -> int:
     """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
-    from bert_jax.tasks import command, sweep
+    from bert_jax.tasks import job, sweep
     from bert_jax.training.progress import LineConsole, Progress
 
     if args.sweep:
@@ -208,7 +208,7 @@ def finetune(args: argparse.Namespace) -> int:
         return _CODES[sweep.run(of, args.base, args.workdir, Progress(LineConsole()))]
     experiment, origin = config.load_with_origin(args.task, args.set, Finetuning)
     progress = Progress(LineConsole())
-    outcome = command.finetune(experiment, args.base, args.workdir, progress, origin)
+    outcome = job.finetune(experiment, args.base, args.workdir, progress, origin)
     return _CODES[outcome]
 
 
@@ -462,13 +462,13 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def _do_task(args: argparse.Namespace) -> int:
-    from bert_jax.tasks import command
+    from bert_jax.tasks import predict as predict_lib
     from bert_jax.training.environment import keep_compiled_programs
 
     if args.text and (args.source or args.score):
         raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
     keep_compiled_programs()
-    for line in command.predict(
+    for line in predict_lib.predict(
         args.workdir,
         args.base,
         args.checkpoint,

@@ -58,7 +58,7 @@ def test_only_the_files_of_tf1_import_tensorflow():
 
 
 # What reads and scores a task; what learns it stands beside.
-TASKS = [f"bert_jax.tasks.{name}" for name in ("examples", "formats", "scores", "squad_scores")]
+TASKS = [f"bert_jax.tasks.{name}" for name in ("examples", "formats", "scores")]
 
 
 @pytest.mark.parametrize("module", [*(m for m in MODULES if room(m) in ("text", "data")), *TASKS])
@@ -99,7 +99,7 @@ def test_no_tensorflow_or_torch_at_run_time():
 def test_data_examples_and_the_doctor_of_text_load_without_jax():
     code = (
         "import sys, bert_jax.data.batches, bert_jax.data.stream, bert_jax.doctor,"
-        "bert_jax.tasks.examples, bert_jax.tasks.scores, bert_jax.tasks.squad_scores;"
+        "bert_jax.tasks.examples, bert_jax.tasks.scores;"
         "sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

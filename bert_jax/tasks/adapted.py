@@ -1,7 +1,8 @@
-"""A base made ready for a task: its objective, and what of its weights learns or stays."""
+"""A base made ready for a task: its weights, its kind of task, its head over rows."""
 
 import dataclasses
 import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,24 +10,49 @@ import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax.config import Adapt, Finetuning, Model
+from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
 from bert_jax.predict import Trained
-from bert_jax.tasks import shape as shape_lib
 from bert_jax.tasks.objective import TaskObjective
+from bert_jax.tasks.rows import Batch, Rows, TaskKind
+from bert_jax.tasks.sentences import Sentences
+from bert_jax.tasks.spans import Spans
+from bert_jax.tasks.tags import Tags
 from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.training import feed, step
+from bert_jax.training import lines as lines_lib
+from bert_jax.training import mesh as mesh_lib
+
+
+def kind_of(
+    task: Task,
+    labels: tuple[str, ...],
+    tokenizer: Tokenizer,
+    no_answer_threshold: float | None = None,
+) -> TaskKind:
+    """Returns the kind of a task for these labels, in their order, and this tokenizer.
+
+    Args:
+      task: the task.
+      labels: their names.
+      tokenizer: of the base.
+      no_answer_threshold: see `Spans`.
+    """
+    if task.kind == "span":
+        return Spans(task, tokenizer, no_answer_threshold)
+    return (Tags if task.kind == "tag" else Sentences)(task, labels, tokenizer)
 
 
 @dataclasses.dataclass
-class Adapted:
-    """Weights of a base that a task's head reads, and their names.
+class LoadedBase:
+    """The weights of a base that a task's head can read.
 
     Attributes:
       model: of the base, with the dropout and the type of `adapt`.
       params: `encoder` and `pooler`, on the host.
-      fresh_parts: of these, what never learned.
+      fresh_parts: of these, those that never learned.
       tokenizer: of the base.
-      sha256: of the weights and the tokenizer: what a difference to them belongs to.
+      sha256: of the weights and the tokenizer: what trained parameters belong to.
     """
 
     model: Model
@@ -36,20 +62,20 @@ class Adapted:
     sha256: str
 
     @classmethod
-    def of(cls, claim: Finetuning) -> "Adapted":
-        """Reads the base that a claim names.
+    def of(cls, experiment: Finetuning) -> "LoadedBase":
+        """Reads the base that an experiment names.
 
         Raises:
           InputError: it names none, or there is none, or it does not read such long rows.
         """
-        if not claim.init_from:
+        if not experiment.init_from:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
-        trained = Trained.of(epath.Path(claim.init_from))
+        trained = Trained.of(epath.Path(experiment.init_from))
         limit = trained.model.max_position_embeddings
-        if claim.task.max_sequence_length > limit:
+        if experiment.task.max_sequence_length > limit:
             raise InputError(
-                f"task.max_sequence_length={claim.task.max_sequence_length}: longer than the "
-                f"position table of {claim.init_from}, {limit}"
+                f"task.max_sequence_length={experiment.task.max_sequence_length}: longer than the "
+                f"position table of {experiment.init_from}, {limit}"
             )
         params = {name: trained.params[name] for name in ("encoder", "pooler")}
         params = jax.device_get(params)
@@ -58,24 +84,26 @@ class Adapted:
         for path, leaf in sorted(base_lib.flat(params).items()):
             digest.update(path.encode())
             digest.update(np.ascontiguousarray(leaf).data)
-        model = _adapted_model(trained.model, claim.adapt)
+        model = _adapted_model(trained.model, experiment.adapt)
         return cls(model, params, fresh, trained.tokenizer, digest.hexdigest())
 
-    def objective(self, claim: Finetuning, shape: shape_lib.Shape, together: int) -> TaskObjective:
-        """What is learned of it."""
+    def objective(
+        self, experiment: Finetuning, kind: TaskKind, labels: Sequence[str]
+    ) -> TaskObjective:
+        """Returns the loss of the experiment's task over this base."""
         return TaskObjective(
             self.model,
-            claim.task.kind,
-            shape.reads,
-            shape.outputs,
-            together,
-            claim.adapt,
+            experiment.task.kind,
+            kind.reads,
+            kind.outputs,
+            len(labels) if experiment.task.kind == "choice" else 1,
+            experiment.adapt,
             self.fresh_parts,
         )
 
-    def read_by(self, shape: shape_lib.Shape) -> dict[str, Any]:
-        """The weights that the task's head reads, on the host."""
-        names = ("encoder", "pooler") if shape.reads == "pooled" else ("encoder",)
+    def read_by(self, kind: TaskKind) -> dict[str, Any]:
+        """Returns the weights that the task's head reads, on the host."""
+        names = ("encoder", "pooler") if kind.reads == "pooled" else ("encoder",)
         return {name: self.params[name] for name in names}
 
 
@@ -87,3 +115,61 @@ def _adapted_model(model: Model, adapt: Adapt) -> Model:
         attention_probs_dropout_prob=0.0 if frozen else adapt.attention_probs_dropout_prob,
         compute_dtype=adapt.compute_dtype,
     )
+
+
+def run_rows(
+    run: Callable[[Any], jax.Array],
+    batches: list[tuple[np.ndarray, Batch]],
+    rows: Rows,
+    mesh: jax.sharding.Mesh,
+) -> list[np.ndarray]:
+    """Returns what a program gives for each row, in the order of the rows.
+
+    Args:
+      run: takes a batch on the devices and gives float32 [B, O] or [B, S, O].
+      batches: of `rows`, as tasks.rows.eval_batches gives them.
+      rows: all of them.
+      mesh: the devices.
+
+    Returns:
+      float32 [O], or [n, O] for a row of n ids.
+    """
+    outputs: list[Any] = [None] * len(rows.ids)
+    placed = feed.place_all([batch for _, batch in batches], mesh_lib.batch_sharding(mesh))
+    for (which, _), batch in zip(batches, placed, strict=True):
+        for row, values in zip(which, lines_lib.fetch(run(batch)), strict=False):
+            outputs[row] = values if values.ndim == 1 else values[: rows.lengths[row]]
+    return outputs
+
+
+class Forward:
+    """A head over its encoder, compiled for the devices of a mesh, without noise."""
+
+    def __init__(self, objective: TaskObjective, parallelism: Parallelism, mesh: jax.sharding.Mesh):
+        self._mesh = mesh
+        self._logits = step.make_rows_step(objective, objective.logits, parallelism, mesh)
+        self._measure = jax.jit(objective.measure, out_shardings=mesh_lib.replicated(mesh))
+
+    def predict_rows(
+        self, params: Any, fixed: Any, batches: list[tuple[np.ndarray, Batch]], rows: Rows
+    ) -> tuple[list[np.ndarray], float]:
+        """Returns the scores of every row as `run_rows` does, and the mean loss.
+
+        Args:
+          params: those that learn.
+          fixed: those that do not.
+          batches: of `rows`, as tasks.rows.eval_batches gives them.
+          rows: all of them; the loss is nan if they have no targets.
+        """
+        sums = np.zeros(2)
+        labelled = bool(rows.numbers or rows.tokens)
+
+        def run(batch: Any) -> jax.Array:
+            nonlocal sums
+            logits = self._logits(params, fixed, batch)
+            if labelled:
+                sums = sums + lines_lib.fetch(self._measure(logits, batch)["loss"])
+            return logits
+
+        outputs = run_rows(run, batches, rows, self._mesh)
+        return outputs, float(sums[0] / sums[1]) if labelled else float("nan")

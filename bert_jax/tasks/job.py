@@ -12,19 +12,52 @@ from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.errors import InputError
 from bert_jax.model import flops
-from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks import adapt as adapt_lib
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows
-from bert_jax.tasks import shape as shape_lib
-from bert_jax.tasks.adapted import Adapted
+from bert_jax.tasks.adapted import Forward, LoadedBase, kind_of
 from bert_jax.tasks.formats import listed
-from bert_jax.tasks.forward import Forward
-from bert_jax.tasks.objective import TaskObjective
-from bert_jax.training import feed, step
+from bert_jax.tasks.objective import TaskObjective, require_parallelism
+from bert_jax.training import feed, session, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.job import Stretch
 from bert_jax.training.peers import Peers
+from bert_jax.training.progress import Progress
+
+
+def finetune(
+    experiment: Finetuning,
+    base: str | None,
+    root: str | None,
+    progress: Progress,
+    origin: dict[str, Any] | None = None,
+) -> session.Outcome:
+    """Adapts a base to a task, or goes on with it.
+
+    Args:
+      experiment: the task, and how.
+      base: a base or a run; None: the one that the experiment or the run here names.
+      root: the workdir; None: runs/NAME.
+      progress: shows what happens.
+      origin: see session.run.
+
+    Raises:
+      InputError: no base, examples that cannot be read, or a workdir of another run.
+    """
+    place = root or f"runs/{experiment.name}"
+    if base is None and not experiment.init_from:
+        known = mirror.opened(place)
+        if known.experiment.exists():
+            base = load_experiment(known, Finetuning).init_from
+    if base is not None:
+        experiment = dataclasses.replace(experiment, init_from=base)
+    workdir = mirror.opened(place, access="write")
+
+    def make() -> FinetuningJob:
+        return FinetuningJob(experiment, workdir, progress.say)
+
+    return session.run(make, workdir, progress, origin=origin)
 
 
 class FinetuningJob:
@@ -45,7 +78,7 @@ class FinetuningJob:
     def __init__(self, claim: Finetuning, workdir: Workdir, say: Callable[[str], None]):
         self.claim, self.compute_dtype = claim, claim.adapt.compute_dtype
         self._workdir, self._say = workdir, say
-        self._base = Adapted.of(claim)
+        self._base = LoadedBase.of(claim)
         self._train = examples_lib.read(claim.task, claim.task.train, "labelled")
         self._held_out = examples_lib.read(claim.task, claim.task.validation, "labelled")
         self.labels = examples_lib.labels_of(claim.task, self._train)
@@ -55,11 +88,9 @@ class FinetuningJob:
         self.optimizer = dataclasses.replace(
             claim.optimizer, warmup_steps=int(claim.warmup_share * self.total_steps)
         )
-        self._shape = shape_lib.of(claim.task, self.labels, self._base.tokenizer)
-        self._rows = self._shape.rows(self._train)
-        self.objective: TaskObjective = self._base.objective(
-            claim, self._shape, self._rows.together
-        )
+        self._kind = kind_of(claim.task, self.labels, self._base.tokenizer)
+        self._rows = self._kind.rows(self._train)
+        self.objective: TaskObjective = self._base.objective(claim, self._kind, self.labels)
         self._batches = rows.TrainBatches(
             self._rows, self._base.tokenizer.pad_id, claim.batch_size, claim.seed
         )
@@ -67,7 +98,7 @@ class FinetuningJob:
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """See `Job`."""
-        adapt_lib.require_parallelism(self.claim.adapt, self.claim.parallelism)
+        require_parallelism(self.claim.adapt, self.claim.parallelism)
         step.abstract_state(self.objective, self.optimizer, self.claim.parallelism, mesh)
         size = self.claim.batch_size
         parts = self.claim.parallelism.accumulation_of(0)
@@ -91,9 +122,9 @@ class FinetuningJob:
                 raise InputError(
                     f"{self._workdir.named}: this run learned the labels {listed(labels)}, "
                     f"and those of the training examples are {listed(self.labels)}; put "
-                    "them back, or start anew with another --workdir"
+                    "them back, or start again with another --workdir"
                 )
-            self.require_same(metadata)  # before a state of another shape is read
+            self.require_same(metadata)  # before a state of other shapes is read
         return changed
 
     def prepare(self, processes: int) -> None:
@@ -111,14 +142,14 @@ class FinetuningJob:
         )
         if self.claim.adapt.how != "full":
             replicated = mesh_lib.replicated(mesh)
-            self.fixed = feed.put(self._base.read_by(self._shape), replicated)
+            self.fixed = feed.put(self._base.read_by(self._kind), replicated)
         self._forward = Forward(self.objective, self.claim.parallelism, mesh)
         size = -(-self.claim.run.eval_batch_size // mesh_lib.data_shards(mesh))
-        self._eval_rows = self._shape.rows(self._held_out)
+        self._eval_rows = self._kind.rows(self._held_out)
         self.eval_batches = rows.eval_batches(
             self._eval_rows,
             self._base.tokenizer.pad_id,
-            size * mesh_lib.data_shards(mesh) * self._eval_rows.together,
+            size * mesh_lib.data_shards(mesh) * self._eval_rows.rows_per_example,
         )
         self._say(
             f"finetune: {len(self._train)} examples, {len(self._held_out)} held out, "
@@ -128,7 +159,7 @@ class FinetuningJob:
     def stretch(self, done: int) -> Stretch:
         """All steps are alike."""
         del done
-        size = self.claim.batch_size * self._rows.together
+        size = self.claim.batch_size * self._rows.rows_per_example
         return Stretch(0, 0, self.total_steps, size, self._batches.batch)
 
     def operations(self, batch: dict[str, jax.Array]) -> int:
@@ -139,7 +170,7 @@ class FinetuningJob:
         """With the weights of the base, where they learn."""
         params = dict(state["params"])
         if self.claim.adapt.how == "full":
-            for name, tree in self._base.read_by(self._shape).items():
+            for name, tree in self._base.read_by(self._kind).items():
                 if name not in self._base.fresh_parts:
                     places = jax.tree.map(lambda leaf: leaf.sharding, params[name])
                     params[name] = feed.put(tree, places)
@@ -150,7 +181,7 @@ class FinetuningJob:
         if metadata["corpus_sha256"] != self.sha256:
             raise InputError(
                 f"{self._workdir.named}: the examples are not those that this run learned from; "
-                "put them back, or start anew with another --workdir"
+                "put them back, or start again with another --workdir"
             )
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +200,7 @@ class FinetuningJob:
 
     def evaluate(self, params: Any) -> dict[str, Any]:
         """The loss, all scores, and as `score` the one that decides, on the validation examples."""
-        outputs, loss = self._forward.outputs(
+        outputs, loss = self._forward.predict_rows(
             params, self.fixed, self.eval_batches, self._eval_rows
         )
         found = self.scores(outputs)
@@ -179,7 +210,7 @@ class FinetuningJob:
 
     def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
         """All scores of what the head says of each validation row."""
-        return self._shape.scores(outputs, self._eval_rows, self._held_out)
+        return self._kind.scores(outputs, self._eval_rows, self._held_out)
 
     def summary(self, line: dict[str, Any]) -> str:
         """See `Job`."""

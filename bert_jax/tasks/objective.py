@@ -1,4 +1,11 @@
-"""The loss of a task, over an encoder that is adapted to it."""
+"""A head on an encoder: its parameters, which of them learn, and the loss of a task.
+
+The head learns always; of the base all of it (`full`), nothing (`frozen`), or thin matrices next to
+its kernels (`lora`). A run keeps the parameters that learn alone; with those of the base they make
+the model.
+
+Shape letters: B rows, S sequence, D width, O outputs.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,19 +13,144 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from bert_jax.config import Adapt, Kind, Model
+from bert_jax.config import Adapt, Kind, Model, Parallelism
+from bert_jax.errors import InputError
 from bert_jax.model import layers
 from bert_jax.model import losses as losses_lib
-from bert_jax.model.encoder import Loop
-from bert_jax.tasks import adapt as adapt_lib
-from bert_jax.tasks import heads
+from bert_jax.model.encoder import Encoder, Loop, encode, initializer
+from bert_jax.tasks.rows import Reads
 from bert_jax.training import sharding
 
 Batch = dict[str, jax.Array]
+Tree = dict[str, Any]
 
+_HEAD_RULE = sharding.Rule("head/(kernel|bias)")
+_LORA_RULE = sharding.Rule("lora/[a-z_]+/(down|up)")
 # Padding is never the beginning or the end of an answer.
 _NO_PLACE = -1e9
+
+
+class Tuned(nnx.Module):
+    """An encoder with the head of a task. The pooler is there only if the head reads it."""
+
+    def __init__(self, cfg: Model, reads: Reads, outputs: int, *, rngs: nnx.Rngs):
+        self.encoder = Encoder(cfg, rngs=rngs)
+        if reads == "pooled":
+            width = cfg.hidden_size
+            self.pooler = layers.Dense(width, width, initializer(cfg), rngs=rngs)
+        self.head = layers.Dense(cfg.hidden_size, outputs, initializer(cfg), rngs=rngs)
+
+
+def init_params(cfg: Model, reads: Reads, outputs: int, key: jax.Array) -> Tree:
+    """Returns fresh parameters as nested dicts of float32 arrays."""
+    module = Tuned(cfg, reads, outputs, rngs=nnx.Rngs(params=key))
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def task_logits(
+    cfg: Model,
+    reads: Reads,
+    outputs: int,
+    params: Tree,
+    batch: Batch,
+    noise: layers.Noise | None,
+    head_dropout_prob: float,
+    loop: Loop,
+) -> jax.Array:
+    """Returns scores: float32 [B, O] from what [CLS] comes to, or [B, S, O] from every piece.
+
+    Args:
+      cfg: of the encoder.
+      reads: what the head reads.
+      outputs: O.
+      params: as `init_params` gives them.
+      batch: `input_ids`, `segment_ids` and `input_mask`, int32 [B, S].
+      noise: of dropout; None drops nothing.
+      head_dropout_prob: of what the head reads.
+      loop: how the layers are run.
+    """
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Tuned(cfg, reads, outputs, rngs=nnx.Rngs(params=jax.random.key(0)))),
+        nnx.Param,
+    )
+    nnx.replace_by_pure_dict(state, params)
+    tuned = nnx.merge(graph, state)
+    ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+    hidden = encode(tuned.encoder, cfg, *ids, noise, loop)
+    if reads == "pooled":
+        hidden = jnp.tanh(tuned.pooler(hidden[:, 0])).astype(hidden.dtype)
+    # The layers have the numbers before, the embeddings the next.
+    site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
+    return tuned.head(layers.dropout(hidden, site, head_dropout_prob).astype(hidden.dtype))
+
+
+# --- what learns --------------------------------------------------------------------------------
+
+
+def trainable_params(
+    adapt: Adapt, params: Tree, fresh_parts: tuple[str, ...], key: jax.Array
+) -> Tree:
+    """Returns those of freshly made parameters that learn; with `lora`, its matrices.
+
+    Args:
+      adapt: how the base is adapted.
+      params: as `init_params` gives them.
+      fresh_parts: parts that the base never learned: they learn with the head.
+      key: of the matrices.
+    """
+    if adapt.how == "full":
+        return params
+    trainable = {name: params[name] for name in ("head", *fresh_parts) if name in params}
+    if adapt.how == "lora":
+        stacked = params["encoder"]["layers"]
+        trainable["lora"] = {
+            name: _thin(stacked[name]["kernel"], adapt.lora_rank, jax.random.fold_in(key, number))
+            for number, name in enumerate(sorted(adapt.lora_targets))
+        }
+    return trainable
+
+
+def _thin(kernel: jax.Array, rank: int, key: jax.Array) -> Tree:
+    """Returns for each layer two matrices whose product is zero (Hu et al. 2021, section 4.1)."""
+    count, inputs, outputs = kernel.shape
+    down = jax.random.normal(key, (count, inputs, rank), jnp.float32) / inputs**0.5
+    return {"down": down, "up": jnp.zeros((count, rank, outputs), jnp.float32)}
+
+
+def merged_params(adapt: Adapt, trainable: Tree, fixed: Tree | None) -> Tree:
+    """Returns the parameters of the model: the base's, with those that learn laid over them.
+
+    Args:
+      adapt: how the base is adapted.
+      trainable: see `trainable_params`.
+      fixed: the base's encoder, and its pooler if the head reads it; None with `full`.
+    """
+    if fixed is None:
+        return trainable
+    params = {**fixed, **{name: tree for name, tree in trainable.items() if name != "lora"}}
+    if adapt.how == "lora":
+        encoder = dict(params["encoder"])
+        stacked = dict(encoder["layers"])
+        scale = adapt.lora_alpha / adapt.lora_rank
+        for name, thin in trainable["lora"].items():
+            more = scale * jnp.einsum("lir,lro->lio", thin["down"], thin["up"])
+            stacked[name] = {**stacked[name], "kernel": stacked[name]["kernel"] + more}
+        params["encoder"] = {**encoder, "layers": stacked}
+    return params
+
+
+def require_parallelism(adapt: Adapt, parallelism: Parallelism) -> None:
+    """Raises InputError if what learns would be cut although it is small."""
+    if adapt.how != "full" and parallelism.state != "replicated":
+        raise InputError(
+            f"parallelism.state={parallelism.state}: adapt.how={adapt.how} learns so little that "
+            "it lies whole on every device; leave this setting out"
+        )
+
+
+# --- the loss -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,16 +162,16 @@ class TaskObjective:
       kind: of the task.
       reads: what its head reads.
       outputs: how many scores its head gives.
-      together: rows that make one example.
-      adapt: what learns.
-      fresh_parts: of the base, what it never learned.
+      rows_per_example: rows that make one example.
+      adapt: how the base is adapted.
+      fresh_parts: parts that the base never learned.
     """
 
     model: Model
     kind: Kind
-    reads: heads.Reads
+    reads: Reads
     outputs: int
-    together: int
+    rows_per_example: int
     adapt: Adapt
     fresh_parts: tuple[str, ...] = ()
 
@@ -53,22 +185,27 @@ class TaskObjective:
     @property
     def rules(self) -> Sequence[sharding.Rule]:
         """Where the parameters that learn are cut."""
-        return adapt_lib.rules(self.adapt, self.reads == "pooled", self.fresh_parts)
+        pooled = self.reads == "pooled"
+        if self.adapt.how == "full":
+            return [*sharding.ENCODER, *(sharding.POOLER if pooled else ()), _HEAD_RULE]
+        fresh_pooler = pooled and "pooler" in self.fresh_parts
+        lora = self.adapt.how == "lora"
+        return [_HEAD_RULE, *(sharding.POOLER if fresh_pooler else ()), *[_LORA_RULE] * lora]
 
     def init_params(self, key: jax.Array) -> Any:
-        """Those that learn, fresh; an encoder among them is to be replaced by the base's."""
-        whole = heads.init_params(self.model, self.reads, self.outputs, key)
-        return adapt_lib.learns(self.adapt, whole, self.fresh_parts, key)
+        """Returns those that learn, fresh; an encoder in them is to be replaced by the base's."""
+        params = init_params(self.model, self.reads, self.outputs, key)
+        return trainable_params(self.adapt, params, self.fresh_parts, key)
 
     def logits(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
-        """Scores of the head: float32 [B, outputs], or [B, S, outputs] if it reads all pieces."""
-        return heads.task_logits(
+        """Returns scores of the head: float32 [B, O], or [B, S, O] if it reads all pieces."""
+        return task_logits(
             self.model,
             self.reads,
             self.outputs,
-            adapt_lib.whole(self.adapt, params, fixed),
+            merged_params(self.adapt, params, fixed),
             batch,
             noise,
             self.adapt.head_dropout_prob,
@@ -79,10 +216,10 @@ class TaskObjective:
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> losses_lib.Metrics:
         """See `Objective`."""
-        return self.measured(self.logits(params, fixed, batch, noise, loop), batch)
+        return self.measure(self.logits(params, fixed, batch, noise, loop), batch)
 
-    def measured(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
-        """Sums and counts of the loss, and but for regressions of the hits."""
+    def measure(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
+        """Returns sums and counts of the loss and, except of regressions, of the hits."""
         weights = batch["row_weights"]
         if self.kind == "regress":
             errors = weights * jnp.square(logits[:, 0] - batch["targets"])
@@ -100,8 +237,9 @@ class TaskObjective:
         if self.kind == "tag":
             weights = batch["target_weights"] * weights[:, None]
         elif self.kind == "choice":
-            logits = logits.reshape(-1, self.together)
-            targets, weights = targets[:: self.together], weights[:: self.together]
+            logits = logits.reshape(-1, self.rows_per_example)
+            targets = targets[:: self.rows_per_example]
+            weights = weights[:: self.rows_per_example]
         loss, hits = losses_lib.classification(logits, targets, weights)
         return {"loss": loss, "accuracy": hits}
 
@@ -110,7 +248,7 @@ class TaskObjective:
         weights = batch["row_weights"]
         if self.kind == "tag":
             return ((batch["target_weights"] * weights[:, None]).sum(),)
-        return (weights.sum() / self.together,)
+        return (weights.sum() / self.rows_per_example,)
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
         """See `Objective`."""

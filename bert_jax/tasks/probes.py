@@ -1,17 +1,18 @@
-"""Small tasks that are asked of an encoder while it is pre-trained.
+"""Probes: small tasks that a linear layer does on a frozen encoder while it is pre-trained.
 
-A loss says how well pieces are guessed; a probe says what a linear layer can read off the frozen
-encoder: the class of a sentence or a pair from [CLS] beside the mean of all pieces, the tag of a
-word from its first piece (Tenney et al. 2019 and others before them probe so). The layer is ridge
-regression, exactly solved, so a probe has no seed and no learning rate of its own.
+A loss shows how well pieces are guessed, a probe what a linear layer can read off the encoder: the
+class of a sentence or a pair from [CLS] and the mean of all pieces, the tag of a word from its
+first piece (as Tenney et al. 2019 and others before them). The layer is ridge regression, solved
+exactly, so a probe has no seed and no learning rate of its own.
 
 Shape letters: B rows, S sequence, D width, N features' rows, F features, C classes.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,49 +26,62 @@ from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop, encode
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows
-from bert_jax.tasks import shape as shape_lib
+from bert_jax.tasks.adapted import kind_of, run_rows
 from bert_jax.tasks.examples import Example
+from bert_jax.tasks.rows import TaskKind
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training import feed, step
-from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
 
-_SHAPES = ("classify", "pair", "tag")
-# Of a task's examples, drawn: enough to tell 60 % from 65 %, few enough to be asked often.
+_KINDS = ("classify", "pair", "tag")
+# Of a task's examples, drawn: enough to tell 60 % from 65 %, few enough to be scored often.
 _TRAIN, _VALIDATION = 1_000, 1_000
 # Penalties that are tried, as shares of the number of rows: features have a variance of one.
 _PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """A task for one tokenizer.
+@dataclasses.dataclass
+class _Probe:
+    """A task; the last three attributes are there once it is open.
 
     Attributes:
-      name: of its file's claim.
-      measure: the name of its score.
-      shape: rows to answers to scores.
-      train: examples, and their rows.
-      validation: those that are scored, and their rows.
-      majority: the score of always saying the commonest label.
+      name: of its file's experiment.
+      task: the task.
+      labels: by number.
+      train, validation: examples to learn from and to score.
+      kind: rows to answers to scores.
+      train_rows, validation_rows: of the examples, and the batches of both.
+      majority: the score of always predicting the commonest label.
     """
 
     name: str
-    measure: str
-    shape: shape_lib.Shape
-    train: tuple[Sequence[Example], rows.Rows]
-    validation: tuple[Sequence[Example], rows.Rows]
-    majority: float
-
-
-class _Asked(NamedTuple):
-    """A task before there is a tokenizer."""
-
     task: Task
     labels: tuple[str, ...]
-    train: list[Example]
-    validation: list[Example]
+    train: Sequence[Example]
+    validation: Sequence[Example]
+
+    def open(self, model: Model, tokenizer: Tokenizer, size: int) -> None:
+        """Makes rows of the examples, and batches of so many rows."""
+        length = min(self.task.max_sequence_length, model.max_position_embeddings)
+        task = dataclasses.replace(self.task, max_sequence_length=length)
+        self.kind: TaskKind = kind_of(task, self.labels, tokenizer)
+        self.train_rows = self.kind.rows(self.train)
+        self.validation_rows = self.kind.rows(self.validation)
+        self.train_batches = rows.eval_batches(self.train_rows, tokenizer.pad_id, size)
+        self.validation_batches = rows.eval_batches(self.validation_rows, tokenizer.pad_id, size)
+        counts = np.bincount(_classes(self.train_rows), minlength=len(self.labels))
+        always = counts.astype(np.float32)
+        predicted = [
+            always if self.kind.reads == "pooled" else np.tile(always, (n, 1))
+            for n in self.validation_rows.lengths
+        ]
+        self.majority = self.score(predicted)
+
+    def score(self, outputs: list[np.ndarray]) -> float:
+        """Returns the task's score of linear scores for each validation row."""
+        scores = self.kind.scores(outputs, self.validation_rows, self.validation)
+        return scores[self.task.main_score]
 
 
 class Probes:
@@ -77,38 +91,37 @@ class Probes:
       sha256: of their examples and labels.
 
     Args:
-      paths: task files, or claims of fine-tunings as JSON; what they say of a task alone is read.
+      paths: task files, or experiments of fine-tunings as JSON; of them the task alone is read.
 
     Raises:
-      InputError: a file that holds no task, a task of another shape than `classify`, `pair` or
-        `tag`, two of one name; and as `tasks.examples_lib.read`.
+      InputError: a file that holds no task, a task of another kind than `classify`, `pair` or
+        `tag`, two of one name; and as `tasks.examples.read`.
     """
 
     def __init__(self, paths: Sequence[str]):
-        self._asked: dict[str, _Asked] = {}
+        self._probes: list[_Probe] = []
         digest = hashlib.sha256()
         for path in paths:
             try:
-                claim = config.load(path, Finetuning)
+                experiment = config.load(path, Finetuning)
             except InputError as error:
                 raise InputError(f"run.probes takes files of tasks: {error}") from error
-            name, task = claim.name, claim.task
-            if task.kind not in _SHAPES:
+            name, task = experiment.name, experiment.task
+            if task.kind not in _KINDS:
                 raise InputError(
                     f"run.probes: {path}: task.kind={task.kind} cannot be a probe; those of "
-                    f"{', '.join(_SHAPES)} can"
+                    f"{', '.join(_KINDS)} can"
                 )
-            if name in self._asked:
+            if name in (probe.name for probe in self._probes):
                 raise InputError(f"run.probes: {path}: there are two of the name {name!r}")
             try:
-                train, validation = (
-                    _drawn(examples_lib.read(task, sources, "labelled"), most)
-                    for sources, most in ((task.train, _TRAIN), (task.validation, _VALIDATION))
-                )
+                train = _drawn(examples_lib.read(task, task.train, "labelled"), _TRAIN)
+                validation = examples_lib.read(task, task.validation, "labelled")
+                validation = _drawn(validation, _VALIDATION)
                 labels = examples_lib.labels_of(task, [*train, *validation])
             except InputError as error:
                 raise InputError(f"run.probes: {path}: {error}") from error
-            self._asked[name] = _Asked(task, labels, train, validation)
+            self._probes.append(_Probe(name, task, labels, train, validation))
             digest.update(examples_lib.sha256([*train, *validation], labels).encode())
         self.sha256 = digest.hexdigest()
 
@@ -130,48 +143,50 @@ class Probes:
           size: rows of a batch, before it is made a multiple of the devices.
 
         Returns:
-          Operations of asking all probes once.
+          Operations of scoring all probes once.
         """
-        self._mesh, self._pad_id = mesh, tokenizer.pad_id
+        self._mesh = mesh
         shards = mesh_lib.data_shards(mesh)
-        self._size = -(-size // shards) * shards
+        size = -(-size // shards) * shards
         objective = Pretraining(model)
 
         def of_rows(
             params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop
         ) -> jax.Array:
-            del fixed
-            return _of_sentences(_hidden(model, params, batch, noise, loop), batch)
+            hidden = of_pieces(params, fixed, batch, noise, loop)
+            mask = batch["input_mask"].astype(jnp.float32)[..., None]
+            mean = (hidden * mask).sum(axis=1) / mask.sum(axis=1)
+            return jnp.concatenate([hidden[:, 0], mean], axis=-1)  # float32 [B, 2 D]
 
         def of_pieces(
             params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop
         ) -> jax.Array:
             del fixed
-            return _hidden(model, params, batch, noise, loop)
+            ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+            hidden = encode(heads.merge(model, params).encoder, model, *ids, noise, loop)
+            return hidden.astype(jnp.float32)  # [B, S, D]
 
         self._features = {
             "pooled": step.make_rows_step(objective, of_rows, parallelism, mesh),
             "tokens": step.make_rows_step(objective, of_pieces, parallelism, mesh),
         }
-        self._probes = [self._probe(name, model, tokenizer) for name in self._asked]
-        batches = (
-            batch["input_ids"].shape
-            for probe in self._probes
-            for _, its_rows in (probe.train, probe.validation)
-            for _, batch in rows.eval_batches(its_rows, self._pad_id, self._size)
-        )
-        return sum(flops.forward_flops(model, *shape, 0) for shape in batches)
+        operations = 0
+        for probe in self._probes:
+            probe.open(model, tokenizer, size)
+            for _, batch in (*probe.train_batches, *probe.validation_batches):
+                operations += flops.forward_flops(model, *batch["input_ids"].shape, 0)
+        return operations
 
     def describe(self) -> str:
-        """The probes in words."""
+        """Returns the probes in words."""
         return ", ".join(
-            f"{probe.name} ({probe.measure}; {len(probe.train[0])} examples to learn from, "
-            f"{len(probe.validation[0])} to score)"
+            f"{probe.name} ({probe.task.main_score}; {len(probe.train)} examples to learn from, "
+            f"{len(probe.validation)} to score)"
             for probe in self._probes
         )
 
     def ask(self, params: Any) -> dict[str, dict[str, float]]:
-        """What can be read off the encoder; all processes ask for it.
+        """Returns what a linear layer reads off the encoder; all processes call it.
 
         Args:
           params: of pre-training, on the devices.
@@ -184,49 +199,23 @@ class Probes:
             "majority": {probe.name: probe.majority for probe in self._probes},
         }
 
-    def _probe(self, name: str, model: Model, tokenizer: Tokenizer) -> Probe:
-        task, labels, train, validation = self._asked[name]
-        length = min(task.max_sequence_length, model.max_position_embeddings)
-        task = dataclasses.replace(task, max_sequence_length=length)
-        shape = shape_lib.of(task, labels, tokenizer)
-        train_rows, held_out = shape.rows(train), shape.rows(validation)
-        always = np.bincount(_classes(train_rows), minlength=len(labels)).astype(np.float32)
-        said = [
-            always if shape.reads == "pooled" else np.tile(always, (n, 1)) for n in held_out.lengths
-        ]
-        majority = shape.scores(said, held_out, validation)[task.main_score]
-        both = (train, train_rows), (validation, held_out)
-        return Probe(name, task.main_score, shape, *both, majority)
-
-    def _score(self, probe: Probe, params: Any) -> float:
-        features = self._of(probe, probe.train[1], params)
-        if not all(np.isfinite(found).all() for found in features):
+    def _score(self, probe: _Probe, params: Any) -> float:
+        run = functools.partial(self._features[probe.kind.reads], params, None)
+        # Of each row float32 [F], or [n, F] of its pieces.
+        features = run_rows(run, probe.train_batches, probe.train_rows, self._mesh)
+        if not all(np.isfinite(values).all() for values in features):
             raise InputError(
                 f"run.probes: {probe.name}: the encoder gives numbers that are not finite; begin "
                 "with other weights"
             )
-        classes = _classes(probe.train[1])
-        weights, bias = ridge(_stacked(features, probe.train[1]), classes, probe.shape.outputs)
-        examples, held_out = probe.validation
-        said = [found @ weights + bias for found in self._of(probe, held_out, params)]
-        return probe.shape.scores(said, held_out, examples)[probe.measure]
-
-    def _of(self, probe: Probe, its_rows: rows.Rows, params: Any) -> list[np.ndarray]:
-        """Features of each row: float32 [F] of it all, or [n, F] of its pieces."""
-        found: list[Any] = [None] * len(its_rows.ids)
-        batches = rows.eval_batches(its_rows, self._pad_id, self._size)
-        sharding = mesh_lib.batch_sharding(self._mesh)
-        placed = feed.place_all([batch for _, batch in batches], sharding)
-        function = self._features[probe.shape.reads]
-        for (which, _), batch in zip(batches, placed, strict=True):
-            values = lines_lib.fetch(function(params, None, batch))
-            for row, value in zip(which, values, strict=False):
-                found[row] = value if value.ndim == 1 else value[: its_rows.lengths[row]]
-        return found
+        stacked = _stacked(features, probe.train_rows)
+        weights, bias = ridge(stacked, _classes(probe.train_rows), probe.kind.outputs)
+        held_out = run_rows(run, probe.validation_batches, probe.validation_rows, self._mesh)
+        return probe.score([values @ weights + bias for values in held_out])
 
 
 def ridge(features: np.ndarray, classes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Linear scores of classes: least squares on one column a class, with a penalty.
+    """Returns linear scores of classes: least squares on one column a class, with a penalty.
 
     Features are brought to a variance of one. Of some penalties the one with the least squared
     error is taken, each row being left out once: what that gives is known without doing it
@@ -267,13 +256,13 @@ def ridge(features: np.ndarray, classes: np.ndarray, count: int) -> tuple[np.nda
 
 
 def _drawn(examples: list[Example], most: int) -> list[Example]:
-    """So many of them, the same in every run; files are often sorted."""
+    """Returns so many of them, the same in every run; files are often sorted."""
     order = draws.permutation(draws.key_of(0, "probe"), 0, len(examples))
     return [examples[i] for i in np.sort(order[:most])]
 
 
 def _classes(its_rows: rows.Rows) -> np.ndarray:
-    """Of each row, or of each word, int [N]."""
+    """Returns the class of each row, or of each word, int [N]."""
     if "targets" in its_rows.numbers:
         return its_rows.numbers["targets"]
     targets = its_rows.tokens["targets"]
@@ -281,26 +270,7 @@ def _classes(its_rows: rows.Rows) -> np.ndarray:
 
 
 def _stacked(features: list[np.ndarray], its_rows: rows.Rows) -> np.ndarray:
-    """[N, F]"""
+    """Returns the features of each row, or of each word, [N, F]."""
     if "targets" in its_rows.numbers:
         return np.stack(features)
     return np.concatenate([f[at] for f, (_, at) in zip(features, its_rows.notes, strict=True)])
-
-
-# --- on the devices -----------------------------------------------------------------------------
-
-
-def _hidden(
-    model: Model, params: Any, batch: Any, noise: layers.Noise | None, loop: Loop
-) -> jax.Array:
-    """float32 [B, S, D]"""
-    ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-    hidden = encode(heads.merge(model, params).encoder, model, *ids, noise, loop)
-    return hidden.astype(jnp.float32)
-
-
-def _of_sentences(hidden: jax.Array, batch: Any) -> jax.Array:
-    """[CLS] beside the mean of all pieces: float32 [B, 2 D]."""
-    mask = batch["input_mask"].astype(jnp.float32)[..., None]
-    mean = (hidden * mask).sum(axis=1) / mask.sum(axis=1)
-    return jnp.concatenate([hidden[:, 0], mean], axis=-1)

@@ -1,4 +1,4 @@
-"""Examples as ids, and batches of them.
+"""Examples as rows of ids, batches of them, and what a kind of task does with both.
 
 A batch is a function of (seed, step): an epoch is a permutation of the examples, and one goes on
 where the other ends. Rows are padded to the longest of their batch, so that short texts cost
@@ -6,7 +6,8 @@ little; how far is known to every process from the lengths alone.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from bert_jax.data import draws
 from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
+# What the head of a task reads: what [CLS] comes to, or every piece.
+Reads = Literal["pooled", "tokens"]
 
 # Batches are padded to a multiple of this, or to the limit, so that few programs are compiled.
 LENGTH_STEP = 32
@@ -21,16 +24,16 @@ LENGTH_STEP = 32
 
 @dataclasses.dataclass
 class Rows:
-    """Rows of ids, and what each is to come to.
+    """Rows of ids, and their targets.
 
     Attributes:
       ids: of each row int32 [n], [CLS] and [SEP] among them.
       first: int32 [rows], how many of a row's ids are of segment 0.
       numbers: targets that are one number a row: {name: [rows]}.
       tokens: targets that are one number an id: {name: [n] of each row}; 0 where padded.
-      notes: what the task wants to know of each row when it is answered.
+      notes: what `TaskKind.answers` needs to know of each row.
       limit: no row is longer, nor is padded further: the model may have no more positions.
-      together: rows that make one example, one after the other: the texts of a choice.
+      rows_per_example: rows that make one example, one after the other: the texts of a choice.
     """
 
     ids: list[np.ndarray]
@@ -39,13 +42,13 @@ class Rows:
     tokens: dict[str, list[np.ndarray]]
     notes: list[Any]
     limit: int
-    together: int = 1
+    rows_per_example: int = 1
 
     def __post_init__(self) -> None:
         self.lengths = np.array([len(ids) for ids in self.ids], np.int32)
 
     def batch(self, which: np.ndarray, length: int, pad_id: int) -> Batch:
-        """Some rows, padded.
+        """Returns some rows, padded.
 
         Args:
           which: numbers of rows, [B].
@@ -55,30 +58,55 @@ class Rows:
         Returns:
           `input_ids`, `segment_ids`, `input_mask` int32 [B, S]; the targets, [B] or [B, S].
         """
-        found = {
-            "input_ids": _padded([self.ids[i] for i in which], length, pad_id, np.int32),
-        }
+        batch = {"input_ids": _padded([self.ids[i] for i in which], length, pad_id, np.int32)}
         column, lengths = np.arange(length), self.lengths[which, None]
-        found["input_mask"] = (column < lengths).astype(np.int32)
+        batch["input_mask"] = (column < lengths).astype(np.int32)
         beyond = (column >= self.first[which, None]) & (column < lengths)
-        found["segment_ids"] = beyond.astype(np.int32)
+        batch["segment_ids"] = beyond.astype(np.int32)
         for name, values in self.numbers.items():
-            found[name] = values[which]
+            batch[name] = values[which]
         for name, arrays in self.tokens.items():
-            found[name] = _padded([arrays[i] for i in which], length, 0, arrays[0].dtype)
-        return found
+            batch[name] = _padded([arrays[i] for i in which], length, 0, arrays[0].dtype)
+        return batch
 
     def padded_length(self, which: np.ndarray) -> int:
-        """To what length rows are padded in one batch."""
+        """Returns the length to which rows are padded in one batch."""
         longest = int(self.lengths[which].max())
         return min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.limit)
 
 
 def _padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.ndarray:
-    found = np.full((len(rows), length), value, dtype)
-    for row, values in zip(found, rows, strict=True):
+    padded = np.full((len(rows), length), value, dtype)
+    for row, values in zip(padded, rows, strict=True):
         row[: len(values)] = values
-    return found
+    return padded
+
+
+class TaskKind(Protocol):
+    """A kind of task, for one tokenizer and one set of labels.
+
+    `sentences`, `tags` and `spans` have the three there are.
+
+    Attributes:
+      reads: what the head reads.
+      outputs: how many scores it gives.
+    """
+
+    reads: Reads
+    outputs: int
+
+    def rows(self, examples: Sequence[Any]) -> Rows:
+        """Returns the examples as the encoder reads them; with targets if they have labels."""
+
+    def answers(
+        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Any]
+    ) -> list[dict[str, Any]]:
+        """Returns what the outputs, one array a row, predict for each example, as JSON."""
+
+    def scores(
+        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Any]
+    ) -> dict[str, float]:
+        """Returns the scores of labelled examples by name."""
 
 
 class TrainBatches:
@@ -97,31 +125,36 @@ class TrainBatches:
         self._orders: dict[int, np.ndarray] = {}
 
     def batch(self, step: int, indices: np.ndarray) -> Batch:
-        """Rows `indices` (of all rows of the step, any subset in any order) of a step.
+        """Returns rows of a step, any subset in any order.
 
-        Besides what `Rows.batch` gives: `rows` uint32 [B], numbered through the run, and
-        `row_weights` float32 [B], all 1.
+        Args:
+          step: from 0.
+          indices: of the rows among all of the step, int [B].
+
+        Returns:
+          What `Rows.batch` does, `rows` uint32 [B], numbered through the run, and `row_weights`
+          float32 [B], all 1.
         """
-        all_of_it = self._of_step(step)
-        which = all_of_it[indices]
-        row = step * len(all_of_it) + np.asarray(indices, np.int64)
+        every = self._of_step(step)
+        which = every[indices]
+        row = step * len(every) + np.asarray(indices, np.int64)
         return {
             "rows": row.astype(np.uint32),
             "row_weights": np.ones(len(which), np.float32),
-            **self._rows.batch(which, self._rows.padded_length(all_of_it), self._pad_id),
+            **self._rows.batch(which, self._rows.padded_length(every), self._pad_id),
         }
 
     def _of_step(self, step: int) -> np.ndarray:
-        """Numbers of all rows of a step."""
-        together = self._rows.together
-        total = len(self._rows.ids) // together
+        """Returns the numbers of all rows of a step."""
+        per_example = self._rows.rows_per_example
+        total = len(self._rows.ids) // per_example
         place = step * self._examples + np.arange(self._examples)
         epochs, slots = np.divmod(place, total)
         examples = np.empty(len(place), np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             examples[here] = self._order(int(epoch), total)[slots[here]]
-        return (examples[:, None] * together + np.arange(together)).reshape(-1)
+        return (examples[:, None] * per_example + np.arange(per_example)).reshape(-1)
 
     def _order(self, epoch: int, total: int) -> np.ndarray:
         if epoch not in self._orders:
@@ -132,35 +165,35 @@ class TrainBatches:
 
 
 def eval_batches(rows: Rows, pad_id: int, size: int) -> list[tuple[np.ndarray, Batch]]:
-    """All rows once, those of like lengths together, so that little is padded.
+    """Returns all rows once, those of like lengths together, so that little is padded.
 
     Args:
       rows: of the examples.
       pad_id: of the tokenizer.
-      size: rows a batch, a multiple of `rows.together`.
+      size: rows a batch, a multiple of `rows.rows_per_example`.
 
     Returns:
       For each batch, which rows its first ones are, and its arrays as `TrainBatches.batch` gives
       them; the last is filled up with rows of `row_weights` 0.
     """
-    together = rows.together
-    longest = rows.lengths.reshape(-1, together).max(axis=1)
+    per_example = rows.rows_per_example
+    longest = rows.lengths.reshape(-1, per_example).max(axis=1)
     order = np.argsort(-longest, kind="stable")
-    order = (order[:, None] * together + np.arange(together)).reshape(-1)
-    found = []
+    order = (order[:, None] * per_example + np.arange(per_example)).reshape(-1)
+    batches = []
     for start in range(0, len(order), size):
         which = order[start : start + size]
         filled = np.concatenate([which, np.resize(which, size - len(which))])
         batch = rows.batch(filled, rows.padded_length(which), pad_id)
         weights = (np.arange(size) < len(which)).astype(np.float32)
-        found.append((which, {"rows": filled.astype(np.uint32), "row_weights": weights, **batch}))
-    return found
+        batches.append((which, {"rows": filled.astype(np.uint32), "row_weights": weights, **batch}))
+    return batches
 
 
 def joined(
     tokenizer: Tokenizer, first: list[int], second: list[int] | None
 ) -> tuple[np.ndarray, int]:
-    """[CLS] A [SEP] or [CLS] A [SEP] B [SEP]: the ids, and how many of them are of segment 0."""
+    """Returns the ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], and how many are of segment 0."""
     ids = [tokenizer.cls_id, *first, tokenizer.sep_id]
     split = len(ids)
     if second is not None:

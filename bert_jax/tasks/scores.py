@@ -1,9 +1,9 @@
-"""Scores of what is said of examples against the truth, all in [0, 1] or [-1, 1], more is better.
+"""Scores of predictions against the truth, in [0, 1] or [-1, 1], more is better.
 
 Those of GLUE (Wang et al. 2019), and how its tasks are named here. `f1` is of label 1: where its
 name does not sort last, name both in `task.labels`.
 
-| task      | shape    | score                                        |
+| task      | kind     | score                                        |
 |-----------|----------|----------------------------------------------|
 | CoLA      | classify | matthews                                     |
 | SST-2     | classify | accuracy                                     |
@@ -14,155 +14,72 @@ name does not sort last, name both in `task.labels`.
 | QNLI      | pair     | accuracy                                     |
 | RTE, WNLI | pair     | accuracy                                     |
 
-Spans are scored by `squad_scores`.
+Labels and numbers are scored by scikit-learn and SciPy, which are imported when they are needed;
+tags by F1 of entities as CoNLL counts them; spans as SQuAD 1.1 (Rajpurkar et al. 2016) and 2.0
+(Rajpurkar et al. 2018) do, in shares where the official scripts have percents.
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+import collections
+import re
+import string
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-Tags = Sequence[Sequence[str]]
+from bert_jax.tasks.examples import NoAnswer, Question
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def score(name: str, truth: Any, said: Any) -> float:
-    """The score of this name, of those that `finetuning.SCORES` has for other shapes than spans.
-
-    Args:
-      name: `accuracy`, `f1`, `macro_f1`, `micro_f1`, `matthews`, `pearson`, `spearman` or
-        `entity_f1`.
-      truth: int[N] numbers of labels; float[N] for a regression; for tags N sequences of them.
-      said: the same of a model.
-    """
-    return _SCORES[name](truth, said)
-
-
-def accuracy(truth: Any, said: Any) -> float:
-    """The share of examples whose label is right; of tagged sentences the share of words.
+def score(name: str, truth: Any, predicted: Any) -> float:
+    """Returns the score of this name for labels or numbers.
 
     Args:
-      truth: int[N], or N sequences of tags.
-      said: the same, of the same lengths.
+      name: `accuracy`; `f1`, of label 1; `macro_f1`, the mean over the labels in either array;
+        `micro_f1`; `matthews`, for more than two labels Gorodkin's R_K; `pearson`; `spearman`.
+        Where a score is 0/0, as F1 of a label in neither array and a correlation with a constant,
+        it is 0.
+      truth: int[N] numbers of labels; float[N] for `pearson` and `spearman`, which are nan if a
+        number is not finite.
+      predicted: the same of a model.
     """
-    _require_same_length(truth, said)
-    if isinstance(truth[0], tuple | list):
-        _require_same_lengths(truth, said)
-        truth = [tag for tags in truth for tag in tags]
-        said = [tag for tags in said for tag in tags]
-    return float(np.mean(np.asarray(truth) == np.asarray(said)))
+    if name in ("pearson", "spearman"):
+        return _correlation(name, truth, predicted)
+    from sklearn import metrics
+
+    if name == "accuracy":
+        return float(metrics.accuracy_score(truth, predicted))
+    if name == "matthews":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a single label
+            return float(metrics.matthews_corrcoef(truth, predicted))
+    labels, average = ([1], "macro") if name == "f1" else (None, name.removesuffix("_f1"))
+    found = metrics.f1_score(truth, predicted, labels=labels, average=average, zero_division=0.0)
+    return float(found)
 
 
-def f1(truth: Any, said: Any) -> float:
-    """F1 of label 1: 2 tp / (2 tp + fp + fn); 0 if label 1 is neither there nor said.
+def _correlation(name: str, truth: Any, predicted: Any) -> float:
+    from scipy import stats
 
-    Args:
-      truth: int[N], 0 or 1.
-      said: int[N], the same.
-    """
-    hits, sizes = _by_label(truth, said)
-    return _ratio(2 * hits[1], sizes[1])
-
-
-def macro_f1(truth: Any, said: Any) -> float:
-    """The mean of F1 over the labels that are there or said, as scikit-learn takes them.
-
-    Args:
-      truth: int[N].
-      said: int[N].
-    """
-    hits, sizes = _by_label(truth, said)
-    return float(np.mean([_ratio(2 * hits[label], size) for label, size in sizes.items()]))
-
-
-def micro_f1(truth: Any, said: Any) -> float:
-    """F1 of tp, fp and fn summed over all labels. With one label an example, it is the accuracy.
-
-    Args:
-      truth: int[N].
-      said: int[N].
-    """
-    hits, sizes = _by_label(truth, said)
-    return _ratio(2 * sum(hits.values()), sum(sizes.values()))
-
-
-def matthews(truth: Any, said: Any) -> float:
-    """Matthews' correlation, for more than two labels as Gorodkin 2004 (R_K) gives it.
-
-    With N examples, c of them right, t_k of label k and p_k said to be:
-    (c N - sum t_k p_k) / sqrt((N^2 - sum t_k^2) (N^2 - sum p_k^2)); 0 if one label alone is there
-    or said.
-
-    Args:
-      truth: int[N].
-      said: int[N].
-    """
-    truth, said = _labels(truth), _labels(said)
-    _require_same_length(truth, said)
-    there, told = Counter(truth), Counter(said)
-    count = len(truth)
-    right = sum(a == b for a, b in zip(truth, said, strict=True))
-    # Whole numbers of any size, so that nothing is rounded before the end.
-    covariance = count * right - sum(there[label] * told[label] for label in there)
-    spread_there = count**2 - sum(n**2 for n in there.values())
-    spread_told = count**2 - sum(n**2 for n in told.values())
-    if not spread_there * spread_told:
-        return 0.0
-    return covariance / float(spread_there * spread_told) ** 0.5
-
-
-def pearson(truth: Any, said: Any) -> float:
-    """Pearson's correlation; 0 if either is constant, nan if a number is not finite.
-
-    Args:
-      truth: float[N].
-      said: float[N].
-    """
-    truth, said = np.asarray(truth, np.float64), np.asarray(said, np.float64)
-    _require_same_length(truth, said)
-    if not (np.isfinite(truth).all() and np.isfinite(said).all()):
+    truth, predicted = np.asarray(truth, np.float64), np.asarray(predicted, np.float64)
+    if not (np.isfinite(truth).all() and np.isfinite(predicted).all()):
         return float("nan")
-    # Not by their spread: the mean of equal numbers may differ from them by rounding.
-    if truth.min() == truth.max() or said.min() == said.max():
+    if np.ptp(truth) == 0 or np.ptp(predicted) == 0:
         return 0.0
-    return float(np.clip(np.dot(_unit(truth), _unit(said)), -1.0, 1.0))
+    correlate = stats.pearsonr if name == "pearson" else stats.spearmanr
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of numbers that are nearly constant
+        return float(correlate(truth, predicted).statistic)
 
 
-def spearman(truth: Any, said: Any) -> float:
-    """Spearman's correlation: Pearson's of ranks, equal numbers sharing the mean of theirs.
-
-    0 if either is constant, nan if a number is not finite.
-
-    Args:
-      truth: float[N].
-      said: float[N].
-    """
-    truth, said = np.asarray(truth, np.float64), np.asarray(said, np.float64)
-    if not (np.isfinite(truth).all() and np.isfinite(said).all()):
-        return float("nan")
-    return pearson(_ranks(truth), _ranks(said))
-
-
-@dataclass(frozen=True)
-class EntityScores:
-    """Scores of the entities of one type, or of all.
-
-    Attributes:
-      precision: the share of entities said that are there; 0 if none is said.
-      recall: the share of entities there that are said; 0 if none is there.
-      f1: their harmonic mean; 0 if nothing is right.
-      support: entities that are there.
-    """
-
-    precision: float
-    recall: float
-    f1: float
-    support: int
+# --- tags ---------------------------------------------------------------------------------------
 
 
 def entities(tags: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Entities in a sentence's tags: type, first word, last word.
+    """Returns the entities in a sentence's tags: type, first word, last word.
 
     As the script conlleval of CoNLL-2000 reads them, and seqeval by default: an entity begins at
     B-TYPE, and at I-TYPE if the word before is outside or of another type; it goes on over I-TYPE
@@ -185,94 +102,117 @@ def entities(tags: Sequence[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-def entity_scores(truth: Tags, said: Tags) -> tuple[EntityScores, dict[str, EntityScores]]:
-    """Scores of all entities together (micro-averaged), and of each type.
+def entity_f1(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
+    """Returns F1 of the entities of all sentences together (micro-averaged); 0 if there are none.
 
-    An entity said is right if one of its type is there with the same first and last word.
+    A predicted entity is right if one of its type is there with the same first and last word.
+    """
+    hits = total = 0
+    for true_tags, predicted_tags in zip(truth, predicted, strict=True):
+        there, given = set(entities(true_tags)), set(entities(predicted_tags))
+        hits += len(there & given)
+        total += len(there) + len(given)
+    return 2 * hits / total if total else 0.0
+
+
+# --- spans --------------------------------------------------------------------------------------
+
+
+def normalized(text: str) -> str:
+    """Returns what of an answer is compared: lower case, without ASCII punctuation and articles.
+
+    In this order; then white space is one blank between words. Punctuation goes without leaving a
+    blank: `U.S.` is `us`, and `well-known` one word. A Chinese answer is one word, so that its F1
+    is its exact match.
+    """
+    text = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def exact_match(predicted: str, answers: Sequence[str], no_answer: NoAnswer) -> float:
+    """Returns 1 if a predicted answer equals a given one, both normalized, else 0.
 
     Args:
-      truth: the tags of N sentences.
-      said: the same, as long sentence by sentence.
+      predicted: an answer; "" for none.
+      answers: those that people gave; with `possible` there may be none.
+      no_answer: `never` as SQuAD 1.1 counts, `possible` as SQuAD 2.0 does.
     """
-    _require_same_lengths(truth, said)
-    hits: Counter[str] = Counter()
-    there: Counter[str] = Counter()
-    told: Counter[str] = Counter()
-    for true_tags, said_tags in zip(truth, said, strict=True):
-        true_entities, said_entities = set(entities(true_tags)), set(entities(said_tags))
-        hits.update(kind for kind, _, _ in true_entities & said_entities)
-        there.update(kind for kind, _, _ in true_entities)
-        told.update(kind for kind, _, _ in said_entities)
-    by_type = {
-        kind: _entity_scores(hits[kind], there[kind], told[kind])
-        for kind in sorted(there.keys() | told.keys())
+    return max(float(normalized(predicted) == normalized(a)) for a in _golds(answers, no_answer))
+
+
+def answer_f1(predicted: str, answers: Sequence[str], no_answer: NoAnswer) -> float:
+    """Returns F1 of the words that a predicted answer shares with a given one, the most of all.
+
+    A word counts as often as both have it. If no word is left of one of them, SQuAD 2.0 counts 1
+    if none is left of both, else 0, and SQuAD 1.1 counts 0 always. Arguments as of `exact_match`.
+    """
+
+    def f1(answer: str) -> float:
+        ours = collections.Counter(normalized(predicted).split())
+        theirs = collections.Counter(normalized(answer).split())
+        if not ours or not theirs:
+            return float(no_answer == "possible" and ours == theirs)
+        return 2 * (ours & theirs).total() / (ours.total() + theirs.total())
+
+    return max(f1(answer) for answer in _golds(answers, no_answer))
+
+
+def _golds(answers: Sequence[str], no_answer: NoAnswer) -> Sequence[str]:
+    """SQuAD 2.0 leaves out answers of which nothing is left; without any, "" is the right one."""
+    if no_answer == "possible":
+        return [answer for answer in answers if normalized(answer)] or [""]
+    return answers
+
+
+def span_scores(
+    questions: Sequence[Question], predicted: Mapping[str, str], no_answer: NoAnswer
+) -> dict[str, float]:
+    """Returns the means of `f1` and `exact_match` over questions.
+
+    Args:
+      questions: at least one, labelled.
+      predicted: an answer to each by its id; "" for none.
+      no_answer: as in `exact_match`.
+    """
+    golds = [(predicted[q.id], [a.text for a in q.answers], no_answer) for q in questions]
+    return {
+        "f1": float(np.mean([answer_f1(*gold) for gold in golds])),
+        "exact_match": float(np.mean([exact_match(*gold) for gold in golds])),
     }
-    return _entity_scores(hits.total(), there.total(), told.total()), by_type
 
 
-def entity_f1(truth: Tags, said: Tags) -> float:
-    """F1 of all entities together, as `entity_scores` counts them."""
-    return entity_scores(truth, said)[0].f1
+def best_threshold(
+    questions: Sequence[Question],
+    predicted: Mapping[str, str],
+    no_answer_scores: Mapping[str, float],
+) -> float:
+    """Returns the threshold under which SQuAD 2.0's mean F1 is best, the lowest of equals.
 
+    A question is given no answer if its score for having none is greater. As best_f1_thresh of the
+    official script, with three differences. Questions with equal scores fall on one side here,
+    while the script may count a threshold that separates them. Where no answer at all is best, the
+    script gives 0, which is right for probabilities alone; here it is 0 if all scores are
+    positive, else just below the least. And an answer of which nothing is left ("the") is right
+    here where there is none, as in `answer_f1`, and wrong in the script's search.
 
-_SCORES = {
-    "accuracy": accuracy,
-    "f1": f1,
-    "macro_f1": macro_f1,
-    "micro_f1": micro_f1,
-    "matthews": matthews,
-    "pearson": pearson,
-    "spearman": spearman,
-    "entity_f1": entity_f1,
-}
-
-
-def _entity_scores(hits: int, there: int, told: int) -> EntityScores:
-    return EntityScores(
-        precision=_ratio(hits, told),
-        recall=_ratio(hits, there),
-        f1=_ratio(2 * hits, there + told),
-        support=there,
+    Args:
+      questions: at least one, labelled.
+      predicted: an answer to each by its id, even where none is likely; "" if there is none.
+      no_answer_scores: by id, finite; more where no answer is likelier.
+    """
+    order = sorted(questions, key=lambda q: no_answer_scores[q.id])
+    levels = np.array([no_answer_scores[q.id] for q in order], np.float64)
+    gains = np.array(
+        [
+            answer_f1(predicted[q.id], [a.text for a in q.answers], "possible") - (not q.possible)
+            for q in order
+        ]
     )
-
-
-def _ratio(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
-def _labels(values: Any) -> list[int]:
-    return np.asarray(values).tolist()
-
-
-def _by_label(truth: Any, said: Any) -> tuple[Counter[int], Counter[int]]:
-    """By label: how often it is rightly said (tp), and how often there or said (2 tp + fp + fn)."""
-    truth, said = _labels(truth), _labels(said)
-    _require_same_length(truth, said)
-    sizes = Counter(truth) + Counter(said)
-    hits = Counter(a for a, b in zip(truth, said, strict=True) if a == b)
-    return hits, sizes
-
-
-def _unit(values: np.ndarray) -> np.ndarray:
-    """float64[N] less its mean, of length 1; scaled first, since squares over- and underflow."""
-    values = values / np.abs(values).max()
-    values = values - values.mean()
-    values = values / np.abs(values).max()
-    return values / np.linalg.norm(values)
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-
-
-def _require_same_length(truth: Sequence[Any], said: Sequence[Any]) -> None:
-    if len(truth) != len(said) or not len(truth):
-        raise ValueError(f"{len(truth)} examples, but {len(said)} are said")
-
-
-def _require_same_lengths(truth: Tags, said: Tags) -> None:
-    _require_same_length(truth, said)
-    for number, (a, b) in enumerate(zip(truth, said, strict=True)):
-        if len(a) != len(b):
-            raise ValueError(f"sentence {number}: {len(a)} words, but {len(b)} tags are said")
+    # Thresholds between questions of different scores: the first i are answered.
+    answered = np.flatnonzero(np.append(levels[1:] > levels[:-1], True)) + 1
+    refused = float(sum(not q.possible for q in order))
+    totals = refused + np.append(0.0, np.cumsum(gains)[answered - 1])
+    best = int(np.argmax(totals))
+    if best:
+        return float(levels[answered[best - 1] - 1])
+    return 0.0 if levels[0] > 0 else float(np.nextafter(levels[0], -np.inf))

@@ -1,7 +1,7 @@
 """One text or several to one answer: `classify`, `pair`, `regress` and `choice`.
 
-As section 3.2 of Devlin et al. 2018 has it: what [CLS] comes to is read by one layer. Of a choice
-each text is read with the one before it, and the highest of their scores is the answer.
+As in section 3.2 of Devlin et al. 2018 one layer reads what [CLS] comes to. Of a choice each text
+is read with the first one, and the highest of their scores is the answer.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,20 @@ from bert_jax.text.tokenizer import Tokenizer
 
 
 class Sentences:
-    """The task for one model; see `tasks.shape.Shape`."""
+    """The `TaskKind` of one label or number an example."""
 
     reads = "pooled"
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         self._task, self._labels, self._tokenizer = task, labels, tokenizer
-        self._together = len(labels) if task.kind == "choice" else 1
+        self._rows_per_example = len(labels) if task.kind == "choice" else 1
         self.outputs = 1 if task.kind in ("regress", "choice") else len(labels)
 
     def rows(self, examples: Sequence[Sentence]) -> Rows:
-        """Longer ones are cut: a piece at a time from the end of the longer text."""
+        """Returns a row a text, pair or choice.
+
+        What is too long loses a piece at a time from the end of the longer text.
+        """
         ids, first = [], []
         for example in examples:
             pieces = [self._tokenizer.encode(text) for text in example.texts]
@@ -39,48 +42,45 @@ class Sentences:
         numbers = {}
         if examples[0].label is not None:
             truth = self._truth(examples)
-            numbers["targets"] = np.repeat(truth, self._together)
+            numbers["targets"] = np.repeat(truth, self._rows_per_example)
         limit = self._task.max_sequence_length
-        return Rows(ids, np.array(first, np.int32), numbers, {}, [], limit, self._together)
+        return Rows(ids, np.array(first, np.int32), numbers, {}, [], limit, self._rows_per_example)
 
     def answers(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]
     ) -> list[Any]:
-        """What the outputs say, and how likely the model takes it to be.
+        """Returns for each example `label` and `probabilities` by label, or a regression's `value`.
 
         Args:
           outputs: of each row, float32 [outputs].
           rows: which rows they are.
           examples: whose rows they are.
-
-        Returns:
-          For each example `label` and `probabilities` by label, or the `value` of a regression.
         """
         del rows, examples
         if self._task.kind == "regress":
             return [{"value": float(row[0])} for row in outputs]
-        found = []
+        answers = []
         for logits in self._by_example(outputs):
             chances = np.exp(logits - logits.max())
             chances /= chances.sum()
             by_label = dict(zip(self._labels, map(float, chances), strict=True))
-            found.append({"label": self._labels[int(logits.argmax())], "probabilities": by_label})
-        return found
+            answers.append({"label": self._labels[int(logits.argmax())], "probabilities": by_label})
+        return answers
 
     def scores(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]
     ) -> dict[str, float]:
-        """All scores of the shape; `f1` of two labels alone, whose second is the positive one."""
+        """Returns all scores of the kind; `f1` of two labels alone, the second the positive one."""
         del rows
         truth = self._truth(examples)
         if self._task.kind == "regress":
-            said = np.array([row[0] for row in outputs])
+            predicted = np.array([row[0] for row in outputs])
         else:
-            said = self._by_example(outputs).argmax(axis=1)
+            predicted = self._by_example(outputs).argmax(axis=1)
         names = SCORES[self._task.kind]
         if len(self._labels) != 2:
             names = tuple(name for name in names if name != "f1")
-        return {name: scores.score(name, truth, said) for name in names}
+        return {name: scores.score(name, truth, predicted) for name in names}
 
     def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
         if self._task.kind == "regress":

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from bert_jax.config import Task
-from bert_jax.tasks import squad_scores
+from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Question
 from bert_jax.tasks.rows import Rows, joined
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.text.units import units
 
-# Firsts and lasts of a window that are tried with each other, and answers that are told.
-_TRIED, _TOLD = 20, 5
+# Firsts and lasts of a window that are tried with each other, and answers that are returned.
+_TRIED, _RETURNED = 20, 5
 # By so much per piece a longer window is better where pieces have the same context in two.
 _LENGTH_SHARE = 0.01
 
@@ -42,8 +42,8 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Said:
-    """What the outputs say of a question.
+class _Predicted:
+    """Answers predicted for a question.
 
     Attributes:
       best: (score, text) of answers, the best first.
@@ -55,13 +55,13 @@ class _Said:
 
 
 class Spans:
-    """The task for one model; see `tasks.shape.Shape`.
+    """The `TaskKind` of `span`.
 
     Args:
       task: the task.
       tokenizer: of the base.
       no_answer_threshold: where there may be no answer, none is given if it is better by more than
-        this; None: the best answer is always told, and the threshold that is best is looked for.
+        this; None: the best answer is always given, and `scores` searches for the best threshold.
     """
 
     reads = "tokens"
@@ -72,7 +72,7 @@ class Spans:
         self._threshold = no_answer_threshold
 
     def rows(self, examples: Sequence[Question]) -> Rows:
-        """Windows; those that do not hold the whole answer are to say [CLS]."""
+        """Returns windows; the target of those that do not hold the whole answer is [CLS]."""
         ids, first, notes, targets = [], [], [], []
         contexts: dict[str, tuple[list[int], np.ndarray]] = {}
         for number, example in enumerate(examples):
@@ -101,7 +101,7 @@ class Spans:
     def answers(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
     ) -> list[Any]:
-        """What the outputs say.
+        """Returns the predicted answers.
 
         Args:
           outputs: of each row, float32 [n, 2].
@@ -112,34 +112,37 @@ class Spans:
           For each question its `id`, the best `answer`, the `score` of it and of others, and, if
           there may be none, `no_answer`: by how much that is better.
         """
-        found = []
-        for example, said in zip(examples, self._said(outputs, rows, examples), strict=True):
-            answer: dict[str, Any] = {"id": example.id, "answer": said.best[0][1]}
-            answer["best"] = [{"answer": text, "score": score} for score, text in said.best]
+        answers = []
+        for example, predicted in zip(
+            examples, self._predicted(outputs, rows, examples), strict=True
+        ):
+            answer: dict[str, Any] = {"id": example.id, "answer": predicted.best[0][1]}
+            answer["best"] = [{"answer": text, "score": score} for score, text in predicted.best]
             if self._task.no_answer == "possible":
-                answer["no_answer"] = said.no_answer
-                if self._threshold is not None and said.no_answer > self._threshold:
+                answer["no_answer"] = predicted.no_answer
+                if self._threshold is not None and predicted.no_answer > self._threshold:
                     answer["answer"] = ""
-            found.append(answer)
-        return found
+            answers.append(answer)
+        return answers
 
     def scores(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
     ) -> dict[str, float]:
-        """Exact match and F1; if there may be no answer, with the threshold, or the best for F1."""
-        said = self._said(outputs, rows, examples)
-        pairs = list(zip(examples, said, strict=True))
-        answers = {example.id: s.best[0][1] for example, s in pairs}
-        found = {}
-        if self._task.no_answer == "possible":
-            nothing = {example.id: s.no_answer for example, s in pairs}
-            limit = self._threshold
-            if limit is None:
-                limit = squad_scores.best_thresholds(examples, answers, nothing)["f1"].value
-            found["no_answer_threshold"] = limit
-            answers = {i: "" if nothing[i] > limit else text for i, text in answers.items()}
-        of_all = squad_scores.scores(examples, answers, self._task.no_answer)["all"]
-        return {"f1": of_all.f1, "exact_match": of_all.exact_match, **found}
+        """Returns F1 and exact match; if there may be no answer, under the threshold, or the best
+        one for F1.
+        """
+        predicted = self._predicted(outputs, rows, examples)
+        pairs = list(zip(examples, predicted, strict=True))
+        answers = {example.id: p.best[0][1] for example, p in pairs}
+        if self._task.no_answer == "never":
+            return scores.span_scores(examples, answers, "never")
+        nothing = {example.id: p.no_answer for example, p in pairs}
+        limit = self._threshold
+        if limit is None:
+            limit = scores.best_threshold(examples, answers, nothing)
+        answers = {i: "" if nothing[i] > limit else text for i, text in answers.items()}
+        found = scores.span_scores(examples, answers, "possible")
+        return found | {"no_answer_threshold": limit}
 
     def _room(self, question: int) -> int:
         return self._task.max_sequence_length - question - 3
@@ -151,7 +154,7 @@ class Spans:
         return starts
 
     def _pieces(self, context: str) -> tuple[list[int], np.ndarray]:
-        """Pieces of a context, and for each the characters of its word, int32 [n, 2]."""
+        """Returns the pieces of a context, and of each the characters of its word, int32 [n, 2]."""
         pieces: list[int] = []
         places: list[tuple[int, int]] = []
         for start, end in units(context, self._tokenizer):
@@ -160,10 +163,10 @@ class Spans:
             places += [(start, end)] * len(here)
         return pieces, np.array(places, np.int32).reshape(-1, 2)
 
-    def _said(
+    def _predicted(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
-    ) -> list[_Said]:
-        found: list[list[tuple[float, str]]] = [[] for _ in examples]
+    ) -> list[_Predicted]:
+        candidates: list[list[tuple[float, str]]] = [[] for _ in examples]
         nothing = [np.inf] * len(examples)
         for logits, window in zip(outputs, rows.notes, strict=True):
             number = window.question
@@ -171,18 +174,18 @@ class Spans:
             context = examples[number].context
             for score, start, end in self._best(logits, window):
                 text = context[window.places[start, 0] : window.places[end, 1]]
-                found[number].append((score, text))
-        said = []
-        for answers, none in zip(found, nothing, strict=True):
+                candidates[number].append((score, text))
+        predicted = []
+        for answers, none in zip(candidates, nothing, strict=True):
             best: dict[str, float] = {}
             for score, text in sorted(answers, key=lambda answer: -answer[0]):
                 best.setdefault(text, score)
-            told = [(score, text) for text, score in best.items()][:_TOLD] or [(none, "")]
-            said.append(_Said(told, none - told[0][0]))
-        return said
+            first = [(score, text) for text, score in best.items()][:_RETURNED] or [(none, "")]
+            predicted.append(_Predicted(first, none - first[0][0]))
+        return predicted
 
     def _best(self, logits: np.ndarray, window: Window) -> list[tuple[float, int, int]]:
-        """(score, first, last piece of the context here) of the likeliest answers of a row."""
+        """Returns (score, first, last piece of the context here) of a row's likeliest answers."""
         count = len(window.places)
         here = logits[window.offset : window.offset + count]
         order = np.argsort(-here, axis=0, kind="stable")[:_TRIED]
@@ -197,17 +200,19 @@ class Spans:
 
 
 def _answer(example: Question, places: np.ndarray) -> tuple[int, int] | None:
-    """First and last piece of the first answer; None if there is none, or it has no piece."""
+    """Returns the first and last piece of the first answer; None without one, or without pieces."""
     if not example.answers:
         return None
     text, start = example.answers[0]
     inside = (places[:, 1] > start) & (places[:, 0] < start + len(text))
-    (found,) = np.nonzero(inside)
-    return (int(found[0]), int(found[-1])) if len(found) else None
+    (pieces,) = np.nonzero(inside)
+    return (int(pieces[0]), int(pieces[-1])) if len(pieces) else None
 
 
 def _most_context(pieces: int, starts: list[int], room: int) -> np.ndarray:
-    """For each piece of a context the window in which it has most on both sides, int64 [pieces]."""
+    """Returns for each piece the window in which it has most context on both sides, int64
+    [pieces].
+    """
     place = np.arange(pieces)
     scores = []
     for start in starts:

@@ -19,7 +19,7 @@ from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
-from bert_jax.tasks import command
+from bert_jax.tasks import job
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import session
 from bert_jax.training.progress import Progress
@@ -120,9 +120,7 @@ def run(
         place = folder / member.name
         progress.say(f"sweep {number} of {len(of)}: {member.name}")
         # One that is finished says so, unless its base or its examples are others now.
-        member.outcome = command.finetune(
-            member.claim, base, os.fspath(place), progress, member.origin
-        )
+        member.outcome = job.finetune(member.claim, base, os.fspath(place), progress, member.origin)
         lines = lines_lib.Lines(mirror.opened(place).metrics).read()
         scored = [line for line in lines if line["kind"] == "scores"]
         member.last = scored[-1] if scored else None

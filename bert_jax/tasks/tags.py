@@ -17,7 +17,7 @@ from bert_jax.text.tokenizer import Tokenizer
 
 
 class Tags:
-    """The task for one model; see `tasks.shape.Shape`."""
+    """The `TaskKind` of `tag`."""
 
     reads = "tokens"
 
@@ -27,7 +27,7 @@ class Tags:
         self.outputs = len(labels)
 
     def rows(self, examples: Sequence[Tagged]) -> Rows:
-        """See above; a word of more pieces than a row has room for is cut."""
+        """Returns one row or more of each sentence; a word that is longer than a row is cut."""
         ids, tags, weights, notes = [], [], [], []
         for number, example in enumerate(examples):
             for pieces, begins, words in self._cut(example.words):
@@ -48,44 +48,45 @@ class Tags:
     def answers(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Tagged]
     ) -> list[Any]:
-        """What the outputs say.
+        """Returns for each example its `words` and their predicted `tags`.
 
         Args:
           outputs: of each row, float32 [n, outputs].
           rows: which rows they are.
           examples: whose rows they are.
-
-        Returns:
-          For each example its `words` and their `tags`.
         """
-        found = [{"words": list(example.words), "tags": []} for example in examples]
+        answers = [{"words": list(example.words), "tags": []} for example in examples]
         for logits, (number, begins) in zip(outputs, rows.notes, strict=True):
-            found[number]["tags"] += [self._labels[i] for i in logits[begins].argmax(axis=1)]
-        return found
+            answers[number]["tags"] += [self._labels[i] for i in logits[begins].argmax(axis=1)]
+        return answers
 
     def scores(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Tagged]
     ) -> dict[str, float]:
-        """The share of words with the right tag, and F1 over entities if that is the score."""
+        """Returns the share of words with the right tag, and entities' F1 if that is the score."""
         truth = [list(example.tags or ()) for example in examples]
-        said = [answer["tags"] for answer in self.answers(outputs, rows, examples)]
-        numbers = [[self._number[tag] for tags in side for tag in tags] for side in (truth, said)]
-        found = {"accuracy": scores.accuracy(*numbers)}
+        predicted = [answer["tags"] for answer in self.answers(outputs, rows, examples)]
+        right = [
+            a == b
+            for ours, theirs in zip(predicted, truth, strict=True)
+            for a, b in zip(ours, theirs, strict=True)
+        ]
+        found = {"accuracy": float(np.mean(right))}
         if self._task.main_score == "entity_f1":
-            found["entity_f1"] = scores.entity_f1(truth, said)
+            found["entity_f1"] = scores.entity_f1(truth, predicted)
         return found
 
     def _cut(self, words: Sequence[str]) -> list[tuple[list[int], list[int], list[int]]]:
-        """For each row its pieces, where in the row words begin, and which words these are."""
+        """Returns for each row its pieces, where in it words begin, and which words these are."""
         room = self._task.max_sequence_length - 2
-        found: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
+        rows: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
         for number, word in enumerate(words):
             # What has no piece (a lone control character) is a word nevertheless.
             pieces = (self._tokenizer.encode(word) or [self._tokenizer.unk_id])[:room]
-            if len(found[-1][0]) + len(pieces) > room:
-                found.append(([], [], []))
-            row, begins, here = found[-1]
+            if len(rows[-1][0]) + len(pieces) > room:
+                rows.append(([], [], []))
+            row, begins, here = rows[-1]
             begins.append(len(row) + 1)  # after [CLS]
             here.append(number)
             row += pieces
-        return found
+        return rows

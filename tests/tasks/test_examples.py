@@ -154,7 +154,7 @@ CONLL = "-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\nOf  IN\tO\nIt PRP 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_words_and_tags_stand_in_lines_of_columns(tmp_path, end):
-    settings = {"shape": "tag", "text_column": "0", "label_column": "2"}
+    settings = {"kind": "tag", "text_column": "0", "label_column": "2"}
     found = read(tmp_path, "conll", CONLL.replace("\n", end), **settings)
     place = tmp_path / "x.conll"
     assert found == [
@@ -167,7 +167,7 @@ def test_words_and_tags_stand_in_lines_of_columns(tmp_path, end):
 
 
 def test_a_document_mark_ends_a_sentence_and_wide_blanks_part_no_columns(tmp_path):
-    settings = {"shape": "tag", "text_column": "0", "label_column": "1"}
+    settings = {"kind": "tag", "text_column": "0", "label_column": "1"}
     content = "当\tO\n-DOCSTART-\tO\n中\u3000国\tB-LOC\n \t \n国\tO"
     found = read(tmp_path, "conll", content, **settings)
     assert [e.words for e in found] == [("当",), ("中\u3000国",), ("国",)]
@@ -175,7 +175,7 @@ def test_a_document_mark_ends_a_sentence_and_wide_blanks_part_no_columns(tmp_pat
 
 
 def test_words_and_tags_may_be_lists_in_json(tmp_path):
-    settings = {"shape": "tag", "text_column": "tokens", "label_column": "tags"}
+    settings = {"kind": "tag", "text_column": "tokens", "label_column": "tags"}
     rows = [{"tokens": ["EU", "New York"], "tags": [3, "O"]}]
     (found,) = read(tmp_path, "jsonl", lines_of(rows), **settings)
     assert (found.words, found.tags) == (("EU", "New York"), ("3", "O"))
@@ -252,7 +252,7 @@ def test_a_label_that_is_no_number_is_named(tmp_path, label):
     ],
 )
 def test_broken_lines_of_words_are_named(tmp_path, content, words):
-    settings = {"shape": "tag", "text_column": "0", "label_column": "1"}
+    settings = {"kind": "tag", "text_column": "0", "label_column": "1"}
     with pytest.raises(InputError) as caught:
         read(tmp_path, "conll", content, **settings)
     assert words in str(caught.value)
@@ -272,7 +272,7 @@ def test_broken_lines_of_words_are_named(tmp_path, content, words):
     ],
 )
 def test_words_without_their_tags_are_named(tmp_path, words, tags, said):
-    settings = {"shape": "tag", "text_column": "w", "label_column": "t"}
+    settings = {"kind": "tag", "text_column": "w", "label_column": "t"}
     with pytest.raises(InputError) as caught:
         read(tmp_path, "jsonl", lines_of([{"w": words, "t": tags}]), **settings)
     assert f"x.jsonl:1: {said}" in str(caught.value)

@@ -5,27 +5,26 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kinds
 import numpy as np
 import pytest
-import shapes
 from compare import assert_close, assert_identical
-from shapes import LABELS, MODEL, base_params, objective, shape_of, without_dropout
+from kinds import LABELS, MODEL, base_params, kind_of, objective, without_dropout
 
 from bert_jax.config import Adapt, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
-from bert_jax.tasks import adapt as adapt_lib
-from bert_jax.tasks import heads
+from bert_jax.tasks import objective as objective_lib
 from bert_jax.training import optimizer as optimizer_lib
 
-SHAPES = list(LABELS)
+KINDS = list(LABELS)
 
 
-def batch_of(shape, which=(0, 3, 1, 2), length=40):
-    rows = shape_of(shape).rows(shapes.examples(shape))
+def batch_of(kind, which=(0, 3, 1, 2), length=40):
+    rows = kind_of(kind).rows(kinds.examples(kind))
     which = np.array(which)
     weights = np.ones(len(which), np.float32)
-    return {"row_weights": weights, **rows.batch(which, length, shapes.TOKENIZER.pad_id)}
+    return {"row_weights": weights, **rows.batch(which, length, kinds.TOKENIZER.pad_id)}
 
 
 def nll(logits, label):
@@ -33,7 +32,7 @@ def nll(logits, label):
     return np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[label]
 
 
-def by_hand(shape, logits, batch):
+def by_hand(kind, logits, batch):
     """The mean loss of a batch, example by example, and how many hit, in float64."""
     losses, hits = [], []
 
@@ -44,15 +43,15 @@ def by_hand(shape, logits, batch):
     for i, weight in enumerate(batch["row_weights"]):
         if not weight:
             continue
-        if shape == "regress":
+        if kind == "regress":
             losses.append((float(logits[i, 0]) - float(batch["targets"][i])) ** 2)
-        elif shape == "choice":
+        elif kind == "choice":
             if i % 2 == 0:
                 classified(logits[i : i + 2, 0], batch["targets"][i])
-        elif shape == "tag":
+        elif kind == "tag":
             for j in np.flatnonzero(batch["target_weights"][i]):
                 classified(logits[i, j], batch["targets"][i, j])
-        elif shape == "span":
+        elif kind == "span":
             real = logits[i, : batch["input_mask"][i].sum()]
             both = [(real[:, k], batch[n][i]) for k, n in enumerate(("starts", "ends"))]
             losses.append(np.mean([nll(*one) for one in both]))
@@ -62,24 +61,24 @@ def by_hand(shape, logits, batch):
     return np.mean(losses), np.mean(hits) if hits else None, len(losses)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_losses_are_the_formulas(shape):
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_the_formulas(kind):
     """Rows of weight 0 and padding count nothing, whatever the scores are there."""
-    task = objective(shape)
-    batch = batch_of(shape)
+    task = objective(kind)
+    batch = batch_of(kind)
     batch["row_weights"][2:] = 0
     outputs = (task.outputs,) if task.reads == "pooled" else (40, task.outputs)
     logits = np.random.default_rng(0).normal(size=(4, *outputs)).astype(np.float32) * 3
-    if shape == "span":
+    if kind == "span":
         logits[batch["input_mask"] == 0] = 80  # higher than any other
-    loss, accuracy, count = by_hand(shape, logits, batch)
-    found = task.measured(jnp.asarray(logits), batch)
+    loss, accuracy, count = by_hand(kind, logits, batch)
+    found = task.measure(jnp.asarray(logits), batch)
     assert tuple(found) == task.metrics
     np.testing.assert_allclose(found["loss"][0] / found["loss"][1], loss, rtol=1e-6)
     (counted,) = task.counts(batch)
     assert float(found["loss"][1]) == float(counted) == count
     np.testing.assert_allclose(task.loss(found, (counted,)), loss, rtol=1e-6)
-    if shape != "regress":
+    if kind != "regress":
         np.testing.assert_allclose(found["accuracy"][0] / count, accuracy, rtol=1e-6)
 
 
@@ -94,17 +93,17 @@ def run_logits(task, params, batch):
     return np.asarray(logits_of(task)(params, ids))
 
 
-@pytest.mark.parametrize("shape", ["pair", "tag"])
-def test_neither_padding_nor_other_rows_change_what_is_said_of_a_row(shape):
-    task = objective(shape)
+@pytest.mark.parametrize("kind", ["pair", "tag"])
+def test_neither_padding_nor_other_rows_change_what_is_said_of_a_row(kind):
+    task = objective(kind)
     params = base_params(task.reads)
     params["head"] = task.init_params(jax.random.key(0))["head"]
-    together = run_logits(task, params, batch_of(shape))
+    together = run_logits(task, params, batch_of(kind))
     for place, row in enumerate((0, 3, 1, 2)):
-        length = shape_of(shape).rows(shapes.examples(shape)).lengths[row]
-        alone = run_logits(task, params, batch_of(shape, (row,), 24))[0]
+        length = kind_of(kind).rows(kinds.examples(kind)).lengths[row]
+        alone = run_logits(task, params, batch_of(kind, (row,), 24))[0]
         here = together[place]
-        if shape == "tag":
+        if kind == "tag":
             alone, here = alone[:length], here[:length]
         np.testing.assert_allclose(here, alone, atol=1e-5)
     # Rows are not all alike.
@@ -114,7 +113,7 @@ def test_neither_padding_nor_other_rows_change_what_is_said_of_a_row(shape):
 def model_logits(reads, params, batch):
     ids = {name: batch[name] for name in ("input_ids", "segment_ids", "input_mask")}
     outputs = params["head"]["bias"].size
-    run = functools.partial(heads.task_logits, MODEL, reads, outputs)
+    run = functools.partial(objective_lib.task_logits, MODEL, reads, outputs)
     return np.asarray(jax.jit(lambda p: run(p, ids, None, 0.0, Loop()))(params))
 
 
@@ -131,7 +130,7 @@ def test_thin_matrices_begin_as_nothing():
         *every_target().lora_targets
     }
     base = base_params("pooled")
-    whole = adapt_lib.whole(task.adapt, learning, base)
+    whole = objective_lib.merged_params(task.adapt, learning, base)
     assert_identical({name: whole[name] for name in base}, base)
     for thin in learning["lora"].values():
         assert not thin["up"].any() and np.abs(thin["down"]).min() > 0
@@ -153,7 +152,7 @@ def test_thin_matrices_add_their_product():
         for layer in range(2):
             product = thin["down"][layer].astype(np.float64) @ thin["up"][layer]
             expected["encoder"]["layers"][name]["kernel"][layer] += (6.0 / 3) * product
-    whole = adapt_lib.whole(task.adapt, learning, base)
+    whole = objective_lib.merged_params(task.adapt, learning, base)
     assert_close({name: whole[name] for name in base}, expected, 1e-6)
     assert_identical(whole["head"], learning["head"])
     batch = batch_of("classify")
@@ -201,13 +200,13 @@ def test_a_head_over_all_pieces_has_no_pooler_to_learn():
 @pytest.mark.parametrize("parallelism", ["zero1", "zero3"])
 def test_what_is_small_is_not_cut(how, parallelism):
     with pytest.raises(InputError, match=rf"^parallelism.state={parallelism}: adapt.how={how} "):
-        adapt_lib.require_parallelism(Adapt(how=how), Parallelism(state=parallelism))
-    adapt_lib.require_parallelism(Adapt(), Parallelism(state=parallelism))
+        objective_lib.require_parallelism(Adapt(how=how), Parallelism(state=parallelism))
+    objective_lib.require_parallelism(Adapt(), Parallelism(state=parallelism))
 
 
 def test_a_layer_learns_by_so_much_slower_than_the_one_above():
     """Of two layers at 0.5: head 1, upper layer 1/2, lower 1/4, embeddings 1/8."""
-    params = heads.init_params(MODEL, "pooled", 2, jax.random.key(0))
+    params = objective_lib.init_params(MODEL, "pooled", 2, jax.random.key(0))
     ones = jax.tree.map(jnp.ones_like, params)
     scale = optimizer_lib.scale_by_layer(0.5)
     found, _ = scale.update(ones, scale.init(params), params)
@@ -228,7 +227,7 @@ def test_decay_by_layer_is_of_the_whole_update():
     """Weight decay and trust ratio among it: a lower layer's learning rate is lower."""
     params = base_params("pooled")
     gradient = jax.tree.map(lambda p: 0.3 * p + 0.01, params)
-    cfg = dataclasses.replace(shapes.OPTIMIZER, name="lamb", weight_decay=0.1)
+    cfg = dataclasses.replace(kinds.OPTIMIZER, name="lamb", weight_decay=0.1)
     plain, slower = (
         optimizer_lib.make(dataclasses.replace(cfg, layer_decay=decay)) for decay in (1.0, 0.5)
     )

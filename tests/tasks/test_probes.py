@@ -18,7 +18,7 @@ from bert_jax.config import Finetuning, Task
 def experiment():
     return Finetuning(
         name="{name}",
-        task=Task(kind="{shape}", train=("jsonl:{folder}/train",),
+        task=Task(kind="{kind}", train=("jsonl:{folder}/train",),
                   validation=("jsonl:{folder}/test",), {fields}),
     )
 """
@@ -26,7 +26,7 @@ def experiment():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Text, an experiment, and a task of each shape: is a word of the w's or the x's?"""
+    """Text, an experiment, and a task of each kind: is a word of the w's or the x's?"""
     folder = tmp_path_factory.mktemp("probed")
     file = write_text(folder)
     rng = np.random.default_rng(0)
@@ -50,14 +50,14 @@ def text(tmp_path_factory):
             )
         (folder / name).write_text("\n".join(map(json.dumps, lines)) + "\n")
     (folder / "same").write_text('{"sentence": "wa", "b": "wb", "same": 1}\n')
-    for name, shape, fields in (
+    for name, kind, fields in (
         ("letters", "classify", ""),
         ("pairs", "pair", 'second_column="b", label_column="same"'),
         ("words", "tag", 'text_column="words", label_column="tags", score="accuracy"'),
         ("values", "regress", 'second_column="b"'),
         ("alike", "pair", 'second_column="b", label_column="same"'),
     ):
-        made = TASK.format(name=name, shape=shape, fields=fields, folder=folder)
+        made = TASK.format(name=name, kind=kind, fields=fields, folder=folder)
         if name == "alike":
             made = made.replace(f"{folder}/train", f"{folder}/same").replace("/test", "/same")
         (folder / f"{name}.py").write_text(made)
@@ -176,9 +176,7 @@ def test_what_cannot_be_evaluated_is_not_probed(text, tmp_path, monkeypatch):
 
 def test_an_encoder_that_gives_no_numbers_is_named(text, tmp_path, monkeypatch):
     folder, file = text
-    monkeypatch.setattr(
-        probes.Probes, "_of", lambda self, probe, rows, params: [np.full(3, np.nan)] * 28
-    )
+    monkeypatch.setattr(probes, "run_rows", lambda *of: [np.full(3, np.nan)] * 28)
     with pytest.raises(InputError, match=r"run\.probes: letters: .* not finite"):
         pretrain(file, tmp_path / "w", probed(folder, "letters"))
 

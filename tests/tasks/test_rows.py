@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import TOKENIZER, ids, sentence, task
+from kinds import TOKENIZER, ids, sentence, task
 
 from bert_jax.tasks.rows import Rows, TrainBatches, eval_batches, joined
 from bert_jax.tasks.sentences import Sentences
@@ -159,9 +159,9 @@ def test_texts_are_joined_as_the_encoder_was_taught():
     ],
 )
 def test_pairs_are_cut_as_the_reference_cuts_them(a, b, room, left):
-    shape = Sentences(task("pair", max_sequence_length=room + 3), ("0", "1"), TOKENIZER)
+    kind = Sentences(task("pair", max_sequence_length=room + 3), ("0", "1"), TOKENIZER)
     first, second = [f"w{chr(97 + i)}" for i in range(a)], [f"w{chr(107 + i)}" for i in range(b)]
-    rows = shape.rows([sentence(" ".join(first), " ".join(second), label="1")])
+    rows = kind.rows([sentence(" ".join(first), " ".join(second), label="1")])
     expected = ["[CLS]", *first[: left[0]], "[SEP]", *second[: left[1]], "[SEP]"]
     assert rows.ids[0].tolist() == ids(" ".join(expected))
     assert rows.first.tolist() == [left[0] + 2]
@@ -169,16 +169,16 @@ def test_pairs_are_cut_as_the_reference_cuts_them(a, b, room, left):
 
 
 def test_one_text_is_cut_at_its_end():
-    shape = Sentences(task("classify", max_sequence_length=8), ("0", "1"), TOKENIZER)
-    rows = shape.rows([sentence(" ".join(["until"] * 5), label="0"), sentence("wa", label="1")])
+    kind = Sentences(task("classify", max_sequence_length=8), ("0", "1"), TOKENIZER)
+    rows = kind.rows([sentence(" ".join(["until"] * 5), label="0"), sentence("wa", label="1")])
     assert rows.ids[0].tolist() == ids("[CLS] un ##til un ##til un ##til [SEP]")
     assert rows.ids[1].tolist() == ids("[CLS] wa [SEP]")
     assert rows.first.tolist() == [8, 3]
 
 
 def test_of_a_choice_each_text_is_read_with_the_first():
-    shape = Sentences(task("choice"), ("0", "1"), TOKENIZER)
-    rows = shape.rows(
+    kind = Sentences(task("choice"), ("0", "1"), TOKENIZER)
+    rows = kind.rows(
         [sentence("wa", "wb", "wc wd", label="1"), sentence("wa", "we", "", label="0")]
     )
     assert [row.tolist() for row in rows.ids] == [
@@ -187,16 +187,16 @@ def test_of_a_choice_each_text_is_read_with_the_first():
         ids("[CLS] wa [SEP] we [SEP]"),
         ids("[CLS] wa [SEP] [SEP]"),
     ]
-    assert rows.together == 2 and rows.numbers["targets"].tolist() == [1, 1, 0, 0]
+    assert rows.rows_per_example == 2 and rows.numbers["targets"].tolist() == [1, 1, 0, 0]
 
 
 def test_answers_of_texts_are_softmaxes_by_label():
-    shape = Sentences(task("classify"), ("no", "yes"), TOKENIZER)
+    kind = Sentences(task("classify"), ("no", "yes"), TOKENIZER)
     examples = [sentence("wa"), sentence("wb")]
-    rows = shape.rows(examples)
+    rows = kind.rows(examples)
     assert rows.numbers == {}
     outputs = [np.array([0.0, np.log(3.0)], np.float32), np.array([1000.0, 0.0], np.float32)]
-    first, second = shape.answers(outputs, rows, examples)
+    first, second = kind.answers(outputs, rows, examples)
     assert first["label"] == "yes" and second["label"] == "no"
     assert first["probabilities"] == pytest.approx({"no": 0.25, "yes": 0.75})
     assert second["probabilities"] == pytest.approx({"no": 1.0, "yes": 0.0})
@@ -219,9 +219,9 @@ def test_answers_of_choices_and_regressions():
 
 def test_scores_of_labels_have_f1_of_two_alone():
     for labels in (("a", "b"), ("a", "b", "c")):
-        shape = Sentences(task("classify", labels=labels), labels, TOKENIZER)
+        kind = Sentences(task("classify", labels=labels), labels, TOKENIZER)
         examples = [sentence("wa", label=label) for label in labels]
-        rows = shape.rows(examples)
-        found = shape.scores(list(np.eye(len(labels), dtype=np.float32)), rows, examples)
+        rows = kind.rows(examples)
+        found = kind.scores(list(np.eye(len(labels), dtype=np.float32)), rows, examples)
         assert ("f1" in found) == (len(labels) == 2)
         assert set(found.values()) == {1.0}

@@ -83,8 +83,8 @@ def folder(finished_run, tmp_path_factory):
     with contextlib.chdir(place):
         write_examples("train", 64, 0)
         write_examples("test", 32, 1)
-        for shape, text in TASKS.items():
-            pathlib.Path(f"{shape}.py").write_text(TASKFILE.replace("{task}", text))
+        for kind, text in TASKS.items():
+            pathlib.Path(f"{kind}.py").write_text(TASKFILE.replace("{task}", text))
     return place
 
 
@@ -93,9 +93,9 @@ def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-def finetune(workdir, *settings, shape="classify", base="--from run"):
+def finetune(workdir, *settings, kind="classify", base="--from run"):
     words = " ".join(f"--set {setting}" for setting in settings)
-    return broken.call(f"finetune {shape}.py {base} --workdir {workdir} {words}")
+    return broken.call(f"finetune {kind}.py {base} --workdir {workdir} {words}")
 
 
 def finished(workdir, *settings, **options):
@@ -158,11 +158,11 @@ def test_a_sentence_s_label_is_learned(full):
     assert scores[-1]["examples"] == 32
 
 
-@pytest.mark.parametrize("shape", ["tag", pytest.param("span", marks=pytest.mark.long)])
-def test_tags_and_answers_are_learned(shape):
-    scores = finished(shape, shape=shape)[-1]
+@pytest.mark.parametrize("kind", ["tag", pytest.param("span", marks=pytest.mark.long)])
+def test_tags_and_answers_are_learned(kind):
+    scores = finished(kind, kind=kind)[-1]
     assert scores["kind"] == "scores" and scores["score"] > 0.9
-    name = {"tag": "entity_f1", "span": "f1"}[shape]
+    name = {"tag": "entity_f1", "span": "f1"}[kind]
     assert scores["score"] == scores[name]
 
 
@@ -281,9 +281,9 @@ def test_what_is_small_is_not_cut_over_devices(how):
 # --- refused, in one line, with nothing left behind ---
 
 
-def refuses(workdir, *words, settings=(), shape="classify", base="--from run"):
+def refuses(workdir, *words, settings=(), kind="classify", base="--from run"):
     said = " ".join(f"--set {setting}" for setting in settings)
-    command = f"finetune {shape}.py {base} --workdir {workdir} {said}"
+    command = f"finetune {kind}.py {base} --workdir {workdir} {said}"
     broken.refuses(broken.Case("", command, words))
 
 
@@ -367,7 +367,7 @@ def test_settings_that_cannot_be_are_refused(settings, words):
 
 
 def test_each_command_takes_its_own_kind_of_file(full):
-    refuses("new", "small.py: a pre-training; `bert-jax pretrain`", shape="small")
+    refuses("new", "small.py: a pre-training; `bert-jax pretrain`", kind="small")
     case = broken.Case("", "pretrain classify.py --workdir new", ("`bert-jax finetune`",))
     broken.refuses(case)
     # And a workdir of the other kind is not gone on with.

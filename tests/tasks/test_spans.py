@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import TOKENIZER, WORDS, ids, question, task
+from kinds import TOKENIZER, WORDS, ids, question, task
 
 from bert_jax.tasks.examples import Answer, Question
 from bert_jax.tasks.spans import Spans
@@ -17,7 +17,7 @@ PARTS = ["wa", "wb", "Caf\u00e9", "na\u0308ive", "until", "12", "zzz", "\u65e5",
 MARKS = [".", ",", "(", ")"]
 
 
-def shape(**settings):
+def kind(**settings):
     fields = {"max_sequence_length": LONGEST, "document_stride": 9, "max_query_length": 3}
     return Spans(task("span", **fields | settings), TOKENIZER)
 
@@ -38,7 +38,7 @@ def oracle(rows, noise=0.0):
 
 def test_a_window_by_hand():
     context = "Caf\u00e9 until, \u65e5\u672c"
-    rows = shape().rows([question(context, "until, \u65e5")])
+    rows = kind().rows([question(context, "until, \u65e5")])
     assert rows.ids[0].tolist() == ids(
         "[CLS] wa wb [UNK] [SEP] cafe un ##til , \u65e5 \u672c [SEP]"
     )
@@ -50,15 +50,15 @@ def test_a_window_by_hand():
     # An answer that is part of a word is all of its pieces.
     assert rows.numbers["starts"].tolist() == [6] and rows.numbers["ends"].tolist() == [9]
     inside = Question("f", "q", ASKED, context, (Answer("til", 7),), True)
-    assert shape().rows([inside]).numbers["starts"].tolist() == [6]
-    assert shape().rows([inside]).numbers["ends"].tolist() == [7]
+    assert kind().rows([inside]).numbers["starts"].tolist() == [6]
+    assert kind().rows([inside]).numbers["ends"].tolist() == [7]
 
 
 def test_questions_are_cut_and_leave_their_room_to_the_context():
     context = " ".join(WORDS * 2)
     long = question(context, "wa", text="wc wd we wf wg")
     short = question(context, "wa", text="wc", number=1)
-    rows = shape().rows([long, short])
+    rows = kind().rows([long, short])
     by_question = collections.defaultdict(list)
     for row, window in zip(rows.ids, rows.notes, strict=True):
         assert len(row) == LONGEST or window.places[-1, 1] == len(context)
@@ -95,7 +95,7 @@ def slow_is_max_context(windows, which, position):
 @given(st.integers(0, 90), st.integers(1, 20))
 def test_windows_cover_every_piece_and_each_counts_where_it_has_most_context(pieces, stride):
     context = " ".join(WORDS[i % 20] for i in range(pieces)) or "\u200b"
-    rows = shape(document_stride=stride).rows([question(context, text=ASKED)])
+    rows = kind(document_stride=stride).rows([question(context, text=ASKED)])
     windows = slow_windows(pieces, 21, stride)
     assert [len(w.places) for w in rows.notes] == [length for _, length in windows]
     counted = collections.Counter()
@@ -130,7 +130,7 @@ def test_what_the_targets_say_is_the_answer_verbatim(pairs):
         Question("f", str(i), ASKED, context, (answer,), True)
         for i, (context, answer) in enumerate(pairs)
     ]
-    spans = shape()
+    spans = kind()
     rows = spans.rows(examples)
     outputs = oracle(rows)
     for said, example in zip(spans.answers(outputs, rows, examples), examples, strict=True):
@@ -145,7 +145,7 @@ def test_the_best_answer_is_the_best_of_all(pieces, longest, seed):
     """Every first with every last, in each window where the first counts."""
     words = [f"x{i}" for i in range(pieces)]  # all [UNK], and no two alike
     example = question(" ".join(words))
-    spans = shape(max_answer_length=longest, max_sequence_length=24, no_answer="possible")
+    spans = kind(max_answer_length=longest, max_sequence_length=24, no_answer="possible")
     rows = spans.rows([example])
     rng = np.random.default_rng(seed)
     outputs = [rng.normal(size=(n, 2)).astype(np.float32) for n in rows.lengths]
@@ -170,7 +170,7 @@ def test_the_best_answer_is_the_best_of_all(pieces, longest, seed):
 
 def test_a_context_without_pieces_has_no_answer():
     example = question("\u200b")
-    spans = shape(no_answer="possible")
+    spans = kind(no_answer="possible")
     rows = spans.rows([example])
     said = spans.answers([np.zeros((n, 2), np.float32) for n in rows.lengths], rows, [example])
     assert said[0]["answer"] == ""
@@ -181,11 +181,11 @@ def test_windows_without_the_whole_answer_say_that_there_is_none():
     context = " ".join(WORDS * 2)
     start = context.index("wt")
     far = Question("f", "q", ASKED, context, (Answer("wt wa wb", start),), True)
-    rows = shape(document_stride=19).rows([far])
+    rows = kind(document_stride=19).rows([far])
     # Pieces 19 to 21 of 40: the window of 0 to 20 holds two of them, that of 19 to 39 all.
     assert rows.numbers["starts"].tolist() == [0, 5]
     assert rows.numbers["ends"].tolist() == [0, 7]
-    none = shape().rows([question(context)])
+    none = kind().rows([question(context)])
     assert not none.numbers["starts"].any() and not none.numbers["ends"].any()
 
 
@@ -194,7 +194,7 @@ def test_questions_without_answers_are_left_unanswered_beyond_the_best_threshold
     context = "wa wb wc"
     examples = [question(context), question(context, "wb", number=1)]
     examples.append(question(context, "wc", number=2))
-    spans = shape(no_answer="possible")
+    spans = kind(no_answer="possible")
     rows = spans.rows(examples)
     outputs = []
     for nothing, place in ((4.0, 0), (2.0, 1), (-1.0, 2)):
@@ -207,7 +207,7 @@ def test_questions_without_answers_are_left_unanswered_beyond_the_best_threshold
     found = spans.scores(outputs, rows, examples)
     assert found == {"f1": 1.0, "exact_match": 1.0, "no_answer_threshold": 0.0}
     # Where all have answers, none is left alone.
-    spans = shape()
+    spans = kind()
     assert spans.scores(outputs[1:], spans.rows(examples[1:]), examples[1:]) == {
         "f1": 1.0,
         "exact_match": 1.0,
@@ -221,5 +221,5 @@ def test_one_context_of_many_questions_is_cut_into_pieces_once(monkeypatch):
     monkeypatch.setattr(
         spans_lib, "units", lambda text, tokenizer: cut.append(text) or [(0, len(text))]
     )
-    shape().rows([question("wa", number=i) for i in range(3)])
+    kind().rows([question("wa", number=i) for i in range(3)])
     assert cut == ["wa"]

@@ -3,14 +3,14 @@
 import functools
 
 import jax
+import kinds
 import numpy as np
 import pytest
 import samples
-import shapes
 from compare import assert_close
 
 from bert_jax.config import Adapt, Parallelism
-from bert_jax.tasks.forward import Forward
+from bert_jax.tasks.adapted import Forward
 from bert_jax.tasks.rows import TrainBatches, eval_batches
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
@@ -18,15 +18,15 @@ from bert_jax.training import mesh as mesh_lib
 STEPS, EXAMPLES = 3, 8
 
 
-def train(shape, parallelism=Parallelism(), devices=4, adapt=Adapt()):  # noqa: B008
+def train(kind, parallelism=Parallelism(), devices=4, adapt=Adapt()):  # noqa: B008
     """Three steps over six examples; the state and each step's sums."""
-    objective, optimizer = shapes.objective(shape, adapt), shapes.OPTIMIZER
-    rows = shapes.shape_of(shape).rows(shapes.examples(shape, 6))
-    batches = TrainBatches(rows, shapes.TOKENIZER.pad_id, EXAMPLES, 3)
+    objective, optimizer = kinds.objective(kind, adapt), kinds.OPTIMIZER
+    rows = kinds.kind_of(kind).rows(kinds.examples(kind, 6))
+    batches = TrainBatches(rows, kinds.TOKENIZER.pad_id, EXAMPLES, 3)
     mesh = samples.mesh_of(devices, parallelism)
     abstract = step.abstract_state(objective, optimizer, parallelism, mesh)
     state = jax.device_get(step.init_state(objective, optimizer, 0))
-    base = shapes.base_params(objective.reads)
+    base = kinds.base_params(objective.reads)
     fixed = None
     if adapt.how == "full":
         state["params"] |= base
@@ -36,7 +36,7 @@ def train(shape, parallelism=Parallelism(), devices=4, adapt=Adapt()):  # noqa: 
     make = step.make_train_step(
         objective, optimizer, parallelism, parallelism.accumulation_of(0), 9, mesh
     )
-    size = EXAMPLES * rows.together
+    size = EXAMPLES * rows.rows_per_example
     everything, sharding = np.arange(size), mesh_lib.batch_sharding(mesh)
     seen = []
     for number in range(STEPS):
@@ -49,8 +49,8 @@ def train(shape, parallelism=Parallelism(), devices=4, adapt=Adapt()):  # noqa: 
 
 
 @functools.cache
-def alone(shape, adapt=Adapt()):  # noqa: B008
-    return train(shape, devices=1, adapt=adapt)
+def alone(kind, adapt=Adapt()):  # noqa: B008
+    return train(kind, devices=1, adapt=adapt)
 
 
 def assert_same(found, expected):
@@ -99,10 +99,10 @@ def test_every_step_learns():
 
 def test_evaluation_is_the_same_however_rows_lie():
     """Of cut parameters on four devices, in other batches; rows come back in their order."""
-    objective = shapes.objective("tag")
-    shape = shapes.shape_of("tag")
-    rows = shape.rows(shapes.examples("tag", 7))
-    params = shapes.base_params("tokens") | {
+    objective = kinds.objective("tag")
+    kind = kinds.kind_of("tag")
+    rows = kind.rows(kinds.examples("tag", 7))
+    params = kinds.base_params("tokens") | {
         "head": objective.init_params(jax.random.key(0))["head"]
     }
     found = []
@@ -111,13 +111,13 @@ def test_evaluation_is_the_same_however_rows_lie():
         (4, Parallelism(state="zero3", tensor=2), 4),
     ):
         mesh = samples.mesh_of(devices, parallelism)
-        batches = eval_batches(rows, shapes.TOKENIZER.pad_id, size)
+        batches = eval_batches(rows, kinds.TOKENIZER.pad_id, size)
         places = jax.tree.map(
             lambda s: s.sharding,
-            step.abstract_state(objective, shapes.OPTIMIZER, parallelism, mesh)["params"],
+            step.abstract_state(objective, kinds.OPTIMIZER, parallelism, mesh)["params"],
         )
         forward = Forward(objective, parallelism, mesh)
-        found.append(forward.outputs(feed.put(params, places), None, batches, rows))
+        found.append(forward.predict_rows(feed.put(params, places), None, batches, rows))
     (ours, loss), (theirs, other_loss) = found
     assert [len(row) for row in ours] == rows.lengths.tolist()
     for a, b in zip(ours, theirs, strict=True):

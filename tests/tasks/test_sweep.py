@@ -10,7 +10,7 @@ import tuned
 
 from bert_jax import cli, errors
 from bert_jax.errors import InputError
-from bert_jax.tasks import command, sweep
+from bert_jax.tasks import job, sweep
 from bert_jax.training.runner import Trainer
 
 RATE = "optimizer.peak_learning_rate"
@@ -142,7 +142,7 @@ def test_other_settings_under_a_sweep_are_refused_by_name(here, capsys):
 
 def test_a_signal_stops_the_sweep_and_it_goes_on(here, capsys, monkeypatch):
     axes = ("seed=1,2,3",)
-    finetune, begun = command.finetune, []
+    finetune, begun = job.finetune, []
 
     def stopped_in_the_second(claim, base, root, progress, origin):
         begun.append(root)
@@ -155,13 +155,13 @@ def test_a_signal_stops_the_sweep_and_it_goes_on(here, capsys, monkeypatch):
 
     text = pathlib.Path("task.py").read_text().replace("log_every=4", "log_every=1")
     pathlib.Path("task.py").write_text(text)
-    monkeypatch.setattr(command, "finetune", stopped_in_the_second)
+    monkeypatch.setattr(job, "finetune", stopped_in_the_second)
     assert run(*axes) == errors.STOPPED
     assert begun == ["all/seed-1", "all/seed-2"]
     record = json.loads(pathlib.Path("all/sweep.json").read_text())
     assert [r["outcome"] for r in record["runs"]] == ["finished", "stopped", ""]
 
-    monkeypatch.setattr(command, "finetune", finetune)
+    monkeypatch.setattr(job, "finetune", finetune)
     assert run(*axes) == 0
     out = capsys.readouterr().out
     assert "all/seed-1 holds the finished run" in out and "resume: from step" in out
@@ -170,13 +170,13 @@ def test_a_signal_stops_the_sweep_and_it_goes_on(here, capsys, monkeypatch):
 
 
 def test_a_run_that_fails_keeps_none_from_going_on(here, capsys, monkeypatch):
-    finetune = command.finetune
+    finetune = job.finetune
 
     def failing(claim, base, root, progress, origin):
         outcome = finetune(claim, base, root, progress, origin)
         return "failed" if claim.seed == 1 else outcome
 
-    monkeypatch.setattr(command, "finetune", failing)
+    monkeypatch.setattr(job, "finetune", failing)
     assert run("seed=1,2") == errors.FAILED
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in out[-5:-3]] == [["1", "failed"], ["2", "4"]]

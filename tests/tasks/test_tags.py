@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import TOKENIZER, WORDS, ids, tagged, task
+from kinds import TOKENIZER, WORDS, ids, tagged, task
 
 from bert_jax.tasks.tags import Tags
 
@@ -14,7 +14,7 @@ words = st.sampled_from(["wa", "until", "untils", "zzz", "\u200b", "\u65e5\u672c
 sentences = st.lists(st.tuples(words, st.sampled_from(LABELS)), min_size=1, max_size=30)
 
 
-def shape(room, **settings):
+def kind(room, **settings):
     return Tags(task("tag", max_sequence_length=room + 2, **settings), LABELS, TOKENIZER)
 
 
@@ -30,7 +30,7 @@ def oracle(rows):
 
 
 def test_the_first_piece_of_a_word_carries_its_tag():
-    rows = shape(20).rows([tagged(["untils", "wa", "\u200b", "zzz"], ["B-X", "I-X", "O", "B-X"])])
+    rows = kind(20).rows([tagged(["untils", "wa", "\u200b", "zzz"], ["B-X", "I-X", "O", "B-X"])])
     assert rows.ids[0].tolist() == ids("[CLS] un ##til ##s wa [UNK] [UNK] [SEP]")
     assert rows.tokens["target_weights"][0].tolist() == [0, 1, 0, 0, 1, 1, 1, 0]
     assert rows.tokens["targets"][0].tolist() == [0, 0, 0, 0, 1, 2, 0, 0]
@@ -39,7 +39,7 @@ def test_the_first_piece_of_a_word_carries_its_tag():
 
 def test_a_long_sentence_goes_on_in_another_row():
     """No word is cut in two."""
-    rows = shape(6).rows([tagged(["wa"] * 5 + ["until", "wb"]), tagged(["wc"])])
+    rows = kind(6).rows([tagged(["wa"] * 5 + ["until", "wb"]), tagged(["wc"])])
     assert [row.tolist() for row in rows.ids] == [
         ids("[CLS] wa wa wa wa wa [SEP]"),
         ids("[CLS] un ##til wb [SEP]"),
@@ -49,7 +49,7 @@ def test_a_long_sentence_goes_on_in_another_row():
 
 
 def test_a_word_longer_than_a_row_is_cut():
-    rows = shape(6).rows([tagged(["wa", ".........", "wb"])])
+    rows = kind(6).rows([tagged(["wa", ".........", "wb"])])
     assert [row.tolist() for row in rows.ids] == [
         ids("[CLS] wa [SEP]"),
         ids("[CLS] . . . . . . [SEP]"),
@@ -61,7 +61,7 @@ def test_a_word_longer_than_a_row_is_cut():
 @given(st.lists(sentences, min_size=1, max_size=3), st.integers(6, 20))
 def test_answers_invert_rows(given_sentences, room):
     examples = [tagged(*zip(*pairs, strict=True)) for pairs in given_sentences]
-    tags = shape(room)
+    tags = kind(room)
     rows = tags.rows(examples)
     assert max(rows.lengths) <= room + 2
     assert sum(w.sum() for w in rows.tokens["target_weights"]) == sum(
@@ -78,7 +78,7 @@ def test_answers_invert_rows(given_sentences, room):
 
 def test_a_wrong_tag_costs_its_word():
     examples = [tagged(WORDS[:4], ["O", "B-X", "I-X", "O"])]
-    tags = shape(20)
+    tags = kind(20)
     rows = tags.rows(examples)
     outputs = oracle(rows)
     outputs[0][3] = [0, 0, 5]  # the third word, after [CLS]
@@ -87,20 +87,20 @@ def test_a_wrong_tag_costs_its_word():
 
 def test_entities_are_scored_only_if_they_are_what_is_asked():
     examples = [tagged(["wa", "wb"], ["O", "B-X"])]
-    tags = shape(20, score="accuracy")
+    tags = kind(20, score="accuracy")
     rows = tags.rows(examples)
     assert tags.scores(oracle(rows), rows, examples) == {"accuracy": 1.0}
 
 
 def test_without_tags_there_are_answers_all_the_same():
     examples = [tagged(["wa", "wb"])]
-    tags = shape(20)
+    tags = kind(20)
     rows = tags.rows(examples)
     outputs = [np.eye(3, dtype=np.float32)[[0, 1, 2, 0]]]
     assert tags.answers(outputs, rows, examples) == [{"words": ["wa", "wb"], "tags": ["I-X", "O"]}]
 
 
 def test_every_label_is_an_output():
-    assert shape(20).outputs == len(LABELS)
+    assert kind(20).outputs == len(LABELS)
     with pytest.raises(KeyError):  # examples.require_known tells it before, by its place
-        shape(20).rows([tagged(["wa"], ["B-Y"])])
+        kind(20).rows([tagged(["wa"], ["B-Y"])])

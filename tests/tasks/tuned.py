@@ -1,4 +1,4 @@
-"""A small base, small tasks of every shape in files, and their fine-tuning by the command."""
+"""A small base, small tasks of every kind in files, and their fine-tuning by the command."""
 
 import json
 import pathlib
@@ -23,7 +23,7 @@ MODEL = Model(
     max_position_embeddings=64,
     initializer_range=0.2,  # so small a model would say the same of all texts
 )
-# Of each shape its own fields.
+# Of each kind its own fields.
 TASKS = {
     "classify": "",
     "pair": 'second_column="b",',
@@ -39,7 +39,7 @@ from bert_jax.config import Adapt, Finetuning, Optimizer, Run, Task
 def experiment():
     return Finetuning(
         name="small",
-        task=Task(kind="{shape}", train=("{source}train",), validation=("{source}test",),
+        task=Task(kind="{kind}", train=("{source}train",), validation=("{source}test",),
                   max_sequence_length=32, {fields}),
         adapt=Adapt(how="{how}", head_dropout_prob=0.0),
         epochs={epochs}, batch_size=4,
@@ -56,20 +56,20 @@ def write_base(folder, seed=0):
     base_lib.write(base, epath.Path(folder))
 
 
-def rows(shape, count):
+def rows(kind, count):
     """Records: texts of good words are `good`, of bad ones `bad`."""
     for i in range(count):
-        kind, first, other = i % 2, (GOOD, BAD)[i % 2], (BAD, GOOD)[i % 2]
+        bad, first, other = i % 2, (GOOD, BAD)[i % 2], (BAD, GOOD)[i % 2]
         text = f"{first[i % 4]} {first[i // 2 % 4]}"
-        if shape == "tag":
-            yield {"words": [first[i % 4], other[i // 2 % 4]], "tags": [str(kind), str(1 - kind)]}
+        if kind == "tag":
+            yield {"words": [first[i % 4], other[i // 2 % 4]], "tags": [str(bad), str(1 - bad)]}
         else:
             yield {
                 "sentence": text,
                 "b": first[i // 3 % 4],
                 "c": other[i % 4],
-                "label": ("good", "bad")[kind],
-                "value": float(kind),
+                "label": ("good", "bad")[bad],
+                "value": float(bad),
                 "right": 0,
             }
 
@@ -86,16 +86,16 @@ def questions(count):
     return {"data": [{"paragraphs": found}]}
 
 
-def write_task(folder: pathlib.Path, shape: str, how: str = "full", epochs: float = 1) -> None:
+def write_task(folder: pathlib.Path, kind: str, how: str = "full", epochs: float = 1) -> None:
     """`train`, `test` and `task.py` in the folder, which is the current one for the command."""
     for name, count in (("train", 16), ("test", 11)):
-        if shape == "span":
+        if kind == "span":
             text = json.dumps(questions(count))
         else:
-            text = "".join(json.dumps(row) + "\n" for row in rows(shape, count))
+            text = "".join(json.dumps(row) + "\n" for row in rows(kind, count))
         (folder / name).write_text(text)
-    source = "squad:" if shape == "span" else "jsonl:"
-    text = FILE.format(shape=shape, source=source, fields=TASKS[shape], how=how, epochs=epochs)
+    source = "squad:" if kind == "span" else "jsonl:"
+    text = FILE.format(kind=kind, source=source, fields=TASKS[kind], how=how, epochs=epochs)
     (folder / "task.py").write_text(text)
 
 

@@ -1,4 +1,4 @@
-"""Small tasks of every shape, and examples of them."""
+"""Small tasks of every kind, and examples of them."""
 
 import dataclasses
 import random
@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from bert_jax.config import Adapt, Model, Optimizer, Task
-from bert_jax.tasks import heads
-from bert_jax.tasks import shape as shape_lib
+from bert_jax.tasks import adapted
+from bert_jax.tasks import objective as objective_lib
 from bert_jax.tasks.examples import Answer, Question, Sentence, Tagged
 from bert_jax.tasks.objective import TaskObjective
 from bert_jax.text.tokenizer import WordPiece
@@ -26,14 +26,14 @@ FIELDS = {
 }
 
 
-def task(shape, **settings):
-    source = {"tag": "conll:x", "span": "squad:x"}.get(shape, "jsonl:x")
-    if shape == "tag":
+def task(kind, **settings):
+    source = {"tag": "conll:x", "span": "squad:x"}.get(kind, "jsonl:x")
+    if kind == "tag":
         settings = {"text_column": "0", "label_column": "1"} | settings
-    if shape == "span":
+    if kind == "span":
         settings = {"document_stride": 8, "max_query_length": 8} | settings
     fields = {"train": (source,), "validation": (source,), "max_sequence_length": 40}
-    return Task(kind=shape, **fields | FIELDS[shape] | settings)
+    return Task(kind=kind, **fields | FIELDS[kind] | settings)
 
 
 def sentence(*texts, label=None):
@@ -65,7 +65,7 @@ MODEL = Model(
 )
 
 
-def examples(shape, count=8, seed=0):
+def examples(kind, count=8, seed=0):
     """Labelled examples whose texts are of several lengths."""
     rng = random.Random(seed)
 
@@ -73,16 +73,16 @@ def examples(shape, count=8, seed=0):
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(2, most)))
 
     def one(number):
-        if shape == "tag":
+        if kind == "tag":
             words = text().split()
             return tagged(words, [rng.choice(LABELS["tag"]) for _ in words])
-        if shape == "span":
+        if kind == "span":
             context = text(40)
             return question(context, rng.choice(context.split()), number=number)
-        if shape == "regress":
+        if kind == "regress":
             return sentence(text(), text(), label=rng.uniform(-2, 2))
-        texts = {"classify": 1, "pair": 2, "choice": 3}[shape]
-        return sentence(*(text() for _ in range(texts)), label=rng.choice(LABELS[shape]))
+        texts = {"classify": 1, "pair": 2, "choice": 3}[kind]
+        return sentence(*(text() for _ in range(texts)), label=rng.choice(LABELS[kind]))
 
     return [one(number) for number in range(count)]
 
@@ -97,14 +97,14 @@ LABELS = {
 }
 
 
-def shape_of(shape):
-    return shape_lib.of(task(shape), LABELS[shape], TOKENIZER)
+def kind_of(kind):
+    return adapted.kind_of(task(kind), LABELS[kind], TOKENIZER)
 
 
-def objective(shape, adapt=None, model=MODEL, fresh_parts=()):
+def objective(kind, adapt=None, model=MODEL, fresh_parts=()):
     adapt = adapt or Adapt()
-    of, together = shape_of(shape), 2 if shape == "choice" else 1
-    return TaskObjective(model, shape, of.reads, of.outputs, together, adapt, fresh_parts)
+    of, together = kind_of(kind), 2 if kind == "choice" else 1
+    return TaskObjective(model, kind, of.reads, of.outputs, together, adapt, fresh_parts)
 
 
 def without_dropout(**settings):
@@ -118,7 +118,7 @@ def without_dropout(**settings):
 def base_params(reads, seed=7):
     """An encoder, and a pooler if it is read, that are not as freshly made: biases are not zero."""
     rng = np.random.default_rng(seed)
-    params = jax.device_get(heads.init_params(MODEL, reads, 2, jax.random.key(seed)))
+    params = jax.device_get(objective_lib.init_params(MODEL, reads, 2, jax.random.key(seed)))
     params = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape).astype(np.float32), params)
     return {name: params[name] for name in ("encoder", "pooler") if name in params}
 

@@ -12,26 +12,26 @@ import tuned
 
 from bert_jax import cli
 from bert_jax.errors import InputError
-from bert_jax.tasks import examples, predicting
-from bert_jax.tasks.predicting import TaskModel
+from bert_jax.tasks import examples, predict
+from bert_jax.tasks.predict import TaskModel
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Folders with a base, a task, and its finished run in `run`, by shape."""
+    """Folders with a base, a task, and its finished run in `run`, by kind."""
     made = {}
 
-    def folder(shape):
-        if shape not in made:
-            here = tmp_path_factory.mktemp(shape)
+    def folder(kind):
+        if kind not in made:
+            here = tmp_path_factory.mktemp(kind)
             tuned.write_base(here / "base")
-            how = {"classify": "lora", "tag": "frozen"}.get(shape, "full")
-            tuned.write_task(here, shape, how, epochs=8 if shape == "classify" else 1)
+            how = {"classify": "lora", "tag": "frozen"}.get(kind, "full")
+            tuned.write_task(here, kind, how, epochs=8 if kind == "classify" else 1)
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(here)
                 assert tuned.finetune() == 0
-            made[shape] = here
-        return made[shape]
+            made[kind] = here
+        return made[kind]
 
     return folder
 
@@ -74,7 +74,7 @@ def test_answers_to_a_source_are_the_same_in_any_windows(run, capsys, monkeypatc
     pathlib.Path("bare").write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole = tuned.said(capsys, "--source", "jsonl:bare")
     assert [answer["text"] for answer in whole] == [row["sentence"] for row in rows]
-    monkeypatch.setattr(predicting, "WINDOW", 3)
+    monkeypatch.setattr(predict, "WINDOW", 3)
     assert tuned.said(capsys, "--source", "jsonl:bare", "--out", "answers") == []
     for a, b in zip(whole, tuned.lines("answers"), strict=True):
         assert a["label"] == b["label"]
@@ -82,12 +82,12 @@ def test_answers_to_a_source_are_the_same_in_any_windows(run, capsys, monkeypatc
 
 
 def test_examples_are_taken_as_they_are_needed(run, monkeypatch):
-    monkeypatch.setattr(predicting, "WINDOW", 2)
+    monkeypatch.setattr(predict, "WINDOW", 2)
     model, taken = TaskModel("run"), 0
 
     def one_by_one():
         nonlocal taken
-        for example in examples.read(model.claim.task, ("jsonl:test",), "unlabelled"):
+        for example in examples.read(model.experiment.task, ("jsonl:test",), "unlabelled"):
             taken += 1
             yield example
 
@@ -107,24 +107,24 @@ def test_best_and_numbered_checkpoints_are_asked_by_name(run, capsys):
     assert "--checkpoint 3" in line
 
 
-@pytest.mark.parametrize("shape", ["classify", "choice", "tag", "span"])
+@pytest.mark.parametrize("kind", ["classify", "choice", "tag", "span"])
 def test_scores_are_those_of_the_last_evaluation_and_of_the_answers(
-    finished, shape, capsys, monkeypatch, tmp_path
+    finished, kind, capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.chdir(finished(shape))
+    monkeypatch.chdir(finished(kind))
     out = str(tmp_path / "answers")
     (found,) = tuned.said(capsys, "--score", "--out", out)
     last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
     assert found == pytest.approx({k: v for k, v in last.items() if k != "kind"}, abs=1e-5)
-    answers, truth = tuned.lines(out), list(tuned.rows(shape, 11))
-    if shape == "classify":
+    answers, truth = tuned.lines(out), list(tuned.rows(kind, 11))
+    if kind == "classify":
         hits = [a["label"] == t["label"] for a, t in zip(answers, truth, strict=True)]
         assert found["accuracy"] == pytest.approx(np.mean(hits))
-    elif shape == "choice":
+    elif kind == "choice":
         hits = [a["label"] == "0" for a in answers]
         assert found["accuracy"] == pytest.approx(np.mean(hits))
         assert answers[0]["texts"] == [truth[0][name] for name in ("sentence", "b", "c")]
-    elif shape == "tag":
+    elif kind == "tag":
         assert [a["words"] for a in answers] == [t["words"] for t in truth]
         hits = [
             a == b

@@ -1,0 +1,214 @@
+"""Predictions of a fine-tuned run for examples, and their scores."""
+
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from etils import epath
+
+from bert_jax.config import Finetuning, Parallelism
+from bert_jax.errors import InputError
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import Workdir, load_experiment, write_atomic
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks import rows
+from bert_jax.tasks.adapted import Forward, LoadedBase, kind_of
+from bert_jax.tasks.examples import Example, Question, Sentence
+from bert_jax.training import feed, step
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.checkpoint import Checkpoints, Restored
+
+# Examples whose rows are in memory at once.
+WINDOW = 2048
+
+
+class TaskModel:
+    """A checkpoint of a fine-tuned run over its base, on all devices of this process.
+
+    Args:
+      folder: of the run.
+      base: where the run's base lies now; None: where it lay then.
+      which: of the run's checkpoints: `newest`, `best` (by held-out loss), or a step.
+
+    Attributes:
+      experiment: of the run.
+      labels: in the order of the head's outputs; empty of regressions and spans.
+      step: of the checkpoint.
+
+    Raises:
+      InputError: no fine-tuned run here, no such checkpoint, a base that is not there or is not the
+        one that this run adapted.
+    """
+
+    def __init__(self, folder: str, base: str | None = None, which: str = "newest"):
+        workdir = mirror.opened(folder)
+        parallelism = Parallelism()  # the run's own is for the devices it had
+        mesh = mesh_lib.make_mesh(parallelism)
+        newest = load_experiment(workdir, Finetuning)
+        if not mirror.names(workdir.checkpoints):
+            raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
+        with Checkpoints(workdir.checkpoints, newest.run, "read") as saved:
+            number = saved.newest_step() if which == "newest" else saved.named(which)
+            if number is None:
+                raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
+            metadata = saved.metadata(number)
+            self.experiment = dataclasses.replace(
+                saved.claim(number, Finetuning), init_from=base or newest.init_from
+            )
+            loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
+            task, self.labels = self.experiment.task, tuple(metadata["notes"]["labels"])
+            self._kind = kind_of(task, self.labels, loaded.tokenizer)
+            objective = loaded.objective(self.experiment, self._kind, self.labels)
+            abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
+            restored = _restored(saved, which, {"params": abstract["params"]})
+        self.step, self._params = restored.step, restored.state["params"]
+        if task.kind == "span" and task.no_answer == "possible":
+            self._kind = kind_of(task, self.labels, loaded.tokenizer, _threshold(restored))
+        self._fixed: Any = None
+        if self.experiment.adapt.how != "full":
+            self._fixed = feed.put(loaded.read_by(self._kind), mesh_lib.replicated(mesh))
+        self._forward = Forward(objective, parallelism, mesh)
+        self._pad_id = loaded.tokenizer.pad_id
+        self._shards, self._batch_rows = mesh_lib.data_shards(mesh), 0
+
+    def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
+        """Yields answers to examples in their order; `WINDOW` examples are in memory at once.
+
+        Yields:
+          JSON: what `TaskKind.answers` returns, with the `text` or `texts` of a sentence and the
+          `question` of a span.
+        """
+        examples = iter(examples)
+        while window := list(itertools.islice(examples, WINDOW)):
+            outputs, _, of_window = self._run(window)
+            yield from _with_inputs(window, self._kind.answers(outputs, of_window, window))
+
+    def score(self, examples: Sequence[Example]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+        """Returns the scores of labelled examples, all in memory, and the answers to them.
+
+        Returns:
+          As metrics.jsonl keeps them: `step`, `loss`, `score`, `examples` and all scores by name,
+          those of spans that may have no answer by the run's threshold; and what `predict` yields.
+
+        Raises:
+          InputError: a label that the run did not learn.
+        """
+        examples_lib.require_known(self.labels, examples)
+        outputs, loss, of_all = self._run(examples)
+        scores = self._kind.scores(outputs, of_all, examples)
+        line = {"step": self.step, "loss": loss, "score": scores[self.experiment.task.main_score]}
+        answers = self._kind.answers(outputs, of_all, examples)
+        return line | {"examples": len(examples)} | scores, _with_inputs(examples, answers)
+
+    def _run(self, examples: Sequence[Example]) -> tuple[list[Any], float, rows.Rows]:
+        made = self._kind.rows(examples)
+        if not self._batch_rows:  # of the first window: few texts make a small batch
+            per_example = made.rows_per_example
+            most = min(self.experiment.run.eval_batch_size, len(made.ids) // per_example)
+            self._batch_rows = -(-most // self._shards) * self._shards * per_example
+        batches = rows.eval_batches(made, self._pad_id, self._batch_rows)
+        return *self._forward.predict_rows(self._params, self._fixed, batches, made), made
+
+
+def _with_inputs(
+    examples: Sequence[Example], answers: Iterable[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    for example, answer in zip(examples, answers, strict=True):
+        given: dict[str, Any] = {}
+        if isinstance(example, Sentence):
+            texts = example.texts
+            given = {"text": texts[0]} if len(texts) == 1 else {"texts": list(texts)}
+        elif isinstance(example, Question):
+            given = {"id": example.id, "question": example.question}
+        yield given | answer
+
+
+def _base_of(experiment: Finetuning, workdir: Workdir, sha256: str) -> LoadedBase:
+    try:
+        loaded = LoadedBase.of(experiment)
+    except InputError as error:
+        raise InputError(
+            f"{error}; {workdir.named} adapts {experiment.init_from}: say with --from where that "
+            "is now"
+        ) from error
+    if loaded.sha256 != sha256:
+        raise InputError(
+            f"{experiment.init_from}: holds other weights ({loaded.sha256[:12]}) than those that "
+            f"{workdir.named} adapts ({sha256[:12]}); say with --from where those lie now"
+        )
+    return loaded
+
+
+def _restored(saved: Checkpoints, which: str, abstract: Any) -> Restored:
+    if which != "newest":
+        return saved.restore(saved.named(which), abstract)
+    restored = saved.newest(abstract)
+    assert restored is not None  # its metadata were read
+    for why in restored.damaged.values():
+        print(f"{why}; step {restored.step} is used instead", file=sys.stderr)
+    return restored
+
+
+def _threshold(restored: Restored) -> float:
+    """Returns the score for no answer above which none is given."""
+    threshold = restored.metadata["notes"]["no_answer_threshold"]
+    if threshold is None:
+        print(
+            f"step {restored.step} was not evaluated; no answer is given where that is better at "
+            "all, not by the best threshold",
+            file=sys.stderr,
+        )
+        return 0.0
+    return threshold
+
+
+def predict(
+    root: str,
+    base: str | None,
+    which: str,
+    texts: Sequence[str] | Iterator[tuple[str, str]],
+    sources: tuple[str, ...],
+    what: Literal["predict", "score"],
+    out: str | None,
+) -> Iterator[str]:
+    """Yields lines of JSON: a fine-tuned run's answers, or its scores.
+
+    Args:
+      root: of the run.
+      base: where its base lies now; None: where it lay.
+      which: of its checkpoints.
+      texts: texts given one by one, or (place, line), if there is neither a source nor scores.
+      sources: of examples; with `score` none are the run's validation examples.
+      what: is wanted.
+      out: a file for the answers; None: they are yielded.
+
+    Raises:
+      InputError: see `TaskModel` and `examples.each`; or a file that cannot be written.
+    """
+    model = TaskModel(root, base, which)
+    task = model.experiment.task
+    scores = None
+    if what == "score":
+        examples = examples_lib.read(task, sources or task.validation, "labelled")
+        scores, answers = model.score(examples)
+    elif sources:
+        answers = model.predict(examples_lib.each(task, sources, "unlabelled"))
+    elif isinstance(texts, Sequence):
+        answers = model.predict(examples_lib.parse_arguments(task, texts))
+    else:
+        answers = model.predict(examples_lib.parse_lines(task, texts))
+    if out is not None:
+        write_atomic(epath.Path(out), (f"{_json(answer)}\n" for answer in answers))
+    if scores is not None:
+        yield _json(scores)
+    elif out is None:
+        yield from map(_json, answers)
+
+
+def _json(value: dict[str, Any]) -> str:
+    """Returns JSON as people read it; what might command a terminal is escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
