@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--python", default=".venv-torch/bin/python", help="with torch")
     flags = parser.parse_args()
-    claim = config.override(
+    experiment = config.override(
         config.load(flags.task, Finetuning), [*flags.set, f"init_from={flags.base}"]
     )
     pairs = []
@@ -56,39 +56,39 @@ def main() -> int:
         base = Trained.of(epath.Path(flags.base))
         exporting.export_weights(base, "encoder", "float32", epath.Path(folder / "base"))
         for seed in range(flags.seeds):
-            pairs.append(one(config.override(claim, [f"seed={seed}"]), folder, flags.python))
-    return told(claim, pairs)
+            pairs.append(one(config.override(experiment, [f"seed={seed}"]), folder, flags.python))
+    return compare(experiment, pairs)
 
 
-def one(claim: Finetuning, folder: pathlib.Path, python: str) -> dict[str, Any]:
+def one(experiment: Finetuning, folder: pathlib.Path, python: str) -> dict[str, Any]:
     """Losses and scores of both sides with one seed."""
-    place = folder / f"seed-{claim.seed}"
-    claim = config.override(claim, ["run.log_every=1", f"run.eval_every={2**31}"])
+    place = folder / f"seed-{experiment.seed}"
+    experiment = config.override(experiment, ["run.log_every=1", f"run.eval_every={2**31}"])
     progress = Progress(LineConsole(quiet=True))
-    finetune(claim, None, str(place / "run"), progress)
+    finetune(experiment, None, str(place / "run"), progress)
     lines = lines_lib.Lines(Workdir(place / "run").metrics).read()
-    job = FinetuningJob(claim, Workdir(place / "run"), lambda line: None)
+    job = FinetuningJob(experiment, Workdir(place / "run"), lambda line: None)
     with peers_lib.connected() as peers:
         job.open(mesh_lib.one_device(), peers)
     np.savez(place / "training.npz", **of_training(job))
     for number, (_, batch) in enumerate(job.eval_batches):
         np.savez(place / f"held_out_{number}.npz", **batch)
-    shape = {
-        "kind": claim.task.kind,
+    settings = {
+        "kind": experiment.task.kind,
         "reads": job.objective.reads,
         "dropout": [
-            claim.adapt.hidden_dropout_prob,
-            claim.adapt.attention_probs_dropout_prob,
-            claim.adapt.head_dropout_prob,
+            experiment.adapt.hidden_dropout_prob,
+            experiment.adapt.attention_probs_dropout_prob,
+            experiment.adapt.head_dropout_prob,
         ],
-        "together": job.objective.rows_per_example,
-        "clip": claim.optimizer.clip_norm,
-        "betas": [claim.optimizer.b1, claim.optimizer.b2],
-        "eps": claim.optimizer.eps,
-        "weight_decay": claim.optimizer.weight_decay,
-        "seed": claim.seed,
+        "rows_per_example": job.objective.rows_per_example,
+        "clip": experiment.optimizer.clip_norm,
+        "betas": [experiment.optimizer.b1, experiment.optimizer.b2],
+        "eps": experiment.optimizer.eps,
+        "weight_decay": experiment.optimizer.weight_decay,
+        "seed": experiment.seed,
     }
-    (place / "claim.json").write_text(json.dumps(shape))
+    (place / "settings.json").write_text(json.dumps(settings))
     arguments = [python, "-m", "benchmarks.finetune_peer", str(folder / "base"), str(place)]
     subprocess.run(arguments, check=True)
     theirs = dict(np.load(place / "peer.npz"))
@@ -97,7 +97,7 @@ def one(claim: Finetuning, folder: pathlib.Path, python: str) -> dict[str, Any]:
         lengths = batch["input_mask"].sum(axis=1)
         for row, length, scores in zip(which, lengths, theirs[f"logits_{number}"], strict=False):
             outputs[row] = scores if scores.ndim == 1 else scores[:length]
-    score = claim.task.main_score
+    score = experiment.task.main_score
     return {
         "ours": [line["loss"] for line in lines if line["kind"] == "train"],
         "theirs": theirs["losses"].tolist(),
@@ -129,11 +129,11 @@ def of_training(job: FinetuningJob) -> dict[str, Any]:
     return stacked | base_lib.flat(head) | {"learning_rates": rates, "widths": widths}
 
 
-def told(claim: Finetuning, pairs: list[dict[str, Any]]) -> int:
+def compare(experiment: Finetuning, pairs: list[dict[str, Any]]) -> int:
     """Says how far they are apart; 1 if that is too far."""
-    drops = max(claim.adapt.hidden_dropout_prob, claim.adapt.head_dropout_prob) > 0
+    drops = max(experiment.adapt.hidden_dropout_prob, experiment.adapt.head_dropout_prob) > 0
     ours, theirs = ([pair[side] for pair in pairs] for side in ("our_score", "their_score"))
-    print(f"{claim.task.main_score}: ours {ours}, PyTorch's {theirs}")
+    print(f"{experiment.task.main_score}: ours {ours}, PyTorch's {theirs}")
     if drops:
         spread = math.sqrt(
             sum(statistics.variance(side) / len(side) for side in (ours, theirs)) or 1e-12

@@ -15,14 +15,14 @@ Arrays = dict[str, np.ndarray]
 class Tuned(torch.nn.Module):
     """transformers' BertModel with a task's layer."""
 
-    def __init__(self, folder: pathlib.Path, claim: dict[str, Any], kernel: np.ndarray):
+    def __init__(self, folder: pathlib.Path, settings: dict[str, Any], kernel: np.ndarray):
         super().__init__()
-        hidden, attention, head = claim["dropout"]
+        hidden, attention, head = settings["dropout"]
         self.bert = transformers.BertModel.from_pretrained(
             folder,
             hidden_dropout_prob=hidden,
             attention_probs_dropout_prob=attention,
-            add_pooling_layer=claim["reads"] == "pooled",
+            add_pooling_layer=settings["reads"] == "pooled",
         )
         self.dropout = torch.nn.Dropout(head)
         self.head = torch.nn.Linear(*kernel.shape)
@@ -41,22 +41,22 @@ class Tuned(torch.nn.Module):
         return self.head(self.dropout(found.last_hidden_state if hidden is None else hidden))
 
 
-def loss_of(logits: torch.Tensor, batch: dict[str, torch.Tensor], claim: dict[str, Any]):
+def loss_of(logits: torch.Tensor, batch: dict[str, torch.Tensor], settings: dict[str, Any]):
     """As transformers' heads have it; padding is no place of an answer."""
-    entropy, shape = torch.nn.functional.cross_entropy, claim["kind"]
-    if shape == "regress":
+    entropy, kind = torch.nn.functional.cross_entropy, settings["kind"]
+    if kind == "regress":
         return torch.nn.functional.mse_loss(logits[:, 0], batch["targets"])
-    if shape == "span":
+    if kind == "span":
         logits = logits.masked_fill(batch["input_mask"][..., None] == 0, -1e9)
         starts, ends = batch["starts"].long(), batch["ends"].long()
         return (entropy(logits[..., 0], starts) + entropy(logits[..., 1], ends)) / 2
     targets = batch["targets"].long()
-    if shape == "tag":
+    if kind == "tag":
         targets = targets.masked_fill(batch["target_weights"] == 0, -100)
         return entropy(logits.flatten(0, 1), targets.flatten())
-    if shape == "choice":
-        together = claim["together"]
-        return entropy(logits.reshape(-1, together), targets[::together])
+    if kind == "choice":
+        rows_per_example = settings["rows_per_example"]
+        return entropy(logits.reshape(-1, rows_per_example), targets[::rows_per_example])
     return entropy(logits, targets)
 
 
@@ -66,21 +66,21 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(2)
-    claim = json.loads((folder / "claim.json").read_text())
-    torch.manual_seed(claim["seed"])
+    settings = json.loads((folder / "settings.json").read_text())
+    torch.manual_seed(settings["seed"])
     batches = dict(np.load(folder / "training.npz"))
-    model = Tuned(base, claim, batches.pop("head/kernel"))
+    model = Tuned(base, settings, batches.pop("head/kernel"))
     batches.pop("head/bias")
     rates, widths = batches.pop("learning_rates"), batches.pop("widths")
-    update = make_update(model, claim)
+    update = make_update(model, settings)
     model.train()
     losses = []
     for number, (rate, width) in enumerate(zip(rates, widths, strict=True)):
         batch = tensors({name: values[number] for name, values in batches.items()}, width)
         update.zero_grad()
-        loss = loss_of(model(batch), batch, claim)
+        loss = loss_of(model(batch), batch, settings)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), claim["clip"])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
         for group in update.param_groups:
             group["lr"] = rate
         update.step()
@@ -95,16 +95,16 @@ def main() -> int:
     return 0
 
 
-def make_update(model: Tuned, claim: dict[str, Any]) -> torch.optim.Optimizer:
+def make_update(model: Tuned, settings: dict[str, Any]) -> torch.optim.Optimizer:
     """AdamW; neither biases nor layer norms decay."""
     named = list(model.named_parameters())
     plain = [p for name, p in named if name.endswith("bias") or "LayerNorm" in name]
     others = [p for name, p in named if not (name.endswith("bias") or "LayerNorm" in name)]
     groups = [
-        {"params": others, "weight_decay": claim["weight_decay"]},
+        {"params": others, "weight_decay": settings["weight_decay"]},
         {"params": plain, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, betas=tuple(claim["betas"]), eps=claim["eps"])
+    return torch.optim.AdamW(groups, betas=tuple(settings["betas"]), eps=settings["eps"])
 
 
 def tensors(batch: Arrays, width: int | None) -> dict[str, torch.Tensor]:

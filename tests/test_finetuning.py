@@ -1,4 +1,4 @@
-"""The claim of a task: which sources, columns and labels go together."""
+"""A task in an experiment file: which sources, columns and labels go together."""
 
 import pytest
 

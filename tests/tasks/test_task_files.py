@@ -54,13 +54,13 @@ def test_a_task_file_reads_what_its_docstring_names(file, tmp_path, monkeypatch)
     text = ast.get_docstring(ast.parse(file.read_text()))
     assert f"bert-jax finetune experiments/tasks/{file.name} --from" in text
     assert all(f"\n{word}:" in text for word in ("Source", "Hardware", "Expected"))
-    claim = config.load(str(file), Finetuning)
-    assert claim.name == file.stem
+    experiment = config.load(str(file), Finetuning)
+    assert experiment.name == file.stem
     monkeypatch.chdir(tmp_path)
-    for source in (*claim.task.train, *claim.task.validation):
+    for source in (*experiment.task.train, *experiment.task.validation):
         path = pathlib.Path(source.partition(":")[2])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(LAYOUTS[file.stem])
-        found = examples.read(claim.task, (source,), "labelled")
+        found = examples.read(experiment.task, (source,), "labelled")
         assert len(found) == (1 if file.stem == "stsb" else 2)
-    examples.labels_of(claim.task, found)
+    examples.labels_of(experiment.task, found)
