@@ -16,14 +16,12 @@ IMAGE := .venv-image
 
 # What `make bench-torch` compares with, in an environment of its own.
 TORCH := .venv-torch
-# Ours with TensorFlow beside it, the [tf] extra.
-TF := .venv-tf
 
 # The compiler that the golden plans are of, in an environment of its own.
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long fuzz lint settings bench scale-run scale-text bench-torch bench-embed parity tf1 plans \
+.PHONY: all pretrain test test-long fuzz lint settings bench scale-run scale-text bench-torch bench-embed parity plans \
   image-lint image-steps clean another-interpreter
 
 all: $(STAMP)
@@ -126,17 +124,6 @@ $(TORCH)/installed:
 	  torch==2.13.0 transformers==5.23.0 numpy
 	@touch $@
 
-# The tests that need TensorFlow, which `make test` skips; the first time it installs a gigabyte.
-tf1: $(TF)/installed
-	$(TF)/bin/python -m pytest -n 0 tests/interop/test_tf1.py
-
-$(TF)/installed: setup.cfg constraints.txt
-	rm -rf $(TF)
-	$(PYTHON) -m venv $(TF)
-	$(TF)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[dev,tf]'
-	@touch $@
-
 image-lint: $(IMAGE)/installed
 	$(IMAGE)/bin/hadolint Dockerfile
 
@@ -152,4 +139,4 @@ $(IMAGE)/installed:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(TORCH) $(TF) $(PLANS) $(IMAGE) build *.egg-info
+	rm -rf $(VENV) $(TORCH) $(PLANS) $(IMAGE) build *.egg-info

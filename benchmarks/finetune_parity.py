@@ -24,7 +24,7 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax import config
 from bert_jax.config import Finetuning
-from bert_jax.interop import exporting
+from bert_jax.interop import huggingface
 from bert_jax.predict import Trained
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.job import FinetuningJob, finetune
@@ -54,7 +54,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         base = Trained.of(epath.Path(flags.base))
-        exporting.export_weights(base, "encoder", "float32", epath.Path(folder / "base"))
+        huggingface.export_weights(base, "encoder", "float32", epath.Path(folder / "base"))
         for seed in range(flags.seeds):
             pairs.append(one(config.override(experiment, [f"seed={seed}"]), folder, flags.python))
     return compare(experiment, pairs)

@@ -23,7 +23,7 @@ from etils import epath
 from bert_jax import base, config
 from bert_jax.config import Experiment, Optimizer, Phase
 from bert_jax.data import corpus
-from bert_jax.interop import exporting, importing
+from bert_jax.interop import huggingface, importing
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop, encode
 from bert_jax.predict import Trained
@@ -58,11 +58,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         trained, prepared, experiment = make_model(folder)
-        for kind in exporting.ARCHITECTURES:
-            exporting.export_weights(trained, kind, "float32", epath.Path(folder / kind))
+        for kind in huggingface.ARCHITECTURES:
+            huggingface.export_weights(trained, kind, "float32", epath.Path(folder / kind))
         cased = tokenizer.WordPiece(trained.tokenizer.vocab, "cased")
         other = dataclasses.replace(trained, tokenizer=cased)
-        exporting.export_weights(other, "encoder", "float32", epath.Path(folder / "cased"))
+        huggingface.export_weights(other, "encoder", "float32", epath.Path(folder / "cased"))
         ids = {
             "encoder": [trained.tokenizer.encode(text) for text in TEXTS],
             "cased": [cased.encode(text) for text in TEXTS],
@@ -157,7 +157,7 @@ def returned(trained: Trained, folder: pathlib.Path) -> int:
     """Imports what transformers has saved: 1 if a bit of it differs."""
     wrong = 0
     ours = base.flat(trained.params)
-    for kind in exporting.ARCHITECTURES:
+    for kind in huggingface.ARCHITECTURES:
         said: list[str] = []
         target = epath.Path(folder / f"back_{kind}")
         importing.import_weights(epath.Path(folder / f"saved_{kind}"), target, None, said.append)

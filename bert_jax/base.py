@@ -11,17 +11,22 @@ B/COMPLETE              written last
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from etils import epath
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
 
-from bert_jax import config, weights
+from bert_jax import config
 from bert_jax.config import Experiment, Model
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, reading
 from bert_jax.storage.workdir import (
     is_complete,
     mark_complete,
+    named_errors,
     new_folder,
     read_json,
     sealed,
@@ -36,6 +41,11 @@ _MOMENTS = "moments.safetensors"
 # What of a model its weights do not depend on; all else must be as it was.
 _FREE = ("compute_dtype", "dropout_rng", "initializer_range")
 _FREE_ENDING = "dropout_prob"
+_FLOATS = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
 @dataclasses.dataclass
@@ -77,7 +87,7 @@ class Base:
 
 
 def is_base(folder: epath.Path) -> bool:
-    """Whether a complete base lies here."""
+    """Returns whether a complete base lies here."""
     return (folder / _JSON).exists() and is_complete(folder)
 
 
@@ -88,21 +98,21 @@ def write(base: Base, folder: epath.Path) -> None:
       InputError: something is there already, or it cannot be written.
     """
     with new_folder(folder) as made:
-        weights.write(made / _WEIGHTS, flat(base.params), {"format": "bert_jax"})
+        write_tensors(made / _WEIGHTS, flat(base.params), {"format": "bert_jax"})
         base.tokenizer.save(made / _TOKENIZER)
         record = {
             "format_version": FORMAT_VERSION,
             "model": dataclasses.asdict(base.model),
             "source": base.source,
             "fresh": list(base.fresh),
-            "weights_sha256": weights.sha256(made / _WEIGHTS),
+            "weights_sha256": _file_sha256(made / _WEIGHTS),
             "tokenizer_sha256": base.tokenizer.sha256,
         }
         if base.moments is not None:
             trees = {"mean": base.moments.mean, "square": base.moments.square}
-            weights.write(made / _MOMENTS, flat(trees), {"format": "bert_jax"})
+            write_tensors(made / _MOMENTS, flat(trees), {"format": "bert_jax"})
             record["moments_step"] = base.moments.step
-            record["moments_sha256"] = weights.sha256(made / _MOMENTS)
+            record["moments_sha256"] = _file_sha256(made / _MOMENTS)
         write_atomic(made / _JSON, json.dumps(sealed(record), indent=2) + "\n")
         mark_complete(made)
 
@@ -113,59 +123,59 @@ def read(folder: epath.Path) -> Base:
     Raises:
       InputError: none here, or damaged.
     """
-    record = _record(folder)
-    where = folder / _JSON
-    model = config.section(Model, record["model"], f"{where}: model")
-    loaded = tokenizer_lib.load(folder / _TOKENIZER)
-    found = {
-        "weights_sha256": weights.sha256(folder / _WEIGHTS),
-        "tokenizer_sha256": loaded.sha256,
+    if not is_base(folder):
+        raise InputError(
+            f"{folder}: no base here; make one with `bert-jax import SOURCE --workdir B` (SOURCE "
+            "may be a run, too)"
+        )
+    where, remedy = folder / _JSON, "import it again"
+    record = read_json(where, FORMAT_VERSION, remedy, remedy)
+    tokenizer = tokenizer_lib.load(folder / _TOKENIZER)
+    now = {
+        "weights_sha256": _file_sha256(folder / _WEIGHTS),
+        "tokenizer_sha256": tokenizer.sha256,
         "moments_sha256": _moments_sha256(folder),
     }
-    for name, now in found.items():
-        if record.get(name, "") != now:
-            raise InputError(f"{where}: {name} differs from what lies beside it; import it anew")
-    moments = None
-    if found["moments_sha256"]:
-        trees = _tree(weights.read(folder / _MOMENTS))
-        moments = Moments(record["moments_step"], trees["mean"], trees["square"])
-    return Base(
-        model,
-        _tree(weights.read(folder / _WEIGHTS)),
-        loaded,
-        record["source"],
-        tuple(record["fresh"]),
-        moments,
-        begins_with(folder),
-    )
+    for name, sha256 in now.items():
+        if record.get(name, "") != sha256:
+            raise InputError(f"{where}: {name} differs from what lies next to it; {remedy}")
+    with reading(where, remedy):
+        model = config.section(Model, record["model"], f"{where}: model")
+        moments = None
+        if now["moments_sha256"]:
+            trees = _tree(read_tensors(folder / _MOMENTS))
+            moments = Moments(record["moments_step"], trees["mean"], trees["square"])
+        params, fresh = _tree(read_tensors(folder / _WEIGHTS)), tuple(record["fresh"])
+        source = record["source"]
+    return Base(model, params, tokenizer, source, fresh, moments, begins_with(folder))
 
 
 def begins_with(folder: epath.Path) -> str:
-    """Which weights lie here now, and which moments: a hash of both.
+    """Returns a hash of the weights that lie here now, and of the moments.
 
     Raises:
       InputError: there are no weights.
     """
-    found, moments = weights.sha256(folder / _WEIGHTS), _moments_sha256(folder)
-    return hashlib.sha256(f"{found} {moments}".encode()).hexdigest() if moments else found
+    params, moments = _file_sha256(folder / _WEIGHTS), _moments_sha256(folder)
+    return hashlib.sha256(f"{params} {moments}".encode()).hexdigest() if moments else params
 
 
 def _moments_sha256(folder: epath.Path) -> str:
-    """Of the moments; "" if there are none."""
-    return weights.sha256(folder / _MOMENTS) if (folder / _MOMENTS).exists() else ""
+    """Returns the hash of the moments; "" if there are none."""
+    return _file_sha256(folder / _MOMENTS) if (folder / _MOMENTS).exists() else ""
 
 
 def flat(params: dict[str, Any], above: str = "") -> dict[str, np.ndarray]:
-    """The leaves of a tree by their paths."""
-    found: dict[str, np.ndarray] = {}
+    """Returns the leaves of a tree by their paths."""
+    leaves: dict[str, np.ndarray] = {}
     for name, value in params.items():
         path = f"{above}{name}"
-        found |= flat(value, path + "/") if isinstance(value, dict) else {path: np.asarray(value)}
-    return found
+        leaves |= flat(value, path + "/") if isinstance(value, dict) else {path: np.asarray(value)}
+    return leaves
 
 
 def _tree(leaves: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The inverse of `flat`."""
+    """Returns the tree of leaves by their paths: the inverse of `flat`."""
     tree: dict[str, Any] = {}
     for path, value in leaves.items():
         *above, name = path.split("/")
@@ -208,7 +218,7 @@ def require_same_weights(where: str, sha256: str) -> None:
 
 
 def start_of(experiment: Experiment) -> Base | None:
-    """The weights that a run begins with; None: fresh ones.
+    """Reads the weights that a run begins with; None: fresh ones.
 
     Raises:
       InputError: `init_from` names no base, or one of another model, or one with moments that
@@ -227,23 +237,53 @@ def start_of(experiment: Experiment) -> Base | None:
     return base
 
 
-def _record(folder: epath.Path) -> dict[str, Any]:
-    if not is_base(folder):
+def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
+    """Reads a file of safetensors by name; its floats of 16 and 32 bits as float32, losing nothing.
+
+    Other types are kept as raw bytes: those who want such a tensor see a `uint8` array.
+
+    Raises:
+      InputError: no such file, or damaged.
+    """
+    with named_errors(path):
+        content = path.read_bytes()
+    try:
+        found = deserialize(content)
+    except SafetensorError as error:
         raise InputError(
-            f"{folder}: no base here; make one with `bert-jax import SOURCE --workdir B` (SOURCE "
-            "may be a run, too)"
-        )
-    record = read_json(folder / _JSON, FORMAT_VERSION, "import it anew", "import it anew")
-    kinds = {
-        "model": dict,
-        "source": str,
-        "fresh": list,
-        "weights_sha256": str,
-        "tokenizer_sha256": str,
-    }
-    for name, kind in kinds.items():
-        if not isinstance(record.get(name), kind):
-            raise InputError(f"{folder / _JSON}: damaged, {name} is missing; import it anew")
-    if "moments_sha256" in record and type(record.get("moments_step")) is not int:
-        raise InputError(f"{folder / _JSON}: damaged, moments_step is missing; import it anew")
-    return record
+            f"{path}: damaged or cut off, not readable as safetensors ({error}); put the whole "
+            "file back"
+        ) from error
+    tensors = {}
+    for name, tensor in found:
+        dtype = _FLOATS.get(tensor["dtype"])
+        if dtype is None:
+            tensors[name] = np.frombuffer(tensor["data"], np.uint8)
+        else:
+            values = np.frombuffer(tensor["data"], dtype).reshape(tensor["shape"])
+            tensors[name] = values.astype(np.float32)
+    return tensors
+
+
+def write_tensors(
+    path: epath.Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str]
+) -> None:
+    """Writes tensors of any layout; equal tensors give equal bytes, with one metadata entry."""
+    # The library writes memory as it lies, whatever the strides say.
+    whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    content = save(whole, metadata)
+    with named_errors(path):
+        path.write_bytes(content)
+
+
+def _file_sha256(path: epath.Path) -> str:
+    """Returns the SHA-256 of the file's bytes.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with named_errors(path), path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

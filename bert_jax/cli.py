@@ -637,10 +637,9 @@ def import_(args: argparse.Namespace) -> int:
     _argument(
         "--as",
         dest="kind",
-        choices=("pretraining", "masked_lm", "encoder", "tf1"),
+        choices=("pretraining", "masked_lm", "encoder"),
         required=True,
-        help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers; "
-        "tf1: a checkpoint for google-research/bert (the [tf] extra)",
+        help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers",
     ),
     _argument("--out", metavar="FOLDER", required=True, help="where it goes"),
     _argument(
@@ -649,32 +648,21 @@ def import_(args: argparse.Namespace) -> int:
         default="float32",
         help="of the weights [float32, which loses nothing]",
     ),
-    _flag("--with-optimizer", "with --as tf1: the moments of bert_adam and global_step, too"),
     _CHECKPOINT,
 )
 def export(args: argparse.Namespace) -> int:
-    """Write a run or a base for transformers or google-research/bert."""
+    """Write a run or a base for transformers."""
     from etils import epath
 
-    from bert_jax.interop import exporting, tf1
+    from bert_jax.interop import huggingface
     from bert_jax.predict import Trained
 
-    if args.kind == "tf1" and args.dtype != "float32":
-        raise InputError(f"--dtype {args.dtype}: google-research/bert reads float32; leave it out")
-    if args.kind != "tf1" and args.with_optimizer:
-        raise InputError("--with-optimizer: only --as tf1 has a place for it")
-    what = "with_moments" if args.with_optimizer else "params"
-    trained = Trained.of(epath.Path(args.workdir), what, args.checkpoint)
-    target = epath.Path(args.out)
-    if args.kind == "tf1":
-        tf1.write(trained, target)
-        form = tf1.DESCRIPTION
-    else:
-        exporting.export_weights(trained, args.kind, args.dtype, target)
-        form = exporting.ARCHITECTURES[args.kind]
+    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    huggingface.export_weights(trained, args.kind, args.dtype, epath.Path(args.out))
+    architecture = huggingface.ARCHITECTURES[args.kind]
     _say(
-        f"exported {printable(trained.name)}, step {trained.step}: {form}, {args.dtype}, in "
-        f"{printable(args.out)}"
+        f"exported {printable(trained.name)}, step {trained.step}: {architecture}, {args.dtype}, "
+        f"in {printable(args.out)}"
     )
     return FINISHED
 

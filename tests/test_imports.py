@@ -15,7 +15,7 @@ MODULES = {
 # Each imports from those before it alone.
 LAYERS = (
     *("errors", "hardware", "system", "config", "storage", "text", "data", "model"),
-    *("weights", "base", "training", "predict", "show", "vectors", "tasks", "interop", "plan"),
+    *("base", "training", "predict", "show", "vectors", "tasks", "interop", "plan"),
     *("doctor", "report", "embed", "conformance", "pod", "verify", "cli"),
 )
 
@@ -49,12 +49,7 @@ def test_imports_follow_the_layers(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_the_library_imports_no_experiment_launcher_or_benchmark(module):
     tops = {name.split(".")[0] for name in imports(MODULES[module])}
-    assert not tops & {"experiments", "launch", "benchmarks", "tests", "torch"}
-
-
-def test_only_the_files_of_tf1_import_tensorflow():
-    users = {m for m, path in MODULES.items() if "tensorflow" in imports(path)}
-    assert users == {"bert_jax.interop.tf1_files"}
+    assert not tops & {"experiments", "launch", "benchmarks", "tests", "torch", "tensorflow"}
 
 
 # What reads and scores a task; what learns it stands beside.
@@ -89,7 +84,7 @@ def test_no_import_cycles():
 
 def test_no_tensorflow_or_torch_at_run_time():
     code = (
-        "import sys, bert_jax.cli, bert_jax.interop.importing, bert_jax.interop.exporting,"
+        "import sys, bert_jax.cli, bert_jax.interop.importing,"
         "bert_jax.predict, bert_jax.embed, bert_jax.show, bert_jax.training.session;"
         "sys.exit(bool({'tensorflow', 'torch'} & set(sys.modules)))"
     )

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from samples import small_corpus
 
 from bert_jax import base as base_lib
-from bert_jax import weights
 from bert_jax.base import Base, Moments
 from bert_jax.config import Corpus
 from bert_jax.data import corpus as corpus_lib
-from bert_jax.interop import exporting, importing, settings
+from bert_jax.interop import huggingface, tf1
 from bert_jax.predict import Trained
 from bert_jax.text import documents, tokenizer, vocabulary
 from bert_jax.training.pretraining import Prepared
@@ -118,13 +117,14 @@ def imported(tmp_path_factory):
     """A folder with every file that save_pretrained writes, one with shards, and their base."""
     root = tmp_path_factory.mktemp("hf")
     plain = epath.Path(hf_folder.write(root / "plain"))
-    base = importing.read_folder(plain, silent)
+    base = huggingface.read_folder(plain, silent)
     trained = Trained("x", base.model, base.params, base.tokenizer)
-    exporting.export_weights(trained, "pretraining", "float32", epath.Path(root / "whole"))
+    huggingface.export_weights(trained, "pretraining", "float32", epath.Path(root / "whole"))
     shutil.copytree(root / "whole", root / "shards")
     hf_folder.cut_in_shards(root / "shards")
     (root / "tf1").mkdir()
-    (root / "tf1" / "bert_config.json").write_text(settings.write_tf1(base.model))
+    fields = hf_folder.CONFIG | {"hidden_act": "gelu", "gelu_form": "erf"}
+    (root / "tf1" / "bert_config.json").write_text(json.dumps(fields, indent=2))
     return root, base
 
 
@@ -147,9 +147,13 @@ def test_a_folder_of_others_gives_what_its_files_say(imported, folder, name, dat
     file = root / folder / name
     with damage(file, data, f"imported/{name}") as content:
         found = result(
-            lambda: importing.read_folder(epath.Path(root / folder), silent), file.parent
+            lambda: huggingface.read_folder(epath.Path(root / folder), silent), file.parent
         )
-        read = result(lambda: weights.read(epath.Path(file)), file) if "-of-" in name else None
+        read = (
+            result(lambda: base_lib.read_tensors(epath.Path(file)), file)
+            if "-of-" in name
+            else None
+        )
     if found is REFUSED:
         return
     assert found.tokenizer.vocab == whole.tokenizer.vocab
@@ -198,7 +202,7 @@ def reference_tensors(content: bytes) -> dict[str, np.ndarray]:
 def test_a_bert_config_gives_what_it_says(imported, data):
     file = imported[0] / "tf1" / "bert_config.json"
     with damage(file, data) as content:
-        found = result(lambda: settings.read_tf1(epath.Path(file), silent), file)
+        found = result(lambda: tf1.read_config(epath.Path(file), silent), file)
     if found is not REFUSED:
         fields = json.loads(content)
         assert found.num_hidden_layers == fields.get("num_hidden_layers", 12)

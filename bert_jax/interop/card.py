@@ -24,7 +24,7 @@ _PARTS = {"pooler": "pooler", "masked_lm": "masked LM head", "next_sentence": "N
 
 
 def write(trained: Trained, architecture: str, dtype: str, folder: str) -> str:
-    """The text of README.md. Names of files and runs are code, so that no markup is read in them.
+    """Returns the text of README.md, with names of files and runs as code: no markup is read there.
 
     Args:
       trained: what is exported.
@@ -52,12 +52,12 @@ def write(trained: Trained, architecture: str, dtype: str, folder: str) -> str:
 
 
 def code(text: str) -> str:
-    """Text as an inline code span, whatever it holds."""
+    """Returns text as an inline code span, whatever it holds."""
     return f"`{printable(text).replace('`', chr(39)) or ' '}`"
 
 
 def _front(architecture: str) -> list[str]:
-    """What model hubs read; fixed words alone."""
+    """Returns what model hubs read; fixed words alone."""
     if architecture == "BertModel":
         library, task = "sentence-transformers", "feature-extraction"
     else:
@@ -85,16 +85,17 @@ def _how_to(architecture: str, folder: str) -> Iterator[str]:
 
 
 def _fresh(trained: Trained, architecture: str) -> Iterator[str]:
-    written = [_PARTS[part] for part in trained.fresh if part in PARTS[architecture]]
-    if written:
-        yield f"Never trained, freshly initialised: {', '.join(written)}."
+    unlearned = [_PARTS[part] for part in trained.fresh if part in PARTS[architecture]]
+    if unlearned:
+        yield f"Never trained, freshly initialised: {', '.join(unlearned)}."
         yield ""
 
 
 def _model(trained: Trained) -> Iterator[str]:
     yield "## Model"
     yield ""
-    yield from _fields(trained.model)
+    for path, value in config.flatten(trained.model):
+        yield f"- {path}: {code(str(value))}"
     yield f"- text: {trained.tokenizer.case} {trained.tokenizer.kind}"
     if trained.source:
         yield f"- imported from: {code(trained.source)}"
@@ -147,8 +148,3 @@ def _recipe(trained: Trained) -> Iterator[str]:
         if not path.startswith("model.") and value != "":
             yield f"- {path}: {code(str(value))}"
     yield ""
-
-
-def _fields(section: Any) -> Iterator[str]:
-    for path, value in config.flatten(section):
-        yield f"- {path}: {code(str(value))}"

@@ -1,19 +1,22 @@
 """`bert-jax import`: a checkpoint of others, or a run, to a base."""
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
+import jax
 import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax import weights
-from bert_jax.base import Base
+from bert_jax.base import Base, Moments
 from bert_jax.errors import InputError, printable
-from bert_jax.interop import fitting, names, settings, surgery, tf1, vocabularies
-from bert_jax.interop.fitting import Say
+from bert_jax.interop import huggingface, tf1
+from bert_jax.interop.names import Say
+from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.predict import Trained
 from bert_jax.storage import mirror
 from bert_jax.text import tokenizer as tokenizer_lib
+from bert_jax.text.tokenizer import Tokenizer, WordPiece
 
 
 def import_weights(
@@ -40,7 +43,7 @@ def import_weights(
     base = _read(source, say, what)
     if vocabulary is not None:
         tokenizer = tokenizer_lib.load(vocabulary, base.tokenizer.case)
-        base, known = surgery.with_tokenizer(base, tokenizer)
+        base, known = with_tokenizer(base, tokenizer)
         new = tokenizer.size - known
         say(f"{known} pieces keep their rows; {new} are new, and begin with the mean of the old")
     base_lib.write(base, target)
@@ -71,7 +74,7 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
         raise InputError(
             f"{source}: --with-optimizer: a Hugging Face folder holds weights alone; leave it out"
         )
-    return read_folder(source, say)
+    return huggingface.read_folder(source, say)
 
 
 def _of_run(source: epath.Path, what: Literal["params", "with_moments"]) -> Base:
@@ -80,65 +83,40 @@ def _of_run(source: epath.Path, what: Literal["params", "with_moments"]) -> Base
     return Base(trained.model, trained.params, trained.tokenizer, where, moments=trained.moments)
 
 
-def read_folder(folder: epath.Path, say: Say) -> Base:
-    """What `save_pretrained` wrote: BertModel, BertForMaskedLM or BertForPreTraining.
+def with_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
+    """Returns the base with the pieces of another WordPiece vocabulary, and how many it knew.
+
+    A piece that both have keeps its word embedding and output bias; a new one begins with the mean
+    of the old ones, so that it is neither likely nor unlikely, and with moments of zero.
 
     Raises:
-      InputError: as `import_weights`.
+      InputError: one of the two is no WordPiece vocabulary.
     """
-    claimed = settings.read(folder / "config.json")
-    tokenizer = vocabularies.read(folder)
-    file = _weights_file(folder)
-    found = weights.read_shards(file) if file.suffix == ".json" else weights.read(file)
-    tensors = _without_copies(found, str(file))
-    source = f"Hugging Face folder {folder.name}"
-    return fitting.base_of(tensors, names.HUGGING_FACE, claimed, tokenizer, file, source, say)
-
-
-def _weights_file(folder: epath.Path) -> epath.Path:
-    """All weights in one file, or the index of several."""
-    for name in ("model.safetensors", "model.safetensors.index.json"):
-        if (folder / name).exists():
-            return folder / name
-    instead = {
-        "pytorch_model.bin": "a pickle, which may run code when it is read",
-        "tf_model.h5": "TensorFlow's weights",
-        "flax_model.msgpack": "Flax's weights",
-    }
-    for name, what in instead.items():
-        if (folder / name).exists():
+    for one in (base.tokenizer, tokenizer):
+        if not isinstance(one, WordPiece):
             raise InputError(
-                f"{folder / name}: {what}: not read; load it in transformers and save it with "
-                "save_pretrained"
+                f"--tokenizer: only a WordPiece vocabulary can take another's place, not {one.kind}"
             )
-    raise InputError(f"{folder / 'model.safetensors'}: no such file")
+    old = {base.tokenizer.piece(i): i for i in range(base.tokenizer.size)}
+    rows = np.array([old.get(tokenizer.piece(i), -1) for i in range(tokenizer.size)])
+    cfg = dataclasses.replace(base.model, vocab_size=tokenizer.size)
 
+    def resized(tree: dict[str, Any], start: Literal["mean", "zero"]) -> dict[str, Any]:
+        tree = jax.tree.map(np.asarray, tree)  # a tree of its own
+        word, head = tree["encoder"]["embeddings"]["word"], tree["masked_lm"]
+        for leaf, name in ((word, "embedding"), (head, "output_bias")):
+            table = leaf[name][: base.model.vocab_size]
+            new = np.zeros((padded_vocab_size(cfg), *table.shape[1:]), np.float32)
+            if start == "mean":
+                new[: tokenizer.size] = table.mean(0, dtype=np.float64)
+            new[: tokenizer.size][rows >= 0] = table[rows[rows >= 0]]
+            leaf[name] = new
+        return tree
 
-def _without_copies(found: dict[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
-    """Tensors by canonical names; buffers and copies of tied weights are gone.
-
-    Raises:
-      InputError: two tensors of one name, a type that is no float, or weights that are not tied.
-    """
-    tensors: dict[str, np.ndarray] = {}
-    spelled: dict[str, str] = {}
-    for name, value in found.items():
-        ours = names.canonical(name)
-        if ours in names.IGNORED:
-            continue
-        if ours in tensors:
-            raise InputError(f"{where}: tensors {spelled[ours]!r} and {name!r} are the same one")
-        if value.dtype != np.float32:
-            raise InputError(
-                f"{where}: tensor {name!r} is neither float32 nor float16 nor bfloat16"
-            )
-        tensors[ours], spelled[ours] = value, name
-    for copy, original in names.TIED.items():
-        if copy in tensors:
-            value = tensors.pop(copy)
-            if not np.array_equal(tensors.setdefault(original, value), value):
-                raise InputError(
-                    f"{where}: tensor {copy!r} of {list(value.shape)} differs from {original!r} of "
-                    f"{list(tensors[original].shape)}; only tied weights are supported"
-                )
-    return tensors
+    moments = base.moments
+    if moments is not None:
+        trees = (resized(tree, "zero") for tree in (moments.mean, moments.square))
+        moments = Moments(moments.step, *trees)
+    params, changed = resized(base.params, "mean"), f"{base.source}, with another vocabulary"
+    known = int((rows >= 0).sum())
+    return Base(cfg, params, tokenizer, changed, base.fresh, moments), known

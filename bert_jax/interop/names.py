@@ -1,19 +1,30 @@
-"""Hugging Face's names and shapes of BERT's tensors, and ours. The one place that knows both.
+"""Hugging Face's names and shapes of BERT's tensors, and ours; tensors of others as a base.
 
 They keep each layer's tensors apart and kernels as [out, in]; ours are stacked along a first
 dimension L and lie as [in, out]. Rows of our vocabulary are padded (model.encoder).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import jax
 import numpy as np
+from etils import epath
 
+from bert_jax import base as base_lib
+from bert_jax.base import Base
 from bert_jax.config import Model
 from bert_jax.errors import InputError
+from bert_jax.model import heads
 from bert_jax.model.encoder import padded_vocab_size
+from bert_jax.text.tokenizer import Tokenizer
 
+# Others pad the vocabulary's tables to a multiple of one of these.
+_MULTIPLES = (8, 64, 128, 256, 512, 1024)
+_FRESH_SEED = 0
+
+Say = Callable[[str], None]
 Part = Literal["encoder", "pooler", "masked_lm", "next_sentence"]
 
 # What each of their classes holds.
@@ -85,7 +96,7 @@ class Naming:
 
 
 def tensors(cfg: Model) -> Iterator[Tensor]:
-    """All of BertForPreTraining, but for copies."""
+    """Yields all tensors of BertForPreTraining except copies."""
     width, inner = cfg.hidden_size, cfg.intermediate_size
     above = ("encoder", "embeddings")
     rows = {"position": cfg.max_position_embeddings, "segment": cfg.type_vocab_size}
@@ -129,7 +140,7 @@ def _norm(
 
 
 def canonical(name: str) -> str:
-    """A name as newer versions write it, with its prefix."""
+    """Returns a name as newer versions write it, with its prefix."""
     if name.startswith(("embeddings.", "encoder.", "pooler.")):
         name = f"bert.{name}"
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
@@ -144,12 +155,12 @@ HUGGING_FACE = Naming(tensors, WORD_EMBEDDINGS, OUTPUT_BIAS, "config.json")
 def to_ours(
     theirs: Mapping[str, np.ndarray], cfg: Model, where: str, naming: Naming = HUGGING_FACE
 ) -> tuple[dict[str, Any], tuple[Part, ...]]:
-    """Our tree, of the parts that are there, and the names of the parts that are not.
+    """Returns our tree of the parts that are there, and the names of the parts that are not.
 
     Args:
       theirs: float32 by canonical names, without copies.
       cfg: the shape; its vocabulary has no padding, and rows of theirs beyond it are left out.
-      where: the file, for complaints.
+      where: the file, for errors.
       naming: whose names they are.
 
     Raises:
@@ -164,11 +175,11 @@ def to_ours(
         if name not in wanted:
             raise InputError(f"{where}: tensor {name!r} is none of BERT's pre-training model")
     there = {"encoder", *(wanted[name].part for name in theirs)}
-    found = [tensor for tensor in wanted.values() if tensor.part in there]
-    for tensor in found:
+    held = [tensor for tensor in wanted.values() if tensor.part in there]
+    for tensor in held:
         _require_shape(tensor, theirs, where, naming.config)
     params: dict[str, Any] = {}
-    for tensor in found:
+    for tensor in held:
         value = theirs[tensor.name]
         if not np.isfinite(value).all():
             raise InputError(
@@ -198,7 +209,7 @@ def _require_shape(
 
 
 def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:
-    """The place of a tensor in our tree, made when it is first asked for."""
+    """Returns the place of a tensor in our tree, made at its first use."""
     *above, name = tensor.path
     node = params
     for key in above:
@@ -215,20 +226,11 @@ def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:
 
 
 def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[str, np.ndarray]:
-    """Their tensors, float32, as the class `architecture` names them; no copies, no padding."""
-    held = (tensor for tensor in tensors(cfg) if tensor.part in PARTS[architecture])
-    found = values(params, cfg, held)
-    if architecture == "BertModel":
-        return {name.removeprefix("bert."): value for name, value in found.items()}
-    return found
-
-
-def values(
-    params: Mapping[str, Any], cfg: Model, wanted: Iterable[Tensor]
-) -> dict[str, np.ndarray]:
-    """Arrays of our tree, or of one like it, by the names and in the shapes of `wanted`."""
-    found = {}
-    for tensor in wanted:
+    """Returns their tensors, float32, as the class `architecture` names them, without padding."""
+    theirs = {}
+    for tensor in tensors(cfg):
+        if tensor.part not in PARTS[architecture]:
+            continue
         value: Any = params
         for key in tensor.path:
             value = value[key]
@@ -237,5 +239,82 @@ def values(
             value = value[tensor.layer]
         if tensor.is_vocabulary:
             value = value[: cfg.vocab_size]
-        found[tensor.name] = value.T if tensor.is_kernel else value
-    return found
+        name = tensor.name.removeprefix("bert.") if architecture == "BertModel" else tensor.name
+        theirs[name] = value.T if tensor.is_kernel else value
+    return theirs
+
+
+def fitted(
+    tensors: Mapping[str, np.ndarray],
+    naming: Naming,
+    claimed: Model,
+    tokenizer: Tokenizer,
+    file: epath.Path,
+    source: str,
+    say: Say,
+) -> Base:
+    """Fits tensors of others to a base: rows of padding go, and parts that are missing are fresh.
+
+    Args:
+      tensors: float32 by the names of `naming`, without copies.
+      naming: whose names they are.
+      claimed: their shape as the configuration next to them has it, padding included.
+      tokenizer: whose ids their rows are.
+      file: where they were read.
+      source: in words, where they come from.
+      say: is given rows left out and parts freshly initialised.
+
+    Raises:
+      InputError: tensors, configuration and vocabulary do not fit together.
+    """
+    cfg = _without_padding(claimed, tokenizer.size, tensors, naming, file, say)
+    params, missing = to_ours(tensors, cfg, str(file), naming)
+    if missing:
+        # The values of a seed, so that the same source makes the same base.
+        key = jax.random.key(_FRESH_SEED, impl="threefry2x32")
+        fresh = jax.device_get(heads.init_params(cfg, key))
+        for part in missing:
+            params[part] = fresh[part]
+            held = ", ".join(f"{part}/{path}" for path in base_lib.flat(params[part]))
+            say(f"not in {file.name}, freshly initialised: {held}")
+    return Base(cfg, params, tokenizer, source, missing)
+
+
+def _without_padding(
+    claimed: Model,
+    size: int,
+    tensors: Mapping[str, np.ndarray],
+    naming: Naming,
+    file: epath.Path,
+    say: Say,
+) -> Model:
+    """Returns the model with as many pieces as the vocabulary has; the rows beyond are padding.
+
+    Raises:
+      InputError: the vocabulary, the configuration and the word embeddings do not fit together.
+    """
+    name = naming.word_embeddings
+    word = tensors.get(name)
+    if word is None:
+        raise InputError(f"{file}: tensor {name!r} is missing")
+    rows = claimed.vocab_size
+    if word.shape[:1] != (rows,):
+        raise InputError(
+            f"{file}: tensor {name!r} has the shape {list(word.shape)}, "
+            f"{naming.config} says vocab_size={rows}"
+        )
+    padded = {-(-size // multiple) * multiple for multiple in _MULTIPLES}
+    if rows != size and rows not in padded:
+        raise InputError(
+            f"{file}: tensor {name!r} has {rows} rows, the vocabulary next to it "
+            f"has {size} pieces; put the vocabulary there that belongs to these weights"
+        )
+    bias = tensors.get(naming.output_bias)
+    if bias is not None and bias.shape != (rows,):
+        raise InputError(
+            f"{file}: tensor {naming.output_bias!r} has the shape {list(bias.shape)}, "
+            f"{naming.config} says vocab_size={rows}"
+        )
+    if rows != size:
+        say(f"the vocabulary has {size} pieces: rows {size} to {rows - 1} of the table left out")
+    return dataclasses.replace(claimed, vocab_size=size)

@@ -1,30 +1,46 @@
-"""TensorFlow 1 checkpoints as google-research/bert writes and reads them.
+"""TensorFlow 1 checkpoints as google-research/bert writes them, read without TensorFlow.
 
 PREFIX.index, PREFIX.data-*    the variables; PREFIX is bert_model.ckpt, or as it was released
-bert_config.json, vocab.txt    beside them
+bert_config.json, vocab.txt    next to them
 tokenizer_config.json          ours, which their code passes over: whether text is lower-cased
+
+Kernels lie as ours, [in, out], except those of the next sentence, which lie as Hugging Face's.
+PREFIX.index is a table of LevelDB (its doc/table_format.md): blocks of keys, each with a checksum.
+Its values are protocol buffers of tensorflow/core/protobuf/tensor_bundle.proto.
 """
 
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import google_crc32c
 import jax
+import ml_dtypes
 import numpy as np
 from etils import epath
 
 from bert_jax.base import Base, Moments
-from bert_jax.errors import InputError
-from bert_jax.interop import fitting, names, settings, tf1_files, tf1_names, vocabularies
-from bert_jax.interop.fitting import Say
-from bert_jax.predict import Trained
-from bert_jax.storage.workdir import new_folder
+from bert_jax.config import Model
+from bert_jax.errors import InputError, reading
+from bert_jax.interop import huggingface, names, vocabularies
+from bert_jax.interop.names import Naming, Say, Tensor
+from bert_jax.storage.workdir import named_errors
 
-DESCRIPTION = "TensorFlow 1 checkpoint"
-
-_PREFIX = "bert_model.ckpt"
+_CONFIG, _PREFIX = "bert_config.json", "bert_model.ckpt"
+# A field of ours in bert_config.json; their code passes over it.
+_GELU_FORM, _FORMS = "gelu_form", {"erf": "gelu", "tanh": "gelu_tanh"}
+# Of a bert_config.json that says nothing of them.
+_TYPES = 16
+_STEP = "global_step"
+# Means of the gradients and of their squares; `VARIABLE/adam_m`, `VARIABLE/adam_v`.
+_SLOTS = ("adam_m", "adam_v")
+_NSP = "cls.seq_relationship"
 
 
 def find(source: epath.Path) -> epath.Path | None:
-    """The common beginning of the files of a checkpoint; None if `source` is none.
+    """Returns the common beginning of the files of a checkpoint; None if `source` is none.
 
     Args:
       source: that beginning, with or without .index, or a folder with one checkpoint and no
@@ -50,47 +66,68 @@ def find(source: epath.Path) -> epath.Path | None:
 
 
 def read(prefix: epath.Path, what: Literal["params", "with_moments"], say: Say) -> Base:
-    """A base of a checkpoint.
+    """Reads a checkpoint as a base.
 
     Args:
       prefix: the common beginning of its files, as `find` gives it.
-      what: `with_moments` wants what Adam keeps, too.
-      say: is told what is not as in the source.
+      what: `with_moments` takes what Adam keeps, too.
+      say: is given what is not as in the source.
 
     Raises:
       InputError: nothing that can be read, or that does not fit together.
     """
     folder = prefix.parent
-    claimed = settings.read_tf1(folder / tf1_names.CONFIG, say)
+    claimed = read_config(folder / _CONFIG, say)
     tokenizer = vocabularies.read_plain(folder, say)
-    found = tf1_files.read(prefix, lambda name: what == "with_moments" or not _is_kept(name))
+    found = variables(prefix, lambda name: what == "with_moments" or not _is_of_training(name))
     for name, value in found.items():
-        if name != tf1_names.STEP and value.dtype != np.float32:
+        if name != _STEP and value.dtype != np.float32:
             raise InputError(f"{prefix}: variable {name!r} is {value.dtype}; only float32 is read")
-    variables = {name: value for name, value in found.items() if not _is_kept(name)}
+    params = {name: value for name, value in found.items() if not _is_of_training(name)}
     source = f"TensorFlow checkpoint {prefix.name} of {folder.absolute().name}"
-    base = fitting.base_of(variables, tf1_names.naming(), claimed, tokenizer, prefix, source, say)
+    base = names.fitted(params, naming(), claimed, tokenizer, prefix, source, say)
     if what == "with_moments":
         base.moments = _moments(found, base, prefix)
     return base
 
 
-def _is_kept(name: str) -> bool:
-    """Whether it is not of the model, but of its training."""
-    return name == tf1_names.STEP or name.endswith(tuple(f"/{slot}" for slot in tf1_names.SLOTS))
+def read_config(path: epath.Path, say: Say) -> Model:
+    """Reads a bert_config.json as the Model section that it stands for.
+
+    Their word `gelu` is erf in the code of the released models and tanh since February 2019; a
+    field of ours says which. Without it: erf, as transformers does.
+
+    Raises:
+      InputError: a field whose value is not supported.
+    """
+    fields = {"type_vocab_size": _TYPES} | vocabularies.read_object(path)
+    form = fields.get(_GELU_FORM)
+    if form not in (None, *_FORMS):
+        raise InputError(f"{path}: {_GELU_FORM}={form!r}: only {', '.join(_FORMS)} are supported")
+    if form is None and fields.get("hidden_act", "gelu") == "gelu":
+        say(
+            f"{path.name}: gelu is taken for the released models' form, erf; if these weights were "
+            f'trained by the code since February 2019, add "{_GELU_FORM}": "tanh" there'
+        )
+    cfg = huggingface.model_of(path, fields)
+    return cfg if form is None else dataclasses.replace(cfg, hidden_act=_FORMS[form])
+
+
+def _is_of_training(name: str) -> bool:
+    return name == _STEP or name.endswith(tuple(f"/{slot}" for slot in _SLOTS))
 
 
 def _moments(found: dict[str, np.ndarray], base: Base, prefix: epath.Path) -> Moments:
-    step = found.get(tf1_names.STEP)
+    step = found.get(_STEP)
     if step is None or step.shape != () or step.dtype.kind != "i" or not 0 <= step < 2**32:
         raise InputError(
-            f"{prefix}: --with-optimizer: no count of steps, {tf1_names.STEP!r}, in it; a released "
+            f"{prefix}: --with-optimizer: no count of steps, {_STEP!r}, in it; a released "
             "checkpoint holds weights alone, leave it out"
         )
     trees = []
-    for slot in tf1_names.SLOTS:
+    for slot in _SLOTS:
         held = {name: value for name, value in found.items() if name.endswith(f"/{slot}")}
-        tree, missing = names.to_ours(held, base.model, str(prefix), tf1_names.naming(slot))
+        tree, missing = names.to_ours(held, base.model, str(prefix), naming(slot))
         if missing != base.fresh:
             raise InputError(
                 f"{prefix}: --with-optimizer: {slot} is not kept of the parts that are there"
@@ -100,32 +137,165 @@ def _moments(found: dict[str, np.ndarray], base: Base, prefix: epath.Path) -> Mo
     return Moments(int(step), *trees)
 
 
-def write(trained: Trained, target: epath.Path) -> None:
-    """Writes a folder that google-research/bert reads, whole or not at all.
+# --- names ----------------------------------------------------------------------------------------
+
+
+def naming(slot: str = "") -> Naming:
+    """Returns the names of the variables of a pre-training model, or of one of their slots."""
+    ending = f"/{slot}" if slot else ""
+
+    def tensors(cfg: Model) -> Iterator[Tensor]:
+        for tensor in names.tensors(cfg):
+            if tensor.is_kernel and not tensor.name.startswith(_NSP):
+                tensor = dataclasses.replace(tensor, shape=tensor.shape[::-1], is_kernel=False)
+            yield dataclasses.replace(tensor, name=_name(tensor.name) + ending)
+
+    word, bias = _name(names.WORD_EMBEDDINGS), _name(names.OUTPUT_BIAS)
+    return Naming(tensors, word + ending, bias + ending, _CONFIG)
+
+
+def _name(theirs: str) -> str:
+    """Returns the variable's name for Hugging Face's of a tensor."""
+    above, _, leaf = theirs.rpartition(".")
+    if above.endswith("_embeddings"):
+        above, _, leaf = above.rpartition(".")
+    elif above.endswith("LayerNorm"):
+        leaf = {"weight": "gamma", "bias": "beta"}[leaf]
+    elif above == _NSP:
+        leaf = {"weight": "output_weights", "bias": "output_bias"}[leaf]
+    elif theirs == names.OUTPUT_BIAS:
+        leaf = "output_bias"
+    else:
+        leaf = {"weight": "kernel", "bias": "bias"}[leaf]
+    return re.sub(r"layer\.(\d+)", r"layer_\1", f"{above}.{leaf}").replace(".", "/")
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+_MAGIC, _FOOTER = 0xDB4775248B80FB57, 48
+# Fields of BundleHeaderProto and of BundleEntryProto, and numbers of DataType.
+_SHARDS, _ENDIANNESS = 1, 2
+_DTYPE, _SHAPE, _SHARD, _OFFSET, _SIZE, _CHECKSUM, _SLICES = range(1, 8)
+_DTYPES = {
+    **{1: np.float32, 2: np.float64, 3: np.int32, 4: np.uint8, 9: np.int64, 10: np.bool_},
+    **{14: ml_dtypes.bfloat16, 19: np.float16},
+}
+
+
+def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np.ndarray]:
+    """Reads the variables whose names are wanted, as they were written.
 
     Args:
-      trained: what to write, in float32, and its moments if it has some; parts that were never
-        trained are left out, since nothing there could say so.
-      target: where it goes; nothing may be there.
+      prefix: the files' common beginning; PREFIX.index says what lies where.
+      wanted: is asked of every name.
 
     Raises:
-      InputError: something is there, it cannot be written, or the vocabulary is no WordPiece.
+      InputError: a file that is missing, damaged, or not of this format.
     """
-    tf1_files.tensorflow(str(target))  # before anything is made
-    cfg, kept = trained.model, trained.moments
-    variables = _values(trained, trained.params)
-    if kept is not None:
-        for slot, tree in zip(tf1_names.SLOTS, (kept.mean, kept.square), strict=True):
-            variables |= _values(trained, tree, slot)
-        variables[tf1_names.STEP] = np.array(kept.step, np.int64)
-    with new_folder(target) as folder:
-        vocabularies.write_plain(trained.tokenizer, folder)
-        (folder / tf1_names.CONFIG).write_text(settings.write_tf1(cfg), encoding="utf-8")
-        tf1_files.write(folder / _PREFIX, variables)
+    index = prefix.with_name(f"{prefix.name}.index")
+    with named_errors(index):
+        content = index.read_bytes()
+    with reading(prefix, "put its whole files back"):
+        entries = dict(_table(content))
+        header = _message(entries.pop(b""))
+        if header.get(_ENDIANNESS):
+            raise ValueError("big-endian numbers are not read")
+
+    @functools.cache
+    def shard(number: int) -> np.ndarray:
+        data = prefix.with_name(f"{prefix.name}.data-{number:05}-of-{header[_SHARDS]:05}")
+        with named_errors(data):
+            return np.memmap(data, np.uint8, "r")
+
+    found = {}
+    with reading(prefix, "put its whole files back"):
+        for key, value in sorted(entries.items()):
+            # Those of slices of others begin with a zero.
+            if key[0] and wanted(name := key.decode()):
+                entry = _message(value)
+                if _SLICES in entry:
+                    raise InputError(f"{prefix}: variable {name!r} is cut in slices; save it whole")
+                found[name] = _tensor(name, entry, shard)
+    return found
 
 
-def _values(trained: Trained, tree: dict[str, Any], slot: str = "") -> dict[str, np.ndarray]:
-    """The variables of what was trained, or one of their slots."""
-    wanted = tf1_names.naming(slot).tensors(trained.model)
-    held = (tensor for tensor in wanted if tensor.part not in trained.fresh)
-    return names.values(tree, trained.model, held)
+def _tensor(name: str, entry: dict[int, Any], shard: Callable[[int], np.ndarray]) -> np.ndarray:
+    dtype = np.dtype(_DTYPES[entry[_DTYPE]])
+    offset, size = entry.get(_OFFSET, 0), entry.get(_SIZE, 0)
+    data = shard(entry.get(_SHARD, 0))[offset : offset + size].tobytes()
+    if len(data) != size or _masked(google_crc32c.value(data)) != entry[_CHECKSUM]:
+        raise ValueError(f"the checksum of variable {name!r} is another")
+    dimensions = _fields(entry.get(_SHAPE, b""))
+    shape = [_message(dimension).get(1, 0) for number, dimension in dimensions if number == 2]
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the keys and values of a table."""
+    footer = content[-_FOOTER:]
+    if len(footer) < _FOOTER or int.from_bytes(footer[-8:], "little") != _MAGIC:
+        raise ValueError("not the index of a TensorFlow checkpoint, or cut off")
+    _, at = _varint(footer, 0)  # a block of notes comes first
+    _, at = _varint(footer, at)
+    for _, handle in _block(content, footer, at):
+        yield from _block(content, handle, 0)
+
+
+def _block(content: bytes, handle: bytes, at: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the keys and values of the block whose offset and size stand in `handle`."""
+    offset, at = _varint(handle, at)
+    size, _ = _varint(handle, at)
+    block = content[offset : offset + size]
+    kind, checksum = content[offset + size], content[offset + size + 1 :][:4]
+    if _masked(google_crc32c.value(block + bytes([kind]))) != int.from_bytes(checksum, "little"):
+        raise ValueError("the checksum of its index is another")
+    if kind:
+        raise ValueError("its index is compressed, which is not read")
+    end = size - 4 - 4 * int.from_bytes(block[-4:], "little")  # where restart points begin
+    at, key = 0, b""
+    while at < end:
+        shared, at = _varint(block, at)
+        more, at = _varint(block, at)
+        length, at = _varint(block, at)
+        key = key[:shared] + block[at : at + more]
+        yield key, block[at + more : at + more + length]
+        at += more + length
+
+
+def _message(data: bytes) -> dict[int, Any]:
+    """Returns the last value of each field of a protocol buffer."""
+    return dict(_fields(data))
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yields the fields of a protocol buffer: their numbers, and integers or bytes."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, kind = tag >> 3, tag & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+        else:
+            length = {1: 8, 5: 4}.get(kind)
+            if length is None:
+                length, at = _varint(data, at)
+            value, at = data[at : at + length], at + length
+            if kind in (1, 5):
+                value = int.from_bytes(value, "little")
+        yield number, value
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns a number of seven bits a byte, and where it ends."""
+    value, shift = 0, 0
+    while True:
+        byte = data[at]
+        value, at = value | (byte & 127) << shift, at + 1
+        if byte < 128:
+            return value, at
+        shift += 7
+
+
+def _masked(crc: int) -> int:
+    """Returns a checksum as LevelDB stores it."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -1,15 +1,13 @@
-"""Tokenizer files of others and our WordPiece tokenizer."""
+"""Tokenizer files of others and our WordPiece tokenizer; and JSON of others."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import tokenizers
 from etils import epath
 
 from bert_jax.errors import InputError
-from bert_jax.interop.settings import read_object
-from bert_jax.storage.workdir import named_errors
+from bert_jax.interop.names import Say
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text import vocabulary
 
@@ -22,8 +20,30 @@ _THEIR_LONGEST_WORD = 100
 _CUTTER = "BertPreTokenizer"
 
 
+def read_object(path: epath.Path) -> dict[str, Any]:
+    """Reads a JSON object of others, which carries no format version.
+
+    Raises:
+      InputError: no such file, or not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file; such a checkpoint has one") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return value
+
+
+def write_json(path: epath.Path, value: Any) -> None:
+    """Writes JSON as others lay it out."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
 def read(folder: epath.Path) -> tokenizer_lib.WordPiece:
-    """The tokenizer of a checkpoint folder.
+    """Reads the tokenizer of a checkpoint folder.
 
     Raises:
       InputError: it has none, or one that gives other ids than ours would.
@@ -34,11 +54,11 @@ def read(folder: epath.Path) -> tokenizer_lib.WordPiece:
                 f"{folder / name}: SentencePiece vocabularies are not imported, only WordPiece's "
                 "vocab.txt or tokenizer.json: transformers has no BERT tokenizer for them"
             )
-    parts = read_object(folder / "tokenizer.json") if _has(folder, "tokenizer.json") else {}
-    config = folder / "tokenizer_config.json"
-    says = read_object(config) if _has(folder, config.name) else {}
-    pieces = _pieces(folder / "tokenizer.json", parts) if parts else None
-    if _has(folder, "vocab.txt"):
+    fast, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    parts = read_object(fast) if fast.exists() else {}
+    says = read_object(settings) if settings.exists() else {}
+    pieces = _pieces(fast, parts) if parts else None
+    if (folder / "vocab.txt").exists():
         vocab = vocabulary.read_vocab(folder / "vocab.txt")
         if pieces is not None and pieces != vocab:
             raise InputError(
@@ -46,24 +66,24 @@ def read(folder: epath.Path) -> tokenizer_lib.WordPiece:
                 "differ; remove the one that the weights were not trained with"
             )
     elif pieces is not None:
-        vocab = vocabulary.require_specials(pieces, str(folder / "tokenizer.json"))
+        vocab = vocabulary.require_specials(pieces, str(fast))
     else:
         raise InputError(f"{folder}: no vocab.txt and no tokenizer.json; put the vocabulary there")
     return tokenizer_lib.WordPiece(vocab, _case(folder, parts, says))
 
 
-def read_plain(folder: epath.Path, say: Callable[[str], None]) -> tokenizer_lib.WordPiece:
-    """vocab.txt as google-research/bert has it: no file of theirs says whether text is lower-cased.
+def read_plain(folder: epath.Path, say: Say) -> tokenizer_lib.WordPiece:
+    """Reads a vocab.txt of google-research/bert, which does not say whether text is lower-cased.
 
     A piece that lower-casing would change can stand in a cased vocabulary alone.
 
     Raises:
-      InputError: no vocabulary, or one that `write_plain` would not have written.
+      InputError: no vocabulary, or a tokenizer_config.json of another tokenizer.
     """
     vocab = vocabulary.read_vocab(folder / "vocab.txt")
-    config = folder / "tokenizer_config.json"
-    if _has(folder, config.name):
-        return tokenizer_lib.WordPiece(vocab, _case(folder, {}, read_object(config)))
+    settings = folder / "tokenizer_config.json"
+    if settings.exists():
+        return tokenizer_lib.WordPiece(vocab, _case(folder, {}, read_object(settings)))
     capitals = [piece for piece in vocab if piece[:1] != "[" and piece != piece.lower()]
     shown = f"{len(capitals)} pieces hold capitals" if capitals else "no piece holds capitals"
     case: tokenizer_lib.Case = "cased" if capitals else "uncased"
@@ -71,13 +91,8 @@ def read_plain(folder: epath.Path, say: Callable[[str], None]) -> tokenizer_lib.
     return tokenizer_lib.WordPiece(vocab, case)
 
 
-def _has(folder: epath.Path, name: str) -> bool:
-    with named_errors(folder / name):
-        return (folder / name).exists()
-
-
 def _pieces(path: epath.Path, parts: dict[str, Any]) -> list[str]:
-    """The vocabulary in a tokenizer.json, by id."""
+    """Returns the vocabulary in a tokenizer.json, by id."""
     model = parts.get("model")
     kind = model.get("type") if isinstance(model, dict) else None
     ids = model.get("vocab") if isinstance(model, dict) else None
@@ -106,7 +121,7 @@ def _pieces(path: epath.Path, parts: dict[str, Any]) -> list[str]:
 def _require_ours(path: epath.Path, parts: dict[str, Any], model: dict[str, Any]) -> None:
     """Raises InputError if text would be cut into other pieces than ours are."""
     before = parts.get("pre_tokenizer") or {"type": _CUTTER}
-    said = {
+    settings = {
         "continuing_subword_prefix": (model.get("continuing_subword_prefix", "##"), ["##"]),
         "unk_token": (model.get("unk_token", vocabulary.UNK), [vocabulary.UNK]),
         "max_input_chars_per_word": (
@@ -115,21 +130,21 @@ def _require_ours(path: epath.Path, parts: dict[str, Any], model: dict[str, Any]
         ),
         "pre_tokenizer": (before.get("type") if isinstance(before, dict) else before, [_CUTTER]),
     }
-    for name, (value, ours) in said.items():
+    for name, (value, ours) in settings.items():
         if value not in ours:
             allowed = " or ".join(map(repr, ours))
             raise InputError(f"{path}: {name}={value!r}: only {allowed} is supported")
 
 
 def _added(tokens: Any) -> list[str]:
-    """The texts of a list of added tokens; of anything else, what it is."""
+    """Returns the texts of a list of added tokens; of anything else, what it is."""
     if not isinstance(tokens, list):
         return [] if tokens is None else [str(tokens)]
     return [str(token.get("content") if isinstance(token, dict) else token) for token in tokens]
 
 
 def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> tokenizer_lib.Case:
-    """Whether text is lower-cased: what the files say, which must agree."""
+    """Returns whether text is lower-cased: what the files say, which must agree."""
     normalizer = parts.get("normalizer") or {}
     kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
     if normalizer and (kind != "BertNormalizer" or not isinstance(normalizer, dict)):
@@ -142,9 +157,9 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
         "tokenizer_config.json: do_lower_case": says.get("do_lower_case"),
     }
     lowers = {where: value for where, value in lowers.items() if value is not None}
-    said = list(lowers.values()) or [True]  # their default, too
-    uncased = said[0] is True
-    if any(value is not uncased for value in said):
+    values = list(lowers.values()) or [True]  # their default, too
+    uncased = values[0] is True
+    if any(value is not uncased for value in values):
         shown = ", ".join(f"{where} {value!r}" for where, value in lowers.items())
         raise InputError(f"{folder}: {shown}: must be the same, true or false")
     for where, values in (("tokenizer.json", normalizer), ("tokenizer_config.json", says)):
@@ -160,29 +175,6 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
     return "uncased" if uncased else "cased"
 
 
-def write_plain(tok: tokenizer_lib.Tokenizer, folder: epath.Path) -> None:
-    """Writes vocab.txt, and in tokenizer_config.json whether text is lower-cased.
-
-    Raises:
-      InputError: a tokenizer that google-research/bert has no counterpart of.
-    """
-    _write_vocab(tok, folder, "google-research/bert")
-    says = json.dumps({"do_lower_case": tok.case == "uncased"}) + "\n"
-    (folder / "tokenizer_config.json").write_text(says, encoding="utf-8")
-
-
-def _write_vocab(
-    tok: tokenizer_lib.Tokenizer, folder: epath.Path, reader: str
-) -> tokenizer_lib.WordPiece:
-    if not isinstance(tok, tokenizer_lib.WordPiece):
-        raise InputError(
-            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece: "
-            f"{reader} has no BERT tokenizer for it"
-        )
-    (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
-    return tok
-
-
 def write(tok: tokenizer_lib.Tokenizer, longest: int, folder: epath.Path) -> None:
     """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json.
 
@@ -194,7 +186,12 @@ def write(tok: tokenizer_lib.Tokenizer, longest: int, folder: epath.Path) -> Non
     Raises:
       InputError: a tokenizer that transformers' BERT has no counterpart of.
     """
-    tok = _write_vocab(tok, folder, "transformers")
+    if not isinstance(tok, tokenizer_lib.WordPiece):
+        raise InputError(
+            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece: "
+            "transformers has no BERT tokenizer for it"
+        )
+    (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
     _fast(tok).save(str(folder / "tokenizer.json"))
     roles = dict(zip(("pad", "unk", "cls", "sep", "mask"), vocabulary.SPECIALS, strict=True))
     specials = {f"{role}_token": piece for role, piece in roles.items()}
@@ -207,12 +204,12 @@ def write(tok: tokenizer_lib.Tokenizer, longest: int, folder: epath.Path) -> Non
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
         **specials,
     }
-    for name, value in (("tokenizer_config.json", says), ("special_tokens_map.json", specials)):
-        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", says)
+    write_json(folder / "special_tokens_map.json", specials)
 
 
 def _fast(tok: tokenizer_lib.WordPiece) -> tokenizers.Tokenizer:
-    """The same tokenizer in the library that transformers uses."""
+    """Returns the same tokenizer in the library that transformers uses."""
     ids = {piece: number for number, piece in enumerate(tok.vocab)}
     model = tokenizers.models.WordPiece(
         ids, unk_token=vocabulary.UNK, max_input_chars_per_word=_LONGEST_WORD

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from bert_jax import base as base_lib
 from bert_jax import cli
 from bert_jax.errors import InputError
-from bert_jax.interop import card, exporting, vocabularies
+from bert_jax.interop import card, huggingface, vocabularies
 from bert_jax.predict import Trained
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text import vocabulary
@@ -133,7 +133,7 @@ def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy
     trained = Trained.of(epath.Path("run"))
     trained = dataclasses.replace(trained, tokenizer=tokenizer_lib.SentencePiece(model, "cased"))
     with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):
-        exporting.export_weights(trained, "encoder", "float32", epath.Path("made/hf"))
+        huggingface.export_weights(trained, "encoder", "float32", epath.Path("made/hf"))
     assert not pathlib.Path("made").exists()
 
 

@@ -1,0 +1,263 @@
+"""Folders of Hugging Face's transformers, read and written: config.json and weights."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from bert_jax import base as base_lib
+from bert_jax import config
+from bert_jax.base import Base
+from bert_jax.config import Model
+from bert_jax.errors import InputError
+from bert_jax.interop import card, names, vocabularies
+from bert_jax.interop.names import PARTS, Say
+from bert_jax.predict import Trained
+from bert_jax.storage.workdir import named_errors, new_folder
+
+ARCHITECTURES = {
+    "pretraining": "BertForPreTraining",
+    "masked_lm": "BertForMaskedLM",
+    "encoder": "BertModel",
+}
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+Kind = Literal["pretraining", "masked_lm", "encoder"]
+
+# Under the same name in both.
+_SAME = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "initializer_range",
+)
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# Fields that would change what is computed, and the only value of each that we compute.
+_FIXED = {
+    "layer_norm_eps": 1e-12,
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "chunk_size_feed_forward": 0,
+}
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def read_folder(folder: epath.Path, say: Say) -> Base:
+    """Reads what `save_pretrained` wrote of BertModel, BertForMaskedLM or BertForPreTraining.
+
+    Args:
+      folder: of config.json, weights and a vocabulary.
+      say: is given what is not as in the source.
+
+    Raises:
+      InputError: nothing that can be read, or something that would be computed differently here.
+    """
+    claimed = read_config(folder / "config.json")
+    tokenizer = vocabularies.read(folder)
+    file = _weights_file(folder)
+    found = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
+    tensors = _without_copies(found, str(file))
+    source = f"Hugging Face folder {folder.name}"
+    return names.fitted(tensors, names.HUGGING_FACE, claimed, tokenizer, file, source, say)
+
+
+def _weights_file(folder: epath.Path) -> epath.Path:
+    """Returns the file of all weights, or the index of several."""
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if (folder / name).exists():
+            return folder / name
+    instead = {
+        "pytorch_model.bin": "a pickle, which may run code when it is read",
+        "tf_model.h5": "TensorFlow's weights",
+        "flax_model.msgpack": "Flax's weights",
+    }
+    for name, what in instead.items():
+        if (folder / name).exists():
+            raise InputError(
+                f"{folder / name}: {what}: not read; load it in transformers and save it with "
+                "save_pretrained"
+            )
+    raise InputError(f"{folder / 'model.safetensors'}: no such file")
+
+
+def _without_copies(found: dict[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
+    """Returns tensors by canonical names, without buffers and copies of tied weights.
+
+    Raises:
+      InputError: two tensors of one name, a type that is no float, or weights that are not tied.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    spelled: dict[str, str] = {}
+    for name, value in found.items():
+        ours = names.canonical(name)
+        if ours in names.IGNORED:
+            continue
+        if ours in tensors:
+            raise InputError(f"{where}: tensors {spelled[ours]!r} and {name!r} are the same one")
+        if value.dtype != np.float32:
+            raise InputError(
+                f"{where}: tensor {name!r} is neither float32 nor float16 nor bfloat16"
+            )
+        tensors[ours], spelled[ours] = value, name
+    for copy, original in names.TIED.items():
+        if copy in tensors:
+            value = tensors.pop(copy)
+            if not np.array_equal(tensors.setdefault(original, value), value):
+                raise InputError(
+                    f"{where}: tensor {copy!r} of {list(value.shape)} differs from {original!r} of "
+                    f"{list(tensors[original].shape)}; only tied weights are supported"
+                )
+    return tensors
+
+
+def _read_shards(index: epath.Path) -> dict[str, np.ndarray]:
+    """Reads tensors of files that an index lists: {"weight_map": {NAME OF TENSOR: FILE}}.
+
+    Raises:
+      InputError: an index that cannot be read or names a file elsewhere, or a file that is missing,
+        damaged, or does not hold just what it is listed for.
+    """
+    with named_errors(index):
+        content = index.read_bytes()
+    try:
+        listed = json.loads(content)["weight_map"]
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise InputError(f"{index}: damaged, no JSON object with a weight_map") from error
+    if not isinstance(listed, dict) or not listed:
+        raise InputError(f"{index}: damaged, its weight_map lists no tensors")
+    for name, file in listed.items():
+        # A plain name: anything else may lie elsewhere.
+        if not isinstance(file, str) or file != pathlib.PurePath(file).name or "\\" in file:
+            raise InputError(f"{index}: tensor {name!r}: {file!r} is no file next to the index")
+        if not file.endswith(".safetensors"):
+            raise InputError(f"{index}: tensor {name!r}: {file!r} is no .safetensors file")
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(set(listed.values())):
+        shard = index.parent / file
+        if not shard.exists():
+            raise InputError(f"{shard}: no such file, and {index.name} lists it; put it there")
+        found = base_lib.read_tensors(shard)
+        held = {name for name, where in listed.items() if where == file}
+        for name in sorted(held ^ found.keys()):
+            held_not = "lists" if name in held else "does not list"
+            has_not = "does not hold" if name in held else "holds"
+            raise InputError(
+                f"{shard}: {has_not} tensor {name!r}, which {index.name} {held_not} there; put the "
+                "files there that belong together"
+            )
+        tensors |= found
+    return tensors
+
+
+def export_weights(
+    trained: Trained, kind: Kind, dtype: Literal["float32", "bfloat16"], target: epath.Path
+) -> None:
+    """Writes a folder that transformers reads, whole or not at all.
+
+    Args:
+      trained: what to write.
+      kind: which of their classes reads it; `encoder` is for sentence-transformers, too.
+      dtype: of the weights; bfloat16 rounds them.
+      target: where it goes; nothing may be there.
+
+    Raises:
+      InputError: something is there, it cannot be written, or the vocabulary is no WordPiece.
+    """
+    architecture, cfg = ARCHITECTURES[kind], trained.model
+    longest = cfg.max_position_embeddings
+    with new_folder(target) as folder:
+        vocabularies.write(trained.tokenizer, longest, folder)
+        card_text = card.write(trained, architecture, dtype, target.name)
+        (folder / "README.md").write_text(card_text, encoding="utf-8")
+        vocabularies.write_json(folder / "config.json", _config(trained, architecture, dtype))
+        if kind == "encoder":  # sentence-transformers takes the mean over a text's pieces
+            types = {"": "Transformer", "1_Pooling": "Pooling"}
+            modules = [
+                {
+                    "idx": i,
+                    "name": str(i),
+                    "path": path,
+                    "type": f"sentence_transformers.models.{it}",
+                }
+                for i, (path, it) in enumerate(types.items())
+            ]
+            vocabularies.write_json(folder / "modules.json", modules)
+            reads = {"max_seq_length": longest, "do_lower_case": False}
+            vocabularies.write_json(folder / "sentence_bert_config.json", reads)
+            pooling = {
+                "word_embedding_dimension": cfg.hidden_size,
+                "pooling_mode_mean_tokens": True,
+            }
+            (folder / "1_Pooling").mkdir()
+            vocabularies.write_json(folder / "1_Pooling" / "config.json", pooling)
+        tensors = names.to_theirs(trained.params, cfg, architecture)
+        rounded = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors.items()}
+        base_lib.write_tensors(folder / "model.safetensors", rounded, {"format": "pt"})
+
+
+# --- config.json ----------------------------------------------------------------------------------
+
+
+def read_config(path: epath.Path) -> Model:
+    """Reads a config.json as a Model section. Fields it lacks have BERT-Base's values.
+
+    Raises:
+      InputError: another architecture, or a field whose value is not supported.
+    """
+    fields = vocabularies.read_object(path)
+    if fields.get("model_type") != "bert":
+        raise InputError(
+            f"{path}: model_type={fields.get('model_type')!r}: only 'bert' is supported"
+        )
+    named = fields.get("architectures") or []
+    if not isinstance(named, list) or not all(name in list(PARTS) for name in named):
+        raise InputError(f"{path}: architectures={named!r}: only {', '.join(PARTS)} are supported")
+    for name, value in _FIXED.items():
+        if fields.get(name) not in (None, value):
+            raise InputError(f"{path}: {name}={fields[name]!r}: only {value!r} is supported")
+    return model_of(path, fields)
+
+
+def model_of(path: epath.Path, fields: dict[str, Any]) -> Model:
+    """Returns the Model section of fields that both kinds of configuration share."""
+    act = fields.get("hidden_act", "gelu")
+    if not isinstance(act, str) or act not in _ACTIVATIONS:
+        raise InputError(
+            f"{path}: hidden_act={act!r}: only {', '.join(_ACTIVATIONS)} are supported"
+        )
+    ours = {name: fields[name] for name in _SAME if name in fields}
+    return config.section(Model, ours | {"hidden_act": _ACTIVATIONS[act]}, str(path))
+
+
+def _config(trained: Trained, architecture: str, dtype: str) -> dict[str, Any]:
+    """Returns the config.json that their class `architecture` reads."""
+    ours = dataclasses.asdict(trained.model)
+    return {
+        "architectures": [architecture],
+        "model_type": "bert",
+        **{name: ours[name] for name in _SAME},
+        "hidden_act": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[ours["hidden_act"]],
+        **{name: value for name, value in _FIXED.items() if name != "chunk_size_feed_forward"},
+        "pad_token_id": trained.tokenizer.pad_id,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # what versions before 4.56 call it
+    }
