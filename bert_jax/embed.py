@@ -1,12 +1,11 @@
 """Vectors of texts from the encoder of a run or a base.
 
 [CLS] and [SEP] stand around each text, as the encoder knows it, and an empty text is one, too.
-Texts are read some thousands at a time and put into rows by length (`data.packed`).
+Texts are read some thousands at a time and put into rows by length (`data.packing`).
 
 Shape letters: S tokens of a row, N texts of a row, W width of a vector.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import time
@@ -23,25 +22,25 @@ from jax.sharding import PartitionSpec
 from bert_jax import system
 from bert_jax import vectors as vectors_lib
 from bert_jax.config import Model
-from bert_jax.data import packed
+from bert_jax.data import packing
 from bert_jax.errors import InputError
 from bert_jax.model import heads
+from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop, encode
-from bert_jax.model.packing import Packing
 from bert_jax.predict import Trained
 from bert_jax.training import mesh as mesh_lib
 
 # Texts that are sorted together, their characters, and the bytes of vectors that are held.
 _TEXTS, _CHARACTERS, _BYTES = 8_192, 2**24, 2**28
-# Tokens of a row where nobody says: what a layer makes of so many stays in a CPU's caches; other
-# devices want much to do at once.
+# Tokens of a row by default: a layer's results for so many stay in a CPU's caches; other devices
+# want much to do at once.
 _CPU_TOKENS, _OTHER_TOKENS, _MOST_TOKENS = 512, 16_384, 2**20
 _SECONDS_BETWEEN_LINES = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Features:
-    """What is taken of the encoder.
+    """Which of the encoder's vectors are wanted.
 
     Attributes:
       pooling: `mean` of all tokens, [CLS] and [SEP] among them, as sentence-transformers pools;
@@ -81,7 +80,7 @@ class Embedder:
 
     Args:
       trained: whose encoder.
-      features: what is taken of it.
+      features: which of its vectors.
       mesh: of the devices.
       max_length: 0: as many as the model has positions.
       batch_tokens: that a device works on at a time; 0: 512 on a CPU, 16,384 elsewhere. A text
@@ -129,27 +128,27 @@ class Embedder:
         return max(len(self._tokenizer.piece(i)) for i in range(self._tokenizer.size))
 
     def embed(self, texts: Iterable[str]) -> Iterator[Embedded]:
-        """Vectors of texts, in their order, some thousands at a time.
+        """Yields vectors of texts, in their order, some thousands at a time.
 
         Raises:
           InputError: the model gives numbers that are not finite, or has too much to do at once.
         """
-        with ThreadPoolExecutor(1) as beside:  # devices work on a window while the next is made
+        with ThreadPoolExecutor(1) as encoder:  # devices work on a window while the next is made
             ready = None
             for window in _windows(texts):
-                ready, before = beside.submit(self._encoded, window), ready
+                ready, before = encoder.submit(self._encoded, window), ready
                 if before is not None:
                     yield from self._embedded(before.result())
             if ready is not None:
                 yield from self._embedded(ready.result())
 
     def _encoded(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids with [CLS] and [SEP], not cut."""
+        """Returns ids with [CLS] and [SEP], not cut."""
         tok = self._tokenizer
         return [np.array([tok.cls_id, *tok.encode(text), tok.sep_id], np.int32) for text in texts]
 
     def _embedded(self, texts: list[np.ndarray]) -> Iterator[Embedded]:
-        """In parts whose vectors are not too many to hold."""
+        """Yields parts whose vectors are not too many to hold."""
         most = self.max_length
         cut = [ids if len(ids) <= most else np.append(ids[: most - 1], ids[-1:]) for ids in texts]
         rows = np.array([len(ids) - 2 for ids in cut])
@@ -178,26 +177,26 @@ class Embedder:
         lengths = [len(ids) for ids in texts]
         sharding = mesh_lib.batch_sharding(self._mesh)
 
-        def fill(batch: tuple[int, int, list[packed.Row]]) -> None:
+        def fill(batch: tuple[int, int, list[packing.Row]]) -> None:
             places, slots, rows = batch
-            made = [
-                packed.pack([texts[i] for i in row], self._row_tokens, slots, places)
+            packed = [
+                packing.pack([texts[i] for i in row], self._row_tokens, slots, places)
                 for row in rows
             ]
-            arrays = {name: np.stack([row[name] for row in made]) for name in made[0]}
-            with _named_memory():
-                output = np.asarray(self._run(self._params, jax.device_put(arrays, sharding)))
-            for row, found in zip(rows, output, strict=True):
+            arrays = {name: np.stack([row[name] for row in packed]) for name in packed[0]}
+            with mesh_lib.named_memory("take a smaller --batch-tokens or --max-length"):
+                outputs = np.asarray(self._run(self._params, jax.device_put(arrays, sharding)))
+            for row, output in zip(rows, outputs, strict=True):
                 start = 0
                 for slot, i in enumerate(row):
                     if self._features.pooling == "tokens":
-                        vectors[offsets[i] : offsets[i + 1]] = found[start + 1 :][: lengths[i] - 2]
+                        vectors[offsets[i] : offsets[i + 1]] = output[start + 1 :][: lengths[i] - 2]
                     else:
-                        vectors[offsets[i]] = found[slot]
+                        vectors[offsets[i]] = output[slot]
                     start += lengths[i]
 
         shards = mesh_lib.data_shards(self._mesh)
-        batches = packed.batches(lengths, self._row_tokens, self.max_length, shards)
+        batches = packing.batches(lengths, self._row_tokens, self.max_length, shards)
         with ThreadPoolExecutor(self._under_way) as pool:
             for _ in pool.map(fill, batches):  # so that an error is raised here
                 pass
@@ -211,13 +210,13 @@ def write(
     Raises:
       InputError: it cannot be written; see `Embedder.embed`.
     """
-    began = said = time.monotonic()
+    began = shown = time.monotonic()
     with vectors_lib.writing(path, embedder.width, embedder.longest_piece) as add:
-        for found in embedder.embed(texts):
-            add(found.vectors, found.pieces)
-            if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
-                said = time.monotonic()
-                say(f"{embedder.texts} texts, {embedder.texts / (said - began):.0f} a second")
+        for part in embedder.embed(texts):
+            add(part.vectors, part.pieces)
+            if time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
+                shown = time.monotonic()
+                say(f"{embedder.texts} texts, {embedder.texts / (shown - began):.0f} a second")
     seconds = time.monotonic() - began
     say(
         f"{path}: {embedder.texts} texts, {embedder.width} numbers a vector; {seconds:.1f} s, "
@@ -244,32 +243,28 @@ def _windows(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _ranges(part: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Where runs of equal numbers begin and end."""
+    """Yields where runs of equal numbers begin and end."""
     cuts = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]
     yield from itertools.pairwise(cuts)
-
-
-def _named_memory() -> contextlib.AbstractContextManager[None]:
-    return mesh_lib.named_memory("take a smaller --batch-tokens or --max-length")
 
 
 # --- on the devices -----------------------------------------------------------------------------
 
 
-def _layers(asked: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Counted from 0, the embeddings."""
+def _layers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:
+    """Returns numbers of layers counted from 0, the embeddings."""
     count = model.num_hidden_layers
-    for number in asked:
+    for number in numbers:
         if not -count - 1 <= number <= count:
             raise InputError(
                 f"--layers {number}: the model has layers 1 to {count}, and 0, the embeddings; "
                 f"counted from the last, -1 to {-count - 1}"
             )
-    return tuple(number % (count + 1) for number in asked)
+    return tuple(number % (count + 1) for number in numbers)
 
 
 def _up_to(depth: int, model: Model, params: heads.Params) -> tuple[Model, heads.Params]:
-    """The model and its parameters without the layers above."""
+    """Returns the model and its parameters without the layers above."""
     encoder = params["encoder"]
     layers = jax.tree.map(lambda stacked: stacked[:depth], encoder["layers"])
     shallow = dataclasses.replace(model, num_hidden_layers=depth)
@@ -279,23 +274,24 @@ def _up_to(depth: int, model: Model, params: heads.Params) -> tuple[Model, heads
 def _program(
     model: Model, features: Features, layers: tuple[int, ...], mesh: jax.sharding.Mesh
 ) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
-    """Of rows that `packed.pack` makes: float32 [rows, N, W]; of `tokens` [rows, S, W]."""
+    """Returns what makes vectors of packed rows: float32 [rows, N, W]; of `tokens` [rows, S, W]."""
 
     def of_shard(params: heads.Params, batch: dict[str, jax.Array]) -> jax.Array:
         ids = batch["input_ids"]  # [1, S]: of each shard one row
-        packing = Packing(batch["positions"], batch["tokens"][0], batch["places"])
+        places = Packing(batch["positions"], batch["tokens"][0], batch["places"])
         encoder = heads.merge(model, params).encoder
-        inputs = encoder, model, ids, jnp.zeros_like(ids), packing, None, Loop()
+        inputs = encoder, model, ids, jnp.zeros_like(ids), places, None, Loop()
         if layers == (model.num_hidden_layers,):
-            found = [encode(*inputs)]
+            chosen = [encode(*inputs)]
         else:
             every = encode(*inputs, outputs="all")
-            found = [every[layer] for layer in layers]
-        found = [hidden.astype(jnp.float32) for hidden in found]
-        combined = (
-            jnp.concatenate(found, -1) if features.combine == "concat" else sum(found) / len(found)
-        )
-        vectors = _pooled(combined, packing, features.pooling)
+            chosen = [every[layer] for layer in layers]
+        chosen = [hidden.astype(jnp.float32) for hidden in chosen]
+        if features.combine == "concat":
+            combined = jnp.concatenate(chosen, -1)
+        else:
+            combined = sum(chosen) / len(chosen)
+        vectors = _pooled(combined, places, features.pooling)
         if features.length == "unit":
             norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
             vectors = vectors / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
@@ -307,12 +303,12 @@ def _program(
     )
 
 
-def _pooled(hidden: jax.Array, packing: Packing, pooling: str) -> jax.Array:
-    """[1, S, W] -> [1, N, W], or as it is for `tokens`."""
+def _pooled(hidden: jax.Array, places: Packing, pooling: str) -> jax.Array:
+    """Returns a vector a text, [1, S, W] -> [1, N, W]; for `tokens` what it is given."""
     if pooling == "tokens":
         return hidden
     if pooling == "cls":
-        first = packing.tokens[:, 0]
+        first = places.tokens[:, 0]
         return jnp.take(hidden, first, axis=1, mode="fill", fill_value=0)
-    counts = jnp.maximum(packing.mask.sum(axis=1), 1)  # none where there is no text
-    return (packing.apart(hidden).sum(axis=1) / counts[:, None])[None]
+    counts = jnp.maximum(places.mask.sum(axis=1), 1)  # none where there is no text
+    return (places.unpack(hidden).sum(axis=1) / counts[:, None])[None]

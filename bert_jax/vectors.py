@@ -29,13 +29,13 @@ _NUMBER = "%#.9g"
 
 
 def suffixes() -> tuple[str, ...]:
-    """The names of files that can be written end with one of these."""
+    """Returns the ends of names of files that can be written."""
     return tuple(_WRITERS)
 
 
 @contextlib.contextmanager
 def writing(path: epath.Path, width: int, longest_piece: int) -> Iterator[Add]:
-    """Gives what adds texts to the file, which is there once all are added.
+    """Yields a function that adds texts to the file, which is there once all are added.
 
     Args:
       path: of the file; its suffix says which kind. What is there is replaced.
@@ -51,8 +51,8 @@ def writing(path: epath.Path, width: int, longest_piece: int) -> Iterator[Add]:
     path = absolute(path)
     with (
         made(path.parent),
-        new_file(path) as beside,
-        open(os.fspath(beside), "wb") as file,
+        new_file(path) as unfinished,
+        open(os.fspath(unfinished), "wb") as file,
         _WRITERS[path.suffix](file, width, longest_piece) as add,
     ):
         yield add

@@ -4,19 +4,19 @@ texts that share rows.
 Matrix products run in the type of their input and add up in float32; scores and softmax are
 float32.
 
-Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads; N texts of all rows.
+Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads; N texts of all rows,
+K places for the tokens of a text.
 """
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.model.layers import Noise
-from bert_jax.model.packing import Packing
 
 # The reference adds this to scores of padding (modeling.py, attention_layer).
 _MASKED_SCORE = -10_000.0
@@ -25,6 +25,38 @@ _LANES = 128
 _LOG_SUMS, _CONTEXT = "attention_log_sums", "attention_context"
 # Under these names a policy of recomputation finds what `attend_recomputed` needs to go back.
 KEPT = (_LOG_SUMS, _CONTEXT)
+
+
+class Packing(NamedTuple):
+    """Texts one behind the other in a row, with no padding between them.
+
+    What is done to each token by itself takes rows as they are; attention takes each text by
+    itself. Tokens are counted through all rows, B * S of them.
+
+    Attributes:
+      positions: int32 [B, S], of each token in its text.
+      tokens: int32 [N, K], of each text, in order; B * S where there is none.
+      places: int32 [B, S], of each token in `tokens`, counted through all N * K; any for padding
+        at the end of a row.
+    """
+
+    positions: jax.Array
+    tokens: jax.Array
+    places: jax.Array
+
+    @property
+    def mask(self) -> jax.Array:
+        """int32 [N, K], 0 where there is no token."""
+        return (self.tokens < self.positions.size).astype(jnp.int32)
+
+    def unpack(self, x: jax.Array) -> jax.Array:
+        """Returns each text by itself: [B, S, ...] -> [N, K, ...], zero where there is no token."""
+        rows = x.reshape(self.positions.size, *x.shape[2:])
+        return jnp.take(rows, self.tokens, axis=0, mode="fill", fill_value=0)
+
+    def pack(self, x: jax.Array) -> jax.Array:
+        """Returns rows as they were before `unpack`: [N, K, ...] -> [B, S, ...]."""
+        return jnp.take(x.reshape(self.tokens.size, *x.shape[2:]), self.places, axis=0, mode="clip")
 
 
 def attend(
@@ -62,12 +94,12 @@ def attend_packed(
 ) -> jax.Array:
     """As `attend` without dropout, each text by itself: [B, S, H, D / H] each -> the same."""
     # Heads before places: else a CPU turns all scores around.
-    query, key, value = (jnp.swapaxes(packing.apart(x), 1, 2) for x in (query, key, value))
+    query, key, value = (jnp.swapaxes(packing.unpack(x), 1, 2) for x in (query, key, value))
     factor = 1.0 / math.sqrt(query.shape[-1])
     scores = _product("nhqd,nhkd->nhqk", query, key) * factor + _padding(packing.mask)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True)).astype(value.dtype)
     context = _product("nhqk,nhkd->nhqd", weights, value) / _row_sums(weights)
-    return packing.together(jnp.swapaxes(context, 1, 2).astype(value.dtype))
+    return packing.pack(jnp.swapaxes(context, 1, 2).astype(value.dtype))
 
 
 def attend_recomputed(

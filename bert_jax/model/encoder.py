@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.config import Model
 from bert_jax.model import attention, layers
-from bert_jax.model.packing import Packing
+from bert_jax.model.attention import Packing
 
 # Rows of the vocabulary's tables are a multiple of this on every mesh, so that they can be
 # sharded anywhere and a checkpoint fits everywhere.

@@ -10,8 +10,8 @@ import samples
 from compare import assert_close
 
 from bert_jax.model import attention, heads, layers, losses
+from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop, encode, padded_vocab_size
-from bert_jax.model.packing import Packing
 
 CFG = samples.MODEL
 

@@ -1,8 +1,8 @@
-"""Texts of any length to rows of the same number of tokens, with next to no padding.
+"""Packing: texts of any length in rows of the same number of tokens, with next to no padding.
 
-Texts are sorted by length and put one behind the other; attention, which takes each by itself, gets
-room for K tokens a text (`model.packing`). K is one of a few numbers, so that texts of all lengths
-share a handful of compiled programs.
+Texts are sorted by length and put one behind the other; attention, which takes each by itself
+(`model.attention.Packing`), gets room for K tokens a text. K is one of a few numbers, so that texts
+of all lengths share a handful of compiled programs.
 
 Shape letters: S tokens of a row, N texts of a row, K places for the tokens of a text.
 """
@@ -21,7 +21,7 @@ Row = list[int]
 def batches(
     lengths: Sequence[int], row_tokens: int, longest: int, shards: int
 ) -> Iterator[tuple[int, int, list[Row]]]:
-    """Texts from the longest on, as many as go into a row, a row a shard.
+    """Yields texts from the longest on, as many as go into a row, a row a shard.
 
     Args:
       lengths: tokens of each text.
@@ -45,12 +45,12 @@ def batches(
             row: Row = []
             left = row_tokens
             # The longest that fits: what longer ones leave of a row is filled with shorter ones.
-            while len(row) < slots and (found := bisect.bisect_right(present, left)):
-                length = present[found - 1]
+            while len(row) < slots and (fitting := bisect.bisect_right(present, left)):
+                length = present[fitting - 1]
                 left -= length
                 row.append(waiting[length].pop())
                 if not waiting[length]:
-                    del present[found - 1]
+                    del present[fitting - 1]
             rows.append(row)
         yield places, slots, rows
 
@@ -58,7 +58,7 @@ def batches(
 def pack(
     texts: Sequence[np.ndarray], row_tokens: int, slots: int, places: int
 ) -> dict[str, np.ndarray]:
-    """One row: `input_ids` int32 [S], and the parts of a `Packing` of it, [S], [N, K] and [S].
+    """Returns one row: `input_ids` int32 [S], and the parts of a `Packing`, [S], [N, K] and [S].
 
     Args:
       texts: ids of each, N at most, of K tokens at most, S together at most.
@@ -85,7 +85,7 @@ def pack(
 
 
 def _places(length: int, longest: int) -> tuple[int, int]:
-    """K for texts of this length, and the next smaller one."""
+    """Returns K for texts of this length, and the next smaller one."""
     step = _PLACES[-1]
     steps = [_PLACES[0] // 2, *_PLACES, *range(2 * step, longest + step, step)]
     i = next(i for i, most in enumerate(steps) if i and most >= length)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data import packed
+from bert_jax.data import packing
 
 LENGTHS = st.lists(st.integers(2, 300), max_size=60)
 
@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.integers(2, 300), max_size=60)
 @given(LENGTHS, st.sampled_from([300, 512, 1024]), st.integers(1, 4))
 def test_each_text_stands_in_one_row_and_fits(lengths, row_tokens, shards):
     seen, sizes = [], {}
-    for places, slots, rows in packed.batches(lengths, row_tokens, 300, shards):
+    for places, slots, rows in packing.batches(lengths, row_tokens, 300, shards):
         assert len(rows) == shards and rows[0]
         assert sizes.setdefault(places, slots) == slots
         for row in rows:
@@ -30,7 +30,7 @@ def test_each_text_stands_in_one_row_and_fits(lengths, row_tokens, shards):
 def test_a_row_says_where_its_texts_stand(lengths):
     rng = np.random.default_rng(len(lengths))
     texts = [rng.integers(5, 1000, n).astype(np.int32) for n in lengths]
-    row = packed.pack(texts, 100, slots=9, places=13)
+    row = packing.pack(texts, 100, slots=9, places=13)
     whole = np.append(row["input_ids"], -1)  # at 100, where there is none
     for text, tokens in zip(texts, row["tokens"], strict=False):
         np.testing.assert_array_equal(
@@ -52,5 +52,5 @@ def test_a_row_says_where_its_texts_stand(lengths):
 def test_real_lengths_leave_little_of_a_row_empty():
     """Sentences: lognormal lengths around 25 tokens, as in the sample text."""
     lengths = np.clip(np.random.default_rng(0).lognormal(3.1, 0.65, 5_000).astype(int), 3, 256)
-    rows = sum(len(rows) for _, _, rows in packed.batches(lengths.tolist(), 512, 256, 1))
+    rows = sum(len(rows) for _, _, rows in packing.batches(lengths.tolist(), 512, 256, 1))
     assert rows * 512 < 1.02 * lengths.sum()
