@@ -251,7 +251,7 @@ def show(args: argparse.Namespace) -> int:
     """Decode the batch of a step: text, masks, labels."""
     from rich.console import Console
 
-    from bert_jax import show
+    from bert_jax import predict
     from bert_jax.training.pretraining import Prepared
 
     experiment, workdir = _experiment(args)
@@ -259,7 +259,7 @@ def show(args: argparse.Namespace) -> int:
         raise InputError(f"--rows {args.rows}: must be at least 1")
     console = Console()
     prepared = Prepared.open(workdir.corpus)
-    for line in show.show(experiment, prepared, args.step, args.rows):
+    for line in predict.show(experiment, prepared, args.step, args.rows):
         console.print(line, soft_wrap=not console.is_terminal)
     return FINISHED
 

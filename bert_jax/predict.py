@@ -1,17 +1,21 @@
-"""The parameters of a trained run or a base, for those who ask it."""
+"""What a run holds, for people and tools: trained parameters, and a step's batch as text."""
 
 import dataclasses
 import sys
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 from etils import epath
+from rich.text import Text
 
 from bert_jax import base as base_lib
 from bert_jax import config
 from bert_jax.base import Moments
 from bert_jax.config import Experiment, Model, Parallelism
-from bert_jax.errors import InputError
+from bert_jax.data.batches import Batch
+from bert_jax.errors import InputError, printable
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.text.tokenizer import Tokenizer
@@ -28,7 +32,7 @@ What = Literal["params", "with_moments"]
 
 @dataclasses.dataclass
 class Trained:
-    """Parameters with what is known of them.
+    """Parameters, and what is known about them.
 
     Attributes:
       name: of the run or the base.
@@ -38,7 +42,7 @@ class Trained:
       fresh: parts that were never trained.
       step: of the checkpoint; 0 of a base.
       source: in words, where a base comes from; "" of a run.
-      experiment: the claim; None of a base.
+      experiment: of a run; None of a base.
       manifest: of the corpus; None of a base.
       evaluation: the line of metrics.jsonl of this step; None if there is none.
       moments: of the optimizer, if they were asked for.
@@ -58,7 +62,7 @@ class Trained:
 
     @classmethod
     def of(cls, folder: epath.Path, what: What = "params", which: str = "newest") -> "Trained":
-        """A base, or a checkpoint of a run.
+        """Reads a base, or a checkpoint of a run.
 
         Args:
           folder: of a base or a run.
@@ -74,7 +78,7 @@ class Trained:
             base = base_lib.read(run.root)
             if what == "with_moments" and base.moments is None:
                 raise InputError(
-                    f"{folder}: --with-optimizer: this base holds weights alone; import it anew "
+                    f"{folder}: --with-optimizer: this base holds weights alone; import it again "
                     "with --with-optimizer"
                 )
             return cls(
@@ -100,7 +104,7 @@ class Trained:
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, kept.mu, kept.nu)
         lines = lines_lib.Lines(workdir.metrics).read()
-        found = [x for x in lines if x.get("kind") == "evaluation" and x["step"] == done]
+        of_step = [x for x in lines if x.get("kind") == "evaluation" and x["step"] == done]
         return cls(
             experiment.name,
             experiment.model,
@@ -109,7 +113,7 @@ class Trained:
             step=done,
             experiment=experiment,
             manifest=prepared.manifest,
-            evaluation=found[-1] if found else None,
+            evaluation=of_step[-1] if of_step else None,
             moments=moments,
         )
 
@@ -121,9 +125,9 @@ def load_params(
     mesh: jax.sharding.Mesh,
     which: str = "newest",
 ) -> tuple[Any, int]:
-    """Parameters of a checkpoint, and its step; of a base its own, and 0.
+    """Returns parameters, whole on each device of the mesh, and the step of their checkpoint.
 
-    They are whole on each device of the mesh.
+    Of a base they are its own, and the step is 0.
 
     Raises:
       InputError: there is none, or it belongs to another experiment or corpus.
@@ -151,9 +155,9 @@ def _restored(
     what: What,
     which: str,
 ) -> tuple[step.State, int]:
-    """`params`, and `optimizer` if it is asked for, of a checkpoint, and its step.
+    """Returns `params`, and `optimizer` if it is wanted, of a checkpoint, and its step.
 
-    Whole on each device of the mesh: a run's own sharding is for the devices it was trained on.
+    They are whole on each device of the mesh: a run's own sharding is for the devices it had.
     """
     if not mirror.names(workdir.checkpoints):
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
@@ -179,3 +183,81 @@ def _restored(
         for why in restored.damaged.values():
             print(f"{why}; step {restored.step} is used instead", file=sys.stderr)
         return restored.state, restored.step
+
+
+# --- a batch as text ------------------------------------------------------------------------------
+
+
+def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> Iterator[Text]:
+    """Yields lines about the first `rows` rows of the step after `done` steps.
+
+    Raises:
+      InputError: the run has no such step.
+    """
+    if not 0 <= done < experiment.total_steps:
+        raise InputError(f"--step {done}: the run has steps 0 to {experiment.total_steps - 1}")
+    phase, first = experiment.phase_at(done)
+    spec = experiment.phases[phase]
+    train = prepared.train_batches(experiment, phase)
+    batch = train.batch(done - first, np.arange(spec.batch_size))
+    epochs, slots = np.divmod(batch["rows"].astype(np.int64), train.rows_per_epoch)
+    yield Text(
+        f"step {done}: phase {phase}, step {done - first} of {spec.steps} there, "
+        f"{spec.batch_size} rows of {spec.sequence_length}"
+    )
+    for epoch in np.unique(epochs):
+        planned = train.rows_planned(int(epoch))
+        change = planned - train.rows_per_epoch
+        note = "all of its plan once"
+        if change > 0:
+            note = f"{change} of {planned} planned rows dropped"
+        elif change < 0:
+            note = f"{-change} of {planned} planned rows repeated"
+        yield Text(f"epoch {epoch}: {train.rows_per_epoch} rows, {note}")
+    for i in range(min(rows, spec.batch_size)):
+        label = "is random" if batch["next_sentence_labels"][i] else "follows"
+        yield Text(f"\nrow {batch['rows'][i]} (epoch {epochs[i]}, slot {slots[i]}): B {label}")
+        yield row_text(batch, i, prepared.tokenizer)
+
+
+class Piece(NamedTuple):
+    """A piece of an example as it is shown.
+
+    Attributes:
+      text: what the model is given, control characters as escapes.
+      stood: what stood here, if it is to be predicted; else None.
+    """
+
+    text: str
+    stood: str | None
+
+
+def row_pieces(batch: Batch, i: int, tokenizer: Tokenizer) -> list[Piece]:
+    """Returns the pieces of one row, without padding."""
+    truth = {
+        int(p): printable(tokenizer.piece(int(label)))
+        for p, label, w in zip(
+            batch["masked_lm_positions"][i],
+            batch["masked_lm_ids"][i],
+            batch["masked_lm_weights"][i],
+            strict=True,
+        )
+        if w
+    }
+    ids = batch["input_ids"][i, : int(batch["input_mask"][i].sum())].tolist()
+    return [
+        Piece(printable(tokenizer.piece(token)), truth.get(position))
+        for position, token in enumerate(ids)
+    ]
+
+
+def row_text(batch: Batch, i: int, tokenizer: Tokenizer) -> Text:
+    """Returns one row's pieces; one to be predicted is written {what the model is given|truth}."""
+    text = Text()
+    for piece in row_pieces(batch, i, tokenizer):
+        if piece.stood is None:
+            text.append(f"{piece.text} ")
+        else:
+            text.append(f"{{{piece.text}|{piece.stood}}}", style="bold")
+            text.append(" ")
+    return text

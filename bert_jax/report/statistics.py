@@ -8,7 +8,7 @@ from bert_jax.config import Experiment
 from bert_jax.data import batches, corpus, draws, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable
-from bert_jax.show import Piece, row_pieces
+from bert_jax.predict import Piece, row_pieces
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training.pretraining import Prepared
 
