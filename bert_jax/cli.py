@@ -681,7 +681,7 @@ def doctor(args: argparse.Namespace) -> int:
     """Look for what is wrong with text, a prepared corpus or a run."""
     from bert_jax import doctor
 
-    problems = doctor.tell(doctor.examine(args.path, args.set))
+    problems = doctor.print_findings(doctor.examine(args.path, args.set))
     return FAILED if problems else FINISHED
 
 

@@ -125,7 +125,7 @@ def corpus_is_healthy(spec: Spec) -> None:
             f"run `bert-jax prepare` with --workdir {spec.workdir} on another machine"
         )
     lengths = tuple(sorted({phase.sequence_length for phase in spec.claim.phases}))
-    if doctor_lib.tell(corpus_lib.examine(corpus, lengths)):
+    if doctor_lib.print_findings(corpus_lib.examine(corpus, lengths)):
         raise InputError(f"{corpus}: `doctor` finds problems, see above")
 
 

@@ -1,4 +1,4 @@
-"""Is the text all right, is the run healthy: `examine` looks and tells.
+"""Is the text all right, is the run healthy: `examine` looks, `print_findings` says.
 
 Plain text, a prepared corpus or a run; none is changed (a corpus that was carried here without its
 `stream/` is unrolled, as training would). A `problem` is what spoils training or
@@ -18,11 +18,11 @@ from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE
 from bert_jax.text import documents
 
-__all__ = ["Finding", "examine", "tell"]
+__all__ = ["Finding", "examine", "print_findings"]
 
 
 def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
-    """Findings on what lies at a path, problems first.
+    """Looks at what lies at a path; returns findings, problems first.
 
     Args:
       path: a run's workdir (its corpus is looked at too), a corpus folder, an experiment file (its
@@ -33,8 +33,7 @@ def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
     Raises:
       InputError: none of these, or a damaged one.
     """
-    found = _examine(path, settings)
-    return sorted(found, key=lambda finding: finding.severity != "problem")
+    return sorted(_examine(path, settings), key=lambda finding: finding.severity != "problem")
 
 
 def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
@@ -55,34 +54,34 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
 
 
 def _sources(path: str) -> tuple[str, ...]:
-    """The sources in a file or folder of text, each of one kind."""
+    """Returns the sources in a file or folder of text, each of one kind."""
     if os.path.isfile(path):
         for word, suffixes in documents.SUFFIXES.items():
             if path.endswith(suffixes):
                 return (f"{word}:{glob.escape(path)}",)
     names = [name for _, _, names in os.walk(path) for name in names]
-    found = tuple(
+    sources = tuple(
         f"{word}:{path}"
         for word, suffixes in documents.SUFFIXES.items()
         if any(name.endswith(suffixes) for name in names)
     )
-    if not found:
+    if not sources:
         raise InputError(
             f"{path}: nothing to examine; name a run's workdir, a prepared corpus, an experiment "
             "file, or a file or folder of .txt or .jsonl"
         )
-    return found
+    return sources
 
 
-def tell(found: Sequence[Finding]) -> int:
-    """Prints the findings, and how many there are; returns how many are problems."""
-    for finding in found:
+def print_findings(findings: Sequence[Finding]) -> int:
+    """Prints findings, and how many there are; returns how many are problems."""
+    for finding in findings:
         print(f"{finding.severity}: {printable(finding.what)}")
         for name in ("example", "effect", "remedy"):
             if getattr(finding, name):
                 print(f"  {name:8} {printable(getattr(finding, name))}")
-    problems = sum(finding.severity == "problem" for finding in found)
-    notes = len(found) - problems
+    problems = sum(finding.severity == "problem" for finding in findings)
+    notes = len(findings) - problems
     print(
         f"{problems or 'no'} problem{'s' if problems > 1 else ''}, "
         f"{notes or 'no'} note{'s' if notes != 1 else ''}"

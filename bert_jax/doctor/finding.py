@@ -1,12 +1,17 @@
-"""What `doctor` has to say."""
+"""What `doctor` finds: one finding, the rule that it breaks, and how both are put into words."""
 
 import dataclasses
-from typing import Literal
+import math
+from typing import Any, Literal
+
+import numpy as np
 
 from bert_jax.errors import printable
 
 # Characters of text that an example shows.
 _EXCERPT = 70
+
+Severity = Literal["problem", "note"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +26,47 @@ class Finding:
       remedy: the setting or action that mends it.
     """
 
-    severity: Literal["problem", "note"]
+    severity: Severity
     what: str
     example: str
     effect: str
     remedy: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a measured value may be at most, and the words of the finding where it is more.
+
+    Attributes:
+      what: the finding's, a template of `str.format`; `{value}` is the value as a share.
+      note_over: a larger value is worth knowing.
+      problem_over: a larger value is a problem.
+      effect: the finding's.
+      remedy: the finding's, a template as `what`.
+    """
+
+    what: str
+    note_over: float
+    problem_over: float
+    effect: str
+    remedy: str
+
+    def check(self, value: float, example: str = "", **fields: Any) -> list[Finding]:
+        """Returns the finding, or nothing if the value is within the limits."""
+        if not value > self.note_over:
+            return []
+        severity = "problem" if value > self.problem_over else "note"
+        return [self.finding(severity, example, value=share(value), **fields)]
+
+    def finding(self, severity: Severity, example: str = "", **fields: Any) -> Finding:
+        """Returns the finding, whatever the limits are."""
+        words = (self.effect, self.remedy)
+        effect, remedy = (word.format(**fields) if "{" in word else word for word in words)
+        return Finding(severity, self.what.format(**fields), example, effect, remedy)
+
+
 def example(place: str, text: str) -> str:
-    """A place and the beginning of the text there, on one line, without control characters."""
+    """Returns a place and the beginning of the text there, on one line, controls as escapes."""
     line = " ".join(text[: 4 * _EXCERPT].split())
     if len(line) > _EXCERPT:
         line = line[: _EXCERPT - 3] + "..."
@@ -37,13 +74,74 @@ def example(place: str, text: str) -> str:
 
 
 def share(value: float) -> str:
-    """A share as percent, never rounded to nothing."""
+    """Returns a share as percent, never rounded to nothing."""
     percent = 100 * value
     if 0 < percent < 0.001:
         return "under 0.001%"
     return f"{percent:.0f}%" if percent >= 10 else f"{percent:.2g}%"
 
 
-def severity(value: float, problem_over: float) -> Literal["problem", "note"]:
-    """`problem` above the limit, else `note`."""
-    return "problem" if value > problem_over else "note"
+# --- how text falls into documents: the same of plain text and of a prepared corpus ---
+
+# With half of the documents of one sentence, most pairs of such text are random by need.
+_ONE_SENTENCE = Rule(
+    "{ones:,} of {documents:,} documents ({value}) have one sentence",
+    0.1,
+    0.5,
+    "nothing follows a document's last sentence, so the next sentence is random by need: the label "
+    "says nothing of the text, and pairs are short",
+    "join texts that belong together into documents of several sentences",
+)
+# Documents that all are single lines were not written that way.
+_SINGLE_LINES = dataclasses.replace(
+    _ONE_SENTENCE,
+    what=_ONE_SENTENCE.what + ": is there a blank line after every line?",
+    remedy="in corpus.layout=sentences_by_line a blank line ends a document: keep those between "
+    "documents alone",
+)
+# Each repeat is learned by heart a little; at one in ten it shows in every epoch.
+_REPEATED = Rule(
+    "{repeats:,} of {documents:,} documents ({value}) repeat an earlier one",
+    0.0,
+    0.1,
+    "what repeats is learned by heart; a random next sentence may be the true one",
+    "--set corpus.repeated_documents=drop",
+)
+# One document that is half the text is what the model learns, and half of B's come from it.
+_DOMINATES = Rule(
+    "the longest of {documents:,} documents holds {value} of the text ({longest:,} {unit}, the "
+    "median {median:,})",
+    0.2,
+    0.5,
+    "the model learns that one document; held out, it alone would decide the score",
+    "cut it into documents of its chapters or articles",
+)
+
+
+def one_sentence(ones: int, documents: int, layout: str, example: str) -> list[Finding]:
+    """Looks at documents of a single sentence, after which nothing follows."""
+    value = ones / documents
+    single_lines = layout == "sentences_by_line" and value > _ONE_SENTENCE.problem_over
+    rule = _SINGLE_LINES if single_lines else _ONE_SENTENCE
+    return rule.check(value, example, ones=ones, documents=documents)
+
+
+def repeated(repeats: int, documents: int, handling: str, example: str) -> list[Finding]:
+    """Looks at documents whose whole text stood before."""
+    value = 0.0 if handling == "drop" else repeats / documents
+    return _REPEATED.check(value, example, repeats=repeats, documents=documents)
+
+
+def dominating(lengths: np.ndarray, unit: str, example: str) -> list[Finding]:
+    """Looks for a document longer than all others together, or nearly; `lengths` [documents]."""
+    value = float(lengths.max() / lengths.sum())
+    if len(lengths) * value < 4:  # of five documents one is easily a fifth
+        value = -math.inf
+    return _DOMINATES.check(
+        value,
+        example,
+        documents=len(lengths),
+        longest=int(lengths.max()),
+        unit=unit,
+        median=int(np.median(lengths)),
+    )

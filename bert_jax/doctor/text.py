@@ -7,18 +7,19 @@ of the rest. Of very much text a sample of the files is read, and the findings s
 import array
 import dataclasses
 import glob
+import hashlib
+import itertools
+import math
 import random
+import re
 from collections.abc import Iterator
 
 import numpy as np
 
 from bert_jax.config import Corpus
 from bert_jax.data.survey import LEAST_VALIDATION_DOCUMENTS
-from bert_jax.doctor import encodings, shape
-from bert_jax.doctor.characters import Characters
-from bert_jax.doctor.finding import Finding, example, severity, share
-from bert_jax.doctor.lines import Lines
-from bert_jax.doctor.repeats import Repeats
+from bert_jax.doctor import encoding, finding
+from bert_jax.doctor.finding import Finding, Rule, example, share
 from bert_jax.errors import InputError, printable
 from bert_jax.text import documents, sentences
 from bert_jax.text.documents import Document
@@ -27,36 +28,263 @@ from bert_jax.text.documents import Document
 _MOST = 300_000_000
 _MOST_OF_A_FILE = 30_000_000
 
-# Shorter lines repeat by nature: names of speakers, "Yes.", "* * *".
-_LINE = 30
-# Boilerplate in every tenth character stands in every example.
-_BOILERPLATE = 0.1
-_BOILERPLATE_NOTE = 0.01
-# A line in most documents is a header, a footer or a licence.
-_HEADER = 0.5
-
 
 def examine(corpus: Corpus) -> list[Finding]:
-    """Findings on the sources of a corpus.
+    """Looks at the sources of a corpus.
 
     Raises:
       InputError: a source without files.
     """
     places: list[tuple[str, int]] = []
-    files = []
+    files: list[encoding.File] = []
     for source in corpus.sources:
         word = source.partition(":")[0]
         if word not in ("text", "jsonl"):
             places.append((source, 0))
             continue
-        looked = [encodings.look(path, corpus.encoding) for path in documents.files(source)]
-        files += looked
-        places += [(f"{word}:{glob.escape(f.path)}", f.size) for f in looked if f.readable]
+        scanned = [encoding.scan(path, corpus.encoding) for path in documents.files(source)]
+        files += scanned
+        places += [(f"{word}:{glob.escape(f.path)}", f.size) for f in scanned if f.readable]
     survey = _Survey(corpus, places)
-    found = encodings.findings(corpus, files) + survey.findings()
+    found = encoding.of_files(corpus, files) + survey.findings()
     if all(file.readable for file in files):
-        found.append(survey.too_few())
-    return [finding for finding in found if finding]
+        found += survey.too_few()
+    return found
+
+
+# --- lines read in a layout they were not written in, and sentences that come out too long ---
+
+# Some 500 pieces: the longest example. Of a longer sentence the rest is never seen.
+_LONG = 2_000
+# A few lines say nothing of a file's layout.
+_LEAST_LINES = 20
+# What is wrapped is wrapped to this width, except for some line that a machine wrote.
+_WRAPPED, _MOSTLY = 100, 0.9
+# One sentence a line: nearly all end in one of these.
+_ENDS, _ENDING = tuple(".!?\"'”’…"), 0.8
+# Blank lines between documents of several lines; between paragraphs they stand after each line.
+_LINES_A_BLOCK = 2
+_SENTENCES_A_LINE = 1.2
+# Documents whose lines are split, to see whether they are paragraphs.
+_SPLIT_DOCUMENTS = 5_000
+
+_LONG_SENTENCES = Rule(
+    "{count:,} sentences{scope} are longer than 2,000 characters and hold {value} of the text (the "
+    "longest {longest:,})",
+    0.01, 0.1,
+    "no example holds them: most of each is cut off",
+    "{remedy}",
+)  # fmt: skip
+# Splitters differ on a few sentences; paragraphs have several.
+_PARAGRAPHS = Rule(
+    "lines hold {sentences:.1f} sentences each{scope}, and are read as one",
+    1.5, math.inf,
+    "pairs are made of few, long pieces, of which more is cut off",
+    "--set corpus.layout=paragraphs_by_line, if lines are paragraphs",
+)  # fmt: skip
+_FLIPPED = Rule(
+    "{count:,} of {documents:,} documents{scope} are wrapped, except for a long line or two, and "
+    "are read as paragraphs_by_line",
+    0, 0,
+    "every line end cuts a sentence in two",
+    "--set corpus.layout=wrapped, if all files are",
+)  # fmt: skip
+_BY_SENTENCE = Rule(
+    "{count:,} of {documents:,} documents{scope} look like one sentence a line with a blank line "
+    "between documents, and are read as one document each",
+    0, math.inf,
+    "a next sentence may come from another text",
+    "--set corpus.layout=sentences_by_line, if they are",
+)  # fmt: skip
+
+
+class Lines:
+    """Looks at the lines and sentences of documents as they are read."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
+        self._characters = self._documents = 0
+        self._long = self._long_characters = 0
+        self._longest = (0, "")
+        self._flipped: list[str] = []
+        self._by_sentence: list[str] = []
+        self._lines = self._sentences = 0  # in sentences_by_line
+        self._several = ""
+
+    def add(self, document: Document, lines: list[str], split: list[str]) -> None:
+        """Looks at a document, its lines, and its sentences."""
+        self._documents += 1
+        self._characters += len(document.text)
+        for sentence in split:
+            if len(sentence) > _LONG:
+                self._add_long(document, sentence)
+        if _is_flipped(document, lines):
+            self._flipped.append(example(document.place(0), document.text))
+        if _is_by_sentence(document, lines, split):
+            self._by_sentence.append(example(document.place(0), document.text))
+        if document.layout == "sentences_by_line" and self._documents <= _SPLIT_DOCUMENTS:
+            paragraphs = dataclasses.replace(document, layout="paragraphs_by_line")
+            count = len(sentences.split(paragraphs, self._corpus.language))
+            self._lines += len(split)
+            self._sentences += count
+            if count > _PARAGRAPHS.note_over * len(split) and not self._several:
+                self._several = example(document.place(0), document.text)
+
+    def _add_long(self, document: Document, sentence: str) -> None:
+        self._long += 1
+        self._long_characters += len(sentence)
+        if len(sentence) > self._longest[0]:
+            # In the text its blanks may be line ends.
+            words = re.search(r"\s+".join(map(re.escape, sentence.split()[:8])), document.text)
+            line = document.text.count("\n", 0, words.start() if words else 0)
+            self._longest = (len(sentence), example(document.place(line), sentence))
+
+    def findings(self, scope: str) -> list[Finding]:
+        """Returns what was found; `scope` says how much was read."""
+        longest, where = self._longest
+        by_line = self._corpus.layout == "sentences_by_line"
+        found = _LONG_SENTENCES.check(
+            self._long_characters / self._characters,
+            where,
+            count=self._long,
+            scope=scope,
+            longest=longest,
+            remedy="--set corpus.layout=paragraphs_by_line, if lines are paragraphs"
+            if by_line
+            else "is corpus.language right, do quotation marks match, is it prose? "
+            "corpus.layout=sentences_by_line takes sentences as they are",
+        )
+        a_line = self._sentences / max(self._lines, 1)
+        found += _PARAGRAPHS.check(a_line, self._several, sentences=a_line, scope=scope)
+        for rule, examples in ((_FLIPPED, self._flipped), (_BY_SENTENCE, self._by_sentence)):
+            found += rule.check(
+                len(examples),
+                "".join(examples[:1]),
+                count=len(examples),
+                documents=self._documents,
+                scope=scope,
+            )
+        return found
+
+
+def _is_flipped(document: Document, lines: list[str]) -> bool:
+    """Returns whether a wrapped text is read as paragraphs because of a few long lines."""
+    if document.layout != "paragraphs_by_line" or not document.line:
+        return False
+    short = [line for line in lines if len(line) <= _WRAPPED]
+    if len(short) < _MOSTLY * len(lines):
+        return False
+    return documents.contradiction("\n".join(short), "paragraphs_by_line") is not None
+
+
+def _is_by_sentence(document: Document, lines: list[str], split: list[str]) -> bool:
+    """Returns whether a document looks like several, one sentence a line."""
+    if document.layout == "sentences_by_line" or not document.line:
+        return False
+    texts = [line.strip() for line in lines]
+    full = [line for line in texts if line]
+    blanks = sum(1 for a, b in itertools.pairwise(texts) if a and not b)
+    if len(full) < _LEAST_LINES or not blanks or len(full) < _LINES_A_BLOCK * (blanks + 1):
+        return False
+    whole = sum(line.endswith(_ENDS) and not line[0].islower() for line in full)
+    # Paragraphs look like this too, but hold several sentences.
+    return whole >= _ENDING * len(full) and len(split) <= _SENTENCES_A_LINE * len(full)
+
+
+# --- what repeats, counted in bounded memory ---
+
+# Different texts held at once: some 100 MB.
+_HELD = 300_000
+
+
+@dataclasses.dataclass
+class Entry:
+    """A text seen: how often, in how many documents, how long it is, where first."""
+
+    count: int
+    documents: int
+    last_document: int
+    length: int
+    place: str
+    excerpt: str
+
+
+class Repeats:
+    """Counts texts by their hashes.
+
+    Once too many differ, it keeps those whose hash is even, then a multiple of four, and so on:
+    a fair sample of the different texts, each with its true count.
+    """
+
+    def __init__(self) -> None:
+        self._mask = 0
+        self._entries: dict[int, Entry] = {}
+
+    @property
+    def sampled(self) -> int:
+        """One in how many different texts is counted."""
+        return self._mask + 1
+
+    def add(self, text: str, document: int, place: str) -> bool:
+        """Counts a text; returns whether it is known to have stood before."""
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little")
+        if key & self._mask:
+            return False
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.count += 1
+            entry.documents += entry.last_document != document
+            entry.last_document = document
+            return True
+        self._entries[key] = Entry(1, 1, document, len(text), place, text[:200])
+        if len(self._entries) > _HELD:
+            self._mask = 2 * self._mask + 1
+            self._entries = {k: e for k, e in self._entries.items() if not k & self._mask}
+        return False
+
+    def total(self) -> tuple[int, int, int]:
+        """Returns (texts, repeats, characters of repeats) of those that are counted."""
+        entries = self._entries.values()
+        return (
+            sum(e.count for e in entries),
+            sum(e.count - 1 for e in entries),
+            sum((e.count - 1) * e.length for e in entries),
+        )
+
+    def commonest(self) -> Entry:
+        """Returns the text whose repeats hold most characters; in a tie, of most documents."""
+        return max(self._entries.values(), key=lambda e: ((e.count - 1) * e.length, e.documents))
+
+
+# --- documents ---
+
+# Shorter lines repeat by nature: names of speakers, "Yes.", "* * *".
+_LINE = 30
+# A line in most documents is a header, a footer or a licence.
+_HEADER = 0.5
+
+_REFUSED = Rule(
+    "`prepare` refuses {count:,} files",
+    0, 0,
+    "there is no training before they are mended",
+    "mend them, or change the setting it names",
+)  # fmt: skip
+_TOO_FEW = Rule(
+    "{count} different documents, and `prepare` needs {least}",
+    0, 0,
+    f"{LEAST_VALIDATION_DOCUMENTS} documents are held out; next-sentence pairs need others to draw "
+    "from",
+    "is one file one document here? If not, set corpus.layout; else add or cut texts",
+)  # fmt: skip
+# Boilerplate in every tenth character stands in every example.
+_BOILERPLATE = Rule(
+    "{repeats} of lines{scope} repeat an earlier one{sampled}: {value} of the text; one stands in "
+    "{documents:,} of {all:,} documents",
+    0.01, 0.1,
+    "headers, footers and licences are learned by heart, and are no next sentences",
+    "take them out of the files",
+)  # fmt: skip
 
 
 class _Survey:
@@ -69,7 +297,7 @@ class _Survey:
 
     def __init__(self, corpus: Corpus, places: list[tuple[str, int]]):
         self._corpus = corpus
-        self._characters, self._lines = Characters(), Lines(corpus)
+        self._characters, self._lines = encoding.Characters(), Lines(corpus)
         self._texts, self._repeats = Repeats(), Repeats()
         self._lengths = array.array("q")
         self._longest = (0, "")
@@ -86,7 +314,7 @@ class _Survey:
                 self._add(document)
 
     def _documents(self, source: str) -> Iterator[Document]:
-        """Documents of a source, until enough was read; a refusal is kept."""
+        """Yields documents of a source, until enough was read; keeps a refusal."""
         one = dataclasses.replace(self._corpus, sources=(source,))
         most = self._most_of_a_file if self._size > _MOST else _MOST
         before = self._read
@@ -121,14 +349,23 @@ class _Survey:
             if len(line) >= _LINE:
                 self._repeats.add(line.strip(), number, document.place(line_number))
 
-    def findings(self) -> list[Finding | None]:
-        """What was found."""
-        found = [self._refusals()]
-        if self._lengths:
-            found += [self._one_sentence(), self._repeated_documents(), self._repeated_lines()]
-            found.append(shape.dominating(np.array(self._lengths), "characters", self._longest[1]))
-            found += self._lines.findings(self._scope) + self._characters.findings(self._scope)
-        return found
+    def findings(self) -> list[Finding]:
+        """Returns what was found."""
+        refused = self._refused
+        found = _REFUSED.check(len(refused), printable("".join(refused[:1])), count=len(refused))
+        count = len(self._lengths)
+        if not count:
+            return found
+        found += finding.one_sentence(self._ones, count, self._corpus.layout, self._one)
+        _, repeats, _ = self._texts.total()
+        if repeats:
+            first = self._texts.commonest()
+            where = example(f"{first.count} times, first in {first.place}", first.excerpt)
+            repeats *= self._texts.sampled
+            found += finding.repeated(repeats, count, self._corpus.repeated_documents, where)
+        found += self._boilerplate()
+        found += finding.dominating(np.array(self._lengths), "characters", self._longest[1])
+        return found + self._lines.findings(self._scope) + self._characters.findings(self._scope)
 
     @property
     def _scope(self) -> str:
@@ -139,67 +376,32 @@ class _Survey:
             return f" (in a sample of {self._read / 1e6:,.0f} million characters)"
         return f" (in a sample, {share(self._read / self._size)} of it)"
 
-    def _refusals(self) -> Finding | None:
-        if not self._refused:
-            return None
-        return Finding(
-            "problem",
-            f"`prepare` refuses {len(self._refused):,} files",
-            printable(self._refused[0]),
-            "there is no training before they are mended",
-            "mend them, or change the setting it names",
-        )
+    def too_few(self) -> list[Finding]:
+        """Looks whether there is text of which something can be held out."""
+        texts, repeats, _ = self._texts.total()
+        least, different = 2 * LEAST_VALIDATION_DOCUMENTS, texts - repeats
+        if self._refused or self._is_sample or self._texts.sampled > 1:
+            return []
+        return _TOO_FEW.check(least - different, self._longest[1], count=different, least=least)
 
-    def too_few(self) -> Finding | None:
-        """On text of which nothing can be held out."""
-        texts, repeats, _, _ = self._texts.total()
-        least = 2 * LEAST_VALIDATION_DOCUMENTS
-        different = texts - repeats
-        if self._refused or self._is_sample or self._texts.sampled > 1 or different >= least:
-            return None
-        return Finding(
-            "problem",
-            f"{different} different documents, and `prepare` needs {least}",
-            self._longest[1],
-            f"{LEAST_VALIDATION_DOCUMENTS} documents are held out; next-sentence pairs need "
-            "others to draw from",
-            "is one file one document here? If not, set corpus.layout; else add or cut texts",
-        )
-
-    def _one_sentence(self) -> Finding | None:
-        documents = len(self._lengths)
-        return shape.one_sentence(self._ones, documents, self._corpus.layout, self._one)
-
-    def _repeated_documents(self) -> Finding | None:
-        _, repeats, _, _ = self._texts.total()
+    def _boilerplate(self) -> list[Finding]:
+        texts, repeats, repeated = self._repeats.total()
         if not repeats:
-            return None
-        first = self._texts.commonest()
-        return shape.repeated(
-            repeats * self._texts.sampled,
-            len(self._lengths),
-            self._corpus.repeated_documents,
-            example(f"{first.count} times, first in {first.place}", first.excerpt),
-        )
-
-    def _repeated_lines(self) -> Finding | None:
-        texts, repeats, _, repeated = self._repeats.total()
-        if not repeats:
-            return None
+            return []
         value = repeated * self._repeats.sampled / sum(self._lengths)
         commonest = self._repeats.commonest()
-        in_documents = commonest.documents / len(self._lengths)
-        if value <= _BOILERPLATE_NOTE and (
-            in_documents <= _HEADER or commonest.documents < LEAST_VALIDATION_DOCUMENTS
-        ):
-            return None
+        is_header = (
+            commonest.documents > _HEADER * len(self._lengths)
+            and commonest.documents >= LEAST_VALIDATION_DOCUMENTS
+        )
+        rule = dataclasses.replace(_BOILERPLATE, note_over=0.0) if is_header else _BOILERPLATE
         one_in = f", one in {self._repeats.sampled} counted" if self._repeats.sampled > 1 else ""
-        return Finding(
-            severity(value, _BOILERPLATE),
-            f"{share(repeats / texts)} of lines{self._scope} repeat an earlier one{one_in}: "
-            f"{share(value)} of the text; one stands in {commonest.documents:,} of "
-            f"{len(self._lengths):,} documents",
+        return rule.check(
+            value,
             example(f"{commonest.count:,} times, first in {commonest.place}", commonest.excerpt),
-            "headers, footers and licences are learned by heart, and are no next sentences",
-            "take them out of the files",
+            repeats=share(repeats / texts),
+            scope=self._scope,
+            sampled=one_in,
+            documents=commonest.documents,
+            all=len(self._lengths),
         )

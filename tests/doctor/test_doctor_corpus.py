@@ -8,7 +8,7 @@ from etils import epath
 from bert_jax import config, doctor
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, stream
-from bert_jax.doctor import splits
+from bert_jax.doctor import corpus as examined
 from bert_jax.text import vocabulary
 
 LETTERS = "abcdefghijklmnop"
@@ -175,7 +175,7 @@ def test_shared_sentences_are_found_wherever_they_stand():
     for doc in held_out:
         doc[7:12] = train[11][3:8]
         doc[0] = [5, *train[5][0][:-1]]  # the same pieces, one place on
-    found = splits.near_duplicates(
+    (found,) = examined.near_duplicates(
         stream.from_documents(train),
         stream.from_documents(held_out),
         lambda at: str(at),
@@ -187,8 +187,6 @@ def test_shared_sentences_are_found_wherever_they_stand():
 
 
 def test_a_large_corpus_is_planned_by_a_sample(tmp_path, monkeypatch):
-    from bert_jax.doctor import corpus as examined
-
     monkeypatch.setattr(examined, "_ROWS", 300)
     (found,) = problems(sentences_as_long_as_an_example(tmp_path))
     assert found.what.endswith("at length 128 (in a sample of 300 rows)")

@@ -4,12 +4,13 @@ import gzip
 import json
 import pathlib
 import random
+import sys
 
 import pytest
 
 from bert_jax import doctor
 from bert_jax.config import Corpus
-from bert_jax.doctor import encodings, repeats, text
+from bert_jax.doctor import encoding, text
 from bert_jax.errors import InputError
 
 SAMPLE = pathlib.Path(__file__).parents[2] / "experiments" / "sample_text"
@@ -178,7 +179,7 @@ FAULTS = [
     (some_files_in_windows_1252, "1 of 24 files are not utf-8", "07.txt:3, byte "),
     (all_files_in_windows_1252, "24 of 24 files are not utf-8", "00.txt:3, byte "),
     (utf8_read_as_latin1, "24 of 24 files with characters beyond ASCII are UTF-8", "00.txt"),
-    (utf16, "begin as UTF-16 does", "30.txt:1, byte 0"),
+    (utf16, "looks like UTF-16", "30.txt:1, byte 0"),
     (utf16_without_a_mark, "hold NUL bytes", "30.txt"),
     (truncated_gz, "1 of 25 files cannot be read", "30.txt.gz"),
     (mojibake, "UTF-8 was once read as Latin-1", "00.txt:3"),
@@ -272,11 +273,11 @@ def test_the_shipped_sample_has_no_finding():
     assert doctor.examine("experiments/tiny.py") == []
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "shift_jis", "gbk"])
-def test_text_in_the_encoding_that_is_named_has_no_finding(encoding, tmp_path):
+@pytest.mark.parametrize("named", ["utf-8-sig", "utf-16", "utf-16-le", "shift_jis", "gbk"])
+def test_text_in_the_encoding_that_is_named_has_no_finding(named, tmp_path):
     content = [one + "日本の文章、中国的文字。\n" for one in paragraphs(documents(sentences=60))]
-    files(tmp_path / "text", content, encoding)
-    assert examine(tmp_path / "text", encoding=encoding) == []
+    files(tmp_path / "text", content, named)
+    assert examine(tmp_path / "text", encoding=named) == []
 
 
 def test_a_file_that_is_not_utf16_is_named_as_any_other(tmp_path):
@@ -284,6 +285,28 @@ def test_a_file_that_is_not_utf16_is_named_as_any_other(tmp_path):
     (tmp_path / "text" / "30.txt").write_text(paragraphs()[0])
     (found,) = problems(examine(tmp_path / "text", encoding="utf-16"))
     assert "1 of 25 files are not utf-16" in found.what and "30.txt:1, byte 0" in found.example
+
+
+def test_the_encoding_of_what_does_not_decode_is_guessed(tmp_path):
+    content = "Я помню чудное мгновенье: передо мной явилась ты, как мимолётное виденье.\n"
+    files(tmp_path / "text", [p + content * 9 for p in paragraphs()], "koi8-r")
+    (found,) = problems(examine(tmp_path / "text"))
+    assert "looks like KOI8-R" in found.what and "чудное мгновенье" in found.example
+    assert "corpus.encoding=koi8-r" in found.remedy
+
+
+def test_few_bytes_beyond_ascii_are_taken_for_windows_1252(tmp_path):
+    all_files_in_windows_1252(tmp_path / "text")
+    (found,) = problems(examine(tmp_path / "text"))
+    assert "“well”" in found.example and "corpus.encoding=windows-1252" in found.remedy
+
+
+def test_without_charset_normalizer_nothing_is_guessed_and_all_else_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "charset_normalizer", None)
+    utf16(tmp_path / "text")
+    (found,) = problems(examine(tmp_path / "text"))
+    assert "1 of 25 files are not utf-8 (2 bytes)" in found.what
+    assert "30.txt:1, byte 0" in found.example and "bert-jax[doctor]" in found.remedy
 
 
 def test_typography_of_other_languages_is_no_mojibake(tmp_path):
@@ -317,10 +340,10 @@ def test_the_place_of_a_fault_is_its_line(tmp_path):
 def test_offsets_do_not_depend_on_how_a_file_is_read(block, tmp_path, monkeypatch):
     """Characters of several bytes cut in two, before and at the byte that is wrong."""
     (tmp_path / "a.txt").write_bytes("Één.\n日本語 🙂\n".encode() * 9 + "日".encode()[:2] + b"x")
-    whole = encodings.look(str(tmp_path / "a.txt"), "utf-8")
+    whole = encoding.scan(str(tmp_path / "a.txt"), "utf-8")
     assert (whole.bad, whole.where[:2]) == (2, (9 * 22, 19))
-    monkeypatch.setattr(encodings, "_BLOCK", block)
-    parts = encodings.look(str(tmp_path / "a.txt"), "utf-8")
+    monkeypatch.setattr(encoding, "_BLOCK", block)
+    parts = encoding.scan(str(tmp_path / "a.txt"), "utf-8")
     assert parts.where[:2] == whole.where[:2]
     assert (parts.size, parts.high, parts.bad) == (whole.size, whole.high, whole.bad)
 
@@ -345,9 +368,9 @@ def test_of_much_text_a_sample_is_read_and_named(tmp_path, monkeypatch):
     size = sum(path.stat().st_size for path in (tmp_path / "text").iterdir())
     monkeypatch.setattr(text, "_MOST", size // 2)
     read = []
-    add = text.Characters.add
+    add = encoding.Characters.add
     monkeypatch.setattr(
-        text.Characters, "add", lambda self, one: (read.append(one.name), add(self, one))
+        encoding.Characters, "add", lambda self, one: (read.append(one.name), add(self, one))
     )
     (found,) = problems(examine(tmp_path / "text"))
     assert 10 <= len(read) <= 14
@@ -356,13 +379,13 @@ def test_of_much_text_a_sample_is_read_and_named(tmp_path, monkeypatch):
 
 def test_repeats_are_counted_in_bounded_memory(monkeypatch):
     """A sample of the different texts; the share of repeats is that of all, within chance."""
-    monkeypatch.setattr(repeats, "_HELD", 500)
-    seen = repeats.Repeats()
+    monkeypatch.setattr(text, "_HELD", 500)
+    seen = text.Repeats()
     for number in range(20_000):
         seen.add(f"text {number}", number, "")
         if number % 4 == 0:
             seen.add(f"text {number}", number, "")
-    texts, again, _, _ = seen.total()
+    texts, again, _ = seen.total()
     assert seen.sampled >= 32 and len(seen._entries) <= 500
     assert again / texts == pytest.approx(0.2, abs=0.06)
     assert again * seen.sampled == pytest.approx(5_000, rel=0.3)

@@ -1,0 +1,340 @@
+"""Text as bytes and characters: what does not decode, or was once decoded in the wrong way.
+
+charset-normalizer, the [doctor] extra, guesses the encoding of files that do not decode and are of
+another script; without it they are found all the same.
+"""
+
+import codecs
+import dataclasses
+import math
+import os
+import re
+from typing import IO
+
+from bert_jax.config import Corpus
+from bert_jax.doctor.finding import Finding, Rule, example, share
+from bert_jax.errors import printable
+from bert_jax.text import documents
+from bert_jax.text.documents import Document
+
+# --- files as bytes: what does not decode, and what is no text at all ---
+
+_BLOCK = 1 << 20
+# Bytes around the first that does not decode, from which the encoding is guessed.
+_SAMPLE = 1 << 12
+# Files named after the example.
+_NAMED = 8
+# Text holds no NUL at all; UTF-16 is half of them. A stray one is left to the control characters.
+_BINARY_NULS = 0.001
+# Bytes above 127 that all make UTF-8 characters do so by chance once in thousands, if this many.
+_SURELY_UTF8 = 6
+# Bytes above 127 in a European language are a few in a hundred; in other scripts, most.
+_ANOTHER_SCRIPT = 0.2
+_HIGH = bytes(range(128, 256))
+_BAD = re.compile("[\udc80-\udcff]")
+
+_DAMAGED = Rule(
+    "{count} of {files} files cannot be read",
+    0, 0,
+    "`prepare` stops at the first of them",
+    "fetch or compress them again",
+)  # fmt: skip
+_UNDECODABLE = Rule(
+    "{count} of {files} files are not {encoding} ({bytes:,} bytes{guess})",
+    0, 0,
+    "`prepare` stops at the first of them",
+    "{remedy}; they were looked at no further",
+)  # fmt: skip
+_IS_UTF8 = Rule(
+    "{count} of {high} files with characters beyond ASCII are UTF-8, and are read as {encoding}",
+    0, 0,
+    "each such character becomes two or three strange ones",
+    "{remedy} corpus.encoding at utf-8",
+)  # fmt: skip
+_BINARY = Rule(
+    "{count} of {files} files hold NUL bytes and are no text ({nuls:,} in the first, "
+    "{share} of it)",
+    0, 0,
+    "their characters come out as single letters or as nothing",
+    "convert them if they are UTF-16 (`iconv -f UTF-16LE -t UTF-8`), else take them out",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class File:
+    """One file as bytes.
+
+    Attributes:
+      path: its name.
+      size: bytes, uncompressed.
+      high: bytes above 127.
+      nuls: NUL characters.
+      bad: bytes that do not decode.
+      where: offset and line of the first of them, bytes before it, and bytes from there on.
+      utf8: it is UTF-8, and was to be read as something else.
+      damage: why it cannot be read, or empty.
+    """
+
+    path: str
+    size: int = 0
+    high: int = 0
+    nuls: int = 0
+    bad: int = 0
+    where: tuple[int, int, bytes, bytes] = (0, 0, b"", b"")
+    utf8: bool = False
+    damage: str = ""
+
+    @property
+    def readable(self) -> bool:
+        """Whether there is text to look at."""
+        return not (self.damage or self.bad or self.utf8 or self.binary)
+
+    @property
+    def binary(self) -> bool:
+        """Whether so many NULs show that this is UTF-16, or no text."""
+        return self.nuls > _BINARY_NULS * self.size
+
+
+def scan(path: str, encoding: str) -> File:
+    """Reads a file in blocks; any size, any content."""
+    found = File(path)
+    try:
+        with documents.open_bytes(path) as file:
+            _scan(file, encoding, found)
+    except documents.DAMAGED as error:
+        found.damage = f"damaged compressed file ({error})"
+    except OSError as error:
+        found.damage = f"cannot be read ({error.strerror or error})"
+    return found
+
+
+def _scan(file: IO[bytes], encoding: str, found: File) -> None:
+    # Bytes that do not decode come out as lone surrogates, which no text holds.
+    decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+    named_utf8 = codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
+    utf8 = None if named_utf8 else codecs.getincrementaldecoder("utf-8")()
+    lines = 1
+    held = b""  # of a character cut in two by the end of the block before
+    block = b"\n"
+    while block:
+        block = file.read(_BLOCK)
+        start, data = found.size - len(held), held + block
+        found.size += len(block)
+        found.high += 0 if block.isascii() else len(block) - len(block.translate(None, _HIGH))
+        if utf8 is not None:
+            try:
+                utf8.decode(block, not block)
+            except UnicodeDecodeError:
+                utf8 = None
+        try:
+            text = decoder.decode(block, not block)
+        except UnicodeError as error:  # of encodings in which bytes are no characters
+            at = getattr(error, "start", 0)
+            found.bad, found.where = 1, (start + at, lines, *_around(data, at))
+            return
+        found.nuls += text.count("\0")
+        bad = [] if text.isascii() else _BAD.findall(text)
+        if bad and not found.bad:
+            before = text[: _BAD.search(text).start()]
+            at = len(before.encode(encoding, "surrogateescape"))
+            found.where = (start + at, lines + before.count("\n"), *_around(data, at))
+        found.bad += len(bad)
+        held = decoder.getstate()[0]
+        lines += text.count("\n")
+    found.utf8 = utf8 is not None and found.high >= _SURELY_UTF8
+
+
+def _around(data: bytes, at: int) -> tuple[bytes, bytes]:
+    return data[max(at - _SAMPLE, 0) : at], data[at : at + _SAMPLE]
+
+
+def of_files(corpus: Corpus, files: list[File]) -> list[Finding]:
+    """Returns what is wrong with the files of a corpus, as `scan` saw them."""
+    found = []
+    damaged = [file for file in files if file.damage]
+    bad = [file for file in files if file.bad and not file.damage]
+    utf8 = [file for file in files if file.utf8 and not file.bad]
+    binary = [file for file in files if file.binary and not file.bad and not file.damage]
+    high = sum(file.high > 0 for file in files)
+    if damaged:
+        where = example(damaged[0].path, damaged[0].damage) + _also(damaged)
+        found += _DAMAGED.check(len(damaged), where, count=len(damaged), files=len(files))
+    if bad:
+        found.append(_undecodable(corpus, files, bad))
+    if utf8:
+        where = example(utf8[0].path, f"{utf8[0].high:,} bytes beyond ASCII") + _also(utf8)
+        remedy = "convert the others to UTF-8 with iconv, and leave"
+        found += _IS_UTF8.check(
+            len(utf8),
+            where,
+            count=len(utf8),
+            high=high,
+            encoding=corpus.encoding,
+            remedy="leave" if len(utf8) == high else remedy,
+        )
+    if binary:
+        first = binary[0]
+        found += _BINARY.check(
+            len(binary),
+            example(first.path, f"{first.size:,} bytes") + _also(binary),
+            count=len(binary),
+            files=len(files),
+            nuls=first.nuls,
+            share=share(first.nuls / first.size),
+        )
+    return found
+
+
+def _undecodable(corpus: Corpus, files: list[File], bad: list[File]) -> Finding:
+    offset, line, before, after = bad[0].where
+    encoding = guess(before + after)
+    if encoding is None:
+        remedy = "find out which encoding it is; pip install 'bert-jax[doctor]' has it guessed here"
+    elif encoding == "UTF-8":
+        remedy = "leave corpus.encoding at utf-8"
+    elif len(bad) == len(files):
+        remedy = f"--set corpus.encoding={encoding.lower()} if the example reads well"
+    else:
+        remedy = f"convert them if the example reads well: `iconv -f {encoding} -t UTF-8`"
+    excerpt = before[-30:] + after[:60]
+    shown = excerpt.decode(encoding or "windows-1252", "backslashreplace")
+    return _UNDECODABLE.finding(
+        "problem",
+        example(f"{bad[0].path}:{line}, byte {offset}", shown) + _also(bad),
+        count=len(bad),
+        files=len(files),
+        encoding=corpus.encoding,
+        bytes=sum(file.bad for file in bad),
+        guess=f"; the first looks like {encoding}" if encoding else "",
+        remedy=remedy,
+    )
+
+
+def guess(data: bytes) -> str | None:
+    """Returns the encoding that bytes look like; None if nobody can say.
+
+    Another script, or UTF-16, is a question for charset-normalizer. Text with few bytes beyond
+    ASCII is Windows-1252 nearly always, which charset-normalizer takes for its neighbours (French
+    for CP1257).
+    """
+    if b"\0" not in data and len(data.translate(None, _HIGH)) > (1 - _ANOTHER_SCRIPT) * len(data):
+        return "WINDOWS-1252"
+    try:
+        import charset_normalizer
+    except ImportError:
+        return None
+    best = charset_normalizer.from_bytes(data).best()
+    return None if best is None else best.encoding.upper().replace("_", "-")
+
+
+def _also(files: list[File]) -> str:
+    """Returns the names of some more files than the first, since all of them want mending."""
+    names = [printable(os.path.basename(file.path)) for file in files[1 : 1 + _NAMED]]
+    more = len(files) - 1 - len(names)
+    if not names:
+        return ""
+    return f"; also {', '.join(names)}" + (f" and {more:,} more" if more else "")
+
+
+# --- characters: text read in the wrong encoding, cut, full of markup ---
+
+# What bytes 0x80 to 0xbf, which go on a UTF-8 character, look like as Latin-1 or Windows-1252.
+_CONTINUES = "".join(map(chr, range(0x80, 0xC0))) + bytes(range(0x80, 0xC0)).decode(
+    "windows-1252", "ignore"
+)
+# Chosen so that no correct text matches: an É or é may stand before a closing guillemet, with a
+# no-break space between, so a first byte counts alone only where it is no common letter.
+_MOJIBAKE = re.compile(
+    f"[ÂÃ][{_CONTINUES}]|â[€\x80][{_CONTINUES}]|ð[Ÿ\x9f][{_CONTINUES}]"
+    f"|(?:[ÎÏÐÑ][{_CONTINUES}]){{2,}}|(?:[ä-é][{_CONTINUES}]{{2}}){{2,}}"
+)
+# One broken character in 10,000 is one word in 2,000: more than a vocabulary learns to overlook.
+_BROKEN = 1e-4
+# A tag in every 1,000 characters is in every other example of 128 pieces.
+_MARKED_UP = 1e-3
+_COUNTED = ": {count:,} in {documents:,} documents{scope}, {value} of all characters"
+
+# (pattern, fewer matches may be chance, whether pure ASCII can match, the rule for matches a
+# character). Where the first matches, its parts do not count for the others.
+_CHARACTERS = (
+    (_MOJIBAKE, 3, False, Rule(
+        'UTF-8 was once read as Latin-1 or Windows-1252 ("Ã©" for "é")' + _COUNTED, 0, _BROKEN,
+        "words with accents and quotation marks become strange pieces, apart from their like",
+        "read it as corpus.encoding=utf-8; if it is, the files are damaged: mend or fetch "
+        "them again",
+    )),
+    # 0x85 is a line end of some systems.
+    (re.compile("[\x80-\x84\x86-\x9f]"), 1, False, Rule(
+        "Windows-1252 was once read as Latin-1 (control characters for quotation marks)" + _COUNTED,
+        0, _BROKEN,
+        "the tokenizer drops them: quotation marks, dashes and apostrophes are lost",
+        "--set corpus.encoding=windows-1252; if the files are UTF-8, they are damaged",
+    )),
+    (re.compile("\ufffd"), 1, False, Rule(
+        "replacement characters (U+FFFD) stand where an earlier conversion failed" + _COUNTED,
+        0, _BROKEN,
+        "the tokenizer drops them: words lose letters",
+        "fetch the text again, and convert it in its own encoding",
+    )),
+    (re.compile("\ufeff"), 1, False, Rule(
+        "byte-order marks stand inside the text" + _COUNTED, 0, math.inf,
+        "none, the tokenizer drops them; files were joined",
+        "if documents were joined with the files, separate them",
+    )),
+    (re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f]"), 1, True, Rule(
+        "control characters" + _COUNTED, 0, _BROKEN,
+        "the tokenizer drops them, and what they stood between runs together",
+        "remove them, e.g. `tr -d '\\000-\\010\\013\\016-\\037\\177'`",
+    )),
+    (re.compile(r"</?[A-Za-z][^<>\n]{0,80}>|&(?:[a-z]{2,8}|#\d{2,5});"), 10, True, Rule(
+        "markup (tags such as <b> or <unk>, references such as &amp;)" + _COUNTED, 0, _MARKED_UP,
+        "the model learns tags and their letters in place of words",
+        "take the text out of its markup before training",
+    )),
+)  # fmt: skip
+
+
+class Characters:
+    """Counts the faults of documents as they are read."""
+
+    def __init__(self) -> None:
+        self._characters = 0
+        self._counts = [0] * len(_CHARACTERS)
+        self._documents = [0] * len(_CHARACTERS)
+        self._first = [""] * len(_CHARACTERS)
+
+    def add(self, document: Document) -> None:
+        """Looks at a document."""
+        text = document.text
+        self._characters += len(text)
+        is_ascii = text.isascii()
+        for number, (pattern, _, matches_ascii, _) in enumerate(_CHARACTERS):
+            match = None if is_ascii and not matches_ascii else pattern.search(text)
+            if match is None:
+                continue
+            if not self._counts[number]:
+                at = match.start()
+                excerpt = document.text[max(at - 20, 0) : at + 40]
+                self._first[number] = example(_place(document, at), excerpt)
+            self._documents[number] += 1
+            self._counts[number] += sum(1 for _ in pattern.finditer(text))
+            if pattern is _MOJIBAKE:  # the same number of characters, so that places stay
+                text = _MOJIBAKE.sub(lambda match: "?" * len(match[0]), text)
+
+    def findings(self, scope: str) -> list[Finding]:
+        """Returns what was found; `scope` says how much was read."""
+        found = []
+        for (_, least, _, rule), count, in_documents, first in zip(
+            _CHARACTERS, self._counts, self._documents, self._first, strict=True
+        ):
+            if count >= least:
+                rate = count / self._characters
+                found += rule.check(rate, first, count=count, documents=in_documents, scope=scope)
+        return found
+
+
+def _place(document: Document, position: int) -> str:
+    """Returns FILE:LINE; of a record its name and how far in."""
+    if document.line:
+        return document.place(document.text.count("\n", 0, position))
+    return f"{document.name}, character {position}"
