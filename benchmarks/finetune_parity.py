@@ -27,11 +27,12 @@ from bert_jax.config import Finetuning
 from bert_jax.interop import huggingface
 from bert_jax.predict import Trained
 from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks.job import FinetuningJob, finetune
+from bert_jax.tasks.job import FinetuningSetup, finetune
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer, step
 from bert_jax.training import peers as peers_lib
+from bert_jax.training.job import Job
 from bert_jax.training.progress import LineConsole, Progress
 
 # Of losses, and of final scores without dropout.
@@ -67,10 +68,10 @@ def one(experiment: Finetuning, folder: pathlib.Path, python: str) -> dict[str, 
     progress = Progress(LineConsole(quiet=True))
     finetune(experiment, None, str(place / "run"), progress)
     lines = lines_lib.Lines(Workdir(place / "run").metrics).read()
-    job = FinetuningJob(experiment, Workdir(place / "run"), lambda line: None)
+    job = FinetuningSetup(experiment, Workdir(place / "run"), lambda line: None)
     with peers_lib.connected() as peers:
-        job.open(mesh_lib.one_device(), peers)
-    np.savez(place / "training.npz", **of_training(job))
+        opened = job.open(mesh_lib.one_device(), peers)
+    np.savez(place / "training.npz", **of_training(opened))
     for number, (_, batch) in enumerate(job.eval_batches):
         np.savez(place / f"held_out_{number}.npz", **batch)
     settings = {
@@ -106,11 +107,11 @@ def one(experiment: Finetuning, folder: pathlib.Path, python: str) -> dict[str, 
     }
 
 
-def of_training(job: FinetuningJob) -> dict[str, Any]:
+def of_training(job: Job) -> dict[str, Any]:
     """Every batch, padded to one length, the learning rates, and the head before the first step."""
-    stretch = job.stretch(0)
-    rows = np.arange(stretch.batch_size)
-    batches = [stretch.batch(number, rows) for number in range(job.total_steps)]
+    phase = job.batches(0)
+    rows = np.arange(phase.batch_size)
+    batches = [phase.batch(number, rows) for number in range(job.total_steps)]
     longest = max(batch["input_ids"].shape[1] for batch in batches)
 
     def padded(values: np.ndarray, width: int) -> np.ndarray:
@@ -122,7 +123,7 @@ def of_training(job: FinetuningJob) -> dict[str, Any]:
         for name in batches[0]
     }
     rate = jax.jit(lambda number: optimizer.schedule(job.optimizer, job.total_steps, number))
-    state = step.init_state(job.objective, job.optimizer, job.claim.seed)
+    state = step.init_state(job.objective, job.optimizer, job.experiment.seed)
     head = {f"head/{k}": np.asarray(v) for k, v in state["params"]["head"].items()}
     widths = np.array([b["input_ids"].shape[1] for b in batches])
     rates = np.array([float(rate(np.int32(i))) for i in range(job.total_steps)])

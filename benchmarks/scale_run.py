@@ -221,19 +221,19 @@ def start(folder: pathlib.Path) -> dict[str, float]:
     """All that `pretrain` does with a corpus before its first step."""
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training import peers as peers_lib
-    from bert_jax.training.pretraining import PretrainingJob
+    from bert_jax.training.pretraining import PretrainingSetup
 
     claim = experiment(folder)
     workdir = Workdir(folder / "run", claim.run.corpus_dir)
-    job = PretrainingJob(claim, workdir, "keep", lambda line: None)
+    setup = PretrainingSetup(claim, workdir, "keep", lambda line: None)
     with peers_lib.connected() as peers:
-        job.prepare(peers.count)
-        job.open(mesh_lib.make_mesh(claim.parallelism), peers)
-        stretch = job.stretch(0)
-        while not stretch.ready(0):
+        setup.prepare(peers.count)
+        job = setup.open(mesh_lib.make_mesh(claim.parallelism), peers)
+        phase = job.batches(0)
+        while not phase.ready(0):
             time.sleep(0.05)
-        stretch.batch(0, np.arange(stretch.batch_size))
-        stretch.close()  # before the next epoch's plan counts, which is no part of a start
+        phase.batch(0, np.arange(phase.batch_size))
+        phase.close()  # before the next epoch's plan counts, which is no part of a start
         return {"cpu_seconds": cpu_seconds(), **memory(os.getpid())}
 
 

@@ -165,7 +165,7 @@ def _restored(
         newest = saved.newest_step()
         if newest is None:
             raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-        changed = config.differences(saved.claim(newest), experiment, "identity")
+        changed = config.differences(saved.experiment(newest), experiment, "identity")
         if changed:
             raise InputError(
                 f"{workdir.named}: was trained with other settings ({'; '.join(changed)})"

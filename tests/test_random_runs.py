@@ -27,14 +27,8 @@ from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state
 
-FILES = [
-    "metrics.jsonl",
-    "predictions.jsonl",
-    "timings.jsonl",
-    "origin.json",
-    "plan.json",
-    "experiment.json",
-]
+# Lines have no checksum: a damaged one is found by the checkpoint's count and hash of them.
+FILES = ["origin.json", "plan.json", "experiment.json"]
 SECONDS = {"total": 0.5, "compute": 0.3, "random_bits": 0.1, "collectives": 0.1, "latency": 0.1}
 # As plan.report gives it, without what no report shows.
 PLAN = {
@@ -85,30 +79,10 @@ def test_a_report_tells_what_the_files_say_or_refuses_them(run, name, data):
         if result(lambda: told(run), name) is REFUSED:
             return
         record = Record.read(str(run))
-    if name.endswith(".jsonl"):
-        # The end of a last line that was cut off is left out, and nothing else.
-        said = [json.loads(line) for line in content.split(b"\n")[:-1]]
-        by_kind = {
-            kind: [s for s in said if s.get("kind") == kind] for kind in ("train", "evaluation")
-        }
-        shown = {
-            "metrics.jsonl": (record.train, record.evaluation) == tuple(by_kind.values()),
-            "predictions.jsonl": record.predictions == said,
-            "timings.jsonl": record.timings == said,
-        }
-        assert shown[name]
-    elif name == "plan.json":
+    if name == "plan.json":
         assert {key: record.plan.get(key) for key in PLAN} == PLAN
     elif name == "experiment.json":
         assert record.experiment == config.from_json(content.decode(), name)
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
-@few(0.02)
-@given(data=st.data())
-def test_whatever_lines_are_read_can_be_drawn(run, name, data):
-    with damage(run / name, data, f"drawn: {name}"):
-        result(lambda: told(run), name)
 
 
 # --- checkpoints ---
@@ -138,7 +112,7 @@ def test_a_checkpoint_is_what_was_saved_or_the_one_before_is_used(run, checkpoin
         Checkpoints(epath.Path(folder.parent), experiment.run, "read") as opened,
     ):
         found = result(lambda: opened.newest(whole), folder)
-        claim = result(lambda: opened.claim(opened.newest_step()), folder)
+        claim = result(lambda: opened.experiment(opened.newest_step()), folder)
     if found is not REFUSED:
         assert (str(folder) in found.damaged.get(max(saved), "")) == (found.step != max(saved))
         assert_identical(found.state, saved[found.step].state)

@@ -10,9 +10,8 @@ from bert_jax.doctor import corpus
 from bert_jax.doctor.finding import Finding, Rule, share
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE, Workdir, load_experiment
-from bert_jax.training import divergence
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.lines import Lines
+from bert_jax.training.lines import Lines, Spikes
 
 Line = dict[str, Any]
 
@@ -184,7 +183,7 @@ def _rolled_back(timings: list[Line]) -> list[Finding]:
 
 
 def _jumps(train: list[Line]) -> list[Finding]:
-    spikes = divergence.Spikes()
+    spikes = Spikes()
     found = [spike for spike in map(spikes.of_line, train) if spike]
     if not found:
         return []

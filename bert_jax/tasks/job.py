@@ -21,7 +21,7 @@ from bert_jax.tasks.formats import listed
 from bert_jax.tasks.objective import TaskObjective, require_parallelism
 from bert_jax.training import feed, session, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.job import Stretch
+from bert_jax.training.job import Evaluator, Job, PhaseBatches, every
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Progress
 
@@ -54,17 +54,17 @@ def finetune(
         experiment = dataclasses.replace(experiment, init_from=base)
     workdir = mirror.opened(place, access="write")
 
-    def make() -> FinetuningJob:
-        return FinetuningJob(experiment, workdir, progress.say)
+    def make() -> FinetuningSetup:
+        return FinetuningSetup(experiment, workdir, progress.say)
 
     return session.run(make, workdir, progress, origin=origin)
 
 
-class FinetuningJob:
-    """A task and the base that is adapted to it; see `training.job.Job`.
+class FinetuningSetup:
+    """A task and the base that is adapted to it; see `training.job.Setup`.
 
     Args:
-      claim: with `init_from`.
+      experiment: with `init_from`.
       workdir: of the run.
       say: shows a line.
 
@@ -75,46 +75,45 @@ class FinetuningJob:
 
     how_to_go_on = "choose another --workdir"
 
-    def __init__(self, claim: Finetuning, workdir: Workdir, say: Callable[[str], None]):
-        self.claim, self.compute_dtype = claim, claim.adapt.compute_dtype
+    def __init__(self, experiment: Finetuning, workdir: Workdir, say: Callable[[str], None]):
+        self.experiment, self.compute_dtype = experiment, experiment.adapt.compute_dtype
         self._workdir, self._say = workdir, say
-        self._base = LoadedBase.of(claim)
-        self._train = examples_lib.read(claim.task, claim.task.train, "labelled")
-        self._held_out = examples_lib.read(claim.task, claim.task.validation, "labelled")
-        self.labels = examples_lib.labels_of(claim.task, self._train)
+        self._base = LoadedBase.of(experiment)
+        self._train = examples_lib.read(experiment.task, experiment.task.train, "labelled")
+        self._held_out = examples_lib.read(experiment.task, experiment.task.validation, "labelled")
+        self.labels = examples_lib.labels_of(experiment.task, self._train)
         examples_lib.require_known(self.labels, self._held_out)
         self.sha256 = examples_lib.sha256([*self._train, *self._held_out], self.labels)
-        self.total_steps = math.ceil(claim.epochs * len(self._train) / claim.batch_size)
+        self.total_steps = math.ceil(experiment.epochs * len(self._train) / experiment.batch_size)
         self.optimizer = dataclasses.replace(
-            claim.optimizer, warmup_steps=int(claim.warmup_share * self.total_steps)
+            experiment.optimizer, warmup_steps=int(experiment.warmup_share * self.total_steps)
         )
-        self._kind = kind_of(claim.task, self.labels, self._base.tokenizer)
+        self._kind = kind_of(experiment.task, self.labels, self._base.tokenizer)
         self._rows = self._kind.rows(self._train)
-        self.objective: TaskObjective = self._base.objective(claim, self._kind, self.labels)
+        self.objective: TaskObjective = self._base.objective(experiment, self._kind, self.labels)
         self._batches = rows.TrainBatches(
-            self._rows, self._base.tokenizer.pad_id, claim.batch_size, claim.seed
+            self._rows, self._base.tokenizer.pad_id, experiment.batch_size, experiment.seed
         )
-        self.fixed: Any = None
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """See `Job`."""
-        require_parallelism(self.claim.adapt, self.claim.parallelism)
-        step.abstract_state(self.objective, self.optimizer, self.claim.parallelism, mesh)
-        size = self.claim.batch_size
-        parts = self.claim.parallelism.accumulation_of(0)
+        """See `Setup`."""
+        require_parallelism(self.experiment.adapt, self.experiment.parallelism)
+        step.abstract_state(self.objective, self.optimizer, self.experiment.parallelism, mesh)
+        size = self.experiment.batch_size
+        parts = self.experiment.parallelism.accumulation_of(0)
         mesh_lib.require_divisible(size, "finetuning.batch_size", mesh, parts)
 
     def require_start(self) -> None:
         """Was read at once."""
 
-    def changed(self, saved: Finetuning, metadata: dict[str, Any]) -> list[str]:
-        """See `Job`; where the base lies may change."""
+    def differences(self, saved: Finetuning, metadata: dict[str, Any]) -> list[str]:
+        """See `Setup`; where the base lies may change."""
         if metadata["init_sha256"] != self._base.sha256:
             raise InputError(
-                f"--from {self.claim.init_from}: holds other weights than those this run adapts; "
-                "name the base it began with, or choose another --workdir"
+                f"--from {self.experiment.init_from}: holds other weights than those this run "
+                "adapts; name the base it began with, or choose another --workdir"
             )
-        changed = config.differences(saved, self.claim, "identity")
+        changed = config.differences(saved, self.experiment, "identity")
         changed = [line for line in changed if not line.startswith("init_from:")]
         labels = tuple(metadata["notes"]["labels"])
         if not changed:
@@ -124,7 +123,7 @@ class FinetuningJob:
                     f"and those of the training examples are {listed(self.labels)}; put "
                     "them back, or start again with another --workdir"
                 )
-            self.require_same(metadata)  # before a state of other shapes is read
+            self._require_same(metadata)  # before a state of other shapes is read
         return changed
 
     def prepare(self, processes: int) -> None:
@@ -133,18 +132,19 @@ class FinetuningJob:
     def fetch(self) -> None:
         """Was read at once."""
 
-    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
-        """See `Job`."""
+    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
+        """See `Setup`."""
         peers.require_same(
             "examples",
             {"examples": self.sha256[:16], "base": self._base.sha256[:16]},
             "give all of them the same files",
         )
-        if self.claim.adapt.how != "full":
+        experiment, fixed = self.experiment, None
+        if experiment.adapt.how != "full":
             replicated = mesh_lib.replicated(mesh)
-            self.fixed = feed.put(self._base.read_by(self._kind), replicated)
-        self._forward = Forward(self.objective, self.claim.parallelism, mesh)
-        size = -(-self.claim.run.eval_batch_size // mesh_lib.data_shards(mesh))
+            fixed = feed.put(self._base.read_by(self._kind), replicated)
+        forward = Forward(self.objective, experiment.parallelism, mesh)
+        size = -(-experiment.run.eval_batch_size // mesh_lib.data_shards(mesh))
         self._eval_rows = self._kind.rows(self._held_out)
         self.eval_batches = rows.eval_batches(
             self._eval_rows,
@@ -153,39 +153,56 @@ class FinetuningJob:
         )
         self._say(
             f"finetune: {len(self._train)} examples, {len(self._held_out)} held out, "
-            f"{self.total_steps} steps; {self.claim.init_from} {self._base.sha256[:12]}"
+            f"{self.total_steps} steps; {experiment.init_from} {self._base.sha256[:12]}"
+        )
+        size = experiment.batch_size * self._rows.rows_per_example
+        phase = PhaseBatches(0, 0, self.total_steps, size, self._batches.batch)
+        scores = Evaluator(
+            "scores",
+            every(experiment.run.eval_every, self.total_steps),
+            lambda params: self._evaluate(params, forward, fixed),
+            summary,
+        )
+        return Job(
+            experiment=experiment,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            total_steps=self.total_steps,
+            batches=lambda done: phase,
+            initial_state=self.initial_state,
+            evaluators=(scores,),
+            data_sha256=self.sha256,
+            require_same=self._require_same,
+            operations=self._operations,
+            how_to_see=lambda step: "its examples are among those of task.train",
+            notes=self._notes,
+            fixed=fixed,
         )
 
-    def stretch(self, done: int) -> Stretch:
-        """All steps are alike."""
-        del done
-        size = self.claim.batch_size * self._rows.rows_per_example
-        return Stretch(0, 0, self.total_steps, size, self._batches.batch)
-
-    def operations(self, batch: dict[str, jax.Array]) -> int:
-        """See `Job`; of `full`, to which others come close, since gradients flow to the bottom."""
+    def _operations(self, batch: dict[str, jax.Array]) -> int:
+        """Of `full`, to which others come close, since gradients flow to the bottom."""
         return flops.train_step_flops(self.objective.model, *batch["input_ids"].shape, 0)
 
-    def begin(self, state: step.State) -> tuple[step.State, str]:
+    def initial_state(self, state: step.State) -> tuple[step.State, str]:
         """With the weights of the base, where they learn."""
         params = dict(state["params"])
-        if self.claim.adapt.how == "full":
+        if self.experiment.adapt.how == "full":
             for name, tree in self._base.read_by(self._kind).items():
                 if name not in self._base.fresh_parts:
                     places = jax.tree.map(lambda leaf: leaf.sharding, params[name])
                     params[name] = feed.put(tree, places)
         return state | {"params": params}, self._base.sha256
 
-    def require_same(self, metadata: dict[str, Any]) -> None:
-        """See `Job`."""
+    def _require_same(self, metadata: dict[str, Any]) -> None:
+        """Raises InputError unless a checkpoint with this metadata learned from these examples."""
         if metadata["corpus_sha256"] != self.sha256:
             raise InputError(
                 f"{self._workdir.named}: the examples are not those that this run learned from; "
                 "put them back, or start again with another --workdir"
             )
 
-    def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """What tasks.predicting and training.checkpoint read: labels, no-answer threshold, steps.
+    def _notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
+        """What tasks.predict and training.checkpoint read: labels, no-answer threshold, steps.
 
         The threshold is that of this very step: a resumed run keeps the same.
         """
@@ -195,40 +212,20 @@ class FinetuningJob:
             "total_steps": self.total_steps,
         }
 
-    def require_unchanged(self) -> None:
-        """The examples are in memory."""
-
-    def evaluate(self, params: Any) -> dict[str, Any]:
+    def _evaluate(self, params: Any, forward: Forward, fixed: Any) -> dict[str, Any]:
         """The loss, all scores, and as `score` the one that decides, on the validation examples."""
-        outputs, loss = self._forward.predict_rows(
-            params, self.fixed, self.eval_batches, self._eval_rows
-        )
+        outputs, loss = forward.predict_rows(params, fixed, self.eval_batches, self._eval_rows)
         found = self.scores(outputs)
-        score = found[self.claim.task.main_score]
-        examples = len(self._held_out)
-        return {"kind": "scores", "loss": loss, "score": score, "examples": examples, **found}
+        score = found[self.experiment.task.main_score]
+        return {"loss": loss, "score": score, "examples": len(self._held_out), **found}
 
     def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
         """All scores of what the head says of each validation row."""
         return self._kind.scores(outputs, self._eval_rows, self._held_out)
 
-    def summary(self, line: dict[str, Any]) -> str:
-        """See `Job`."""
-        names = [n for n in line if n not in ("step", "kind", "loss", "score", "examples")]
-        told = ", ".join(f"{name} {line[name]:.4f}" for name in names)
-        return f"held-out loss {line['loss']:.4f}; {told} ({line['examples']} examples)"
 
-    def probed(self, done: int, params: Any) -> dict[str, Any]:
-        """Nothing."""
-        del done, params
-        return {}
-
-    def watched(self, params: Any) -> list[dict[str, Any]]:
-        """Nothing."""
-        del params
-        return []
-
-    def how_to_see(self, number: int) -> str:
-        """See `Job`."""
-        del number
-        return "its examples are among those of task.train"
+def summary(line: dict[str, Any]) -> str:
+    """A line of scores in words."""
+    names = [n for n in line if n not in ("step", "kind", "loss", "score", "examples")]
+    shown = ", ".join(f"{name} {line[name]:.4f}" for name in names)
+    return f"held-out loss {line['loss']:.4f}; {shown} ({line['examples']} examples)"

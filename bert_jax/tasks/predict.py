@@ -56,7 +56,7 @@ class TaskModel:
                 raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
             metadata = saved.metadata(number)
             self.experiment = dataclasses.replace(
-                saved.claim(number, Finetuning), init_from=base or newest.init_from
+                saved.experiment(number, Finetuning), init_from=base or newest.init_from
             )
             loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
             task, self.labels = self.experiment.task, tuple(metadata["notes"]["labels"])

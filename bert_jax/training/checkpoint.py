@@ -44,7 +44,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums, path_of
 
 T = TypeVar("T")
-Claim = TypeVar("Claim", bound=Section)
+Saved = TypeVar("Saved", bound=Section)
 FORMAT_VERSION = 2
 _UNSEALED_VERSION = 1  # had no checksums
 
@@ -205,8 +205,8 @@ class Checkpoints:
             "bert-jax that wrote it"
         )
 
-    def claim(self, step: int, kind: type[Claim] = Experiment) -> Claim:
-        """The claim that the checkpoint belongs to, an `Experiment` or the like.
+    def experiment(self, step: int, kind: type[Saved] = Experiment) -> Saved:
+        """Returns the experiment that the checkpoint belongs to, an `Experiment` or the like.
 
         Raises:
           InputError: it is of another kind.

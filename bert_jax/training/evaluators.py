@@ -24,6 +24,7 @@ from bert_jax.text.vocabulary import MASK
 from bert_jax.training import feed
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.job import Evaluator
 
 
 @dataclasses.dataclass
@@ -68,6 +69,20 @@ class HeldOut:
             float((nats[labels] * weights).sum() / weights.sum()),
             max(random / rows, 1 - random / rows),
         )
+
+
+def of_held_out(
+    held_out: HeldOut,
+    eval_step: Callable[..., losses.Metrics],
+    mesh: jax.sharding.Mesh,
+    is_due: Callable[[int], bool],
+) -> Evaluator:
+    """Returns the evaluator of the held-out rows."""
+
+    def ask(params: Any) -> dict[str, float]:
+        return evaluate(held_out, params, eval_step, mesh)
+
+    return Evaluator("evaluation", is_due, ask, summary)
 
 
 def evaluate(
@@ -267,6 +282,19 @@ class Watched:
                 f"{model.max_position_embeddings} at most"
             )
         return Sentence(ids, text, None)
+
+
+def of_watched(
+    watched: Watched, mesh: jax.sharding.Mesh, is_due: Callable[[int], bool]
+) -> Evaluator:
+    """Returns the evaluator of the watched sentences."""
+
+    def ask(params: Any) -> dict[str, Any]:
+        params = on_one_device(params, mesh)
+        sentences = [] if params is None else watched.predict(params)
+        return {"sentences": sentences} if sentences else {}
+
+    return Evaluator("predictions", is_due, ask, lambda line: "", file="predictions")
 
 
 def on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:

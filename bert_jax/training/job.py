@@ -1,26 +1,27 @@
 """What the loop is given to do: pre-training, or a task."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
 from bert_jax.config import Optimizer
 from bert_jax.training.feed import MakeBatch
-from bert_jax.training.objective import Objective
+from bert_jax.training.objective import Batch, Objective
 from bert_jax.training.peers import Peers
 from bert_jax.training.step import State
 
 
-class Stretch(NamedTuple):
-    """Steps of one kind, one after the other.
+class PhaseBatches(NamedTuple):
+    """The batches of one phase, whose steps are all alike.
 
     Attributes:
-      number: of the stretch, from 0.
+      number: of the phase, from 0.
       first: the step it begins with.
       steps: how many.
       batch_size: global rows a step.
-      batch: (step of the stretch, rows) to these rows of its batch, on the host.
+      batch: (step of the phase, rows) to these rows of its batch, on the host.
       ready: whether a step's batch can be made at once; if not, what it waits for is under way.
       close: ends what is under way.
     """
@@ -34,28 +35,85 @@ class Stretch(NamedTuple):
     close: Callable[[], None] = lambda: None
 
 
-class Job(Protocol):
-    """A claim with what it learns from; it knows files, and nothing of the loop.
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """A question about the parameters; all processes ask it after the same steps.
 
     Attributes:
-      claim: what is kept with every checkpoint, an `Experiment` or the like.
-      compute_dtype: in which products are computed.
-      how_to_go_on: a finished run, in words.
+      name: the `kind` of its lines.
+      is_due: whether it is asked after so many steps; 0: before the first. A function of the
+        experiment alone.
+      ask: parameters to what its line holds beside `step` and `kind`; empty: no line. A run whose
+        `loss` is not finite has failed, and of checkpoints the one of the lowest is the best.
+      describe: a line in words; "": nothing is shown.
+      file: which of the run's files its lines go to.
+      wait: by what name its time is counted.
+    """
+
+    name: str
+    is_due: Callable[[int], bool]
+    ask: Callable[[Any], dict[str, Any]]
+    describe: Callable[[dict[str, Any]], str]
+    file: Literal["metrics", "predictions"] = "metrics"
+    wait: Literal["evaluation", "probes"] = "evaluation"
+
+
+def every(steps: int, total: int) -> Callable[[int], bool]:
+    """Returns an `is_due`: after each so many steps, and after the last."""
+    return lambda done: done > 0 and (done % steps == 0 or done == total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """An experiment with what it learns from, opened; it knows nothing of the loop.
+
+    Attributes:
+      experiment: what is kept with every checkpoint, an `Experiment` or the like.
       objective: what is learned.
       optimizer: the update.
-      total_steps: of all stretches; the schedule's length.
-      sha256: of what is learned from, which checkpoints keep as `corpus_sha256`.
+      total_steps: of all phases; the schedule's length.
+      batches: (steps done) to the phase of the next step.
+      initial_state: a fresh state to the one before the first step, and a hash of weights it was
+        given.
+      evaluators: in the order in which they are asked.
+      data_sha256: of what is learned from, which checkpoints keep as `corpus_sha256`.
+      require_same: raises InputError unless a checkpoint with this metadata learned from the same.
+      operations: of a step with such a batch: what utilisation is reckoned by.
+      how_to_see: where the text of a step is to be seen, in words.
+      notes: the newest line of the first evaluator ({}: not of this step) to what checkpoints keep
+        as `notes` for those who ask the model later, as JSON.
+      require_unchanged: raises InputError if what is learned from was changed since it was opened.
       fixed: arrays that the steps read and do not change, on the devices; None: there are none.
     """
 
-    claim: Any
-    compute_dtype: str
-    how_to_go_on: str
+    experiment: Any
     objective: Objective
     optimizer: Optimizer
     total_steps: int
-    sha256: str
-    fixed: Any
+    batches: Callable[[int], PhaseBatches]
+    initial_state: Callable[[State], tuple[State, str]]
+    evaluators: tuple[Evaluator, ...]
+    data_sha256: str
+    require_same: Callable[[dict[str, Any]], None]
+    operations: Callable[[Batch], int]
+    how_to_see: Callable[[int], str]
+    notes: Callable[[dict[str, Any]], dict[str, Any]] = lambda evaluation: {}
+    require_unchanged: Callable[[], None] = lambda: None
+    fixed: Any = None
+
+
+class Setup(Protocol):
+    """An experiment in its workdir, before its data are there; `open` makes the job of it.
+
+    Attributes:
+      experiment: an `Experiment` or the like.
+      compute_dtype: in which products are computed.
+      how_to_go_on: a finished run, in words.
+    """
+
+    experiment: Any
+    compute_dtype: str
+    how_to_go_on: str
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
@@ -63,12 +121,12 @@ class Job(Protocol):
     def require_start(self) -> None:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
 
-    def changed(self, saved: Any, metadata: dict[str, Any]) -> list[str]:
-        """How the claim differs from a saved one that it is to go on with, in words.
+    def differences(self, saved: Any, metadata: dict[str, Any]) -> list[str]:
+        """Returns how the experiment differs from a saved one that is to go on, in words.
 
         Args:
-          saved: the claim of a checkpoint.
-          metadata: of the checkpoint, its `notes` and as `init_sha256` what `begin` gave among it.
+          saved: the experiment of a checkpoint.
+          metadata: of the checkpoint, its `notes` and its `init_sha256` among it.
 
         Raises:
           InputError: the weights it begins with are others now, or what it learns from, as far as
@@ -79,51 +137,11 @@ class Job(Protocol):
         """Makes what is learned from, or finds it; on one process for all."""
 
     def fetch(self) -> None:
-        """Copies what was prepared to this machine, if need be; on all processes, for as long."""
+        """Copies what was prepared to this machine, if need be; on all processes."""
 
-    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
-        """Opens what was prepared. What is named above is known from here on, and what is below.
+    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
+        """Opens what was prepared.
 
         Raises:
           InputError: it is not there, or another one than on process 0.
         """
-
-    def stretch(self, done: int) -> Stretch:
-        """The one that the step after `done` steps belongs to."""
-
-    def operations(self, batch: dict[str, jax.Array]) -> int:
-        """Of a step with such a batch: what utilisation is reckoned by."""
-
-    def begin(self, state: State) -> tuple[State, str]:
-        """The state before the first step, from a fresh one; and a hash of weights it is given."""
-
-    def require_same(self, metadata: dict[str, Any]) -> None:
-        """Raises InputError unless a checkpoint with this metadata learned from the same."""
-
-    def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """What checkpoints keep as `notes` for those who ask the model later, as JSON.
-
-        Args:
-          evaluation: what `evaluate` said after this step; empty if it was not asked.
-        """
-
-    def require_unchanged(self) -> None:
-        """Raises InputError if what is learned from was changed since the run began."""
-
-    def evaluate(self, params: Any) -> dict[str, Any]:
-        """What metrics.jsonl keeps of an evaluation, its `loss` among it."""
-
-    def summary(self, line: dict[str, Any]) -> str:
-        """An evaluation in words."""
-
-    def probed(self, done: int, params: Any) -> dict[str, Any]:
-        """What metrics.jsonl keeps of probes after so many steps; empty if they are not asked.
-
-        It depends on the claim and on `done` alone whether they are; all processes ask for it.
-        """
-
-    def watched(self, params: Any) -> list[dict[str, Any]]:
-        """What predictions.jsonl keeps of an evaluation; all processes ask for it."""
-
-    def how_to_see(self, step: int) -> str:
-        """Where the text of a step is to be seen, in words."""

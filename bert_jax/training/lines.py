@@ -1,67 +1,35 @@
 """Metrics from sums on devices to lines in a file.
 
 metrics.jsonl is a function of experiment (its logging intervals included), corpus and step alone:
-two runs of the same claim, one of them killed and resumed as often as you like, write the same
-bytes. What depends on the machine and the hour stands in timings.jsonl.
+two runs of the same experiment, one of them killed and resumed as often as you like, write the
+same bytes. What depends on the machine and the hour stands in timings.jsonl.
 """
 
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from etils import epath
 
+from bert_jax import errors
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import DiskFull, named_errors, no_link, write_atomic
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
 
-# Kinds of lines that tell of an evaluation: of pre-training, and of a task.
+# Kinds of lines of an evaluation: of pre-training, and of a task.
 EVALUATIONS = ("evaluation", "scores")
-OUTCOMES = ("finished", "stopped", "failed")
-
-# What a line holds beside its step, by file and kind.
-_TIMES = ("time", "seconds", "steps")
-_NEEDED: dict[str, dict[str | None, tuple[str, ...]]] = {
-    "metrics.jsonl": {
-        "train": (),
-        "evaluation": (
-            "masked_lm_loss",
-            "masked_lm_accuracy",
-            "unigram_loss",
-            "next_sentence_accuracy",
-            "next_sentence_majority",
-            "next_sentence_error",
-            "rows",
-        ),
-        "scores": ("loss", "score", "examples"),
-        "probes": ("scores", "majority"),
-    },
-    "predictions.jsonl": {"predictions": ("sentences",)},
-    "timings.jsonl": {
-        "start": _TIMES,
-        "train": _TIMES,
-        "roll_back": (*_TIMES, "bad", "skipped"),
-        "end": (*_TIMES, "outcome"),
-        None: ("seconds",),  # of older versions, which knew steps alone
-    },
-}
-# What a training line holds that has a loss; without one, all its steps were skipped.
-_WITH_LOSS = ("next_sentence_loss", "gradient_norm")
-_SHARES = (
-    "masked_lm_accuracy",
-    "next_sentence_accuracy",
-    "next_sentence_majority",
-    "filled",
-    "bad_steps",
-)
-# None is negative, and none that floats of 32 bits give is larger.
-_LARGEST = 1e39
+# A spike: a loss above the median + max(8 deviations, 10 %) of the last 20 lines, 5 at least.
+_WINDOW, _LEAST = 20, 5
+_TIMES, _SHARE = 8.0, 0.1
+# Standard deviations in the median distance of a normal distribution.
+_DEVIATION = 1.4826
 
 
 def fetch(arrays: Any) -> Any:
@@ -114,15 +82,15 @@ class Lines:
         self._waiting = ""
 
     def flush(self) -> None:
-        """Writes what is not written yet: whatever may follow, these lines are there."""
+        """Writes what is not written yet: these lines are there, no matter what follows."""
         if self._waiting:
             self._write()
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines; a last one cut off by a kill is left out.
+        """Returns all whole lines; a last one cut off by a kill is left out.
 
         Raises:
-          InputError: another line is not JSON, or none that a run has written.
+          InputError: another line is not JSON, or has no step.
         """
         if not self._path.exists():
             return []
@@ -130,17 +98,10 @@ class Lines:
             raw = self._path.read_bytes().split(b"\n")
         lines = []
         for number, text in enumerate(raw[:-1], 1):
-            try:
-                lines.append(json.loads(text))
-            except (ValueError, RecursionError) as error:
-                raise InputError(
-                    f"{self._path}:{number}: not JSON ({error}); mend or remove the line"
-                ) from error
-            fault = _fault(self._path.name, lines)
-            if fault:
-                raise InputError(
-                    f"{self._path}:{number}: not a line of a run ({fault}); mend or remove it"
-                )
+            with errors.reading(f"{self._path}:{number}", "mend or remove it"):
+                line = json.loads(text)
+                line["step"] = int(line["step"])
+                lines.append(line)
         return lines
 
     def forget_after(self, step: int, written: dict[str, Any] | None = None) -> None:
@@ -150,7 +111,7 @@ class Lines:
 
         Args:
           step: up to which lines are kept.
-          written: what `written` said when the checkpoint of this step was saved; None: nothing.
+          written: what `written` returned at the checkpoint of this step; None: nothing.
 
         Raises:
           InputError: the lines up to the step are not those.
@@ -177,7 +138,7 @@ class Lines:
 
         Args:
           step: of the checkpoint.
-          written: what `written` said when it was saved.
+          written: what `written` returned when it was saved.
         """
         if not self._path.exists():
             return ""
@@ -202,11 +163,11 @@ class NoLines(Lines):
     """Takes lines and keeps none: one process of several writes."""
 
     def read(self) -> list[dict[str, Any]]:
-        """None: the file may be another process's, or left from another start."""
+        """Returns none: the file may be another process's, or left from another start."""
         return []
 
     def written(self) -> dict[str, Any]:
-        """None."""
+        """Returns nothing."""
         return {}
 
     def append(self, line: dict[str, Any]) -> None:
@@ -216,81 +177,35 @@ class NoLines(Lines):
         """Does nothing."""
 
 
-def _fault(file: str, lines: list[Any]) -> str:
-    """What is wrong with the last of a file's lines, in words; "" if nothing is."""
-    line = lines[-1]
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
-        return "no step"
-    if not 0 <= line["step"] < _LARGEST:
-        return "its step cannot be"
-    if file not in _NEEDED:
-        return ""
-    kind = line.get("kind")
-    if kind not in list(_NEEDED[file]):
-        return f"its kind is {kind!r}"
-    if file != "timings.jsonl":  # where steps that are done again are kept
-        if len(lines) > 1 and line["step"] < lines[-2]["step"]:
-            return "its step lies before that of the line above"
-        if kind == "train" and not line["step"]:
-            return "its step cannot be"
-    needed = _NEEDED[file][kind]
-    if kind == "train" and "masked_lm_loss" in line:
-        needed += _WITH_LOSS
-    missing = [name for name in needed if name not in line]
-    if missing:
-        return f"no {missing[0]}"
-    wrong = [name for name, value in line.items() if not _can_be(kind, name, value)]
-    return f"its {wrong[0]} cannot be" if wrong else ""
+class Spikes:
+    """Finds training lines in which a step's loss jumps."""
 
+    def __init__(self) -> None:
+        self._highest: list[float] = []
 
-def _can_be(kind: str, name: str, value: Any) -> bool:
-    """Whether a value of a line is of its kind and in its range."""
-    if name == "kind":
-        return True
-    if name == "outcome":
-        return value in OUTCOMES
-    if name == "environment":
-        return isinstance(value, dict)
-    if name == "sentences":
-        return isinstance(value, list) and all(map(_is_sentence, value))
-    if kind == "roll_back" and name in ("bad", "skipped"):
-        steps = isinstance(value, list) and all(type(step) is int for step in value)
-        return steps and (name == "skipped" or len(value) == 2)
-    if (
-        kind in ("start", "roll_back", "end")
-        and name not in _TIMES
-        and not name.endswith("_seconds")
-    ):
-        return True  # nobody reads it
-    if kind == "scores":  # correlations and thresholds may be negative
-        return _is_score(value)
-    if kind == "probes" and name != "step":
-        return isinstance(value, dict) and all(map(_is_score, value.values()))
-    return _is_number(value) and (name not in _SHARES or value <= 1)
+    @classmethod
+    def of(cls, lines: Iterable[Mapping[str, Any]]) -> "Spikes":
+        """With these lines behind it."""
+        spikes = cls()
+        for line in lines:
+            spikes.of_line(line)
+        return spikes
 
+    def of_line(self, line: Mapping[str, Any]) -> tuple[int, float, float] | None:
+        """(step, its loss, the usual highest loss of a line) if the line has a jump.
 
-def _is_score(value: Any) -> bool:
-    return _is_number(abs(value)) if type(value) in (int, float) else False
-
-
-def _is_sentence(value: Any) -> bool:
-    """Whether this is what `watch.Watched.predict` says of a sentence."""
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("text"), str)
-        and isinstance(value.get("truth", ""), str)
-        and _is_number(value.get("truth_probability", 0.0))
-        and isinstance(value.get("masks"), list)
-        and all(
-            isinstance(said, list)
-            and len(said) == 2
-            and isinstance(said[0], str)
-            and _is_number(said[1])
-            for pieces in value["masks"]
-            for said in (pieces if isinstance(pieces, list) else [None])
-        )
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < _LARGEST
+        Args:
+          line: of metrics.jsonl; each is looked at once, in their order.
+        """
+        loss = line.get("worst_step_loss")
+        if line.get("kind") != "train" or not isinstance(loss, int | float):
+            return None
+        before, usual = self._highest[-_WINDOW:], 0.0
+        self._highest = [*before, float(loss)]
+        if len(before) < _LEAST:
+            return None
+        usual = statistics.median(before)
+        spread = _DEVIATION * statistics.median(abs(x - usual) for x in before)
+        if loss <= usual + max(_TIMES * spread, _SHARE * usual):
+            return None
+        return int(line["worst_step"]), float(loss), usual

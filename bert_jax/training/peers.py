@@ -9,13 +9,14 @@ one ends all of them with its line and its exit code. A process that dies withou
 by jax, which then aborts the others (exit code 134).
 """
 
+import collections
 import contextlib
 import glob
 import importlib.util
 import json
 import os
+import queue
 import re
-import selectors
 import socket
 import sys
 import threading
@@ -48,6 +49,8 @@ _BROKEN = re.compile(
 _CORRUPT = re.compile(r"\bsdc\b|silent data corruption", re.IGNORECASE)
 _COMPILER = re.compile(r"[Cc]ompil|Mosaic|lower")  # which refuses the same program every time
 _FEW = 4  # differences that are named
+# Of the roll call: seconds for a caller to say who it is, and between two calls; bytes of a line.
+_HEAR, _RETRY, _LONGEST = 5.0, 0.1, 4096
 
 
 class Place(NamedTuple):
@@ -80,56 +83,57 @@ class Peers:
         self._agreed: BaseException | None = None  # what all processes raise alike
         self._unwind = _UNWIND
         self._ending = threading.Lock()
+        self._times: collections.Counter[str] = collections.Counter()
         self._clean: Callable[[], None] = lambda: None
         if count > 1:
-            threading.Thread(target=self._overhear, name="peers", daemon=True).start()
+            threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
     @property
     def is_primary(self) -> bool:
         """Whether this is process 0: the one that writes."""
         return self.number == 0
 
-    def complaint(self, what: str, complaint: str, patience: float = 0.0) -> str:
+    def first_error(self, what: str, error: str, patience: float = 0.0) -> str:
         """Goes on when all processes have come here.
 
         Args:
-          what: names the place; each is come to once.
-          complaint: of this process; "" for none.
-          patience: seconds that one may take longer than another, beside the usual.
+          what: names the place; all processes come to places in the same order.
+          error: of this process, in words; "" for none.
+          patience: seconds that one may take longer than another, beyond the usual.
 
         Returns:
-          The complaint of the first process that has one, on all of them.
+          The error of the first process that has one, on all of them.
 
         Raises:
           Unavailable: one has not come in time.
         """
         if self.count == 1:
-            return complaint
-        self._tell(f"{what}/{self.number}", complaint)
-        limit = self._limit + patience
+            return error
+        key, limit = self._key(what), self._limit + patience
+        self._set(f"{key}/{self.number}", error)
         if self.is_primary:
             deadline = time.monotonic() + 2 * limit  # they may have waited for us as long
-            said = [
-                self._ask(f"{what}/{i}", deadline - time.monotonic(), i) for i in range(self.count)
+            all_errors = [
+                self._get(f"{key}/{i}", deadline - time.monotonic(), i) for i in range(self.count)
             ]
-            self._tell(f"{what}/verdict", next(filter(None, said), ""))
-        return self._ask(f"{what}/verdict", 3 * limit, 0)
+            self._set(f"{key}/verdict", next(filter(None, all_errors), ""))
+        return self._get(f"{key}/verdict", 3 * limit, 0)
 
     def agree(
-        self, what: str, complaint: str, kind: type[InputError | Unavailable] = InputError
+        self, what: str, error: str, kind: type[InputError | Unavailable] = InputError
     ) -> None:
-        """Goes on when all processes have come here, each without a complaint; see `complaint`.
+        """Goes on when all processes have come here, each without an error; see `first_error`.
 
         Args:
-          what: names the place; each is come to once.
-          complaint: of this process; "" for none.
-          kind: of error that a complaint is, the same on all processes.
+          what: names the place.
+          error: of this process, in words; "" for none.
+          kind: of exception that an error is, the same on all processes.
 
         Raises:
-          InputError, Unavailable: the complaint of the first process that has one, on all of them.
+          InputError, Unavailable: the error of the first process that has one, on all of them.
           Unavailable: one has not come in time.
         """
-        verdict = self.complaint(what, complaint)
+        verdict = self.first_error(what, error)
         if verdict:
             self._agreed = kind(verdict)
             raise self._agreed
@@ -166,7 +170,7 @@ class Peers:
         self.agree(f"{what}, compared", self.difference(what, facts, remedy))
 
     def difference(self, what: str, facts: Mapping[str, str], remedy: str) -> str:
-        """A complaint, the same on all processes, if one has other facts than process 0; else "".
+        """Returns how facts differ from process 0's, the same on all processes; "" if none do.
 
         Args:
           what: names the place.
@@ -175,16 +179,17 @@ class Peers:
         """
         if self.count == 1:
             return ""
+        key = self._key(f"{what}/facts")
         if self.is_primary:
-            self._tell(f"{what}/facts", json.dumps([self._me, dict(facts)]))
-        leader, theirs = json.loads(self._ask(f"{what}/facts", self._limit, 0))
+            self._set(key, json.dumps([self._me, dict(facts)]))
+        leader, theirs = json.loads(self._get(key, self._limit, 0))
         changed = [
             f"{name}={facts.get(name, 'nothing')} and there {theirs.get(name, 'nothing')}"
             for name in sorted(facts.keys() | theirs.keys())
             if facts.get(name) != theirs.get(name)
         ]
         more = f" and {len(changed) - _FEW} more" if len(changed) > _FEW else ""
-        return self.complaint(
+        return self.first_error(
             what,
             f"{self._me} differs from {leader}: {'; '.join(changed[:_FEW])}{more}; {remedy}"
             if changed
@@ -200,8 +205,8 @@ class Peers:
         if self.count == 1:
             return
         if self.is_primary:
-            self._tell("workdir/token", os.urandom(8).hex())
-        token = folder / f".token.{self._ask('workdir/token', self._limit, 0)}.tmp"
+            self._set("workdir/token", os.urandom(8).hex())
+        token = folder / f".token.{self._get('workdir/token', self._limit, 0)}.tmp"
         try:
             if self.is_primary:
                 write_atomic(token, "")
@@ -223,21 +228,24 @@ class Peers:
         """Process 0 does the work while the others wait, as long as it takes."""
         if self.is_primary:
             work()
-            if self.count > 1:
-                self._tell(f"{what}/done", "")
-        else:
-            self._ask(f"{what}/done", None, 0)
+        if self.count > 1:
+            key = self._key(f"{what}/done")
+            if self.is_primary:
+                self._set(key, "")
+            else:
+                self._get(key, None, 0)
 
     def meet(self, what: str) -> None:
         """Goes on when all processes have come here, as long as that takes."""
         if self.count == 1:
             return
-        self._tell(f"{what}/{self.number}", "")
+        key = self._key(what)
+        self._set(f"{key}/{self.number}", "")
         if self.is_primary:
             for number in range(self.count):
-                self._ask(f"{what}/{number}", None, number)
-            self._tell(f"{what}/all", "")
-        self._ask(f"{what}/all", None, 0)
+                self._get(f"{key}/{number}", None, number)
+            self._set(f"{key}/all", "")
+        self._get(f"{key}/all", None, 0)
 
     @contextlib.contextmanager
     def abort_together(self, clean: Callable[[], None]) -> Iterator[None]:
@@ -276,8 +284,8 @@ class Peers:
         failure = {"line": line, "code": code}
         try:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
-                self._tell("failure", json.dumps(failure))
-            failure = json.loads(self._ask_once("failure", _DAY))
+                self._set("failure", json.dumps(failure))
+            failure = json.loads(self._get_once("failure", _DAY))
         except jax.errors.JaxRuntimeError:
             pass  # the coordinator is lost, too
         self._end(failure)
@@ -287,22 +295,27 @@ class Peers:
         if self.count > 1:
             self.agree("end", "")
             if self.is_primary:
-                self._tell("failure", "null")
+                self._set("failure", "null")
 
     # --- the store ------------------------------------------------------------------------------
 
-    def _tell(self, key: str, value: str) -> None:
+    def _key(self, what: str) -> str:
+        """Returns a key for this time at the place `what`: a key of the store is set once."""
+        self._times[what] += 1
+        return what if self._times[what] == 1 else f"{what}, {self._times[what]}"
+
+    def _set(self, key: str, value: str) -> None:
         self._store.key_value_set(f"bert_jax/{key}", value)
 
-    def _ask_once(self, key: str, milliseconds: int) -> str:
+    def _get_once(self, key: str, milliseconds: int) -> str:
         return self._store.blocking_key_value_get(f"bert_jax/{key}", milliseconds)
 
-    def _ask(self, key: str, limit: float | None, whose: int) -> str:
-        """What process `whose` told; raises Unavailable if it has not within `limit` seconds."""
+    def _get(self, key: str, limit: float | None, whose: int) -> str:
+        """Returns what process `whose` sets; raises Unavailable after `limit` seconds."""
         deadline = None if limit is None else time.monotonic() + limit
         while True:
             try:
-                return self._ask_once(key, _SLICE)
+                return self._get_once(key, _SLICE)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
@@ -315,16 +328,16 @@ class Peers:
                     "seconds; see why in its own output, and start all of them again"
                 )
 
-    def _overhear(self) -> None:
+    def _watch(self) -> None:
         """Waits for a failure of any process, and sees to it that this one ends."""
-        said = None
-        while said is None:
+        failure = None
+        while failure is None:
             try:
-                said = self._ask_once("failure", _DAY)
+                failure = self._get_once("failure", _DAY)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     return  # the coordinator is lost; jax ends this process
-        self._failure = json.loads(said)
+        self._failure = json.loads(failure)
         if self._failure is not None:
             time.sleep(self._unwind)
             self._end(self._failure)
@@ -338,10 +351,10 @@ class Peers:
                 deadline = time.monotonic() + _READ
                 for number in range(1, self.count):
                     left = max(deadline - time.monotonic(), 0.0)
-                    self._ask_once(f"left/{number}", round(left * 1000) + 1)
+                    self._get_once(f"left/{number}", round(left * 1000) + 1)
                 time.sleep(0.2)  # for the last of them to be gone
             else:
-                self._tell(f"left/{self.number}", "")
+                self._set(f"left/{self.number}", "")
         with contextlib.suppress(Exception):
             self._clean()  # last: the other thread may write until the end
         sys.stdout.flush()
@@ -483,10 +496,11 @@ def _state() -> Any:
     return distributed.global_state
 
 
-# Seconds for process 0 to answer a call, or a stranger on its port to say who it is.
-_HEAR = 5.0
-_RETRY = 0.1
-_LONGEST = 4096
+# --- the roll call ------------------------------------------------------------------------------
+#
+# jax connects all processes in one call, which aborts each of them, without a word of who is
+# missing, when one does not come. So they report to process 0 before, in a line of JSON each, and
+# it tells all of them the same: to go on, or who is missing.
 
 
 def wait_for_all(place: Place, limit: float) -> None:
@@ -498,96 +512,78 @@ def wait_for_all(place: Place, limit: float) -> None:
 
     Raises:
       Unavailable: some have not in time; the same message on all.
-      InputError: two have one number, or were told of other counts; the same message on all.
+      InputError: two have one number, or were given other counts; the same message on all.
     """
     host, _, port = place.address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(f"JAX_COORDINATOR_ADDRESS={place.address}: write it as host:port")
     if place.number == 0:
-        _hear_all(place, int(port), limit)
+        error, late = _hear_all(place, int(port), limit)
     else:
-        _report(place, host.strip("[]"), int(port), limit)
+        error, late = _report(place, host.strip("[]"), int(port), limit)
+    if error:
+        raise Unavailable(error) if late else InputError(error)
 
 
-# --- process 0 ----------------------------------------------------------------------------------
+def _hear_all(place: Place, port: int, limit: float) -> tuple[str, bool]:
+    """Hears each caller in a thread of its own: a silent stranger keeps nobody waiting."""
+    deadline, error = time.monotonic() + limit, ""
+    here: dict[int, tuple[socket.socket, str]] = {}
+    callers: list[socket.socket] = []
+    reports: queue.SimpleQueue[tuple[socket.socket, Any]] = queue.SimpleQueue()
 
+    def hear(caller: socket.socket) -> None:
+        reports.put((caller, _receive(caller, _HEAR)))
 
-def _hear_all(place: Place, port: int, limit: float) -> None:
-    """Hears whoever calls, all at the same time: a silent stranger keeps nobody waiting."""
-    deadline = time.monotonic() + limit
-    attendance = _Attendance(place)
-    with _listen(place, port) as server, selectors.DefaultSelector() as selector:
-        server.setblocking(False)
-        selector.register(server, selectors.EVENT_READ)
-        said: dict[socket.socket, bytes] = {}  # of those who have not reported yet
-        while attendance.missing and not attendance.complaint and time.monotonic() < deadline:
-            for key, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
-                if key.fileobj is server:
-                    with contextlib.suppress(OSError):  # it has hung up
-                        caller = server.accept()[0]
-                        caller.setblocking(False)
-                        selector.register(caller, selectors.EVENT_READ)
-                        said[caller] = b""
-                    continue
-                caller = key.fileobj
-                heard = _receive(caller)
-                line = said.get(caller, b"") + heard
-                if heard and caller in said and b"\n" not in line and len(line) < _LONGEST:
-                    said[caller] = line
-                elif said.pop(caller, None) is None or not attendance.admit(caller, line):
-                    # Not one of ours; or it has reported, and should be silent: it has left.
-                    selector.unregister(caller)
-                    attendance.leave(caller)
-                    caller.close()
-        late = bool(attendance.missing) and not attendance.complaint
-        complaint = _missing(place, attendance, limit) if late else attendance.complaint
-        for caller in [key.fileobj for key in selector.get_map().values()]:
-            if caller is server:
-                continue
-            if caller not in said:
-                caller.settimeout(_HEAR)
-                _send(caller, {"complaint": complaint, "passes": late})
-            caller.close()
-    if complaint:
-        raise Unavailable(complaint) if late else InputError(complaint)
-
-
-class _Attendance:
-    """Who has reported to process 0, and what is wrong with it."""
-
-    def __init__(self, place: Place):
-        self.place = place
-        self.missing = set(range(1, place.count))
-        self.complaint = ""
-        self._here: dict[int, tuple[socket.socket, str]] = {0: (None, socket.gethostname())}
-
-    def admit(self, caller: socket.socket, line: bytes) -> bool:
-        """Takes down who reports; returns whether it is one of ours."""
-        report = _parse(line)
-        number, count, host = (report.get(name) for name in ("number", "count", "host"))
-        if type(number) is not int or type(count) is not int or not isinstance(host, str):
-            return False
-        if number in self._here:
-            self.complaint = (
-                f"two processes are number {number} of {self.place.count} (on "
-                f"{self._here[number][1]} and {host}); give each its own JAX_PROCESS_ID"
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_listen(place, port))
+        server.settimeout(_RETRY)
+        while True:
+            here = {n: (line, host) for n, (line, host) in here.items() if not _has_left(line)}
+            missing = sorted(set(range(1, place.count)) - here.keys())
+            if error or not missing or time.monotonic() > deadline:
+                break
+            with contextlib.suppress(OSError):  # nobody calls, or has hung up again
+                caller = stack.enter_context(server.accept()[0])
+                threading.Thread(target=hear, args=(caller,), daemon=True).start()
+            while not (error or reports.empty()):
+                caller, report = reports.get()
+                with contextlib.suppress(KeyError, TypeError, ValueError):  # else a stranger
+                    number, count, host = int(report["number"]), report["count"], report["host"]
+                    error = _contradiction(place, here, number, count, host)
+                    here.setdefault(number, (caller, host))
+                    callers.append(caller)
+        late = not error and bool(missing)
+        if late:
+            few = ", ".join(map(str, missing[:8]))
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            error = (
+                f"process {few}{more} of {place.count} did not arrive within {limit:g} seconds at "
+                f"{place.address}; see why in its own output, and start all of them again"
             )
-        elif count != self.place.count:
-            self.complaint = (
-                f"process {number} ({host}) was told of {count} processes, process 0 "
-                f"({socket.gethostname()}) of {self.place.count}; give all the same "
-                "JAX_NUM_PROCESSES"
-            )
-        else:
-            self._here[number] = (caller, host)
-            self.missing.discard(number)
-        return True
+        for caller in callers:
+            _send(caller, {"error": error, "late": late})
+    return error, late
 
-    def leave(self, caller: socket.socket) -> None:
-        """Forgets one who has hung up."""
-        for number in [n for n, (line, _) in self._here.items() if line is caller]:
-            del self._here[number]
-            self.missing.add(number)
+
+def _contradiction(
+    place: Place, here: dict[int, tuple[socket.socket, str]], number: int, count: int, host: str
+) -> str:
+    """Returns what is wrong with a report, after those of the others; "" if nothing is."""
+    me = socket.gethostname()
+    if number == 0 or (number in here and not _has_left(here[number][0])):
+        other = here[number][1] if number else me
+        return (
+            f"two processes are number {number} of {place.count} (on {other} and {host}); give "
+            "each its own JAX_PROCESS_ID"
+        )
+    if count != place.count:
+        return (
+            f"process {number} ({host}) was told of {count} processes, process 0 ({me}) of "
+            f"{place.count}; give all the same JAX_NUM_PROCESSES"
+        )
+    here.pop(number, None)
+    return ""
 
 
 def _listen(place: Place, port: int) -> socket.socket:
@@ -596,13 +592,9 @@ def _listen(place: Place, port: int) -> socket.socket:
     host = host.strip("[]")
     both = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    at = (host, int(bound) if bound.isdecimal() else port)
     try:
-        return socket.create_server(
-            (host, int(bound) if bound.isdecimal() else port),
-            family=family,
-            backlog=128,
-            dualstack_ipv6=both,
-        )
+        return socket.create_server(at, family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
         raise InputError(
             f"JAX_COORDINATOR_ADDRESS={place.address}: process 0 cannot listen there "
@@ -610,20 +602,8 @@ def _listen(place: Place, port: int) -> socket.socket:
         ) from error
 
 
-def _missing(place: Place, attendance: _Attendance, limit: float) -> str:
-    absent = [str(number) for number in sorted(attendance.missing)]
-    shown = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-    return (
-        f"process {shown} of {place.count} did not arrive within {limit:g} seconds at "
-        f"{place.address}; see why in its own output, and start all of them again"
-    )
-
-
-# --- the others ---------------------------------------------------------------------------------
-
-
-def _report(place: Place, host: str, port: int, limit: float) -> None:
-    deadline = time.monotonic() + limit
+def _report(place: Place, host: str, port: int, limit: float) -> tuple[str, bool]:
+    deadline, me = time.monotonic() + limit, socket.gethostname()
     while True:
         try:
             connection = socket.create_connection((host, port), timeout=_HEAR)
@@ -637,50 +617,43 @@ def _report(place: Place, host: str, port: int, limit: float) -> None:
                 raise Unavailable(
                     f"JAX_COORDINATOR_ADDRESS={place.address}: process 0 did not answer there "
                     f"within {limit:g} seconds ({error.strerror or error}); is it running, and can "
-                    f"process {place.number} ({socket.gethostname()}) reach it?"
+                    f"process {place.number} ({me}) reach it?"
                 ) from error
             time.sleep(_RETRY)
-    me = {"number": place.number, "count": place.count, "host": socket.gethostname()}
     with connection:
-        _send(connection, me)
+        _send(connection, {"number": place.number, "count": place.count, "host": me})
         # Process 0 has begun no later than this, and gives up by itself.
-        said = _hear(connection, limit + _HEAR)
-    complaint = said.get("complaint")
-    if not isinstance(complaint, str):
-        raise Unavailable(
+        verdict = _receive(connection, limit + _HEAR)
+    if not isinstance(verdict, dict) or "error" not in verdict:
+        return (
             f"process 0 left {place.address} before all {place.count} processes had arrived; see "
-            "why in its own output"
+            "why in its own output",
+            True,
         )
-    if complaint:
-        raise Unavailable(complaint) if said.get("passes") else InputError(complaint)
+    return verdict["error"], verdict["late"]
 
 
 def _send(connection: socket.socket, what: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # whoever has left is missed by jax
+    with contextlib.suppress(OSError):  # one that has left is missed by jax
+        connection.settimeout(_HEAR)
         connection.sendall(json.dumps(what).encode() + b"\n")
 
 
-def _receive(connection: socket.socket) -> bytes:
-    """What has come; nothing if the other side has hung up."""
-    try:
-        return connection.recv(_LONGEST)
-    except OSError:
-        return b""
-
-
-def _hear(connection: socket.socket, seconds: float) -> dict[str, Any]:
-    """A line of JSON; an empty object for silence or anything else."""
+def _receive(connection: socket.socket, seconds: float) -> Any:
+    """Returns what a line of JSON holds; None for silence or anything else."""
     try:
         connection.settimeout(seconds)
         with connection.makefile("rb") as file:
-            return _parse(file.readline(_LONGEST))
-    except OSError:
-        return {}
+            return json.loads(file.readline(_LONGEST))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def _has_left(connection: socket.socket) -> bool:
+    connection.setblocking(False)
     try:
-        said = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return said if isinstance(said, dict) else {}
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

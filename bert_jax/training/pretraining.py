@@ -25,8 +25,8 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import step as step_lib
 from bert_jax.training.evaluators import Watched
-from bert_jax.training.job import Stretch
-from bert_jax.training.objective import Pretraining
+from bert_jax.training.job import Evaluator, Job, PhaseBatches, every
+from bert_jax.training.objective import Batch, Pretraining
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Progress
 
@@ -135,7 +135,7 @@ def _stamp(path: epath.PathLike) -> tuple[int, int]:
 
 
 class Probes(Protocol):
-    """What is asked of the encoder beside its own losses; see `tasks.probes`.
+    """What is asked of the encoder next to its own losses; see `tasks.probes`.
 
     Attributes:
       sha256: of what is asked.
@@ -171,7 +171,7 @@ def pretrain(
     """Runs the experiment in its workdir to its end, or until asked to stop.
 
     Args:
-      experiment: the claim; a run that is there already must have made the same.
+      experiment: a run that is there already must have been started with the same.
       workdir: where it lives.
       length: `extend` allows more steps in the last phase than the run was started with.
       progress: shows what happens.
@@ -182,8 +182,8 @@ def pretrain(
       InputError: bad settings, bad text, or a workdir of another run.
     """
 
-    def make() -> PretrainingJob:
-        return PretrainingJob(experiment, workdir, length, progress.say, probes)
+    def make() -> PretrainingSetup:
+        return PretrainingSetup(experiment, workdir, length, progress.say, probes)
 
     return session.run(make, workdir, progress, length, origin)
 
@@ -205,18 +205,17 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
         mesh_lib.require_divisible(phase.batch_size, where, mesh, parts)
 
 
-class PretrainingJob:
-    """An experiment on its corpus; see `training.job.Job`.
+class PretrainingSetup:
+    """An experiment on its corpus; see `training.job.Setup`.
 
     Args:
-      experiment: the claim.
+      experiment: what is to be run.
       workdir: of the run.
       length: `extend` allows more steps in the last phase than the run was started with.
       say: shows a line.
       probes: to be asked at times; None: none.
     """
 
-    fixed = None
     how_to_go_on = "choose another --workdir, to go on raise the last phase's steps with --extend"
 
     def __init__(
@@ -227,47 +226,44 @@ class PretrainingJob:
         say: Callable[[str], None],
         probes: Probes | None = None,
     ):
-        self.claim, self.objective = experiment, Pretraining(experiment.model)
-        self.optimizer = experiment.optimizer
+        self.experiment = experiment
         self.compute_dtype = experiment.model.compute_dtype
-        self.total_steps = experiment.total_steps
         self._workdir, self._length, self._say = workdir, length, say
         self._probes = probes
-        self._begun = 0
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """See `Job`."""
-        require_runnable(self.claim, mesh)
+        """See `Setup`."""
+        require_runnable(self.experiment, mesh)
 
     def require_start(self) -> None:
-        """See `Job`."""
-        base_lib.start_of(self.claim)
+        """See `Setup`."""
+        base_lib.start_of(self.experiment)
 
-    def changed(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
-        """See `Job`."""
-        claim = self.claim
-        changed = config.differences(saved, claim, "identity")
+    def differences(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
+        """See `Setup`."""
+        experiment = self.experiment
+        changed = config.differences(saved, experiment, "identity")
         if self._length == "extend":
             last = f"phases.{len(saved.phases) - 1}.steps:"
-            if claim.total_steps < saved.total_steps:
+            if experiment.total_steps < saved.total_steps:
                 raise InputError(
                     f"--extend: the run has {saved.total_steps} steps already, "
-                    f"not {claim.total_steps}"
+                    f"not {experiment.total_steps}"
                 )
             if any(line.startswith(last) for line in changed):
                 self._say("extend: the learning-rate schedule now ends later, and so changes")
             changed = [line for line in changed if not line.startswith(last)]
-        if claim.init_from and not changed:
-            if base_lib.is_base(epath.Path(claim.init_from)):
-                base_lib.require_same_weights(claim.init_from, metadata["init_sha256"])
+        if experiment.init_from and not changed:
+            if base_lib.is_base(epath.Path(experiment.init_from)):
+                base_lib.require_same_weights(experiment.init_from, metadata["init_sha256"])
             else:
-                self._say(f"resume: there is no {claim.init_from} any more to compare with")
+                self._say(f"resume: there is no {experiment.init_from} any more to compare with")
         return changed
 
     def prepare(self, processes: int) -> None:
         """Makes the corpus, or finds it, with the streams that all processes would make at once."""
-        claim, folder = self.claim, self._workdir.corpus
-        corpus.prepare(claim.corpus, claim.model.vocab_size, folder, self._say)
+        experiment, folder = self.experiment, self._workdir.corpus
+        corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self._say)
         if processes == 1:
             return
         prepared = Prepared.open(folder)
@@ -275,124 +271,119 @@ class PretrainingJob:
             corpus.open_stream(prepared.folder, split)
 
     def fetch(self) -> None:
-        """See `Job`."""
+        """See `Setup`."""
         corpus.here(self._workdir.corpus, self._say)
 
-    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
-        """See `Job`."""
-        self._mesh, self._peers = mesh, peers
-        self._prepared = Prepared.open(self._workdir.corpus)
-        self.sha256 = self._prepared.sha256
+    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
+        """See `Setup`."""
+        experiment = self.experiment
+        objective, model = Pretraining(experiment.model), experiment.model
+        prepared = Prepared.open(self._workdir.corpus)
         peers.require_same(
             "corpus",
-            {"corpus.manifest": self.sha256[:16]},
+            {"corpus.manifest": prepared.sha256[:16]},
             "give all of them the corpus that one of them prepared",
         )
-        self._held_out = self._prepared.held_out(self.claim, mesh)
-        self._watched = self._prepared.watched(self.claim)
-        self._eval_step = step_lib.make_eval_step(self.objective, self.claim.parallelism, mesh)
+        is_due = every(experiment.run.eval_every, experiment.total_steps)
+        held_out = prepared.held_out(experiment, mesh)
+        watched = prepared.watched(experiment)
+        eval_step = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
+        found = [
+            evaluators.of_held_out(held_out, eval_step, mesh, is_due),
+            evaluators.of_watched(watched, mesh, is_due),
+        ]
         if self._probes is not None:
-            peers.require_same(
-                "probes",
-                {"examples": self._probes.sha256[:16]},
-                "give all of them the same files of run.probes",
-            )
-            claim, tokenizer = self.claim, self._prepared.tokenizer
-            self._probe_operations = self._probes.open(
-                claim.model, tokenizer, claim.parallelism, mesh, claim.run.eval_batch_size
-            )
-            self._say(f"probes: {self._probes.describe()}")
+            found.append(self._open_probes(self._probes, prepared, mesh, peers))
 
-    def stretch(self, done: int) -> Stretch:
-        """A phase."""
-        number, first = self.claim.phase_at(done)
-        phase = self.claim.phases[number]
-        batches = self._prepared.train_batches(self.claim, number)
-        return Stretch(
-            number,
-            first,
-            phase.steps,
-            phase.batch_size,
-            batches.batch,
-            batches.ready,
-            batches.close,
+        def batches(done: int) -> PhaseBatches:
+            number, first = experiment.phase_at(done)
+            phase, of = experiment.phases[number], prepared.train_batches(experiment, number)
+            return PhaseBatches(
+                number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close
+            )
+
+        def operations(batch: Batch) -> int:
+            predictions = batch["masked_lm_positions"].shape[1]
+            return flops.train_step_flops(model, *batch["input_ids"].shape, predictions)
+
+        def how_to_see(step: int) -> str:
+            return f"`bert-jax show --workdir {self._workdir.named} --step {step}` shows its text"
+
+        return Job(
+            experiment=experiment,
+            objective=objective,
+            optimizer=experiment.optimizer,
+            total_steps=experiment.total_steps,
+            batches=batches,
+            initial_state=lambda fresh: self._initial_state(fresh, prepared, peers),
+            evaluators=tuple(found),
+            data_sha256=prepared.sha256,
+            require_same=prepared.require_same,
+            operations=operations,
+            how_to_see=how_to_see,
+            require_unchanged=prepared.require_unchanged,
         )
 
-    def operations(self, batch: dict[str, jax.Array]) -> int:
-        """See `Job`."""
-        predictions = batch["masked_lm_positions"].shape[1]
-        return flops.train_step_flops(self.claim.model, *batch["input_ids"].shape, predictions)
-
-    def begin(self, state: step_lib.State) -> tuple[step_lib.State, str]:
-        """With the weights of `init_from`, if it names some."""
-        base = base_lib.start_of(self.claim)
+    def _initial_state(
+        self, fresh: step_lib.State, prepared: "Prepared", peers: Peers
+    ) -> tuple[step_lib.State, str]:
+        """The fresh state, or with the weights of `init_from` if it names some."""
+        base = base_lib.start_of(self.experiment)
         if base is None:
-            return state, ""
-        where = self.claim.init_from
-        base_lib.require_same_tokenizer(base, self._prepared.tokenizer, where)
-        self._begun += 1
-        self._peers.require_same(
-            f"init_from {self._begun}",
-            {"weights": base.sha256[:16]},
-            f"give all of them the same {where}",
+            return fresh, ""
+        where = self.experiment.init_from
+        base_lib.require_same_tokenizer(base, prepared.tokenizer, where)
+        peers.require_same(
+            "init_from", {"weights": base.sha256[:16]}, f"give all of them the same {where}"
         )
-        fresh = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
+        random = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
         kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
-        self._say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{fresh}")
-        places = jax.tree.map(lambda leaf: leaf.sharding, state["params"])
-        state = state | {"params": feed.put(base.params, places)}
+        self._say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{random}")
+        places = jax.tree.map(lambda leaf: leaf.sharding, fresh["params"])
+        state = fresh | {"params": feed.put(base.params, places)}
         if base.moments is not None:
             trees = (base.moments.mean, base.moments.square)
             placed = (feed.put(tree, places) for tree in trees)
             state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *placed)
         return state, base.sha256
 
-    def require_same(self, metadata: dict[str, Any]) -> None:
-        """See `Job`."""
-        self._prepared.require_same(metadata)
+    def _open_probes(
+        self, probes: Probes, prepared: "Prepared", mesh: jax.sharding.Mesh, peers: Peers
+    ) -> Evaluator:
+        """Probes are due before the first step, after the last, and as `run.probe_share` allows."""
+        experiment, run = self.experiment, self.experiment.run
+        peers.require_same(
+            "probes",
+            {"examples": probes.sha256[:16]},
+            "give all of them the same files of run.probes",
+        )
+        operations = probes.open(
+            experiment.model,
+            prepared.tokenizer,
+            experiment.parallelism,
+            mesh,
+            run.eval_batch_size,
+        )
+        self._say(f"probes: {probes.describe()}")
 
-    def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """None: the corpus says it all."""
-        del evaluation
-        return {}
+        def allowed(done: int) -> int:
+            """How often probes may be asked in so many steps."""
+            trained = 0
+            for phase in experiment.phases:
+                steps = min(done, phase.steps)
+                done -= steps
+                shape = phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
+                trained += steps * flops.train_step_flops(experiment.model, *shape)
+            return int(run.probe_share * trained / operations)
 
-    def require_unchanged(self) -> None:
-        """See `Job`."""
-        self._prepared.require_unchanged()
+        def is_due(done: int) -> bool:
+            if done in (0, experiment.total_steps):
+                return True
+            before = (done - 1) // run.eval_every * run.eval_every
+            return done % run.eval_every == 0 and allowed(done) > allowed(before)
 
-    def evaluate(self, params: Any) -> dict[str, Any]:
-        """On held-out text."""
-        return evaluators.evaluate(self._held_out, params, self._eval_step, self._mesh)
+        def describe(line: dict[str, Any]) -> str:
+            scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
+            return f"probes: {', '.join(scores)}"
 
-    def summary(self, line: dict[str, Any]) -> str:
-        """See `Job`."""
-        return evaluators.summary(line)
-
-    def probed(self, done: int, params: Any) -> dict[str, Any]:
-        """See `Job`; before the first step, after the last, and where `run.probe_share` allows."""
-        if self._probes is None:
-            return {}
-        before = max(done - 1, 0) // self.claim.run.eval_every * self.claim.run.eval_every
-        allowed = self._probes_allowed(done) > self._probes_allowed(before)
-        if not allowed and done not in (0, self.total_steps):
-            return {}
-        return self._probes.ask(params)
-
-    def _probes_allowed(self, done: int) -> int:
-        """How often probes may be asked in so many steps."""
-        claim, operations = self.claim, 0
-        for phase in claim.phases:
-            steps = min(done, phase.steps)
-            done -= steps
-            shape = phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
-            operations += steps * flops.train_step_flops(claim.model, *shape)
-        return int(claim.run.probe_share * operations / self._probe_operations)
-
-    def watched(self, params: Any) -> list[dict[str, Any]]:
-        """What the model says of a few sentences."""
-        params = evaluators.on_one_device(params, self._mesh)
-        return [] if params is None else self._watched.predict(params)
-
-    def how_to_see(self, step: int) -> str:
-        """See `Job`."""
-        return f"`bert-jax show --workdir {self._workdir.named} --step {step}` shows its text"
+        return Evaluator("probes", is_due, probes.ask, describe, wait="probes")

@@ -17,37 +17,39 @@ from bert_jax.errors import InputError
 from bert_jax.storage import mirror as mirror_lib
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
-from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.environment import keep_compiled_programs, versions
-from bert_jax.training.job import Job
+from bert_jax.training.job import Job, Setup
+from bert_jax.training.lines import EVALUATIONS
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Clock, Progress
-from bert_jax.training.runner import Outcome, Trainer
+from bert_jax.training.runner import Context, Result, Trainer, in_words
 from bert_jax.training.watchdog import StopRequest, Watchdog
+
+Outcome = Literal["finished", "stopped", "failed"]
 
 # M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
 
 
 def run(
-    make_job: Callable[[], Job],
+    make_setup: Callable[[], Setup],
     workdir: Workdir,
     progress: Progress,
     length: Literal["keep", "extend"] = "keep",
     origin: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Does a job in its workdir to its end, or until asked to stop.
+    """Runs an experiment in its workdir to its end, or until asked to stop.
 
     Args:
-      make_job: gives what is to be done, once jax knows how many processes it has; a run that is
+      make_setup: gives what is to be done, once jax knows how many processes it has; a run that is
         there already must be of the same.
       workdir: where the run lives.
       progress: shows what happens.
       length: `extend` allows more steps than the run was started with.
-      origin: where the claim comes from, as config.load_with_origin says it; kept for the report.
+      origin: where the experiment comes from, by config.load_with_origin; kept for the report.
 
     Raises:
       InputError: bad settings, bad text, or a workdir of another run.
@@ -55,21 +57,22 @@ def run(
     with peers_lib.connected() as peers:
         if not peers.is_primary:
             progress.be_silent()
-        job = make_job()
+        setup = make_setup()
         peers.require_same(
-            "settings", _facts(job.claim, length), "start all of them with the same command"
+            "settings", _facts(setup.experiment, length), "start all of them with the same command"
         )
         watchdog = Watchdog(
-            job.claim.run.hang_after_seconds, coordinates=peers.is_primary and peers.count > 1
+            setup.experiment.run.hang_after_seconds,
+            coordinates=peers.is_primary and peers.count > 1,
         )
         try:
-            return _run(job, workdir, progress, origin, peers, watchdog)
+            return _run(setup, workdir, progress, origin, peers, watchdog)
         finally:
             watchdog.pause()  # whoever called this may live on
 
 
 def _run(
-    job: Job,
+    setup: Setup,
     workdir: Workdir,
     progress: Progress,
     origin: dict[str, Any] | None,
@@ -77,40 +80,55 @@ def _run(
     watchdog: Watchdog,
 ) -> Outcome:
     watchdog.reset(times=2)
-    mesh = mesh_lib.make_mesh(job.claim.parallelism)
-    job.require_runnable(mesh)
-    _require_checkable(job.claim.run, mesh)
+    experiment = setup.experiment
+    mesh = mesh_lib.make_mesh(experiment.parallelism)
+    setup.require_runnable(mesh)
+    _require_checkable(experiment.run, mesh)
     _keep_freed_memory()
     keep_compiled_programs(workdir.remote / "compiled" if workdir.remote else None)
     peers.connect(mesh)
-    clock = Clock(hardware.peak_flops(job.compute_dtype))
-    with _held(job, workdir, peers) as (mirror, forget):
+    clock = Clock(hardware.peak_flops(setup.compute_dtype))
+    with _held(setup, workdir, peers) as (mirror, forget):
         _require_one_place(workdir, mirror, peers)
-        _require_going_on(job, workdir, progress)
-        # A signal ends this at once: a corpus half made is made anew.
+        _require_going_on(setup, workdir, progress)
+        # A signal ends this at once: a corpus half made is made again.
         watchdog.pause()
         with clock.waiting("prepare"):
-            peers.on_primary("prepare", lambda: job.prepare(peers.count))
-            job.fetch()
+            peers.on_primary("prepare", lambda: setup.prepare(peers.count))
+            setup.fetch()
             peers.meet("fetch")
         watchdog.reset(times=2)
         with StopRequest.of(peers) as stop:
-            job.open(mesh, peers)
-            trainer = Trainer(job, workdir, mesh, progress, clock, origin, peers, watchdog, mirror)
-            outcome = trainer.run(stop, forget)
+            job = setup.open(mesh, peers)
+            context = Context(workdir, mesh, peers, watchdog, mirror, progress, clock)
+            trainer = Trainer(job, context, origin)
+            result = trainer.run(stop, forget)
         watchdog.pause()
         mirror.flush()
-    if outcome == "failed":
-        progress.say(f"failed: {trainer.failed}")
-        return outcome
-    if outcome == "stopped":
-        progress.say(f"stopped at step {trainer.done}, {trainer.kept}; run the same command again")
-        return outcome
-    lines = trainer.metrics.read()
-    evaluations = [job.summary(line) for line in lines if line["kind"] in lines_lib.EVALUATIONS]
-    progress.say("; ".join([f"finished: step {trainer.done}", *evaluations[-1:]]))
-    progress.say(f"{workdir.named} holds the finished run; to start anew {job.how_to_go_on}")
-    return outcome
+    _show(result, setup, workdir, job, trainer.metrics.read(), progress)
+    return result.outcome
+
+
+def _show(
+    result: Result,
+    setup: Setup,
+    workdir: Workdir,
+    job: Job,
+    lines: list[dict[str, Any]],
+    progress: Progress,
+) -> None:
+    """Says how a run ended, and how to go on."""
+    if result.outcome == "failed":
+        progress.say(f"failed: {in_words(result.failure)}")
+    elif result.outcome == "stopped":
+        where = in_words(result.unsaved)
+        progress.say(f"stopped at step {result.done}, {where}; run the same command again")
+    else:
+        describe = {e.name: e.describe for e in job.evaluators}
+        last = [line for line in lines if line["kind"] in EVALUATIONS][-1:]
+        words = [describe[line["kind"]](line) for line in last]
+        progress.say("; ".join([f"finished: step {result.done}", *words]))
+        progress.say(f"{workdir.named} holds the finished run; to start anew {setup.how_to_go_on}")
 
 
 def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
@@ -123,14 +141,14 @@ def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def _facts(claim: Any, length: str) -> dict[str, str]:
+def _facts(experiment: Any, length: str) -> dict[str, str]:
     """What all processes must have alike, by name."""
     code = hashlib.sha256()
     folder = pathlib.Path(bert_jax.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         code.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return {
-        **{name: repr(value) for name, value in config.flatten(claim)},
+        **{name: repr(value) for name, value in config.flatten(experiment)},
         **versions(),
         "python": platform.python_version(),
         "code of bert_jax": code.hexdigest()[:12],
@@ -139,7 +157,9 @@ def _facts(claim: Any, length: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _held(job: Job, workdir: Workdir, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]:
+def _held(
+    setup: Setup, workdir: Workdir, peers: Peers
+) -> Iterator[tuple[Mirror, Callable[[], None]]]:
     """The workdir, held by process 0 for all; gives what makes it forget a run hardly begun.
 
     A run that is refused before its first checkpoint leaves none of the files it began.
@@ -151,7 +171,7 @@ def _held(job: Job, workdir: Workdir, peers: Peers) -> Iterator[tuple[Mirror, Ca
         return
     workdir.require_ours()
     if not mirror_lib.names(workdir.checkpoints):
-        job.require_start()  # before a corpus is made for weights that do not fit
+        setup.require_start()  # before a corpus is made for weights that do not fit
     with lock(workdir.root, workdir.named):
         workdir.remove_unfinished()
         mirror.take()
@@ -192,7 +212,7 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
 def _keep_freed_memory() -> None:
     """Tells the C library to keep what is freed instead of giving it back to the system.
 
-    XLA on a CPU asks for every buffer of a step anew; returned pages are faulted in again at each,
+    XLA on a CPU asks for every buffer of a step again; returned pages are faulted in again at each,
     a fifth of the time of a small model's step.
     """
     with contextlib.suppress(OSError, AttributeError):
@@ -201,21 +221,21 @@ def _keep_freed_memory() -> None:
             libc.mallopt(option, value)
 
 
-def _require_going_on(job: Job, workdir: Workdir, progress: Progress) -> None:
-    """Raises InputError if the newest checkpoint here belongs to another claim."""
+def _require_going_on(setup: Setup, workdir: Workdir, progress: Progress) -> None:
+    """Raises InputError if the newest checkpoint here belongs to another experiment."""
     if not mirror_lib.names(workdir.checkpoints):
         return
-    with Checkpoints(workdir.checkpoints, job.claim.run, "read") as checkpoints:
+    with Checkpoints(workdir.checkpoints, setup.experiment.run, "read") as checkpoints:
         newest = checkpoints.newest_step()
         if newest is None:
             return
-        saved = checkpoints.claim(newest, type(job.claim))
+        saved = checkpoints.experiment(newest, type(setup.experiment))
         metadata = checkpoints.metadata(newest)
-    changed = job.changed(saved, metadata)
+    changed = setup.differences(saved, metadata)
     if changed:
         raise InputError(
             f"{workdir.named}: this run was started with other settings ({'; '.join(changed)}); "
             "give it the old ones, or choose another --workdir"
         )
-    for line in config.differences(saved, job.claim, "placement"):
+    for line in config.differences(saved, setup.experiment, "placement"):
         progress.say(f"resume: {line}")

@@ -29,9 +29,8 @@ import numpy as np
 
 from bert_jax import pod, system
 from bert_jax.data import corpus
-from bert_jax.training import evaluators, step
+from bert_jax.training import evaluators, restore, step
 from bert_jax.training import lines as lines_lib
-from bert_jax.training.beginning import Beginning, Beginnings
 from bert_jax.training.checkpoint import Checkpoints
 
 # Of several processes: how long all may take to arrive, and a step, in seconds.
@@ -137,7 +136,7 @@ class _Child:
         step.make_eval_step = self._around_eval_step(step.make_eval_step)
         evaluators.Watched.predict = self._before(evaluators.Watched.predict, self._evaluated)
         Checkpoints.save = self._around_save(Checkpoints.save)
-        Beginnings._restore = self._around_restore(Beginnings._restore)
+        restore._restore = self._around_restore(restore._restore)
         lines_lib.Lines.forget_after = self._before(lines_lib.Lines.forget_after, self._opened)
         corpus.prepare = self._around_prepare(corpus.prepare)
 
@@ -220,10 +219,12 @@ class _Child:
             time.sleep(_POLL)
         self._kill()
 
-    def _around_restore(self, restore: Callable[..., Beginning]) -> Callable[..., Beginning]:
-        def restoring(beginnings: Beginnings, saved: Checkpoints, at_most: int | None) -> Beginning:
-            restored = restore(beginnings, saved, at_most)
-            if at_most is not None:
+    def _around_restore(
+        self, function: Callable[..., restore.Start]
+    ) -> Callable[..., restore.Start]:
+        def restoring(*args: Any) -> restore.Start:
+            restored = function(*args)
+            if args[-1] is not None:  # a roll-back
                 self._redone = 0
                 self._note("rolled_back", {"done": self._done, "to": restored.done})
             self._done = restored.done

@@ -20,7 +20,7 @@ from etils import epath
 
 from bert_jax.config import Finetuning
 from bert_jax.storage.workdir import Workdir, load_experiment
-from bert_jax.tasks.job import FinetuningJob
+from bert_jax.tasks.job import FinetuningSetup
 from bert_jax.tasks.rows import TrainBatches
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
@@ -110,16 +110,16 @@ def lines(workdir):
 
 def job_of(workdir):
     claim = load_experiment(Workdir(workdir), Finetuning)
-    job = FinetuningJob(claim, Workdir(workdir), lambda line: None)
+    job = FinetuningSetup(claim, Workdir(workdir), lambda line: None)
     job.require_runnable(mesh_lib.make_mesh(claim.parallelism))
     return job
 
 
 def final_state(workdir):
     job = job_of(workdir)
-    mesh = mesh_lib.make_mesh(job.claim.parallelism)
-    abstract = step.abstract_state(job.objective, job.optimizer, job.claim.parallelism, mesh)
-    with Checkpoints(epath.Path(workdir, "checkpoints"), job.claim.run, "read") as saved:
+    mesh = mesh_lib.make_mesh(job.experiment.parallelism)
+    abstract = step.abstract_state(job.objective, job.optimizer, job.experiment.parallelism, mesh)
+    with Checkpoints(epath.Path(workdir, "checkpoints"), job.experiment.run, "read") as saved:
         number = max(saved.steps)
         return job, jax.device_get(saved.restore(number, abstract).state)
 
@@ -169,13 +169,13 @@ def test_tags_and_answers_are_learned(kind):
 def test_it_begins_with_the_weights_of_the_run_and_a_fresh_head(full, folder):
     """Before the first step; and they are not what it ends with."""
     job, state = final_state(full)
-    mesh = mesh_lib.make_mesh(job.claim.parallelism)
-    fresh = step.init_state(job.objective, job.optimizer, job.claim.seed)
+    mesh = mesh_lib.make_mesh(job.experiment.parallelism)
+    fresh = step.init_state(job.objective, job.optimizer, job.experiment.seed)
     places = jax.tree.map(
         lambda s: s.sharding,
-        step.abstract_state(job.objective, job.optimizer, job.claim.parallelism, mesh),
+        step.abstract_state(job.objective, job.optimizer, job.experiment.parallelism, mesh),
     )
-    begun, _ = job.begin(jax.device_put(fresh, places))
+    begun, _ = job.initial_state(jax.device_put(fresh, places))
     from bert_jax.predict import Trained
 
     theirs = Trained.of(epath.Path("run")).params
@@ -261,10 +261,10 @@ def test_a_checkpoint_holds_what_learns_alone(how, request):
     if how == "frozen":
         finished("frozen", "adapt.how=frozen", "epochs=1")
     job, state = final_state(workdir)
-    begun = job.objective.init_params(jax.random.key(job.claim.seed))
+    begun = job.objective.init_params(jax.random.key(job.experiment.seed))
     assert np.abs(state["params"]["head"]["kernel"] - begun["head"]["kernel"]).max() > 1e-3
     assert set(state["params"]) == {"head"} | ({"lora"} if how == "lora" else set())
-    with Checkpoints(epath.Path(workdir, "checkpoints"), job.claim.run, "read") as saved:
+    with Checkpoints(epath.Path(workdir, "checkpoints"), job.experiment.run, "read") as saved:
         names = set(saved.metadata(max(saved.steps))["checksums"])
     assert names and not [name for name in names if "encoder" in name or "pooler" in name]
 

@@ -12,9 +12,8 @@ from small_run import final_state, pretrain, write_text
 
 from bert_jax.data import batches
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import divergence, evaluators, step
+from bert_jax.training import evaluators, restore, step
 from bert_jax.training import lines as lines_lib
-from bert_jax.training.beginning import Beginnings
 from bert_jax.training.runner import Trainer
 
 
@@ -202,8 +201,8 @@ def test_a_roll_back_holds_one_state(text, tmp_path, monkeypatch):
 
         return found
 
-    for name in ("find", "find_before"):
-        monkeypatch.setattr(Beginnings, name, counting(getattr(Beginnings, name)))
+    for name in ("restore_or_initialize", "restore_before"):
+        monkeypatch.setattr(restore, name, counting(getattr(restore, name)))
     outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "finished", shown
     assert held[0] < held[1] and held[2:] == held[:2]
@@ -314,20 +313,20 @@ def test_held_out_losses_that_are_not_finite_fail_by_name(text, tmp_path, monkey
 
 
 def test_which_steps_are_left_out():
-    assert divergence.left_out((), range(5, 8)) == ((4, 5, 6, 7), 4)
-    assert divergence.left_out((), range(0, 3)) == ((0, 1, 2), 0)
-    assert divergence.left_out((2, 3, 4), range(5, 7)) == ((1, 2, 3, 4, 5, 6), 1)
-    assert divergence.left_out((0,), range(1, 3)) == ((0, 1, 2), 1)
+    assert restore.left_out((), range(5, 8)) == ((4, 5, 6, 7), 4)
+    assert restore.left_out((), range(0, 3)) == ((0, 1, 2), 0)
+    assert restore.left_out((2, 3, 4), range(5, 7)) == ((1, 2, 3, 4, 5, 6), 1)
+    assert restore.left_out((0,), range(1, 3)) == ((0, 1, 2), 1)
 
 
 def test_how_far_a_roll_back_goes():
-    assert divergence.can_go_back([], 7, 5)  # nothing was saved yet
-    assert divergence.can_go_back([25, 30], 29, 5)
-    assert divergence.can_go_back([20, 30], 29, 5)  # at 25 the state was bad, and was not saved
-    assert divergence.can_go_back([25, 20], 90, 5)  # a full disk: the newest, however old
-    assert divergence.can_go_back([5, 10], 4, 5)  # to step 0
-    assert not divergence.can_go_back([35, 40], 28, 5)
-    assert not divergence.can_go_back([5, 35, 40], 28, 5)  # the best so far
+    assert restore.can_go_back([], 7, 5)  # nothing was saved yet
+    assert restore.can_go_back([25, 30], 29, 5)
+    assert restore.can_go_back([20, 30], 29, 5)  # at 25 the state was bad, and was not saved
+    assert restore.can_go_back([25, 20], 90, 5)  # a full disk: the newest, however old
+    assert restore.can_go_back([5, 10], 4, 5)  # to step 0
+    assert not restore.can_go_back([35, 40], 28, 5)
+    assert not restore.can_go_back([5, 35, 40], 28, 5)  # the best so far
 
 
 def lines(losses):
@@ -342,9 +341,7 @@ def test_a_jump_is_found_and_named():
     usual = 3 + 0.05 * rng.standard_normal(40)
     usual[30] = 4.2
     found = [
-        (i, spike)
-        for i, spike in enumerate(map(divergence.Spikes().of_line, lines(usual)))
-        if spike
+        (i, spike) for i, spike in enumerate(map(lines_lib.Spikes().of_line, lines(usual))) if spike
     ]
     assert [(i, spike[0]) for i, spike in found] == [(30, 303)]
 
@@ -353,7 +350,7 @@ def test_a_jump_is_found_and_named():
 def test_noise_and_learning_are_no_jumps(seed):
     rng = np.random.default_rng(seed)
     falling = 6 * np.exp(-np.arange(300) / 60) + 2 + 0.05 * rng.standard_normal(300)
-    spikes = divergence.Spikes()
+    spikes = lines_lib.Spikes()
     assert not any(spikes.of_line(line) for line in lines(falling))
 
 
@@ -368,8 +365,8 @@ def test_the_step_of_a_jump_is_named_while_the_run_goes_on(text, tmp_path, monke
         return found
 
     monkeypatch.setattr(batches.TrainBatches, "batch", batch)
-    monkeypatch.setattr(divergence, "_SHARE", 0.0)
-    monkeypatch.setattr(divergence, "_TIMES", 2.0)
+    monkeypatch.setattr(lines_lib, "_SHARE", 0.0)
+    monkeypatch.setattr(lines_lib, "_TIMES", 2.0)
     _, shown = pretrain(file, tmp_path / "w", "run.log_every=1")
     lines = [line for line in lines_of(tmp_path / "w") if line["kind"] == "train"]
     worst = {line["step"]: line["worst_step"] for line in lines}

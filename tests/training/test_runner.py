@@ -28,7 +28,7 @@ from bert_jax.training import evaluators, session, step
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.job import Stretch
+from bert_jax.training.job import PhaseBatches
 from bert_jax.training.pretraining import Prepared
 from bert_jax.training.progress import Progress
 from bert_jax.training.runner import Trainer
@@ -389,8 +389,8 @@ def test_waiting_for_a_plan_is_no_hang():
     seen = Recorder()
     trainer = Trainer.__new__(Trainer)
     trainer.done, trainer.watchdog = 17, seen
-    stretch = Stretch(1, 10, 20, 8, None, seen.ready)
-    assert trainer._await_rows(stretch, seen)
+    phase = PhaseBatches(1, 10, 20, 8, None, seen.ready)
+    assert trainer._await_rows(phase, seen)
     assert seen.calls == ["ready 7", "pause", "ready 7", "ready 7", "ready 7", "reset"]
-    assert trainer._await_rows(stretch, seen)
+    assert trainer._await_rows(phase, seen)
     assert seen.calls[6:] == ["ready 7"]

@@ -3,7 +3,7 @@
 import pytest
 
 from bert_jax.errors import Unavailable
-from bert_jax.training import beginning
+from bert_jax.training import restore
 
 
 class Peers:
@@ -16,8 +16,9 @@ class Peers:
         self.looks -= 1
         return "process 1 sees none" if self.looks >= 0 else ""
 
-    def agree(self, what, complaint, kind):
-        raise kind(complaint)
+    def agree(self, what, error, kind=Unavailable):
+        if error:
+            raise kind(error)
 
 
 class Saved:
@@ -31,13 +32,11 @@ class Saved:
 @pytest.fixture
 def view(monkeypatch):
     """`(looks) -> looks taken` until both see the same."""
-    monkeypatch.setattr(beginning.time, "sleep", lambda seconds: None)
-    found = object.__new__(beginning.Beginnings)
-    found._asked = 1
+    monkeypatch.setattr(restore.time, "sleep", lambda seconds: None)
 
     def look(looks: int) -> int:
-        found.peers, saved = Peers(looks), Saved()
-        found._require_same_view(saved)
+        saved = Saved()
+        restore._agree_on_steps(Peers(looks), saved)
         return saved.looks
 
     return look
@@ -48,6 +47,6 @@ def test_a_shared_disk_that_shows_new_checkpoints_late_is_waited_for(view):
 
 
 def test_processes_that_see_different_checkpoints_for_a_minute_are_to_run_again(view):
-    assert sum(beginning._LOOKS) > 60
+    assert sum(restore._LOOKS) > 60
     with pytest.raises(Unavailable, match="process 1 sees none"):
         view(100)

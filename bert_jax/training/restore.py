@@ -1,0 +1,235 @@
+"""The state a run goes on with: of its newest good checkpoint, or the one before the first step.
+
+A step without a finite loss and gradient changes nothing (see training.step). A few of them are bad
+luck; many in a row say that the parameters are broken, by the update before or by the hardware:
+then the run goes back to an earlier checkpoint and leaves these steps out.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from bert_jax.config import SKIPPED_STEPS
+from bert_jax.errors import Unavailable
+from bert_jax.storage import retry
+from bert_jax.training import feed, step
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.checkpoint import Checkpoints, Restored
+from bert_jax.training.environment import environment
+from bert_jax.training.job import Job
+from bert_jax.training.peers import Peers
+
+# Seconds between looks at a disk that processes share: its clients may show old listings a while.
+_LOOKS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+
+
+@dataclasses.dataclass
+class Start:
+    """Where a run goes on.
+
+    Attributes:
+      done: steps.
+      state: of training.step, laid over the mesh.
+      window: sums since the last line was written.
+      skipped: steps that are left out.
+      init_sha256: of the weights the first step began with; "" of fresh ones.
+      lines: what the run's files of lines held up to here (see lines.Lines.written); empty before
+        the first step.
+    """
+
+    done: int
+    state: step.State
+    window: dict[str, jax.Array]
+    skipped: tuple[int, ...]
+    init_sha256: str
+    lines: dict[str, Any]
+
+
+def restore_or_initialize(
+    job: Job,
+    mesh: jax.sharding.Mesh,
+    peers: Peers,
+    saved: Checkpoints,
+    say: Callable[[str], None],
+) -> Start:
+    """Restores the newest checkpoint that can be used, the same on all processes.
+
+    Damaged ones before it are put aside. Without any, makes the state before the first step.
+
+    Raises:
+      InputError: all are damaged, or of other data.
+      Unavailable: the storage does not answer, or the processes see different checkpoints.
+    """
+    _agree_on_steps(peers, saved)
+    return _restore(job, mesh, peers, saved, say, None)
+
+
+def restore_before(
+    job: Job,
+    mesh: jax.sharding.Mesh,
+    peers: Peers,
+    saved: Checkpoints,
+    say: Callable[[str], None],
+    first: int,
+) -> Start | None:
+    """As `restore_or_initialize`, of a step up to `first`; the newer ones are removed.
+
+    Returns:
+      None, and nothing was removed, if too much would be done again: `can_go_back`.
+    """
+    try:
+        saved.finish()
+    except Unavailable:
+        if peers.count > 1:
+            raise  # the others wait for it, inside Orbax; one process goes back past it
+    _agree_on_steps(peers, saved)
+    if not can_go_back(saved.steps, first, job.experiment.run.checkpoint_every):
+        return None
+    start = _restore(job, mesh, peers, saved, say, first)
+    saved.forget_after(first)
+    # Until then the first process may be removing some.
+    peers.agree("removed", "")
+    saved.look_again()
+    return start
+
+
+def _restore(
+    job: Job,
+    mesh: jax.sharding.Mesh,
+    peers: Peers,
+    saved: Checkpoints,
+    say: Callable[[str], None],
+    at_most: int | None,
+) -> Start:
+    """As `restore_or_initialize`, once all processes see the same checkpoints."""
+    parallelism = job.experiment.parallelism
+    abstract = step.abstract_state(job.objective, job.optimizer, parallelism, mesh)
+
+    def agreed(what: str, error: str) -> str:
+        # One may have tried to read until it gives up, and then all end with its line.
+        return peers.first_error(f"checkpoint {what}", error, patience=2 * retry.GIVE_UP)
+
+    restored = saved.newest(abstract, at_most, agreed)
+    if restored is None:
+        return _initialize(job, mesh, jax.tree.map(lambda s: s.sharding, abstract))
+    metadata = restored.metadata
+    job.require_same(metadata)
+    _put_aside(peers, saved, restored, say)
+    for name, value in environment().items():
+        if metadata["environment"].get(name) != value:
+            say(
+                f"resume: {name} differs from the saved run's: batches exact, arithmetic to "
+                "rounding"
+            )
+    window = {k: np.array(v, np.float32) for k, v in metadata["window"].items()}
+    window = feed.put(window, mesh_lib.replicated(mesh))
+    skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)
+    lines = metadata.get("lines", {})
+    return Start(restored.step, restored.state, window, skipped, metadata["init_sha256"], lines)
+
+
+def _initialize(job: Job, mesh: jax.sharding.Mesh, shardings: Any) -> Start:
+    """Makes the state before the first step."""
+    make = jax.jit(
+        lambda: step.init_state(job.objective, job.optimizer, job.experiment.seed),
+        out_shardings=shardings,
+    )
+    window = jax.jit(
+        lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(mesh)
+    )
+    state, sha256 = job.initial_state(make())
+    return Start(0, state, window(), (), sha256, {})
+
+
+def _agree_on_steps(peers: Peers, saved: Checkpoints) -> None:
+    """Waits until all processes see the same checkpoints; raises Unavailable if they do not."""
+    # Until then the first process may be saving one.
+    peers.agree("last save", "")
+    for look in itertools.count():
+        saved.look_again()
+        difference = peers.difference(
+            "checkpoints",
+            {"checkpoints": ", ".join(map(str, saved.steps))},
+            "run again once all see the same files",
+        )
+        if not difference:
+            return
+        if look == len(_LOOKS):
+            peers.agree("view", difference, Unavailable)
+        time.sleep(_LOOKS[look])
+
+
+def _put_aside(
+    peers: Peers, saved: Checkpoints, restored: Restored, say: Callable[[str], None]
+) -> None:
+    """Renames damaged checkpoints newer than the restored one, and unreadable older ones."""
+
+    def rename() -> None:
+        for number, why in (saved.unreadable() | restored.damaged).items():
+            aside = saved.set_aside(number)
+            say(f"{why}; now {aside.name}, going on from step {restored.step}")
+
+    peers.on_primary("damaged", rename)
+    saved.look_again()
+
+
+# --- steps that are left out --------------------------------------------------------------------
+
+
+def with_skipped(state: step.State, steps: tuple[int, ...]) -> step.State:
+    """Returns the state with these steps as those that are left out."""
+    slots = np.full(SKIPPED_STEPS, -1, np.int32)
+    slots[: len(steps)] = steps
+    return state | {"skipped_steps": feed.put(slots, state["skipped_steps"].sharding)}
+
+
+def bad_steps(reached: int, in_a_row: int, most: int) -> range | None:
+    """Returns the bad steps at the end of a state that is latched, else None.
+
+    Args:
+      reached: the state's `step`.
+      in_a_row: its `bad_in_a_row`.
+      most: `optimizer.bad_steps_in_a_row`.
+    """
+    return range(reached - in_a_row, reached) if in_a_row >= most else None
+
+
+def left_out(skipped: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:
+    """Returns the steps to leave out after these were bad, and from which one all is done again.
+
+    Next to the bad ones that is the last that was done before them: with its update the same would
+    come again. With it left out the run takes another way.
+
+    Args:
+      skipped: steps that are left out already.
+      bad: in a row.
+    """
+    known = set(skipped)
+    first = next((step for step in range(bad[0] - 1, -1, -1) if step not in known), bad[0])
+    return tuple(sorted(known.union(bad, [first]))), first
+
+
+def can_go_back(checkpoints: Iterable[int], first: int, every: int) -> bool:
+    """Returns whether the newest state before a step is near enough for a roll-back.
+
+    A run that rolls back again and again needs older and older checkpoints, while only the newest
+    are kept. What is older still, one kept for good or for its loss, or the state before step 0,
+    may be thousands of steps away: to do them again is not for the run to decide.
+
+    Args:
+      checkpoints: steps of those that are there.
+      first: the step from which all is done again.
+      every: steps from one checkpoint to the next.
+
+    Returns:
+      True where no checkpoint is newer than `first` (a run that is killed goes on from the newest
+      as well), or where at most two intervals are done again.
+    """
+    steps = list(checkpoints)
+    before = max((step for step in steps if step <= first), default=0)
+    return max(steps, default=0) <= first or first - before < 2 * every
