@@ -62,7 +62,7 @@ def main() -> int:
             print(f"scale_checkpoint: there are {'; '.join(lacking)}", file=sys.stderr)
             return 2
         command = [
-            *(sys.executable, "-m", "launch", "local_pod", "--processes", str(PROCESSES)),
+            *(sys.executable, "-m", "launch", "local", "--processes", str(PROCESSES)),
             *("--devices-per-process", "2", "--"),
             *(sys.executable, "-m", "benchmarks.scale_checkpoint", "--member", name),
             *("--experiment", flags.experiment),

@@ -1,7 +1,7 @@
 """Several processes on this machine that are one run: started, watched, and their end explained.
 
-Each gets virtual devices on the CPU and its place among the others; what it says is shown with its
-number before each line. When one dies the rest is ended, and why is said last.
+Each gets virtual devices on the CPU and its place among the others; its output is shown with its
+number before each line. When one fails the rest is ended, and the reason is printed last.
 """
 
 import collections
@@ -9,11 +9,11 @@ import contextlib
 import dataclasses
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import IO, NamedTuple, TextIO
@@ -23,7 +23,9 @@ from bert_jax.errors import InputError
 
 # Seconds in which the others may end by themselves once one has failed.
 _GRACE = 5.0
-_LOOK = 0.1
+_POLL = 0.1
+# For what is left in a pipe once its process has ended; whatever that one started may keep it open.
+_DRAIN = 2.0
 _LAST_LINES = 5
 _TAIL = 400  # lines kept of each process; the stacks of all its threads fit
 
@@ -36,38 +38,6 @@ _ABSENT = re.compile(r"process (?P<who>[\d, ]+)(?: and \d+ more)? of \d+ did not
 _UNHEALTHY = "tasks are unhealthy (stopped sending heartbeats):"
 # C++ prints its stack after its reason.
 _NOISE = re.compile(r"^(    @ |\*\*\* |\[Gloo\] |$)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What is started.
-
-    Attributes:
-      processes: how many.
-      devices: virtual devices of each.
-      arrive_within: seconds in which all must have found each other.
-      hang_after: seconds without a step after which a process ends itself and says where it stood.
-    """
-
-    processes: int
-    devices: int
-    arrive_within: float
-    hang_after: float
-
-
-@dataclasses.dataclass
-class _Member:
-    """A process of the pod, and what it has said last."""
-
-    number: int
-    process: subprocess.Popen
-    tail: collections.deque[str]
-    code: int | None = None
-    ended_by_us: bool = False
-
-    @property
-    def failed(self) -> bool:
-        return self.code not in (None, errors.FINISHED, errors.STOPPED)
 
 
 class Ended(NamedTuple):
@@ -83,111 +53,103 @@ class Ended(NamedTuple):
     asked: bool
 
 
-def run(command: Sequence[str], shape: Shape) -> Ended:
-    """Runs the command in all processes at once, until all have ended.
+@dataclasses.dataclass
+class _Member:
+    """A process of the pod, and the last lines of its output."""
+
+    number: int
+    process: subprocess.Popen
+    tail: collections.deque[str]
+    code: int | None = None
+    ended_by_us: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, errors.FINISHED, errors.STOPPED)
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the process and all that it has started, unless it has ended."""
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    processes: int,
+    devices: int,
+    arrive_within: float,
+    hang_after: float,
+) -> Ended:
+    """Runs a command in several processes at once, until all have ended.
 
     SIGTERM and SIGINT are passed on to all.
+
+    Args:
+      command: of each process.
+      processes: how many.
+      devices: virtual devices of each.
+      arrive_within: seconds in which all must have found each other.
+      hang_after: seconds without a step after which a process ends itself and says where it stood.
 
     Raises:
       InputError: the command cannot be run.
     """
-    pod = _Pod(command, shape)
-    before = {n: signal.signal(n, pod.pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
+    address = f"127.0.0.1:{_free_port()}"
+    flag = "--xla_force_host_platform_device_count="
+    others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join([*others, f"{flag}{devices}"]),
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(processes),
+        "BERT_JAX_ARRIVE_WITHIN": str(arrive_within),
+        "BERT_JAX_HANG_AFTER": str(hang_after),
+        # XLA's threads: each process would take all cores for its own.
+        "NPROC": str(max(system.cores() // processes, 1)),
+        "PYTHONUNBUFFERED": "1",
+    }
+    members: list[_Member] = []
+    asked = False
+
+    def pass_on(number: int, frame: object) -> None:
+        nonlocal asked
+        del frame
+        asked = True
+        for member in members:
+            member.send(number)
+
+    before = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        pod.watch()
+        for number in range(processes):
+            process = _start(command, environment | {"JAX_PROCESS_ID": str(number)})
+            members.append(_Member(number, process, collections.deque(maxlen=_TAIL)))
+            if asked:  # while they were being started
+                members[-1].send(signal.SIGTERM)
+        failed = _watch(members)
     finally:
-        pod.end_all()
+        for member in members:
+            member.send(signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
-    codes = [member.code for member in pod.members]
-    first = _first_failed(pod.failed)
+    # One that lost another failed for its sake.
+    by_itself = [m for m in failed if not _aborted(m) and m.code != errors.LOST]
+    first = next(iter([*by_itself, *failed]), None)
     if first is None:
-        code = errors.STOPPED if errors.STOPPED in codes else errors.FINISHED
-        return Ended(code, pod.asked)
-    for line in _explain(first, pod.members, shape):
+        stopped = any(member.code == errors.STOPPED for member in members)
+        return Ended(errors.STOPPED if stopped else errors.FINISHED, asked)
+    for line in _explain(first, members, hang_after):
         _print(f"pod: {line}", sys.stderr)
-    return Ended(_shell_code(first.code), pod.asked)
-
-
-class _Pod:
-    """The processes, and their output on its way."""
-
-    def __init__(self, command: Sequence[str], shape: Shape):
-        self._selector = selectors.DefaultSelector()
-        self._unfinished: dict[IO[bytes], bytes] = {}
-        self.members: list[_Member] = []
-        self.asked = False
-        self.failed: list[_Member] = []  # in the order in which they were seen to be
-        address = f"127.0.0.1:{_free_port()}"
-        for number in range(shape.processes):
-            process = _start(command, _environment(shape, address, number))
-            member = _Member(number, process, collections.deque(maxlen=_TAIL))
-            self.members.append(member)
-            for pipe, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                self._selector.register(pipe, selectors.EVENT_READ, (member, out))
-
-    def watch(self) -> None:
-        """Shows what they say until all have ended; ends the rest when one has failed."""
-        deadline = None
-        while any(member.code is None for member in self.members):
-            self._show(_LOOK)
-            for member in self.members:
-                if member.code is None and member.process.poll() is not None:
-                    member.code = member.process.returncode
-                    if member.failed and not member.ended_by_us:
-                        self.failed.append(member)
-            if self.failed and deadline is None:
-                deadline = time.monotonic() + _GRACE
-            if deadline is not None and time.monotonic() > deadline:
-                self.end_all()
-        while self._show(0.0):
-            pass
-
-    def pass_on(self, number: int, frame: object) -> None:
-        """Gives a signal to all."""
-        del frame
-        self.asked = True
-        for member in self.members:
-            if member.code is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(member.process.pid, number)
-
-    def end_all(self) -> None:
-        """Kills those that are left, and what they have started."""
-        for member in self.members:
-            if member.code is None:
-                member.ended_by_us = True
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(member.process.pid, signal.SIGKILL)
-
-    def _show(self, seconds: float) -> int:
-        """Passes on what there is; returns how many pipes had something."""
-        events = self._selector.select(seconds) if self._selector.get_map() else []
-        if not events and seconds and not self._selector.get_map():
-            time.sleep(seconds)  # all have closed their output and some still run
-        for key, _ in events:
-            member, out = key.data
-            new = os.read(key.fd, 1 << 16)
-            text = self._unfinished.pop(key.fileobj, b"") + new
-            *lines, rest = text.split(b"\n")
-            if rest and not new:
-                lines.append(rest)
-            elif rest:
-                self._unfinished[key.fileobj] = rest
-            for line in lines:
-                shown = line.decode(errors="replace")
-                member.tail.append(shown)
-                _print(f"[{member.number}] {shown}", out)
-            if not new:
-                self._selector.unregister(key.fileobj)
-        return len(events)
+    return Ended(_shell_code(first.code), asked)
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
     try:
         return subprocess.Popen(
             command,
-            env=os.environ | environment,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -198,32 +160,57 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
         raise InputError(f"{command[0]}: cannot be run ({error.strerror or error})") from error
 
 
+def _watch(members: Sequence[_Member]) -> list[_Member]:
+    """Shows the output until all have ended; ends the rest when one has failed.
+
+    Returns:
+      Those that failed by themselves, in the order in which they were seen to.
+    """
+    readers = []
+    for member in members:
+        for pipe, out in ((member.process.stdout, sys.stdout), (member.process.stderr, sys.stderr)):
+            readers.append(threading.Thread(target=_show, args=(member, pipe, out), daemon=True))
+            readers[-1].start()
+    failed: list[_Member] = []
+    deadline = None
+    while any(member.code is None for member in members):
+        time.sleep(_POLL)
+        for member in members:
+            if member.code is None and member.process.poll() is not None:
+                member.code = member.process.returncode
+                if member.failed and not member.ended_by_us:
+                    failed.append(member)
+        if failed and deadline is None:
+            deadline = time.monotonic() + _GRACE
+        if deadline is not None and time.monotonic() > deadline:
+            for member in members:
+                member.ended_by_us = member.ended_by_us or member.code is None
+                member.send(signal.SIGKILL)
+    drained = time.monotonic() + _DRAIN
+    for reader in readers:
+        reader.join(max(drained - time.monotonic(), 0.0))
+    return failed
+
+
+def _show(member: _Member, pipe: IO[bytes], out: TextIO) -> None:
+    """Shows each line of a pipe with the process's number before it."""
+    for line in pipe:
+        text = line.removesuffix(b"\n").decode(errors="replace")
+        member.tail.append(text)
+        _print(f"[{member.number}] {text}", out)
+
+
+_PRINTING = threading.Lock()
+
+
 def _print(line: str, out: TextIO) -> None:
-    """Shows a line; a reader who leaves does not end the pod."""
-    try:
-        print(line, file=out, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
-
-
-def _environment(shape: Shape, address: str, number: int) -> dict[str, str]:
-    """What a process needs to know beside its command."""
-    flag = "--xla_force_host_platform_device_count="
-    others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
-    cores = system.cores()
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join([*others, f"{flag}{shape.devices}"]),
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address,
-        "JAX_NUM_PROCESSES": str(shape.processes),
-        "JAX_PROCESS_ID": str(number),
-        "BERT_JAX_ARRIVE_WITHIN": str(shape.arrive_within),
-        "BERT_JAX_HANG_AFTER": str(shape.hang_after),
-        # XLA's threads: each process would take all cores for its own.
-        "NPROC": str(max(cores // shape.processes, 1)),
-        "PYTHONUNBUFFERED": "1",
-    }
+    """Prints a line; a reader who leaves does not end the pod."""
+    with _PRINTING:
+        try:
+            out.write(f"{line}\n")
+            out.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def _free_port() -> int:
@@ -235,21 +222,14 @@ def _free_port() -> int:
 # --- why it ended -------------------------------------------------------------------------------
 
 
-def _first_failed(failed: Sequence[_Member]) -> _Member | None:
-    """The one that failed first; one that lost another failed for its sake."""
-    by_itself = [m for m in failed if not _aborted(m) and m.code != errors.LOST]
-    return next(iter([*by_itself, *failed]), None)
-
-
 def _aborted(member: _Member) -> bool:
-    return member.code == -signal.SIGABRT and any(_ABORTED in line for line in member.tail)
+    return member.code == -signal.SIGABRT and any(_ABORTED in line for line in list(member.tail))
 
 
-def _explain(first: _Member, members: Sequence[_Member], shape: Shape) -> list[str]:
-    """Lines that say what happened, and to whom."""
-    who = f"process {first.number} of {shape.processes}"
+def _explain(first: _Member, members: Sequence[_Member], hang_after: float) -> list[str]:
+    """Returns lines that say what happened, and to which process."""
     alike = [m for m in members if m.code == first.code and not m.ended_by_us]
-    absent = [int(n) for line in first.tail for n in _absent(line)]
+    absent = [int(n) for line in list(first.tail) for n in _absent(line)]
     if absent:
         return [
             line
@@ -263,27 +243,28 @@ def _explain(first: _Member, members: Sequence[_Member], shape: Shape) -> list[s
     if any(_stood_at(member) for member in members):
         places = [f"process {m.number} stood at {_stood_at(m)}" for m in members if _stood_at(m)]
         silent = [f"process {m.number} did not say where" for m in members if not _stood_at(m)]
-        return [f"a hang: nothing was done for {shape.hang_after:g} seconds", *places, *silent]
+        return [f"a hang: nothing was done for {hang_after:g} seconds", *places, *silent]
     if _aborted(first) or first.code == errors.LOST:
         return [_lost(first, members)]
     if first.code == -signal.SIGTERM and len(alike) == len(members):
         return ["stopped before there was anything to save; run the same command again"]
+    if len(alike) == len(members):
+        return [f"all processes ended with exit code {_shell_code(first.code)}"]
     ended = (
         f"was killed by {signal.Signals(-first.code).name}"
         if first.code < 0
         else f"ended with exit code {first.code}"
     )
-    if len(alike) == len(members):
-        return [f"all processes ended with exit code {_shell_code(first.code)}"]
     role = ", the coordinator," if first.number == 0 else ""
-    return [f"{who}{role} {ended}, and the others were ended", *_last_lines(first)]
+    who = f"process {first.number} of {len(members)}{role}"
+    return [f"{who} {ended}, and the others were ended", *_last_lines(first)]
 
 
 def _lost(first: _Member, members: Sequence[_Member]) -> str:
-    """Whom jax has missed, as the processes it has aborted say."""
-    missed = {number for m in members if _aborted(m) for number in _silent(m.tail)}
-    if missed:
-        names = ", ".join(map(str, sorted(missed)))
+    """Names the processes that jax has missed, by what it printed when it aborted the others."""
+    missing = {number for m in members if _aborted(m) for number in _silent(list(m.tail))}
+    if missing:
+        names = ", ".join(map(str, sorted(missing)))
         return f"process {names} was lost: it no longer answered, and jax aborted the others"
     if _aborted(first) and first.number:
         return f"process {first.number} lost the coordinator, process 0, and jax aborted it"
@@ -291,19 +272,19 @@ def _lost(first: _Member, members: Sequence[_Member]) -> str:
 
 
 def _silent(lines: Iterable[str]) -> list[int]:
-    """Numbers of the processes that a fatal log of jax calls unhealthy: each on a line."""
-    found: list[int] = []
+    """Returns the processes that a fatal log of jax calls unhealthy: each stands on a line."""
+    numbers: list[int] = []
     listed = False
     for line in lines:
         if listed and line.strip().isdecimal():
-            found.append(int(line))
+            numbers.append(int(line))
         else:
             listed = line.endswith(_UNHEALTHY)
-    return found
+    return numbers
 
 
 def _stood_at(member: _Member) -> str:
-    """Where a process that ended itself as hung has stood; "" for another."""
+    """Returns where a process that ended itself as hung has stood; "" for another."""
     lines = list(member.tail)
     starts = [i for i, line in enumerate(lines) if _HUNG.match(line)]
     if not starts:
@@ -318,14 +299,14 @@ def _stood_at(member: _Member) -> str:
 
 
 def _absent(line: str) -> list[str]:
-    """Numbers of the processes that did not arrive, if that is what the line says."""
-    found = _ABSENT.search(line)
-    return re.findall(r"\d+", found["who"]) if found else []
+    """Returns the processes that did not arrive, if that is what the line says."""
+    match = _ABSENT.search(line)
+    return re.findall(r"\d+", match["who"]) if match else []
 
 
 def _last_lines(member: _Member) -> list[str]:
-    said = [line for line in member.tail if not _NOISE.match(line)]
-    return [f"[{member.number}] {line}" for line in said[-_LAST_LINES:]]
+    lines = [line for line in list(member.tail) if not _NOISE.match(line)]
+    return [f"[{member.number}] {line}" for line in lines[-_LAST_LINES:]]
 
 
 def _shell_code(code: int) -> int:

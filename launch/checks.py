@@ -10,7 +10,7 @@ from bert_jax.errors import InputError, printable
 from bert_jax.plan import report
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE
-from launch import tools
+from launch.commands import run, say
 from launch.spec import Spec
 
 # In the order in which they are done: the quick ones first.
@@ -22,7 +22,7 @@ _GIT_SECONDS = 60.0
 
 
 def forced(text: str) -> frozenset[str]:
-    """The checks that `--force` overrules.
+    """Returns the checks that `--force` overrules.
 
     Raises:
       InputError: there is no such check.
@@ -34,19 +34,13 @@ def forced(text: str) -> frozenset[str]:
     return frozenset(given)
 
 
-def check(
-    spec: Spec,
-    force: frozenset[str],
-    price_per_chip_hour: float | None,
-    say: Callable[[str], None],
-) -> None:
-    """Does all of them that are not overruled.
+def check(spec: Spec, force: frozenset[str], price_per_chip_hour: float | None) -> None:
+    """Does all of them that are not overruled; prints what is looked at, and the plan.
 
     Args:
       spec: what is to be launched, its workdir in a bucket.
       force: names of checks that are left out.
       price_per_chip_hour: in any currency; None: costs are left out.
-      say: is told what is looked at, and the plan.
 
     Raises:
       InputError: the first of them that speaks against it.
@@ -55,7 +49,7 @@ def check(
         "commit": commit_is_clean,
         "workdir": lambda: workdir_is_writable(spec),
         "doctor": lambda: corpus_is_healthy(spec),
-        "plan": lambda: slice_is_large_enough(spec, price_per_chip_hour, say),
+        "plan": lambda: slice_is_large_enough(spec, price_per_chip_hour),
     }
     for name in NAMES:
         if name in force:
@@ -69,26 +63,26 @@ def check(
 
 
 def head() -> str:
-    """The commit that is shipped, in hexadecimal.
+    """Returns the commit that is shipped, in hexadecimal.
 
     Raises:
       InputError: this is no git checkout.
     """
-    found = tools.run(["git", "-C", os.fspath(ROOT), "rev-parse", "HEAD"], _GIT_SECONDS)
-    if found.code:
+    done = run(["git", "-C", os.fspath(ROOT), "rev-parse", "HEAD"], _GIT_SECONDS)
+    if done.code:
         raise InputError(
-            f"{ROOT}: no git checkout ({found.complaint}); what is shipped is a commit of one"
+            f"{ROOT}: no git checkout ({done.complaint}); what is shipped is a commit of one"
         )
-    return found.out.strip()
+    return done.out.strip()
 
 
 def commit_is_clean() -> None:
     """Raises InputError if the checkout holds changes that would not be shipped."""
     head()
-    found = tools.run(["git", "-C", os.fspath(ROOT), "status", "--porcelain"], _GIT_SECONDS)
-    changed = found.out.splitlines()
-    if found.code:
-        raise InputError(f"{ROOT}: git cannot tell what changed ({found.complaint})")
+    done = run(["git", "-C", os.fspath(ROOT), "status", "--porcelain"], _GIT_SECONDS)
+    changed = done.out.splitlines()
+    if done.code:
+        raise InputError(f"{ROOT}: git cannot tell what changed ({done.complaint})")
     if changed:
         raise InputError(
             f"{ROOT}: {len(changed)} files differ from the commit that is shipped, such as "
@@ -98,44 +92,42 @@ def commit_is_clean() -> None:
 
 def workdir_is_writable(spec: Spec) -> None:
     """Raises InputError if the workdir cannot be written from here, or files lie out of reach."""
-    claim = spec.claim
-    if claim.init_from:  # a base is read from a disk, never from a bucket
+    experiment = spec.experiment
+    if experiment.init_from:  # a base is read from a disk, never from a bucket
         raise InputError(
-            f"init_from={claim.init_from}: rented machines do not see it; begin the run on this "
-            "machine, and launch it once it has saved a checkpoint"
+            f"init_from={experiment.init_from}: rented machines do not see it; begin the run on "
+            "this machine, and launch it once it has saved a checkpoint"
         )
-    if claim.run.probes:  # task files, and the examples that they name
+    if experiment.run.probes:  # task files, and the examples that they name
         raise InputError(
-            f"run.probes={','.join(claim.run.probes)}: rented machines do not see it; "
+            f"run.probes={','.join(experiment.run.probes)}: rented machines do not see it; "
             "--set run.probes= leaves it out"
         )
-    place = claim.run.corpus_dir
+    place = experiment.run.corpus_dir
     if place and not place.startswith("gs://"):
         raise InputError(f"run.corpus_dir={place}: rented machines do not see it; name a bucket")
-    workdir = mirror.opened(spec.workdir, spec.claim.run.corpus_dir, "write")
+    workdir = mirror.opened(spec.workdir, place, "write")
     mirror.require_writable(workdir.named)
 
 
 def corpus_is_healthy(spec: Spec) -> None:
     """Raises InputError if there is no prepared corpus, or `doctor` has found a problem in it."""
-    corpus = mirror.opened(spec.workdir, spec.claim.run.corpus_dir, "write").corpus
+    corpus = mirror.opened(spec.workdir, spec.experiment.run.corpus_dir, "write").corpus
     if not mirror.exists(corpus / COMPLETE):
         raise InputError(
             f"{corpus}: no prepared corpus, which machines that cost by the hour would make first; "
             f"run `bert-jax prepare` with --workdir {spec.workdir} on another machine"
         )
-    lengths = tuple(sorted({phase.sequence_length for phase in spec.claim.phases}))
+    lengths = tuple(sorted({phase.sequence_length for phase in spec.experiment.phases}))
     if doctor_lib.print_findings(corpus_lib.examine(corpus, lengths)):
         raise InputError(f"{corpus}: `doctor` finds problems, see above")
 
 
-def slice_is_large_enough(
-    spec: Spec, price_per_chip_hour: float | None, say: Callable[[str], None]
-) -> None:
-    """Raises InputError if not every phase compiles and fits; tells the plan."""
+def slice_is_large_enough(spec: Spec, price_per_chip_hour: float | None) -> None:
+    """Raises InputError if not every phase compiles and fits; prints the plan."""
     if spec.topology is None:
         return
-    plan = report.make_plan(spec.claim, [spec.topology], "plan", price_per_chip_hour)
+    plan = report.make_plan(spec.experiment, [spec.topology], "plan", price_per_chip_hour)
     for line in report.lines(plan):
         say(line)
     for phase in plan["slices"][0]["phases"]:

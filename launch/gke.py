@@ -1,125 +1,142 @@
-"""`python -m launch gke EXPERIMENT ...`: a run as a JobSet, a pod on each host of a TPU slice.
+"""`python -m launch gke EXPERIMENT ...`: a run on GKE, as the JobSet of `launch.jobset`.
 
 The cluster has, or makes, the machines. Kubernetes starts the pods, and starts all of them again
-when one was preempted or lost, but not when the run itself has failed (`launch.jobset`).
+when one was preempted or lost, but not when the run itself has failed (`spec.FINAL`).
 """
 
 import argparse
+import dataclasses
+import json
 import os
+import pathlib
 import shlex
 import time
-from collections.abc import Iterator, Sequence
-
-from etils import epath
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from bert_jax import errors
-from bert_jax.errors import InputError, Unavailable
+from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, write_atomic
-from launch import arguments, checks, console, dry_run, jobset, kubectl, shipping, tools
-from launch import xpk as xpk_lib
-from launch.gke_launched import Launched
-from launch.jobset import Pods
-from launch.kubectl import Kubectl
-from launch.spec import Spec
-from launch.target import Record, find, require_no_other
-from launch.verdict import FAILURES
+from launch import checks, jobset
+from launch.commands import Done, run, say, show
+from launch.spec import FINAL, Record, Spec, script_that_writes, staging
 
-# To finish the steps under way and to save; a spot machine gives half a minute, whatever is asked.
-_GRACE = 300
-MANIFEST = "manifest.yaml"
+_MANIFEST = "manifest.yaml"
+# For a command of kubectl's with an answer of its own, and one that waits for pods to save.
+_QUICK, _DELETE = 120.0, 1200.0
 
-
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code of the launch; see its --help."""
-    args = _parser().parse_args(argv)
-    try:
-        return _launch(args)
-    except (InputError, Unavailable) as error:
-        console.say(str(error))
-        return errors.of_error(error)[1]
-    except KeyboardInterrupt:
-        console.say("interrupted")
-        return errors.INTERRUPTED
+# A part of what kubectl prints (in lower case): what it means, and what to do.
+_MEANINGS = (
+    ("no matches for kind", "the cluster has no JobSet; install it, see docs/launch.md"),
+    ("doesn't have a resource type", "the cluster has no JobSet; install it, see docs/launch.md"),
+    ("exceeded quota", "the namespace's quota is used up; raise it, or name another --namespace"),
+    ("forbidden", "you may not do this; ask for the role Kubernetes Engine Developer"),
+    ("unauthorized", "sign in with `gcloud auth login`"),
+    ("current-context is not set", "name the --cluster, its --zone and --project"),
+    ("does not exist", "`gcloud container clusters get-credentials` the cluster"),
+    ("connection to the server", "is the cluster running, and can it be reached from here?"),
+    ("unable to connect", "is the cluster running, and can it be reached from here?"),
+    ("i/o timeout", "is the cluster running, and can it be reached from here?"),
+)
 
 
-def target(record: Record) -> Launched:
-    """The run that a record tells of."""
-    return Launched(record)
+def context(cluster: str, zone: str, project: str) -> str:
+    """Returns the name that `gcloud container clusters get-credentials` gives a cluster.
+
+    Args:
+      cluster: "": the one that kubectl is set to.
+      zone: of the cluster, or its region.
+      project: of the cluster.
+
+    Raises:
+      InputError: only some of them are named, or kubectl is set to none.
+    """
+    if cluster and zone and project:
+        return f"gke_{project}_{zone}_{cluster}"
+    if cluster or zone or project:
+        raise InputError("name --cluster, --zone and --project together, or none of them")
+    return _asked("kubectl", ["kubectl", "config", "current-context"]).out.strip()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch gke",
-        description="Run an experiment on a TPU slice of a GKE cluster, as a JobSet.",
-        epilog="exit code: 0 launched, see `python -m launch status`; 2 bad input, or the cluster "
-        "has refused",
-    )
-    arguments.add(parser)
-    parser.add_argument(
-        "--image", required=True, metavar="IMAGE:TAG", help="made by the Dockerfile, and pushed"
-    )
-    parser.add_argument("--cluster", default="", help="[what kubectl is set to]")
-    parser.add_argument("--zone", default="", help="of the cluster, or its region")
-    parser.add_argument("--project", default="", help="of the cluster")
-    parser.add_argument("--namespace", default="default", help="[default]")
-    parser.add_argument(
-        "--service-account",
-        default="",
-        metavar="NAME",
-        help="of Kubernetes, which may use the bucket [the namespace's default]",
-    )
-    tier = parser.add_mutually_exclusive_group()
-    tier.add_argument("--spot", action="store_true", help="cheaper, and may be taken back")
-    tier.add_argument("--reservation", default="", metavar="NAME", help="out of a reservation")
-    parser.add_argument(
-        "--grace",
-        type=int,
-        default=_GRACE,
-        metavar="S",
-        help=f"seconds a pod has to save when it is told to end [{_GRACE}]",
-    )
-    parser.add_argument(
-        "--privileged",
-        action="store_true",
-        help="run as root with all rights, where a node gives its TPUs to nobody else",
-    )
-    parser.add_argument(
-        "--xpk", action="store_true", help="print the xpk command that does the same, and end"
-    )
-    return parser
+def _asked(what: str, argv: list[str], seconds: float = _QUICK) -> Done:
+    """Returns what kubectl answers.
+
+    Raises:
+      InputError: it fails; in one line, with what to do where that is known.
+    """
+    done = run(argv, seconds)
+    if done.code:
+        lower = done.err.lower()
+        remedy = next((f"; {remedy}" for part, remedy in _MEANINGS if part in lower), "")
+        raise InputError(f"{what}: {done.complaint}{remedy}")
+    return done
 
 
-def _launch(args: argparse.Namespace) -> int:
-    force = checks.forced(args.force)
-    spec = arguments.specified(args)
-    pods = _pods(args)
-    if args.xpk:
-        console.tell(shlex.join(xpk_lib.command(spec, pods, args.cluster, args.zone, args.project)))
-        return errors.FINISHED
-    manifest = jobset.text(spec, pods)
-    if args.dry_run:
-        # What kubectl is set to is not asked: a dry run asks nobody.
-        named = args.cluster or args.zone or args.project
-        context = kubectl.context(args.cluster, args.zone, args.project) if named else ""
-        for line in _dry_run(spec, pods, context, manifest):
-            console.tell(line)
-        return errors.FINISHED
-    context = kubectl.context(args.cluster, args.zone, args.project)
-    record = _record(spec, context, args.namespace, args.price_per_chip_hour)
-    checks.check(spec, force, args.price_per_chip_hour, console.say)
-    _make_room(record)
-    _create(record, manifest)
-    console.say(
-        f"{spec.name} is launched: {spec.hosts} pods on {args.topology}; "
-        f"`python -m launch status {spec.workdir}` says how it stands, `logs` what it says"
-    )
-    return errors.FINISHED
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kubectl:
+    """The words of every kubectl command about one JobSet.
+
+    Attributes:
+      name: of the JobSet and its ConfigMap.
+      context: the cluster, as kubectl knows it; "": the one it is set to.
+      namespace: where they live.
+    """
+
+    name: str
+    context: str
+    namespace: str
+
+    def get(self, output: str) -> list[str]:
+        """Prints the JobSet; nothing if there is none."""
+        return self._words("get", "jobset", self.name, "--ignore-not-found", f"--output={output}")
+
+    def pods(self) -> list[str]:
+        """Prints its pods, where they run and why they wait."""
+        return self._words("get", "pods", f"--selector={jobset.OWNER}={self.name}", "--output=wide")
+
+    def apply(self, path: pathlib.Path) -> list[str]:
+        """Makes what the file says."""
+        return self._words("apply", f"--filename={path}")
+
+    def delete(self) -> list[str]:
+        """Ends all pods as their grace allows, and waits until they are gone."""
+        return self._words(
+            *("delete", "jobset,configmap", self.name, "--ignore-not-found"),
+            *("--cascade=foreground", f"--timeout={round(_DELETE)}s"),
+        )
+
+    def logs(self, host: int, follow: bool) -> list[str]:
+        """Prints the output of a pod."""
+        return self._words(
+            *("logs", f"--selector={jobset.OWNER}={self.name},{jobset.INDEX}={host}"),
+            *(f"--container={jobset.CONTAINER}", "--tail=-1"),
+            *(["--follow"] if follow else []),
+        )
+
+    def _words(self, *words: str) -> list[str]:
+        cluster = [f"--context={self.context}"] if self.context else []
+        return ["kubectl", *cluster, f"--namespace={self.namespace}", *words]
 
 
-def _pods(args: argparse.Namespace) -> Pods:
+# --- The commands -------------------------------------------------------------------------------
+
+
+def launch(args: argparse.Namespace, spec: Spec) -> int:
+    """Has the cluster take the JobSet; the same command again finds it and leaves it alone.
+
+    Args:
+      args: flags of `launch gke`.
+      spec: what is launched.
+
+    Returns:
+      FINISHED: Kubernetes does the rest.
+
+    Raises:
+      InputError: a check, or the cluster, speaks against it.
+    """
     if args.grace < 1:
         raise InputError(f"--grace {args.grace}: must be at least 1")
-    return Pods(
+    pods = jobset.Pods(
         image=jobset.checked_image(args.image),
         namespace=args.namespace,
         service_account=args.service_account,
@@ -127,104 +144,122 @@ def _pods(args: argparse.Namespace) -> Pods:
         grace=args.grace,
         privileged=args.privileged,
     )
-
-
-def _record(spec: Spec, context: str, namespace: str, price: float | None) -> Record:
+    manifest = jobset.text(spec, pods)
+    path = staging(spec.name) / _MANIFEST
+    # What kubectl is set to is not asked by a dry run: it asks nobody.
+    known = args.cluster or args.zone or args.project or not args.dry_run
+    cluster = context(args.cluster, args.zone, args.project) if known else ""
+    kubectl = Kubectl(name=spec.name, context=cluster, namespace=args.namespace)
+    if args.dry_run:
+        print("\n".join(_script(spec, pods, kubectl, path, manifest)))
+        return errors.FINISHED
+    checks.check(spec, checks.forced(args.force), args.price_per_chip_hour)
+    if _is_under_way(spec, kubectl):
+        say(f"{spec.name} is there already, and goes on")
+        return errors.FINISHED
     assert spec.topology is not None
-    return Record(
-        target="gke",
+    Record(
+        launcher="gke",
+        place={"context": cluster, "namespace": args.namespace},
         name=spec.name,
-        place={"context": context, "namespace": namespace},
         workdir=spec.workdir,
         topology=spec.topology.name,
         hosts=spec.hosts,
         config_sha256=spec.sha256,
-        commit="",  # the image's, which its label tells
         time=time.time(),
-        price_per_chip_hour=price,
-    )
-
-
-def _make_room(record: Record) -> None:
-    """Deletes a JobSet of this name that has ended.
-
-    Raises:
-      InputError: there is one that has not, or that was not launched for this workdir; or this
-        workdir's launch before has another name and is there.
-    """
-    require_no_other(record)
-    launched = Launched(record)
-    state = launched.state()
-    if state.word == "gone":
-        return
-    before = find(record.workdir)
-    if before is None or not before.rents_the_same(record):
-        raise InputError(
-            f"{record.name}: is there already ({state.detail}), and was not launched for "
-            f"{record.workdir}; name another with --name"
-        )
-    if state.word != "ended":
-        raise InputError(
-            f"{record.name}: is there already ({state.detail}); `python -m launch stop "
-            f"{record.workdir}` ends it"
-        )
-    console.say(f"{record.name} has ended before ({state.detail}); deleting it")
-    launched.delete(kubectl.QUICK)
-
-
-def _create(record: Record, manifest: str) -> None:
-    """Applies the manifest; takes back what was made of it if that fails.
-
-    Raises:
-      InputError: the cluster refuses it.
-    """
-    folder = epath.Path(shipping.staging(record.name))
-    path = folder / MANIFEST
+        price_per_chip_hour=args.price_per_chip_hour,
+    ).write()
     with named_errors(path):
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, manifest)
-    record.write()
-    record.write(os.fspath(folder))
-    try:
-        done = tools.run(_kubectl(record).apply(os.fspath(path)), kubectl.QUICK)
-        if done.code:
-            raise InputError(kubectl.meaning(f"{record.name}: not launched", done))
-    except BaseException as error:
-        try:
-            Launched(record).delete(kubectl.QUICK)
-        except InputError as another:
-            raise InputError(f"{error}; {another}") from error
-        raise
-
-
-def _kubectl(record: Record) -> Kubectl:
-    return Kubectl(
-        name=record.name, context=record.place["context"], namespace=record.place["namespace"]
+    _asked(f"{spec.name}: not launched", kubectl.apply(path))
+    say(
+        f"{spec.name} is launched: {spec.hosts} pods on {spec.topology.name}; `python -m launch "
+        f"status {spec.workdir}` shows them, `logs` their output"
     )
+    return errors.FINISHED
 
 
-def _dry_run(spec: Spec, pods: Pods, context: str, manifest: str) -> Iterator[str]:
-    """The script of a launch that meets no trouble, with remarks on what is done about trouble."""
+def _is_under_way(spec: Spec, kubectl: Kubectl) -> bool:
+    """Returns whether this run's JobSet is there; one that has ended is deleted.
+
+    Raises:
+      InputError: there is another of this name.
+    """
+    out = _asked(spec.name, kubectl.get("json")).out
+    try:
+        there: Mapping[str, Any] = json.loads(out or "{}")
+    except ValueError as error:
+        raise InputError(f"{spec.name}: kubectl does not answer with JSON") from error
+    if not there:
+        return False
+    if ended := there.get("status", {}).get("terminalState"):
+        say(f"{spec.name} has ended before (JobSet {ended}); deleting it")
+        _asked(spec.name, kubectl.delete(), _DELETE + _QUICK)
+        return False
+    if there["metadata"].get("annotations", {}).get(jobset.SHA256) != spec.sha256:
+        raise InputError(
+            f"{spec.name}: is there already, with another experiment; `python -m launch stop` ends "
+            "it, or name another with --name"
+        )
+    return True
+
+
+def status(record: Record) -> int:
+    """Shows the JobSet and its pods; returns kubectl's exit code."""
+    kubectl = _of(record)
+    return show(kubectl.get("wide")) or show(kubectl.pods())
+
+
+def logs(record: Record, host: int, follow: bool) -> int:
+    """Shows the output of a host; that of before a restart is in Cloud Logging alone."""
+    return show(_of(record).logs(host, follow))
+
+
+def stop(record: Record) -> int:
+    """Has the pods save and end, and deletes all that was made.
+
+    Raises:
+      InputError: they may still be there.
+    """
+    say(f"deleting {record.name}; its pods save first")
+    argv = _of(record).delete()
+    try:
+        _asked("kubectl", argv, _DELETE + _QUICK)
+    except (InputError, KeyboardInterrupt) as error:
+        raise InputError(
+            f"{record.name}: may still be there and cost money ({error or 'interrupted'}); delete "
+            f"it with: {shlex.join(argv)}"
+        ) from error
+    record.remove()
+    say(f"{record.name} is deleted; `bert-jax checkpoints {record.workdir}` lists what is saved")
+    return errors.FINISHED
+
+
+def _of(record: Record) -> Kubectl:
+    return Kubectl(name=record.name, **record.place)
+
+
+def _script(
+    spec: Spec, pods: jobset.Pods, kubectl: Kubectl, path: pathlib.Path, manifest: str
+) -> Iterator[str]:
     assert spec.topology is not None
-    words = Kubectl(name=spec.name, context=context, namespace=pods.namespace)
-    folder = shipping.staging(spec.name)
-    path = folder / MANIFEST
     yield "#!/usr/bin/env bash"
     yield f"# {spec.name}: {spec.topology.name}, {spec.topology.chips} chips on {spec.hosts} hosts;"
     yield f"# image {pods.image}, config sha256 {spec.sha256}."
     yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
     yield "set -eu"
     yield ""
-    yield "# One of this name that has not ended is left alone, and nothing is launched; one that"
-    yield "# has ended is deleted first."
-    yield shlex.join(words.get())
+    yield "# One of this name that has not ended is left alone; one that has is deleted first."
+    yield shlex.join(kubectl.get("json"))
     yield ""
-    yield shlex.join(["mkdir", "-p", os.fspath(folder)])
-    yield from dry_run.written(path, manifest)
-    yield shlex.join(words.apply(os.fspath(path)))
+    yield shlex.join(["mkdir", "-p", os.fspath(path.parent)])
+    yield from script_that_writes(path, manifest)
+    yield shlex.join(kubectl.apply(path))
     yield ""
-    failures = ", ".join(map(str, FAILURES))
-    yield f"# A pod that ends with exit code {failures} is the end. Any other end but 0 (75 is a"
+    final = ", ".join(map(str, FINAL))
+    yield f"# A pod that ends with exit code {final} is the end. Any other end but 0 (75 is a"
     yield f"# preemption) starts all pods again, {spec.retries} times at most."
-    yield "# If the cluster refuses it, and by `python -m launch stop`, after the pods have saved:"
-    yield f"#   {shlex.join(words.delete(kubectl.QUICK))}"
+    yield "# `python -m launch status`, `logs` and `stop` of the workdir do:"
+    for words in (kubectl.pods(), kubectl.logs(0, True), kubectl.delete()):
+        yield f"#   {shlex.join(words)}"

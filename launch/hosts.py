@@ -5,27 +5,37 @@ They lie in one folder of the user's home, where the run's output and its exit c
     install.sh    makes venv/ of the wheel, once
     start.sh      starts run.sh in a session that outlives the connection
     run.sh        the run; its output goes to run.log, its exit code to run.exit
-    state.sh      says in one line how it stands
-    follow.sh     shows run.log from a byte on, until the run has ended or a while has passed
+    state.sh      prints in one line how it stands
     stop.sh       asks the run to save and end
 
-Whether it runs is told by a lock that the system frees at its death: the number of a process may
+Whether it runs is known by a lock that the system frees at its death: the number of a process may
 belong to another after a restart of the machine. Those who look at it share it, so that none takes
 another for the run.
 """
 
-import dataclasses
+import os
+import pathlib
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping
 
-from launch.spec import EXPERIMENT, Spec
+import bert_jax
+from bert_jax.errors import InputError
+from bert_jax.storage.workdir import named_errors, write_atomic
+from launch import checks
+from launch.commands import run, say
+from launch.spec import EXPERIMENT, Spec, staging
 
 CONSTRAINTS = "constraints.txt"
+# In the staging folder, while the wheel is built.
+_ARCHIVE, _SOURCE = "commit.tar", "source"
+_BUILD_SECONDS = 900.0
 
-# Begins the line of state.sh: ssh and gcloud have words of their own.
+# Begins the line of state.sh: ssh and gcloud print lines of their own.
 _MARK = "bert-jax-host"
-_STATE = re.compile(rf"{_MARK} (\S+) (absent|running|ended ([0-9]+)|lost)\s*$", re.MULTILINE)
+_STATE = re.compile(rf"{_MARK} (\S+) (absent|running|ended [0-9]+|lost)\s*$", re.MULTILINE)
 
 # Where jax's coordinator listens: on the address inside the network alone, which all hosts use.
 _PORT = 8482
@@ -98,7 +108,7 @@ exit
 
 _STATE_SCRIPT = """\
 #!/usr/bin/env bash
-# Says how the run stands: absent, running, ended CODE, or lost (killed with this script's like).
+# Prints how the run stands: absent, running, ended CODE, or lost (killed with this script's like).
 cd "$(dirname "$0")"
 if ! [ -f run.log ]; then state=absent
 elif ! flock --shared --nonblock run.lock true; then state=running
@@ -108,39 +118,16 @@ fi
 echo "{mark} $(hostname) $state"
 """
 
-_FOLLOW = """\
-#!/usr/bin/env bash
-# follow.sh BYTE SECONDS: shows run.log from a byte on, until the run has ended or time is up.
-cd "$(dirname "$0")"
-timeout "$2" tail --bytes="+$1" --follow=name --pid="$(cat run.pid)" run.log
-exit 0
-"""
-
 _STOP = """\
 #!/usr/bin/env bash
-# stop.sh SIGNAL: asks the run to end; TERM has it save before.
+# Asks the run to save and end.
 cd "$(dirname "$0")"
-if ! flock --shared --nonblock run.lock true; then kill -s "$1" "$(cat run.pid)"; fi
+if ! flock --shared --nonblock run.lock true; then kill -s TERM "$(cat run.pid)"; fi
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class HostState:
-    """How a run stands on one host.
-
-    Attributes:
-      running: it has not ended.
-      code: its exit code; None if it runs, never started or was killed with all around it.
-      absent: it was never started there.
-    """
-
-    running: bool
-    code: int | None
-    absent: bool = False
 
 
 def files(spec: Spec, wheel: str) -> dict[str, str]:
-    """Names and texts of the files, but for the wheel and the constraints.
+    """Returns the names and texts of the files, except the wheel and the constraints.
 
     Args:
       spec: what is run.
@@ -160,24 +147,81 @@ def files(spec: Spec, wheel: str) -> dict[str, str]:
             command=shlex.join(spec.command()),
         ),
         "state.sh": _STATE_SCRIPT.format(mark=_MARK),
-        "follow.sh": _FOLLOW,
         "stop.sh": _STOP,
     }
 
 
 def folder(name: str) -> str:
-    """Where the files of a launch lie on a host, below the user's home."""
+    """Returns where the files of a launch lie on a host, below the user's home."""
     return f"bert-jax/{name}"
 
 
-def parse_states(output: str) -> dict[str, HostState]:
-    """What state.sh said on several hosts, by the hosts' names."""
-    return {
-        host: HostState(state == "running", int(code) if code else None, state == "absent")
-        for host, state, code in _STATE.findall(output)
-    }
+def parse_states(output: str) -> dict[str, str]:
+    """Returns what state.sh printed on several hosts, by the hosts' names.
+
+    A state is "running"; "ended CODE"; "absent": the run was never started there; or "lost": it was
+    killed with all around it.
+    """
+    return dict(_STATE.findall(output))
+
+
+def exit_codes(states: Mapping[str, str], count: int) -> list[int | None]:
+    """Returns the exit codes of `count` hosts; None of one that has none, or does not answer."""
+    words = [state.split() for state in states.values()]
+    codes = [int(code[0]) if code else None for _, *code in words]
+    return [*codes, *[None] * (count - len(codes))]
 
 
 def _exports(environment: Mapping[str, str]) -> str:
     given = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
     return f"export {' '.join(given)}" if given else "# no variables of its own"
+
+
+# --- The wheel ----------------------------------------------------------------------------------
+
+
+def wheel() -> str:
+    """Returns the name of the wheel of the checkout that this is."""
+    return f"bert_jax-{bert_jax.__version__}-py3-none-any.whl"
+
+
+def build_commands(commit: str, folder: pathlib.Path) -> list[list[str]]:
+    """Returns the commands that fill a folder with the wheel of a commit, and its constraints.
+
+    What is shipped is the commit, whatever else lies here.
+    """
+    archive, source = os.fspath(folder / _ARCHIVE), os.fspath(folder / _SOURCE)
+    return [
+        [
+            *("git", "-C", os.fspath(checks.ROOT), "archive", "--format=tar"),
+            *(f"--output={archive}", commit),
+        ],
+        ["mkdir", source],
+        ["tar", "-x", "-f", archive, "-C", source],
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"),
+            *("--no-deps", "--wheel-dir", os.fspath(folder), source),
+        ],
+        ["cp", os.path.join(source, CONSTRAINTS), os.fspath(folder)],
+        ["rm", "-r", source, archive],
+    ]
+
+
+def put_together(spec: Spec, commit: str) -> list[str]:
+    """Fills the staging folder; returns the paths of the files to copy to each host.
+
+    Raises:
+      InputError: the wheel cannot be built.
+    """
+    folder = staging(spec.name)
+    with named_errors(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    say(f"building the wheel of commit {commit[:12]}")
+    for argv in build_commands(commit, folder):
+        done = run(argv, _BUILD_SECONDS)
+        if done.code:
+            raise InputError(f"the wheel of commit {commit}: cannot be built ({done.complaint})")
+    for name, text in files(spec, wheel()).items():
+        write_atomic(folder / name, text)
+    return sorted(map(os.fspath, folder.iterdir()))

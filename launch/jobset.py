@@ -13,16 +13,15 @@ from typing import Any
 import yaml
 
 from bert_jax.errors import InputError
-from launch import names as names_lib
-from launch.spec import EXPERIMENT, Spec
-from launch.verdict import FAILURES
+from launch.spec import EXPERIMENT, FINAL, Spec, gke_names, slice_names
 
 CONTAINER = "run"
 # Of the one group of pods; the pod of host 3 of NAME is NAME-hosts-0-3-XXXXX.
 GROUP = "hosts"
-# The pods of a JobSet, and the number of each.
+# Labels of the pods: their JobSet, and the number of each.
 OWNER = "jobset.sigs.k8s.io/jobset-name"
 INDEX = "batch.kubernetes.io/job-completion-index"
+SHA256 = "bert-jax/config-sha256"  # an annotation of the JobSet
 
 # Where the experiment's file is mounted, and where copies of corpora and compiled steps go.
 CONFIG_FOLDER, CACHE_FOLDER = "/etc/bert_jax", "/cache"
@@ -37,7 +36,7 @@ _LARGEST_CONFIG = 1_000_000  # bytes that a ConfigMap holds, nearly
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pods:
-    """What a cluster is told about the pods beside the run itself.
+    """What a cluster is told about the pods, besides the run itself.
 
     Attributes:
       image: that they run, with a tag or digest.
@@ -57,14 +56,14 @@ class Pods:
 
 
 def capacity(spot: bool, reservation: str) -> dict[str, str]:
-    """Node labels of spot machines, of a reservation, or none."""
+    """Returns the node labels of spot machines, of a reservation, or none."""
     if spot:
         return {"cloud.google.com/gke-spot": "true"}
     return {"cloud.google.com/reservation-name": reservation} if reservation else {}
 
 
 def checked_image(image: str) -> str:
-    """The image.
+    """Returns the image.
 
     Raises:
       InputError: its name does not say which: a host that comes later might get another one.
@@ -76,25 +75,25 @@ def checked_image(image: str) -> str:
 
 
 def text(spec: Spec, pods: Pods) -> str:
-    """The manifest, as YAML."""
+    """Returns the manifest, as YAML."""
     return yaml.dump_all(
         objects(spec, pods), Dumper=_Dumper, sort_keys=False, width=100, explicit_start=True
     )
 
 
 def objects(spec: Spec, pods: Pods) -> list[dict[str, Any]]:
-    """A ConfigMap with the experiment, and the JobSet.
+    """Returns a ConfigMap with the experiment, and the JobSet.
 
     Raises:
       InputError: GKE has no such slice, or the experiment is too large.
     """
     if len(spec.config.encode()) > _LARGEST_CONFIG:
-        raise InputError(f"{spec.claim.name}: as JSON it is larger than a ConfigMap may be")
+        raise InputError(f"{spec.experiment.name}: as JSON it is larger than a ConfigMap may be")
     metadata = {
         "name": spec.name,
         "namespace": pods.namespace,
         "labels": {"app.kubernetes.io/name": "bert-jax"},
-        "annotations": {"bert-jax/config-sha256": spec.sha256},
+        "annotations": {SHA256: spec.sha256},
     }
     config = {
         "apiVersion": "v1",
@@ -107,7 +106,7 @@ def objects(spec: Spec, pods: Pods) -> list[dict[str, Any]]:
 
 
 def coordinator(spec: Spec) -> str:
-    """host:port of process 0, as all pods of the JobSet can resolve it."""
+    """Returns host:port of process 0, as all pods of the JobSet can resolve it."""
     return f"{spec.name}-{GROUP}-0-0.{spec.name}:{COORDINATOR_PORT}"
 
 
@@ -157,7 +156,7 @@ def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
                     "onExitCodes": {
                         "containerName": CONTAINER,
                         "operator": "In",
-                        "values": list(FAILURES),
+                        "values": list(FINAL),
                     },
                 }
             ]
@@ -171,7 +170,7 @@ def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
     assert spec.topology is not None
-    gke = names_lib.gke_names(spec.topology)
+    gke = gke_names(spec.topology)
     account = {"serviceAccountName": pods.service_account} if pods.service_account else {}
     return {
         "restartPolicy": "Never",
@@ -181,8 +180,8 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
         **account,
         "automountServiceAccountToken": False,  # it asks nothing of the cluster
         "nodeSelector": {
-            "cloud.google.com/gke-tpu-accelerator": gke.accelerator,
-            "cloud.google.com/gke-tpu-topology": gke.topology,
+            "cloud.google.com/gke-tpu-accelerator": gke.gke_accelerator,
+            "cloud.google.com/gke-tpu-topology": gke.gke_topology,
             **pods.capacity,
         },
         "securityContext": (
@@ -198,7 +197,7 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
     assert spec.topology is not None
-    chips = {"google.com/tpu": names_lib.names(spec.topology).chips_per_host}
+    chips = {"google.com/tpu": slice_names(spec.topology).chips_per_host}
     command, *args = spec.command(posixpath.join(CONFIG_FOLDER, EXPERIMENT))
     return {
         "name": CONTAINER,
@@ -221,30 +220,30 @@ def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 
 def _environment(spec: Spec) -> list[dict[str, Any]]:
-    """What a process needs to know: GKE alone would tell it to jax, but not who is missing."""
+    """Returns the variables of a pod: from GKE's alone jax would not know which host is missing."""
     given = {
         "BERT_JAX_ARRIVE_WITHIN": _ARRIVE_SECONDS,
         "BERT_JAX_CACHE_DIR": CACHE_FOLDER,
         "JAX_NUM_PROCESSES": str(spec.hosts),
     }
     given |= spec.environment
-    found: list[dict[str, Any]] = [
+    variables: list[dict[str, Any]] = [
         {"name": name, "value": _verbatim(value)} for name, value in sorted(given.items())
     ]
     if spec.hosts > 1:
         index = f"metadata.annotations['{INDEX}']"
-        found += [
+        variables += [
             {"name": "JAX_COORDINATOR_ADDRESS", "value": coordinator(spec)},
             {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             # On the address inside the cluster alone.
             {"name": "JAX_COORDINATOR_BIND_ADDRESS", "value": f"$(POD_IP):{COORDINATOR_PORT}"},
         ]
-    return found
+    return variables
 
 
 def _verbatim(value: str) -> str:
-    """So that Kubernetes takes no $(NAME) in it for a variable."""
+    """Returns the value so that Kubernetes takes no $(NAME) in it for a variable."""
     return value.replace("$", "$$")
 
 
@@ -252,7 +251,7 @@ class _Dumper(yaml.SafeDumper):
     """Writes texts of several lines as such, and everything in full."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Objects that stand twice are written twice."""
+        """Has objects that stand twice written twice."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""What is started, whatever starts it: processes on this machine, TPU VMs or a cluster.
+"""What is launched, wherever; what its slice is called where it is rented; what its end means.
 
 A launcher renders a `Spec`: its command, once a host, in a folder that holds its experiment as
 EXPERIMENT, with its environment. How the processes find each other is the place's own matter.
@@ -6,14 +6,21 @@ EXPERIMENT, with its environment. How the processes find each other is the place
 
 import dataclasses
 import hashlib
+import json
+import pathlib
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
-from bert_jax import config
+from etils import epath
+
+from bert_jax import config, errors
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError
 from bert_jax.plan.topology import Topology
-from launch import names as names_lib
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import cache_folder, parse_json, sealed
 
 # The resolved experiment's file, where the command runs.
 EXPERIMENT = "experiment.json"
@@ -30,7 +37,7 @@ class Spec:
 
     Attributes:
       name: of what is rented for it: lower case, digits and hyphens.
-      claim: the resolved experiment.
+      experiment: resolved.
       config: the same as JSON, the text of the file EXPERIMENT.
       sha256: of that text, in hexadecimal.
       workdir: where the run keeps its files, as all hosts see it.
@@ -42,7 +49,7 @@ class Spec:
     """
 
     name: str
-    claim: Experiment
+    experiment: Experiment
     config: str
     sha256: str
     workdir: str
@@ -53,7 +60,7 @@ class Spec:
     retries: int
 
     def command(self, experiment: str = EXPERIMENT) -> tuple[str, ...]:
-        """The command of each host.
+        """Returns the command of each host.
 
         Args:
           experiment: the path of the resolved experiment there.
@@ -74,7 +81,7 @@ def specify(
     environment: Mapping[str, str] | None = None,
     retries: int = 0,
 ) -> Spec:
-    """A spec from what a user names.
+    """Returns the spec of what a user names.
 
     Args:
       experiment: a file, .py or .json.
@@ -90,15 +97,20 @@ def specify(
     Raises:
       InputError: no such experiment, or a setting or name that cannot be used.
     """
-    claim = config.override(config.load(experiment), settings)
-    resolved = config.to_json(claim)
-    sha256 = hashlib.sha256(resolved.encode()).hexdigest()
+    resolved = config.override(config.load(experiment), settings)
+    text = config.to_json(resolved)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    if name is not None and (len(name) > _LONGEST or not _NAME.fullmatch(name)):
+        raise InputError(
+            f"--name {name}: use at most {_LONGEST} of lower case letters, digits and hyphens, "
+            "beginning with a letter and not ending with a hyphen"
+        )
     if hosts is None:
-        hosts = 1 if topology is None else names_lib.names(topology).hosts
+        hosts = 1 if topology is None else slice_names(topology).hosts
     return Spec(
-        name=_derived(claim.name, sha256) if name is None else checked_name(name),
-        claim=claim,
-        config=resolved,
+        name=_derived_name(resolved.name, sha256) if name is None else name,
+        experiment=resolved,
+        config=text,
         sha256=sha256,
         workdir=workdir,
         topology=topology,
@@ -109,21 +121,268 @@ def specify(
     )
 
 
-def checked_name(name: str) -> str:
-    """The name.
-
-    Raises:
-      InputError: Cloud TPU or Kubernetes would not take it.
-    """
-    if len(name) > _LONGEST or not _NAME.fullmatch(name):
-        raise InputError(
-            f"--name {name}: use at most {_LONGEST} of lower case letters, digits and hyphens, "
-            "beginning with a letter and not ending with a hyphen"
-        )
-    return name
-
-
-def _derived(name: str, sha256: str) -> str:
+def _derived_name(name: str, sha256: str) -> str:
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"run-{plain}"
     return f"{plain[: _LONGEST - _HASH - 1].strip('-')}-{sha256[:_HASH]}"
+
+
+def staging(name: str) -> pathlib.Path:
+    """Returns the folder of this machine's cache where the files of a launch are put together."""
+    return pathlib.Path(cache_folder()) / "launch" / name
+
+
+def script_that_writes(path: pathlib.Path, text: str) -> Iterator[str]:
+    """Returns lines of bash that write a text, which ends with a newline, to a file."""
+    end = "END"
+    while end in text.splitlines():  # a text of somebody else's may hold that line
+        end += "_"
+    yield f"cat > {shlex.quote(str(path))} <<'{end}'"
+    yield text.removesuffix("\n")
+    yield end
+
+
+# --- Exit codes ---------------------------------------------------------------------------------
+
+# Exit codes that are the run's end; 0 is, too. Every other (74, 75, 134, a signal's) is the end of
+# a machine, its network or its neighbour, and the run is started again.
+FINAL = (errors.FAILED, errors.BAD_INPUT, errors.INTERRUPTED)
+
+
+def is_final(code: int) -> bool:
+    """Returns whether a run that ended so is not started again."""
+    return code == errors.FINISHED or code in FINAL
+
+
+def verdict(codes: Sequence[int | None]) -> int:
+    """Returns one exit code of a run from those of its hosts; None: of one that was lost.
+
+    A failure is the cause of what it did to the others. UNAVAILABLE: a host says that its machine
+    or network failed; LOST: one that neither finished nor stopped nor failed was killed, or lost
+    the others.
+    """
+    for failure in FINAL:
+        if failure in codes:
+            return failure
+    if all(code == errors.FINISHED for code in codes):
+        return errors.FINISHED
+    if set(codes) <= {errors.FINISHED, errors.STOPPED}:
+        return errors.STOPPED
+    return errors.UNAVAILABLE if errors.UNAVAILABLE in codes else errors.LOST
+
+
+def ending(code: int) -> str:
+    """Returns what became of a run that ended so, in words."""
+    return {
+        errors.FINISHED: "finished",
+        errors.STOPPED: "stopped, with its state saved",
+        errors.UNAVAILABLE: "ended, since a machine or the network failed",
+        errors.LOST: "lost a host",
+    }.get(code, f"failed with exit code {code}" if code in FINAL else f"was killed ({code})")
+
+
+# --- The record of a launch ---------------------------------------------------------------------
+
+RECORD = "launch.json"
+_FORMAT_VERSION = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What may be rented for a workdir: W/launch.json, from before it is until after.
+
+    Attributes:
+      launcher: the command that launched it.
+      place: what that command needs besides the name to find it: project, zone, namespace.
+      name: of what was rented.
+      workdir: of the run.
+      topology: the slice, v5e:8x8.
+      hosts: processes.
+      config_sha256: of the resolved experiment.
+      time: of the launch, seconds since 1970.
+      price_per_chip_hour: None: nothing was given.
+    """
+
+    launcher: Literal["tpu_vm", "gke"]
+    place: dict[str, str]
+    name: str
+    workdir: str
+    topology: str
+    hosts: int
+    config_sha256: str
+    time: float
+    price_per_chip_hour: float | None
+
+    def write(self) -> None:
+        """Writes it into the workdir.
+
+        Raises:
+          InputError: another launch's is there: what that one rented would be forgotten.
+        """
+        before = find_record(self.workdir)
+        mine = (self.launcher, self.place, self.name)
+        if before is not None and (before.launcher, before.place, before.name) != mine:
+            raise InputError(
+                f"{before.name}: was launched for this workdir, and may still be there; `python -m "
+                f"launch stop {self.workdir}` first"
+            )
+        text = json.dumps(
+            sealed({"format_version": _FORMAT_VERSION, **dataclasses.asdict(self)}), indent=2
+        )
+        mirror.write(epath.Path(self.workdir) / RECORD, text + "\n")
+
+    def remove(self) -> None:
+        """Removes it: nothing is rented any more."""
+        mirror.remove([epath.Path(self.workdir) / RECORD])
+
+
+def find_record(workdir: str) -> Record | None:
+    """Returns the record of a workdir; None if nothing is rented for it.
+
+    Raises:
+      InputError: the record is damaged, or cannot be read.
+    """
+    path = epath.Path(workdir) / RECORD
+    if not mirror.exists(path):
+        return None
+    remedy = "see that nothing is rented any more, remove it, and launch the run again"
+    values = parse_json(mirror.read(path), path, _FORMAT_VERSION, remedy, remedy)
+    with errors.reading(path, remedy):
+        return Record(**{field.name: values[field.name] for field in dataclasses.fields(Record)})
+
+
+# --- What a slice is called ---------------------------------------------------------------------
+#
+# One spelling, v5e:8x8, is used everywhere else (`bert_jax.plan.topology`). Cloud TPU calls the
+# same slice by a generation and a number, which counts cores up to v5p (two a chip; v4 and v5p join
+# them to one device, but count on) and chips on v5e and v6e. GKE names the generation and the shape
+# in two labels of a node.
+#
+# Sources: Cloud TPU's pages of each generation (cloud.google.com/tpu/docs/v2 to v6e: shapes, types,
+# hosts and VMs), "TPU software versions" (tpu/docs/runtimes), "Plan TPUs in GKE"
+# (kubernetes-engine/docs/concepts/plan-tpus: labels and machine types; it offers no v2).
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Generation:
+    """How one generation is named.
+
+    Attributes:
+      prefix: of its accelerator types.
+      counts: what their number counts on a chip: its cores, or it alone.
+      runtime: the image of its machines that is meant for JAX.
+      whole_hosts: sizes in chips of slices that are one machine with as many chips. All others
+        have machines of 4.
+      gke: label of its nodes; "" where GKE does not offer it.
+      gke_single: the same of slices of one machine, where it is another.
+      machine: type of its nodes in GKE, for {} chips a machine.
+      machine_single: the same of slices of one machine, where it is another.
+    """
+
+    prefix: str
+    counts: int
+    runtime: str = "tpu-ubuntu2204-base"
+    whole_hosts: tuple[int, ...] = (4,)
+    gke: str = ""
+    gke_single: str = ""
+    machine: str = ""
+    machine_single: str = ""
+
+
+_CHIPS_A_HOST = 4
+
+_GENERATIONS = {
+    "v2": _Generation(prefix="v2", counts=2),
+    "v3": _Generation(
+        prefix="v3",
+        counts=2,
+        gke="tpu-v3-slice",
+        gke_single="tpu-v3-device",
+        machine="ct3p-hightpu-{}t",
+        machine_single="ct3-hightpu-{}t",
+    ),
+    "v4": _Generation(prefix="v4", counts=2, gke="tpu-v4-podslice", machine="ct4p-hightpu-{}t"),
+    "v5e": _Generation(
+        prefix="v5litepod",
+        counts=1,
+        runtime="v2-alpha-tpuv5-lite",
+        whole_hosts=(1, 4, 8),
+        gke="tpu-v5-lite-podslice",
+        machine="ct5lp-hightpu-{}t",
+    ),
+    "v5p": _Generation(
+        prefix="v5p",
+        counts=2,
+        runtime="v2-alpha-tpuv5",
+        gke="tpu-v5p-slice",
+        machine="ct5p-hightpu-{}t",
+    ),
+    "v6e": _Generation(
+        prefix="v6e",
+        counts=1,
+        runtime="v2-alpha-tpuv6e",
+        whole_hosts=(1, 4, 8),
+        gke="tpu-v6e-slice",
+        machine="ct6e-standard-{}t",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SliceNames:
+    """One slice as it is rented.
+
+    Attributes:
+      accelerator_type: of Cloud TPU, v5litepod-64.
+      runtime_version: of Cloud TPU, the image of its machines.
+      hosts: machines; each runs one process.
+      chips_per_host: of each machine.
+      gke_accelerator: label cloud.google.com/gke-tpu-accelerator of GKE's nodes; "" where GKE does
+        not offer the generation.
+      gke_topology: label cloud.google.com/gke-tpu-topology, 8x8.
+      gke_machine_type: of GKE's nodes.
+    """
+
+    accelerator_type: str
+    runtime_version: str
+    hosts: int
+    chips_per_host: int
+    gke_accelerator: str
+    gke_topology: str
+    gke_machine_type: str
+
+
+def slice_names(topology: Topology) -> SliceNames:
+    """Returns what Cloud TPU and GKE call a slice, and what it is made of."""
+    word, _, shape = topology.name.partition(":")
+    generation = _GENERATIONS[word]
+    single = topology.chips in generation.whole_hosts
+    chips_per_host = topology.chips if single else _CHIPS_A_HOST
+    label, machine = generation.gke, generation.machine
+    if single:
+        label, machine = generation.gke_single or label, generation.machine_single or machine
+    return SliceNames(
+        accelerator_type=f"{generation.prefix}-{topology.chips * generation.counts}",
+        runtime_version=generation.runtime,
+        hosts=topology.chips // chips_per_host,
+        chips_per_host=chips_per_host,
+        gke_accelerator=label,
+        gke_topology=shape,
+        gke_machine_type=machine.format(chips_per_host),
+    )
+
+
+def gke_names(topology: Topology) -> SliceNames:
+    """Returns the same.
+
+    Raises:
+      InputError: GKE does not offer the slice's generation.
+    """
+    names = slice_names(topology)
+    if not names.gke_accelerator:
+        offered = ", ".join(word for word, known in _GENERATIONS.items() if known.gke)
+        raise InputError(
+            f"--topology {topology.name}: GKE has no {topology.name.partition(':')[0]}; choose one "
+            f"of {offered}, or `launch tpu_vm`"
+        )
+    return names

@@ -287,7 +287,14 @@ def main(argv: Sequence[str]) -> int:
     plan = Plan.from_json(argv[0])
     if plan.processes > 1 and "JAX_PROCESS_ID" not in os.environ:
         command = [sys.executable, "-m", "bert_jax.verify.child", *argv]
-        return pod.run(command, pod.Shape(plan.processes, 1, _ARRIVE, _HANG)).code
+        ended = pod.run(
+            command,
+            processes=plan.processes,
+            devices=1,
+            arrive_within=_ARRIVE,
+            hang_after=_HANG,
+        )
+        return ended.code
     child = _Child(plan)
     child.patch()
     # By its name: the command line imports this package, which is one of its commands.

@@ -111,7 +111,7 @@ def start(
     words += ["--hang-after", 900, "--", sys.executable, HERE / "rehearse.py"]
     words += ["gke", at, number, *deed.split()]
     process = subprocess.Popen(
-        [sys.executable, "-m", "launch", "local_pod", *map(str, words)],
+        [sys.executable, "-m", "launch", "local", *map(str, words)],
         cwd=ROOT,
         env=environment(of.doors[0]),
     )
@@ -191,7 +191,7 @@ def differences(of: Rehearsal, name: str, other: str) -> list[str]:
         found.append(f"rows: {len(rows[0] ^ rows[1])} of {len(rows[1])}")
     code = (
         "import sys; from etils import epath; import jax\n"
-        "from bert_jax import resolve\n"
+        "from bert_jax import config\n"
         "from bert_jax.training import mesh\n"
         "from bert_jax.training.checkpoint import Checkpoints\n"
         "e = config.load(sys.argv[1])\n"

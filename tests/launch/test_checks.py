@@ -4,7 +4,7 @@ import importlib.util
 import os
 import pathlib
 import subprocess
-import sys
+from unittest import mock
 
 import pytest
 from etils import epath
@@ -15,7 +15,7 @@ from bert_jax.errors import InputError
 from bert_jax.plan import topology
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import mark_complete
-from launch import checks, shipping, spec
+from launch import checks, hosts, spec
 
 ALL = frozenset(checks.NAMES)
 
@@ -42,9 +42,10 @@ def specified(workdir, *settings: str) -> spec.Spec:
 
 
 def check(workdir, *names: str) -> list[str]:
-    """Does the named checks alone; returns what was said."""
+    """Does the named checks alone; returns what was printed."""
     said = []
-    checks.check(specified(workdir), ALL - set(names), 1.5, said.append)
+    with mock.patch.object(checks, "say", said.append):
+        checks.check(specified(workdir), ALL - set(names), 1.5)
     return said
 
 
@@ -95,7 +96,7 @@ def test_files_of_this_machine_are_out_of_reach(tmp_path, setting, remedy):
         InputError,
         match=f"{setting}: rented machines do not see it; {remedy}.*--force workdir launches",
     ):
-        checks.check(specified(tmp_path, setting), ALL - {"workdir"}, None, print)
+        checks.check(specified(tmp_path, setting), ALL - {"workdir"}, None)
 
 
 def test_a_bucket_that_may_not_be_written(bucket, monkeypatch):
@@ -125,7 +126,7 @@ def test_a_corpus_with_problems_is_refused(tmp_path, monkeypatch, capsys):
         InputError, match=r"corpus: `doctor` finds problems, see above; --force doctor"
     ):
         check(tmp_path, "doctor")
-    lengths = {phase.sequence_length for phase in specified(tmp_path).claim.phases}
+    lengths = {phase.sequence_length for phase in specified(tmp_path).experiment.phases}
     assert asked == [(epath.Path(tmp_path / "corpus"), tuple(sorted(lengths)))]
     assert "problem: all documents are alike" in capsys.readouterr().out
     monkeypatch.setattr(checks.corpus_lib, "examine", lambda *_: [])
@@ -160,22 +161,30 @@ def test_without_the_compiler_the_extra_is_named(tmp_path, monkeypatch):
         check(tmp_path, "plan")
 
 
+def build_commands(build):
+    """Those of `hosts`, the wheel's builder stood in for by a command of (source, target)."""
+    real = hosts.build_commands
+
+    def commands(commit, folder):
+        found = real(commit, folder)
+        at = next(i for i, argv in enumerate(found) if "wheel" in argv)
+        return [*found[:at], build(found[at][-1], os.fspath(folder)), *found[at + 1 :]]
+
+    return commands
+
+
 def test_what_is_shipped_is_the_commit(checkout, tmp_path, monkeypatch):
-    """Not what lies beside it; the wheel's builder is stood in for."""
+    """Not what lies next to it."""
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
     (checkout / "constraints.txt").write_text("changed since\n")
-
-    def wheel_command(source, target):
-        copy = "import sys; open(sys.argv[2] + '/a.whl', 'w').write(open(sys.argv[1]).read())"
-        return [sys.executable, "-c", copy, f"{source}/constraints.txt", os.fspath(target)]
-
-    monkeypatch.setattr(shipping, "wheel_command", wheel_command)
+    copy = build_commands(lambda source, to: ["cp", f"{source}/constraints.txt", f"{to}/a.whl"])
+    monkeypatch.setattr(hosts, "build_commands", copy)
     wanted = specified("gs://b/x", "seed=3")
-    shipping.staging(wanted.name).mkdir(parents=True)
-    (shipping.staging(wanted.name) / "left.whl").write_text("of an earlier launch")
-    files = {os.path.basename(path): path for path in shipping.put_together(wanted, "HEAD", print)}
+    spec.staging(wanted.name).mkdir(parents=True)
+    (spec.staging(wanted.name) / "left.whl").write_text("of an earlier launch")
+    files = {os.path.basename(path): path for path in hosts.put_together(wanted, "HEAD")}
     assert sorted(files) == [
-        *("a.whl", "constraints.txt", "experiment.json", "follow.sh", "install.sh", "run.sh"),
+        *("a.whl", "constraints.txt", "experiment.json", "install.sh", "run.sh"),
         *("start.sh", "state.sh", "stop.sh"),
     ]
     for name in ("a.whl", "constraints.txt"):
@@ -186,9 +195,6 @@ def test_what_is_shipped_is_the_commit(checkout, tmp_path, monkeypatch):
 def test_a_wheel_that_cannot_be_built(checkout, tmp_path, monkeypatch):
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
     complain = ["sh", "-c", "echo 'ERROR: no network' >&2; exit 1"]
-    monkeypatch.setattr(shipping, "wheel_command", lambda *_: complain)
-    with pytest.raises(InputError, match=r"the wheel: cannot be built \(ERROR: no network\)"):
-        shipping.put_together(specified("gs://b/x"), "HEAD", print)
-    monkeypatch.setattr(shipping, "wheel_command", lambda *_: ["true"])
-    with pytest.raises(InputError, match="pip built 0 wheels, not one"):
-        shipping.put_together(specified("gs://b/x"), "HEAD", print)
+    monkeypatch.setattr(hosts, "build_commands", build_commands(lambda *_: complain))
+    with pytest.raises(InputError, match=r"the wheel of commit HEAD: cannot be built \(ERROR: no"):
+        hosts.put_together(specified("gs://b/x"), "HEAD")

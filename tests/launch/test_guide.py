@@ -1,4 +1,4 @@
-"""docs/running_on_tpu.md: its commands are ours, and its sums are right."""
+"""The guides: their commands are ours, and their sums are right."""
 
 import os
 import pathlib
@@ -6,41 +6,59 @@ import re
 import shlex
 
 import pytest
+import yaml
 
 from bert_jax import cli
-from launch import __main__, gke, tpu_vm
+from launch import __main__
 
-GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "running_on_tpu.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+GUIDE = DOCS / "running_on_tpu.md"
 SET = {"PROJECT": "p", "ZONE": "us-west4-a", "BUCKET": "b", "PRICE": "1.5", "IMAGE": "r/i:1"}
+
+
+def blocks(language: str) -> list[str]:
+    """The guides' blocks of a language."""
+    texts = [guide.read_text() for guide in (GUIDE, DOCS / "launch.md") if guide.exists()]
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [block for text in texts for block in pattern.findall(text)]
 
 
 def commands() -> list[str]:
     """Lines of shell that start something of ours."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith(("bert-jax ", "python -m launch "))]
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    ours = ("bert-jax ", "python -m launch ")
+    return list(dict.fromkeys(line for line in lines if line.startswith(ours)))
 
 
 def test_there_are_commands_to_check():
     assert len(commands()) > 10
-    assert {line.split()[3] for line in commands() if line.startswith("python")} == {
+    assert {line.split()[3] for line in commands() if line.startswith("python")} >= {
         *("tpu_vm", "gke", "status", "logs", "stop")
     }
 
 
 @pytest.mark.parametrize("line", commands())
-def test_a_command_of_the_guide_is_taken(line, monkeypatch, capsys):
+def test_a_command_of_a_guide_is_taken(line, monkeypatch, capsys):
     for name, value in SET.items():
         monkeypatch.setenv(name, value)
     words = shlex.split(os.path.expandvars(line))
     assert not any("$" in word for word in words)
     if words[0] == "bert-jax":
         cli.parser().parse_args(words[1:])
-    elif (launcher := {"gke": gke, "tpu_vm": tpu_vm}.get(words[3])) is not None:
-        assert launcher.main([*words[4:], "--dry-run"]) == 0
+    elif words[3] in ("gke", "tpu_vm"):
+        assert __main__.main([*words[3:], "--dry-run"]) == 0
         assert "gs://b/wikipedia" in capsys.readouterr().out
     else:
-        assert words[3] in __main__.COMMANDS and words[4].startswith("gs://b/")
+        __main__._parser().parse_args(words[3 : words.index("--") if "--" in words else None])
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_a_manifest_of_a_guide_is_yaml_whose_commands_are_ours(block):
+    found = list(yaml.safe_load_all(block))
+    assert found and all(isinstance(one, dict) for one in found)
+    for line in re.findall(r"bert-jax (?:pretrain|prepare) .*", block):
+        words = shlex.split(re.sub(r"\$\{?\w+\}?", "x", line))
+        cli.parser().parse_args(words[1:])
 
 
 def test_the_sums_are_right():

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bert_jax.errors import InputError
 from bert_jax.plan import topology
-from launch import dry_run, gcloud, hosts, spec, tools
+from launch import commands, gcloud, hosts, spec
 
 # What a command line can hold; a config, too, takes neither NUL nor half a surrogate pair.
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
@@ -61,9 +62,13 @@ def bash(folder: pathlib.Path, *words: str) -> str:
     return done.stdout.decode()
 
 
-def state(folder: pathlib.Path) -> hosts.HostState:
+def state(folder: pathlib.Path) -> str:
     (one,) = hosts.parse_states(bash(folder, f"{folder}/state.sh")).values()
     return one
+
+
+def kill(folder: pathlib.Path) -> None:
+    os.kill(int((folder / "run.pid").read_text()), signal.SIGKILL)
 
 
 def until(condition) -> None:
@@ -77,25 +82,22 @@ def test_a_run_from_start_to_stop(host):
     folder = host(
         specified(), 'trap "echo saved; exit 75" TERM; echo step; while :; do sleep .05; done'
     )
-    assert hosts.parse_states(bash(folder, f"{folder}/state.sh")) == {
-        "t1v-n-w-3": hosts.HostState(False, None, absent=True)
-    }
+    assert hosts.parse_states(bash(folder, f"{folder}/state.sh")) == {"t1v-n-w-3": "absent"}
     bash(folder, f"{folder}/start.sh")
     until(lambda: (folder / "run.log").read_text() == "step\n")
-    assert state(folder) == hosts.HostState(True, None)
+    assert state(folder) == "running"
     bash(folder, f"{folder}/start.sh")  # again: it runs already
     assert (folder / "run.log").read_text() == "step\n"
-    bash(folder, f"{folder}/stop.sh", "TERM")
-    until(lambda: not state(folder).running)
-    assert state(folder) == hosts.HostState(False, 75)
-    assert bash(folder, f"{folder}/follow.sh", "6", "9") == "saved\n"
-    bash(folder, f"{folder}/stop.sh", "TERM")  # of what has ended: nothing
+    bash(folder, f"{folder}/stop.sh")
+    until(lambda: state(folder) != "running")
+    assert state(folder) == "ended 75"
+    bash(folder, f"{folder}/stop.sh")  # of what has ended: nothing
     bash(folder, f"{folder}/start.sh")
     until(lambda: (folder / "run.log").read_text() == "step\n")
     assert (folder / "run.log.old").read_text() == "step\nsaved\n"
-    bash(folder, f"{folder}/stop.sh", "KILL")
-    until(lambda: not state(folder).running)
-    assert state(folder) == hosts.HostState(False, 128 + signal.SIGKILL)
+    kill(folder)
+    until(lambda: state(folder) != "running")
+    assert state(folder) == f"ended {128 + signal.SIGKILL}"
 
 
 def test_looks_at_the_lock_are_not_taken_for_a_run_and_keep_none_from_starting(host):
@@ -103,13 +105,13 @@ def test_looks_at_the_lock_are_not_taken_for_a_run_and_keep_none_from_starting(h
     folder = host(specified(), "exec sleep 60")
     with (folder / "run.lock").open("w") as look:
         fcntl.flock(look, fcntl.LOCK_SH)
-        assert state(folder).absent
+        assert state(folder) == "absent"
         starting = subprocess.Popen(["bash", folder / "start.sh"])
         until((folder / "run.log").exists)
         time.sleep(0.3)
     assert starting.wait() == 0
-    assert state(folder).running
-    bash(folder, f"{folder}/stop.sh", "KILL")
+    assert state(folder) == "running"
+    kill(folder)
 
 
 def test_a_run_that_died_with_its_shell_is_neither_running_nor_ended(host):
@@ -119,8 +121,8 @@ def test_a_run_that_died_with_its_shell_is_neither_running_nor_ended(host):
     shell = int(pathlib.Path(f"/proc/{run}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(shell, signal.SIGKILL)
     os.kill(run, signal.SIGKILL)
-    until(lambda: not state(folder).running)
-    assert state(folder) == hosts.HostState(False, None)
+    until(lambda: state(folder) != "running")
+    assert state(folder) == "lost"
 
 
 def test_a_run_goes_on_as_it_began_when_its_script_is_replaced(host):
@@ -129,30 +131,21 @@ def test_a_run_goes_on_as_it_began_when_its_script_is_replaced(host):
     text = (folder / "run.sh").read_text()
     (folder / "run.sh").write_text("#" * len(text) + "\nexit 9\n" * 99)
     (folder / "go").write_text("")
-    until(lambda: not state(folder).running)
-    assert state(folder) == hosts.HostState(False, 3)
+    until(lambda: state(folder) != "running")
+    assert state(folder) == "ended 3"
 
 
-def test_words_of_gcloud_s_own_do_not_hide_a_state():
-    said = "SSH: worker 0\nbert-jax-host w-0 running\n[1] bert-jax-host w-1 ended 75\r\nbye\n"
-    assert hosts.parse_states(said) == {
-        "w-0": hosts.HostState(True, None),
-        "w-1": hosts.HostState(False, 75),
-    }
-
-
-def test_a_log_is_followed_for_a_while_and_from_a_byte_on(host):
-    folder = host(specified(), "echo one; echo two; exec sleep 60")
-    bash(folder, f"{folder}/start.sh")
-    until(lambda: (folder / "run.log").read_text() == "one\ntwo\n")
-    assert bash(folder, f"{folder}/follow.sh", "5", "0.2") == "two\n"
-    bash(folder, f"{folder}/stop.sh", "KILL")
+def test_lines_of_gcloud_s_own_do_not_hide_a_state():
+    output = "SSH: worker 0\nbert-jax-host w-0 running\n[1] bert-jax-host w-1 ended 75\r\nbye\n"
+    states = hosts.parse_states(output)
+    assert states == {"w-0": "running", "w-1": "ended 75"}
+    assert hosts.exit_codes(states, 3) == [None, 75, None]
 
 
 def test_the_coordinator_listens_inside_the_network_alone(host):
     folder = host(specified(), 'echo "$JAX_COORDINATOR_BIND_ADDRESS $JAX_COORDINATOR_PORT"')
     bash(folder, f"{folder}/start.sh")
-    until(lambda: not state(folder).running)
+    until(lambda: state(folder) != "running")
     assert (folder / "run.log").read_text() == "10.1.2.3:8482 8482\n"
     assert "Metadata-Flavor: Google" in (folder / "curled").read_text().splitlines()
 
@@ -192,7 +185,7 @@ def test_the_wheel_is_installed_once_with_its_extras(host, tmp_path):
 @given(st.lists(st.one_of(TEXTS, st.sampled_from(HOSTILE)), min_size=1, max_size=4))
 def test_words_survive_our_shell_and_the_hosts(words):
     """gcloud hands --command to a shell there; what a dry run prints goes through one here."""
-    command = gcloud.Gcloud(name="mini", zone="z", project="p").on_hosts(
+    command = gcloud.Slice(name="mini", zone="z", project="p").ssh_words(
         ["printf", "%s\\0", *words]
     )
     # Stands for gcloud: runs what it is told to, as ssh would.
@@ -217,7 +210,7 @@ def test_a_setting_a_workdir_and_a_variable_reach_the_run_whole(
     here = tmp_path_factory.mktemp("host")
     wanted = specified(f"gs://b/{folder}", {"ODD": value}, [f"run.corpus_dir={setting}"])
     texts = hosts.files(wanted, "a.whl")
-    script = [line for name in texts for line in dry_run.written(here / name, texts[name])]
+    script = [line for name in texts for line in spec.script_that_writes(here / name, texts[name])]
     subprocess.run(["bash", "-c", "\n".join(script)], check=True)
     install(here / "venv/bin/bert-jax", 'printf "%s\\0" "$@" "$ODD"')
     install(here / "bin/curl", "exit 1")
@@ -231,13 +224,11 @@ def test_a_setting_a_workdir_and_a_variable_reach_the_run_whole(
     assert json.loads((here / "experiment.json").read_text())["run"]["corpus_dir"] == setting
 
 
-def test_commands_cannot_ask_and_end_with_us(tmp_path):
-    asked = tools.run(["sh", "-c", "read x < /dev/tty; read y; echo got $y"], 30)
-    assert asked.out == "got\n"
+def test_commands_cannot_ask_and_end_with_us():
+    asked = commands.run(["sh", "-c", "read x < /dev/tty; read y; echo got $y; exit 3"], 30)
+    assert (asked.code, asked.out) == (3, "got\n")
     began = time.monotonic()
-    assert tools.run(["sh", "-c", "sleep 60 & wait"], 0.2).code == tools.TIMED_OUT
-    assert tools.stream(["sleep", "60"], 0.2, lambda piece: None) == tools.TIMED_OUT
+    assert commands.run(["sh", "-c", "sleep 60 & wait"], 0.2).code == commands.TIMED_OUT
     assert time.monotonic() - began < 30
-    pieces = []
-    assert tools.stream(["sh", "-c", "echo a; exit 3"], 30, pieces.append) == 3
-    assert b"".join(pieces) == b"a\n"
+    with pytest.raises(InputError, match=r"no-such: cannot be run .*; install it"):
+        commands.run(["no-such"], 30)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
 
 import cluster
 import jsonschema
@@ -14,7 +13,7 @@ from bert_jax import hardware
 from bert_jax.errors import InputError
 from bert_jax.plan import topology
 from bert_jax.training import peers
-from launch import jobset, names, spec, xpk
+from launch import jobset, spec
 
 IMAGE = "registry.example/bert/bert-jax:1"
 PODS = jobset.Pods(
@@ -91,16 +90,6 @@ def test_a_planted_fault_is_not_valid(place, name, value):
     for step in place:
         part = part[step]
     part[name] = value
-    with pytest.raises(jsonschema.ValidationError):
-        cluster.validate(found)
-
-
-@pytest.mark.parametrize(
-    "path", ["restartPolicy", "containers", "nodeSelector", "volumes", "securityContext"]
-)
-def test_a_planted_type_in_a_pod_is_not_valid(path):
-    _, found = made(specified())
-    cluster.pod(found)[path] = 3
     with pytest.raises(jsonschema.ValidationError):
         cluster.validate(found)
 
@@ -239,42 +228,6 @@ def test_spot_machines_and_reservations_are_chosen_by_label(spot, reservation, l
     assert len(cluster.pod(found)["nodeSelector"]) == 2 + len(labels)
 
 
-# --- xpk ---
-
-
-def test_xpk_gets_the_slice_the_restarts_and_the_experiment(tmp_path):
-    what = specified("bert_large_pod", "v5p:4x4x4", workdir="gs://b/it's $(x)", retries=4)
-    words = xpk.command(what, PODS, "c", "z", "p")
-    assert words[:3] == ["xpk", "workload", "create"]
-    codes = "--restart-on-exit-codes=74,75"
-    assert {"--tpu-type=v5p-4x4x4", "--max-restarts=4", codes} <= set(words)
-    assert {f"--docker-image={IMAGE}", "--termination-grace-period-seconds=300"} <= set(words)
-    (line,) = [w.removeprefix("--command=") for w in words if w.startswith("--command=")]
-    program = tmp_path / "bert-jax"
-    program.write_text(
-        f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/words; cp $2 {tmp_path}/file\n'
-    )
-    program.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    line = line.replace("/tmp/experiment.json", f"{tmp_path}/experiment.json")
-    subprocess.run(["bash", "-c", line], env=os.environ | {"PATH": path}, check=True)
-    assert (tmp_path / "file").read_text() == what.config
-    assert (tmp_path / "words").read_text().splitlines() == [
-        *("pretrain", f"{tmp_path}/experiment.json", "--workdir", "gs://b/it's $(x)")
-    ]
-
-
-@pytest.mark.parametrize("slice_name", ["v2:4x4", "v3:4x4", "v5e:2x2"])
-def test_a_slice_that_xpk_does_not_have_is_named(slice_name):
-    with pytest.raises(InputError, match=f"{slice_name}: xpk has no such slice; leave out --xpk"):
-        xpk.command(specified(slice_name=slice_name), PODS, "c", "z", "p")
-
-
-def test_xpk_needs_to_know_the_cluster():
-    with pytest.raises(InputError, match="--xpk: name the --cluster and its --zone"):
-        xpk.command(specified(), PODS, "", "", "")
-
-
 # --- Names ---
 
 
@@ -291,6 +244,6 @@ def test_names_of_gke_agree_with_those_of_xpk():
         ("v6e:8x16", "tpu-v6e-slice", 4, 32),
     ):
         known = topology.parse(slice_name)
-        assert names.gke_names(known).accelerator == label
-        found = names.names(known)
+        assert spec.gke_names(known).gke_accelerator == label
+        found = spec.slice_names(known)
         assert (found.chips_per_host, found.hosts) == (chips, hosts)

@@ -17,7 +17,6 @@ from small_run import EXPERIMENT, final_state, settings, write_text
 from bert_jax import errors
 from bert_jax.plan import topology
 from launch import spec
-from launch.verdict import verdict
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 26
@@ -29,7 +28,7 @@ def pod(*words: object) -> tuple[int, str]:
     """A local pod of two processes; its exit code and what it showed."""
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"
     done = subprocess.run(
-        [sys.executable, "-m", "launch", "local_pod", "--", sys.executable, *map(str, words)],
+        [sys.executable, "-m", "launch", "local", "--", sys.executable, *map(str, words)],
         cwd=ROOT,
         env=os.environ | settings(1) | {"XLA_FLAGS": flags, "PYTHONPATH": path()},
         stdout=subprocess.PIPE,
@@ -87,7 +86,7 @@ def test_a_launched_run_is_preempted_twice_and_ends_as_one_that_was_not(undistur
         codes = [int((at / f"code-{attempt}-{number}").read_text()) for number in (0, 1)]
         assert codes == [code, code], shown
         _, found = cluster.read((at / "manifest.yaml").read_text())
-        judged.append((cluster.after(found, codes), verdict(codes)))
+        judged.append((cluster.after(found, codes), spec.verdict(codes)))
     restart = ("RestartJobSet", errors.STOPPED)
     assert judged == [restart, restart, ("Completed", errors.FINISHED)]
     assert found["spec"]["failurePolicy"]["maxRestarts"] == 2

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from etils import epath
 
 from bert_jax import config, hardware
 from bert_jax.errors import InputError
 from bert_jax.plan import topology
-from launch import names, spec
-from launch.__main__ import COMMANDS
+from launch import __main__, spec
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -61,20 +61,20 @@ RUNTIMES = {
 
 @pytest.mark.parametrize("slice_name", PUBLISHED)
 def test_the_type_and_hosts_of_a_slice(slice_name):
-    found = names.names(topology.parse(slice_name))
+    found = spec.slice_names(topology.parse(slice_name))
     assert (found.accelerator_type, found.hosts, found.chips_per_host) == PUBLISHED[slice_name]
     assert found.runtime_version == RUNTIMES[slice_name.partition(":")[0]]
 
 
 @pytest.mark.parametrize("slice_name", IN_GKE)
 def test_the_labels_of_a_slice_in_gke(slice_name):
-    found = names.gke_names(topology.parse(slice_name))
-    assert (found.accelerator, found.topology, found.machine_type) == IN_GKE[slice_name]
+    found = spec.gke_names(topology.parse(slice_name))
+    assert (found.gke_accelerator, found.gke_topology, found.gke_machine_type) == IN_GKE[slice_name]
 
 
 def test_every_slice_has_names_of_its_own_and_whole_hosts():
     slices = [topology.parse(f"{g}:{s}") for g, tpu in hardware.TPUS.items() for s in tpu.slices]
-    found = [names.names(one) for one in slices]
+    found = [spec.slice_names(one) for one in slices]
     assert len({one.accelerator_type for one in found}) == len(slices)
     for one, known in zip(slices, found, strict=True):
         assert known.hosts * known.chips_per_host == one.chips
@@ -82,7 +82,7 @@ def test_every_slice_has_names_of_its_own_and_whole_hosts():
 
 def test_gke_has_no_v2():
     with pytest.raises(InputError, match=r"--topology v2:4x4: GKE has no v2; choose one of v3, v4"):
-        names.gke_names(topology.parse("v2:4x4"))
+        spec.gke_names(topology.parse("v2:4x4"))
 
 
 def specified(experiment="experiments/tiny.py", **changes):
@@ -109,7 +109,7 @@ def test_a_name_is_the_experiment_s_and_the_hash_s():
 )
 def test_any_experiment_s_name_makes_one_that_can_be_rented(name, begins):
     found = specified(settings=[f"name={name}"]).name
-    assert found.startswith(begins.replace("--", "-")) and spec.checked_name(found) == found
+    assert found.startswith(begins.replace("--", "-"))
     # What Google's and Kubernetes' documents say of names.
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", found) and len(found) <= 40
 
@@ -122,7 +122,7 @@ def test_a_name_that_cannot_be_rented_is_refused(name):
 
 def test_the_config_is_the_whole_experiment():
     one = specified(settings=["seed=5"], extend=True)
-    assert config.from_json(one.config, "config") == one.claim and one.claim.seed == 5
+    assert config.from_json(one.config, "config") == one.experiment and one.experiment.seed == 5
     assert one.command("/etc/x.json") == (
         *("bert-jax", "pretrain", "/etc/x.json", "--workdir", "gs://b/x", "--extend"),
     )
@@ -133,5 +133,39 @@ def test_commands_are_named():
     command = [sys.executable, "-m", "launch", "rocket"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.decode() == f"launch: name one of: {', '.join(COMMANDS)}\n"
-    assert {"local_pod", "tpu_vm", "status", "logs", "stop"} <= COMMANDS.keys()
+    for name in (*__main__.LAUNCHERS, "status", "logs", "stop"):
+        assert f"'{name}'" in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("codes", "one"),
+    [
+        ([0, 0], 0),
+        ([75, 75], 75),
+        ([0, 75], 75),
+        ([134, 1, 134], 1),
+        ([2, 75], 2),
+        ([134, 134], 134),
+        ([137, 75], 134),
+        ([0, None], 134),
+        ([130, 134], 130),
+        ([134, 74, 134], 74),
+        ([74, 75, 0], 74),
+        ([74, 2], 2),
+    ],
+)
+def test_one_exit_code_of_many(codes, one):
+    assert spec.verdict(codes) == one
+
+
+def test_only_a_finish_and_a_failure_of_the_run_itself_are_final():
+    assert [code for code in range(256) if spec.is_final(code)] == [0, 1, 2, 130]
+
+
+def test_a_damaged_record_of_a_launch_is_named(bucket, workdir):
+    epath.Path(workdir, "launch.json").write_text('{"format_version": 2, "launcher": "tpu_vm"}')
+    with pytest.raises(InputError, match=r"launch\.json: damaged .*; see that nothing is rented"):
+        spec.find_record(workdir)
+    epath.Path(workdir, "launch.json").write_text('{"format_version": 1}')
+    with pytest.raises(InputError, match=r"launch\.json: format_version 1, this version reads 2"):
+        spec.find_record(workdir)

@@ -1,384 +1,351 @@
-"""Launches on TPU VMs, against a gcloud that plays what can go wrong."""
+"""Launches on TPU VMs: the real scripts on hosts that are folders; and how a launch ends."""
 
 import os
+import pathlib
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from etils import epath
 
-from bert_jax.errors import InputError
-from bert_jax.storage.workdir import cache_folder
-from launch import asked, checks, target, tpu_slice, tpu_vm
-from launch.verdict import verdict
+from launch import __main__, checks, gcloud, hosts, spec, tpu_vm
+from launch.commands import Done
 
 pytestmark = pytest.mark.usefixtures("bucket")
 
-# What a launch does before anything can be watched, once nothing of its name is there.
-BEGIN = ["create", "describe", "mkdir", "scp", "install.sh", "start.sh"]
-LOOK = ["follow.sh", "state.sh"]
-# The last: what was said while the connection was lost.
-WATCH = [*LOOK, "follow.sh"]
-END = ["describe", "delete", "describe"]
+FLAGS = ("--topology", "v4:2x2x2", "--zone", "z-a")
+OK = Done(0, "", "")
+
+# What stands for gcloud: a request is a file, a host a folder, ssh a shell in it.
+GCLOUD = """
+import os, pathlib, shutil, subprocess, sys
+words, root = sys.argv[1:], pathlib.Path(os.environ["FAKE_HOSTS"])
+verb, request = words[3], root / "request"
+if verb == "create":
+    request.write_text("ACTIVE")
+elif not request.exists():
+    sys.exit("ERROR: NOT_FOUND")
+elif verb == "describe":
+    print(request.read_text())
+elif verb == "delete":
+    request.unlink()
+worker = [word[9:] for word in words if word.startswith("--worker=")]
+for number in ("0", "1") if worker == ["all"] else worker:
+    home = root / number
+    home.mkdir(exist_ok=True)
+    if verb == "scp":
+        *files, target = [word for word in words[4:] if not word.startswith("--")]
+        for file in files:
+            shutil.copy(file, home / target.partition(":")[2])
+    else:
+        (command,) = [word[10:] for word in words if word.startswith("--command=")]
+        environment = os.environ | {"HOME": str(home), "HOST": number}
+        subprocess.run(["bash", "-c", command], cwd=home, env=environment, check=True)
+"""
+# What stands for a Python that makes environments: in them, a run that stops when it first starts.
+PYTHON = """
+[ "$1" = -c ] && exit 0
+mkdir -p venv/bin
+printf '#!/bin/sh\\nexit 0\\n' > venv/bin/python
+cat > venv/bin/bert-jax <<'END'
+#!/bin/sh
+echo "host $HOST: $*"
+[ -f saved ] && exit 0
+touch saved
+exit 75
+END
+chmod +x venv/bin/*
+"""
 
 
-def test_a_run_that_goes_well(gcloud, launch, workdir):
-    gcloud.play(follow_sh=[{"out": "step 10\n"}])
-    code, said = launch("--spot", "--delete-when-done", "--project", "p", "--valid-until", "90m")
-    assert code == 0
-    assert gcloud.kinds == ["describe", *BEGIN, *WATCH, *END]
-    assert gcloud.rented == {}
-    (create,) = [call for call in gcloud.calls if call[3] == "create"]
-    assert create[4:] == [
-        *("mini", "--node-id=mini", "--accelerator-type=v3-32"),
+def put_together(spec_, commit) -> list[str]:
+    folder = spec.staging(spec_.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in hosts.files(spec_, "a.whl").items():
+        (folder / name).write_text(text)
+    (folder / "a.whl").write_text("a wheel")
+    (folder / hosts.CONSTRAINTS).write_text("")
+    return sorted(map(str, folder.iterdir()))
+
+
+@pytest.fixture(autouse=True)
+def shipped(monkeypatch):
+    """The wheel is built by a test of its own; and waits are short."""
+    monkeypatch.setattr(hosts, "put_together", put_together)
+    for module in (gcloud, tpu_vm):
+        monkeypatch.setattr(module, "sleep", lambda seconds: time.sleep(0.01))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_that_stops_once_and_then_finishes(tmp_path, monkeypatch, capfd):
+    """The scripts that hosts are given, run by bash."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (tmp_path / "gcloud.py").write_text(GCLOUD)
+    for name, text in {
+        "gcloud": f'exec {sys.executable} -SEs {tmp_path}/gcloud.py "$@"',
+        "python3.13": PYTHON,
+        "hostname": "echo w-$HOST",
+        "curl": "exit 1",
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    monkeypatch.setenv("FAKE_HOSTS", str(tmp_path))
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    argv = ["tpu_vm", "experiments/mini.py", "--workdir", "gs://b/it's here", "--name", "two"]
+    code = __main__.main([*argv, *FLAGS, "--force", ",".join(checks.NAMES)])
+    shown = capfd.readouterr()
+    assert code == 0, shown.err
+    line = "host 0: pretrain experiment.json --workdir gs://b/it's here\n"
+    assert shown.out == 2 * line
+    assert "stopped, with its state saved; going on" in shown.err and "finished" in shown.err
+    assert not (tmp_path / "request").exists() and spec.find_record("gs://b/it's here") is None
+    for number in "01":
+        folder = tmp_path / number / "bert-jax" / "two"
+        assert (folder / "run.exit").read_text() == "0\n"
+        assert (folder / "run.log").read_text() == line.replace("0", number, 1)
+
+
+class Service:
+    """Answers as Cloud TPU and two hosts do where all goes well.
+
+    Attributes:
+      state: of the request; "" is none.
+      runs: what becomes of each start in turn, on both hosts.
+      looks: called at each look at the hosts.
+    """
+
+    def __init__(self, answers, *runs: str):
+        self.state, self.runs, self.now = "", list(runs), "absent"
+        self.looks = lambda: None
+        self.calls = answers.calls
+        answers.answer = self.answer
+
+    def answer(self, argv: list[str]) -> Done:
+        kind = self.kind(argv)
+        if kind == "create":
+            self.state, self.now = "ACTIVE", "absent"
+        elif not self.state:
+            return Done(1, "", "ERROR: NOT_FOUND\n")
+        elif kind == "describe":
+            return Done(0, self.state + "\n", "")
+        elif kind == "delete":
+            self.state = ""
+        elif kind == "start.sh":
+            self.now = self.runs.pop(0)
+        elif kind == "stop.sh":
+            self.now = "ended 75"
+        elif kind == "state.sh":
+            self.looks()
+            return Done(0, "".join(f"bert-jax-host w-{i} {self.now}\n" for i in range(2)), "")
+        return OK
+
+    @staticmethod
+    def kind(argv: list[str]) -> str:
+        assert argv[:3] == ["gcloud", "compute", "tpus"] and "--quiet" in argv, "it could ask"
+        if argv[3] == "queued-resources" or argv[4] == "scp":
+            return argv[4]
+        (command,) = [word for word in argv if word.startswith("--command=")]
+        return command.split("/")[-1].removeprefix("--command=")
+
+    @property
+    def kinds(self) -> list[str]:
+        return [self.kind(argv) for argv in self.calls]
+
+
+BEGIN = ["scp", "install.sh", "start.sh"]
+
+
+def done(service: Service) -> list[str]:
+    """What was done, without looks."""
+    return [kind for kind in service.kinds if kind in ("create", "delete", "stop.sh", *BEGIN)]
+
+
+def test_a_launch_that_goes_well(answers, launch):
+    service = Service(answers, "ended 0")
+    code, shown = launch("tpu_vm", *FLAGS, "--spot", "--project", "p", "--valid-until", "90m")
+    assert code == 0 and "the run finished" in shown and service.state == ""
+    assert done(service) == ["create", *BEGIN, "delete"]
+    (create,) = [argv for argv in service.calls if "create" in argv]
+    assert create[5:] == [
+        *("mini", "--node-id=mini", "--accelerator-type=v4-16"),
         *("--runtime-version=tpu-ubuntu2204-base", "--valid-until-duration=90m", "--spot"),
         *("--zone=z-a", "--project=p", "--quiet"),
     ]
-    (copy,) = [call for call in gcloud.calls if call[3] == "scp"]
-    assert copy[4:] == [
-        *("/staging/a.whl", "/staging/run.sh", "mini:bert-jax/mini/", "--worker=all"),
-        *("--zone=z-a", "--project=p", "--quiet"),
+    (copy,) = [argv for argv in service.calls if "scp" in argv]
+    assert copy[-5:] == [
+        *("mini:bert-jax/mini/", "--worker=all", "--zone=z-a", "--project=p", "--quiet")
     ]
-    assert "step 10" in said and "the run finished" in said
-    record = target.read(workdir)
-    assert (record.name, record.hosts, record.place) == ("mini", 4, {"zone": "z-a", "project": "p"})
-
-
-def test_no_quota(gcloud, launch):
-    gcloud.play(create=[{"code": 1, "err": "ERROR: (gcloud) RESOURCE_EXHAUSTED: Quota limit\n"}])
-    code, said = launch()
-    assert code == 2
-    assert gcloud.kinds == ["describe", "create", "describe"]
-    assert "mini: not created: ERROR: (gcloud) RESOURCE_EXHAUSTED: Quota limit; ask" in said
-
-
-def test_a_request_that_fails_for_a_moment_is_made_again(gcloud, launch):
-    moment = {"code": 1, "err": "ERROR: connection reset\n"}
-    gcloud.play(create=[moment])
-    assert launch()[0] == 0 and gcloud.rented == {}
-    assert [call[3] for call in gcloud.calls].count("create") == 2
-
-    taken = {"code": 124, "err": "", "state": "ACTIVE", "hosts": ["absent"] * 4}
-    gcloud.play(create=[taken])
-    code, said = launch()
-    assert code == 0 and gcloud.rented == {} and "the run finished" in said
-
-
-def test_a_request_that_is_taken_after_all_is_given_back(gcloud, launch):
-    """It was not known to be: the service had not answered."""
-    late = {"code": 0, "out": "ACTIVE\n", "state": "ACTIVE"}
-    gcloud.play(create=[{"code": 124}] * 5, describe=[{}, {}, {}, late])
-    code, said = launch()
-    assert code == 2 and "mini: not created: exit code 124" in said
-    assert gcloud.rented == {} and "delete" in gcloud.kinds
-
-
-def test_a_request_that_is_refused_is_not_made_again(gcloud, launch):
-    gcloud.play(create=[{"code": 1, "err": "ERROR: (gcloud) PERMISSION_DENIED: tpu.nodes\n"}])
-    code, said = launch()
-    assert code == 2 and "PERMISSION_DENIED" in said
-    assert [call[3] for call in gcloud.calls].count("create") == 1
-
-
-def test_a_request_that_fails_while_it_is_waited_for(gcloud, launch):
-    waiting = {"state": "WAITING_FOR_RESOURCES", "code": 0, "out": "WAITING_FOR_RESOURCES\n"}
-    failed = {"state": "FAILED", "code": 0, "out": "FAILED\n"}
-    gone = {"code": 1, "err": "NOT_FOUND"}
-    gcloud.play(describe=[gone, gone, waiting, waiting, failed])
-    code, said = launch()
-    assert code == 2 and gcloud.rented == {}
-    assert gcloud.kinds == ["describe", "create", *END]
-    assert "the request failed: no machines in time" in said
-
-
-def test_no_machines_in_time(gcloud, launch, monkeypatch):
-    monkeypatch.setattr(tpu_vm, "_MAKING_SECONDS", 60.0)
-    gone = {"code": 1, "err": "NOT_FOUND"}
-    gcloud.play(
-        create=[{"state": "WAITING_FOR_RESOURCES"}],
-        describe=[gone, gone, *([{"code": 0, "out": "PROVISIONING"}] * 5)],
-    )
-    code, said = launch("--delete-when-done", "--valid-until", "1m")
-    assert code == 2 and gcloud.rented == {}
-    assert "no machines within" in said
-
-
-def test_preempted_while_waiting(gcloud, launch):
-    gone = {"code": 1, "err": "NOT_FOUND"}
-    gcloud.play(describe=[gone, gone, {"state": "SUSPENDED", "code": 0, "out": "SUSPENDED\n"}])
-    code, _ = launch()
-    assert code == 0 and gcloud.rented == {}
-    again = ["describe", "create", "describe", "delete", "describe", *BEGIN]
-    assert gcloud.kinds == [*again, *WATCH, *END]
-
-
-def test_preempted_while_running(gcloud, launch):
-    lost = {"code": 255, "state": "SUSPENDING"}
-    gcloud.play(start_sh=[{"hosts": ["running"] * 4}], follow_sh=[{}, lost])
-    code, said = launch()
-    assert code == 0 and gcloud.rented == {}
-    first = ["describe", *BEGIN, *LOOK, "describe", *LOOK]
-    assert gcloud.kinds == [*first, *END, *BEGIN, *WATCH, *END]
-    assert "mini is SUSPENDING; going on from the newest checkpoint, 9 retries left" in said
-
-
-def test_a_run_that_was_stopped_goes_on_where_it_was(gcloud, launch):
-    gcloud.play(start_sh=[{"hosts": ["ended 75"] * 4}])
-    code, said = launch()
-    assert code == 0 and gcloud.rented == {}
-    again = ["describe", "state.sh", "mkdir", "scp", "install.sh", "start.sh"]
-    assert gcloud.kinds == ["describe", *BEGIN, *WATCH, *again, *WATCH, *END]
-    assert "stopped, with its state saved; going on" in said
-
-
-def test_a_dropped_connection_ends_nothing(gcloud, launch):
-    gcloud.play(
-        start_sh=[{"hosts": ["running"] * 4}],
-        follow_sh=[
-            {"out": "step 10\n", "code": 255},
-            {"out": "step 20\n", "hosts": ["ended 0"] * 4},
-        ],
-    )
-    code, said = launch()
-    assert code == 0
-    assert gcloud.kinds == ["describe", *BEGIN, *LOOK, "describe", *WATCH, *END]
-    follows = [call[6] for call in gcloud.calls if any("follow.sh" in word for word in call)]
-    assert [words.split()[2] for words in follows] == ["1", "9", "17"], "from where it was shown"
-    assert "the run goes on" in said and "step 10\nstep 20\n" in said
-
-
-def test_hosts_that_run_while_one_has_failed_are_ended(gcloud, launch):
-    gcloud.play(start_sh=[{"hosts": ["running", "ended 1", "running", "running"]}])
-    code, said = launch()
-    assert code == 1 and gcloud.rented == {}
-    assert [word for call in gcloud.calls for word in call if "stop.sh" in word] == [
-        "--command=bash bert-jax/mini/stop.sh TERM"
-    ]
-    assert "the run failed with exit code 1" in said and "retries left" not in said
-
-
-def test_hosts_that_do_not_end_are_killed_and_machines_changed(gcloud, launch, monkeypatch):
-    """One was lost without a word, and the others hang."""
-    monkeypatch.setattr(tpu_slice, "_GRACE", 1)
-    monkeypatch.setattr(tpu_slice, "_KILL", 2)
-    hanging = {"hosts": ["running", "running", "lost", None]}
-    gcloud.play(
-        start_sh=[hanging],
-        stop_sh=[{"code": 0}, {"code": 0}],
-    )
-    code, said = launch()
-    assert code == 0 and gcloud.rented == {}
-    stops = [word for call in gcloud.calls for word in call if "stop.sh" in word]
-    assert [word.split()[-1] for word in stops] == ["TERM", "KILL"]
-    assert (
-        "1 of 4 hosts have ended, 1 do not answer" in said
-        and "lost a host (exit codes none); going" in said
-    )
-    assert gcloud.kinds.count("create") == 2
-
-
-def test_a_run_is_not_ended_for_a_host_that_does_not_answer(gcloud, launch, monkeypatch):
-    monkeypatch.setattr(tpu_slice, "_GRACE", 1)
-    monkeypatch.setattr(tpu_slice, "_KILL", 2)
-    silent = ["running", "running", "running", None]
-    gcloud.play(
-        start_sh=[{"hosts": silent}], follow_sh=[{}, {}, {}, {}, {"hosts": ["ended 0"] * 4}]
-    )
-    code, _ = launch()
-    assert code == 0 and "stop.sh" not in gcloud.kinds and gcloud.kinds.count("create") == 1
-
-
-def test_a_host_that_never_answers_again_has_the_others_save(gcloud, launch, monkeypatch):
-    monkeypatch.setattr(tpu_slice, "_UNHEARD", 1)
-    monkeypatch.setattr(tpu_slice, "_GRACE", 1)
-    monkeypatch.setattr(tpu_slice, "_KILL", 2)
-    gcloud.play(start_sh=[{"hosts": ["running", "running", "running", None]}])
-    code, said = launch()
-    assert code == 0 and gcloud.kinds.count("create") == 2 and gcloud.rented == {}
-    stops = [word.split()[-1] for call in gcloud.calls for word in call if "stop.sh" in word]
-    assert stops[0] == "TERM" and "lost a host (exit codes 75, none)" in said
-
-
-def test_what_was_said_while_the_connection_was_lost_is_shown(gcloud, launch):
-    gcloud.play(follow_sh=[{"code": 255}, {"out": "the last words\n"}])
-    code, said = launch()
-    assert code == 0 and "the last words\n" in said
-
-
-def test_no_host_answers(gcloud, launch, monkeypatch):
-    monkeypatch.setattr(tpu_slice, "_SILENT", 2)
-    gcloud.play(start_sh=[{"hosts": [None] * 4}])
-    code, said = launch()
-    assert code == 0 and gcloud.kinds.count("create") == 2 and gcloud.rented == {}
-    assert "no host answers" in said
-
-
-def test_a_host_that_cannot_install(gcloud, launch):
-    gcloud.play(install_sh=[{"code": 1, "err": "ERROR: no space\n"}] * 5)
-    code, said = launch()
-    assert code == 2 and gcloud.rented == {}
-    assert "its hosts cannot be filled: install.sh fails (ERROR: no space)" in said
-
-
-def test_the_budget_of_retries_is_kept(gcloud, launch):
-    gcloud.play(start_sh=[{"hosts": ["ended 134"] * 4}] * 3)
-    code, said = launch("--retries", "2", "--delete-when-done")
-    assert code == 1 and gcloud.rented == {}
-    assert gcloud.kinds.count("create") == 3
-    assert "lost a host (exit codes 134), and no retries are left; launch again to go on" in said
-
-
-def test_what_was_not_launched_for_this_run_is_left_alone(gcloud, launch):
-    gcloud.rent("mini", "ACTIVE", ["running"] * 4)
-    code, said = launch()
-    assert code == 2 and list(gcloud.rented) == ["mini"]
-    assert "mini: is there already in z-a, and was not launched for" in said
-
-
-def test_machines_of_another_name_are_not_forgotten(gcloud, launch, workdir):
-    assert launch("--keep")[0] == 0
-    code, said = launch("--keep", "--name", "other")
-    assert code == 2 and list(gcloud.rented) == ["mini"]
-    assert "mini: is still there for this workdir" in said
-    assert f"`python -m launch stop {workdir}` first" in said
-    assert target.read(workdir).name == "mini"
-    assert asked.stop([workdir]) == 0 and gcloud.rented == {}
-    assert launch("--delete-when-done", "--name", "other")[0] == 0
-    assert target.read(workdir).name == "other"
-
-
-def test_machines_that_cannot_be_asked_for_are_not_forgotten(gcloud, launch, workdir, monkeypatch):
-    assert launch("--keep")[0] == 0
-    monkeypatch.setattr(tpu_slice, "_POLL", 0.01)
-    gcloud.play(describe=[{"code": 1, "err": "ERROR: no route\n"}] * 5)
-    code, said = launch("--keep", "--zone", "z-b")
-    assert code == 2 and gcloud.kinds.count("create") == 1
-    assert (
-        "mini: was launched for this workdir, and may still be there: mini: gcloud cannot" in said
-    )
-    assert target.read(workdir).place["zone"] == "z-a"
-
-
-def test_the_commit_that_is_told_is_the_one_on_the_hosts(gcloud, launch, workdir, monkeypatch):
-    monkeypatch.setattr(checks, "head", lambda: "a" * 40)
-    gcloud.play(start_sh=[{"hosts": ["running"] * 4}], follow_sh=[{"signal": signal.SIGINT}])
-    assert launch("--keep")[0] == 130
-    monkeypatch.setattr(checks, "head", lambda: "b" * 40)
-    gcloud.play(follow_sh=[{"signal": signal.SIGINT}])
-    assert launch("--keep")[0] == 130
-    assert target.read(workdir).commit == "a" * 40, "they run what they were given"
-    gcloud.play(follow_sh=[{"hosts": ["ended 134"] * 4}])
-    assert launch("--keep")[0] == 0
-    assert target.read(workdir).commit == "b" * 40, "they were given it anew"
-
-
-def test_gcloud_that_fails_for_a_moment_is_asked_again(gcloud, launch):
-    moment = {"code": 1, "err": "ERROR: connection reset\n"}
-    gcloud.play(describe=[moment, moment], mkdir=[moment, moment], start_sh=[moment])
-    code, _ = launch()
-    assert code == 0 and gcloud.rented == {}
-    gcloud.play(describe=[moment] * 5)
-    code, said = launch()
-    assert code == 2 and "mini: gcloud cannot tell its state (ERROR: connection reset)" in said
-
-
-def test_a_run_goes_on_while_this_machine_has_no_network(gcloud, launch):
-    """Its machines are neither deleted nor asked for again."""
-    out = {"code": 1, "err": "ERROR: no route\n"}
-    gcloud.play(
-        start_sh=[{"hosts": ["running"] * 4}],
-        follow_sh=[{"out": "step 10\n", "code": 255}, {"hosts": ["ended 0"] * 4}],
-        state_sh=[out],
-        describe=[*([{"code": 1, "err": "NOT_FOUND"}] * 2), {}, *([out] * 9)],
-    )
-    code, said = launch()
-    assert code == 0 and gcloud.kinds.count("create") == 1 and gcloud.kinds.count("delete") == 1
-    assert "gcloud cannot be asked (ERROR: no route); asking on" in said
-
-
-def test_no_gcloud(launch, monkeypatch, tmp_path):
-    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path))
-    git = os.popen("command -v git").read().strip()
-    (tmp_path / "git").symlink_to(git)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    code, said = launch()
-    assert code == 2 and "gcloud: cannot be run" in said and "install the Google Cloud CLI" in said
 
 
 @pytest.mark.parametrize(
-    "flags, complaint",
+    ("runs", "deeds", "code"),
     [
-        (["--retries", "-1"], "--retries -1: must be at least 0"),
+        # Stopped and saved: again on the same machines. Lost or unavailable: on new ones.
+        (("ended 75", "ended 0"), ["create", *BEGIN, *BEGIN, "delete"], 0),
+        (("ended 134", "ended 0"), 2 * ["create", *BEGIN, "delete"], 0),
+        (("ended 74", "lost", "ended 0"), 3 * ["create", *BEGIN, "delete"], 0),
+        # No retries are left.
+        (3 * ("ended 137",), 3 * ["create", *BEGIN, "delete"], 134),
+        # The run's own failure is final.
+        (("ended 1",), ["create", *BEGIN, "delete"], 1),
+        (("ended 2",), ["create", *BEGIN, "delete"], 2),
+    ],
+)
+def test_what_is_tried_again(runs, deeds, code, answers, launch):
+    service = Service(answers, *runs)
+    assert launch("tpu_vm", *FLAGS, "--retries", "2")[0] == code
+    assert done(service) == deeds and service.state == ""
+
+
+def test_machines_that_are_taken_away_are_asked_for_again(answers, launch):
+    service = Service(answers, "running", "ended 0")
+
+    def taken():
+        if service.now == "running":
+            service.state = "SUSPENDED"
+
+    service.looks = taken
+    code, shown = launch("tpu_vm", *FLAGS)
+    assert code == 0 and "mini is SUSPENDED; going on from the newest checkpoint" in shown
+    assert done(service) == 2 * ["create", *BEGIN, "delete"]
+
+
+def test_machines_that_somebody_deletes_are_not(answers, launch):
+    service = Service(answers, "running")
+
+    def deleted():
+        if service.now == "running":
+            service.state = "DELETING"
+
+    service.looks = deleted
+    code, shown = launch("tpu_vm", *FLAGS)
+    assert code == 75 and "its machines were deleted from elsewhere" in shown
+    assert done(service) == ["create", *BEGIN, "delete"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_and_the_end_of_the_terminal_save_and_delete(number, answers, launch):
+    service = Service(answers, "running")
+
+    def interrupt():
+        if service.now == "running" and "stop.sh" not in service.kinds[-2:]:
+            service.looks = lambda: None
+            os.kill(os.getpid(), number)
+
+    service.looks = interrupt
+    code, shown = launch("tpu_vm", *FLAGS)
+    assert code == 75 and "stopped, with its state saved" in shown
+    assert done(service) == ["create", *BEGIN, "stop.sh", "delete"]
+
+
+def test_the_same_command_goes_on_with_what_was_kept(answers, launch, workdir):
+    service = Service(answers, "running")
+    interrupt = iter([None, None, KeyboardInterrupt])
+
+    def look():
+        if error := next(interrupt):
+            raise error
+
+    service.looks = look
+    code, shown = launch("tpu_vm", *FLAGS, "--keep")
+    assert code == 130 and "mini is kept and costs money" in shown and service.state == "ACTIVE"
+    service.looks = lambda: None
+    code, shown = launch("tpu_vm", *FLAGS, "--set", "seed=5")
+    assert code == 2 and "mini: is there already in z-a, and was not launched for" in shown
+    code, shown = launch("tpu_vm", *FLAGS, "--zone", "z-b")
+    assert code == 2 and f"`python -m launch stop {workdir}` first" in shown
+
+    def finish():
+        service.now = "ended 0"
+
+    service.looks = finish
+    service.runs.append("ended 0")
+    code, shown = launch("tpu_vm", *FLAGS)
+    assert code == 0 and "mini is there already; going on with it" in shown
+    assert service.state == "" and service.kinds.count("create") == 1
+
+
+def test_a_refused_request_is_named_and_leaves_nothing(answers, launch, workdir):
+    service = Service(answers)
+    quota = Done(1, "", "ERROR: (gcloud) RESOURCE_EXHAUSTED: Quota limit\n")
+    answers.answer = lambda argv: quota if "create" in argv else service.answer(argv)
+    code, shown = launch("tpu_vm", *FLAGS)
+    assert code == 2 and service.kinds.count("create") == 1
+    assert "mini: not created: ERROR: (gcloud) RESOURCE_EXHAUSTED: Quota limit; ask for" in shown
+    assert spec.find_record(workdir) is None
+
+
+def test_machines_that_cannot_be_deleted_are_named_with_the_command(answers, launch, workdir):
+    service = Service(answers, "ended 0")
+    broken = Done(1, "", "ERROR: unavailable\n")
+    answers.answer = lambda argv: broken if "delete" in argv else service.answer(argv)
+    code, shown = launch("tpu_vm", *FLAGS)
+    assert code == 2 and spec.find_record(workdir) is not None
+    assert (
+        "mini: may still be there and cost money (ERROR: unavailable); delete it with: gcloud "
+        "compute tpus queued-resources delete mini --force --zone=z-a --quiet" in shown
+    )
+
+
+def test_status_logs_and_stop_are_gcloud_s(answers, launch, workdir, monkeypatch, capfd):
+    service = Service(answers, "ended 0")
+    assert launch("tpu_vm", *FLAGS, "--keep")[0] == 0
+    service.now = "running"
+    shown = []
+    monkeypatch.setattr(tpu_vm, "show", lambda argv: shown.append(Service.kind(argv)) or 0)
+    assert __main__.main(["status", workdir]) == 0
+    assert "queued resource: ACTIVE" in capfd.readouterr().out
+    assert __main__.main(["logs", workdir, "--host", "1"]) == 0
+    assert shown == ["state.sh", "run.log"]
+    assert __main__.main(["stop", workdir]) == 0
+    assert service.kinds[-5:] == ["state.sh", "stop.sh", "state.sh", "delete", "describe"]
+    assert service.state == "" and spec.find_record(workdir) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
         (["--valid-until", "soon"], "--valid-until soon: write a whole number and one of s, m"),
-        (["--force", "plan,luck"], "--force luck: no such check; the checks are commit, workdir"),
-        (["--workdir", "runs/x"], "--workdir runs/x: rented machines share no disk"),
         (["--topology", "v9:1x1"], "--topology v9:1x1: unknown"),
         (["--name", "Mini"], "--name Mini: use at most 40 of lower case letters"),
         (["--set", "run.nothing=1"], "--set run.nothing=1"),
     ],
 )
-def test_a_flag_at_fault_is_named(gcloud, launch, flags, complaint):
-    code, said = launch("--delete-when-done", *flags)
-    assert code == 2 and complaint in said and gcloud.calls == []
+def test_a_flag_at_fault_is_named(flags, message, answers, launch):
+    code, shown = launch("tpu_vm", *FLAGS, *flags)
+    assert code == 2 and message in shown and answers.calls == []
 
 
-@pytest.mark.parametrize(
-    "codes, one",
-    [
-        ([0, 0], 0),
-        ([75, 75], 75),
-        ([0, 75], 75),
-        ([134, 1, 134], 1),
-        ([2, 75], 2),
-        ([134, 134], 134),
-        ([137, 75], 134),
-        ([0, None], 134),
-        ([130, 134], 130),
-        ([134, 74, 134], 74),
-        ([74, 75, 0], 74),
-        ([74, 2], 2),
-    ],
-)
-def test_one_exit_code_of_many(codes, one):
-    assert verdict(codes) == one
-
-
-def test_the_record_is_kept_here_by_name(gcloud, launch):
-    launch()
-    assert target.read(str(cache_folder() / "launch" / "mini")).name == "mini"
-
-
-def test_a_damaged_record_is_refused(bucket, workdir):
-    with pytest.raises(InputError, match="nothing was launched here"):
-        target.read(workdir)
-    epath.Path(workdir, "launch.json").write_text('{"format_version": 1, "target": "tpu_vm"}')
-    with pytest.raises(InputError, match=r"launch\.json: damaged; remove it, and launch"):
-        target.read(workdir)
-
-
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [
-        ("tpu_vm", []),
-        ("tpu_vm", {"project": ""}),
-        ("tpu_vm", {"zone": "z-a", "project": None}),
-        ("tpu_vm", {"context": "c", "namespace": "n"}),
-        ("gke", {"context": "c"}),
-        ("gke", "default"),
-    ],
-)
-def test_a_place_that_cannot_be_one_is_damage(bucket, workdir, kind, place):
-    record = target.Record(
-        target=kind,
-        name="mini",
-        place=place,
-        workdir=workdir,
-        topology="v3:4x4",
-        hosts=2,
-        config_sha256="0" * 64,
-        commit="",
-        time=1.0,
-        price_per_chip_hour=None,
+def test_a_dry_run_is_a_script_that_does_what_the_launch_does(answers, launch, tmp_path):
+    """The same calls as of a launch that goes well, and the same files."""
+    odd = """run.corpus_dir=gs://BUCKET/a b's "$(touch x)" `id` \\ $HOME"""
+    code, script = launch("tpu_vm", *FLAGS, "--set", odd, "--dry-run")
+    assert code == 0 and answers.calls == []
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("git", "tar", "cp", "rm", pathlib.Path(sys.executable).name):
+        (programs / name).write_text("#!/bin/sh\nexit 0\n")
+    (programs / "gcloud").write_text(
+        f'#!/bin/bash\nprintf "%s\\0" gcloud "$@" >> {tmp_path}/words; echo >> {tmp_path}/words\n'
+        'case "$*" in *describe*) echo ACTIVE;; esac\n'
     )
-    record.write()
-    with pytest.raises(InputError, match=r"launch\.json: damaged; remove it, and launch"):
-        target.read(workdir)
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    script = script.replace(sys.executable, pathlib.Path(sys.executable).name)
+    path = f"{programs}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", script], check=True, env=os.environ | {"PATH": path})
+    lines = (tmp_path / "words").read_text().splitlines()
+    by_script = [line.split("\0")[:-1] for line in lines]
+    experiment = spec.staging("mini") / spec.EXPERIMENT
+    assert spec.config.load(str(experiment)).run.corpus_dir == odd.partition("=")[2]
+    service = Service(answers, "ended 0")
+    assert launch("tpu_vm", *FLAGS, "--set", odd)[0] == 0
+    kinds = [Service.kind(argv) for argv in by_script]
+    assert [kind for kind in kinds if kind in done(service)] == done(service)
+    (start,) = [argv for argv in service.calls if Service.kind(argv) == "start.sh"]
+    assert start in by_script

@@ -224,7 +224,7 @@ def test_two_processes_are_one_run(lora):
     root = str(pathlib.Path(__file__).parents[2])
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "launch", "local_pod", "--processes", "2", "--"),
+            *(sys.executable, "-m", "launch", "local", "--processes", "2", "--"),
             *(sys.executable, "-m", "bert_jax.cli", *command),
         ],
         env=os.environ | small_run.settings(1) | {"PYTHONPATH": root},

@@ -51,7 +51,7 @@ def member(deed: str) -> list[str]:
 def pod(folder, name, processes, deed, *args, flags=(), variables=None) -> tuple[int, list[str]]:
     """A local pod, with these environment variables: exit code, and the lines it showed."""
     command = [
-        *(sys.executable, "-m", "launch", "local_pod", "--processes", processes, *flags, "--"),
+        *(sys.executable, "-m", "launch", "local", "--processes", processes, *flags, "--"),
         *(sys.executable, MEMBER, folder / f"rows-{name}", *member(deed), *args),
     ]
     done = subprocess.run(

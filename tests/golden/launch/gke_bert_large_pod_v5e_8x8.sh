@@ -1,146 +1,43 @@
 #!/usr/bin/env bash
-# bert-large-pod-a4759bab: v5e:8x8, 64 chips on 16 hosts;
-# image registry.example/bert/bert-jax:1, config sha256 a4759bab8500f37271e90e2c53180de7e2c68f06393e27e2340bf1310e0730e5.
+# bert-large-pod-SHA256: v5e:8x8, 64 chips on 16 hosts;
+# image registry.example/bert/bert-jax:1, config sha256 SHA256.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
-# One of this name that has not ended is left alone, and nothing is launched; one that
-# has ended is deleted first.
-kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-a4759bab --ignore-not-found --output=json
+# One of this name that has not ended is left alone; one that has is deleted first.
+kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-SHA256 --ignore-not-found --output=json
 
-mkdir -p /cache/launch/bert-large-pod-a4759bab
-cat > /cache/launch/bert-large-pod-a4759bab/manifest.yaml <<'END'
+mkdir -p /cache/launch/bert-large-pod-SHA256
+cat > /cache/launch/bert-large-pod-SHA256/manifest.yaml <<'END'
 ---
 apiVersion: v1
 kind: ConfigMap
 metadata:
-  name: bert-large-pod-a4759bab
+  name: bert-large-pod-SHA256
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: a4759bab8500f37271e90e2c53180de7e2c68f06393e27e2340bf1310e0730e5
+    bert-jax/config-sha256: SHA256
 immutable: true
 data:
   experiment.json: |
-    {
-      "format_version": 2,
-      "name": "bert_large_pod",
-      "seed": 0,
-      "init_from": "",
-      "model": {
-        "vocab_size": 30522,
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-        "max_position_embeddings": 512,
-        "type_vocab_size": 2,
-        "hidden_act": "gelu",
-        "hidden_dropout_prob": 0.1,
-        "attention_probs_dropout_prob": 0.1,
-        "initializer_range": 0.02,
-        "compute_dtype": "bfloat16",
-        "dropout_rng": "rbg16"
-      },
-      "corpus": {
-        "sources": [
-          "tfds:wikipedia/20230601.en"
-        ],
-        "layout": "paragraphs_by_line",
-        "text_field": "text",
-        "encoding": "utf-8",
-        "language": "en",
-        "repeated_documents": "keep",
-        "tokenizer": "train",
-        "tokenizer_kind": "wordpiece",
-        "case": "uncased",
-        "validation_share": 0.005
-      },
-      "data": {
-        "short_seq_prob": 0.1,
-        "masked_lm_prob": 0.15,
-        "masking": "piece",
-        "dupe_factor": 10,
-        "eval_sequence_length": 128,
-        "eval_max_predictions_per_seq": 20,
-        "eval_rows": 10000
-      },
-      "phases": [
-        {
-          "steps": 900000,
-          "sequence_length": 128,
-          "max_predictions_per_seq": 20,
-          "batch_size": 256
-        },
-        {
-          "steps": 100000,
-          "sequence_length": 512,
-          "max_predictions_per_seq": 77,
-          "batch_size": 256
-        }
-      ],
-      "optimizer": {
-        "name": "bert_adam",
-        "peak_learning_rate": 0.0001,
-        "warmup_steps": 10000,
-        "schedule": "paper",
-        "b1": 0.9,
-        "b2": 0.999,
-        "eps": 1e-06,
-        "weight_decay": 0.01,
-        "clip": "global",
-        "clip_norm": 1.0,
-        "reference_replicas": 1,
-        "gradient_reduction": "bfloat16",
-        "layer_decay": 1.0,
-        "bad_steps_in_a_row": 10,
-        "after_bad_steps": "roll_back"
-      },
-      "parallelism": {
-        "state": "zero3",
-        "tensor": 1,
-        "accumulation": [
-          1
-        ],
-        "remat": "dots",
-        "layer_loop": "scan"
-      },
-      "run": {
-        "log_every": 100,
-        "eval_every": 10000,
-        "eval_batch_size": 256,
-        "checkpoint_every": 1000,
-        "keep_checkpoints": 3,
-        "keep_best": 1,
-        "keep_every": 0,
-        "when_disk_is_full": "stop",
-        "hang_after_seconds": 1800,
-        "check_every": 0,
-        "prefetch_batches": 4,
-        "data_workers": 0,
-        "profile_steps": [],
-        "watch": [],
-        "probes": [],
-        "probe_share": 0.05,
-        "corpus_dir": ""
-      }
-    }
+    EXPERIMENT
 ---
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: bert-large-pod-a4759bab
+  name: bert-large-pod-SHA256
   namespace: default
   labels:
     app.kubernetes.io/name: bert-jax
   annotations:
-    bert-jax/config-sha256: a4759bab8500f37271e90e2c53180de7e2c68f06393e27e2340bf1310e0730e5
+    bert-jax/config-sha256: SHA256
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
     enableDNSHostnames: true
-    subdomain: bert-large-pod-a4759bab
+    subdomain: bert-large-pod-SHA256
   failurePolicy:
     maxRestarts: 10
     restartStrategy: BlockingRecreate
@@ -206,7 +103,7 @@ spec:
               - name: JAX_PLATFORMS
                 value: tpu,cpu
               - name: JAX_COORDINATOR_ADDRESS
-                value: bert-large-pod-a4759bab-hosts-0-0.bert-large-pod-a4759bab:8482
+                value: bert-large-pod-SHA256-hosts-0-0.bert-large-pod-SHA256:8482
               - name: JAX_PROCESS_ID
                 valueFrom:
                   fieldRef:
@@ -239,13 +136,15 @@ spec:
             volumes:
             - name: experiment
               configMap:
-                name: bert-large-pod-a4759bab
+                name: bert-large-pod-SHA256
             - name: cache
               emptyDir: {}
 END
-kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-a4759bab/manifest.yaml
+kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-SHA256/manifest.yaml
 
 # A pod that ends with exit code 1, 2, 130 is the end. Any other end but 0 (75 is a
 # preemption) starts all pods again, 10 times at most.
-# If the cluster refuses it, and by `python -m launch stop`, after the pods have saved:
-#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-a4759bab --ignore-not-found --cascade=foreground --timeout=120s
+# `python -m launch status`, `logs` and `stop` of the workdir do:
+#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default get pods --selector=jobset.sigs.k8s.io/jobset-name=bert-large-pod-SHA256 --output=wide
+#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default logs --selector=jobset.sigs.k8s.io/jobset-name=bert-large-pod-SHA256,batch.kubernetes.io/job-completion-index=0 --container=run --tail=-1 --follow
+#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # quotes: v6e:2x2; chips: 4, hosts: 1;
-# commit 0123456789abcdef0123456789abcdef01234567, config sha256 eb294a063e457ca33089896a0b91c50068b3e6ce0158c0c0ae1cbfc63a7a571f.
+# commit 0123456789abcdef0123456789abcdef01234567, config sha256 SHA256.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
 set -eu
 
@@ -13,116 +13,7 @@ python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir /c
 cp /cache/launch/quotes/source/constraints.txt /cache/launch/quotes
 rm -r /cache/launch/quotes/source /cache/launch/quotes/commit.tar
 cat > /cache/launch/quotes/experiment.json <<'END'
-{
-  "format_version": 2,
-  "name": "tiny",
-  "seed": 0,
-  "init_from": "",
-  "model": {
-    "vocab_size": 8000,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 512,
-    "max_position_embeddings": 128,
-    "type_vocab_size": 2,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-    "initializer_range": 0.02,
-    "compute_dtype": "float32",
-    "dropout_rng": "threefry8"
-  },
-  "corpus": {
-    "sources": [
-      "jsonl:experiments/sample_text/speeches.jsonl.gz"
-    ],
-    "layout": "per_file",
-    "text_field": "END",
-    "encoding": "utf-8",
-    "language": "en",
-    "repeated_documents": "keep",
-    "tokenizer": "train",
-    "tokenizer_kind": "wordpiece",
-    "case": "uncased",
-    "validation_share": 0.1
-  },
-  "data": {
-    "short_seq_prob": 0.1,
-    "masked_lm_prob": 0.15,
-    "masking": "piece",
-    "dupe_factor": 0,
-    "eval_sequence_length": 128,
-    "eval_max_predictions_per_seq": 20,
-    "eval_rows": 2000
-  },
-  "phases": [
-    {
-      "steps": 1400,
-      "sequence_length": 64,
-      "max_predictions_per_seq": 10,
-      "batch_size": 64
-    },
-    {
-      "steps": 150,
-      "sequence_length": 128,
-      "max_predictions_per_seq": 20,
-      "batch_size": 32
-    }
-  ],
-  "optimizer": {
-    "name": "adamw",
-    "peak_learning_rate": 0.002,
-    "warmup_steps": 200,
-    "schedule": "linear",
-    "b1": 0.9,
-    "b2": 0.999,
-    "eps": 1e-06,
-    "weight_decay": 0.01,
-    "clip": "global",
-    "clip_norm": 1.0,
-    "reference_replicas": 1,
-    "gradient_reduction": "float32",
-    "layer_decay": 1.0,
-    "bad_steps_in_a_row": 10,
-    "after_bad_steps": "roll_back"
-  },
-  "parallelism": {
-    "state": "replicated",
-    "tensor": 1,
-    "accumulation": [
-      1
-    ],
-    "remat": "none",
-    "layer_loop": "unroll"
-  },
-  "run": {
-    "log_every": 50,
-    "eval_every": 400,
-    "eval_batch_size": 256,
-    "checkpoint_every": 200,
-    "keep_checkpoints": 3,
-    "keep_best": 1,
-    "keep_every": 0,
-    "when_disk_is_full": "stop",
-    "hang_after_seconds": 1800,
-    "check_every": 0,
-    "prefetch_batches": 4,
-    "data_workers": 0,
-    "profile_steps": [],
-    "watch": [],
-    "probes": [],
-    "probe_share": 0.05,
-    "corpus_dir": "gs://BUCKET/a b's \"$(rm -r /)\" `id` \\ $HOME"
-  }
-}
-END
-cat > /cache/launch/quotes/follow.sh <<'END'
-#!/usr/bin/env bash
-# follow.sh BYTE SECONDS: shows run.log from a byte on, until the run has ended or time is up.
-cd "$(dirname "$0")"
-timeout "$2" tail --bytes="+$1" --follow=name --pid="$(cat run.pid)" run.log
-exit 0
+EXPERIMENT
 END
 cat > /cache/launch/quotes/install.sh <<'END'
 #!/usr/bin/env bash
@@ -185,7 +76,7 @@ exit 1
 END
 cat > /cache/launch/quotes/state.sh <<'END'
 #!/usr/bin/env bash
-# Says how the run stands: absent, running, ended CODE, or lost (killed with this script's like).
+# Prints how the run stands: absent, running, ended CODE, or lost (killed with this script's like).
 cd "$(dirname "$0")"
 if ! [ -f run.log ]; then state=absent
 elif ! flock --shared --nonblock run.lock true; then state=running
@@ -196,31 +87,31 @@ echo "bert-jax-host $(hostname) $state"
 END
 cat > /cache/launch/quotes/stop.sh <<'END'
 #!/usr/bin/env bash
-# stop.sh SIGNAL: asks the run to end; TERM has it save before.
+# Asks the run to save and end.
 cd "$(dirname "$0")"
-if ! flock --shared --nonblock run.lock true; then kill -s "$1" "$(cat run.pid)"; fi
+if ! flock --shared --nonblock run.lock true; then kill -s TERM "$(cat run.pid)"; fi
 END
 
-# The machines. They are deleted if they do not come in time.
+# The machines, unless they are there. They are deleted if they do not come in time.
 gcloud compute tpus queued-resources create quotes --node-id=quotes --accelerator-type=v6e-4 --runtime-version=v2-alpha-tpuv6e --valid-until-duration=24h --zone=us-east5-b --quiet
 until [ "$(gcloud compute tpus queued-resources describe quotes '--format=value(state.state)' --zone=us-east5-b --quiet)" = ACTIVE ]; do sleep 30; done
 
 # Five times, while a host does not answer yet.
 gcloud compute tpus tpu-vm ssh quotes --worker=all '--command=mkdir -p bert-jax/quotes' --zone=us-east5-b --quiet
-gcloud compute tpus tpu-vm scp /cache/launch/quotes/bert_jax-0.1.0-py3-none-any.whl /cache/launch/quotes/constraints.txt /cache/launch/quotes/experiment.json /cache/launch/quotes/follow.sh /cache/launch/quotes/install.sh /cache/launch/quotes/run.sh /cache/launch/quotes/start.sh /cache/launch/quotes/state.sh /cache/launch/quotes/stop.sh quotes:bert-jax/quotes/ --worker=all --zone=us-east5-b --quiet
+gcloud compute tpus tpu-vm scp /cache/launch/quotes/bert_jax-0.1.0-py3-none-any.whl /cache/launch/quotes/constraints.txt /cache/launch/quotes/experiment.json /cache/launch/quotes/install.sh /cache/launch/quotes/run.sh /cache/launch/quotes/start.sh /cache/launch/quotes/state.sh /cache/launch/quotes/stop.sh quotes:bert-jax/quotes/ --worker=all --zone=us-east5-b --quiet
 gcloud compute tpus tpu-vm ssh quotes --worker=all '--command=bash bert-jax/quotes/install.sh' --zone=us-east5-b --quiet
 gcloud compute tpus tpu-vm ssh quotes --worker=all '--command=bash bert-jax/quotes/start.sh' --zone=us-east5-b --quiet
 
-# Again and again, from the byte that was shown last, until all hosts have ended:
-# the log of host 0, how the run stands on each, whether the machines are still there.
-gcloud compute tpus tpu-vm ssh quotes --worker=0 '--command=bash bert-jax/quotes/follow.sh 1 300' --zone=us-east5-b --quiet
+# Every half minute, until no host runs any more: how the run stands on each, the log of
+# host 0 from the line that was shown last, and whether the machines are still there.
 gcloud compute tpus tpu-vm ssh quotes --worker=all '--command=bash bert-jax/quotes/state.sh' --zone=us-east5-b --quiet
+gcloud compute tpus tpu-vm ssh quotes --worker=0 '--command=tail --lines=+1 bert-jax/quotes/run.log' --zone=us-east5-b --quiet
 gcloud compute tpus queued-resources describe quotes '--format=value(state.state)' --zone=us-east5-b --quiet
 
-# Preempted, or a host lost: deleted and asked for anew, 10 times at most.
+# Preempted, or a host lost: deleted and asked for again, 10 times at most.
 # Stopped with exit code 75: started again on the same machines, counted alike.
 # Ctrl-C: the run is asked to save, and waited for, before the machines are deleted:
-#   gcloud compute tpus tpu-vm ssh quotes --worker=all '--command=bash bert-jax/quotes/stop.sh TERM' --zone=us-east5-b --quiet
+#   gcloud compute tpus tpu-vm ssh quotes --worker=all '--command=bash bert-jax/quotes/stop.sh' --zone=us-east5-b --quiet
 
 # At the end, whatever the end; with --keep, not.
 gcloud compute tpus queued-resources delete quotes --force --zone=us-east5-b --quiet

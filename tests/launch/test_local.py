@@ -7,7 +7,7 @@ import pytest
 from small_run import final_state, write_text
 
 from bert_jax import config, errors, pod
-from launch import local_pod
+from launch import __main__
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
 def test_an_experiment_is_run_as_it_was_resolved_here(small, cache, tmp_path, capfd):
     words = [str(small), "--workdir", str(tmp_path / "run"), "--processes", "1"]
     words += ["--set", "phases.0.steps=3", "--set", "phases.1.steps=1"]
-    assert local_pod.main([*words, "--set", "run.corpus_dir="]) == errors.FINISHED
+    assert __main__.main(["local", *words, "--set", "run.corpus_dir="]) == errors.FINISHED
     assert final_state(tmp_path / "run")[0] == 4
     assert "[0] finished: step 4" in capfd.readouterr().out
 
@@ -32,11 +32,11 @@ def test_an_experiment_is_run_as_it_was_resolved_here(small, cache, tmp_path, ca
 def test_a_dry_run_is_a_script_that_holds_it_all(small, cache, tmp_path, capfd):
     workdir = tmp_path / "a run"
     words = [str(small), "--workdir", str(workdir), "--set", "phases.1.steps=9"]
-    assert local_pod.main([*words, "--dry-run", "--processes", "3"]) == errors.FINISHED
+    assert __main__.main(["local", *words, "--dry-run", "--processes", "3"]) == errors.FINISHED
     script = capfd.readouterr().out
     *files, start = script.splitlines()
     start = shlex.split(start)
-    assert start[1:6] == ["-m", "launch", "local_pod", "--processes", "3"]
+    assert start[1:6] == ["-m", "launch", "local", "--processes", "3"]
     assert start[6:9] == ["--", "bert-jax", "pretrain"] and start[-1] == str(workdir)
     subprocess.run(["bash"], input="\n".join(files).encode(), check=True)
     shipped = config.load(start[9])
@@ -58,13 +58,13 @@ def test_it_is_started_again_after_a_preemption_or_a_loss(
 ):
     left, commands = list(endings_), []
 
-    def run(command, shape):
+    def run(command, **shape):
         commands.append(tuple(command))
         return pod.Ended(*left.pop(0))
 
     monkeypatch.setattr(pod, "run", run)
     words = [str(small), "--workdir", str(tmp_path / "run"), "--retries", "2"]
-    assert local_pod.main(words) == code
+    assert __main__.main(["local", *words]) == code
     assert len(commands) == starts and len(set(commands)) == 1
 
 
@@ -80,10 +80,10 @@ def test_it_is_started_again_after_a_preemption_or_a_loss(
 )
 def test_what_cannot_be_is_refused(words):
     with pytest.raises(SystemExit) as caught:
-        local_pod.main(words)
+        __main__.main(["local", *words])
     assert caught.value.code == errors.BAD_INPUT
 
 
 def test_an_experiment_that_is_not_there_is_named(capfd):
-    assert local_pod.main(["nowhere.py"]) == errors.BAD_INPUT
+    assert __main__.main(["local", "nowhere.py"]) == errors.BAD_INPUT
     assert "nowhere.py" in capfd.readouterr().err

@@ -1,0 +1,91 @@
+"""`python -m launch local`: a run in several processes, all on this machine.
+
+Each has virtual devices on the CPU. It is how a pod is tried before there is one: the processes
+find each other, share the batches, save and stop together as on many hosts. An EXPERIMENT is
+launched as it is elsewhere, by the same specification; after `--` any command may stand.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+
+from bert_jax import errors, pod
+from bert_jax.errors import InputError
+from bert_jax.storage.workdir import named_errors, write_atomic
+from launch.commands import say
+from launch.spec import EXPERIMENT, Spec, ending, is_final, script_that_writes, specify, staging
+
+
+def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
+    """Runs a command, or the experiment of the flags, again after a preemption or a loss.
+
+    Returns:
+      The exit code: 0 finished; 75 stopped on request; else that of the process that failed first,
+      128 and the signal's number if it was killed.
+
+    Raises:
+      InputError: no such experiment or command.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # not every terminal speaks UTF-8
+    if command is not None:
+        return _pod(command, args).code
+    spec = specify(
+        args.experiment,
+        args.set,
+        workdir=args.workdir or "",
+        topology=None,
+        hosts=args.processes,
+        extend=args.extend,
+        retries=args.retries,
+    )
+    spec = dataclasses.replace(spec, workdir=spec.workdir or f"runs/{spec.experiment.name}")
+    file = staging(spec.name) / EXPERIMENT
+    if args.dry_run:
+        print("\n".join(_script(spec, file)))
+        return errors.FINISHED
+    with named_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, spec.config)
+    for left in range(spec.retries, -1, -1):
+        ended = _pod(spec.command(os.fspath(file)), args)
+        if is_final(ended.code) or ended.asked or not left:
+            break
+        say(f"{spec.name} {ending(ended.code)}; starting it again, {left - 1} retries left")
+    return ended.code
+
+
+def _pod(command: Sequence[str], args: argparse.Namespace) -> pod.Ended:
+    """Runs a command in a pod; `bert-jax` is that of this interpreter, whatever is on the path.
+
+    Raises:
+      InputError: there is no such command.
+    """
+    if command[0] == "bert-jax":
+        command = [sys.executable, "-m", "bert_jax.cli", *command[1:]]
+    elif shutil.which(command[0]) is None:
+        raise InputError(f"{command[0]}: no such command")
+    return pod.run(
+        command,
+        processes=args.processes,
+        devices=args.devices_per_process,
+        arrive_within=args.arrive_within,
+        hang_after=args.hang_after,
+    )
+
+
+def _script(spec: Spec, file: pathlib.Path) -> Iterator[str]:
+    yield "#!/usr/bin/env bash"
+    yield f"# {spec.name}: {spec.hosts} processes on this machine,"
+    yield f"# config sha256 {spec.sha256}; {spec.retries} retries."
+    yield "set -eu"
+    yield shlex.join(["mkdir", "-p", os.fspath(file.parent)])
+    yield from script_that_writes(file, spec.config)
+    start = [sys.executable, "-m", "launch", "local", "--processes", str(spec.hosts), "--"]
+    yield shlex.join([*start, *spec.command(os.fspath(file))])
