@@ -1,24 +1,18 @@
-"""`bert-jax conformance` and `bert-jax conformance instances`: arguments, and what they print."""
+"""`bert-jax conformance` and `bert-jax conformance instances`: arguments, and what they print.
+
+This module loads no jax: the command line reads it at each start.
+"""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from bert_jax.config import Experiment
 from bert_jax.conformance.settings import Settings
 from bert_jax.errors import printable
 
 
-def one_command(argv: Sequence[str]) -> list[str]:
-    """`conformance instances` is a command of two words: they become one."""
-    words = list(argv)
-    first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
-    if words[first : first + 2] == ["conformance", "instances"]:
-        words[first : first + 2] = ["conformance instances"]
-    return words
-
-
 def add_instance_arguments(parser: argparse.ArgumentParser) -> None:
-    """The reference's flags, under its names or shorter ones."""
+    """Adds the reference's flags, under its names or shorter ones."""
     default = Settings()
     parser.add_argument(
         "texts", metavar="TEXT", nargs="+", help="sentences by line, a blank line between documents"
@@ -56,22 +50,42 @@ def write_instances(args: argparse.Namespace) -> int:
     return 0
 
 
+def check() -> Iterator:
+    """Yields every rule of the reference, compared (see `rule.Rule`); takes some twenty seconds.
+
+    Raises:
+      InputError: JAX_PLATFORMS asks for a device that cannot be used.
+    """
+    import jax
+
+    from bert_jax.config import Parallelism
+    from bert_jax.conformance import data_rules, model_rules, optimizer_rules
+    from bert_jax.training import mesh
+
+    mesh.make_mesh(Parallelism())  # refuses by name a device that is not there
+    # Rules are about formulas: no device may round float32 in products.
+    with jax.default_matmul_precision("highest"):
+        for part in (data_rules, optimizer_rules, model_rules):
+            yield from part.check()
+
+
 def print_rules(experiment: Experiment | None) -> bool:
-    """Prints a line a rule, and what an experiment does otherwise; whether all rules hold.
+    """Prints a line a rule, and what an experiment does otherwise; returns whether all rules hold.
 
     With an experiment differences are printed as bounds, so that the text is the same everywhere.
     """
-    from bert_jax.conformance import checks, deviations
+    from bert_jax.conformance import deviations
 
-    rules = []
-    for rule in checks.check():
-        rules.append(rule)
-        print(checks.line(rule, "measured" if experiment is None else "bounds"), flush=True)
-    broken = sum(not rule.holds for rule in rules)
-    print(f"{broken} of {len(rules)} rules FAILED" if broken else f"all {len(rules)} rules hold")
+    checked = []
+    for rule in check():
+        checked.append(rule)
+        print(rule.line("measured" if experiment is None else "bounds"), flush=True)
+    broken = sum(not rule.holds for rule in checked)
+    print(
+        f"{broken} of {len(checked)} rules FAILED" if broken else f"all {len(checked)} rules hold"
+    )
     if experiment is not None:
-        found = deviations.find(experiment)
         print(f"\n{experiment.name} does otherwise than the paper and its code:\n")
-        for deviation in found:
+        for deviation in deviations.find(experiment):
             print(f"{printable(deviation.setting)}\n  {deviation.why}")
     return not broken

@@ -1,10 +1,12 @@
-"""Documents, pairs and masks against the reference's own instances, and its laws."""
+"""Documents, pairs, masks and tokens against the reference's own, and its laws."""
 
 import functools
 import json
 import pathlib
 import random
+import sys
 import tempfile
+import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,18 +17,21 @@ from bert_jax.conformance import golden, instances
 from bert_jax.conformance.rule import Rule, count_of_different
 from bert_jax.conformance.settings import Settings
 from bert_jax.data import batches, draws, masking, pairs, stream
+from bert_jax.text import tokenizer
 
 _rule = functools.partial(Rule, "data")
+_text_rule = functools.partial(Rule, "tokenizer")
 
 Instances = list[dict[str, Any]]
 
 
 def check() -> Iterator[Rule]:
-    """Yields the rules of documents, instances and masks, compared."""
+    """Yields the rules of documents, instances, masks and tokens, compared."""
     yield _documents()
     yield from _instances()
     yield from _pairs()
     yield from _masks()
+    yield from _tokens()
 
 
 def _documents() -> Rule:
@@ -51,9 +56,9 @@ def _documents() -> Rule:
 
 
 def _instances() -> Iterator[Rule]:
-    tokenizer = golden.tokenizer("uncased")
-    documents = instances.read_documents([golden.FOLDER / "sample_text.txt"], tokenizer)
-    ids = batches.Ids.of(tokenizer)
+    uncased = golden.tokenizer("uncased")
+    documents = instances.read_documents([golden.FOLDER / "sample_text.txt"], uncased)
+    ids = batches.Ids.of(uncased)
     made: list[tuple[dict[str, Any], Instances, Instances]] = []
     for name in golden.INSTANCES:
         head, theirs = golden.instances(name)
@@ -206,4 +211,73 @@ def _mask(
         mask_id=1,
         vocab_size=6,
         continues=continues,
+    )
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def _tokens() -> Iterator[Rule]:
+    rows = golden.tokens()
+    compared = f"{len(rows)} odd texts with the reference's"
+    uncased, cased = golden.tokenizer("uncased"), golden.tokenizer("cased")
+    ids = [uncased.encode(row["text"]) for row in rows]
+    yield _text_rule(
+        "uncased: lower case, NFD, accents and controls away, longest match",
+        f"ids of {compared}",
+        count_of_different(ids, [row["lower"] for row in rows]),
+    )
+    yield _text_rule(
+        "an id is a line of the vocabulary",
+        f"pieces of {compared}",
+        count_of_different(
+            [[uncased.piece(i) for i in row] for row in ids], [row["lower_tokens"] for row in rows]
+        ),
+    )
+    yield _text_rule(
+        "cased: as it is, accents too",
+        f"pieces of {compared}",
+        count_of_different(
+            [[cased.piece(i) for i in cased.encode(row["text"])] for row in rows],
+            [row["cased_tokens"] for row in rows],
+        ),
+    )
+    yield _characters()
+    unknown, words = uncased.unk_id, ("a" * 200, "a" * 201, "\u00e1" * 200)
+    found = [uncased.encode(word) == [unknown] for word in words]
+    yield _text_rule(
+        "words of over 200 characters are [UNK]",
+        "words of 200 and 201",
+        count_of_different(found, [False, True, False]),
+    )
+    literal = uncased.encode("[PAD][CLS] [SEP][MASK]")
+    specials = {uncased.pad_id, uncased.cls_id, uncased.sep_id, uncased.mask_id}
+    yield _text_rule(
+        "text never gives a special",
+        "pieces of the specials' names",
+        sum(i in specials for i in literal),
+    )
+
+
+def _characters() -> Rule:
+    """Between letters a blank, a mark, an ideograph and nothing at all differ."""
+    differing = 0
+    for code in range(sys.maxunicode + 1):
+        char = chr(code)
+        category = unicodedata.category(char)
+        if char in "\t\n\r" or category in ("Zs", "Zl", "Zp"):
+            expected = ["a", "b"]
+        elif char in "\0\ufffd" or category in ("Cc", "Cf"):
+            expected = ["ab"]
+        elif category == "Co":
+            expected = [f"a{char}b"]
+        elif category[0] == "P" or char in "$+<=>^`|~":
+            expected = ["a", char, "b"]
+        else:
+            continue
+        differing += tokenizer.basic_tokens(f"a{char}b", "cased") != expected
+    return _text_rule(
+        "Cc and Cf go, blanks and punctuation part words, Co stays",
+        "every such character between letters",
+        differing,
     )

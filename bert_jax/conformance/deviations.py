@@ -73,7 +73,7 @@ _CLIPS = {
 
 
 def find(experiment: Experiment) -> list[Deviation]:
-    """All deviations that the settings make, and those of every run."""
+    """Returns all deviations that the settings make, and those of every run."""
     found: list[Deviation] = []
     for look in (_shape, _fields, _noise, _text, _passes, _optimizer, _phases):
         found += look(experiment)
@@ -198,9 +198,9 @@ def _phases(experiment: Experiment) -> Iterator[Deviation]:
         yield Deviation(f"phases: {total:,} steps", "the paper trained for 1,000,000 steps")
     found = [(phase.sequence_length, phase.steps / total) for phase in phases]
     if found != [(length, share) for length, (share, _) in _LENGTHS.items()]:
-        told = ", ".join(f"{share:.1%} of {length}" for length, share in found)
+        shown = ", ".join(f"{share:.1%} of {length}" for length, share in found)
         yield Deviation(
-            f"phases: {told}", "the paper trained for 90 % of the steps on 128, then on 512"
+            f"phases: {shown}", "the paper trained for 90 % of the steps on 128, then on 512"
         )
     for number, phase in enumerate(phases):
         where = f"phases.{number}"

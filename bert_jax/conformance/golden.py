@@ -10,9 +10,13 @@ import json
 import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
+from bert_jax.config import Model
+from bert_jax.interop import names
 from bert_jax.text.tokenizer import Case, WordPiece
 
 FOLDER = pathlib.Path(__file__).parent / "files"
@@ -27,35 +31,35 @@ INSTANCES = (
 
 @functools.cache
 def vocabulary() -> list[str]:
-    """The 30,522 pieces of the released uncased models."""
+    """Returns the 30,522 pieces of the released uncased models."""
     text = gzip.decompress((FOLDER / "bert_base_uncased_vocab.txt.gz").read_bytes()).decode()
     return text.split("\n")[:-1]
 
 
 def tokenizer(case: Case) -> WordPiece:
-    """Ours, with the released vocabulary."""
+    """Returns ours, with the released vocabulary."""
     return WordPiece(vocabulary(), case)
 
 
 def tokens() -> list[dict[str, Any]]:
-    """Rows of `text`, `lower` (ids, uncased), `lower_tokens` and `cased_tokens`."""
+    """Returns rows of `text`, `lower` (ids, uncased), `lower_tokens` and `cased_tokens`."""
     return json.loads((FOLDER / "tokenization_uncased_vocab.json").read_text("utf-8"))
 
 
 def instances(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The settings and the instances of a file of `INSTANCES`."""
+    """Returns the settings and the instances of a file of `INSTANCES`."""
     lines = gzip.decompress((FOLDER / name).read_bytes()).decode().splitlines()
     settings, *rows = map(json.loads, lines)
     return settings, rows
 
 
 def trajectory() -> dict[str, np.ndarray]:
-    """Twenty steps of Adam: init.*, grads.*, params.*, learning_rate."""
+    """Returns twenty steps of Adam: init.*, grads.*, params.*, learning_rate."""
     return dict(np.load(FOLDER / "paper_adam_trajectory.npz"))
 
 
 def pytorch(name: str) -> dict[str, np.ndarray]:
-    """Of PyTorch's model: `batch`, `outputs` or `grads`; `model` gives its weights."""
+    """Returns of PyTorch's model `batch`, `outputs` or `grads`; `model` gives its weights."""
     folder = FOLDER / "hf_bert_tiny"
     if name == "model":
         return load_file(folder / "model.safetensors")
@@ -63,5 +67,40 @@ def pytorch(name: str) -> dict[str, np.ndarray]:
 
 
 def config() -> dict[str, Any]:
-    """The config.json of PyTorch's model."""
+    """Returns the config.json of PyTorch's model."""
     return json.loads((FOLDER / "hf_bert_tiny" / "config.json").read_text("utf-8"))
+
+
+CONFIG = Model(
+    **{name: value for name, value in config().items() if name in Model.__dataclass_fields__}
+)
+
+
+def params() -> dict:
+    """Returns the weights of PyTorch's model in our tree."""
+    return jax.tree.map(jnp.asarray, convert(pytorch("model")))
+
+
+def convert(tensors: dict[str, np.ndarray]) -> dict:
+    """Returns PyTorch's tensors in our tree."""
+    return names.to_ours(tensors, CONFIG, "hf_bert_tiny")[0]
+
+
+def batch() -> dict[str, jax.Array]:
+    """Returns PyTorch's batch as ours; each position is a prediction, or weighs 0."""
+    raw = pytorch("batch")
+    labels = raw["labels"]
+    made = {
+        "input_ids": raw["input_ids"],
+        "segment_ids": raw["token_type_ids"],
+        "input_mask": raw["attention_mask"],
+        "masked_lm_positions": np.broadcast_to(np.arange(labels.shape[1]), labels.shape),
+        "masked_lm_ids": np.maximum(labels, 0),
+        "masked_lm_weights": (labels != -100).astype(np.float32),
+        "next_sentence_labels": raw["next_sentence_label"],
+        "row_weights": np.ones(len(labels), np.float32),
+    }
+    return {
+        name: jnp.asarray(value, jnp.float32 if "weight" in name else jnp.int32)
+        for name, value in made.items()
+    }

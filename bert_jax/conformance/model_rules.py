@@ -1,4 +1,4 @@
-"""The encoder and its heads against PyTorch's BertForPreTraining, and modeling.py's constants."""
+"""Encoder, heads, losses and metrics against PyTorch's BertForPreTraining, and float64."""
 
 import functools
 import math
@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from bert_jax.config import Model
-from bert_jax.conformance import golden, pytorch
+from bert_jax.conformance import golden
 from bert_jax.conformance.rule import Rule, largest_difference, relative
 from bert_jax.model import heads, layers, losses
 from bert_jax.model.encoder import Loop, encode, padded_vocab_size
 
+Batch = dict[str, jax.Array]
+
 _rule = functools.partial(Rule, "model")
+_loss_rule = functools.partial(Rule, "loss")
 
 # A normal distribution of 0.02, cut off at two standard deviations.
 _INITIAL_STD = 0.02 * 0.8796256610342398
@@ -29,18 +32,19 @@ _PAPER = {
 
 
 def check() -> Iterator[Rule]:
-    """Yields the rules of the model, compared."""
-    params = jax.tree.map(jnp.asarray, pytorch.convert(golden.pytorch("model")))
-    batch = pytorch.batch(golden.pytorch("batch"))
+    """Yields the rules of the model and its losses, compared."""
+    params, batch = golden.params(), golden.batch()
     yield from _outputs(params, batch)
     yield _gradients(params, batch)
     yield from _constants()
     yield from _initial()
     yield _sizes()
+    yield _total(params, batch)
+    yield from _metrics()
 
 
-def _outputs(params: heads.Params, batch: pytorch.Batch) -> Iterator[Rule]:
-    cfg, theirs = pytorch.CONFIG, golden.pytorch("outputs")
+def _outputs(params: heads.Params, batch: Batch) -> Iterator[Rule]:
+    cfg, theirs = golden.CONFIG, golden.pytorch("outputs")
     inputs = (batch["input_ids"], batch["segment_ids"], batch["input_mask"])
     encoder = heads.merge(cfg, params).encoder
     hidden = encode(encoder, cfg, *inputs, None, Loop(), outputs="all")
@@ -78,16 +82,12 @@ def _outputs(params: heads.Params, batch: pytorch.Batch) -> Iterator[Rule]:
     )
 
 
-def _gradients(params: heads.Params, batch: pytorch.Batch) -> Rule:
-    def loss(params: heads.Params) -> jax.Array:
-        logits = heads.pretraining_logits(pytorch.CONFIG, params, batch, None, Loop())
-        sums = losses.pretraining(*logits, batch)
-        return sum(sums[k][0] / sums[k][1] for k in ("masked_lm_loss", "next_sentence_loss"))
-
+def _gradients(params: heads.Params, batch: Batch) -> Rule:
+    ours = jax.jit(jax.grad(_loss))(params, batch)
     return _rule(
         "its gradients",
         "of all parameters with PyTorch's",
-        largest_difference(jax.grad(loss)(params), pytorch.convert(golden.pytorch("grads"))),
+        largest_difference(ours, golden.convert(golden.pytorch("grads"))),
         1e-5,
     )
 
@@ -123,7 +123,9 @@ def _initial() -> Iterator[Rule]:
         num_attention_heads=2,
         intermediate_size=256,
     )
-    leaves = jax.tree.leaves_with_path(heads.init_params(cfg, jax.random.key(0)))
+    leaves = jax.tree.leaves_with_path(
+        jax.jit(functools.partial(heads.init_params, cfg))(jax.random.key(0))
+    )
     drawn = []
     fixed = 0
     for path, leaf in leaves:
@@ -158,3 +160,61 @@ def _sizes() -> Rule:
         padding = (padded_vocab_size(cfg) - cfg.vocab_size) * (cfg.hidden_size + 1)
         differing += abs(total - padding - size)
     return _rule("110M and 340M parameters", "BASE and LARGE with the released", differing)
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def _loss(params: heads.Params, batch: Batch) -> jax.Array:
+    logits = heads.pretraining_logits(golden.CONFIG, params, batch, None, Loop())
+    sums = losses.pretraining(*logits, batch)
+    return sum(sums[k][0] / sums[k][1] for k in ("masked_lm_loss", "next_sentence_loss"))
+
+
+def _total(params: heads.Params, batch: Batch) -> Rule:
+    return _loss_rule(
+        "masked LM + next sentence",
+        "the loss of a batch with PyTorch's",
+        relative(_loss(params, batch), golden.pytorch("outputs")["loss"]),
+        1e-5,
+    )
+
+
+def _metrics() -> Iterator[Rule]:
+    """Labels of id 0 count: weights alone say what is no label."""
+    rng = np.random.default_rng(0)
+    words, pairs = rng.normal(size=(6, 4, 30)), rng.normal(size=(6, 2))
+    labels = np.where(rng.random((6, 4)) < 0.5, words.argmax(-1), 0)
+    weights = (rng.random((6, 4)) < 0.7).astype(np.float64)
+    next_labels = rng.integers(0, 2, 6)
+    sums = losses.pretraining(
+        jnp.asarray(words, jnp.float32),
+        jnp.asarray(pairs, jnp.float32),
+        {
+            "masked_lm_ids": jnp.asarray(labels),
+            "masked_lm_weights": jnp.asarray(weights, jnp.float32),
+            "next_sentence_labels": jnp.asarray(next_labels),
+            "row_weights": jnp.ones(6),
+        },
+    )
+
+    def means(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> dict[str, float]:
+        chosen = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        nll = np.log(np.exp(logits).sum(-1)) - chosen
+        hits = logits.argmax(-1) == labels
+        return {
+            "loss": (weights * nll).sum() / weights.sum(),
+            "accuracy": (weights * hits).sum() / weights.sum(),
+        }
+
+    expected = {"masked_lm": means(words, labels, weights)}
+    expected["next_sentence"] = means(pairs, next_labels, np.ones(6))
+    more = {"masked_lm": ", a label of id 0 counts as any"}
+    for task, values in expected.items():
+        ours = [float(sums[f"{task}_{name}"][0] / sums[f"{task}_{name}"][1]) for name in values]
+        yield _loss_rule(
+            f"{task}_loss and {task}_accuracy are weighted means{more.get(task, '')}",
+            "both with float64",
+            relative(ours, list(values.values())),
+            1e-6,
+        )

@@ -1,5 +1,6 @@
-"""Updates, rates and the clip against a trajectory in float64 and the reference's formulas."""
+"""Updates, rates, and a step over the reference's cores, against float64 and its formulas."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator
@@ -9,25 +10,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType
 
-from bert_jax.config import Optimizer
-from bert_jax.conformance import cores, golden, pytorch
+from bert_jax.config import Model, Optimizer, Parallelism
+from bert_jax.conformance import golden
 from bert_jax.conformance.rule import Rule, count_of_different, largest_difference, relative
-from bert_jax.training import optimizer
+from bert_jax.model import heads
+from bert_jax.model.encoder import Loop
+from bert_jax.training import optimizer, step
+from bert_jax.training.objective import Pretraining
 
 _rule = functools.partial(Rule, "optimizer")
+
+_CORES, _ROWS, _LENGTH = 3, 2, 16
+
+_MODEL = Model(
+    vocab_size=50,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=32,
+    max_position_embeddings=_LENGTH,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+_OPTIMIZER = Optimizer(clip="per_replica", reference_replicas=_CORES)
+# So little that run_pretraining.py's 1e-5 in the denominator shows.
+_FEW = 1e-5
 
 # optimization.py, AdamWeightDecayOptimizer: names found by these do not decay.
 _REFERENCE_NO_DECAY = re.compile("LayerNorm|layer_norm|bias")
 
 
 def check() -> Iterator[Rule]:
-    """Yields the rules of the optimizer, compared."""
+    """Yields the rules of the optimizer, and of what each core does by itself, compared."""
     yield from _trajectory()
     yield from _schedule()
     yield _first_update()
     yield _decay()
     yield _clip()
+    yield _mean()
 
 
 def _trajectory() -> Iterator[Rule]:
@@ -111,7 +133,7 @@ def _decay() -> Rule:
     tensors = golden.pytorch("model")
     # Every tensor filled with its number, so that ours say which of theirs they are.
     numbers = {name: np.full(tensors[name].shape, i) for i, name in enumerate(tensors)}
-    ours = pytorch.convert(numbers)
+    ours = golden.convert(numbers)
     theirs = [list(tensors)[int(leaf.flat[0])] for leaf in jax.tree.leaves(ours)]
     return _rule(
         "biases and layer norms do not decay, embeddings do",
@@ -125,9 +147,9 @@ def _decay() -> Rule:
 
 def _clip() -> Rule:
     norm = 0.1
-    ours = cores.summed_gradient(norm)
+    ours = _summed_gradient(norm)
     clipped = []
-    for gradient in cores.gradients():
+    for gradient in _gradients():
         length = float(optax.global_norm(gradient))
         if length <= norm:
             raise ValueError(f"a core's gradient of norm {length} is not clipped at {norm}")
@@ -135,7 +157,75 @@ def _clip() -> Rule:
     theirs = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), clipped)
     return _rule(
         "each core clips its own gradient, then they are summed",
-        f"a step of {cores.CORES} cores with each alone",
+        f"a step of {_CORES} cores with each alone",
         largest_difference(ours, theirs),
         1e-5,
     )
+
+
+def _mean() -> Rule:
+    theirs = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), _gradients())
+    return Rule(
+        "loss",
+        "each core divides by its own weights + 1e-5, and its own rows",
+        f"a step of {_CORES} cores with each alone",
+        largest_difference(_summed_gradient(1e9), theirs),
+        1e-5,
+    )
+
+
+# --- cores ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _batch() -> step.Batch:
+    """Returns rows of all cores, with other counts of predictions on each; the last hardly one."""
+    rng, count = np.random.default_rng(0), _CORES * _ROWS
+    shape = (count, _LENGTH)
+    weights = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [_FEW, 0, 0], [0, 0, 0]])
+    made = {
+        "input_ids": rng.integers(5, 50, shape),
+        "segment_ids": np.repeat([[0] * 8 + [1] * 8], count, axis=0),
+        "input_mask": np.arange(_LENGTH) < rng.integers(8, _LENGTH, (count, 1)),
+        "masked_lm_positions": np.repeat([[2, 4, 6]], count, axis=0),
+        "masked_lm_ids": rng.integers(0, 50, (count, 3)),
+        "next_sentence_labels": rng.integers(0, 2, count),
+    }
+    return {
+        **{name: jnp.asarray(value, jnp.int32) for name, value in made.items()},
+        "masked_lm_weights": jnp.asarray(weights, jnp.float32),
+        "row_weights": jnp.ones(count),
+        "rows": jnp.arange(count, dtype=jnp.uint32),
+    }
+
+
+def _summed_gradient(clip_norm: float) -> heads.Params:
+    """Returns the gradient that a training step over all cores gives to its optimizer."""
+    cfg = dataclasses.replace(_OPTIMIZER, clip_norm=clip_norm)
+    mesh = jax.make_mesh((1,), ("data_0",), (AxisType.Auto,), devices=jax.devices()[:1])
+    train_step = step.make_train_step(Pretraining(_MODEL), cfg, Parallelism(), 1, 1_000_000, mesh)
+    state = step.init_state(Pretraining(_MODEL), cfg, 0)
+    key = step.phase_key(_MODEL, 0, 0)
+    new, _ = train_step(state, step.empty_window(Pretraining(_MODEL)), _batch(), key)
+    # Before the first step there is no momentum.
+    return jax.tree.map(lambda m: m / (1 - cfg.b1), new["optimizer"][0].mu)
+
+
+def _gradients() -> Iterator[heads.Params]:
+    """Yields each core's own gradient before that step; its loss is run_pretraining.py's."""
+    params = step.init_state(Pretraining(_MODEL), _OPTIMIZER, 0)["params"]
+    gradient = jax.jit(jax.grad(_core_loss))
+    for core in range(_CORES):
+        rows = slice(core * _ROWS, (core + 1) * _ROWS)
+        yield gradient(params, {name: value[rows] for name, value in _batch().items()})
+
+
+def _core_loss(params: heads.Params, part: step.Batch) -> jax.Array:
+    masked_lm, next_sentence = heads.pretraining_logits(_MODEL, params, part, None, Loop())
+
+    def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return -(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, logits.shape[-1])).sum(-1)
+
+    weights = part["masked_lm_weights"]
+    words = (weights * nll(masked_lm, part["masked_lm_ids"])).sum() / (weights.sum() + 1e-5)
+    return words + nll(next_sentence, part["next_sentence_labels"]).mean()

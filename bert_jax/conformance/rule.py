@@ -1,7 +1,7 @@
 """A rule that was looked at, and the norm in which numbers are compared."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -30,21 +30,32 @@ class Rule:
         """Whether the difference is small enough; one that is not a number is not."""
         return bool(self.difference <= self.most)
 
+    def line(self, numbers: Literal["measured", "bounds"]) -> str:
+        """Returns a line about it; with `bounds` the same on every machine where it holds."""
+        if self.most and self.holds and numbers == "bounds":
+            shown = f"off by < {self.most:.0e}"
+        elif self.most:
+            shown = f"off by {self.difference:.1e}, at most {self.most:.0e}"
+        else:
+            shown = f"{self.difference:g} differ"
+        verdict = "ok    " if self.holds else "FAILED"
+        return f"{verdict} {self.part:9} {self.says}: {self.compared}: {shown}"
+
 
 def count_of_different(ours: Any, theirs: Any) -> int:
-    """How many entries of two lists differ; those that only one of them has, do."""
+    """Counts entries of two lists that differ; those that only one of them has, do."""
     differing = sum(a != b for a, b in zip(ours, theirs, strict=False))
     return differing + abs(len(ours) - len(theirs))
 
 
 def relative(ours: Any, theirs: Any) -> float:
-    """max|a - b| / max|b| of two arrays, in float64."""
+    """Returns max|a - b| / max|b| of two arrays, in float64."""
     a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
 def difference(a: Any, b: Any) -> dict[str, float]:
-    """max|a - b| / max(max|b|, 1e-3 * the largest entry of the tree), by path.
+    """Returns max|a - b| / max(max|b|, 1e-3 * the largest entry of the tree), by path.
 
     Raises:
       ValueError: the trees have other paths.
@@ -62,5 +73,5 @@ def difference(a: Any, b: Any) -> dict[str, float]:
 
 
 def largest_difference(a: Any, b: Any) -> float:
-    """The largest `difference` of all paths."""
+    """Returns the largest `difference` of all paths."""
     return max(difference(a, b).values())

@@ -116,6 +116,7 @@ def test_pieces_added_to_a_vocabulary_begin_with_the_mean_and_without_moments(co
         assert_identical(before, after)
 
 
+@pytest.mark.long
 def test_a_resume_with_other_weights_is_refused(copy_of_run, capsys):
     base_of_run()
     short = "--set phases.1.steps=2"

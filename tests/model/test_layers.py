@@ -21,7 +21,13 @@ def sample(rows, inputs, outputs, dtype):
 
 
 # Of an encoder layer's four products, and of the output layer: odd ones, and those of real models.
-SHAPES = [(8, 12, 20), (256, 128, 512), (256, 512, 128), (320, 128, 30720), (64, 768, 3072)]
+SHAPES = [
+    *((8, 12, 20), (256, 128, 512), (256, 512, 128)),
+    *(
+        pytest.param(shape, marks=pytest.mark.long)
+        for shape in [(320, 128, 30720), (64, 768, 3072)]
+    ),
+]
 
 
 @pytest.mark.parametrize("kernel_is", ["inputs_outputs", "outputs_inputs"])
@@ -60,12 +66,6 @@ def test_a_bias_gradient_in_bfloat16_is_summed_in_float32():
     x = jnp.ones((16_384, 4), jnp.bfloat16)
     bias = jax.grad(lambda b: layers.linear(x, jnp.ones((4, 2)), b).sum())(jnp.zeros(2))
     assert bias.tolist() == [16_384, 16_384]
-
-
-def test_gelu_is_x_times_the_normal_distribution_function():
-    x = np.linspace(-8, 8, 4_001, dtype=np.float32)
-    wanted = np.array([v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x.astype(float)])
-    assert np.abs(np.asarray(layers.activation("gelu", x)) - wanted).max() < 1e-6
 
 
 def test_dropout_in_bfloat16_is_scaled_in_float32():

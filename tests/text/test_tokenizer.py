@@ -162,13 +162,6 @@ def test_ids_of_prose_equal_those_of_the_tokenizers_library(bert, other):
 # --- WordPiece ---
 
 
-@pytest.mark.parametrize("case", CASES)
-@given(text=st.lists(st.sampled_from([*vocabulary.SPECIALS, "x", " ", "."])).map("".join))
-def test_text_gives_no_special_id(bert, case, text):
-    ids = bert[case].encode(text)
-    assert not {*ids} & {0, 101, 102, 103}
-
-
 def test_a_literal_separator_is_three_pieces(bert):
     small = tokenizer.WordPiece([*vocabulary.SPECIALS, "[", "]", "sep", "mask"], "uncased")
     assert [small.piece(i) for i in small.encode("[SEP][MASK]")] == [
@@ -180,14 +173,6 @@ def test_a_literal_separator_is_three_pieces(bert):
         "]",
     ]
     assert bert["uncased"].encode("[SEP]")[0] == bert["uncased"].vocab.index("[")
-
-
-def test_a_word_of_over_200_characters_is_unknown(bert):
-    wordpiece = bert["uncased"]
-    assert wordpiece.unk_id not in wordpiece.encode("a" * 200)
-    assert wordpiece.encode("a" * 201) == [wordpiece.unk_id]
-    # Counted after accents went.
-    assert wordpiece.unk_id not in wordpiece.encode("á" * 200)
 
 
 def test_pieces_that_go_on_a_word_are_marked(bert):
