@@ -174,7 +174,7 @@ def test_order_is_kept_over_windows_and_their_parts(pooling, trained, texts, mon
     close(embedded(trained, texts, pooling=pooling)[0], expected)
 
 
-def test_texts_are_cut_where_it_is_said(trained, texts):
+def test_texts_are_cut_at_the_length_asked_for(trained, texts):
     found, pieces, embedder = embedded(trained, texts, max_length=16, pooling="tokens")
     assert embedder.cut == sum(length > 14 for length in LENGTHS)
     assert pieces == [text.split()[:14] for text in texts]
@@ -203,7 +203,7 @@ def test_what_is_not_finite_is_not_written(trained, texts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "shown"),
     [
         ({"layers": (4,)}, "--layers 4: the model has layers 1 to 3, and 0, the embeddings"),
         ({"layers": (-1, -5)}, "--layers -5: the model has layers 1 to 3"),
@@ -213,10 +213,10 @@ def test_what_is_not_finite_is_not_written(trained, texts, tmp_path):
         ({"batch_tokens": 2**20 + 1}, "--batch-tokens 1048577: must be from 0 to 1048576"),
     ],
 )
-def test_numbers_out_of_range_are_named(arguments, said, trained):
+def test_numbers_out_of_range_are_named(arguments, shown, trained):
     with pytest.raises(InputError) as caught:
         embedded(trained, [], **arguments)
-    assert said in str(caught.value)
+    assert shown in str(caught.value)
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -235,13 +235,13 @@ def test_files_and_standard_input_are_lines_in_order(copy_of_run, capsys):
     np.testing.assert_allclose(np.array(rows, np.float32), found, atol=1e-6)
 
 
-def test_it_says_how_many_texts_were_cut(trained, tmp_path):
-    said = []
+def test_the_number_of_texts_that_were_cut_is_shown(trained, tmp_path):
+    shown = []
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1), max_length=5)
     path = epath.Path(tmp_path / "v.npz")
-    embed.write(embedder, ["w9 w9 w9", "w9 w9 w9 w9", "", "w7 " * 99], path, said.append)
-    assert said[0].startswith(f"{path}: 4 texts, 64 numbers a vector; ")
-    assert said[1:] == ["cut to 5 tokens: 2 of 4 texts"]
+    embed.write(embedder, ["w9 w9 w9", "w9 w9 w9 w9", "", "w7 " * 99], path, shown.append)
+    assert shown[0].startswith(f"{path}: 4 texts, 64 numbers a vector; ")
+    assert shown[1:] == ["cut to 5 tokens: 2 of 4 texts"]
 
 
 def test_a_failure_halfway_leaves_the_file_of_before(copy_of_run, monkeypatch):

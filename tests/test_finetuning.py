@@ -2,7 +2,8 @@
 
 import pytest
 
-from bert_jax.config import SOURCES, Task
+from bert_jax import config
+from bert_jax.config import SOURCES, Finetuning, Task
 from bert_jax.errors import InputError
 
 KINDS = {
@@ -122,3 +123,22 @@ def test_windows_may_lie_side_by_side():
 def test_the_first_score_of_a_kind_decides_unless_another_is_named():
     assert task("regress").main_score == "spearman"
     assert task("regress", score="pearson").main_score == "pearson"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("optimizer.warmup_steps=5", ("optimizer.warmup_steps=5", "warmup_share", "to 0")),
+        ("optimizer.clip=per_replica", ("optimizer.clip", "not for fine-tuning")),
+        ("adapt.how=lora optimizer.layer_decay=0.9", ("optimizer.layer_decay=0.9", "lora")),
+        ("run.probes=classify.py", ("run.probes", "pre-training")),
+        ("run.watch=a", ("run.watch", "pre-training")),
+        ("run.corpus_dir=there", ("run.corpus_dir", "pre-training")),
+        ("parallelism.accumulation=3", ("parallelism.accumulation=(3,)", "batch_size=32")),
+        ("adapt.lora_targets=query,pooler", ("adapt.lora_targets: 'pooler'",)),
+    ],
+)
+def test_settings_of_a_fine_tuning_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(InputError) as caught:
+        config.override(Finetuning(name="a", task=task()), settings.split())
+    assert all(word in str(caught.value) for word in words)

@@ -105,7 +105,7 @@ class Task(Section):
         return self.text_column, *self.choice_columns
 
     def require_readable(self, where: str, sources: tuple[str, ...]) -> None:
-        """Raises InputError, which names `where`, if examples cannot be read from a source."""
+        """Raises InputError, which names `where`, unless examples can be read from each source."""
         for source in sources:
             word, _, place = source.partition(":")
             # The name of a dataset may end in a colon and its version.
@@ -142,39 +142,29 @@ class Task(Section):
             self._validate_windows()
 
     def _validate_windows(self) -> None:
-        """[CLS], a question and two [SEP] leave a window its room for the context."""
+        # [CLS], a question and two [SEP] leave a window its room for the context.
         room = self.max_sequence_length - self.max_query_length - 3
         whole = f"task.max_sequence_length={self.max_sequence_length}"
         self._require(
             room > 0,
             "max_query_length",
-            f"{whole} has no room for a context beside it; set it to 384, as is usual, or shorten "
+            f"{whole} has no room for a context next to it; set it to 384, as is usual, or shorten "
             "the question",
         )
         self._require(
             self.document_stride <= room,
             "document_stride",
-            f"would leave pieces out, since windows of {whole} have room for {room} beside a "
+            f"would leave pieces out, since windows of {whole} have room for {room} next to a "
             "question; set it to 384, as is usual, or take shorter strides",
         )
 
     def _validate_columns(self) -> None:
-        if self.kind in ("pair", "regress"):
-            self._require(
-                self.second_column != "", "second_column", f"task.kind={self.kind} has two texts"
-            )
-        else:
-            self._require(
-                self.second_column == "", "second_column", f"task.kind={self.kind} has no second"
-            )
-        if self.kind == "choice":
-            self._require(
-                len(self.choice_columns) >= 2, "choice_columns", "task.kind=choice needs two"
-            )
-        else:
-            self._require(
-                not self.choice_columns, "choice_columns", f"task.kind={self.kind} has none"
-            )
+        two, texts = self.kind in ("pair", "regress"), len(self.choice_columns)
+        what = f"task.kind={self.kind} has {'two texts' if two else 'no second'}"
+        self._require(two == (self.second_column != ""), "second_column", what)
+        choice = self.kind == "choice"
+        what = f"task.kind={self.kind} {'needs two' if choice else 'has none'}"
+        self._require(texts >= 2 if choice else texts == 0, "choice_columns", what)
         columns = (*self.text_columns, self.label_column)
         if "" in columns or len(set(columns)) < len(columns):
             raise InputError(

@@ -57,8 +57,8 @@ def score(name: str, truth: Any, predicted: Any) -> float:
             warnings.simplefilter("ignore")  # of a single label
             return float(metrics.matthews_corrcoef(truth, predicted))
     labels, average = ([1], "macro") if name == "f1" else (None, name.removesuffix("_f1"))
-    found = metrics.f1_score(truth, predicted, labels=labels, average=average, zero_division=0.0)
-    return float(found)
+    options = {"labels": labels, "average": average, "zero_division": 0.0}
+    return float(metrics.f1_score(truth, predicted, **options))
 
 
 def _correlation(name: str, truth: Any, predicted: Any) -> float:
@@ -89,17 +89,17 @@ def entities(tags: Sequence[str]) -> list[tuple[str, int, int]]:
     Args:
       tags: of its words, each O, B-TYPE or I-TYPE.
     """
-    found: list[tuple[str, int, int]] = []
+    spans: list[tuple[str, int, int]] = []
     before = "O"
     for place, tag in enumerate(tags):
         if tag != "O":
             kind = tag[2:]
             if tag[0] == "I" and before != "O" and before[2:] == kind:
-                found[-1] = (kind, found[-1][1], place)
+                spans[-1] = (kind, spans[-1][1], place)
             else:
-                found.append((kind, place, place))
+                spans.append((kind, place, place))
         before = tag
-    return found
+    return spans
 
 
 def entity_f1(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:

@@ -141,8 +141,8 @@ class Spans:
         if limit is None:
             limit = scores.best_threshold(examples, answers, nothing)
         answers = {i: "" if nothing[i] > limit else text for i, text in answers.items()}
-        found = scores.span_scores(examples, answers, "possible")
-        return found | {"no_answer_threshold": limit}
+        of_answers = scores.span_scores(examples, answers, "possible")
+        return of_answers | {"no_answer_threshold": limit}
 
     def _room(self, question: int) -> int:
         return self._task.max_sequence_length - question - 3

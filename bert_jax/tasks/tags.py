@@ -71,10 +71,10 @@ class Tags:
             for ours, theirs in zip(predicted, truth, strict=True)
             for a, b in zip(ours, theirs, strict=True)
         ]
-        found = {"accuracy": float(np.mean(right))}
+        by_name = {"accuracy": float(np.mean(right))}
         if self._task.main_score == "entity_f1":
-            found["entity_f1"] = scores.entity_f1(truth, predicted)
-        return found
+            by_name["entity_f1"] = scores.entity_f1(truth, predicted)
+        return by_name
 
     def _cut(self, words: Sequence[str]) -> list[tuple[list[int], list[int], list[int]]]:
         """Returns for each row its pieces, where in it words begin, and which words these are."""

@@ -1,4 +1,4 @@
-"""Rows of texts: whole, once each, and where they are said to stand."""
+"""Rows of texts: whole, once each, and in their places."""
 
 import numpy as np
 from hypothesis import given, settings

@@ -259,7 +259,7 @@ def test_broken_lines_of_words_are_named(tmp_path, content, words):
 
 
 @pytest.mark.parametrize(
-    ("words", "tags", "said"),
+    ("words", "tags", "message"),
     [
         (["a", "b"], ["O"], "2 words, but 1 tags"),
         ([], [], "column 'w' has no words"),
@@ -271,11 +271,11 @@ def test_broken_lines_of_words_are_named(tmp_path, content, words):
         (["a", "b"], ["O", None], "tag 2 is missing"),
     ],
 )
-def test_words_without_their_tags_are_named(tmp_path, words, tags, said):
+def test_words_without_their_tags_are_named(tmp_path, words, tags, message):
     settings = {"kind": "tag", "text_column": "w", "label_column": "t"}
     with pytest.raises(InputError) as caught:
         read(tmp_path, "jsonl", lines_of([{"w": words, "t": tags}]), **settings)
-    assert f"x.jsonl:1: {said}" in str(caught.value)
+    assert f"x.jsonl:1: {message}" in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

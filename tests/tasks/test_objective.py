@@ -94,7 +94,7 @@ def run_logits(task, params, batch):
 
 
 @pytest.mark.parametrize("kind", ["pair", "tag"])
-def test_neither_padding_nor_other_rows_change_what_is_said_of_a_row(kind):
+def test_neither_padding_nor_other_rows_change_the_outputs_of_a_row(kind):
     task = objective(kind)
     params = base_params(task.reads)
     params["head"] = task.init_params(jax.random.key(0))["head"]

@@ -50,7 +50,7 @@ def typed(monkeypatch, text):
 
 def test_typed_texts_are_answered_in_their_order(run, capsys, monkeypatch):
     asked = ["wa wb", "xb", "wa wc wa", "xd xa"]
-    found = tuned.said(capsys, *asked)
+    found = tuned.predict(capsys, *asked)
     assert [(answer["text"], answer["label"]) for answer in found] == list(
         zip(asked, ["good", "bad"] * 2, strict=True)
     )
@@ -59,7 +59,7 @@ def test_typed_texts_are_answered_in_their_order(run, capsys, monkeypatch):
         assert sum(answer["probabilities"].values()) == pytest.approx(1)
         assert max(answer["probabilities"], key=answer["probabilities"].get) == answer["label"]
     typed(monkeypatch, "\n".join(["", *asked, " ", ""]))
-    for answer, other in zip(tuned.said(capsys), found, strict=True):
+    for answer, other in zip(tuned.predict(capsys), found, strict=True):
         assert answer["text"] == other["text"]
         np.testing.assert_allclose(
             list(answer["probabilities"].values()),
@@ -72,10 +72,10 @@ def test_answers_to_a_source_are_the_same_in_any_windows(run, capsys, monkeypatc
     # Without labels: they are not read.
     rows = [{"sentence": row["sentence"]} for row in tuned.rows("classify", 11)]
     pathlib.Path("bare").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    whole = tuned.said(capsys, "--source", "jsonl:bare")
+    whole = tuned.predict(capsys, "--source", "jsonl:bare")
     assert [answer["text"] for answer in whole] == [row["sentence"] for row in rows]
     monkeypatch.setattr(predict, "WINDOW", 3)
-    assert tuned.said(capsys, "--source", "jsonl:bare", "--out", "answers") == []
+    assert tuned.predict(capsys, "--source", "jsonl:bare", "--out", "answers") == []
     for a, b in zip(whole, tuned.lines("answers"), strict=True):
         assert a["label"] == b["label"]
         assert a["probabilities"]["bad"] == pytest.approx(b["probabilities"]["bad"], rel=1e-5)
@@ -95,15 +95,15 @@ def test_examples_are_taken_as_they_are_needed(run, monkeypatch):
     assert taken == 2
 
 
-def test_best_and_numbered_checkpoints_are_asked_by_name(run, capsys):
+def test_best_and_numbered_checkpoints_are_chosen_by_name(run, capsys):
     evaluations = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"]
     kept = {int(path.name) for path in pathlib.Path("run/checkpoints").iterdir()}
     best = min((x for x in evaluations if x["step"] in kept), key=lambda x: x["loss"])
-    (found,) = tuned.said(capsys, "--score", "--checkpoint", "best")
+    (found,) = tuned.predict(capsys, "--score", "--checkpoint", "best")
     assert found["step"] == best["step"]
-    (found,) = tuned.said(capsys, "--score", "--checkpoint", str(min(kept)))
+    (found,) = tuned.predict(capsys, "--score", "--checkpoint", str(min(kept)))
     assert found["step"] == min(kept)
-    (line,) = tuned.said(capsys, "--checkpoint", "3", "wa", code=2)
+    (line,) = tuned.predict(capsys, "--checkpoint", "3", "wa", code=2)
     assert "--checkpoint 3" in line
 
 
@@ -113,7 +113,7 @@ def test_scores_are_those_of_the_last_evaluation_and_of_the_answers(
 ):
     monkeypatch.chdir(finished(kind))
     out = str(tmp_path / "answers")
-    (found,) = tuned.said(capsys, "--score", "--out", out)
+    (found,) = tuned.predict(capsys, "--score", "--out", out)
     last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
     assert found == pytest.approx({k: v for k, v in last.items() if k != "kind"}, abs=1e-5)
     answers, truth = tuned.lines(out), list(tuned.rows(kind, 11))
@@ -146,11 +146,11 @@ def test_no_answer_is_given_above_the_threshold_of_the_checkpoint(
     shutil.copytree(finished("span"), tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
-    for answer in tuned.said(capsys, "--source", "squad:test"):
+    for answer in tuned.predict(capsys, "--source", "squad:test"):
         best, limit = answer["best"][0]["answer"], last["no_answer_threshold"]
         assert answer["answer"] == ("" if answer["no_answer"] > limit else best)
     # Typed ones are numbered.
-    found = tuned.said(capsys, "wa ?", "wb wc", "wa ?", "xa")
+    found = tuned.predict(capsys, "wa ?", "wb wc", "wa ?", "xa")
     assert [(answer["id"], answer["question"]) for answer in found] == [
         ("1", "wa ?"),
         ("2", "wa ?"),
@@ -172,16 +172,16 @@ def test_no_answer_is_given_above_the_threshold_of_the_checkpoint(
 
 
 def test_a_base_is_found_where_it_lies_now(run, capsys):
-    before = tuned.said(capsys, "wa")
+    before = tuned.predict(capsys, "wa")
     shutil.move("base", "moved")
-    (line,) = tuned.said(capsys, "wa", code=2)
+    (line,) = tuned.predict(capsys, "wa", code=2)
     assert "run adapts base: say with --from where that is now" in line
-    assert tuned.said(capsys, "--from", "moved", "wa") == before
+    assert tuned.predict(capsys, "--from", "moved", "wa") == before
 
 
 def test_an_adapter_over_another_base_is_refused_by_both_names(run, capsys):
     tuned.write_base("other", seed=1)
-    (line,) = tuned.said(capsys, "--from", "other", "wa", code=2)
+    (line,) = tuned.predict(capsys, "--from", "other", "wa", code=2)
     assert "other: holds other weights" in line and "those that run adapts" in line
 
 
@@ -196,7 +196,7 @@ def test_other_labels_are_refused_by_name(run, capsys):
 
 def test_a_label_that_was_not_learned_has_no_score(run, capsys):
     pathlib.Path("odd").write_text('{"sentence": "wa", "label": "odd"}\n')
-    (line,) = tuned.said(capsys, "--score", "--source", "jsonl:odd", code=2)
+    (line,) = tuned.predict(capsys, "--score", "--source", "jsonl:odd", code=2)
     assert "odd:1: label 'odd' is none of 'bad', 'good'" in line
 
 
@@ -212,14 +212,14 @@ def test_a_label_that_was_not_learned_has_no_score(run, capsys):
         (["wa", "--out", "base"], "base"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_one_line(run, capsys, words, what):
-    (line,) = tuned.said(capsys, *words, code=2)
+def test_what_cannot_be_predicted_is_refused_in_one_line(run, capsys, words, what):
+    (line,) = tuned.predict(capsys, *words, code=2)
     assert what in line
 
 
 def test_answers_are_written_whole_or_not_at_all(run, capsys):
     pathlib.Path("half").write_text('{"sentence": "wa"}\n{"sentence": " "}\n')
-    tuned.said(capsys, "--source", "jsonl:half", "--out", "answers", code=2)
+    tuned.predict(capsys, "--source", "jsonl:half", "--out", "answers", code=2)
     assert not pathlib.Path("answers").exists()
 
 
@@ -232,7 +232,7 @@ def test_texts_cannot_command_a_terminal(run, capsys):
 
 def test_nothing_here_or_a_run_hardly_begun_is_named(run, capsys):
     shutil.rmtree("run/checkpoints")
-    (line,) = tuned.said(capsys, "wa", code=2)
+    (line,) = tuned.predict(capsys, "wa", code=2)
     assert "no checkpoint yet" in line
     with pytest.raises(InputError, match="nowhere: no run here"):
         TaskModel("nowhere")
@@ -259,7 +259,7 @@ def test_checkpoints_of_a_task_are_listed_and_verified(run, capsys):
         ["pretrain", "task.py"],
     ],
 )
-def test_what_takes_no_fine_tuning_says_what_does(run, capsys, words):
+def test_what_takes_no_fine_tuning_names_what_does(run, capsys, words):
     capsys.readouterr()
     assert cli.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()

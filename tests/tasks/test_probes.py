@@ -74,7 +74,7 @@ def lines(workdir):
 
 
 def test_ridge_takes_the_penalty_that_does_best_on_rows_left_out():
-    """Each row left out and the rest solved anew by NumPy, for every penalty."""
+    """Each row left out and the rest solved again by NumPy, for every penalty."""
     rng = np.random.default_rng(1)
     classes = rng.integers(0, 3, 40)
     features = rng.normal(size=(40, 12)) + 0.4 * np.eye(12)[classes]
@@ -103,7 +103,7 @@ def test_ridge_takes_the_penalty_that_does_best_on_rows_left_out():
     np.testing.assert_allclose(features @ weights + bias, expected, atol=1e-9)
 
 
-def test_probes_are_asked_before_between_and_after_and_change_nothing(text, tmp_path):
+def test_probes_run_before_between_and_after_and_change_nothing(text, tmp_path):
     folder, file = text
     probes_of = probed(folder, "letters", "pairs", "words")
     outcome, shown = pretrain(file, tmp_path / "with", probes_of, "run.probe_share=1")
@@ -143,7 +143,8 @@ def test_a_share_is_kept_to(text, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "w")] == [0, 22]
 
 
-def test_a_resumed_run_says_the_same_of_its_probes(text, tmp_path):
+@pytest.mark.long
+def test_a_resumed_run_scores_its_probes_alike(text, tmp_path):
     folder, file = text
     settings = [probed(folder, "letters"), "run.probe_share=1"]
     pretrain(file, tmp_path / "whole", *settings)
@@ -182,7 +183,7 @@ def test_an_encoder_that_gives_no_numbers_is_named(text, tmp_path, monkeypatch):
         pretrain(file, tmp_path / "w", probed(folder, "letters"))
 
 
-def test_processes_with_other_examples_are_told_apart(text):
+def test_processes_with_other_examples_are_known_by_their_hash(text):
     """By the hash that they compare."""
     folder, _ = text
     hashes = {
@@ -205,7 +206,7 @@ def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
         (("values",), "task.kind=regress cannot be a probe; those of classify, pair, tag can"),
         (("letters", "letters"), "there are two of the name 'letters'"),
@@ -215,8 +216,8 @@ def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
         (("small",), "small.py: a pre-training; "),
     ],
 )
-def test_what_cannot_be_a_probe_is_named(names, said, text):
+def test_what_cannot_be_a_probe_is_named(names, message, text):
     folder, _ = text
     with pytest.raises(InputError) as caught:
         probes.Probes([str(folder / f"{name}.py") for name in names])
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

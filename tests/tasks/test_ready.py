@@ -161,7 +161,7 @@ def test_what_a_dataset_does_not_have_is_named():
 
 
 def test_a_class_that_its_names_do_not_reach_is_named(data_dir, tmp_path, monkeypatch):
-    """As after other names were put beside the records."""
+    """As after other names were put next to the records."""
     folder = tmp_path / "glue" / "1.0.0"
     shutil.copytree(data_dir / "glue" / "1.0.0", folder)
     (folder / "label.labels.txt").write_text("not_same\n")

@@ -11,7 +11,7 @@ from kinds import TOKENIZER, WORDS, ids, question, task
 from bert_jax.tasks.examples import Answer, Question
 from bert_jax.tasks.spans import Spans
 
-# Room for 21 pieces of a context beside a question of 3, so that every piece is tried.
+# Room for 21 pieces of a context next to a question of 3, so that every piece is tried.
 LONGEST, ASKED = 27, "wa wb ?"
 PARTS = ["wa", "wb", "Caf\u00e9", "na\u0308ive", "until", "12", "zzz", "\u65e5", "\u672c"]
 MARKS = [".", ",", "(", ")"]
@@ -124,7 +124,7 @@ def asked(draw):
 
 
 @given(st.lists(asked(), min_size=1, max_size=3))
-def test_what_the_targets_say_is_the_answer_verbatim(pairs):
+def test_what_the_targets_mark_is_the_answer_verbatim(pairs):
     """Windows overlap by more than two answers, so that each is whole where it counts."""
     examples = [
         Question("f", str(i), ASKED, context, (answer,), True)
@@ -133,10 +133,10 @@ def test_what_the_targets_say_is_the_answer_verbatim(pairs):
     spans = kind()
     rows = spans.rows(examples)
     outputs = oracle(rows)
-    for said, example in zip(spans.answers(outputs, rows, examples), examples, strict=True):
-        assert said["id"] == example.id and said["answer"] == example.answers[0].text
-        assert said["best"][0] == {"answer": said["answer"], "score": 20.0}
-        assert "no_answer" not in said
+    for predicted, example in zip(spans.answers(outputs, rows, examples), examples, strict=True):
+        assert predicted["id"] == example.id and predicted["answer"] == example.answers[0].text
+        assert predicted["best"][0] == {"answer": predicted["answer"], "score": 20.0}
+        assert "no_answer" not in predicted
     assert spans.scores(outputs, rows, examples) == {"f1": 1.0, "exact_match": 1.0}
 
 
@@ -160,24 +160,24 @@ def test_the_best_answer_is_the_best_of_all(pieces, longest, seed):
                 text = " ".join(words[start + a : start + b + 1])
                 score = float(logits[a, 0] + logits[b, 1])
                 best[text] = max(score, best.get(text, score))
-    (said,) = spans.answers(outputs, rows, [example])
+    (predicted,) = spans.answers(outputs, rows, [example])
     expected = sorted(best.items(), key=lambda pair: -pair[1])[:5]
-    assert [(b["answer"], pytest.approx(b["score"])) for b in said["best"]] == expected
+    assert [(b["answer"], pytest.approx(b["score"])) for b in predicted["best"]] == expected
     nothing = min(float(logits[0].sum()) for logits in outputs)
-    assert said["no_answer"] == pytest.approx(nothing - expected[0][1], abs=1e-5)
-    assert len(said["answer"].split()) <= longest
+    assert predicted["no_answer"] == pytest.approx(nothing - expected[0][1], abs=1e-5)
+    assert len(predicted["answer"].split()) <= longest
 
 
 def test_a_context_without_pieces_has_no_answer():
     example = question("\u200b")
     spans = kind(no_answer="possible")
     rows = spans.rows([example])
-    said = spans.answers([np.zeros((n, 2), np.float32) for n in rows.lengths], rows, [example])
-    assert said[0]["answer"] == ""
+    predicted = spans.answers([np.zeros((n, 2), np.float32) for n in rows.lengths], rows, [example])
+    assert predicted[0]["answer"] == ""
     assert rows.numbers["starts"].tolist() == [0]
 
 
-def test_windows_without_the_whole_answer_say_that_there_is_none():
+def test_windows_without_the_whole_answer_have_none():
     context = " ".join(WORDS * 2)
     start = context.index("wt")
     far = Question("f", "q", ASKED, context, (Answer("wt wa wb", start),), True)
@@ -202,8 +202,12 @@ def test_questions_without_answers_are_left_unanswered_beyond_the_best_threshold
         logits[0] = nothing / 2
         logits[5 + place] = 1.0
         outputs.append(logits)
-    said = spans.answers(outputs, rows, examples)
-    assert [(s["answer"], s["no_answer"]) for s in said] == [("wa", 2.0), ("wb", 0.0), ("wc", -3.0)]
+    predicted = spans.answers(outputs, rows, examples)
+    assert [(s["answer"], s["no_answer"]) for s in predicted] == [
+        ("wa", 2.0),
+        ("wb", 0.0),
+        ("wc", -3.0),
+    ]
     found = spans.scores(outputs, rows, examples)
     assert found == {"f1": 1.0, "exact_match": 1.0, "no_answer_threshold": 0.0}
     # Where all have answers, none is left alone.

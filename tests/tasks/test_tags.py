@@ -85,7 +85,7 @@ def test_a_wrong_tag_costs_its_word():
     assert tags.scores(outputs, rows, examples) == {"accuracy": 0.75, "entity_f1": 0.0}
 
 
-def test_entities_are_scored_only_if_they_are_what_is_asked():
+def test_entities_are_scored_only_if_they_are_the_score():
     examples = [tagged(["wa", "wb"], ["O", "B-X"])]
     tags = kind(20, score="accuracy")
     rows = tags.rows(examples)

@@ -104,8 +104,8 @@ def finetune(*more: str) -> int:
     return cli.main(["finetune", "task.py", "--from", "base", "--workdir", "run", *more])
 
 
-def said(capsys, *words: str, code: int = 0) -> list:
-    """What `bert-jax predict --workdir run WORDS` prints, a value a line; its complaint if any."""
+def predict(capsys, *words: str, code: int = 0) -> list:
+    """What `bert-jax predict --workdir run WORDS` prints, a value a line; its error if any."""
     capsys.readouterr()
     assert cli.main(["predict", "--workdir", "run", *words]) == code
     out, err = capsys.readouterr()
