@@ -61,7 +61,7 @@ def finetune(
 
 
 class FinetuningSetup:
-    """A task and the base that is adapted to it; see `training.job.Setup`.
+    """A task and the base that is adapted to it, read at once; see `training.job.Setup`.
 
     Args:
       experiment: with `init_from`.
@@ -104,7 +104,7 @@ class FinetuningSetup:
         mesh_lib.require_divisible(size, "finetuning.batch_size", mesh, parts)
 
     def require_start(self) -> None:
-        """Was read at once."""
+        """Does nothing: the base was read at once."""
 
     def differences(self, saved: Finetuning, metadata: dict[str, Any]) -> list[str]:
         """See `Setup`; where the base lies may change."""
@@ -127,10 +127,10 @@ class FinetuningSetup:
         return changed
 
     def prepare(self, processes: int) -> None:
-        """Was read at once, by each process."""
+        """Does nothing: each process has read the examples."""
 
     def fetch(self) -> None:
-        """Was read at once."""
+        """Does nothing: each process has read the examples."""
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
         """See `Setup`."""
@@ -180,11 +180,11 @@ class FinetuningSetup:
         )
 
     def _operations(self, batch: dict[str, jax.Array]) -> int:
-        """Of `full`, to which others come close, since gradients flow to the bottom."""
+        # Of `full`, to which others come close, since gradients flow to the bottom.
         return flops.train_step_flops(self.objective.model, *batch["input_ids"].shape, 0)
 
     def initial_state(self, state: step.State) -> tuple[step.State, str]:
-        """With the weights of the base, where they learn."""
+        """Returns a fresh state with the weights of the base, where they learn, and their hash."""
         params = dict(state["params"])
         if self.experiment.adapt.how == "full":
             for name, tree in self._base.read_by(self._kind).items():
@@ -202,7 +202,7 @@ class FinetuningSetup:
             )
 
     def _notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """What tasks.predict and training.checkpoint read: labels, no-answer threshold, steps.
+        """Returns what tasks.predict and training.checkpoint read.
 
         The threshold is that of this very step: a resumed run keeps the same.
         """
@@ -213,19 +213,19 @@ class FinetuningSetup:
         }
 
     def _evaluate(self, params: Any, forward: Forward, fixed: Any) -> dict[str, Any]:
-        """The loss, all scores, and as `score` the one that decides, on the validation examples."""
+        """Returns the loss on the validation examples, all scores, and as `score` the main one."""
         outputs, loss = forward.predict_rows(params, fixed, self.eval_batches, self._eval_rows)
-        found = self.scores(outputs)
-        score = found[self.experiment.task.main_score]
-        return {"loss": loss, "score": score, "examples": len(self._held_out), **found}
+        scores = self.scores(outputs)
+        score = scores[self.experiment.task.main_score]
+        return {"loss": loss, "score": score, "examples": len(self._held_out), **scores}
 
     def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
-        """All scores of what the head says of each validation row."""
+        """Returns all scores of the head's outputs for each validation row."""
         return self._kind.scores(outputs, self._eval_rows, self._held_out)
 
 
 def summary(line: dict[str, Any]) -> str:
-    """A line of scores in words."""
+    """Returns a line of scores in words."""
     names = [n for n in line if n not in ("step", "kind", "loss", "score", "examples")]
     shown = ", ".join(f"{name} {line[name]:.4f}" for name in names)
     return f"held-out loss {line['loss']:.4f}; {shown} ({line['examples']} examples)"

@@ -118,7 +118,9 @@ def setup_of(workdir):
 def final_state(workdir):
     setup = setup_of(workdir)
     mesh = mesh_lib.make_mesh(setup.experiment.parallelism)
-    abstract = step.abstract_state(setup.objective, setup.optimizer, setup.experiment.parallelism, mesh)
+    abstract = step.abstract_state(
+        setup.objective, setup.optimizer, setup.experiment.parallelism, mesh
+    )
     with Checkpoints(epath.Path(workdir, "checkpoints"), setup.experiment.run, "read") as saved:
         number = max(saved.steps)
         return setup, jax.device_get(saved.restore(number, abstract).state)
