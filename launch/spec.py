@@ -11,16 +11,18 @@ import pathlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from etils import epath
 
 from bert_jax import config, errors
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError
-from bert_jax.plan.topology import Topology
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import cache_folder, parse_json, sealed
+
+if TYPE_CHECKING:  # it imports jax, and `launch local` starts its processes sooner without
+    from bert_jax.plan.topology import Topology
 
 # The resolved experiment's file, where the command runs.
 EXPERIMENT = "experiment.json"
@@ -53,7 +55,7 @@ class Spec:
     config: str
     sha256: str
     workdir: str
-    topology: Topology | None
+    topology: "Topology | None"
     hosts: int
     extend: bool
     environment: Mapping[str, str]
@@ -74,7 +76,7 @@ def specify(
     settings: Sequence[str],
     *,
     workdir: str,
-    topology: Topology | None,
+    topology: "Topology | None",
     hosts: int | None = None,
     name: str | None = None,
     extend: bool = False,
@@ -352,7 +354,7 @@ class SliceNames:
     gke_machine_type: str
 
 
-def slice_names(topology: Topology) -> SliceNames:
+def slice_names(topology: "Topology") -> SliceNames:
     """Returns what Cloud TPU and GKE call a slice, and what it is made of."""
     word, _, shape = topology.name.partition(":")
     generation = _GENERATIONS[word]
@@ -372,7 +374,7 @@ def slice_names(topology: Topology) -> SliceNames:
     )
 
 
-def gke_names(topology: Topology) -> SliceNames:
+def gke_names(topology: "Topology") -> SliceNames:
     """Returns the same.
 
     Raises:

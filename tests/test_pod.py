@@ -1,4 +1,4 @@
-"""A pod of small programs: what it shows, how it ends, and what it says of it."""
+"""A pod of small programs: what it shows, how it ends, and why it did."""
 
 import os
 import pathlib
@@ -80,7 +80,7 @@ def test_the_first_failure_ends_the_pod_with_its_code_and_last_lines():
 
 
 def test_a_process_killed_by_a_signal_gives_the_shell_s_code():
-    code, lines = run("os.kill(os.getpid(), signal.SIGSEGV) if me == 0 else time.sleep(1000)")
+    code, lines = run("os.kill(os.getpid(), signal.SIGSEGV) if me == 0 else time.sleep(1)")
     assert code == 128 + signal.SIGSEGV
     assert lines[0] == (
         "pod: process 0 of 3, the coordinator, was killed by SIGSEGV, and the others were ended"
@@ -94,7 +94,7 @@ def test_who_lost_another_is_not_taken_for_the_first_to_fail():
 
 
 def test_sigterm_and_interrupts_reach_each_process_once():
-    told = {}
+    seen = {}
     for number in (signal.SIGTERM, signal.SIGINT):
         started = start(
             "seen = [];"
@@ -108,8 +108,8 @@ def test_sigterm_and_interrupts_reach_each_process_once():
         started.send_signal(number)
         output, _ = started.communicate(timeout=60)
         assert started.returncode == 75
-        told[number] = sorted(line.split()[1:] for line in output.decode().splitlines())
-    assert told == {number: [[str(int(number))]] * 3 for number in told}
+        seen[number] = sorted(line.split()[1:] for line in output.decode().splitlines())
+    assert seen == {number: [[str(int(number))]] * 3 for number in seen}
 
 
 def test_a_pod_that_is_killed_leaves_no_process():
@@ -139,7 +139,7 @@ FATAL = (
 def test_a_process_that_no_longer_answers_is_named():
     """From jax's last words, as jaxlib 0.10.2 writes them."""
     log = f"{FATAL}The following tasks are unhealthy (stopped sending heartbeats):\\n1\\nThe tasks"
-    code, lines = run(f"(print('{log}', flush=True), os.abort()) if me != 1 else time.sleep(1000)")
+    code, lines = run(f"(print('{log}', flush=True), os.abort()) if me != 1 else time.sleep(1)")
     assert code == 134
     last = "pod: process 1 was lost: it no longer answered, and jax aborted the others"
     assert lines[-1] == last
@@ -147,7 +147,7 @@ def test_a_process_that_no_longer_answers_is_named():
 
 def test_the_loss_of_the_coordinator_is_named():
     log = f"{FATAL}Socket closed"
-    code, lines = run(f"(print('{log}', flush=True), os.abort()) if me == 1 else time.sleep(1000)")
+    code, lines = run(f"(print('{log}', flush=True), os.abort()) if me == 1 else time.sleep(1)")
     assert code == 134
     assert lines[-1] == "pod: process 1 lost the coordinator, process 0, and jax aborted it"
 

@@ -63,7 +63,7 @@ def environment(jobset: dict[str, Any], index: int, address: str = "10.0.0.7") -
     hosts = job(jobset)["completions"]
     name, group = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
     domain = jobset["spec"]["network"]["subdomain"]
-    found = {
+    variables = {
         "JOB_COMPLETION_INDEX": str(index),
         "KUBERNETES_SERVICE_HOST": "10.0.0.1",
         "TPU_WORKER_ID": str(index),
@@ -73,10 +73,10 @@ def environment(jobset: dict[str, Any], index: int, address: str = "10.0.0.7") -
     fields = {INDEX: str(index), "status.podIP": address}
     for one in container(jobset)["env"]:
         if "valueFrom" in one:
-            found[one["name"]] = fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
+            variables[one["name"]] = fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
         else:
-            found[one["name"]] = expanded(one["value"], found)
-    return found
+            variables[one["name"]] = expanded(one["value"], variables)
+    return variables
 
 
 def words(jobset: dict[str, Any], index: int) -> list[str]:

@@ -46,8 +46,8 @@ def steps(text: str) -> list[Step]:
     """The instructions of a Dockerfile, without comments."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
-    found = [line.strip().split(None, 1) for line in joined.splitlines() if line.strip()]
-    return [Step(word.upper(), re.sub(r"\s+", " ", rest)) for word, rest in found]
+    split = [line.strip().split(None, 1) for line in joined.splitlines() if line.strip()]
+    return [Step(word.upper(), re.sub(r"\s+", " ", rest)) for word, rest in split]
 
 
 def sent(name: str, ignored: str) -> bool:

@@ -181,7 +181,7 @@ def serve(doors: int, weather: Weather) -> Iterator[tuple[fake_gcs.Bucket, list[
     """A bucket with several doors; the environment of each, in which clients find it."""
     with contextlib.ExitStack() as stack:
         bucket, environment = stack.enter_context(fake_gcs.serve())
-        found = []
+        environments = []
         for door in range(doors):
             more = {"bucket": bucket, "door": door, "weather": weather}
             server = fake_gcs._Server(("127.0.0.1", 0), type("Handler", (_Handler,), more))
@@ -190,5 +190,5 @@ def serve(doors: int, weather: Weather) -> Iterator[tuple[fake_gcs.Bucket, list[
             stack.callback(server.shutdown)
             url = f"http://127.0.0.1:{server.server_port}"
             names = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
-            found.append(environment | dict.fromkeys(names, url))
-        yield bucket, found
+            environments.append(environment | dict.fromkeys(names, url))
+        yield bucket, environments

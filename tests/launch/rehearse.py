@@ -28,8 +28,8 @@ OURS = (
 
 def on_gke(folder: pathlib.Path, number: int, program: list[str]) -> int:
     """Runs the pod's container; returns its exit code."""
-    config, found = cluster.read((folder / "manifest.yaml").read_text())
-    given = cluster.environment(found, number, "127.0.0.1")
+    config, manifest = cluster.read((folder / "manifest.yaml").read_text())
+    given = cluster.environment(manifest, number, "127.0.0.1")
     assert given["JAX_PROCESS_ID"] == os.environ["JAX_PROCESS_ID"]
     assert given["JAX_NUM_PROCESSES"] == os.environ["JAX_NUM_PROCESSES"]
     mounted = folder / f"pod-{number}"
@@ -37,7 +37,7 @@ def on_gke(folder: pathlib.Path, number: int, program: list[str]) -> int:
     for name, text in config["data"].items():
         (mounted / name).write_text(text)
     words = [
-        word.replace(jobset.CONFIG_FOLDER, str(mounted)) for word in cluster.words(found, number)
+        word.replace(jobset.CONFIG_FOLDER, str(mounted)) for word in cluster.words(manifest, number)
     ]
     assert words[0] == "bert-jax"
     given |= {name: os.environ[name] for name in OURS}

@@ -78,9 +78,9 @@ def specified(folder: pathlib.Path, name: str) -> spec.Spec:
 def environment(door: dict[str, str]) -> dict[str, str]:
     """Of a process that uses this door; compiled programs go where a user's go."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(HERE)])
-    found = os.environ | settings(DEVICES) | door | {"PYTHONPATH": path}
-    del found["JAX_COMPILATION_CACHE_DIR"]
-    return found
+    variables = os.environ | settings(DEVICES) | door | {"PYTHONPATH": path}
+    del variables["JAX_COMPILATION_CACHE_DIR"]
+    return variables
 
 
 def prepare(of: Rehearsal, launched: spec.Spec) -> None:
@@ -156,10 +156,10 @@ def run(of: Rehearsal, launched: spec.Spec, outages: tuple[float, ...]) -> int:
         outage = outages[number] if number < len(outages) else 0.0
         began = time.monotonic()
         codes = start(of, launched, number, machines, deed, outage)
-        _, found = cluster.read(
+        _, manifest = cluster.read(
             (of.folder / launched.name / machines / "manifest.yaml").read_text()
         )
-        after = cluster.after(found, codes)
+        after = cluster.after(manifest, codes)
         print(
             f"rehearsal: {launched.name}, start {number} on machines {machines}: exit codes "
             f"{codes}, {time.monotonic() - began:.0f} s; JobSet: {after}",
@@ -173,22 +173,22 @@ def run(of: Rehearsal, launched: spec.Spec, outages: tuple[float, ...]) -> int:
 
 def _checkpoints(of: Rehearsal, name: str) -> set[int]:
     prefix = f"{name}/run/checkpoints/"
-    found = {path[len(prefix) :].split("/")[0] for path in of.bucket.files(prefix)}
-    return {int(step) for step in found if step.isdecimal()}
+    names = {path[len(prefix) :].split("/")[0] for path in of.bucket.files(prefix)}
+    return {int(step) for step in names if step.isdecimal()}
 
 
 def differences(of: Rehearsal, name: str, other: str) -> list[str]:
     """What of two runs is not the same: lines, rows, or the bits of their last states."""
-    found = []
+    differing = []
     for file in ("metrics.jsonl", "predictions.jsonl"):
         texts = [
             of.bucket.files(f"{one}/run/{file}").get(f"{one}/run/{file}") for one in (name, other)
         ]
         if texts[0] is None or texts[0] != texts[1]:
-            found.append(file)
+            differing.append(file)
     rows = [_rows(of.folder / one) for one in (name, other)]
     if not rows[0] or rows[0] != rows[1]:
-        found.append(f"rows: {len(rows[0] ^ rows[1])} of {len(rows[1])}")
+        differing.append(f"rows: {len(rows[0] ^ rows[1])} of {len(rows[1])}")
     code = (
         "import sys; from etils import epath; import jax\n"
         "from bert_jax import config\n"
@@ -218,9 +218,9 @@ def differences(of: Rehearsal, name: str, other: str) -> list[str]:
         for one in (name, other)
     ]
     if states[0] != states[1] or not states[0].startswith(f"{sum(STEPS)} "):
-        found.append("last state")
+        differing.append("last state")
     aside = list(of.bucket.files(f"{name}/run/checkpoints/damaged-"))
-    return found + [f"{path} was put aside" for path in aside[:1]]
+    return differing + [f"{path} was put aside" for path in aside[:1]]
 
 
 def _rows(folder: pathlib.Path) -> set[str]:
@@ -248,11 +248,11 @@ def rehearsed(folder: pathlib.Path, faults: int, outages: tuple[float, ...], see
             prepare(of, launched)
             starts = run(of, launched, outages)
             weather.calm()
-            found = differences(of, launched.name, calm.name)
-            different += bool(found)
+            differing = differences(of, launched.name, calm.name)
+            different += bool(differing)
             print(
                 f"rehearsal: round {number}: {starts} starts, {len(weather.faults)} faults so far; "
-                + (f"DIFFERENT: {'; '.join(found)}" if found else "equal bit for bit"),
+                + (f"DIFFERENT: {'; '.join(differing)}" if differing else "equal bit for bit"),
                 flush=True,
             )
         report(of)

@@ -43,10 +43,10 @@ def specified(workdir, *settings: str) -> spec.Spec:
 
 def check(workdir, *names: str) -> list[str]:
     """Does the named checks alone; returns what was printed."""
-    said = []
-    with mock.patch.object(checks, "say", said.append):
+    printed = []
+    with mock.patch.object(checks, "say", printed.append):
         checks.check(specified(workdir), ALL - set(names), 1.5)
-    return said
+    return printed
 
 
 def test_what_is_overruled_is_not_looked_at(tmp_path):
@@ -153,9 +153,9 @@ def test_a_run_that_does_not_fit_is_refused(tmp_path, monkeypatch):
 
 
 def test_without_the_compiler_the_extra_is_named(tmp_path, monkeypatch):
-    found = importlib.util.find_spec
+    real = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda n, *m: None if n == "libtpu" else found(n, *m)
+        importlib.util, "find_spec", lambda n, *m: None if n == "libtpu" else real(n, *m)
     )
     with pytest.raises(InputError, match=r"libtpu.* \[tpu\] .*; --force plan launches"):
         check(tmp_path, "plan")
@@ -166,9 +166,9 @@ def build_commands(build):
     real = hosts.build_commands
 
     def commands(commit, folder):
-        found = real(commit, folder)
-        at = next(i for i, argv in enumerate(found) if "wheel" in argv)
-        return [*found[:at], build(found[at][-1], os.fspath(folder)), *found[at + 1 :]]
+        argvs = real(commit, folder)
+        at = next(i for i, argv in enumerate(argvs) if "wheel" in argv)
+        return [*argvs[:at], build(argvs[at][-1], os.fspath(folder)), *argvs[at + 1 :]]
 
     return commands
 

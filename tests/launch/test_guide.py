@@ -54,8 +54,8 @@ def test_a_command_of_a_guide_is_taken(line, monkeypatch, capsys):
 
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_a_manifest_of_a_guide_is_yaml_whose_commands_are_ours(block):
-    found = list(yaml.safe_load_all(block))
-    assert found and all(isinstance(one, dict) for one in found)
+    objects = list(yaml.safe_load_all(block))
+    assert objects and all(isinstance(one, dict) for one in objects)
     for line in re.findall(r"bert-jax (?:pretrain|prepare) .*", block):
         words = shlex.split(re.sub(r"\$\{?\w+\}?", "x", line))
         cli.parser().parse_args(words[1:])
@@ -74,5 +74,5 @@ def test_the_sums_are_right():
     readme = (GUIDE.parents[1] / "README.md").read_text()
     for row in re.findall(r"\| `(\S+)` \| (\S+) \| ([\d.]+) hours \|", text):
         experiment, slice_name, hours = row
-        (told,) = re.findall(rf"\| `{experiment}` \| {slice_name} \|.* ([\d.]+) h \|", readme)
-        assert told == hours
+        (stated,) = re.findall(rf"\| `{experiment}` \| {slice_name} \|.* ([\d.]+) h \|", readme)
+        assert stated == hours

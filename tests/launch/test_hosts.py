@@ -151,34 +151,34 @@ def test_the_coordinator_listens_inside_the_network_alone(host):
 
 
 def test_the_wheel_is_installed_once_with_its_extras(host, tmp_path):
-    """With the newest Python that is there; here one that notes what it is told."""
+    """With the newest Python that is there; here one that notes its arguments."""
     folder = host(specified(), "true")
     (folder / "bert_jax-0-py3-none-any.whl").write_text("wheel")
     (folder / "constraints.txt").write_text("a==1\n")
-    note = f'for word in "$@"; do echo "$word" >> {tmp_path}/told; done'
+    note = f'for word in "$@"; do echo "$word" >> {tmp_path}/noted; done'
     for version in ("3.13", "3.11"):
         install(tmp_path / "bin" / f"python{version}", "exit 1")
     make = f'[ "$1" = -c ] && exit 0\nmkdir -p venv/bin; cp {tmp_path}/bin/note venv/bin/python'
     install(tmp_path / "bin" / "note", note)
     install(tmp_path / "bin" / "python3.12", make)
     bash(folder, f"{folder}/install.sh")
-    told = (tmp_path / "told").read_text().split()
-    assert told[:3] == ["-m", "pip", "install"]
-    assert told[-3:] == [
+    noted = (tmp_path / "noted").read_text().split()
+    assert noted[:3] == ["-m", "pip", "install"]
+    assert noted[-3:] == [
         "--constraint",
         "constraints.txt",
         "./bert_jax-0-py3-none-any.whl[tpu,gcs]",
     ]
     bash(folder, f"{folder}/install.sh")
-    assert (tmp_path / "told").read_text().split() == told, "nothing changed"
+    assert (tmp_path / "noted").read_text().split() == noted, "nothing changed"
     (folder / "bert_jax-0-py3-none-any.whl").write_text("another")
     bash(folder, f"{folder}/install.sh")
-    assert (tmp_path / "told").read_text().split() == 2 * told
+    assert (tmp_path / "noted").read_text().split() == 2 * noted
     (folder / "bert_jax-0-py3-none-any.whl").write_text("a third")
     with (folder / "run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         bash(folder, f"{folder}/install.sh")
-    assert (tmp_path / "told").read_text().split() == 2 * told, "a run uses what is there"
+    assert (tmp_path / "noted").read_text().split() == 2 * noted, "a run uses what is there"
 
 
 @settings(max_examples=25, deadline=None)
@@ -188,7 +188,7 @@ def test_words_survive_our_shell_and_the_hosts(words):
     command = gcloud.Slice(name="mini", zone="z", project="p").ssh_words(
         ["printf", "%s\\0", *words]
     )
-    # Stands for gcloud: runs what it is told to, as ssh would.
+    # Stands for gcloud: runs the command, as ssh would.
     stand_in = (
         'gcloud() { for w in "$@"; do case $w in --command=*) bash -c "${w#*=}";; esac; done; }'
     )

@@ -85,11 +85,11 @@ def test_a_launched_run_is_preempted_twice_and_ends_as_one_that_was_not(undistur
         code, shown = pod(rehearse.__file__, place, at, attempt, *deed.split())
         codes = [int((at / f"code-{attempt}-{number}").read_text()) for number in (0, 1)]
         assert codes == [code, code], shown
-        _, found = cluster.read((at / "manifest.yaml").read_text())
-        judged.append((cluster.after(found, codes), spec.verdict(codes)))
+        _, manifest = cluster.read((at / "manifest.yaml").read_text())
+        judged.append((cluster.after(manifest, codes), spec.verdict(codes)))
     restart = ("RestartJobSet", errors.STOPPED)
     assert judged == [restart, restart, ("Completed", errors.FINISHED)]
-    assert found["spec"]["failurePolicy"]["maxRestarts"] == 2
+    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 2
 
     done = [row for n in range(3) for row in rows(tmp_path / f"{n}" / f"rows-{n}")]
     assert sorted(done) == rows(folder / "rows"), "each row once, and the same"

@@ -61,22 +61,22 @@ RUNTIMES = {
 
 @pytest.mark.parametrize("slice_name", PUBLISHED)
 def test_the_type_and_hosts_of_a_slice(slice_name):
-    found = spec.slice_names(topology.parse(slice_name))
-    assert (found.accelerator_type, found.hosts, found.chips_per_host) == PUBLISHED[slice_name]
-    assert found.runtime_version == RUNTIMES[slice_name.partition(":")[0]]
+    names = spec.slice_names(topology.parse(slice_name))
+    assert (names.accelerator_type, names.hosts, names.chips_per_host) == PUBLISHED[slice_name]
+    assert names.runtime_version == RUNTIMES[slice_name.partition(":")[0]]
 
 
 @pytest.mark.parametrize("slice_name", IN_GKE)
 def test_the_labels_of_a_slice_in_gke(slice_name):
-    found = spec.gke_names(topology.parse(slice_name))
-    assert (found.gke_accelerator, found.gke_topology, found.gke_machine_type) == IN_GKE[slice_name]
+    names = spec.gke_names(topology.parse(slice_name))
+    assert (names.gke_accelerator, names.gke_topology, names.gke_machine_type) == IN_GKE[slice_name]
 
 
 def test_every_slice_has_names_of_its_own_and_whole_hosts():
     slices = [topology.parse(f"{g}:{s}") for g, tpu in hardware.TPUS.items() for s in tpu.slices]
-    found = [spec.slice_names(one) for one in slices]
-    assert len({one.accelerator_type for one in found}) == len(slices)
-    for one, known in zip(slices, found, strict=True):
+    known_names = [spec.slice_names(one) for one in slices]
+    assert len({one.accelerator_type for one in known_names}) == len(slices)
+    for one, known in zip(slices, known_names, strict=True):
         assert known.hosts * known.chips_per_host == one.chips
 
 
@@ -108,10 +108,10 @@ def test_a_name_is_the_experiment_s_and_the_hash_s():
     ],
 )
 def test_any_experiment_s_name_makes_one_that_can_be_rented(name, begins):
-    found = specified(settings=[f"name={name}"]).name
-    assert found.startswith(begins.replace("--", "-"))
+    name = specified(settings=[f"name={name}"]).name
+    assert name.startswith(begins.replace("--", "-"))
     # What Google's and Kubernetes' documents say of names.
-    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", found) and len(found) <= 40
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name) and len(name) <= 40
 
 
 @pytest.mark.parametrize("name", ["", "A", "a_b", "-a", "a-", "1a", "a" * 41, "a\n"])
