@@ -359,11 +359,11 @@ def plan(args: argparse.Namespace) -> int:
 )
 def report(args: argparse.Namespace) -> int:
     """Write one HTML page about a run, or about several compared."""
-    from bert_jax.report import write
+    from bert_jax.report import page
 
     if args.every < 1:
         raise InputError(f"--every {args.every}: must be at least 1")
-    write.write(
+    page.write(
         args.workdirs,
         args.out,
         args.every if args.follow else None,

@@ -1,4 +1,4 @@
-"""What a run leaves behind, damaged: the report and the doctor say what it says, or refuse it."""
+"""What a run leaves behind, damaged: the report and the doctor show what it says, or refuse it."""
 
 import contextlib
 import fcntl
@@ -27,8 +27,9 @@ from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state
 
-# Lines have no checksum: a damaged one is found by the checkpoint's count and hash of them.
-FILES = ["origin.json", "plan.json", "experiment.json"]
+# Lines have no checksum: a damaged one is shown, if it can be.
+LINES = ["metrics.jsonl", "predictions.jsonl", "timings.jsonl"]
+FILES = [*LINES, "origin.json", "plan.json", "experiment.json"]
 SECONDS = {"total": 0.5, "compute": 0.3, "random_bits": 0.1, "collectives": 0.1, "latency": 0.1}
 # As plan.report gives it, without what no report shows.
 PLAN = {
@@ -60,29 +61,39 @@ def run(finished_run, tmp_path_factory):
         yield pathlib.Path("run")
 
 
-def told(run: pathlib.Path) -> str:
-    """The page, and what the doctor says."""
+def page_and_findings(run: pathlib.Path) -> str:
     record = Record.read(str(run))
-    found = examine_lines(record.experiment, record.workdir)
-    text = page.render([record]) + "\n".join(f"{f.what} {f.example}" for f in found)
+    findings = examine_lines(record.experiment, record.workdir)
+    text = page.render([record]) + "\n".join(f"{f.what} {f.example}" for f in findings)
     text.encode()  # it can be written
     return text
 
 
 @pytest.mark.parametrize("name", FILES)
 @given(data=st.data())
-def test_a_report_tells_what_the_files_say_or_refuses_them(run, name, data):
+def test_a_report_shows_what_the_files_say_or_refuses_them(run, name, data):
     file = run / name
     with pytest.MonkeyPatch.context() as patch, damage(file, data) as content:
-        for name_of_slow in ("draw", "draw_bars"):  # a second; see below
+        for name_of_slow in ("draw", "draw_histogram"):  # a second
             patch.setattr(figures, name_of_slow, lambda *_: "")
-        if result(lambda: told(run), name) is REFUSED:
+        if result(lambda: page_and_findings(run), name) is REFUSED:
             return
         record = Record.read(str(run))
-    if name == "plan.json":
+    if name == "predictions.jsonl":
+        # The end of a last line that was cut off is left out, and nothing else.
+        assert record.predictions == [json.loads(line) for line in content.split(b"\n")[:-1]]
+    elif name == "plan.json":
         assert {key: record.plan.get(key) for key in PLAN} == PLAN
     elif name == "experiment.json":
         assert record.experiment == config.from_json(content.decode(), name)
+
+
+@pytest.mark.parametrize("name", LINES)
+@few(0.02)
+@given(data=st.data())
+def test_lines_that_are_read_can_be_drawn(run, name, data):
+    with damage(run / name, data, f"drawn: {name}"):
+        result(lambda: page_and_findings(run), name)
 
 
 # --- checkpoints ---

@@ -8,6 +8,7 @@ from typing import Any
 from bert_jax.config import Experiment
 from bert_jax.doctor import corpus
 from bert_jax.doctor.finding import Finding, Rule, share
+from bert_jax.errors import reading
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE, Workdir, load_experiment
 from bert_jax.training.checkpoint import Checkpoints
@@ -29,10 +30,11 @@ def examine(workdir: Workdir) -> list[Finding]:
         lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
         return found + corpus.examine(workdir.corpus, lengths)
     # Measured, since the corpus is not here to be planned.
-    filled = [line["filled"] for line in _read(workdir)[0][-10:] if "filled" in line]
-    if filled:
-        where = f"in the last {len(filled)} lines"
-        found += corpus.PADDING.check(1 - statistics.fmean(filled), where=where)
+    with reading(workdir.metrics):
+        filled = [line["filled"] for line in _read(workdir)[0][-10:] if "filled" in line]
+        if filled:
+            where = f"in the last {len(filled)} lines"
+            found += corpus.PADDING.check(1 - statistics.fmean(filled), where=where)
     return found
 
 
@@ -42,21 +44,17 @@ def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
     Raises:
       InputError: a damaged file.
     """
-    train, evaluations = _read(workdir)
     timings = Lines(workdir.timings).read()
-    steps = [line["step"] for line in train[-1:]]
-    steps += [int(name) for name in mirror.names(workdir.checkpoints) if name.isdecimal()]
-    done = max(steps, default=0)
-    return [
-        *_unfinished(experiment, workdir, timings, done),
-        *_warmup(experiment, done),
-        *_curves(experiment, train, evaluations, done),
-        *_skipped(train),
-        *_rolled_back(timings),
-        *_jumps(train),
-        *_time(timings),
-        *_done_twice(timings),
-    ]
+    with reading(workdir.metrics):
+        train, evaluations = _read(workdir)
+        steps = [line["step"] for line in train[-1:]]
+        steps += [int(name) for name in mirror.names(workdir.checkpoints) if name.isdecimal()]
+        done = max(steps, default=0)
+        found = _warmup(experiment, done) + _curves(experiment, train, evaluations, done)
+        found += _skipped(train) + _jumps(train)
+    with reading(workdir.timings):
+        unfinished = _unfinished(experiment, workdir, timings, done)
+        return unfinished + found + _rolled_back(timings) + _time(timings) + _done_twice(timings)
 
 
 def _read(workdir: Workdir) -> tuple[list[Line], list[Line]]:

@@ -1,4 +1,7 @@
-"""What a run has left behind, read for its report. Nothing is computed on a device."""
+"""What a run has left behind, read for its report: its lines, and the corpus it was trained on.
+
+Nothing is computed on a device.
+"""
 
 import dataclasses
 import functools
@@ -6,21 +9,28 @@ import pathlib
 import time
 from typing import Any, Literal
 
-from etils import epath
+import numpy as np
 
 from bert_jax import config
 from bert_jax.config import Experiment
-from bert_jax.errors import InputError, printable
+from bert_jax.data import batches, corpus, draws, pairs
+from bert_jax.data.stream import Stream
+from bert_jax.errors import printable
 from bert_jax.plan import report as plan_report
+from bert_jax.predict import Piece, row_pieces
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, is_sealed, load_experiment, read_json
+from bert_jax.storage.workdir import Workdir, load_experiment, read_json
+from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training.lines import Lines
+from bert_jax.training.pretraining import Prepared
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
 
 Line = dict[str, Any]
 
-_WRITTEN_ANEW = "remove it; the next start of the run writes it anew"
+_WRITTEN_AGAIN = "remove it; the next start of the run writes it again"
+
+_PLANNED_AGAIN = "remove it, or plan again with `bert-jax plan`"
 
 # Laps whose median is "now".
 _RECENT = 10
@@ -33,12 +43,12 @@ class Record:
     Attributes:
       label: how it is called on the page.
       workdir: where it lives.
-      experiment: its claim.
-      origin: where the claim comes from (config.load_with_origin); empty if it was not noted.
+      experiment: its experiment.
+      origin: where that comes from (config.load_with_origin); empty if it was not noted.
       state: how it stands.
       train: training lines of metrics.jsonl.
       evaluation: evaluation lines.
-      probes: lines of what probes said.
+      probes: lines of probes.
       predictions: lines of predictions.jsonl.
       timings: lines of timings.jsonl.
       plan: what it would take on TPUs (plan.report); empty if it was not planned.
@@ -63,9 +73,9 @@ class Record:
         Raises:
           InputError: no run here, or a damaged file.
         """
-        found = mirror.opened(root)
-        experiment = load_experiment(found)
-        workdir = Workdir(found.root, experiment.run.corpus_dir, found.remote)
+        opened = mirror.opened(root)
+        experiment = load_experiment(opened)
+        workdir = Workdir(opened.root, experiment.run.corpus_dir, opened.remote)
         going_on = mirror.is_going_on(workdir)  # before its lines: a run may end meanwhile
         lines = Lines(workdir.metrics).read()
         timings = Lines(workdir.timings).read()
@@ -73,19 +83,19 @@ class Record:
             label=printable(pathlib.PurePath(root).name or str(root)),
             workdir=workdir,
             experiment=experiment,
-            origin=_origin(workdir.origin) if workdir.origin.exists() else {},
+            origin=_json(workdir.origin, config.FORMAT_VERSION, _WRITTEN_AGAIN),
             state="running" if going_on else _state(timings),
             train=[line for line in lines if line.get("kind") == "train"],
             evaluation=[line for line in lines if line.get("kind") == "evaluation"],
             probes=[line for line in lines if line.get("kind") == "probes"],
             predictions=Lines(workdir.predictions).read(),
             timings=timings,
-            plan=_plan(workdir.plan) if workdir.plan.exists() else {},
+            plan=_json(workdir.plan, plan_report.FORMAT_VERSION, _PLANNED_AGAIN),
         )
 
     @property
     def done(self) -> int:
-        """Steps done, as far as it is written down."""
+        """Steps done, as far as they are written down."""
         newest = self.timings[-1:] or self.train[-1:]
         return newest[0]["step"] if newest else 0
 
@@ -102,13 +112,13 @@ class Record:
         return starts[-1].get("environment", {}) if starts else {}
 
     def recent(self, name: str) -> float | None:
-        """The median of a number over the newest laps."""
+        """Returns the median of a number over the newest laps; None if there is none."""
         values = sorted(lap[name] for lap in self.laps[-_RECENT:] if name in lap)
         return values[len(values) // 2] if values else None
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace since the newest start, evaluation and saves included; None if unknown."""
+        """Seconds to the end at the pace since the newest start, all included; None if unknown."""
         starts = [i for i, line in enumerate(self.timings) if line.get("kind") == "start"]
         if self.state != "running" or not starts or self.timings[-1].get("kind") == "end":
             return None
@@ -121,28 +131,178 @@ class Record:
         return max(pace * (self.experiment.total_steps - newest["step"]) - behind, 0.0)
 
 
-def _origin(path: epath.Path) -> dict[str, Any]:
-    """What config.load_with_origin gave."""
-    found = read_json(path, config.FORMAT_VERSION, restore=_WRITTEN_ANEW)
-    texts = [found.get(name) for name in ("experiment", "parent")]
-    for name in ("settings", "differences"):
-        values = found.get(name)
-        texts += values if isinstance(values, list) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError(f"{path}: damaged; {_WRITTEN_ANEW}")
-    return found
-
-
-def _plan(path: epath.Path) -> dict[str, Any]:
-    """What plan.report gave."""
-    anew = "remove it, or plan anew with `bert-jax plan`"
-    found = read_json(path, plan_report.FORMAT_VERSION, anew, anew)
-    if not is_sealed(found):
-        raise InputError(f"{path}: carries no checksum, so it might be damaged; {anew}")
-    return found
+def _json(path: Any, format_version: int, mend: str) -> dict[str, Any]:
+    """Reads a file of ours; empty if there is none."""
+    return read_json(path, format_version, mend, mend) if path.exists() else {}
 
 
 def _state(timings: list[Line]) -> State:
     if not timings:
         return "not started"
     return timings[-1]["outcome"] if timings[-1].get("kind") == "end" else "killed"
+
+
+# --- the corpus ---
+
+# Enough for shares to a tenth of a percent, few enough for a corpus of any size.
+_SENTENCES = 200_000
+_PIECES = 20_000_000
+_ROWS = 20_000
+
+_TOP_PIECES = 40
+_EXAMPLES = 3
+_BINS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """Shares between edges that grow by a constant factor."""
+
+    edges: list[float]
+    shares: list[float]
+    median: float
+    largest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What the pairs of a phase are like, from the first of its plan.
+
+    Attributes:
+      sequence_length: of the phase.
+      random_next: share of pairs whose B is random.
+      filled: share of positions that are no padding.
+      truncated: share of the pairs' tokens that are cut off.
+    """
+
+    sequence_length: int
+    random_next: float
+    filled: float
+    truncated: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A pair as the model is given it, decoded."""
+
+    is_random_next: bool
+    pieces: list[Piece]
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusStatistics:
+    """A corpus in numbers.
+
+    Attributes:
+      splits: counts of each split, from the manifest.
+      repeated: documents whose whole text stood before.
+      unknown: share of [UNK] in the training split.
+      sentence_lengths: in pieces.
+      document_lengths: in pieces.
+      top_pieces: (piece, share), the commonest.
+      unused: share of the vocabulary, specials left out, that the part looked at never uses.
+      looked_at: pieces of the training split that were counted.
+      planned: one a phase.
+      examples: of each phase, a few pairs of its first plan, masked.
+    """
+
+    splits: dict[str, dict[str, int]]
+    repeated: int
+    unknown: float
+    sentence_lengths: Histogram
+    document_lengths: Histogram
+    top_pieces: list[tuple[str, float]]
+    unused: float
+    looked_at: int
+    planned: list[Planned]
+    examples: list[list[Example]]
+
+    @classmethod
+    def of(cls, experiment: Experiment, prepared: Prepared) -> "CorpusStatistics":
+        """Counts the training split; a large one in part."""
+        stream = corpus.open_stream(prepared.folder, "train")
+        train = prepared.manifest["splits"]["train"]
+        counts = np.bincount(stream.ids[:_PIECES], minlength=prepared.tokenizer.size)
+        phases = experiment.phases
+        rows = [_plan(stream, experiment, n, p.sequence_length) for n, p in enumerate(phases)]
+        shares = counts / counts.sum()
+        commonest = np.argsort(-counts, kind="stable")[:_TOP_PIECES]
+        starts = stream.sentence_offsets
+        return cls(
+            splits=prepared.manifest["splits"],
+            repeated=prepared.manifest["documents_repeated"],
+            unknown=train["unknown_tokens"] / train["tokens"],
+            sentence_lengths=_histogram(np.diff(_first(starts, _SENTENCES))),
+            document_lengths=_histogram(
+                np.diff(starts[_first(stream.document_offsets, _SENTENCES)])
+            ),
+            top_pieces=[
+                (printable(prepared.tokenizer.piece(int(i))), float(shares[i])) for i in commonest
+            ],
+            unused=float((counts[_no_specials(prepared.tokenizer)] == 0).mean()),
+            looked_at=int(counts.sum()),
+            planned=[_planned(r, p.sequence_length) for r, p in zip(rows, phases, strict=True)],
+            examples=[
+                _examples(stream, r, experiment, prepared, number) for number, r in enumerate(rows)
+            ],
+        )
+
+
+def _first(offsets: np.ndarray, most: int) -> np.ndarray:
+    """Returns the first offsets, read in order: the rest of a large file stays on disk."""
+    return np.asarray(offsets[: most + 1])
+
+
+def _no_specials(tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the ids that text may yield."""
+    specials = (tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id)
+    return np.setdiff1d(np.arange(tokenizer.size), [*specials, tokenizer.mask_id])
+
+
+def _histogram(lengths: np.ndarray) -> Histogram:
+    lengths = lengths.astype(np.int64)
+    largest = int(lengths.max())
+    edges = np.geomspace(1, largest + 1, _BINS + 1)
+    counts, _ = np.histogram(lengths, edges)
+    return Histogram(
+        edges.tolist(), (counts / len(lengths)).tolist(), float(np.median(lengths)), largest
+    )
+
+
+def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
+    """Returns pairs of a phase's first plan, some: a whole one takes long on billions of tokens."""
+    key = draws.key_of(experiment.seed, "train", phase, 0)
+    return pairs.sample(stream, length, experiment.data.short_seq_prob, key, _ROWS)
+
+
+def _planned(rows: np.ndarray, length: int) -> Planned:
+    wanted = rows["a_length"].astype(np.int64) + rows["b_length"]
+    kept = np.minimum(wanted, length - pairs.SPECIAL_TOKENS)
+    return Planned(
+        length,
+        float(rows["is_random_next"].mean()),
+        float((kept + pairs.SPECIAL_TOKENS).mean() / length),
+        float(1 - kept.sum() / wanted.sum()),
+    )
+
+
+def _examples(
+    stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: Prepared, number: int
+) -> list[Example]:
+    """Returns a few pairs from all over the rows, masked as in training."""
+    phase = experiment.phases[number]
+    chosen = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
+    key = draws.key_of(experiment.seed, "train", number)
+    batch = batches.execute(
+        stream,
+        chosen,
+        draws.Counter(key, np.arange(len(chosen))),
+        prepared.ids,
+        experiment.data,
+        phase.sequence_length,
+        phase.max_predictions_per_seq,
+    )
+    return [
+        Example(bool(row["is_random_next"]), row_pieces(batch, i, prepared.tokenizer))
+        for i, row in enumerate(chosen)
+    ]

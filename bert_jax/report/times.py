@@ -21,11 +21,9 @@ PARTS = {
     "away": "between a stop and the next start",
 }
 
-_MOST_DEVICES = 2**32  # more are a damaged line
-
 
 def account(timings: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of each of PARTS; together the time from the first start to the last line.
+    """Returns seconds of each of PARTS; together the time from the first start to the last line.
 
     Steps after the checkpoint from which a later start went on, or to which the run went back,
     were in vain: their time is `repeated`. What a killed process did after its last line counts as
@@ -80,34 +78,30 @@ class Goodput:
         return self.parts["training"] / self.seconds if self.seconds else None
 
     def cost(self, price_per_chip_hour: float) -> float | None:
-        """So far, in the currency of the price; None if no start had known chips."""
+        """Returns the cost so far, in the price's currency; None if no start had known chips."""
         return self.chip_hours * price_per_chip_hour if self.chip_hours else None
 
-    def tell(self, price_per_chip_hour: float | None = None) -> str:
-        """In a line.
-
-        Args:
-          price_per_chip_hour: in any currency; None: no cost is told.
-        """
+    def line(self, price_per_chip_hour: float | None = None) -> str:
+        """Returns it in words, with the cost if there is a price, in any currency."""
         if self.share is None:
             return "goodput: nothing was timed yet"
-        said = (
+        text = (
             f"goodput {100 * self.share:.1f} %: of {duration(self.seconds)} since the first start, "
             f"{duration(self.parts['training'])} in {PARTS['training']}"
         )
         if self.chip_hours:
-            said += f"; {self.chip_hours:,.2f} chip-hours"
+            text += f"; {self.chip_hours:,.2f} chip-hours"
         if price_per_chip_hour is not None:
             cost = self.cost(price_per_chip_hour)
-            said += "; no cost" if cost is None else f", cost {cost:,.2f}"
+            text += "; no cost" if cost is None else f", cost {cost:,.2f}"
             if self.other:
                 kinds = printable(", ".join(self.other))
-                said += f", since {kinds} has no price" if cost is None else f" without {kinds}"
-        return said
+                text += f", since {kinds} has no price" if cost is None else f" without {kinds}"
+        return text
 
 
 def goodput(timings: list[dict[str, Any]]) -> Goodput:
-    """How much of a run's time was worth something, and what was paid for.
+    """Returns how much of a run's time was worth something, and what was paid for.
 
     Args:
       timings: lines of timings.jsonl.
@@ -127,11 +121,9 @@ def goodput(timings: list[dict[str, Any]]) -> Goodput:
 
 
 def _devices(start: dict[str, Any]) -> tuple[str, int]:
-    """Kind and number of a start's devices, of all its processes."""
-    match start.get("environment"):
-        case {"devices": [str(kind), int(count)]} if 0 < count < _MOST_DEVICES:
-            return kind, count
-    return "an unknown device", 0
+    """Returns kind and number of a start's devices, of all its processes."""
+    kind, count = start.get("environment", {}).get("devices", ("an unknown device", 0))
+    return kind, count
 
 
 def _lap(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -144,24 +136,24 @@ def _lap(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _done_again_from(timings: list[dict[str, Any]]) -> list[float]:
-    """For each line the lowest step from which a later start or roll-back went on."""
+    """Returns for each line the lowest step from which a later start or roll-back went on."""
     lowest = float("inf")
-    found = []
+    steps = []
     for line in reversed(timings):
-        found.append(lowest)
+        steps.append(lowest)
         if line.get("kind") in ("start", "roll_back"):
             lowest = min(lowest, line["step"])
-    return found[::-1]
+    return steps[::-1]
 
 
 def _share_kept(lap: dict[str, Any], again: float) -> float:
-    """Of a lap's steps, the share that no later start does again."""
+    """Returns the share of a lap's steps that no later start does again."""
     done_again = min(max(lap["step"] - again, 0), lap["steps"])
     return 1 - done_again / max(lap["steps"], 1)
 
 
 def duration(seconds: float) -> str:
-    """4210.0 as 1 h 10 min."""
+    """Formats seconds: 4210.0 as 1 h 10 min."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)

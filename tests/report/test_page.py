@@ -14,7 +14,7 @@ from small_run import settings, write_text
 
 from bert_jax import cli
 from bert_jax.errors import InputError
-from bert_jax.report import page, plots
+from bert_jax.report import figures, page
 from bert_jax.report.records import Record
 from bert_jax.storage.workdir import Workdir, in_use, lock
 
@@ -142,7 +142,7 @@ def test_several_runs_are_compared_on_one_page(run, tmp_path, monkeypatch):
     assert not tags.tags & {"script", "img"}
 
 
-def test_goodput_and_cost_are_told_and_shown(run, tmp_path, capsys):
+def test_goodput_and_cost_are_printed_and_shown(run, tmp_path, capsys):
     """As if the run had had four chips, a price at which a second of one costs 1."""
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
@@ -156,11 +156,11 @@ def test_goodput_and_cost_are_told_and_shown(run, tmp_path, capsys):
     lines[0]["environment"]["devices"] = ["TPU v4", 4]
     timings.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert cli.main(["report", str(copy), "--price-per-chip-hour", "3600"]) == 0
-    told = capsys.readouterr().out.splitlines()[-1]
-    cost = f"{4 * sum(line['seconds'] for line in lines):,.2f}"
-    assert told.startswith("goodput ") and told.endswith(f"chip-hours, cost {cost}")
+    line = capsys.readouterr().out.splitlines()[-1]
+    cost = f"{4 * sum(one['seconds'] for one in lines):,.2f}"
+    assert line.startswith("goodput ") and line.endswith(f"chip-hours, cost {cost}")
     text = Tags((copy / "report.html").read_text()).text
-    assert told in text and f"{cost}cost so far" in text
+    assert line in text and f"{cost}cost so far" in text
 
 
 def test_a_run_before_its_first_line_has_a_page(run, tmp_path):
@@ -183,7 +183,7 @@ def test_a_report_without_the_corpus_says_so(run, tmp_path):
     assert "no prepared corpus here" in Tags(page.render([Record.read(str(copy))])).text
 
 
-def test_a_killed_run_is_told_from_one_that_goes_on(run, tmp_path):
+def test_a_killed_run_is_not_one_that_goes_on(run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     lines = (copy / "timings.jsonl").read_text().splitlines(keepends=True)
@@ -275,13 +275,13 @@ def test_event_files_hold_the_lines(run, capsys):
 
 
 def test_a_long_curve_is_thinned_without_losing_its_ends():
-    x, y = plots.thin(list(range(100_001)), [1.0] * 100_001)
+    x, y = figures.thin(list(range(100_001)), [1.0] * 100_001)
     assert len(x) <= 400 and x[-1] == 100_000 and set(y) == {1.0}
-    assert plots.thin([], []) == ([], [])
+    assert figures.thin([], []) == ([], [])
 
 
 def test_a_plot_of_nothing_but_text_that_looks_like_mathematics():
-    svg = plots.draw(plots.Plot("t", [plots.Curve([1, 2], [1, 2], "_$x_1 <b>")]), "a")
+    svg = figures.draw(figures.Plot("t", [figures.Curve([1, 2], [1, 2], "_$x_1 <b>")]), "a")
     assert "_$x_1 &lt;b&gt;" in svg
 
 
