@@ -15,7 +15,7 @@ from bert_jax import config
 from bert_jax.config import Experiment
 from bert_jax.data import batches, corpus, draws, pairs
 from bert_jax.data.stream import Stream
-from bert_jax.errors import printable
+from bert_jax.errors import printable, reading
 from bert_jax.plan import report as plan_report
 from bert_jax.predict import Piece, row_pieces
 from bert_jax.storage import mirror
@@ -79,12 +79,14 @@ class Record:
         going_on = mirror.is_going_on(workdir)  # before its lines: a run may end meanwhile
         lines = Lines(workdir.metrics).read()
         timings = Lines(workdir.timings).read()
+        with reading(workdir.timings):
+            state = "running" if going_on else _state(timings)
         return cls(
             label=printable(pathlib.PurePath(root).name or str(root)),
             workdir=workdir,
             experiment=experiment,
             origin=_json(workdir.origin, config.FORMAT_VERSION, _WRITTEN_AGAIN),
-            state="running" if going_on else _state(timings),
+            state=state,
             train=[line for line in lines if line.get("kind") == "train"],
             evaluation=[line for line in lines if line.get("kind") == "evaluation"],
             probes=[line for line in lines if line.get("kind") == "probes"],
