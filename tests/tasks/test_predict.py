@@ -107,7 +107,9 @@ def test_best_and_numbered_checkpoints_are_chosen_by_name(run, capsys):
     assert "--checkpoint 3" in line
 
 
-@pytest.mark.parametrize("kind", ["classify", "choice", "tag", "span"])
+@pytest.mark.parametrize(
+    "kind", ["classify", pytest.param("choice", marks=pytest.mark.long), "tag", "span"]
+)
 def test_scores_are_those_of_the_last_evaluation_and_of_the_answers(
     finished, kind, capsys, monkeypatch, tmp_path
 ):

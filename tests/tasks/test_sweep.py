@@ -160,8 +160,9 @@ def test_a_run_that_fails_keeps_none_from_going_on(here, capsys, monkeypatch):
     finetune = job.finetune
 
     def failing(experiment, base, root, progress, origin):
-        outcome = finetune(experiment, base, root, progress, origin)
-        return "failed" if experiment.seed == 1 else outcome
+        if experiment.seed == 1:
+            return "failed"
+        return finetune(experiment, base, root, progress, origin)
 
     monkeypatch.setattr(job, "finetune", failing)
     assert run("seed=1,2") == errors.FAILED
