@@ -169,3 +169,10 @@ def test_a_damaged_record_of_a_launch_is_named(bucket, workdir):
     epath.Path(workdir, "launch.json").write_text('{"format_version": 1}')
     with pytest.raises(InputError, match=r"launch\.json: format_version 1, this version reads 2"):
         spec.find_record(workdir)
+
+
+def test_status_tells_how_far_a_run_is(tmp_path):
+    assert __main__._progress(str(tmp_path), None) == ["run: has written nothing yet"]
+    (tmp_path / "experiment.json").write_text(specified().config)
+    run, goodput = __main__._progress(str(tmp_path), 1.5)
+    assert re.fullmatch(r"run: .*, step 0 of [\d,]+", run) and "goodput" in goodput
