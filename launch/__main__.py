@@ -124,7 +124,7 @@ def _progress(workdir: str, price_per_chip_hour: float | None) -> list[str]:
     if not mirror.opened(workdir).experiment.exists():
         return ["run: has written nothing yet"]
     run = records.Record.read(workdir)
-    goodput = times.goodput(run.timings).tell(price_per_chip_hour)
+    goodput = times.goodput(run.timings).line(price_per_chip_hour)
     return [f"run: {run.state}, step {run.done:,} of {run.experiment.total_steps:,}", goodput]
 
 
