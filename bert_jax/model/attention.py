@@ -112,7 +112,7 @@ def attend_recomputed(
 ) -> jax.Array:
     """As `attend`, but nothing of size [S, S] is kept for the backward pass.
 
-    It computes the probabilities anew from the logarithm of their sum, and the gradient of the
+    It computes the probabilities again from the logarithm of their sum, and the gradient of the
     softmax from the result (the identities of Dao et al. 2022, FlashAttention, section 3.1).
     """
     if noise is None or not rate:
@@ -219,7 +219,7 @@ def _row_sums(weights: jax.Array) -> jax.Array:
     """[B, H, Q, K] -> float32 [B, H, Q, 1]."""
     if weights.dtype != jnp.bfloat16:
         return weights.sum(axis=-1, keepdims=True)
-    # A product with ones, which a TPU's matrix unit does beside the next one.
+    # A product with ones, which a TPU's matrix unit does next to the next one.
     ones = jnp.ones((weights.shape[-1], _LANES), weights.dtype)
     return _product("bhqk,kn->bhqn", weights, ones)[..., :1]
 

@@ -33,7 +33,7 @@ class Loop(NamedTuple):
       remat: what is kept for the backward pass.
       layers: scanned or unrolled.
       gather: makes the parameters of a layer whole that lie cut over devices; called within what
-        the backward pass computes anew, so that no more than one layer is whole at a time.
+        the backward pass computes again, so that no more than one layer is whole at a time.
     """
 
     remat: Literal["none", "dots", "full"] = "none"

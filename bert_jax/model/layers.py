@@ -182,7 +182,7 @@ def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:
 
 
 class Noise(Protocol):
-    """Random bits for dropout. Where they are used is told apart by folding in numbers."""
+    """Random bits for dropout. Folding in numbers tells the places apart where they are used."""
 
     def at(self, place: int | jax.Array) -> "Noise":
         """Noise of its own for a layer, or for a site within it."""

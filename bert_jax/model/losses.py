@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 # {name: float32 [2]}, a sum and the count to divide it by. Added across micro-batches, devices
-# and steps; divided once, by whoever reads them.
+# and steps; divided once, by those who read them.
 Metrics = dict[str, jax.Array]
 
 NAMES = (

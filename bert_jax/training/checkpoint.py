@@ -1,6 +1,6 @@
 """The state on disk, by Orbax; nothing else imports it.
 
-A checkpoint is the state of training.step and a little JSON beside it: what the run is, what it
+A checkpoint is the state of training.step and a little JSON next to it: what the run is, what it
 ran on, and the metrics summed since the last line was written, so that the lines of a resumed run
 are those of an uninterrupted one. The JSON holds a checksum of every array, the same on any mesh,
 and one of itself: Orbax restores a flipped bit without a word.
@@ -48,7 +48,7 @@ Saved = TypeVar("Saved", bound=Section)
 FORMAT_VERSION = 2
 _UNSEALED_VERSION = 1  # had no checksums
 
-# Of folders of checkpoints that were found damaged, before their step.
+# Prefix of the folders of damaged checkpoints, before their step.
 ASIDE = "damaged-"
 # Orbax's, after the step of one that is not whole; it removes them before it saves.
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -68,7 +68,7 @@ class Restored:
     Attributes:
       step: steps done.
       state: what was asked for of the state, as it was saved.
-      metadata: what was saved beside it.
+      metadata: the JSON that was saved with it.
       damaged: newer checkpoints that cannot be used: {step: why}.
     """
 
@@ -88,7 +88,7 @@ class Checkpoints:
       folder: where they are.
       run: which are kept.
       access: whether this is the run itself.
-      say: is told, once each time, that the storage does not answer and is waited for.
+      say: shows a line, once each time that the storage does not answer and is waited for.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, the newest first; one may be damaged nevertheless."""
+        """Returns the steps of whole checkpoints, the newest first; some may be damaged."""
 
-        def found() -> list[int]:
+        def listed() -> list[int]:
             if not self._folder.exists():
                 return []
             return sorted(checkpoint_steps(absolute(self._folder)), reverse=True)
 
-        return self._again(found)
+        return self._again(listed)
 
     def finish(self) -> None:
         """Waits until what is being saved is on disk; a save that fails leaves nothing.
@@ -150,8 +150,8 @@ class Checkpoints:
         Args:
           step: steps done.
           state: of training.step.
-          metadata: JSON that is kept beside it.
-          held_out_loss: by which the best are told; None if it was not evaluated at this step.
+          metadata: JSON that is kept with it.
+          held_out_loss: the lowest are the best; None if it was not evaluated at this step.
 
         Raises:
           InputError: it cannot be written; DiskFull of a full disk.
@@ -174,7 +174,7 @@ class Checkpoints:
             )
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state.
+        """Returns the JSON that was saved with the state.
 
         Raises:
           Damaged: it is not what was written.
@@ -185,21 +185,18 @@ class Checkpoints:
 
         def read() -> dict[str, Any]:
             with _alone():
-                found = ocp.metadata(absolute(folder)).custom_metadata
-            if not isinstance(found, dict) or not found:
-                raise ValueError("nothing says what run it belongs to")
-            version = found.get("format_version")
-            said = found.pop("sha256", None)
-            if version != _UNSEALED_VERSION and said != _sha256(found):
-                raise ValueError("what is said of it was changed")
-            if version == FORMAT_VERSION and found["step"] != step:
-                raise ValueError(f"it is of step {found['step']}")
-            return found
+                metadata = dict(ocp.metadata(absolute(folder)).custom_metadata)
+            version, seal = metadata["format_version"], metadata.pop("sha256", None)
+            if version != _UNSEALED_VERSION and seal != _sha256(metadata):
+                raise ValueError("its metadata were changed")
+            if version == FORMAT_VERSION and metadata["step"] != step:
+                raise ValueError(f"it is of step {metadata['step']}")
+            return metadata
 
-        found = self._read(step, "metadata", read)
-        version = found.get("format_version")
+        metadata = self._read(step, "metadata", read)
+        version = metadata["format_version"]
         if version == FORMAT_VERSION:
-            return found
+            return metadata
         raise InputError(
             f"{folder}: format_version {version!r}, this version reads {FORMAT_VERSION}; use the "
             "bert-jax that wrote it"
@@ -215,7 +212,7 @@ class Checkpoints:
         return config.from_json(json.dumps(self.metadata(step)["experiment"]), where, kind)
 
     def restore(self, step: int, abstract_state: Any) -> Restored:
-        """The state of a step, laid out as `abstract_state` says, with its checksums compared.
+        """Reads the state of a step, laid out as `abstract_state` says, and compares its checksums.
 
         Args:
           step: one of the steps saved.
@@ -234,7 +231,7 @@ class Checkpoints:
         return Restored(step, state, metadata, {})
 
     def _load(self, step: int, abstract_state: Any) -> tuple[dict[str, Any], Any]:
-        """The metadata and the state of a step; each process reads by itself."""
+        """Reads the metadata and the state of a step; each process by itself."""
         metadata = self.metadata(step)
 
         def read() -> Any:
@@ -248,18 +245,18 @@ class Checkpoints:
         return metadata, self._read(step, "all", read)
 
     def _changed(self, step: int, metadata: dict[str, Any], state: Any) -> str:
-        """A complaint about arrays that are not what was saved; "" if all are.
+        """Returns which array is not what was saved, in words; "" if all are.
 
         All processes that hold a part of the state compute its checksums together.
         """
         saved = metadata["checksums"]
         with mesh_lib.named_memory():
-            found = checksums(state)
-        names = [name for name, checksum in found.items() if saved.get(name) != checksum]
+            restored = checksums(state)
+        names = [name for name, checksum in restored.items() if saved.get(name) != checksum]
         return self._damage(step, f"{names[0]} is not what was saved") if names else ""
 
     def abstract_state(self, step: int, place: jax.sharding.Sharding) -> Any:
-        """All that a checkpoint holds, as `restore` takes it, whatever it is of.
+        """Returns all that a checkpoint holds, as `restore` takes it, of any kind of run.
 
         Args:
           step: one of the steps saved.
@@ -285,15 +282,15 @@ class Checkpoints:
         self,
         abstract_state: Any,
         at_most: int | None = None,
-        agreed: Callable[[str, str], str] = lambda what, complaint: complaint,
+        agreed: Callable[[str, str], str] = lambda what, error: error,
     ) -> Restored | None:
-        """The newest checkpoint that is not damaged; None if there is none at all.
+        """Reads the newest checkpoint that is not damaged; None if there is none at all.
 
         Args:
           abstract_state: see `restore`.
           at_most: no newer one than of this step; any if None.
-          agreed: (what was done, complaint) to the complaint of all processes; "" if nobody has
-            any. All come to it before they compute anything together.
+          agreed: (what was done, error of this process or "") to the first error of any process.
+            All come to it before they compute anything together.
 
         Raises:
           InputError: see `restore`; or all are damaged.
@@ -303,26 +300,26 @@ class Checkpoints:
         for step in self.steps:
             if at_most is not None and step > at_most:
                 continue
-            metadata, state, complaint = {}, None, ""
+            metadata, state, error = {}, None, ""
             try:
                 metadata, state = self._load(step, abstract_state)
-            except Damaged as error:
-                complaint = str(error)
-            complaint = agreed(f"{step} read", complaint)
-            if not complaint:
-                complaint = agreed(f"{step} checked", self._changed(step, metadata, state))
-            if not complaint:
+            except Damaged as damage:
+                error = str(damage)
+            error = agreed(f"{step} read", error)
+            if not error:
+                error = agreed(f"{step} checked", self._changed(step, metadata, state))
+            if not error:
                 return Restored(step, state, metadata, damaged)
-            damaged[step] = complaint
+            damaged[step] = error
         if damaged:
             raise InputError(
                 f"{'; '.join(damaged.values())}: no checkpoint is left to go on from; put the "
-                "files back, or choose another --workdir to start anew"
+                "files back, or choose another --workdir to start again"
             )
         return None
 
     def named(self, which: str) -> int:
-        """The step of the checkpoint that is called so.
+        """Returns the step of the checkpoint of this name.
 
         Args:
           which: a step, or `best`: the lowest held-out loss of those that have one.
@@ -347,7 +344,7 @@ class Checkpoints:
         )
 
     def newest_step(self) -> int | None:
-        """The newest step of whose checkpoint the metadata are whole; None if there is none.
+        """Returns the step of the newest checkpoint with whole metadata; None if there is none.
 
         Raises:
           InputError: there are only damaged ones, or one of another format.
@@ -359,14 +356,14 @@ class Checkpoints:
         return max(readable, default=None)
 
     def unreadable(self) -> dict[int, str]:
-        """Checkpoints of which nothing can be said: {step: why}."""
-        found = {}
+        """Returns the checkpoints whose metadata cannot be read: {step: why}."""
+        damaged = {}
         for step in self.steps:
             try:
                 self.metadata(step)
             except Damaged as error:
-                found[step] = str(error)
-        return found
+                damaged[step] = str(error)
+        return damaged
 
     def set_aside(self, step: int) -> epath.Path:
         """Renames a damaged checkpoint, so that it is no longer counted; by one process for all."""
@@ -376,7 +373,7 @@ class Checkpoints:
             number = 0
             while (aside := self._aside(step, number)).exists():
                 number += 1
-            # In a bucket it may have been moved in part, before a fault: the rest goes beside it.
+            # In a bucket it may have been moved in part, before a fault: the rest goes next to it.
             if number == 0 or folder.exists():
                 folder.rename(aside)
                 return aside
@@ -388,7 +385,7 @@ class Checkpoints:
         return self._folder / f"{ASIDE}{step}{f'-{number}' if number else ''}"
 
     def look_again(self) -> None:
-        """To be called once some were taken away: else their steps, done again, cannot be saved."""
+        """Lists checkpoints again: else steps of removed ones cannot be saved again."""
         if self._opened is not None:
             self._again(self._opened.reload)
 
@@ -543,7 +540,7 @@ def _sha256(metadata: dict[str, Any]) -> str:
 
 
 class Kept:
-    """Orbax's question which checkpoints to keep, answered by what the JSON beside them says.
+    """Orbax's question which checkpoints to keep, answered by the losses in their metadata.
 
     Not its `best_fn` with `max_to_keep`, which removes the newest; nor its metrics, files without
     which it cannot be opened.
@@ -556,7 +553,7 @@ class Kept:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Of each checkpoint, the oldest first."""
         del context
-        steps = [found.step for found in checkpoints]
+        steps = [checkpoint.step for checkpoint in checkpoints]
         known = [(self.losses[s], s) for s in steps if self.losses.get(s) is not None]
         kept = {*sorted(steps)[-self._run.keep_checkpoints :]}
         kept.update(step for _, step in sorted(known)[: self._run.keep_best])
@@ -584,9 +581,9 @@ def listing(folder: epath.Path) -> Iterator[str]:
     Raises:
       InputError: no run here, or it cannot be read.
     """
-    claim, workdir, saved = _open(folder)
+    experiment, workdir, saved = _open(folder)
     with saved:
-        rows = [(number, *_told(saved, number)) for number in saved.steps]
+        rows = [(number, *_loss_or_damage(saved, number)) for number in saved.steps]
     known = [(loss, number) for number, loss, _ in rows if loss is not None]
     best = min(known)[1] if known else None
     if not rows:
@@ -601,7 +598,7 @@ def listing(folder: epath.Path) -> Iterator[str]:
         yield f"{number:>10}  {saved_at}  {_bytes(place) / 1e6:>9.1f}  {', '.join(words)}"
     for place in sorted(workdir.checkpoints.glob(f"{ASIDE}*")):
         yield f"{place.name}: was found damaged and put aside, {_bytes(place) / 1e6:.1f} MB"
-    if rows and _is_finished(claim, saved, rows[0][0]):
+    if rows and _is_finished(experiment, saved, rows[0][0]):
         yield "the run is finished"
 
 
@@ -626,21 +623,21 @@ def verify(folder: epath.Path) -> Iterator[tuple[int, str]]:
 def _open(folder: epath.Path) -> tuple[Experiment | Finetuning, Workdir, Checkpoints]:
     workdir = mirror.opened(folder)
     tuned = holds_finetuning(workdir)
-    claim = load_experiment(workdir, Finetuning if tuned else Experiment)
+    experiment = load_experiment(workdir, Finetuning if tuned else Experiment)
     if not mirror.names(workdir.checkpoints):
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-    return claim, workdir, Checkpoints(workdir.checkpoints, claim.run, "read")
+    return experiment, workdir, Checkpoints(workdir.checkpoints, experiment.run, "read")
 
 
-def _is_finished(claim: Experiment | Finetuning, saved: Checkpoints, newest: int) -> bool:
-    if isinstance(claim, Experiment):
-        return newest == claim.total_steps
+def _is_finished(experiment: Experiment | Finetuning, saved: Checkpoints, newest: int) -> bool:
+    if isinstance(experiment, Experiment):
+        return newest == experiment.total_steps
     with contextlib.suppress(Damaged):
         return newest == saved.metadata(newest)["notes"]["total_steps"]
     return False
 
 
-def _told(saved: Checkpoints, number: int) -> tuple[float | None, str]:
+def _loss_or_damage(saved: Checkpoints, number: int) -> tuple[float | None, str]:
     try:
         return saved.metadata(number)["held_out_loss"], ""
     except Damaged:

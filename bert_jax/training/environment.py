@@ -1,4 +1,4 @@
-"""What arithmetic depends on beside the run; compiled programs, kept for each environment."""
+"""The machine and libraries that arithmetic depends on; compiled programs, kept for each."""
 
 import contextlib
 import hashlib
@@ -20,12 +20,12 @@ _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a step is made of."""
+    """Returns the versions of the packages that a step is made of."""
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def environment() -> dict[str, Any]:
-    """What arithmetic depends on beside the run: equal environments give equal bits."""
+    """Returns what arithmetic depends on except the run: equal environments give equal bits."""
     return {
         "versions": versions(),
         "python": platform.python_version(),
@@ -46,9 +46,9 @@ def _cpu_model() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             fields = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines())
-        found = {name.strip(): value.strip() for name, value in fields.items()}
-        features = hashlib.sha256(found["flags"].encode()).hexdigest()[:8]
-        return f"{found['model name']} ({features})"
+        cpu = {name.strip(): value.strip() for name, value in fields.items()}
+        features = hashlib.sha256(cpu["flags"].encode()).hexdigest()[:8]
+        return f"{cpu['model name']} ({features})"
     except (OSError, ValueError, KeyError):
         return platform.processor() or platform.machine()
 

@@ -91,26 +91,26 @@ def evaluate(
     eval_step: Callable[..., losses.Metrics],
     mesh: jax.sharding.Mesh,
 ) -> dict[str, float]:
-    """Means over the held-out rows, the two baselines, and the standard error of NSP."""
+    """Returns means over the held-out rows, the two baselines, and the standard error of NSP."""
     sums = {name: np.zeros(2, np.float32) for name in losses.NAMES}
     sums = feed.put(sums, mesh_lib.replicated(mesh))
     for batch in feed.place_all(held_out.batches, mesh_lib.batch_sharding(mesh)):
         sums = eval_step(params, sums, batch)
-    found = lines_lib.means(lines_lib.fetch(sums))
+    scores = lines_lib.means(lines_lib.fetch(sums))
     return {
-        **found,
-        "loss": found["masked_lm_loss"] + found["next_sentence_loss"],
+        **scores,
+        "loss": scores["masked_lm_loss"] + scores["next_sentence_loss"],
         "unigram_loss": held_out.unigram_loss,
         "next_sentence_majority": held_out.majority,
         "next_sentence_error": lines_lib.next_sentence_error(
-            found["next_sentence_accuracy"], held_out.rows
+            scores["next_sentence_accuracy"], held_out.rows
         ),
         "rows": held_out.rows,
     }
 
 
 def summary(line: dict[str, Any]) -> str:
-    """An evaluation in words."""
+    """Returns an evaluation in words."""
     below = line["unigram_loss"] - line["masked_lm_loss"]
     return (
         f"held-out masked LM {line['masked_lm_loss']:.3f} nat, {abs(below):.3f} "
@@ -162,14 +162,14 @@ class Predictor:
         return Prediction([self.likeliest(p, top) for p in probs], is_next)
 
     def likeliest(self, probs: np.ndarray, top: int) -> list[tuple[str, float]]:
-        """The `top` likeliest pieces of one [MASK] with their probabilities."""
+        """Returns the `top` likeliest pieces of one [MASK] with their probabilities."""
         order = np.argsort(-probs, kind="stable")[:top]
         return [(self._tokenizer.piece(int(i)), float(probs[i])) for i in order]
 
     def probabilities(
         self, params: Any, a: list[int], b: list[int] | None
     ) -> tuple[np.ndarray, float | None]:
-        """What the model makes of ids without [CLS] and [SEP].
+        """Returns what the model predicts for ids without [CLS] and [SEP].
 
         Returns:
           float32 [masks, vocabulary] for the [MASK]s of A and B in order, and the probability that
@@ -202,7 +202,7 @@ class Predictor:
         return probs, None if b is None else float(jax.nn.softmax(next_sentence[0])[0])
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which [MASK] stands for itself."""
+        """Returns ids of a text in which [MASK] stands for itself."""
         parts = text.split(MASK)
         ids = self._tokenizer.encode(parts[0])
         for part in parts[1:]:
@@ -249,7 +249,7 @@ class Watched:
             self._sentences = held_out_sentences(validation, tokenizer, longest)
 
     def predict(self, params: Any) -> list[dict[str, Any]]:
-        """What the model says of each sentence.
+        """Predicts the masked pieces of each sentence.
 
         Args:
           params: on one device, as `on_one_device` gives them.
@@ -258,18 +258,18 @@ class Watched:
           For each: `text`; `masks`, the likeliest pieces of each [MASK]; and if it is known what
           stood there, `truth`, that piece, and `truth_probability`.
         """
-        found = []
+        predicted = []
         for sentence in self._sentences:
             probs, _ = self._predictor.probabilities(params, sentence.ids, None)
-            said = {
+            line = {
                 "text": sentence.text,
                 "masks": [self._predictor.likeliest(p, _TOP) for p in probs],
             }
             if sentence.truth is not None:
-                said["truth"] = self._tokenizer.piece(sentence.truth)
-                said["truth_probability"] = float(probs[0, sentence.truth])
-            found.append(said)
-        return found
+                line["truth"] = self._tokenizer.piece(sentence.truth)
+                line["truth_probability"] = float(probs[0, sentence.truth])
+            predicted.append(line)
+        return predicted
 
     def _given(self, number: int, text: str, model: Model) -> Sentence:
         ids = self._predictor.encode(text)
@@ -300,7 +300,7 @@ def of_watched(
 def on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:
     """Gathers the parameters whole on one device of process 0; all processes take part.
 
-    Array by array: the other devices hold one of them at a time, besides their own parts.
+    Array by array: the other devices hold one of them at a time, next to their own parts.
 
     Returns:
       The tree of process 0; None on the others.
@@ -323,7 +323,7 @@ def _same(leaf: jax.Array) -> jax.Array:
 
 
 def held_out_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -> list[Sentence]:
-    """Up to six sentences from documents all over the split, a whole word masked in each.
+    """Returns up to six sentences from documents all over the split, a whole word masked in each.
 
     Args:
       validation: the split.
@@ -331,7 +331,7 @@ def held_out_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -
       longest: pieces that the model reads at most, [CLS] and [SEP] not counted.
     """
     documents = len(validation.document_offsets) - 1
-    found = []
+    sentences = []
     for number in range(_SENTENCES):
         first, last = validation.document_offsets[
             [documents * number // _SENTENCES, documents * number // _SENTENCES + 1]
@@ -342,10 +342,10 @@ def held_out_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -
             if end - start > longest:
                 continue
             sentence = _masked(validation.ids[start:end].tolist(), tokenizer)
-            if sentence is not None and sentence not in found:
-                found.append(sentence)
+            if sentence is not None and sentence not in sentences:
+                sentences.append(sentence)
                 break
-    return found
+    return sentences
 
 
 def _masked(ids: list[int], tokenizer: Tokenizer) -> Sentence | None:

@@ -35,7 +35,7 @@ class Feed:
       sharding: how rows lie over devices.
       prefetch: batches made ahead.
       workers: processes that make them; 0 makes them in a thread.
-      say: is told of workers that died.
+      say: shows a line about workers that died.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Feed:
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
-    """Numbers of the rows that this process's devices hold, rising; they need not be one range."""
+    """Returns the rows that this process's devices hold, rising; they need not be one range."""
     slices = sharding.addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[s] for s in slices]))
 
@@ -122,7 +122,7 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
 def place(
     host: Batch, rows: np.ndarray, batch_size: int, sharding: NamedSharding
 ) -> dict[str, jax.Array]:
-    """This process's rows of a batch as parts of global arrays.
+    """Places this process's rows of a batch as parts of global arrays.
 
     Args:
       host: arrays [len(rows), ...].
@@ -145,7 +145,7 @@ def place(
 
 
 def place_all(batches: Sequence[Batch], sharding: NamedSharding) -> Iterator[dict[str, jax.Array]]:
-    """Whole host batches, each process taking its rows."""
+    """Places whole host batches, each process its rows."""
     for batch in batches:
         size = len(batch["row_weights"])
         rows = local_rows(sharding, size)
@@ -153,7 +153,7 @@ def place_all(batches: Sequence[Batch], sharding: NamedSharding) -> Iterator[dic
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """Host arrays, the same on all processes, as global arrays.
+    """Places host arrays, the same on all processes, as global arrays.
 
     Args:
       tree: of NumPy arrays.

@@ -43,7 +43,7 @@ class Evaluator:
       name: the `kind` of its lines.
       is_due: whether it is asked after so many steps; 0: before the first. A function of the
         experiment alone.
-      ask: parameters to what its line holds beside `step` and `kind`; empty: no line. A run whose
+      ask: parameters to what its line holds next to `step` and `kind`; empty: no line. A run whose
         `loss` is not finite has failed, and of checkpoints the one of the lowest is the best.
       describe: a line in words; "": nothing is shown.
       file: which of the run's files its lines go to.

@@ -38,12 +38,12 @@ def fetch(arrays: Any) -> Any:
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Each sum divided by its count; what was never counted is left out."""
+    """Divides each sum by its count; what was never counted is left out."""
     return {name: float(s) / float(n) for name, (s, n) in sorted(sums.items()) if n}
 
 
 def next_sentence_error(accuracy: float, count: float) -> float:
-    """Standard error of an accuracy over `count` independent pairs."""
+    """Returns the standard error of an accuracy over `count` independent pairs."""
     return math.sqrt(max(accuracy * (1 - accuracy), 0.0) / count)
 
 
@@ -144,12 +144,12 @@ class Lines:
             return ""
         with named_errors(self._path):
             data = self._path.read_bytes().splitlines(keepends=True)
-        found = _tally(data[: sum(line["step"] <= step for line in self.read())])
-        if found == written:
+        tally = _tally(data[: sum(line["step"] <= step for line in self.read())])
+        if tally == written:
             return ""
-        if found["lines"] < written["lines"]:
+        if tally["lines"] < written["lines"]:
             return (
-                f"{written['lines'] - found['lines']} of the {written['lines']} lines up to step "
+                f"{written['lines'] - tally['lines']} of the {written['lines']} lines up to step "
                 f"{step} are missing"
             )
         return f"the lines up to step {step} are not those that were written"
@@ -185,14 +185,14 @@ class Spikes:
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]]) -> "Spikes":
-        """With these lines behind it."""
+        """Returns one that has seen these lines."""
         spikes = cls()
         for line in lines:
             spikes.of_line(line)
         return spikes
 
     def of_line(self, line: Mapping[str, Any]) -> tuple[int, float, float] | None:
-        """(step, its loss, the usual highest loss of a line) if the line has a jump.
+        """Returns (step, its loss, the usual highest loss of a line) if the line has a jump.
 
         Args:
           line: of metrics.jsonl; each is looked at once, in their order.

@@ -24,7 +24,7 @@ TENSOR = "tensor"
 def make_mesh(
     parallelism: Parallelism, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh of these devices; of all devices of all processes if none are named.
+    """Returns a mesh of these devices; of all devices of all processes if none are named.
 
     Raises:
       InputError: `parallelism.tensor` does not divide the devices, or there is no device of the
@@ -38,7 +38,7 @@ def make_mesh(
         )
     if parallelism.tensor > 1:
         data = [n for n in (*grid.shape[:-1], grid.shape[-1] // parallelism.tensor) if n > 1]
-        if not data:  # XLA cannot add up over no devices beside a tensor axis
+        if not data:  # XLA cannot add up over no devices next to a tensor axis
             raise InputError(
                 f"parallelism.tensor={parallelism.tensor}: the batch must be cut over 2 devices at "
                 f"least; there are {grid.size} in all"
@@ -51,7 +51,7 @@ def make_mesh(
 
 
 def one_device() -> jax.sharding.Mesh:
-    """A mesh of this process's first device.
+    """Returns a mesh of this process's first device.
 
     Raises:
       InputError: see `make_mesh`.
@@ -121,12 +121,12 @@ def named_memory(
 
 
 def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """DATA: the names of all axes the batch is cut along."""
+    """Returns DATA: the names of all axes the batch is cut along."""
     return tuple(name for name in mesh.axis_names if name != TENSOR)
 
 
 def data_shards(mesh: jax.sharding.Mesh) -> int:
-    """Into how many parts the batch is cut."""
+    """Returns into how many parts the batch is cut."""
     return math.prod(mesh.shape[axis] for axis in data_axes(mesh))
 
 

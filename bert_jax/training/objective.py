@@ -31,15 +31,15 @@ class Objective(Protocol):
     rules: Sequence[sharding.Rule]
 
     def init_params(self, key: jax.Array) -> Any:
-        """Fresh parameters, those that learn alone: nested dicts of float32 arrays."""
+        """Returns fresh parameters, those that learn alone: nested dicts of float32 arrays."""
 
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> losses_lib.Metrics:
-        """What the parameters make of some rows.
+        """Computes the metrics of some rows.
 
         Args:
-          params: those that learn, whole but for what `loop` makes whole.
+          params: those that learn, whole except for what `loop` gathers.
           fixed: a tree of arrays that do not learn.
           batch: the rows.
           noise: of dropout; None drops nothing.
@@ -47,10 +47,10 @@ class Objective(Protocol):
         """
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """What the sum of each of the `losses` is divided by; known from the data alone."""
+        """Returns what the sum of each of the `losses` is divided by; known from the data alone."""
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
-        """What is differentiated: the sums of some rows over the counts of all."""
+        """Returns what is differentiated: the sums of some rows over the counts of all."""
 
 
 @dataclasses.dataclass(frozen=True)

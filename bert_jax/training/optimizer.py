@@ -1,8 +1,8 @@
 """Updates and learning-rate schedules.
 
 `bert_adam` is google-research/bert's AdamWeightDecayOptimizer (optimization.py): no bias
-correction, decay beside the update. `adamw` is Loshchilov and Hutter 2019, `lamb` You et al. 2019;
-both as optax has them, but for LAMB's trust ratio, which here knows that layers are stacked.
+correction, decay next to the update. `adamw` is Loshchilov and Hutter 2019, `lamb` You et al. 2019;
+both as optax has them, except for LAMB's trust ratio, which here knows that layers are stacked.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """The processes of one run: how they find each other, agree on what they do, and end together.
 
 On the hosts of a TPU pod jax knows where the others are. Elsewhere three variables say it, the same
-on all but for the number: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
-JAX_PROCESS_ID. Without them a run is one process.
+on all except for the number: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES
+and JAX_PROCESS_ID. Without them a run is one process.
 
 What processes tell each other goes through the key-value store of jax's coordinator. An error in
 one ends all of them with its line and its exit code. A process that dies without a word is noticed
@@ -379,7 +379,7 @@ def named_fault(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def connected() -> Iterator[Peers]:
-    """The processes of this run, connected while entered. To be entered before jax has devices.
+    """Connects the processes of this run while entered, which must be before jax has devices.
 
     Raises:
       InputError: variables that do not fit.
@@ -579,8 +579,8 @@ def _contradiction(
         )
     if count != place.count:
         return (
-            f"process {number} ({host}) was told of {count} processes, process 0 ({me}) of "
-            f"{place.count}; give all the same JAX_NUM_PROCESSES"
+            f"process {number} ({host}) has JAX_NUM_PROCESSES={count}, process 0 ({me}) has "
+            f"{place.count}; give all the same"
         )
     here.pop(number, None)
     return ""

@@ -40,7 +40,7 @@ class Prepared:
       tokenizer: with which it was made.
       ids: of the tokenizer.
       folder: where it lies here.
-      named: where it was said to lie: in a bucket, perhaps.
+      named: where users say it lies: in a bucket, perhaps.
       stamps: {file: (bytes, when written)} of what batches are made of.
     """
 
@@ -61,7 +61,7 @@ class Prepared:
 
     @property
     def sha256(self) -> str:
-        """Of the manifest: what the corpus was made from and with."""
+        """Returns the hash of the manifest: what the corpus was made from and with."""
         text = json.dumps(self.manifest, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -70,13 +70,13 @@ class Prepared:
         if metadata["corpus_sha256"] != self.sha256:
             raise InputError(
                 f"{self.named}: not the corpus this run was trained on; put that one back, or "
-                "start anew with another --workdir"
+                "start again with another --workdir"
             )
 
     def require_unchanged(self) -> None:
         """Raises InputError if the corpus was changed or removed since its batches were asked for.
 
-        Files are read anew only if they were written since.
+        Files are read again only if they were written since.
         """
         if corpus.open_manifest(self.folder) != self.manifest:
             raise InputError(
@@ -88,7 +88,7 @@ class Prepared:
             self.stamps |= {name: _stamp(name) for name in self.stamps}
 
     def train_batches(self, experiment: Experiment, phase: int) -> batches.TrainBatches:
-        """The batches of a phase; nothing is planned before they are asked for."""
+        """Returns the batches of a phase; nothing is planned before they are asked for."""
         spec = experiment.phases[phase]
         stream = corpus.open_stream(self.folder, "train")
         files = sorted((self.folder / "stream" / "train").iterdir())
@@ -105,7 +105,7 @@ class Prepared:
         return batches.TrainBatches(plans, self.ids, experiment.data, shape)
 
     def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluators.HeldOut:
-        """The evaluation rows."""
+        """Returns the evaluation rows."""
         return evaluators.HeldOut.of(
             corpus.open_stream(self.folder, "train"),
             corpus.open_stream(self.folder, "validation"),
@@ -117,7 +117,7 @@ class Prepared:
         )
 
     def watched(self, experiment: Experiment) -> Watched:
-        """The sentences whose predictions are followed."""
+        """Returns the sentences whose predictions are followed."""
         return Watched(
             experiment.run.watch,
             experiment.model,
@@ -128,10 +128,10 @@ class Prepared:
 
 def _stamp(path: epath.PathLike) -> tuple[int, int]:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return (-1, -1)
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 class Probes(Protocol):
@@ -151,13 +151,13 @@ class Probes(Protocol):
         mesh: jax.sharding.Mesh,
         size: int,
     ) -> int:
-        """Makes ready to ask, in batches of about so many rows; operations of asking once."""
+        """Prepares to ask in batches of about `size` rows; returns the operations of it."""
 
     def describe(self) -> str:
-        """What they are, in words."""
+        """Returns what they are, in words."""
 
     def ask(self, params: Any) -> dict[str, dict[str, float]]:
-        """`scores` and `majority`, what nobody needs an encoder for, by name."""
+        """Returns `scores` and `majority`, what needs no encoder, by name."""
 
 
 def pretrain(
@@ -288,12 +288,12 @@ class PretrainingSetup:
         held_out = prepared.held_out(experiment, mesh)
         watched = prepared.watched(experiment)
         eval_step = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
-        found = [
+        asked = [
             evaluators.of_held_out(held_out, eval_step, mesh, is_due),
             evaluators.of_watched(watched, mesh, is_due),
         ]
         if self._probes is not None:
-            found.append(self._open_probes(self._probes, prepared, mesh, peers))
+            asked.append(self._open_probes(self._probes, prepared, mesh, peers))
 
         def batches(done: int) -> PhaseBatches:
             number, first = experiment.phase_at(done)
@@ -316,7 +316,7 @@ class PretrainingSetup:
             total_steps=experiment.total_steps,
             batches=batches,
             initial_state=lambda fresh: self._initial_state(fresh, prepared, peers),
-            evaluators=tuple(found),
+            evaluators=tuple(asked),
             data_sha256=prepared.sha256,
             require_same=prepared.require_same,
             operations=operations,

@@ -5,7 +5,7 @@ jax traces into a temporary folder of this process, from which whole files go in
     W/profile/plugins/profile/steps_11_to_20/process_0.HOST.xplane.pb
                                              process_0.HOST.trace.json.gz
 
-What stands in the way of a trace is said, and costs the run nothing.
+What stands in the way of a trace is shown, and costs the run nothing.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ class Profile:
       steps: the window: once so many steps are done, until so many are; empty: none.
       folder: where traces go.
       process: the number of this process; each writes files of its own.
-      progress: is told where a trace is, or why there is none.
-      clock: counts the time that tracing takes beside the steps.
+      progress: shows where a trace is, or why there is none.
+      clock: counts the time that tracing takes apart from the steps.
       named: what users call the folder; None: the same.
     """
 
@@ -133,6 +133,6 @@ class Profile:
             for path in sorted(local.glob("plugins/profile/*/*")):
                 place = target / f"process_{self._process}.{path.name}"
                 sent.callback(place.unlink, missing_ok=True)
-                with new_file(place) as beside:
-                    shutil.copyfile(path, beside)
+                with new_file(place) as temporary:
+                    shutil.copyfile(path, temporary)
             sent.pop_all()

@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-# What is told of a training line, and how it is called.
+# What is shown of a training line, and its label.
 _PRETRAINING = (("masked LM", "masked_lm_loss"), ("next sentence", "next_sentence_loss"))
 _TASK = (("loss", "loss"), ("accuracy", "accuracy"))
 
@@ -135,7 +135,7 @@ class Clock:
         self._counts.flops += flops
 
     def take_counts(self) -> Counts:
-        """What was counted since this was last asked."""
+        """Returns what was counted since the last call."""
         counts, self._counts = self._counts, Counts()
         return counts
 
@@ -147,15 +147,15 @@ class Clock:
         self._waits[what] = self._waits.get(what, 0.0) + time.monotonic() - start
 
     def lap(self, counts: Counts) -> dict[str, float]:
-        """Seconds, where they were waited, and rates over the rest; begins the next lap."""
+        """Returns seconds, where they were waited, and rates over the rest; begins the next lap."""
         now = time.monotonic()
         seconds, self._start = now - self._start, now
         waits, self._waits = self._waits, {}
         busy = max(seconds - sum(waits.get(what, 0.0) for what in NOT_STEPS), 1e-9)
-        found = {"seconds": seconds, "steps": counts.steps}
+        rates = {"seconds": seconds, "steps": counts.steps}
         if counts.steps:
-            found["steps_per_second"] = counts.steps / busy
-            found["tokens_per_second"] = counts.tokens / busy
+            rates["steps_per_second"] = counts.steps / busy
+            rates["tokens_per_second"] = counts.tokens / busy
             if self.peak_flops is not None:
-                found["utilisation"] = counts.flops / busy / self.peak_flops
-        return found | {f"{what}_seconds": value for what, value in sorted(waits.items())}
+                rates["utilisation"] = counts.flops / busy / self.peak_flops
+        return rates | {f"{what}_seconds": value for what, value in sorted(waits.items())}

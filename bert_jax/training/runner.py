@@ -558,12 +558,12 @@ def in_words(what: Failure | Unsaved | None) -> str:
     if what.reason == "loss":
         return (
             f"the held-out loss of step {what.step} is not finite: the parameters have run away; "
-            f"start anew with {lower}"
+            f"start again with {lower}"
         )
     if what.reason == "checkpoints":
         return (
             f"{_bad_in_words(what.bad)}, and no checkpoint from shortly before step "
-            f"{what.step + 1} is kept to go back to; those that are there stay; start anew with a "
+            f"{what.step + 1} is kept to go back to; those that are there stay; start again with a "
             f"larger run.keep_checkpoints or {lower}"
         )
     more = (
@@ -573,6 +573,6 @@ def in_words(what: Failure | Unsaved | None) -> str:
     )
     return (
         f"no finite loss or gradient in the {len(what.bad)} steps from {what.bad[0]} to "
-        f"{what.bad[-1]}, and {more}; the checkpoints are of the time before; start anew with "
+        f"{what.bad[-1]}, and {more}; the checkpoints are of the time before; start again with "
         f"{lower}"
     )

@@ -68,7 +68,7 @@ def run(
         try:
             return _run(setup, workdir, progress, origin, peers, watchdog)
         finally:
-            watchdog.pause()  # whoever called this may live on
+            watchdog.pause()  # the caller may live on
 
 
 def _run(
@@ -128,7 +128,7 @@ def _show(
         last = [line for line in lines if line["kind"] in EVALUATIONS][-1:]
         words = [describe[line["kind"]](line) for line in last]
         progress.say("; ".join([f"finished: step {result.done}", *words]))
-        progress.say(f"{workdir.named} holds the finished run; to start anew {setup.how_to_go_on}")
+        progress.say(f"{workdir.named} holds the finished run; to start again {setup.how_to_go_on}")
 
 
 def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:

@@ -76,7 +76,7 @@ class Partition(NamedTuple):
 def partitions(
     shapes: Tree, parallelism: Parallelism, mesh: jax.sharding.Mesh, rules: Sequence[Rule] = RULES
 ) -> Tree:
-    """A `Partition` for every parameter.
+    """Returns a `Partition` for every parameter.
 
     Args:
       shapes: nested dict of arrays or ShapeDtypeStructs.
@@ -92,12 +92,12 @@ def partitions(
 
     def of_leaf(path: tuple[Any, ...], leaf: Any) -> Partition:
         name = "/".join(key.key for key in path)
-        found = [rule for rule in rules if re.fullmatch(rule.path, name)]
-        if len(found) != 1:
-            said = ", ".join(rule.path for rule in found) or "none"
-            raise ValueError(f"{name}: one sharding rule is wanted, there is {said}")
-        used.add(found[0])
-        return _partition(name, leaf.shape, found[0], parallelism, mesh)
+        matching = [rule for rule in rules if re.fullmatch(rule.path, name)]
+        if len(matching) != 1:
+            which = ", ".join(rule.path for rule in matching) or "none"
+            raise ValueError(f"{name}: one sharding rule is wanted, there is {which}")
+        used.add(matching[0])
+        return _partition(name, leaf.shape, matching[0], parallelism, mesh)
 
     tree = jax.tree.map_with_path(of_leaf, shapes)
     unused = [rule.path for rule in rules if rule not in used]
@@ -129,12 +129,12 @@ def _partition(
 
 
 def specs(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
-    """What `shard_map` is told of the parameters: DATA alone is its business."""
+    """Returns the specs of the parameters for `shard_map`, which is manual over DATA alone."""
     return _map(lambda c: _spec({c.data: mesh_lib.data_axes(mesh)}), partition)
 
 
 def shardings(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
-    """Where the parameters lie."""
+    """Returns where the parameters lie."""
 
     def place(c: Partition) -> NamedSharding:
         spec = _spec({c.data: mesh_lib.data_axes(mesh), c.tensor: mesh_lib.TENSOR})
@@ -144,12 +144,12 @@ def shardings(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def like_params(tree: Tree, of_params: Tree, other: Any) -> Tree:
-    """For a tree that holds trees like the parameters (an optimizer's state): theirs; else `other`.
+    """Returns, for a tree that holds trees like the parameters, their values; else `other`.
 
     Args:
       tree: arrays or shapes.
-      of_params: what is to be said of each parameter, nested as they are.
-      other: what is to be said of leaves that stand for no parameter.
+      of_params: a value for each parameter, nested as they are.
+      other: the value for leaves that stand for no parameter.
     """
     flat = {
         tuple(key.key for key in path): value
@@ -190,14 +190,14 @@ class Collectives(NamedTuple):
 
 
 def gathered(params: Tree, partition: Tree, collectives: Collectives) -> Tree:
-    """Parameters as every device computes with them; differentiable, the gradient arrives cut."""
+    """Returns parameters as devices compute with them; their gradient arrives partitioned."""
     return jax.tree.map(
         lambda p, c: p if c.data is None else gather(p, c.data, collectives), params, partition
     )
 
 
 def all_gather_layer(layer: Module, partition: Tree, collectives: Collectives) -> Module:
-    """One layer of stacked ones, as `whole`.
+    """Returns one layer of stacked ones, as `gathered`.
 
     Args:
       layer: a module whose leaves carry no dimension of layers.
@@ -216,7 +216,7 @@ def all_gather_layer(layer: Module, partition: Tree, collectives: Collectives) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(shard: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
-    """A float32 shard -> the whole array, float32 with the values of the type that travelled."""
+    """All-gathers a float32 shard: float32 with the values of the type that travelled."""
     # A product rounds it to that type again, which compilers see to be nothing.
     copy = shard.astype(collectives.copy)
     for axis in reversed(collectives.axes):
@@ -225,7 +225,7 @@ def gather(shard: jax.Array, dimension: int, collectives: Collectives) -> jax.Ar
 
 
 def scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
-    """A float32 gradient of the whole -> this device's shard of the sum over devices, float32."""
+    """Reduce-scatters a float32 gradient: this device's shard of the sum over devices, float32."""
     gradient = gradient.astype(collectives.reduction)
     for axis in collectives.axes:
         # The devices as a dimension of their own: cut within one, a large array's reduce-scatter
@@ -261,7 +261,7 @@ def all_reduce(gradients: Tree, collectives: Collectives) -> Tree:
 
 
 def reduce_scatter(gradients: Tree, partition: Tree, collectives: Collectives) -> Tree:
-    """Sums whole gradients of cut parameters over devices, each keeping its shard.
+    """Sums gradients of partitioned parameters over devices, each keeping its shard.
 
     Stacked layers go one after the other: the TPU compiler makes a reduce-scatter of all of them,
     hundreds of megabytes, an all-reduce of all of them.
@@ -286,7 +286,7 @@ def reduce_scatter(gradients: Tree, partition: Tree, collectives: Collectives) -
 
 
 def all_reduce_fused(gradients: Tree, partition: Tree, axes: tuple[str, ...]) -> Tree:
-    """Sums the gradients of what is not cut over devices, all in one float32 vector.
+    """Sums the gradients of parameters that are not cut over devices, in one float32 vector.
 
     Alone, each would be a collective of its own, and the compiler merges them as it likes.
     """

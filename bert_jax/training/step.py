@@ -17,7 +17,7 @@ nothing at all, `step` included, until the host has read it and decided what to 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +40,14 @@ Metrics = losses.Metrics
 _DROPOUT = 0x64726F70
 _KEPT_STEPS = 8
 
-# What a step reports beside the objective's metrics, each as (sum, count).
+# What a step reports next to the objective's metrics, each as (sum, count).
 OWN_METRICS = ("gradient_norm", "learning_rate", "filled", "bad_steps")
-# In the window beside them: (loss, step) of the step whose loss was highest.
+# In the window next to them: (loss, step) of the step whose loss was highest.
 WORST_STEP = "worst_step"
 
 
 def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
-    """The state before the first step, a function of the seed alone."""
+    """Returns the state before the first step, a function of the seed alone."""
     params = objective.init_params(jax.random.key(seed, impl="threefry2x32"))
     return {
         "step": jnp.zeros([], jnp.int32),
@@ -61,7 +61,7 @@ def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
 def abstract_state(
     objective: Objective, optimizer: Optimizer, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> State:
-    """Shapes, types and shardings of the state; nothing is computed.
+    """Returns shapes, types and shardings of the state; nothing is computed.
 
     Raises:
       InputError: the devices do not divide a dimension that is to be cut.
@@ -80,13 +80,13 @@ def abstract_state(
 
 
 def empty_window(objective: Objective) -> Metrics:
-    """Sums of no steps."""
+    """Returns sums of no steps."""
     names = (*objective.metrics, *OWN_METRICS, WORST_STEP)
     return {name: jnp.zeros(2, jnp.float32) for name in names}
 
 
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
-    """The key of a phase's dropout."""
+    """Returns the key of a phase's dropout."""
     impl = {"threefry8": "threefry2x32", "rbg16": "rbg"}[model.dropout_rng]
     # The parameters' keys are folded from the bare seed by small numbers.
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=impl), _DROPOUT), phase)
@@ -113,6 +113,26 @@ def self_checks(device_kind: str) -> CompilerOptions:
     )
 
 
+class StepSpec(NamedTuple):
+    """What a training step is made of.
+
+    Attributes:
+      objective: what is learned.
+      optimizer: the update.
+      parallelism: how the step is laid over devices.
+      accumulation: micro-batches, `parallelism.accumulation_of` the phase.
+      total_steps: of all phases; the schedule's length.
+      mesh: the devices.
+    """
+
+    objective: Objective
+    optimizer: Optimizer
+    parallelism: Parallelism
+    accumulation: int
+    total_steps: int
+    mesh: jax.sharding.Mesh
+
+
 # Those made before are kept: a run that goes on or back, or the next of a sweep, need not trace the
 # same again.
 @functools.lru_cache(maxsize=_KEPT_STEPS)
@@ -132,25 +152,19 @@ def make_train_step(
     be left out.
 
     Args:
-      objective: what is learned.
-      optimizer: the update.
-      parallelism: how the step is laid over devices.
-      accumulation: micro-batches, `parallelism.accumulation_of` the phase.
-      total_steps: of all phases; the schedule's length.
-      mesh: the devices.
-      compiler_options: beside the usual ones; see `self_checks`.
+      objective, optimizer, parallelism, accumulation, total_steps, mesh: see `StepSpec`.
+      compiler_options: beyond the usual ones; see `self_checks`.
 
     Raises:
       InputError: the devices do not divide a dimension that is to be cut.
     """
+    spec = StepSpec(objective, optimizer, parallelism, accumulation, total_steps, mesh)
     tx = optimizer_lib.make(optimizer)
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
     param_specs, whole = sharding.specs(partition, mesh), PartitionSpec()
     gradients = jax.shard_map(
-        functools.partial(
-            _gradients, objective, optimizer, parallelism, accumulation, partition, mesh
-        ),
+        functools.partial(_gradients, spec, partition),
         mesh=mesh,
         in_specs=(param_specs, whole, whole, mesh_lib.batch_spec(mesh), whole),
         out_specs=(param_specs, whole),
@@ -171,8 +185,7 @@ def make_train_step(
         params = jax.tree.map(lambda p, u: p - rate * u, state["params"], update)
 
         new = {"params": params, "optimizer": opt_state}
-        most_bad = optimizer.bad_steps_in_a_row
-        return _guarded(objective, most_bad, state, new, window, metrics, norm, rate)
+        return _guarded(spec, state, new, window, metrics, norm, rate)
 
     places = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
     options = dict(compiler_options) or None
@@ -182,8 +195,7 @@ def make_train_step(
 
 
 def _guarded(
-    objective: Objective,
-    most_bad: int,
+    spec: StepSpec,
     state: State,
     new: State,
     window: Metrics,
@@ -191,14 +203,14 @@ def _guarded(
     norm: jax.Array,
     rate: jax.Array,
 ) -> tuple[State, Metrics]:
-    """The new state where the step is good, else the old one; and the window with its metrics.
+    """Returns the new state where the step is good, else the old; and the window with its metrics.
 
     A step that is not finite, or is to be skipped, is counted and does nothing else.
     """
-    loss = sum(metrics[n][0] / jnp.maximum(metrics[n][1], 1.0) for n in objective.losses)
+    loss = sum(metrics[n][0] / jnp.maximum(metrics[n][1], 1.0) for n in spec.objective.losses)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     wanted = jnp.all(state["skipped_steps"] != state["step"])
-    latched = state["bad_in_a_row"] >= most_bad
+    latched = state["bad_in_a_row"] >= spec.optimizer.bad_steps_in_a_row
     good = finite & wanted & ~latched
     keep = functools.partial(jnp.where, good)
     bad_in_a_row = jnp.where(finite | ~wanted, 0, state["bad_in_a_row"] + 1)
@@ -288,26 +300,23 @@ def _without_noise(
 
 
 def _gradients(
-    objective: Objective,
-    optimizer: Optimizer,
-    parallelism: Parallelism,
-    accumulation: int,
+    spec: StepSpec,
     partition: Any,
-    mesh: jax.sharding.Mesh,
     params: Any,
     fixed: Any,
     step: jax.Array,
     batch: Batch,
     key: jax.Array,
 ) -> tuple[Any, Metrics]:
-    """The gradient of the whole batch and its metrics, from this shard's rows, then reduced.
+    """Returns the gradient of the whole batch and its metrics: this shard's rows, then reduced.
 
     `clip="per_replica"` computes what the reference computes on `reference_replicas` TPU cores:
     each has its own denominators and its own clip, and the optimizer's wrapper adds the cores'
     gradients without dividing by their number. Otherwise the denominators are global: they are
     known from the data, so that micro-batches and shards only add.
     """
-    axes = mesh_lib.data_axes(mesh)
+    objective, optimizer, parallelism = spec.objective, spec.optimizer, spec.parallelism
+    axes = mesh_lib.data_axes(spec.mesh)
     collectives = sharding.Collectives(
         axes, objective.model.compute_dtype, optimizer.gradient_reduction
     )
@@ -332,8 +341,9 @@ def _gradients(
             gradient, _ = optimizer_lib.clip(gradient, optimizer.clip_norm)
         return gradient, metrics
 
+    accumulation = spec.accumulation
     if per_replica:
-        accumulation = optimizer.reference_replicas // mesh_lib.data_shards(mesh)
+        accumulation = optimizer.reference_replicas // mesh_lib.data_shards(spec.mesh)
     sums, metrics = _accumulate(gradient, batch, accumulation)
     if parallelism.state == "replicated":
         sums = sharding.all_reduce(sums, collectives)
@@ -347,7 +357,7 @@ def _gradients(
 def _gathered_but_layers(
     params: Any, partition: Any, collectives: sharding.Collectives, loop: Loop
 ) -> tuple[Any, Loop]:
-    """Parameters whole but for the layers', and a loop that makes each layer whole in its turn."""
+    """Returns parameters gathered except for the layers', and a loop that gathers each in turn."""
 
     def split(tree: Any) -> tuple[Any, Any]:
         encoder = dict(tree["encoder"])
@@ -370,7 +380,7 @@ def _noise(
     number: jax.Array,
     key: jax.Array,
 ) -> layers.Noise:
-    """The noise of a micro-batch."""
+    """Returns the noise of a micro-batch."""
     if model.dropout_rng == "threefry8":
         return layers.RowNoise.of(key, micro["rows"])
     for value in (step, number, lax.axis_index(axes)):
@@ -379,7 +389,7 @@ def _noise(
 
 
 def _filled(micro: Batch) -> jax.Array:
-    """How much of a batch is no padding."""
+    """Returns how much of a batch is no padding, as (pieces, places)."""
     real = micro["input_mask"].astype(jnp.float32)
     return jnp.stack([real.sum(), jnp.float32(real.size)])
 
@@ -387,7 +397,7 @@ def _filled(micro: Batch) -> jax.Array:
 def _accumulate(
     gradient: Callable[[Batch, jax.Array], tuple[Any, Metrics]], batch: Batch, parts: int
 ) -> tuple[Any, Metrics]:
-    """Sums of gradients and metrics over consecutive parts of the shard's rows."""
+    """Sums gradients and metrics over consecutive parts of the shard's rows."""
     if parts == 1:
         return gradient(batch, jnp.zeros([], jnp.int32))
     micro = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)

@@ -31,7 +31,7 @@ class StopRequest:
 
     @classmethod
     def of(cls, peers: Peers) -> "StopRequest":
-        """Of one process, or of several that stop together."""
+        """Returns one for this process, or for several that stop together."""
         return cls() if peers.count == 1 else SharedStopRequest()
 
     def __enter__(self) -> "StopRequest":
@@ -70,7 +70,7 @@ class SharedStopRequest(StopRequest):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told = 0
+        self._reached = 0
 
     def __enter__(self) -> "StopRequest":
         peers_lib.notice_sigterm()
@@ -79,10 +79,10 @@ class SharedStopRequest(StopRequest):
 
     def after_step(self, done: int) -> None:
         """Is called after each step, on all processes alike."""
-        # jax stops at one more than the most that a process has told. A roll-back sets `done` back:
+        # jax stops at one more than the most that a process gave. A roll-back sets `done` back:
         # that step could be far off then, or the run over before.
-        self._told = max(self._told + 1, done)
-        self.requested |= multihost_utils.reached_preemption_sync_point(self._told)
+        self._reached = max(self._reached + 1, done)
+        self.requested |= multihost_utils.reached_preemption_sync_point(self._reached)
 
     def _request(self) -> None:
         os.write(_STDERR, b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n")
@@ -90,7 +90,7 @@ class SharedStopRequest(StopRequest):
 
 
 class Watchdog:
-    """Ends the process with the stacks of its threads when it has not beaten for too long.
+    """Ends the process with the stacks of its threads when it was not reset for too long.
 
     Three, each for what the one before cannot do. faulthandler's thread, which needs no
     interpreter's lock, shows the stacks, but could end with exit code 1 only. A thread of ours ends
@@ -98,7 +98,7 @@ class Watchdog:
     interpreter's lock is never given back and no thread of ours can run.
 
     Args:
-      seconds: that may pass between two beats; 0: any number. BERT_JAX_HANG_AFTER, if it is set,
+      seconds: that may pass between two resets; 0: any number. BERT_JAX_HANG_AFTER, if it is set,
         says otherwise.
       coordinates: whether jax ends other processes as soon as this one has ended, who are to show
         their stacks, too.
@@ -111,7 +111,7 @@ class Watchdog:
         self._watch: threading.Thread | None = None
 
     def reset(self, times: int = 1) -> None:
-        """Something was done; the next beat is due, after a long time `times` as late."""
+        """Starts the time again, `times` as long: something was done."""
         if not self._seconds:
             return
         seconds = times * self._seconds
@@ -124,7 +124,7 @@ class Watchdog:
             self._watch.start()
 
     def pause(self) -> None:
-        """What comes now may take any time."""
+        """Stops the time until the next reset: what comes now may take any."""
         if self._seconds:
             self._deadline = float("inf")
             signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -96,13 +96,11 @@ def orbax_refuses(step: pathlib.Path) -> None:
 
 DAMAGES = [
     orbax_refuses,
-    empty,
-    no_metadata,
-    cut_off,
-    no_arrays,
     flipped_bit,
-    other_window,
-    other_step,
+    *(
+        pytest.param(damage, marks=pytest.mark.long)
+        for damage in (cut_off, empty, no_metadata, no_arrays, other_window, other_step)
+    ),
 ]
 
 
@@ -146,6 +144,7 @@ def test_an_older_one_that_nothing_can_be_said_of_is_put_aside_too(finished, run
     assert outcome == "finished" and "now damaged-16, going on from step 20" in shown
 
 
+@pytest.mark.long
 def test_of_two_damaged_ones_of_a_step_both_are_kept(finished, run):
     file, _ = finished
     for _ in range(2):
@@ -257,7 +256,10 @@ def now_and_then(function):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(checkpoint.ocp.training.Checkpointer, "save_async"), (atomicity, "on_commit_callback")],
+    [
+        (checkpoint.ocp.training.Checkpointer, "save_async"),
+        pytest.param(atomicity, "on_commit_callback", marks=pytest.mark.long),
+    ],
 )
 def test_a_save_that_fails_for_a_while_is_made_up_for(owner, name, finished, tmp_path, monkeypatch):
     """At its beginning, and behind the next steps, where a later one takes its place."""
@@ -303,6 +305,7 @@ def test_a_checkpoint_of_another_format_is_named(finished, run):
         pretrain(file, run, "run.keep_best=0")
 
 
+@pytest.mark.long
 def test_every_flipped_bit_is_found(finished, run):
     """Wherever it is: the state is then the one that was saved, or the checkpoint is refused."""
     good, rng = final_state(run)[1], random.Random(0)

@@ -59,6 +59,7 @@ def test_a_profiled_run_is_the_run_without_bit_for_bit(plain):
     assert sum(json.loads(line).get("profile_seconds", 0.0) for line in lines) > 0
 
 
+@pytest.mark.long
 def test_a_stop_in_the_window_ends_the_trace_and_a_resume_begins_one(plain, monkeypatch):
     folder, file = plain
     make = step_lib.make_train_step

@@ -89,7 +89,7 @@ def test_the_host_reads_the_device_once_a_log_interval(text, tmp_path, monkeypat
 
 
 def test_saved_steps_are_the_newest_the_best_and_every_so_many(text, tmp_path, monkeypatch):
-    """The best one by what was measured when it was saved, also after a start anew."""
+    """The best one by what was measured when it was saved, also after another start."""
     _, file = text
     found = evaluators.evaluate
     calls = iter([9.0, 3.0, 4.0, 5.0, 6.0])
@@ -346,7 +346,7 @@ def test_every_so_many_steps_one_is_checked(text, tmp_path, monkeypatch):
 # --- Plans of large corpora --------------------------------------------------------------------
 
 
-def test_a_stop_waits_for_no_plan(text, tmp_path, monkeypatch):
+def test_a_stop_waits_for_no_plan(text, undisturbed, tmp_path, monkeypatch):
     """Nor does an exit: what plans is ended, and the next start plans anew."""
     _, file = text
     start, makers = subprocess.Popen, []
@@ -364,8 +364,7 @@ def test_a_stop_waits_for_no_plan(text, tmp_path, monkeypatch):
     assert maker.returncode == -signal.SIGKILL
     monkeypatch.setattr(plans.subprocess, "Popen", start)
     assert pretrain(file, tmp_path / "w")[0] == "finished"
-    assert pretrain(file, tmp_path / "undisturbed")[0] == "finished"
-    one, other = (tmp_path / name / "metrics.jsonl" for name in ("w", "undisturbed"))
+    one, other = (workdir / "metrics.jsonl" for workdir in (tmp_path / "w", undisturbed))
     assert one.read_bytes() == other.read_bytes()
 
 

@@ -150,6 +150,7 @@ def test_vocabulary_padding_stays_zero(reference):
     assert params["masked_lm"]["output_bias"][:100].any()
 
 
+@pytest.mark.long
 def test_losses_fall():
     optimizer = dataclasses.replace(samples.OPTIMIZER, peak_learning_rate=3e-3, eps=1e-6)
     shape = dataclasses.replace(samples.SHAPE, batch_size=32)
@@ -174,6 +175,7 @@ def test_bfloat16_follows_float32(reference):
         )
 
 
+@pytest.mark.long
 def test_rbg_dropout_trains_and_differs_between_shards():
     model = dataclasses.replace(samples.MODEL, dropout_rng="rbg16")
     _, seen = samples.run(3, devices=2, model=model)

@@ -9,6 +9,7 @@ from small_run import command, write_text
 MEMBER = pathlib.Path(__file__).parent / "pod_member.py"
 
 
+@pytest.mark.long
 def test_a_run_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
     file = write_text(tmp_path)
     run = ("pretrain", file, "--workdir", tmp_path / "w", "--set", "run.hang_after_seconds=10")
