@@ -48,23 +48,23 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
     text_at = text_of(train)
     settings = manifest["settings"]
     causes = _one_sentence(settings["layout"], train, text_at) + _long_sentences(train, text_at)
-    found = causes + finding.repeated(
+    findings = causes + finding.repeated(
         manifest["documents_repeated"],
         sum(manifest["layouts"].values()),
         settings["repeated_documents"],
         "",
     )
-    found += _dominating(train, text_at) + _few_held_out(validation)
+    findings += _dominating(train, text_at) + _few_held_out(validation)
     words = _vocabulary(train, tokenizer)
-    found += words
+    findings += words
     # Sentences of [UNK] or of letters are alike, and no duplicates.
     if all(one.severity == "note" for one in words):
-        found += near_duplicates(train, validation, text_of(validation))
+        findings += near_duplicates(train, validation, text_of(validation))
     # What a plan looks like follows from its sentences; named once, by its cause.
     if all(one.severity == "note" for one in causes):
         for length in lengths:
-            found += _plan(train, text_at, length, length == min(lengths))
-    return found
+            findings += _plan(train, text_at, length, length == min(lengths))
+    return findings
 
 
 # --- sentences and documents ---
@@ -194,8 +194,8 @@ def _vocabulary(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
         at = _first(train, tokenizer.unk_id)
         around = tokenizer.decode(train.ids[max(at - 8, 0) : at + 8].tolist())
         where = example(f"train, piece {at:,}", around)
-    found = _case(words, tokenizer.case, unknown) + _UNKNOWN.check(unknown, where)
-    for cause in found:
+    findings = _case(words, tokenizer.case, unknown) + _UNKNOWN.check(unknown, where)
+    for cause in findings:
         # What else looks odd follows from it.
         if cause.severity == "problem":
             return [cause]
@@ -205,13 +205,15 @@ def _vocabulary(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
     commonest = np.argsort(-np.where(single, counts, 0))[:10]
     # Of all pieces: a few Latin letters in Chinese text are no fault.
     value = float(counts[single].sum() / counts.sum())
-    found += _LETTERS.check(value, example("the commonest", " ".join(pieces[i] for i in commonest)))
+    findings += _LETTERS.check(
+        value, example("the commonest", " ".join(pieces[i] for i in commonest))
+    )
 
     specials = {getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")}
     unused = [i for i in np.flatnonzero(counts == 0) if i not in specials]
     where = example("the first", " ".join(pieces[i] for i in unused[:10]))
     value = len(unused) / len(pieces)
-    return found + _UNUSED.check(value, where, count=len(unused), pieces=len(pieces))
+    return findings + _UNUSED.check(value, where, count=len(unused), pieces=len(pieces))
 
 
 def _case(words: list[str], case: str, unknown: float) -> list[Finding]:
@@ -356,15 +358,15 @@ def _plan(train: Stream, text_at: TextAt, length: int, is_shortest: bool) -> lis
     wanted = rows["a_length"].astype(np.int64) + rows["b_length"]
     used = np.minimum(wanted, length - pairs.SPECIAL_TOKENS)
     lost = 1 - float(used.sum() / wanted.sum())
-    found = []
+    findings = []
     # Sentences that overflow an example have no next either: named once, by their cause.
     if lost <= _LOST.problem_over:
-        found += _RANDOM.check(float(rows["is_random_next"].mean()), where=where)
+        findings += _RANDOM.check(float(rows["is_random_next"].mean()), where=where)
     # The middle one, since the longest is an exception.
     middle = rows[np.argsort(wanted, kind="stable")[len(rows) // 2]]
     pair = f"a pair of {middle['a_length']:,} and {middle['b_length']:,} pieces"
-    found += _LOST.check(lost, example(pair, text_at(int(middle["a_offset"]))), where=where)
+    findings += _LOST.check(lost, example(pair, text_at(int(middle["a_offset"]))), where=where)
     padding = 1 - float((used + pairs.SPECIAL_TOKENS).mean() / length)
     # Short examples are needed, long ones may be left out.
     rule = PADDING if is_shortest else dataclasses.replace(PADDING, problem_over=math.inf)
-    return found + rule.check(padding, where=where)
+    return findings + rule.check(padding, where=where)

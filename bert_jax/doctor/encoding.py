@@ -1,7 +1,7 @@
 """Text as bytes and characters: what does not decode, or was once decoded in the wrong way.
 
 charset-normalizer, the [doctor] extra, guesses the encoding of files that do not decode and are of
-another script; without it they are found all the same.
+another script; without it they are named all the same.
 """
 
 import codecs
@@ -97,18 +97,18 @@ class File:
 
 def scan(path: str, encoding: str) -> File:
     """Reads a file in blocks; any size, any content."""
-    found = File(path)
+    scanned = File(path)
     try:
         with documents.open_bytes(path) as file:
-            _scan(file, encoding, found)
+            _scan(file, encoding, scanned)
     except documents.DAMAGED as error:
-        found.damage = f"damaged compressed file ({error})"
+        scanned.damage = f"damaged compressed file ({error})"
     except OSError as error:
-        found.damage = f"cannot be read ({error.strerror or error})"
-    return found
+        scanned.damage = f"cannot be read ({error.strerror or error})"
+    return scanned
 
 
-def _scan(file: IO[bytes], encoding: str, found: File) -> None:
+def _scan(file: IO[bytes], encoding: str, scanned: File) -> None:
     # Bytes that do not decode come out as lone surrogates, which no text holds.
     decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
     named_utf8 = codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
@@ -118,9 +118,9 @@ def _scan(file: IO[bytes], encoding: str, found: File) -> None:
     block = b"\n"
     while block:
         block = file.read(_BLOCK)
-        start, data = found.size - len(held), held + block
-        found.size += len(block)
-        found.high += 0 if block.isascii() else len(block) - len(block.translate(None, _HIGH))
+        start, data = scanned.size - len(held), held + block
+        scanned.size += len(block)
+        scanned.high += 0 if block.isascii() else len(block) - len(block.translate(None, _HIGH))
         if utf8 is not None:
             try:
                 utf8.decode(block, not block)
@@ -130,18 +130,18 @@ def _scan(file: IO[bytes], encoding: str, found: File) -> None:
             text = decoder.decode(block, not block)
         except UnicodeError as error:  # of encodings in which bytes are no characters
             at = getattr(error, "start", 0)
-            found.bad, found.where = 1, (start + at, lines, *_around(data, at))
+            scanned.bad, scanned.where = 1, (start + at, lines, *_around(data, at))
             return
-        found.nuls += text.count("\0")
+        scanned.nuls += text.count("\0")
         bad = [] if text.isascii() else _BAD.findall(text)
-        if bad and not found.bad:
+        if bad and not scanned.bad:
             before = text[: _BAD.search(text).start()]
             at = len(before.encode(encoding, "surrogateescape"))
-            found.where = (start + at, lines + before.count("\n"), *_around(data, at))
-        found.bad += len(bad)
+            scanned.where = (start + at, lines + before.count("\n"), *_around(data, at))
+        scanned.bad += len(bad)
         held = decoder.getstate()[0]
         lines += text.count("\n")
-    found.utf8 = utf8 is not None and found.high >= _SURELY_UTF8
+    scanned.utf8 = utf8 is not None and scanned.high >= _SURELY_UTF8
 
 
 def _around(data: bytes, at: int) -> tuple[bytes, bytes]:
@@ -150,7 +150,7 @@ def _around(data: bytes, at: int) -> tuple[bytes, bytes]:
 
 def of_files(corpus: Corpus, files: list[File]) -> list[Finding]:
     """Returns what is wrong with the files of a corpus, as `scan` saw them."""
-    found = []
+    findings = []
     damaged = [file for file in files if file.damage]
     bad = [file for file in files if file.bad and not file.damage]
     utf8 = [file for file in files if file.utf8 and not file.bad]
@@ -158,13 +158,13 @@ def of_files(corpus: Corpus, files: list[File]) -> list[Finding]:
     high = sum(file.high > 0 for file in files)
     if damaged:
         where = example(damaged[0].path, damaged[0].damage) + _also(damaged)
-        found += _DAMAGED.check(len(damaged), where, count=len(damaged), files=len(files))
+        findings += _DAMAGED.check(len(damaged), where, count=len(damaged), files=len(files))
     if bad:
-        found.append(_undecodable(corpus, files, bad))
+        findings.append(_undecodable(corpus, files, bad))
     if utf8:
         where = example(utf8[0].path, f"{utf8[0].high:,} bytes beyond ASCII") + _also(utf8)
         remedy = "convert the others to UTF-8 with iconv, and leave"
-        found += _IS_UTF8.check(
+        findings += _IS_UTF8.check(
             len(utf8),
             where,
             count=len(utf8),
@@ -174,7 +174,7 @@ def of_files(corpus: Corpus, files: list[File]) -> list[Finding]:
         )
     if binary:
         first = binary[0]
-        found += _BINARY.check(
+        findings += _BINARY.check(
             len(binary),
             example(first.path, f"{first.size:,} bytes") + _also(binary),
             count=len(binary),
@@ -182,7 +182,7 @@ def of_files(corpus: Corpus, files: list[File]) -> list[Finding]:
             nuls=first.nuls,
             share=share(first.nuls / first.size),
         )
-    return found
+    return findings
 
 
 def _undecodable(corpus: Corpus, files: list[File], bad: list[File]) -> Finding:
@@ -322,15 +322,17 @@ class Characters:
                 text = _MOJIBAKE.sub(lambda match: "?" * len(match[0]), text)
 
     def findings(self, scope: str) -> list[Finding]:
-        """Returns what was found; `scope` says how much was read."""
-        found = []
+        """Returns the findings; `scope` says how much was read."""
+        findings = []
         for (_, least, _, rule), count, in_documents, first in zip(
             _CHARACTERS, self._counts, self._documents, self._first, strict=True
         ):
             if count >= least:
                 rate = count / self._characters
-                found += rule.check(rate, first, count=count, documents=in_documents, scope=scope)
-        return found
+                findings += rule.check(
+                    rate, first, count=count, documents=in_documents, scope=scope
+                )
+        return findings
 
 
 def _place(document: Document, position: int) -> str:

@@ -25,17 +25,17 @@ def examine(workdir: Workdir) -> list[Finding]:
     """
     experiment = load_experiment(workdir)
     workdir = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote)
-    found = _damaged_lines(experiment, workdir) + examine_lines(experiment, workdir)
+    findings = _damaged_lines(experiment, workdir) + examine_lines(experiment, workdir)
     if mirror.exists(workdir.corpus / COMPLETE):
         lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
-        return found + corpus.examine(workdir.corpus, lengths)
+        return findings + corpus.examine(workdir.corpus, lengths)
     # Measured, since the corpus is not here to be planned.
     with reading(workdir.metrics):
         filled = [line["filled"] for line in _read(workdir)[0][-10:] if "filled" in line]
         if filled:
             where = f"in the last {len(filled)} lines"
-            found += corpus.PADDING.check(1 - statistics.fmean(filled), where=where)
-    return found
+            findings += corpus.PADDING.check(1 - statistics.fmean(filled), where=where)
+    return findings
 
 
 def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
@@ -50,11 +50,11 @@ def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
         steps = [line["step"] for line in train[-1:]]
         steps += [int(name) for name in mirror.names(workdir.checkpoints) if name.isdecimal()]
         done = max(steps, default=0)
-        found = _warmup(experiment, done) + _curves(experiment, train, evaluations, done)
-        found += _skipped(train) + _jumps(train)
+        findings = _warmup(experiment, done) + _curves(experiment, train, evaluations, done)
+        findings += _skipped(train) + _jumps(train)
     with reading(workdir.timings):
         unfinished = _unfinished(experiment, workdir, timings, done)
-        return unfinished + found + _rolled_back(timings) + _time(timings) + _done_twice(timings)
+        return unfinished + findings + _rolled_back(timings) + _time(timings) + _done_twice(timings)
 
 
 def _read(workdir: Workdir) -> tuple[list[Line], list[Line]]:
@@ -122,13 +122,13 @@ def _damaged_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
     with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
         newest = saved.newest_step()
         metadata = {} if newest is None else saved.metadata(newest)
-    found = []
+    findings = []
     for name, written in metadata.get("lines", {}).items():
         damage = Lines(workdir.root / name).damage(metadata["step"], written)
         if damage:
             where = f"{name}: the checkpoint of step {newest} says what was written"
-            found.append(_LINES_DAMAGED.finding("problem", where, name=name, damage=damage))
-    return found
+            findings.append(_LINES_DAMAGED.finding("problem", where, name=name, damage=damage))
+    return findings
 
 
 def _unfinished(
@@ -143,10 +143,10 @@ def _unfinished(
 
 def _warmup(experiment: Experiment, done: int) -> list[Finding]:
     warmup, total = experiment.optimizer.warmup_steps, experiment.total_steps
-    found = _LONG_WARMUP.check(warmup / total, warmup=warmup, total=total)
-    if not found and 0 < done < warmup:
-        found = [_WARMING_UP.finding("note", done=done, warmup=warmup)]
-    return found
+    findings = _LONG_WARMUP.check(warmup / total, warmup=warmup, total=total)
+    if not findings and 0 < done < warmup:
+        findings = [_WARMING_UP.finding("note", done=done, warmup=warmup)]
+    return findings
 
 
 def _skipped(train: list[Line]) -> list[Finding]:
@@ -182,12 +182,12 @@ def _rolled_back(timings: list[Line]) -> list[Finding]:
 
 def _jumps(train: list[Line]) -> list[Finding]:
     spikes = Spikes()
-    found = [spike for spike in map(spikes.of_line, train) if spike]
-    if not found:
+    jumps = [spike for spike in map(spikes.of_line, train) if spike]
+    if not jumps:
         return []
-    step, loss, usual = found[0]
+    step, loss, usual = jumps[0]
     where = f"metrics.jsonl: {loss:.3f} at step {step}, usually below {usual:.3f}"
-    return _JUMPS.check(len(found), where, count=len(found), step=step)
+    return _JUMPS.check(len(jumps), where, count=len(jumps), step=step)
 
 
 # --- losses and gradient norms over a run's steps ---
@@ -280,15 +280,15 @@ def _curves(
         return []
     quarters = _quarters(experiment, train)
     # A model that has learned nothing is flat, and one that has run away is both.
-    found = (
+    findings = (
         _risen(quarters, train)
         or _unigram(experiment, evaluations[-1:], done)
         or _flat(experiment, quarters, train)
     )
     if evaluations:
-        found += _next_sentence(experiment, train, evaluations[-1], done)
-        found += _overfitting(experiment, train, evaluations)
-    return found + _clipped(experiment, train)
+        findings += _next_sentence(experiment, train, evaluations[-1], done)
+        findings += _overfitting(experiment, train, evaluations)
+    return findings + _clipped(experiment, train)
 
 
 def _quarters(experiment: Experiment, train: list[Line]) -> list[list[float]]:
@@ -463,12 +463,12 @@ def _time(timings: list[Line]) -> list[Finding]:
     # A start's seconds are for preparing and opening, which is paid for once.
     timings = [line for line in timings if line.get("kind") not in ("start", "roll_back")]
     seconds = sum(line["seconds"] for line in timings)
-    found = []
+    findings = []
     for name, rule in _WAITS.items() if seconds else ():
         waited = sum(line.get(f"{name}_seconds", 0.0) for line in timings)
         where = f"timings.jsonl: {waited:,.0f} of {seconds:,.0f} seconds"
-        found += rule.check(waited / seconds, where)
-    return found
+        findings += rule.check(waited / seconds, where)
+    return findings
 
 
 def _done_twice(timings: list[Line]) -> list[Finding]:

@@ -46,10 +46,10 @@ def examine(corpus: Corpus) -> list[Finding]:
         files += scanned
         places += [(f"{word}:{glob.escape(f.path)}", f.size) for f in scanned if f.readable]
     survey = _Survey(corpus, places)
-    found = encoding.of_files(corpus, files) + survey.findings()
+    findings = encoding.of_files(corpus, files) + survey.findings()
     if all(file.readable for file in files):
-        found += survey.too_few()
-    return found
+        findings += survey.too_few()
+    return findings
 
 
 # --- lines read in a layout they were not written in, and sentences that come out too long ---
@@ -140,10 +140,10 @@ class Lines:
             self._longest = (len(sentence), example(document.place(line), sentence))
 
     def findings(self, scope: str) -> list[Finding]:
-        """Returns what was found; `scope` says how much was read."""
+        """Returns the findings; `scope` says how much was read."""
         longest, where = self._longest
         by_line = self._corpus.layout == "sentences_by_line"
-        found = _LONG_SENTENCES.check(
+        findings = _LONG_SENTENCES.check(
             self._long_characters / self._characters,
             where,
             count=self._long,
@@ -155,16 +155,16 @@ class Lines:
             "corpus.layout=sentences_by_line takes sentences as they are",
         )
         a_line = self._sentences / max(self._lines, 1)
-        found += _PARAGRAPHS.check(a_line, self._several, sentences=a_line, scope=scope)
+        findings += _PARAGRAPHS.check(a_line, self._several, sentences=a_line, scope=scope)
         for rule, examples in ((_FLIPPED, self._flipped), (_BY_SENTENCE, self._by_sentence)):
-            found += rule.check(
+            findings += rule.check(
                 len(examples),
                 "".join(examples[:1]),
                 count=len(examples),
                 documents=self._documents,
                 scope=scope,
             )
-        return found
+        return findings
 
 
 def _is_flipped(document: Document, lines: list[str]) -> bool:
@@ -350,22 +350,22 @@ class _Survey:
                 self._repeats.add(line.strip(), number, document.place(line_number))
 
     def findings(self) -> list[Finding]:
-        """Returns what was found."""
+        """Returns the findings."""
         refused = self._refused
-        found = _REFUSED.check(len(refused), printable("".join(refused[:1])), count=len(refused))
+        findings = _REFUSED.check(len(refused), printable("".join(refused[:1])), count=len(refused))
         count = len(self._lengths)
         if not count:
-            return found
-        found += finding.one_sentence(self._ones, count, self._corpus.layout, self._one)
+            return findings
+        findings += finding.one_sentence(self._ones, count, self._corpus.layout, self._one)
         _, repeats, _ = self._texts.total()
         if repeats:
             first = self._texts.commonest()
             where = example(f"{first.count} times, first in {first.place}", first.excerpt)
             repeats *= self._texts.sampled
-            found += finding.repeated(repeats, count, self._corpus.repeated_documents, where)
-        found += self._boilerplate()
-        found += finding.dominating(np.array(self._lengths), "characters", self._longest[1])
-        return found + self._lines.findings(self._scope) + self._characters.findings(self._scope)
+            findings += finding.repeated(repeats, count, self._corpus.repeated_documents, where)
+        findings += self._boilerplate()
+        findings += finding.dominating(np.array(self._lengths), "characters", self._longest[1])
+        return findings + self._lines.findings(self._scope) + self._characters.findings(self._scope)
 
     @property
     def _scope(self) -> str:
