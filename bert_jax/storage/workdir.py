@@ -14,7 +14,7 @@ bucket is written here, too: `mirror` sends it there.
     W/compiled/             of a run in a bucket: compiled programs (see training.environment)
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.report)
-    W/launch.json           which machines it was launched on (see launch.target)
+    W/launch.json           what may be rented for the run (see launch.spec)
 """
 
 import contextlib
