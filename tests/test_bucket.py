@@ -14,10 +14,12 @@ from etils import epath
 from fake_gcs import Fault
 from small_run import bert_jax, killed, write_text
 
-from bert_jax.data import corpus
+from bert_jax import config
+from bert_jax.data import corpus, plans
 from bert_jax.storage import mirror, retry
 from bert_jax.storage.workdir import Holder, sealed
 from bert_jax.training import runner
+from bert_jax.training.pretraining import Prepared
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"
@@ -304,6 +306,28 @@ def test_a_damaged_copy_is_mended(damage, remote):
         path.write_bytes(whole[:-2] if damage == "shorter" else whole[:-1] + bytes([whole[-1] ^ 1]))
     assert call(SHOW) == (0, "")
     assert path.read_bytes() == whole
+
+
+def test_a_fresh_host_that_resumes_in_a_later_epoch_plans_no_first_one(
+    objects, remote, monkeypatch, tmp_path
+):
+    """One host sends with the corpus how many rows first plans have; another one fetches it."""
+    assert call(f"pretrain small.py {THERE} {FEW}") == (0, "")
+    counted = plans.read_counts(epath.Path("gs://bucket/corpus/plans.json"))
+    assert len(counted) == 2  # a phase each
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "another machine"))
+    monkeypatch.setattr(plans.pairs, "plan", None)
+    prepared = Prepared.open(epath.Path("gs://bucket/corpus"))
+    experiment = config.load("small.py")
+    rows = {prepared.train_batches(experiment, phase).rows_per_epoch for phase in range(2)}
+    assert rows == set(counted.values())
+
+
+def test_counts_that_cannot_be_sent_cost_a_run_nothing(objects, copy_of_run, remote, monkeypatch):
+    monkeypatch.setattr(plans, "_SECONDS", 0.05)
+    objects.fault = lambda method, name, kind: Fault(503) if "plans.json" in name else None
+    assert call(f"pretrain small.py {THERE} {FEW}") == (0, "")
+    assert "corpus/plans.json" not in objects.files()
 
 
 def test_a_damaged_object_is_refused_and_not_kept(objects, remote):

@@ -13,6 +13,7 @@ How it is made is told in data.build. A corpus in a bucket is made on this machi
 each host that reads it keeps a copy (see storage.copies).
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -25,9 +26,9 @@ from typing import Any
 from etils import epath
 
 from bert_jax.config import Corpus
-from bert_jax.data import build, dataset, files, stream
+from bert_jax.data import build, dataset, files, plans, stream
 from bert_jax.data.dataset import SPLITS
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import (
     COMPLETE,
@@ -43,6 +44,7 @@ from bert_jax.storage.workdir import (
 from bert_jax.text import documents, tokenizer
 
 FORMAT_VERSION = 3
+COUNTS = "plans.json"
 
 # Whole parts from which on bad input was found after long work, which is kept: of a small text
 # there is one that was read, and one that was written.
@@ -151,6 +153,8 @@ def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
             "put the whole object back, or remove the corpus to prepare it anew",
             say,
         )
+        with contextlib.suppress(Unavailable):  # else they are counted here
+            plans.add_counts(copy / COUNTS, plans.read_counts(folder / COUNTS))
         mark_complete(copy)
         return copy
 
@@ -315,7 +319,7 @@ def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> boo
 
 
 # What `prepare` writes; `write_atomic` adds files beside.
-_OURS = {"manifest.json", "tokenizer", "dataset", "stream", "plans.json", "lock", build.PARTS}
+_OURS = {"manifest.json", "tokenizer", "dataset", "stream", COUNTS, "lock", build.PARTS}
 _BESIDE = re.compile(r"\.(manifest\.json|plans\.json|COMPLETE)\.\d+\.tmp")
 
 
@@ -421,7 +425,7 @@ def _prepare_there(
         mirror.remove(
             folder / name  # of another `prepare`, which did not end
             for name in mirror.listing(folder)
-            if name.split("/")[0] in ("tokenizer", "dataset", "stream")
+            if name.split("/")[0] in ("tokenizer", "dataset", "stream", COUNTS)
             and name not in manifest["files"]
         )
         mirror.write(folder / "manifest.json", (made / "manifest.json").read_text())

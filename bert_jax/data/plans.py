@@ -31,14 +31,13 @@ from bert_jax import errors
 from bert_jax.data import draws, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage import mirror
 from bert_jax.storage.workdir import (
     cache_folder,
-    is_sealed,
     named_errors,
     no_link,
-    read_json,
+    parse_json,
     sealed,
-    write_atomic,
 )
 
 # Of the file of counts, and of the rules by which a plan is drawn.
@@ -52,6 +51,8 @@ _KEPT = 8
 _DEATHS = 3
 # Seconds between two looks at whether a plan is there.
 _LOOK = 0.02
+# Seconds for which a bucket may fail before counts are not fetched or sent.
+_SECONDS = 10.0
 # What a file begins with: magic, chunks, CRC-32 of them.
 _HEAD = struct.Struct("<16sQQ")
 _MAGIC = b"bert_jax plan\n\0\0"
@@ -69,6 +70,8 @@ class Plans:
       short_seq_prob: share of documents cut into shorter pairs.
       corpus: a hash of the corpus, by which its plans are found again; "" for a stream in memory.
       counts: the file in which the rows of first plans are remembered; None: they are not.
+      shared: that file in the bucket of the corpus, for the one process of a run that sends what
+        was counted; None: nothing is sent.
     """
 
     def __init__(
@@ -79,10 +82,11 @@ class Plans:
         short_seq_prob: float,
         corpus: str = "",
         counts: epath.Path | None = None,
+        shared: epath.Path | None = None,
     ):
         self.stream, self.names = stream, names
         self._length, self._short, self._corpus = sequence_length, short_seq_prob, corpus
-        self._counts = counts
+        self._counts, self._shared = counts, shared
         self._rows: int | None = None
         self._forget_all()
 
@@ -95,7 +99,8 @@ class Plans:
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_found", "_lock", "_closed", "_maker", "_deaths")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        return state | {"_shared": None}  # processes that make batches send nothing
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
@@ -149,13 +154,17 @@ class Plans:
     def rows_per_epoch(self) -> int | None:
         """The rows in the first plan; None while they are being counted."""
         if self._rows is None:
-            self._rows = self._remembered()
-        if self._rows is None:
-            plan = self.find(0)
-            if plan is None:
-                return None
-            self._rows = len(plan)
-            self._remember(len(plan))
+            rows = None if self._counts is None else read_counts(self._counts).get(self._counts_key)
+            if rows is None:
+                plan = self.find(0)
+                if plan is None:
+                    return None
+                rows = len(plan)
+                if self._counts is not None:
+                    add_counts(self._counts, {self._counts_key: rows})
+            self._rows = rows
+            if self._shared is not None:
+                add_counts(self._shared, {self._counts_key: rows})
         return self._rows
 
     def close(self) -> None:
@@ -237,36 +246,35 @@ class Plans:
 
     @property
     def _counts_key(self) -> str:
-        names = "/".join(map(str, self.names))
+        names = "/".join(map(str, (self._corpus[:16], *self.names)))
         return f"{names}/length={self._length}/short_seq_prob={self._short}"
 
-    def _remembered(self) -> int | None:
-        """The rows of the first plan, if somebody counted them.
 
-        Raises:
-          InputError: the file of counts is damaged.
-        """
-        rows = self._counted().get(self._counts_key)
-        # Every row of a plan takes a sentence at least.
-        if rows is not None and rows not in range(1, len(self.stream.sentence_offsets)):
-            raise InputError(f"{self._counts}: damaged; {_ANEW}")
-        return rows
+def read_counts(path: epath.Path) -> dict[str, int]:
+    """Reads how many rows first plans have, here or in a bucket; {} where nothing is there.
 
-    def _counted(self) -> dict[str, int]:
-        if self._counts is None or not self._counts.exists():
-            return {}
-        known = read_json(self._counts, COUNTS_VERSION, _ANEW, _ANEW)
-        if not is_sealed(known) or not isinstance(known.get("rows"), dict):
-            raise InputError(f"{self._counts}: damaged; {_ANEW}")
-        return known["rows"]
+    Raises:
+      InputError: the file is damaged.
+      Unavailable: the bucket is out of reach.
+    """
+    try:
+        content = mirror.read(path, seconds=_SECONDS)
+    except FileNotFoundError:
+        return {}
+    with errors.reading(path, _ANEW):
+        return parse_json(content, path, COUNTS_VERSION, _ANEW, _ANEW, seal="required")["rows"]
 
-    def _remember(self, rows: int) -> None:
-        if self._counts is None:
-            return
-        known = {**self._counted(), self._counts_key: rows}
-        record = sealed({"format_version": COUNTS_VERSION, "rows": known})
-        with contextlib.suppress(InputError):  # counted again where the corpus cannot be written
-            write_atomic(self._counts, json.dumps(record, indent=2) + "\n")
+
+def add_counts(path: epath.Path, rows: dict[str, int]) -> None:
+    """Adds counts to those of a file, here or in a bucket; as far as it can be reached and written.
+
+    What cannot be kept is counted again by the next run that needs it.
+    """
+    with contextlib.suppress(InputError, Unavailable):
+        known = read_counts(path)
+        if not rows.items() <= known.items():
+            record = sealed({"format_version": COUNTS_VERSION, "rows": known | rows})
+            mirror.write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)
 
 
 _ANEW = "remove it, it is made anew"

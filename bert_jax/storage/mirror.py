@@ -120,8 +120,18 @@ def is_bucket(place: epath.PathLike) -> bool:
 # --- single objects -----------------------------------------------------------------------------
 
 
-def read(path: epath.PathLike, first: int | None = None, end: int | None = None) -> bytes:
+def read(
+    path: epath.PathLike,
+    first: int | None = None,
+    end: int | None = None,
+    seconds: float | None = None,
+) -> bytes:
     """Returns the content of a file of this machine, or an object, or some of an object's bytes.
+
+    Args:
+      path: of the file or the object.
+      first, end: of an object's bytes; None: from its start, to its end.
+      seconds: how long the network may fail; None: ten minutes.
 
     Raises:
       FileNotFoundError: nothing is there.
@@ -129,13 +139,13 @@ def read(path: epath.PathLike, first: int | None = None, end: int | None = None)
     if not is_bucket(path):
         return epath.Path(path).read_bytes()
     name = os.fspath(path)
-    return _tried("read", path, lambda: _files().cat_file(name, start=first, end=end))
+    return _tried("read", path, lambda: _files().cat_file(name, start=first, end=end), seconds)
 
 
-def write(path: epath.Path, text: str | Iterable[str]) -> None:
-    """Replaces a text in one step: of a file of this machine, or an object."""
+def write(path: epath.Path, text: str | Iterable[str], seconds: float | None = None) -> None:
+    """Replaces a text in one step: of a file of this machine, or an object; see `put`."""
     if is_bucket(path):
-        put(path, (text if isinstance(text, str) else "".join(text)).encode())
+        put(path, (text if isinstance(text, str) else "".join(text)).encode(), seconds)
         return
     with made(path.parent):
         write_atomic(path, text)
@@ -501,9 +511,7 @@ class Mirror:
             return
         path = self._remote / OWNER
         try:
-            found = Holder.parse(
-                _tried("read", path, lambda: _files().cat_file(os.fspath(path)), seconds)
-            )
+            found = Holder.parse(read(path, seconds=seconds))
         except FileNotFoundError:
             return
         if found is not None and found.token != self.token:

@@ -29,7 +29,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 from etils import epath
 
@@ -313,9 +313,18 @@ def read_json(
 
 
 def parse_json(
-    content: bytes, path: epath.PathLike, format_version: int, mend: str, restore: str
+    content: bytes,
+    path: epath.PathLike,
+    format_version: int,
+    mend: str,
+    restore: str,
+    seal: Literal["required", "optional"] = "optional",
 ) -> dict[str, Any]:
-    """As `read_json`, of a file that was read."""
+    """Returns what `read_json` does, of a file whose content was read.
+
+    Raises:
+      InputError: as `read_json`; or it carries no checksum, where `seal` is `required`.
+    """
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -327,7 +336,7 @@ def parse_json(
             f"{path}: format_version {value.get('format_version')!r}, "
             f"this version reads {format_version}; {mend}"
         )
-    if is_sealed(value) and value[_CHECKSUM] != _checksum(value):
+    if (seal == "required" or is_sealed(value)) and value.get(_CHECKSUM) != _checksum(value):
         raise InputError(f"{path}: damaged, was changed since it was written; {restore}")
     return value
 

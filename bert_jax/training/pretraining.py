@@ -87,8 +87,17 @@ class Prepared:
             corpus.verify(self.folder)
             self.stamps |= {name: _stamp(name) for name in self.stamps}
 
-    def train_batches(self, experiment: Experiment, phase: int) -> batches.TrainBatches:
-        """Returns the batches of a phase; nothing is planned before they are asked for."""
+    def train_batches(
+        self, experiment: Experiment, phase: int, sends_counts: bool = False
+    ) -> batches.TrainBatches:
+        """Returns the batches of a phase; nothing is planned before they are asked for.
+
+        Args:
+          experiment: on this corpus.
+          phase: its number.
+          sends_counts: whether to send to the corpus's bucket how many rows an epoch has, as one
+            process of a run does.
+        """
         spec = experiment.phases[phase]
         stream = corpus.open_stream(self.folder, "train")
         files = sorted((self.folder / "stream" / "train").iterdir())
@@ -99,7 +108,8 @@ class Prepared:
             spec.sequence_length,
             experiment.data.short_seq_prob,
             self.sha256,
-            self.folder / "plans.json",
+            self.folder / corpus.COUNTS,
+            self.named / corpus.COUNTS if sends_counts and self.named != self.folder else None,
         )
         shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
         return batches.TrainBatches(plans, self.ids, experiment.data, shape)
@@ -297,7 +307,8 @@ class PretrainingSetup:
 
         def batches(done: int) -> PhaseBatches:
             number, first = experiment.phase_at(done)
-            phase, of = experiment.phases[number], prepared.train_batches(experiment, number)
+            phase = experiment.phases[number]
+            of = prepared.train_batches(experiment, number, peers.is_primary)
             return PhaseBatches(
                 number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close
             )
