@@ -29,7 +29,7 @@ from etils import epath
 from benchmarks import measure
 from bert_jax import config
 from bert_jax.config import Experiment, Parallelism
-from bert_jax.data import corpus, files, stream
+from bert_jax.data import build, corpus, stream
 from bert_jax.data.batches import TrainBatches
 from bert_jax.storage.workdir import COMPLETE, Workdir, sealed
 from bert_jax.text import documents
@@ -129,7 +129,7 @@ def write_corpus(folder: pathlib.Path, count: int, ids: int, source: int) -> Non
         counts = write_split(made / "stream" / split, number, its_count, int(ids * share))
         manifest["splits"][split] |= counts
     manifest["sources"] = documents.fingerprint(claim.corpus)
-    manifest["files"] = files.listed(made, ("tokenizer", "dataset", "stream"))
+    manifest["files"] = build.listed(made)
     manifest.pop("checksum")
     (made / "manifest.json").write_text(json.dumps(sealed(manifest)))
     (made / COMPLETE).touch()

@@ -16,7 +16,7 @@ import small_run
 from broken import call, tree
 from etils import epath
 
-from bert_jax.data import files
+from bert_jax.data import build
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import lock, sealed
 from bert_jax.training import lines as lines_lib
@@ -68,7 +68,7 @@ def test_experiment_files_are_the_one_thing_that_runs_as_code():
         "bert_jax/config/files.py": {"runpy", "run_path", "importlib"},
         # Of what the processes of one `prepare` send each other through pipes.
         "bert_jax/data/workers.py": {"pickle"},
-        # The name of a module of our own that a test's plan of faults carries.
+        # The command line, by its name: it imports that package, too.
         "bert_jax/verify/child.py": {"importlib", "import_module"},
     }
     assert "treat one like a script" in (ROOT / "README.md").read_text()
@@ -104,7 +104,7 @@ def names_a_module(folder: pathlib.Path) -> None:
     path.write_text(json.dumps({"pythonClassName": "planted.Feature", "text": {}}))
     manifest = json.loads((folder / "manifest.json").read_text())
     name = path.relative_to(folder).as_posix()
-    manifest["files"] |= files.listed(epath.Path(folder), ["dataset"])
+    manifest["files"] = build.listed(epath.Path(folder))
     assert name in manifest["files"]
     (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 

@@ -7,6 +7,7 @@ constant in the corpus, but for 12 bytes a document.
 """
 
 import dataclasses
+import importlib.metadata
 import os
 import pathlib
 import shutil
@@ -19,34 +20,79 @@ from etils import epath
 from bert_jax.config import Corpus
 from bert_jax.data import beam, dataset, parts, stream, workers
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.progress import Progress
-from bert_jax.data.survey import Survey
+from bert_jax.data.workers import Progress
 from bert_jax.errors import InputError
+from bert_jax.storage import mirror
 from bert_jax.text import documents, tokenizer, vocabulary, words
 
 Say = Callable[[str], None]
+
+# Fewer held-out documents say little: their pairs share one topic and one writer.
+LEAST_VALIDATION_DOCUMENTS = 8
 
 # Of a corpus folder, where what parts are made into lies until all is whole.
 PARTS = "parts"
 
 
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """What was made in a corpus folder, but for its manifest.
+@dataclasses.dataclass
+class Survey:
+    """Which documents of a corpus repeat, and which are held out; all of them, in order.
+
+    A document goes to validation if the hash of its text is among the smallest
+    `Corpus.validation_share`; so equal texts share a split, and a split does not depend on order.
 
     Attributes:
-      tokenizer: of the corpus.
-      sources: file, bytes, mtime_ns and sha256 of each file.
-      survey: of its documents.
-      layouts: documents of each layout.
-      counts: of each split.
+      first: bool [documents], no earlier document has the same text.
+      held_out: bool [documents], goes to validation.
     """
 
-    tokenizer: tokenizer.Tokenizer
-    sources: list[dict[str, Any]]
-    survey: Survey
-    layouts: dict[str, int]
-    counts: dict[str, dataset.SplitCounts]
+    first: np.ndarray
+    held_out: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """Documents, repeats included."""
+        return len(self.first)
+
+    @property
+    def repeated(self) -> int:
+        """Documents whose text stood before."""
+        return int(self.count - self.first.sum())
+
+    @classmethod
+    def of(cls, hashes: np.ndarray, corpus: Corpus) -> "Survey":
+        """Decides by the hashes of all texts, uint64 [documents].
+
+        Raises:
+          InputError: no text, or too few documents to hold some out.
+        """
+        if not len(hashes):
+            raise InputError(
+                f"corpus.sources: no text in any document of {', '.join(corpus.sources)}"
+            )
+        unique, first_index = np.unique(hashes, return_index=True)
+        first = np.zeros(len(hashes), bool)
+        first[first_index] = True
+        wanted = max(LEAST_VALIDATION_DOCUMENTS, round(corpus.validation_share * len(unique)))
+        if len(unique) < 2 * LEAST_VALIDATION_DOCUMENTS:
+            raise InputError(
+                f"corpus.sources: {len(unique)} different documents, but "
+                f"{2 * LEAST_VALIDATION_DOCUMENTS} are needed, to hold out "
+                f"{LEAST_VALIDATION_DOCUMENTS}. Is one file one document here? (corpus.layout)"
+            )
+        if wanted > len(unique) // 2:
+            raise InputError(
+                f"corpus.validation_share={corpus.validation_share}: would hold out {wanted} of "
+                f"{len(unique)} documents"
+            )
+        return cls(first, hashes <= unique[wanted - 1])
+
+    def splits(self, corpus: Corpus) -> np.ndarray:
+        """Where each document goes, uint8 [documents]: 0 train, 1 validation, 2 nowhere."""
+        splits = self.held_out.astype(np.uint8)
+        if corpus.repeated_documents == "drop":
+            splits[~self.first] = 2
+        return splits
 
 
 def build(
@@ -56,8 +102,8 @@ def build(
     given: tokenizer.Tokenizer | None,
     run: "Run",
     say: Say,
-) -> Built:
-    """Makes tokenizer, dataset and streams in a corpus folder; PARTS stays beside them.
+) -> dict[str, Any]:
+    """Makes tokenizer, dataset and streams in a corpus folder; PARTS stays next to them.
 
     Args:
       corpus: what to read and how.
@@ -66,6 +112,9 @@ def build(
       given: the tokenizer, unless one is to be trained.
       run: who does the tasks.
       say: is given a line now and then.
+
+    Returns:
+      What the manifest says: settings, sources, counts, versions, and the hash of every file.
 
     Raises:
       InputError: bad sources, or too few documents.
@@ -122,7 +171,27 @@ def build(
     hashes = {path: sha for record in records for path, sha in record["sources"].items()}
     for row in sources:
         row["sha256"] = hashes.get(row["file"]) or documents.sha256(row["file"])
-    return Built(chosen, sources, survey, layouts, counts)
+    return {
+        "settings": {**dataclasses.asdict(corpus), "vocab_size": vocab_size},
+        "sources": sources,
+        "tokenizer": {"kind": chosen.kind, "case": chosen.case, "sha256": chosen.sha256},
+        "documents_repeated": survey.repeated,
+        "layouts": layouts,
+        "splits": {split: dataclasses.asdict(counts[split]) for split in SPLITS},
+        "files": listed(folder),
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("bert-jax", "sentencex", "sentencepiece", "numpy")
+        },
+    }
+
+
+def listed(folder: epath.Path) -> dict[str, list[Any]]:
+    """Returns {path in the corpus folder: [bytes, SHA-256]} of all files, in order of names."""
+    root = pathlib.Path(folder)
+    below = ("tokenizer", "dataset", "stream")
+    paths = sorted(p for name in below for p in (root / name).rglob("*") if p.is_file())
+    return {p.relative_to(root).as_posix(): [p.stat().st_size, mirror.sha256(p)] for p in paths}
 
 
 def _counted(

@@ -15,18 +15,17 @@ each host that reads it keeps a copy (see storage.copies).
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from etils import epath
 
 from bert_jax.config import Corpus
-from bert_jax.data import build, dataset, files, plans, stream
+from bert_jax.data import build, dataset, plans, stream
 from bert_jax.data.dataset import SPLITS
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import copies, mirror
@@ -50,7 +49,8 @@ COUNTS = "plans.json"
 # there is one that was read, and one that was written.
 _LONG_WORK = 3
 
-_PARTS = {"settings": dict, "sources": list, "tokenizer": dict, "splits": dict, "files": dict}
+# Up to this many bytes a file is read in full at every opening: a few hundredths of a second.
+_SMALL = 1 << 25
 
 Say = Callable[[str], None]
 
@@ -114,7 +114,7 @@ def verify(folder: epath.Path) -> None:
     for below, mend in _mends(folder).items():
         # A copy has no dataset.
         if below != "dataset/" or (folder / "dataset").exists():
-            files.require(folder, manifest["files"], below, "full", mend)
+            _require(folder, manifest["files"], below, "full", mend)
 
 
 def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
@@ -143,13 +143,13 @@ def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
         wanted = {
             name: (entry[0], entry[1])
             for name, entry in listed.items()
-            if not name.startswith("dataset/") and files.damage(copy / name, entry, "cheap")
+            if not name.startswith("dataset/") and _damage(copy / name, entry, "cheap")
         }
         copies.fetch_all(
             folder,
             copy,
             wanted,
-            lambda name, file: files.damage(file, listed[name], "full"),
+            lambda name, file: _damage(file, listed[name], "full"),
             "put the whole object back, or remove the corpus to prepare it anew",
             say,
         )
@@ -183,40 +183,12 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
         "go on with the bert-jax that wrote it; for new runs choose another folder, or remove "
         f"{folder} to prepare it anew",
         "put the whole file back",
+        seal="required",
     )
-    wrong = _wrong_part(manifest)
-    if wrong:
-        raise InputError(
-            f"{path}: damaged, {wrong} is not as `prepare` wrote it; put the whole file back, or "
-            f"remove {folder} to prepare it anew"
-        )
+    for name in manifest["files"]:
+        if os.path.isabs(name) or ".." in name.split("/"):
+            raise InputError(f"{path}: names {name}, which lies elsewhere; put the whole file back")
     return manifest
-
-
-def _wrong_part(manifest: dict[str, Any]) -> str | None:
-    """The part of a manifest without which the corpus cannot be used, if one is not there."""
-    for name, kind in _PARTS.items():
-        if not isinstance(manifest.get(name), kind):
-            return name
-    if not files.are_described(manifest["files"]):
-        return "files"
-    for source in manifest["sources"]:
-        if not isinstance(source, dict) or not isinstance(source.get("file"), str):
-            return "sources"
-    for split in SPLITS:
-        counts = manifest["splits"].get(split)
-        names = [field.name for field in dataclasses.fields(dataset.SplitCounts)]
-        if not isinstance(counts, dict) or not all(_is_count(counts.get(name)) for name in names):
-            return f"splits.{split}"
-    if not _is_count(manifest.get("documents_repeated")):
-        return "documents_repeated"
-    if not _is_count(manifest["settings"].get("vocab_size")):
-        return "settings.vocab_size"
-    return None
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**64
 
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:
@@ -227,7 +199,7 @@ def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.To
     """
     mend = _mends(folder)["tokenizer/"]
     # First: what is wrong with a damaged vocabulary is no fault of its author.
-    files.require(folder, manifest["files"], "tokenizer/", "cheap", mend)
+    _require(folder, manifest["files"], "tokenizer/", "cheap", mend)
     loaded = tokenizer.load(folder / "tokenizer")
     if loaded.sha256 != manifest["tokenizer"].get("sha256"):
         raise InputError(f"{folder / 'tokenizer'}: {mend}")
@@ -247,11 +219,49 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
             if not is_complete(target):
                 _require_no_link(target.parent, target)
                 depth = "full"
-                files.require(folder, manifest["files"], "dataset/", depth, mends["dataset/"])
+                _require(folder, manifest["files"], "dataset/", depth, mends["dataset/"])
                 vocab_size = manifest["settings"]["vocab_size"]
                 stream.write(dataset.folder_of(folder), split, target, vocab_size)
-    files.require(folder, manifest["files"], f"stream/{split}/", depth, mends["stream/"])
+    _require(folder, manifest["files"], f"stream/{split}/", depth, mends["stream/"])
     return stream.Stream.open(target)
+
+
+def _require(
+    folder: epath.Path,
+    files: dict[str, list[Any]],
+    below: str,
+    depth: Literal["cheap", "full"],
+    mend: str,
+) -> None:
+    """Raises InputError for a file of the manifest that is not as it was made.
+
+    Large files are looked at twice: at every opening for their size, and in full once they are
+    made, copied, or asked for (`prepare --verify`), at about a gigabyte a second. All that is
+    smaller is read in full at every opening.
+
+    Args:
+      folder: the corpus folder, a local one.
+      files: of its manifest.
+      below: how the paths that are looked at begin.
+      depth: `full` reads files of any size, `cheap` small ones alone.
+      mend: what to do, in words.
+    """
+    for name, entry in files.items():
+        wrong = _damage(folder / name, entry, depth) if name.startswith(below) else ""
+        if wrong:
+            raise InputError(f"{folder / name}: missing or damaged ({wrong}); {mend}")
+
+
+def _damage(path: epath.PathLike, entry: list[Any], depth: Literal["cheap", "full"]) -> str:
+    """Returns what is wrong with a local file, in words; "" if nothing is. See `_require`."""
+    size, sha256 = entry
+    if not os.path.isfile(path):
+        return "is missing"
+    if os.path.getsize(path) != size:
+        return f"has {os.path.getsize(path)} bytes, not {size}"
+    if (depth == "full" or size <= _SMALL) and mirror.sha256(path) != sha256:
+        return "was changed since it was made"
+    return ""
 
 
 def _require_no_link(*folders: epath.Path) -> None:
@@ -369,33 +379,16 @@ def _build(
     # Before the text is read, which may take hours.
     given = None if corpus.tokenizer == "train" else _given_tokenizer(corpus, vocab_size)
     made = build.build(corpus, vocab_size, folder, given, run, say)
-    record = {
-        "format_version": FORMAT_VERSION,
-        "settings": {**dataclasses.asdict(corpus), "vocab_size": vocab_size},
-        "sources": made.sources,
-        "tokenizer": {
-            "kind": made.tokenizer.kind,
-            "case": made.tokenizer.case,
-            "sha256": made.tokenizer.sha256,
-        },
-        "documents_repeated": made.survey.repeated,
-        "layouts": made.layouts,
-        "splits": {split: dataclasses.asdict(made.counts[split]) for split in SPLITS},
-        "files": files.listed(folder, ("tokenizer", "dataset", "stream")),
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("bert-jax", "sentencex", "sentencepiece", "numpy")
-        },
-    }
-    manifest = sealed(record)
+    manifest = sealed({"format_version": FORMAT_VERSION, **made})
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
     (folder / build.PARTS).rmtree()
     for split in SPLITS:
-        c = made.counts[split]
-        say(
-            f"prepare: {split}: {c.documents} documents, {c.sentences} sentences, {c.tokens} tokens"
+        numbers = ", ".join(
+            f"{manifest['splits'][split][name]} {name}"
+            for name in ("documents", "sentences", "tokens")
         )
+        say(f"prepare: {split}: {numbers}")
     return manifest
 
 
@@ -440,7 +433,7 @@ def _is_as_made(corpus: Corpus, vocab_size: int, made: epath.Path, say: Say) -> 
     """Whether a whole corpus lies here, as a `prepare` leaves it that was ended while sending."""
     try:
         manifest = _found(corpus, vocab_size, made, say)
-        files.require(made, manifest["files"], "", "full", "made anew")
+        _require(made, manifest["files"], "", "full", "made anew")
         return True
     except InputError:
         return False

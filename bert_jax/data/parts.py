@@ -17,9 +17,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
-import os
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -29,7 +27,6 @@ from etils import epath
 
 from bert_jax.config import Corpus
 from bert_jax.data import dataset
-from bert_jax.data.survey import text_hash
 from bert_jax.errors import InputError
 from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import named_errors
@@ -44,6 +41,7 @@ _PACKED = 3
 # Characters of documents that are split together, and tokens that are written together.
 _BATCH, _TOKENS = 1 << 18, 1 << 18
 
+_RECORD = "record.json"
 # Rises with every change of what parts are made into.
 _VERSION = 1
 
@@ -218,7 +216,7 @@ class Read:
                 lengths = writer.add(itertools.chain.from_iterable(split))
                 sentences_file.write(lengths[lengths > 0].astype(np.uint32).tobytes())
                 table = np.empty(len(batch), DOCUMENT)
-                table["hash"] = [text_hash(document.text) for document in batch]
+                table["hash"] = [_text_hash(document.text) for document in batch]
                 before = np.concatenate([[0], np.cumsum(lengths > 0)])
                 table["sentences"] = np.diff(before[np.cumsum([0, *map(len, split)])])
                 documents_file.write(table.tobytes())
@@ -335,52 +333,25 @@ def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
     record = record_of(task)
     if record is not None:
         return record
-    place = epath.Path(task.place)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(named_errors(place))
-        if mirror.is_bucket(place):
-            folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        else:
-            folder = pathlib.Path(place) / f".{task.name}.{os.getpid()}.tmp"
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    target = epath.Path(task.place) / task.name
+    with named_errors(target.parent), copies.new_part(target, _RECORD) as folder:
         record = task.make(folder, tick)
-        (folder / "record.json").write_text(json.dumps(record))
-        _finish(folder, place / task.name)
+        (folder / _RECORD).write_text(json.dumps(record))
     return record
-
-
-def _finish(folder: pathlib.Path, target: epath.Path) -> None:
-    names = sorted(path.name for path in folder.iterdir() if path.name != "record.json")
-    if mirror.is_bucket(target):
-        copies.send_all(epath.Path(folder), target, names)
-        mirror.write(target / "record.json", (folder / "record.json").read_text())
-        return
-    for name in [*names, "record.json"]:
-        with open(folder / name, "rb") as file:
-            os.fsync(file.fileno())
-    with contextlib.suppress(FileExistsError):  # another worker of Beam was given the same task
-        folder.rename(target)
 
 
 def record_of(task: Task) -> dict[str, Any] | None:
     """What is said of a task's folder, if it is done."""
-    path = epath.Path(task.place) / task.name / "record.json"
+    path = epath.Path(task.place) / task.name / _RECORD
     with contextlib.suppress(FileNotFoundError):
         return json.loads(mirror.read(path))
     return None
 
 
 def here(place: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Path:
-    """A file of a finished folder on this machine; one in a bucket is fetched to `scratch`."""
-    path = epath.Path(place) / name / file
-    if not mirror.is_bucket(path):
+    """Returns a file of a finished folder, on this machine; a copy of an object is in `scratch`."""
+    with copies.here(epath.Path(place) / name / file, folder=scratch / name) as (path,):
         return pathlib.Path(path)
-    local = scratch / name / file
-    if not local.exists():
-        copies.fetch(path, epath.Path(local))
-    return local
 
 
 def _ticking(found: Iterator[Document], tick: Tick) -> Iterator[Document]:
@@ -405,18 +376,21 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
-    """The tokenizer in a folder, loaded once in a process."""
-    if not mirror.is_bucket(folder):
-        return tokenizer.load(folder)
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in mirror.names(epath.Path(folder)):
-            copies.fetch(epath.Path(folder) / name, epath.Path(scratch) / name)
-        return tokenizer.load(scratch)
+    """Loads the tokenizer in a folder, once in a process."""
+    files = [epath.Path(folder) / name for name in sorted(mirror.names(epath.Path(folder)))]
+    with copies.here(*files) as found:
+        return tokenizer.load(found[0].parent)
 
 
 def _reading(corpus: Corpus) -> Sequence[str]:
     """Settings that decide which documents there are."""
     return [corpus.layout, corpus.text_field, corpus.encoding]
+
+
+def _text_hash(text: str) -> int:
+    """Returns the first 64 bits of a text's SHA-256."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
 
 
 def _hash(*what: Any) -> str:

@@ -12,18 +12,12 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, reading
 from bert_jax.storage.workdir import made, mark_complete, named_errors, read_json, write_atomic
 from bert_jax.text import tfds_files
 
 FORMAT_VERSION = 2
 
-_DTYPES = {
-    "ids": ("uint16", "uint32"),
-    "sentence_offsets": ("uint64",),
-    "document_offsets": ("uint64",),
-    "unigrams": ("int64",),
-}
 # Entries looked at in one go.
 _CHUNK = 1 << 20
 
@@ -54,20 +48,17 @@ class Stream:
           InputError: a file is missing, or another than was written.
         """
         folder = epath.Path(folder)
-        path = folder / "stream.json"
-        arrays = read_json(path, FORMAT_VERSION, _anew(folder), _anew(folder)).get("arrays")
-        if not _are_described(arrays):
-            raise InputError(f"{path}: damaged; {_anew(folder)}")
-        maps = {}
-        for name, (dtype, count) in arrays.items():
-            path = folder / f"{name}.bin"
-            expected = np.dtype(dtype).itemsize * count
-            if not path.exists() or path.stat().length != expected:
-                raise InputError(
-                    f"{path}: missing or damaged ({expected} bytes expected); {_anew(folder)}"
-                )
-            maps[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
-        return cls(**maps, folder=str(folder))
+        path, maps = folder / "stream.json", {}
+        arrays = read_json(path, FORMAT_VERSION, _anew(folder), _anew(folder))
+        with reading(path, _anew(folder)):
+            for name, (dtype, count) in arrays["arrays"].items():
+                path, expected = folder / f"{name}.bin", np.dtype(dtype).itemsize * count
+                if not path.exists() or path.stat().length != expected:
+                    raise InputError(
+                        f"{path}: missing or damaged ({expected} bytes expected); {_anew(folder)}"
+                    )
+                maps[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
+            return cls(**maps, folder=str(folder))
 
     def damaged(self, name: str) -> InputError:
         """What to raise when an array holds what `write` cannot have written."""
@@ -78,22 +69,6 @@ class Stream:
         if not self.folder:
             return super().__reduce__()
         return (Stream.open, (self.folder,))
-
-
-def _are_described(arrays: Any) -> bool:
-    """Whether stream.json says of each array what dtype and how many entries it has."""
-    return (
-        isinstance(arrays, dict)
-        and arrays.keys() == _DTYPES.keys()
-        and all(
-            isinstance(entry, list)
-            and len(entry) == 2
-            and entry[0] in _DTYPES[name]
-            and type(entry[1]) is int
-            and entry[1] > 0
-            for name, entry in arrays.items()
-        )
-    )
 
 
 def _anew(folder: epath.PathLike) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bert_jax.config import Corpus
-from bert_jax.data.survey import LEAST_VALIDATION_DOCUMENTS
+from bert_jax.data.build import LEAST_VALIDATION_DOCUMENTS
 from bert_jax.doctor import encoding, finding
 from bert_jax.doctor.finding import Finding, Rule, example, share
 from bert_jax.errors import InputError, printable

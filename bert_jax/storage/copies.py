@@ -13,6 +13,9 @@ import contextlib
 import fcntl
 import functools
 import os
+import pathlib
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,6 +49,61 @@ def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
         with open(copy.parent / f"{copy.name}.lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield copy
+
+
+@contextlib.contextmanager
+def here(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[epath.Path]]:
+    """Gives files on this machine: themselves, or copies of those that lie in a bucket.
+
+    Args:
+      paths: of the files, all on this machine or all in a bucket.
+      folder: where copies lie, which stay there and are not made twice; "": the cache of this
+        machine, and they go at the end.
+
+    Raises:
+      InputError: an object is missing.
+    """
+    if not any(map(mirror.is_bucket, paths)):
+        yield [epath.Path(path) for path in paths]
+        return
+    with contextlib.ExitStack() as stack:
+        if not folder:
+            sources = cache_folder() / "sources"
+            sources.mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=sources))
+        targets = [epath.Path(folder) / epath.Path(path).name for path in paths]
+        for path, target in zip(paths, targets, strict=True):
+            if not target.exists():
+                fetch(epath.Path(path), target)
+        yield targets
+
+
+@contextlib.contextmanager
+def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
+    """Gives a local folder to fill, which lies at `target`, here or in a bucket, at the end.
+
+    There it is whole as soon as it holds the file `last`, or not at all.
+    """
+    if mirror.is_bucket(target):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = pathlib.Path(scratch)
+            yield folder
+            names = sorted(path.name for path in folder.iterdir() if path.name != last)
+            send_all(epath.Path(folder), target, names)
+            mirror.write(target / last, (folder / last).read_text())
+        return
+    folder = pathlib.Path(target).parent / f".{target.name}.{os.getpid()}.tmp"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        for path in folder.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):  # another worker of Beam was given the same task
+            folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_copy(folder: epath.Path) -> bool:

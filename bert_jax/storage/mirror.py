@@ -22,6 +22,8 @@ sent, and win; else another machine went on with the run, and the bucket's files
 
 import base64
 import contextlib
+import datetime
+import errno
 import functools
 import hashlib
 import json
@@ -140,6 +142,34 @@ def read(
         return epath.Path(path).read_bytes()
     name = os.fspath(path)
     return _tried("read", path, lambda: _files().cat_file(name, start=first, end=end), seconds)
+
+
+def sha256(path: epath.PathLike) -> str:
+    """Returns the SHA-256 of a file of this machine, or of a small object.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+    """
+    if is_bucket(path):
+        return hashlib.sha256(read(path)).hexdigest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def state(path: epath.PathLike) -> tuple[int, int]:
+    """Returns the bytes of a file of this machine or an object, and its date in nanoseconds.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+    """
+    if not is_bucket(path):
+        stat = os.stat(path)
+        return stat.st_size, stat.st_mtime_ns
+    found = about(path)
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path))
+    date = datetime.datetime.fromisoformat(found.updated)
+    return found.size, round(date.timestamp() * 1e9)
 
 
 def write(path: epath.Path, text: str | Iterable[str], seconds: float | None = None) -> None:

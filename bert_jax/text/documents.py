@@ -10,10 +10,8 @@ Either way equal texts fall into the same split.
 """
 
 import codecs
-import datetime
 import glob
 import gzip
-import hashlib
 import io
 import itertools
 import json
@@ -266,17 +264,11 @@ def state(path: str) -> dict[str, int]:
     Raises:
       InputError: it is missing.
     """
-    if mirror.is_bucket(path):
-        listed = mirror.about(path)
-        if listed is None:
-            raise InputError(f"corpus.sources: {path}: is missing")
-        date = datetime.datetime.fromisoformat(listed.updated)
-        return {"bytes": listed.size, "mtime_ns": round(date.timestamp() * 1e9)}
     try:
-        found = os.stat(path)
+        size, date = mirror.state(path)
     except OSError as error:
         raise InputError(f"corpus.sources: {path}: {error.strerror}") from error
-    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns}
+    return {"bytes": size, "mtime_ns": date}
 
 
 def sha256(path: str) -> str:
@@ -286,10 +278,7 @@ def sha256(path: str) -> str:
       InputError: it cannot be read.
     """
     try:
-        if mirror.is_bucket(path):
-            return hashlib.sha256(mirror.read(path)).hexdigest()
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return mirror.sha256(path)
     except OSError as error:
         raise InputError(f"corpus.sources: {path}: {error.strerror or 'is missing'}") from error
 

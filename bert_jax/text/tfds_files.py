@@ -5,7 +5,6 @@ list before TFDS sees the folder: data is never code here.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -19,7 +18,6 @@ from etils import epath
 
 from bert_jax.errors import InputError
 from bert_jax.storage import copies, mirror
-from bert_jax.storage.workdir import cache_folder
 
 _KNOWN_FEATURES = frozenset(
     f"tensorflow_datasets.core.features.{name}"
@@ -161,7 +159,7 @@ def shard_records(
     """
     path, info = epath.Path(path), open_folder(folder).info
     read = start
-    with _here(path) as local:
+    with copies.here(path) as (local,):
         raw = _READERS[info.file_format](str(local), start, stop)
         for record in _whole(path, raw, info.features):
             read += 1
@@ -169,23 +167,6 @@ def shard_records(
     expected = count if stop < 0 else stop
     if read != expected:
         raise _damaged(path, f"{read} records, not {expected}")
-
-
-@contextlib.contextmanager
-def _here(path: epath.Path) -> Iterator[epath.Path]:
-    """Gives the file on this machine: itself, or for a while a copy of one in a bucket."""
-    if not mirror.is_bucket(path):
-        yield path
-        return
-    folder = cache_folder() / "sources"
-    folder.mkdir(parents=True, exist_ok=True)
-    copy = folder / f"{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.{os.getpid()}"
-    try:
-        copies.fetch(path, copy)
-        yield copy
-    finally:
-        for left in (copy, *folder.glob(f".{copy.name}.*")):
-            left.unlink(missing_ok=True)
 
 
 def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:

@@ -17,7 +17,7 @@ import pytest
 from etils import epath
 
 from bert_jax.config import Corpus, Data
-from bert_jax.data import batches, corpus, dataset, plans, stream, survey
+from bert_jax.data import batches, build, corpus, dataset, plans, stream
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import sealed
 from bert_jax.text import documents, sentences, tokenizer, vocabulary
@@ -130,7 +130,7 @@ def content(folder):
 def test_prepare_makes_both_splits_of_all_documents(prepared_once):
     train = texts(prepared_once.folder, "train")
     validation = texts(prepared_once.folder, "validation")
-    assert len(validation) == survey.LEAST_VALIDATION_DOCUMENTS
+    assert len(validation) == build.LEAST_VALIDATION_DOCUMENTS
     expected = [document(n).replace("\n", " ").replace(".", " .").split() for n in range(24)]
     assert sorted(t.split() for t in train + validation) == sorted(expected)
     manifest = corpus.open_manifest(prepared_once.folder)
@@ -187,7 +187,7 @@ def test_equal_texts_share_a_split_and_nothing_is_in_both(repeats, repeated):
     times = 3 if repeated == "keep" else 1
     assert len(train) + len(validation) == 24 * times
     assert all(train.count(text) == times for text in train)
-    assert len(set(validation)) == survey.LEAST_VALIDATION_DOCUMENTS
+    assert len(set(validation)) == build.LEAST_VALIDATION_DOCUMENTS
 
 
 def test_the_order_of_files_does_not_change_who_is_held_out(prepared_once, place):
@@ -396,7 +396,7 @@ def assert_finishes(place, undisturbed):
 STATIONS = {
     "counting": (vocabulary, "read_vocab"),
     "tokenizing": (sentences, "split"),
-    "surveying": (survey.Survey, "of"),
+    "surveying": (build.Survey, "of"),
     "writing": (dataset.ShardWriter, "add"),
     "assembling": (dataset, "assemble"),
     "unrolling": (stream, "write"),

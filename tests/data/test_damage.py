@@ -9,7 +9,7 @@ import pytest
 from broken import call
 from etils import epath
 
-from bert_jax.data import corpus, files, stream
+from bert_jax.data import corpus, stream
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import lock, sealed
 
@@ -40,7 +40,7 @@ def test_a_flipped_bit_is_named_at_the_next_opening(name, copy_of_run):
 
 
 def test_of_a_large_file_a_flipped_bit_is_found_when_all_is_read(copy_of_run, monkeypatch):
-    monkeypatch.setattr(files, "_SMALL", 500)
+    monkeypatch.setattr(corpus, "_SMALL", 500)
     assert pathlib.Path("corpus/stream/train/ids.bin").stat().st_size > 500
     prepare = "prepare small.py --workdir run"
     assert call(f"{prepare} --verify") == (0, "")
@@ -103,5 +103,5 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name, copy_of_run):
     manifest = json.loads(path.read_text())
     manifest["files"][name] = [0, ""]
     path.write_text(json.dumps(sealed(manifest)))
-    with pytest.raises(InputError, match="damaged, files is not as `prepare` wrote it"):
+    with pytest.raises(InputError, match=f"manifest.json: names {name}, which lies elsewhere"):
         corpus.open_manifest(FOLDER)

@@ -17,7 +17,7 @@ import tensorflow_datasets as tfds
 from etils import epath
 
 from bert_jax.config import Corpus
-from bert_jax.data import build, corpus, dataset, parts, progress, workers
+from bert_jax.data import build, corpus, dataset, parts, workers
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.text import documents, sentences, tokenizer
 
@@ -199,13 +199,14 @@ def test_beam_that_is_not_installed_is_said(text, tmp_path, monkeypatch):
 def done(monkeypatch):
     """Names of tasks that were done, in order."""
     names = []
-    make_folder = parts._finish
+    do = parts.do
 
-    def noting(folder, target):
-        names.append(target.name)
-        make_folder(folder, target)
+    def noting(task, *tick):
+        record = do(task, *tick)
+        names.append(task.name)
+        return record
 
-    monkeypatch.setattr(parts, "_finish", noting)
+    monkeypatch.setattr(parts, "do", noting)
     return names
 
 
@@ -215,14 +216,15 @@ def test_what_is_whole_is_not_made_again(text, small_parts, tmp_path, done, monk
     all_done = list(done)
     done.clear()
 
-    def failing(folder, target):
+    noting = parts.do
+
+    def failing(*task):
         if len(done) == 7:
             raise KeyboardInterrupt
-        noting(folder, target)
+        return noting(*task)
 
-    noting = parts._finish
     with monkeypatch.context() as context:
-        context.setattr(parts, "_finish", failing)
+        context.setattr(parts, "do", failing)
         with pytest.raises(KeyboardInterrupt):
             prepare(claim, tmp_path / "made")
     lines = []
@@ -321,7 +323,7 @@ def test_bad_text_in_a_worker_is_the_error_of_one_process(text, small_parts, tmp
 def test_a_worker_that_is_killed_can_be_tried_again(tmp_path):
     tasks = [dying.Task(str(tmp_path), f"{number}") for number in range(2)]
     with pytest.raises(Unavailable, match=r"a worker process died with code -9"):
-        workers.run(tasks, 2, progress.Progress("prepare", lambda line: None))
+        workers.run(tasks, 2, workers.Progress("prepare", lambda line: None))
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
 
 
@@ -330,9 +332,9 @@ def test_a_worker_that_is_killed_can_be_tried_again(tmp_path):
 
 def test_lines_tell_how_far_it_is_and_how_long_it_takes(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(workers.time, "monotonic", lambda: now[0])
     lines = []
-    shown = progress.Progress("prepare: reading", lines.append)
+    shown = workers.Progress("prepare: reading", lines.append)
     with shown.of(300_000_000, 200_000_000):
         for _ in range(10):
             now[0] += 10
@@ -351,7 +353,7 @@ def test_lines_tell_how_far_it_is_and_how_long_it_takes(monkeypatch):
 
 def test_a_terminal_is_shown_a_bar_from_the_start(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    shown = progress.Progress("prepare: reading", lambda line: None)
+    shown = workers.Progress("prepare: reading", lambda line: None)
     with shown.of(300, 200):
         shown.tick(50)
         assert shown._bar.tasks[0].completed == 50
