@@ -24,8 +24,6 @@ ENVIRONMENT = {"JAX_PLATFORMS": "tpu,cpu"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the command's exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["local_pod"]:
-        words[0] = "local"
     command = None
     if "--" in words:
         at = words.index("--")
