@@ -22,7 +22,7 @@ from bert_jax.plan.topology import Layout, Topology, layout_of, shards_of, with_
 STATES = ("replicated", "zero1", "zero3")
 REMATS = ("none", "dots", "full")
 
-# Candidates tried at most: some ten minutes of compiling for a recipe of two phases.
+# Candidates tried at most: of two phases forty compilations, of a minute each if they fit, by twos.
 MOST = 20
 # Candidates that are shown, and have all their neighbours tried.
 BEST = 3
