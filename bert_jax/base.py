@@ -50,7 +50,7 @@ _FLOATS = {
 
 @dataclasses.dataclass
 class Moments:
-    """What the reference's Adam (`bert_adam`) keeps beside weights.
+    """What the reference's Adam (`bert_adam`) keeps next to weights.
 
     Attributes:
       step: steps that it had done.
@@ -248,14 +248,14 @@ def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
     with named_errors(path):
         content = path.read_bytes()
     try:
-        found = deserialize(content)
+        entries = deserialize(content)
     except SafetensorError as error:
         raise InputError(
             f"{path}: damaged or cut off, not readable as safetensors ({error}); put the whole "
             "file back"
         ) from error
     tensors = {}
-    for name, tensor in found:
+    for name, tensor in entries:
         dtype = _FLOATS.get(tensor["dtype"])
         if dtype is None:
             tensors[name] = np.frombuffer(tensor["data"], np.uint8)

@@ -44,11 +44,11 @@ def _documents() -> Rule:
         for path, text in zip(paths, files, strict=True):
             path.write_bytes(text)
         read = instances.read_documents(paths, ours)
-    found = [[ours.decode(sentence) for sentence in document] for document in read]
+    decoded = [[ours.decode(sentence) for sentence in document] for document in read]
     return _rule(
         "a blank line opens a document, files run on, lines without tokens go",
         "odd files with what they hold",
-        count_of_different(found, expected),
+        count_of_different(decoded, expected),
     )
 
 
@@ -77,7 +77,7 @@ def _instances() -> Iterator[Rule]:
         )
         return _rule(says, f"{total} instances with the reference's", differing)
 
-    yield rule("documents shuffled once, instances last; each pass draws anew", _lengths)
+    yield rule("documents shuffled once, instances last; each pass draws again", _lengths)
     yield rule(
         "B is random where A is all there is, else by half; otherwise what follows A",
         _get("next_sentence_label"),
@@ -244,11 +244,11 @@ def _tokens() -> Iterator[Rule]:
     )
     yield _characters()
     unknown, words = uncased.unk_id, ("a" * 200, "a" * 201, "\u00e1" * 200)
-    found = [uncased.encode(word) == [unknown] for word in words]
+    unknowns = [uncased.encode(word) == [unknown] for word in words]
     yield _text_rule(
         "words of over 200 characters are [UNK]",
         "words of 200 and 201",
-        count_of_different(found, [False, True, False]),
+        count_of_different(unknowns, [False, True, False]),
     )
     literal = uncased.encode("[PAD][CLS] [SEP][MASK]")
     specials = {uncased.pad_id, uncased.cls_id, uncased.sep_id, uncased.mask_id}

@@ -74,10 +74,10 @@ _CLIPS = {
 
 def find(experiment: Experiment) -> list[Deviation]:
     """Returns all deviations that the settings make, and those of every run."""
-    found: list[Deviation] = []
+    deviations: list[Deviation] = []
     for look in (_shape, _fields, _noise, _text, _passes, _optimizer, _phases):
-        found += look(experiment)
-    return [*found, *_EVERY_RUN]
+        deviations += look(experiment)
+    return [*deviations, *_EVERY_RUN]
 
 
 def _setting(experiment: Experiment, path: str) -> str:
@@ -158,7 +158,7 @@ def _passes(experiment: Experiment) -> Iterator[Deviation]:
     if count == 0:
         yield Deviation(
             setting,
-            "masks are dynamic: pairs and masks are drawn anew in every epoch; the reference's "
+            "masks are dynamic: pairs and masks are drawn again in every epoch; the reference's "
             "are static, those of the passes in its files (10 by default; the paper gives no "
             "number) again and again",
         )
@@ -196,9 +196,9 @@ def _phases(experiment: Experiment) -> Iterator[Deviation]:
     phases, total = experiment.phases, experiment.total_steps
     if total != _STEPS:
         yield Deviation(f"phases: {total:,} steps", "the paper trained for 1,000,000 steps")
-    found = [(phase.sequence_length, phase.steps / total) for phase in phases]
-    if found != [(length, share) for length, (share, _) in _LENGTHS.items()]:
-        shown = ", ".join(f"{share:.1%} of {length}" for length, share in found)
+    shares = [(phase.sequence_length, phase.steps / total) for phase in phases]
+    if shares != [(length, share) for length, (share, _) in _LENGTHS.items()]:
+        shown = ", ".join(f"{share:.1%} of {length}" for length, share in shares)
         yield Deviation(
             f"phases: {shown}", "the paper trained for 90 % of the steps on 128, then on 512"
         )
@@ -216,7 +216,7 @@ def _phases(experiment: Experiment) -> Iterator[Deviation]:
         yield Deviation(
             f"phases: {len(phases)} in one run",
             "one schedule and the moments of Adam run through all phases; in the reference the "
-            "next length is another job, which starts its schedule anew and its moments at 0",
+            "next length is another job, which starts its schedule again and its moments at 0",
         )
 
 

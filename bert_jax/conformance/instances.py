@@ -56,18 +56,18 @@ def create(documents: Documents, ids: batches.Ids, settings: Settings) -> Iterat
     data, length = settings.data, settings.max_seq_length
     # No row has more: the table is as narrow as it can be.
     predictions = min(settings.max_predictions_per_seq, length)
-    found = []
+    made = []
     for _ in range(settings.dupe_factor):
         # One row is planned, executed, and only then the next: they share one generator.
         for row in pairs.one_by_one(flat, length, data.short_seq_prob, draw):
             batch = batches.execute(flat, row, draw, ids, data, length, predictions)
-            found.append(json.dumps(_as_written(batch)))
-    for number in draw.instance_order(len(found)):
-        yield found[number]
+            made.append(json.dumps(_as_written(batch)))
+    for number in draw.instance_order(len(made)):
+        yield made[number]
 
 
 def _as_written(batch: batches.Batch) -> dict[str, Any]:
-    """The one row of a batch without its padding."""
+    """Returns the one row of a batch without its padding."""
     length, predicted = int(batch["input_mask"].sum()), int(batch["masked_lm_weights"].sum())
     return {
         "input_ids": batch["input_ids"][0, :length].tolist(),

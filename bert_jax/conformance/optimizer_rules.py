@@ -59,13 +59,13 @@ def _trajectory() -> Iterator[Rule]:
     steps = len(theirs["learning_rate"])
 
     def tree(prefix: str, step: int | None = None) -> dict[str, Any]:
-        found = {}
+        leaves = {}
         for name in theirs:
             if name.startswith(f"{prefix}."):
                 value = theirs[name] if step is None else theirs[name][step]
                 leaf = "bias" if _REFERENCE_NO_DECAY.search(name) else "kernel"
-                found[name.removeprefix(f"{prefix}.")] = {leaf: jnp.asarray(value, jnp.float32)}
-        return found
+                leaves[name.removeprefix(f"{prefix}.")] = {leaf: jnp.asarray(value, jnp.float32)}
+        return leaves
 
     tx = optimizer.make(cfg)
 

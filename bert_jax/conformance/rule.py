@@ -27,7 +27,7 @@ class Rule:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is small enough; one that is not a number is not."""
+        """Returns whether the difference is small enough; one that is not a number is not."""
         return bool(self.difference <= self.most)
 
     def line(self, numbers: Literal["measured", "bounds"]) -> str:

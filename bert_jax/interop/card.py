@@ -1,4 +1,4 @@
-"""The model card beside an exported model: what it was trained on, how, and how good it is."""
+"""The model card next to an exported model: what it was trained on, how, and how good it is."""
 
 import json
 import pathlib

@@ -71,13 +71,13 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     Raises:
       InputError: nothing that can be read, or something that would be computed differently here.
     """
-    claimed = read_config(folder / "config.json")
+    stated = read_config(folder / "config.json")
     tokenizer = vocabularies.read(folder)
     file = _weights_file(folder)
-    found = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
-    tensors = _without_copies(found, str(file))
+    held = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
+    tensors = _without_copies(held, str(file))
     source = f"Hugging Face folder {folder.name}"
-    return names.fitted(tensors, names.HUGGING_FACE, claimed, tokenizer, file, source, say)
+    return names.fitted(tensors, names.HUGGING_FACE, stated, tokenizer, file, source, say)
 
 
 def _weights_file(folder: epath.Path) -> epath.Path:
@@ -99,7 +99,7 @@ def _weights_file(folder: epath.Path) -> epath.Path:
     raise InputError(f"{folder / 'model.safetensors'}: no such file")
 
 
-def _without_copies(found: dict[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
+def _without_copies(held: dict[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
     """Returns tensors by canonical names, without buffers and copies of tied weights.
 
     Raises:
@@ -107,7 +107,7 @@ def _without_copies(found: dict[str, np.ndarray], where: str) -> dict[str, np.nd
     """
     tensors: dict[str, np.ndarray] = {}
     spelled: dict[str, str] = {}
-    for name, value in found.items():
+    for name, value in held.items():
         ours = names.canonical(name)
         if ours in names.IGNORED:
             continue
@@ -155,16 +155,16 @@ def _read_shards(index: epath.Path) -> dict[str, np.ndarray]:
         shard = index.parent / file
         if not shard.exists():
             raise InputError(f"{shard}: no such file, and {index.name} lists it; put it there")
-        found = base_lib.read_tensors(shard)
-        held = {name for name, where in listed.items() if where == file}
-        for name in sorted(held ^ found.keys()):
-            held_not = "lists" if name in held else "does not list"
-            has_not = "does not hold" if name in held else "holds"
+        held = base_lib.read_tensors(shard)
+        expected = {name for name, where in listed.items() if where == file}
+        for name in sorted(expected ^ held.keys()):
+            lists = "lists" if name in expected else "does not list"
+            holds = "does not hold" if name in expected else "holds"
             raise InputError(
-                f"{shard}: {has_not} tensor {name!r}, which {index.name} {held_not} there; put the "
+                f"{shard}: {holds} tensor {name!r}, which {index.name} {lists} there; put the "
                 "files there that belong together"
             )
-        tensors |= found
+        tensors |= held
     return tensors
 
 

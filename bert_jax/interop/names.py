@@ -247,7 +247,7 @@ def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[
 def fitted(
     tensors: Mapping[str, np.ndarray],
     naming: Naming,
-    claimed: Model,
+    stated: Model,
     tokenizer: Tokenizer,
     file: epath.Path,
     source: str,
@@ -258,7 +258,7 @@ def fitted(
     Args:
       tensors: float32 by the names of `naming`, without copies.
       naming: whose names they are.
-      claimed: their shape as the configuration next to them has it, padding included.
+      stated: their shape as the configuration next to them has it, padding included.
       tokenizer: whose ids their rows are.
       file: where they were read.
       source: in words, where they come from.
@@ -267,7 +267,7 @@ def fitted(
     Raises:
       InputError: tensors, configuration and vocabulary do not fit together.
     """
-    cfg = _without_padding(claimed, tokenizer.size, tensors, naming, file, say)
+    cfg = _without_padding(stated, tokenizer.size, tensors, naming, file, say)
     params, missing = to_ours(tensors, cfg, str(file), naming)
     if missing:
         # The values of a seed, so that the same source makes the same base.
@@ -281,7 +281,7 @@ def fitted(
 
 
 def _without_padding(
-    claimed: Model,
+    stated: Model,
     size: int,
     tensors: Mapping[str, np.ndarray],
     naming: Naming,
@@ -297,7 +297,7 @@ def _without_padding(
     word = tensors.get(name)
     if word is None:
         raise InputError(f"{file}: tensor {name!r} is missing")
-    rows = claimed.vocab_size
+    rows = stated.vocab_size
     if word.shape[:1] != (rows,):
         raise InputError(
             f"{file}: tensor {name!r} has the shape {list(word.shape)}, "
@@ -317,4 +317,4 @@ def _without_padding(
         )
     if rows != size:
         say(f"the vocabulary has {size} pieces: rows {size} to {rows - 1} of the table left out")
-    return dataclasses.replace(claimed, vocab_size=size)
+    return dataclasses.replace(stated, vocab_size=size)

@@ -52,12 +52,12 @@ def find(source: epath.Path) -> epath.Path | None:
     if source.is_dir():
         if any(source.glob("*.safetensors*")):
             return None
-        found = sorted(path.name.removesuffix(".index") for path in source.glob("*.ckpt*.index"))
-        if len(found) > 1 and _PREFIX not in found:
-            raise InputError(f"{source}: several checkpoints; name one of {', '.join(found)} there")
-        if not found:
+        held = sorted(path.name.removesuffix(".index") for path in source.glob("*.ckpt*.index"))
+        if len(held) > 1 and _PREFIX not in held:
+            raise InputError(f"{source}: several checkpoints; name one of {', '.join(held)} there")
+        if not held:
             return None
-        return source / (_PREFIX if _PREFIX in found else found[0])
+        return source / (_PREFIX if _PREFIX in held else held[0])
     name = source.name.removesuffix(".index")
     if not name:
         return None
@@ -77,17 +77,17 @@ def read(prefix: epath.Path, what: Literal["params", "with_moments"], say: Say) 
       InputError: nothing that can be read, or that does not fit together.
     """
     folder = prefix.parent
-    claimed = read_config(folder / _CONFIG, say)
+    stated = read_config(folder / _CONFIG, say)
     tokenizer = vocabularies.read_plain(folder, say)
-    found = variables(prefix, lambda name: what == "with_moments" or not _is_of_training(name))
-    for name, value in found.items():
+    held = variables(prefix, lambda name: what == "with_moments" or not _is_of_training(name))
+    for name, value in held.items():
         if name != _STEP and value.dtype != np.float32:
             raise InputError(f"{prefix}: variable {name!r} is {value.dtype}; only float32 is read")
-    params = {name: value for name, value in found.items() if not _is_of_training(name)}
+    params = {name: value for name, value in held.items() if not _is_of_training(name)}
     source = f"TensorFlow checkpoint {prefix.name} of {folder.absolute().name}"
-    base = names.fitted(params, naming(), claimed, tokenizer, prefix, source, say)
+    base = names.fitted(params, naming(), stated, tokenizer, prefix, source, say)
     if what == "with_moments":
-        base.moments = _moments(found, base, prefix)
+        base.moments = _moments(held, base, prefix)
     return base
 
 
@@ -117,8 +117,8 @@ def _is_of_training(name: str) -> bool:
     return name == _STEP or name.endswith(tuple(f"/{slot}" for slot in _SLOTS))
 
 
-def _moments(found: dict[str, np.ndarray], base: Base, prefix: epath.Path) -> Moments:
-    step = found.get(_STEP)
+def _moments(held: dict[str, np.ndarray], base: Base, prefix: epath.Path) -> Moments:
+    step = held.get(_STEP)
     if step is None or step.shape != () or step.dtype.kind != "i" or not 0 <= step < 2**32:
         raise InputError(
             f"{prefix}: --with-optimizer: no count of steps, {_STEP!r}, in it; a released "
@@ -126,8 +126,8 @@ def _moments(found: dict[str, np.ndarray], base: Base, prefix: epath.Path) -> Mo
         )
     trees = []
     for slot in _SLOTS:
-        held = {name: value for name, value in found.items() if name.endswith(f"/{slot}")}
-        tree, missing = names.to_ours(held, base.model, str(prefix), naming(slot))
+        kept = {name: value for name, value in held.items() if name.endswith(f"/{slot}")}
+        tree, missing = names.to_ours(kept, base.model, str(prefix), naming(slot))
         if missing != base.fresh:
             raise InputError(
                 f"{prefix}: --with-optimizer: {slot} is not kept of the parts that are there"
@@ -207,7 +207,7 @@ def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np
         with named_errors(data):
             return np.memmap(data, np.uint8, "r")
 
-    found = {}
+    held = {}
     with reading(prefix, "put its whole files back"):
         for key, value in sorted(entries.items()):
             # Those of slices of others begin with a zero.
@@ -215,8 +215,8 @@ def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np
                 entry = _message(value)
                 if _SLICES in entry:
                     raise InputError(f"{prefix}: variable {name!r} is cut in slices; save it whole")
-                found[name] = _tensor(name, entry, shard)
-    return found
+                held[name] = _tensor(name, entry, shard)
+    return held
 
 
 def _tensor(name: str, entry: dict[int, Any], shard: Callable[[int], np.ndarray]) -> np.ndarray:

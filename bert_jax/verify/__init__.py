@@ -1,1 +1,1 @@
-"""Whether a run that is killed at any moment is the run that was never killed."""
+"""Proves that a run that is killed at any moment is the run that was never killed."""

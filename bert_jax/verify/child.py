@@ -42,7 +42,7 @@ Place = Literal["step", "save", "evaluation", "start", "prepare", "roll_back"]
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Where a process is killed.
+    """Says where a process is killed.
 
     Attributes:
       at: before a step; once a save has begun; in an evaluation; while a run is being restored;
@@ -65,7 +65,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one start of the command does beside its work.
+    """Describes what one start of the command does next to its work.
 
     Attributes:
       fault: how it ends; None: by itself.

@@ -268,15 +268,15 @@ def _elsewhere(
     whose = f"{place.name} ({', '.join(what for what, *_ in stages)})"
     if differences:
         return Comparison(whose, "started and stopped", differences)
-    found = Journal.read(journal)
+    done = Journal.read(journal)
     # The step in which a process was killed was journaled by those that came to it alone.
-    whole = [e for e in found.executions if e.start != 2 or e.step < found.killed[2]]
+    whole = [e for e in done.executions if e.start != 2 or e.step < done.killed[2]]
     differences += compare.batches(whole, run.planned)
-    differences += compare.rows(whose, experiment, found.survivors()).differences
+    differences += compare.rows(whose, experiment, done.survivors()).differences
     worst, where = compare.losses(place, folder / "undisturbed", last)
     if not worst <= _TOLERANCE:
         differences.append(f"{where} is off by {worst:.2g}")
-    seen = " + ".join(str(len(found.of_start(start))) for start in (1, 2, 3))
+    seen = " + ".join(str(len(done.of_start(start))) for start in (1, 2, 3))
     what = (
         f"{seen} batches by hash, each row once, losses up to step {last} off by {worst:.1e} at "
         f"most, {_TOLERANCE:.0e} allowed"

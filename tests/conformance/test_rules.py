@@ -1,4 +1,4 @@
-"""The reference's rules hold; one that is broken is noticed; deviations are told."""
+"""The reference's rules hold; one that is broken is noticed; deviations are named."""
 
 import dataclasses
 import hashlib
@@ -115,7 +115,7 @@ def test_a_broken_rule_is_noticed(part, owner, name, wrong, rule, monkeypatch):
     assert not checked.holds, checked.line("measured")
 
 
-def test_a_rule_that_fails_is_told_and_is_exit_code_1(monkeypatch, capsys):
+def test_a_rule_that_fails_is_shown_and_is_exit_code_1(monkeypatch, capsys):
     rules = [
         Rule("data", "holds", "this with that", 0),
         Rule("data", "is near", "this with that", 3e-7, 1e-6),

@@ -19,12 +19,12 @@ WORD = "bert.embeddings.word_embeddings.weight"
 
 
 def imported(folder: pathlib.Path) -> tuple[base_lib.Base, list[str]]:
-    """The base of a folder, read back from the disk, and what was said."""
-    said: list[str] = []
+    """The base of a folder, read back from the disk, and what was printed."""
+    lines: list[str] = []
     importing.import_weights(
-        epath.Path(folder), epath.Path(folder.parent / "base"), None, said.append
+        epath.Path(folder), epath.Path(folder.parent / "base"), None, lines.append
     )
-    return base_lib.read(epath.Path(folder.parent / "base")), said
+    return base_lib.read(epath.Path(folder.parent / "base")), lines
 
 
 def renamed(rename) -> dict[str, np.ndarray]:
@@ -123,10 +123,10 @@ def test_parts_that_are_missing_are_fresh_and_named(architecture, missing, tmp_p
     (tmp_path / "part").mkdir()
     tensors = names.to_theirs(whole.params, whole.model, architecture)
     config = {"architectures": [architecture]}
-    base, said = imported(hf_folder.write(tmp_path / "part" / "hf", tensors, config))
+    base, lines = imported(hf_folder.write(tmp_path / "part" / "hf", tensors, config))
     assert base.fresh == missing
     for part in missing:
-        assert any(f"{part}/" in line and "fresh" in line for line in said)
+        assert any(f"{part}/" in line and "fresh" in line for line in lines)
         spread = base_lib.flat(base.params[part])
         assert all(v.std() > 0.01 for name, v in spread.items() if name.endswith("kernel"))
     same(base.params["encoder"], whole.params["encoder"])
