@@ -161,11 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         "--valid-until", default="24h", metavar="T", help="wait for machines so long: 90m, 2d [24h]"
     )
     tpu_vm.add_argument("--runtime-version", metavar="V", help="the machines' image [by type]")
-    end = tpu_vm.add_mutually_exclusive_group()
-    end.add_argument(
-        "--delete-when-done", action="store_true", help="delete the machines; the default"
-    )
-    end.add_argument(
+    tpu_vm.add_argument(
         "--keep",
         action="store_true",
         help="leave the machines, and pay for them; Ctrl-C leaves the run going, too",
