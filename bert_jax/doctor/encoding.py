@@ -14,7 +14,7 @@ from typing import IO
 from bert_jax.config import Corpus
 from bert_jax.doctor.finding import Finding, Rule, example, share
 from bert_jax.errors import printable
-from bert_jax.text import documents
+from bert_jax.text import lines as text_lines
 from bert_jax.text.documents import Document
 
 # --- files as bytes: what does not decode, and what is no text at all ---
@@ -99,9 +99,9 @@ def scan(path: str, encoding: str) -> File:
     """Reads a file in blocks; any size, any content."""
     scanned = File(path)
     try:
-        with documents.open_bytes(path) as file:
+        with text_lines.open_bytes(path) as file:
             _scan(file, encoding, scanned)
-    except documents.DAMAGED as error:
+    except text_lines.DAMAGED as error:
         scanned.damage = f"damaged compressed file ({error})"
     except OSError as error:
         scanned.damage = f"cannot be read ({error.strerror or error})"

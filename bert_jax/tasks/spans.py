@@ -15,8 +15,7 @@ from bert_jax.config import Task
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Question
 from bert_jax.tasks.rows import Rows, joined
-from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.text.units import units
+from bert_jax.text.tokenizer import Tokenizer, units
 
 # Firsts and lasts of a window that are tried with each other, and answers that are returned.
 _TRIED, _RETURNED = 20, 5

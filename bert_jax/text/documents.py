@@ -11,22 +11,19 @@ Either way equal texts fall into the same split.
 
 import codecs
 import glob
-import gzip
 import io
 import itertools
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
-import zstandard
-
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
+from bert_jax.text import lines as text_lines
 from bert_jax.text import tfds_files
 
 # Longest line of a text that somebody wrapped by hand or by program.
@@ -35,8 +32,6 @@ _WRAPPED_LINE = 200
 _LINES_TO_JUDGE = 100
 _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
 
-# Raised by reading a compressed file that is damaged.
-DAMAGED = (gzip.BadGzipFile, zlib.error, EOFError, zstandard.ZstdError)
 # What files of a source are called.
 SUFFIXES = {
     "text": (".txt", ".txt.gz", ".txt.zst"),
@@ -409,7 +404,7 @@ def _lines(
             f"{path}: is not {encoding} ({error}); convert the file, or name its encoding with "
             "--set corpus.encoding=..."
         ) from error
-    except DAMAGED as error:
+    except text_lines.DAMAGED as error:
         raise InputError(
             f"{path}: damaged compressed file ({error}); put the whole file back"
         ) from error
@@ -417,18 +412,9 @@ def _lines(
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def open_bytes(path: str) -> IO[bytes]:
-    """The bytes of a file, uncompressed if its name ends in .gz or .zst."""
-    if path.endswith(".gz"):
-        return gzip.open(path, "rb")
-    if path.endswith(".zst"):
-        return io.BufferedReader(_Zstd(path), 1 << 17)
-    return open(path, "rb")
-
-
 def _extent_bytes(extent: Extent) -> IO[bytes]:
     if extent.stop < 0:
-        return open_bytes(extent.path)
+        return text_lines.open_bytes(extent.path)
     return io.BufferedReader(_Range(extent), 1 << 17)
 
 
@@ -453,49 +439,9 @@ class _Range(io.RawIOBase):
         super().close()
 
 
-class _Zstd(io.RawIOBase):
-    """Bytes of a zst file. The library's own reader takes a file cut short for a whole one."""
-
-    def __init__(self, path: str):
-        self._chunks = _zstd_chunks(path)
-        self._rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = memoryview(chunk)
-        count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
-
-    def close(self) -> None:
-        self._chunks.close()
-        super().close()
-
-
-def _zstd_chunks(path: str) -> Iterator[bytes]:
-    frame = None
-    with open(path, "rb") as file:
-        # Small reads: a few bytes may unpack to much.
-        while data := file.read(1 << 13):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(data)
-                data = frame.unused_data
-                if frame.eof:
-                    frame = None
-    if frame:
-        raise zstandard.ZstdError("it ends in the middle")
-
-
 def _first_bad_byte(path: str, encoding: str) -> int:
     """Offset in the uncompressed file: decoding reports it relative to a buffer."""
-    with open_bytes(path) as file:
+    with text_lines.open_bytes(path) as file:
         data = file.read()
     try:
         data.decode(encoding)

@@ -1,11 +1,23 @@
-"""Lines of text: from files, or from whatever else gives bytes."""
+"""Bytes of files, compressed or not, and lines of text from files or other sources of bytes.
 
+fsspec would open the same files; its reader of .zst takes a file cut short for a whole one, and
+ends after the first of several frames.
+"""
+
+import gzip
+import io
 import itertools
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Any
+
+import zstandard
 
 from bert_jax.errors import InputError
-from bert_jax.text import documents
+
+# Raised by reading a compressed file that is damaged.
+DAMAGED = (gzip.BadGzipFile, zlib.error, EOFError, zstandard.ZstdError)
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -48,11 +60,60 @@ def of_file(path: str) -> Iterator[tuple[str, str]]:
       InputError: it cannot be read, is damaged, or is not UTF-8.
     """
     try:
-        with documents.open_bytes(path) as file:
+        with open_bytes(path) as file:
             yield from decoded(file, path)
-    except documents.DAMAGED as error:
+    except DAMAGED as error:
         raise InputError(
             f"{path}: damaged compressed file ({error}); put the whole file back"
         ) from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def open_bytes(path: str) -> IO[bytes]:
+    """The bytes of a file, uncompressed if its name ends in .gz or .zst."""
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")
+    if path.endswith(".zst"):
+        return io.BufferedReader(_Zstd(path), 1 << 17)
+    return open(path, "rb")
+
+
+class _Zstd(io.RawIOBase):
+    """Bytes of a zst file. The library's own reader takes a file cut short for a whole one."""
+
+    def __init__(self, path: str):
+        self._chunks = _zstd_chunks(path)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = memoryview(chunk)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+    def close(self) -> None:
+        self._chunks.close()
+        super().close()
+
+
+def _zstd_chunks(path: str) -> Iterator[bytes]:
+    frame = None
+    with open(path, "rb") as file:
+        # Small reads: a few bytes may unpack to much.
+        while data := file.read(1 << 13):
+            while data:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(data)
+                data = frame.unused_data
+                if frame.eof:
+                    frame = None
+    if frame:
+        raise zstandard.ZstdError("it ends in the middle")

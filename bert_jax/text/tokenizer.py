@@ -4,6 +4,7 @@ A tokenizer folder holds tokenizer.json (kind, case, ids of the specials) and vo
 sentencepiece.model. Text never yields a special id but that of [UNK].
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -259,6 +260,41 @@ def basic_tokens(text: str, case: Case) -> list[str]:
     if case == "uncased":
         text = unicodedata.normalize("NFD", text.lower()).translate(_UNACCENTED)
     return text.translate(_APART).split()
+
+
+def units(text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """Returns where the words stand that a tokenizer cuts into pieces one by one.
+
+    Words between blanks; with WordPiece, punctuation marks and CJK ideographs stand alone.
+
+    Returns:
+      (first character, one past the last) of each, in order.
+    """
+    found: list[tuple[int, int]] = []
+    start = 0
+    for place, char in enumerate(text):
+        kind = _kind(char, tokenizer.case) if tokenizer.kind == "wordpiece" else _plain(char)
+        if kind == "of a word":
+            continue
+        if start < place:
+            found.append((start, place))
+        if kind == "alone":
+            found.append((place, place + 1))
+        start = place + 1
+    if start < len(text):
+        found.append((start, len(text)))
+    return found
+
+
+@functools.cache
+def _kind(char: str, case: Case) -> str:
+    """What the tokenizer does at a character between two letters."""
+    words = len(basic_tokens(f"a{char}a", case))
+    return {1: "of a word", 2: "blank"}.get(words, "alone")
+
+
+def _plain(char: str) -> str:
+    return "blank" if char.isspace() else "of a word"
 
 
 class Splitter:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bert_jax.conformance import golden
 from bert_jax.text import tokenizer
-from bert_jax.text.units import units
+from bert_jax.text.tokenizer import units
 
 CASES = ("uncased", "cased")
 
