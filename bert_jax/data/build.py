@@ -3,7 +3,7 @@
 Each stage is a list of tasks (see data.parts) that are done here, in several processes or by Beam,
 and whose results are put together in the order of the text: so the same bytes come out however
 they were done. The text is read once; a second time where SentencePiece is trained. Memory is
-constant in the corpus, but for 12 bytes a document.
+constant in the corpus, except 12 bytes a document.
 """
 
 import dataclasses
@@ -230,11 +230,11 @@ def _write_dataset(
     counts = {split: dataset.SplitCounts() for split in SPLITS}
     shards: dict[str, list[dataset.Shard]] = {split: [] for split in SPLITS}
     for task, record in zip(tasks, run("writing the dataset", tasks, say), strict=True):
-        for split, found in record.items():
-            size = found.pop("num_bytes")
-            counts[split].add(dataset.SplitCounts(**found))
+        for split, counted in record.items():
+            size = counted.pop("num_bytes")
+            counts[split].add(dataset.SplitCounts(**counted))
             path = parts.here(task.place, task.name, split, scratch)
-            shards[split].append(dataset.Shard(path, found["documents"], size))
+            shards[split].append(dataset.Shard(path, counted["documents"], size))
     if all(shards.values()):
         id_dtype = "uint16" if vocab_size <= 2**16 else "uint32"
         dataset.assemble(dataset.folder_of(folder), shards, id_dtype)
@@ -288,7 +288,7 @@ class Run:
     beam: str | None = None
 
     def __call__(self, what: str, tasks: Sequence[parts.Task], say: Say) -> list[dict[str, Any]]:
-        """Returns what is said of each, in their order."""
+        """Returns the records that they left, in their order."""
         if self.beam is not None:
             say(f"prepare: {what} with Beam")
             return beam.run(tasks, self.beam)

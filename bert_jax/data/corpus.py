@@ -9,7 +9,7 @@
     corpus/parts/           while it is made: what is whole of it (see data.parts)
     corpus/COMPLETE         written last
 
-How it is made is told in data.build. A corpus in a bucket is made on this machine and sent there;
+How it is made: see data.build. A corpus in a bucket is made on this machine and sent there;
 each host that reads it keeps a copy (see storage.copies).
 """
 
@@ -45,7 +45,7 @@ from bert_jax.text import documents, tokenizer
 FORMAT_VERSION = 3
 COUNTS = "plans.json"
 
-# Whole parts from which on bad input was found after long work, which is kept: of a small text
+# Whole parts from which on bad input was met after long work, which is kept: of a small text
 # there is one that was read, and one that was written.
 _LONG_WORK = 3
 
@@ -65,8 +65,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Makes the corpus folder, or finds that it is there; returns its manifest.
 
-    The same bytes are made whoever does the work. What is whole of an earlier `prepare` that was
-    killed or failed is used.
+    The same bytes are made, no matter which processes do the work. What is whole of an earlier
+    `prepare` that was killed or failed is used.
 
     Args:
       corpus: what to read and how.
@@ -97,7 +97,7 @@ def prepare(
                 return _build(corpus, vocab_size, folder, run, say)
             except BaseException as error:
                 if not is_complete(folder):
-                    # Of bad input nothing stays, unless it was found after long work.
+                    # Of bad input nothing stays, unless it was met after long work.
                     least = _LONG_WORK if isinstance(error, InputError) else 1
                     _remove_leftovers(folder, least)
                 raise
@@ -120,7 +120,7 @@ def verify(folder: epath.Path) -> None:
 def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
     """The corpus folder where it can be read: itself, or this host's copy of one in a bucket.
 
-    Of a copy, what is missing or damaged is copied anew; other processes of this host wait.
+    Of a copy, what is missing or damaged is copied again; other processes of this host wait.
 
     Args:
       folder: the corpus folder, here or in a bucket.
@@ -150,7 +150,7 @@ def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
             copy,
             wanted,
             lambda name, file: _damage(file, listed[name], "full"),
-            "put the whole object back, or remove the corpus to prepare it anew",
+            "put the whole object back, or remove the corpus to prepare it again",
             say,
         )
         with contextlib.suppress(Unavailable):  # else they are counted here
@@ -181,7 +181,7 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
         path,
         FORMAT_VERSION,
         "go on with the bert-jax that wrote it; for new runs choose another folder, or remove "
-        f"{folder} to prepare it anew",
+        f"{folder} to prepare it again",
         "put the whole file back",
         seal="required",
     )
@@ -268,19 +268,19 @@ def _require_no_link(*folders: epath.Path) -> None:
     """Raises InputError for a link: what lies where it leads would be removed."""
     for folder in folders:
         if os.path.islink(folder):
-            raise InputError(f"{folder}: is a link; remove it and run again, it is made anew")
+            raise InputError(f"{folder}: is a link; remove it and run again, it is made again")
 
 
 def _mends(folder: epath.Path) -> dict[str, str]:
     """What to do where files are damaged, by how their paths begin."""
     if copies.is_copy(folder):
-        anew = f"remove {folder} and run again, it is copied anew"
-        return dict.fromkeys(("tokenizer/", "dataset/", "stream/"), anew)
+        again = f"remove {folder} and run again, it is copied again"
+        return dict.fromkeys(("tokenizer/", "dataset/", "stream/"), again)
     return {
         "tokenizer/": "not the tokenizer this corpus was made with; put that one back, or remove "
-        f"{folder} to prepare it anew",
-        "dataset/": f"put the whole file back, or remove {folder} to prepare it anew",
-        "stream/": f"remove {folder / 'stream'} and run again, it is made anew from the dataset",
+        f"{folder} to prepare it again",
+        "dataset/": f"put the whole file back, or remove {folder} to prepare it again",
+        "stream/": f"remove {folder / 'stream'} and run again, it is made again from the dataset",
     }
 
 
@@ -288,7 +288,7 @@ def _require_same(
     manifest: dict[str, Any], corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say
 ) -> None:
     """Raises InputError if the folder was made from other text, settings or another tokenizer."""
-    mend = f"choose another --workdir, or remove {folder} to prepare it anew"
+    mend = f"choose another --workdir, or remove {folder} to prepare it again"
     settings = json.loads(json.dumps(dataclasses.asdict(corpus)))
     for name, value in {**settings, "vocab_size": vocab_size}.items():
         old = manifest["settings"].get(name)
@@ -328,7 +328,7 @@ def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> boo
     )
 
 
-# What `prepare` writes; `write_atomic` adds files beside.
+# What `prepare` writes; `write_atomic` adds temporary files.
 _OURS = {"manifest.json", "tokenizer", "dataset", "stream", COUNTS, "lock", build.PARTS}
 _BESIDE = re.compile(r"\.(manifest\.json|plans\.json|COMPLETE)\.\d+\.tmp")
 
@@ -433,7 +433,7 @@ def _is_as_made(corpus: Corpus, vocab_size: int, made: epath.Path, say: Say) -> 
     """Whether a whole corpus lies here, as a `prepare` leaves it that was ended while sending."""
     try:
         manifest = _found(corpus, vocab_size, made, say)
-        _require(made, manifest["files"], "", "full", "made anew")
+        _require(made, manifest["files"], "", "full", "made again")
         return True
     except InputError:
         return False

@@ -31,7 +31,7 @@ _BLOCK = 1 << 13
 
 
 @dataclass(frozen=True)
-class Victims:
+class Removals:
     """Which side loses a token, in order, when pairs are truncated (`truncate_seq_pair`).
 
     The longer side loses `lead` tokens, then B and A in turn lose `rest`, B first, since a tie
@@ -61,7 +61,7 @@ class Victims:
 class ArrayDraws(Protocol):
     """Draws for B rows at once."""
 
-    def front_cuts(self, victims: Victims) -> tuple[np.ndarray, np.ndarray]:
+    def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
         """How many of the tokens lost by A and by B go from the front; int64 [B] each."""
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
@@ -135,10 +135,10 @@ class Sequential:
         """See `PairDraws`: `randint`."""
         return np.array([self._rng.randint(0, sentences[0] - 1) if asked[0] else 0])
 
-    def front_cuts(self, victims: Victims) -> tuple[np.ndarray, np.ndarray]:
-        """See `ArrayDraws`: one `random()` a victim, in the order in which they fall."""
-        lead, rest = int(victims.lead[0]), int(victims.rest[0])
-        sides = [bool(victims.a_leads[0])] * lead + [bool(i % 2) for i in range(rest)]
+    def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
+        """See `ArrayDraws`: one `random()` a token, in the order in which they go."""
+        lead, rest = int(removals.lead[0]), int(removals.rest[0])
+        sides = [bool(removals.a_leads[0])] * lead + [bool(i % 2) for i in range(rest)]
         cuts = {True: 0, False: 0}
         for from_a in sides:
             cuts[from_a] += self._rng.random() < 0.5
@@ -236,10 +236,10 @@ class Counter:
         """Words for the start of a random B and for the first tries of its document."""
         return self._words(_RANDOM_NEXT, 4)
 
-    def front_cuts(self, victims: Victims) -> tuple[np.ndarray, np.ndarray]:
-        """See `ArrayDraws`: a random bit a victim, counted; exactly binomial."""
+    def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
+        """See `ArrayDraws`: a random bit a token, counted; exactly binomial."""
         purposes = np.array([[_FRONT_CUTS_A], [_FRONT_CUTS_B]])
-        front_a, front_b = self._binomial(purposes, np.stack([victims.from_a, victims.from_b]))
+        front_a, front_b = self._binomial(purposes, np.stack([removals.from_a, removals.from_b]))
         return front_a, front_b
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:

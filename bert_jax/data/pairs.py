@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bert_jax.data.draws import ArrayDraws, Counter, PairDraws, Sequential, Victims, permutation
+from bert_jax.data.draws import ArrayDraws, Counter, PairDraws, Removals, Sequential, permutation
 from bert_jax.data.stream import Stream
 
 # [CLS] A [SEP] B [SEP]
@@ -76,7 +76,7 @@ def plan(
     """
     most = sequence_length - SPECIAL_TOKENS
     document_offsets, total = stream.document_offsets, len(stream.sentence_offsets) - 1
-    found, begin = [], 0
+    result, begin = [], 0
     for start in range(0, total, _BLOCK):
         stop = min(start + _BLOCK, total)
         # A sentence has a token at least, so that a chunk ends in what is seen.
@@ -91,8 +91,8 @@ def plan(
         end = np.repeat(bounds[1:], size) - start
         chunks, begin = _chunks(stream, sentence, offsets, end, target, key, begin)
         begin -= stop - start
-        found.append(chunks)
-    return np.concatenate(found)
+        result.append(chunks)
+    return np.concatenate(result)
 
 
 def sample(
@@ -108,7 +108,7 @@ def sample(
       most: rows.
     """
     order = permutation(key, 0, len(stream.document_offsets) - 1)
-    found, count = [np.empty(0, chunk_dtype(stream))], 0
+    result, count = [np.empty(0, chunk_dtype(stream))], 0
     while count < most and len(order):
         documents, order = order[:_SAMPLED], order[_SAMPLED:]
         first, last = (stream.document_offsets[documents + i].astype(np.int64) for i in (0, 1))
@@ -122,9 +122,9 @@ def sample(
         )
         end, target = np.repeat(ends, size), np.repeat(wanted, size)
         chunks, _ = _chunks(stream, sentence, offsets, end, target, key, 0)
-        found.append(chunks)
+        result.append(chunks)
         count += len(chunks)
-    chunks = np.concatenate(found)[:most]
+    chunks = np.concatenate(result)[:most]
     return rows(stream, chunks, Counter(key, chunks["sentence"]))
 
 
@@ -201,15 +201,15 @@ def rows(stream: Stream, chunks: np.ndarray, draws: PairDraws) -> np.ndarray:
     b_first = sentence + chunks["of_a"]
     b_last, is_random = b_first + chunks["of_b"], chunks["of_b"] == 0
     offsets = np.asarray(stream.sentence_offsets)
-    found = np.empty(len(chunks), ROW_DTYPE)
-    found["is_random_next"] = is_random
-    found["a_offset"] = offsets[sentence]
-    found["a_length"] = offsets[b_first] - found["a_offset"]
-    wanted = np.maximum(chunks["target"] - found["a_length"].astype(np.int64), 1)
+    result = np.empty(len(chunks), ROW_DTYPE)
+    result["is_random_next"] = is_random
+    result["a_offset"] = offsets[sentence]
+    result["a_length"] = offsets[b_first] - result["a_offset"]
+    wanted = np.maximum(chunks["target"] - result["a_length"].astype(np.int64), 1)
     first, last = _random_runs(stream, sentence, wanted, is_random, draws)
-    found["b_offset"] = offsets[np.where(is_random, first, b_first)]
-    found["b_length"] = offsets[np.where(is_random, last, b_last)] - found["b_offset"]
-    return found
+    result["b_offset"] = offsets[np.where(is_random, first, b_first)]
+    result["b_length"] = offsets[np.where(is_random, last, b_last)] - result["b_offset"]
+    return result
 
 
 def _random_runs(
@@ -230,13 +230,13 @@ def _random_runs(
     first, last = bounds[other].astype(np.int64), bounds[other + 1].astype(np.int64)
     first += draws.start(last - first, asked)
     # The last sentence that begins before the reach, by halves: a sentence has a token at least.
-    reach, found = offsets[first] + wanted.astype(np.uint64), first
+    reach, result = offsets[first] + wanted.astype(np.uint64), first
     step = 1 << int(wanted.max()).bit_length() - 1
     while step:
-        probe = np.minimum(found + step, last - 1)
-        found = np.where(offsets[probe] < reach, probe, found)
+        probe = np.minimum(result + step, last - 1)
+        result = np.where(offsets[probe] < reach, probe, result)
         step >>= 1
-    return first, found + 1
+    return first, result + 1
 
 
 def one_by_one(
@@ -276,11 +276,11 @@ def truncate(rows: np.ndarray, sequence_length: int, draws: ArrayDraws) -> Pairs
     a_length, b_length = rows["a_length"].astype(np.int64), rows["b_length"].astype(np.int64)
     excess = np.maximum(a_length + b_length - (sequence_length - SPECIAL_TOKENS), 0)
     lead = np.minimum(excess, np.abs(a_length - b_length))
-    victims = Victims(a_length > b_length, lead, excess - lead)
-    a_front, b_front = draws.front_cuts(victims)
+    removals = Removals(a_length > b_length, lead, excess - lead)
+    a_front, b_front = draws.front_cuts(removals)
     return Pairs(
         rows["a_offset"].astype(np.int64) + a_front,
-        a_length - victims.from_a,
+        a_length - removals.from_a,
         rows["b_offset"].astype(np.int64) + b_front,
-        b_length - victims.from_b,
+        b_length - removals.from_b,
     )

@@ -7,7 +7,7 @@ from those that are there, and what was made of other text is never taken for ou
     PLACE/read-HASH/      documents of a part, as numbers of words (see text.words) or as ids
     PLACE/counts-HASH/    counted words of a part, for SentencePiece
     PLACE/shards-HASH/    train, validation: ArrayRecord files of a part
-    .../record.json       what is said of it, written last
+    .../record.json       what was counted in it, written last
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _VERSION = 1
 # A document: the hash of its text, and how many sentences it has.
 DOCUMENT = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
 
-# Told how many characters have been read since it was last told.
+# Takes how many characters have been read since its last call.
 Tick = Callable[[int], None]
 
 
@@ -141,7 +141,7 @@ class Task(Protocol):
         """Of the folder that it is made into."""
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Fills the folder; returns what is to be said of it, as JSON can hold it."""
+        """Fills the folder; returns its record, as JSON can hold it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,8 +264,8 @@ class WriteShards:
         tok = _tokenizer(self.tokenizer, self.sha256)
         writers: dict[int, dataset.ShardWriter] = {}
         with tempfile.TemporaryDirectory() as scratch:
-            found = self._documents(tok, pathlib.Path(scratch))
-            for split, (ids, lengths) in zip(self.splits, found, strict=True):
+            encoded = self._documents(tok, pathlib.Path(scratch))
+            for split, (ids, lengths) in zip(self.splits, encoded, strict=True):
                 if split < len(dataset.SPLITS) and len(ids):
                     if split not in writers:
                         path = folder / dataset.SPLITS[split]
@@ -325,7 +325,7 @@ def _mapped(path: pathlib.Path, dtype: Any) -> np.ndarray:
 
 
 def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
-    """Does a task unless it is done; returns what is said of its folder.
+    """Does a task unless it is done; returns the record of its folder.
 
     Raises:
       InputError: bad text, or the place cannot be written.
@@ -341,7 +341,7 @@ def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
 
 
 def record_of(task: Task) -> dict[str, Any] | None:
-    """What is said of a task's folder, if it is done."""
+    """Returns the record of a task's folder; None if it is not done."""
     path = epath.Path(task.place) / task.name / _RECORD
     with contextlib.suppress(FileNotFoundError):
         return json.loads(mirror.read(path))
@@ -354,17 +354,17 @@ def here(place: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Pat
         return pathlib.Path(path)
 
 
-def _ticking(found: Iterator[Document], tick: Tick) -> Iterator[Document]:
-    for document in found:
+def _ticking(source: Iterator[Document], tick: Tick) -> Iterator[Document]:
+    for document in source:
         yield document
         tick(len(document.text))
 
 
-def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
+def _batches(source: Iterator[Document]) -> Iterator[list[Document]]:
     """Documents that are worked on together, some `_BATCH` characters."""
     batch: list[Document] = []
     size = 0
-    for document in found:
+    for document in source:
         batch.append(document)
         size += len(document.text)
         if size > _BATCH:
@@ -378,8 +378,8 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
     """Loads the tokenizer in a folder, once in a process."""
     files = [epath.Path(folder) / name for name in sorted(mirror.names(epath.Path(folder)))]
-    with copies.here(*files) as found:
-        return tokenizer.load(found[0].parent)
+    with copies.here(*files) as here:
+        return tokenizer.load(here[0].parent)
 
 
 def _reading(corpus: Corpus) -> Sequence[str]:

@@ -7,9 +7,9 @@ epoch takes them, 10 bytes each.
     CACHE/plans/NAME.plan.tmp   one that is being made; its maker holds a lock on it
 
 A process of its own makes it, ahead of the epoch, so that neither the interpreter's lock nor the
-end of a run waits for it: it ends when whoever began it closes its `Plans` or dies. A file that is
-cut off or changed is made again. Plans of smaller splits take a tenth of a second, and are made
-where they are asked for, in memory.
+end of a run waits for it: it ends when the process that began it closes its `Plans` or dies. A
+file that is cut off or changed is made again. Plans of smaller splits take a tenth of a second, and
+are made where they are asked for, in memory.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class Plans:
       names: (seed, split, phase): they and an epoch's number key its draws.
       sequence_length: of the examples, specials included.
       short_seq_prob: share of documents cut into shorter pairs.
-      corpus: a hash of the corpus, by which its plans are found again; "" for a stream in memory.
+      corpus: a hash of the corpus, by which its plans are recognised; "" for a stream in memory.
       counts: the file in which the rows of first plans are remembered; None: they are not.
       shared: that file in the bucket of the corpus, for the one process of a run that sends what
         was counted; None: nothing is sent.
@@ -168,7 +168,7 @@ class Plans:
         return self._rows
 
     def close(self) -> None:
-        """Ends what is being made; whoever waits for it gives up."""
+        """Ends what is being made; a thread that waits for it gives up."""
         self._closed.set()
         with self._lock:
             if self._maker is not None:
@@ -194,8 +194,8 @@ class Plans:
         return plan
 
     def _path(self, epoch: int) -> str:
-        told = (PLAN_VERSION, self._corpus, *self.names, epoch, self._length, self._short)
-        name = hashlib.sha256("/".join(map(str, told)).encode()).hexdigest()[:32]
+        output = (PLAN_VERSION, self._corpus, *self.names, epoch, self._length, self._short)
+        name = hashlib.sha256("/".join(map(str, output)).encode()).hexdigest()[:32]
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
 
     def _begin(self, path: str, epoch: int) -> None:
@@ -214,7 +214,7 @@ class Plans:
         }
         command = [sys.executable, "-m", "bert_jax.data.plans", json.dumps(task)]
         try:
-            # In a session of its own, since Ctrl-C is ours; its standard input tells it of our end.
+            # In a session of its own, since Ctrl-C is ours; its standard input ends with us.
             self._maker = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -229,9 +229,9 @@ class Plans:
         """Lets go of a maker that ended; raises what it failed with."""
         if self._maker is None or self._maker.poll() is None:
             return
-        told, _ = self._maker.communicate()
+        output, _ = self._maker.communicate()
         code, self._maker = self._maker.returncode, None
-        line = told.decode(errors="replace").strip()
+        line = output.decode(errors="replace").strip()
         if code == 0:
             return
         if code > 0:
@@ -277,7 +277,7 @@ def add_counts(path: epath.Path, rows: dict[str, int]) -> None:
             mirror.write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)
 
 
-_ANEW = "remove it, it is made anew"
+_ANEW = "remove it, it is made again"
 
 
 def _order(names: tuple[object, ...], epoch: int, count: int) -> np.ndarray:
@@ -309,15 +309,15 @@ def _read(path: str, dtype: np.dtype) -> np.ndarray | None:
 
 
 def _claimed(path: str) -> int | None:
-    """The file beside a plan's, locked for whoever makes it; None if another one does, or did."""
-    beside = f"{path}.tmp"
-    file = no_link(beside, os.O_RDWR | os.O_CREAT)
+    """Returns the temporary file of a plan, locked for its maker; None if another one makes it."""
+    temporary = f"{path}.tmp"
+    file = no_link(temporary, os.O_RDWR | os.O_CREAT)
     with contextlib.suppress(OSError):  # held by another, or no longer there
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file), os.stat(beside)):
+        if os.path.samestat(os.fstat(file), os.stat(temporary)):
             if not os.path.exists(path):
                 return file
-            os.unlink(beside)
+            os.unlink(temporary)
     os.close(file)
     return None
 
@@ -328,9 +328,9 @@ def _make(task: dict[str, Any]) -> None:
     key = draws.key_of(*names, epoch)
     plan = pairs.plan(stream, task["sequence_length"], task["short_seq_prob"], key)
     order, checksum = _order(names, epoch, len(plan)), 0
-    path, beside = task["path"], task["path"] + ".tmp"
+    path, temporary = task["path"], task["path"] + ".tmp"
     try:
-        with named_errors(path), open(beside, "wb") as file:
+        with named_errors(path), open(temporary, "wb") as file:
             file.seek(_HEAD.size)
             for start in range(0, len(plan), _WRITTEN):
                 chunks = plan[order[start : start + _WRITTEN]].tobytes()
@@ -339,10 +339,10 @@ def _make(task: dict[str, Any]) -> None:
             file.seek(0)
             file.write(_HEAD.pack(_MAGIC, len(plan), checksum))
             file.flush()
-            os.replace(beside, path)
+            os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
     _prune(os.path.dirname(path))
 

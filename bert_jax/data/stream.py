@@ -49,20 +49,20 @@ class Stream:
         """
         folder = epath.Path(folder)
         path, maps = folder / "stream.json", {}
-        arrays = read_json(path, FORMAT_VERSION, _anew(folder), _anew(folder))
-        with reading(path, _anew(folder)):
+        arrays = read_json(path, FORMAT_VERSION, _remedy(folder), _remedy(folder))
+        with reading(path, _remedy(folder)):
             for name, (dtype, count) in arrays["arrays"].items():
                 path, expected = folder / f"{name}.bin", np.dtype(dtype).itemsize * count
                 if not path.exists() or path.stat().length != expected:
                     raise InputError(
-                        f"{path}: missing or damaged ({expected} bytes expected); {_anew(folder)}"
+                        f"{path}: missing or damaged ({expected} bytes expected); {_remedy(folder)}"
                     )
                 maps[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
             return cls(**maps, folder=str(folder))
 
     def damaged(self, name: str) -> InputError:
         """What to raise when an array holds what `write` cannot have written."""
-        return InputError(f"{self.folder}/{name}.bin: damaged; {_anew(self.folder)}")
+        return InputError(f"{self.folder}/{name}.bin: damaged; {_remedy(self.folder)}")
 
     def __reduce__(self) -> Any:
         """Workers map the files themselves; a mapping would be pickled as its content."""
@@ -71,8 +71,8 @@ class Stream:
         return (Stream.open, (self.folder,))
 
 
-def _anew(folder: epath.PathLike) -> str:
-    return f"remove {folder} and run again, it is made anew from the dataset"
+def _remedy(folder: epath.PathLike) -> str:
+    return f"remove {folder} and run again, it is made again from the dataset"
 
 
 def write(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: int) -> None:
@@ -81,7 +81,7 @@ def write(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: i
     Args:
       dataset: of `ids` and `sentence_lengths`, none of which is 0.
       split: of the dataset.
-      folder: is made anew.
+      folder: is made again.
       vocab_size: above all ids.
 
     Raises:

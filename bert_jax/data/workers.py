@@ -70,12 +70,12 @@ class Progress:
         self._bar = None
 
     def tick(self, characters: int) -> None:
-        """Is told how much more of the present task has been read."""
+        """Counts characters that have been read of the present task."""
         self._part += characters
         self._show()
 
     def end(self, size: int) -> None:
-        """Is told that a task of so many bytes is done."""
+        """Counts a task of so many bytes as done."""
         self._done += size
         self._part = 0
         self._show()
@@ -115,7 +115,7 @@ def run(tasks: Sequence[parts.Task], workers: int, progress: Progress) -> list[d
     Args:
       tasks: in any number.
       workers: how many processes work; 1 is this one.
-      progress: is told of what is done.
+      progress: shows what is done.
 
     Raises:
       InputError: of the first task that fails; what is done stays.

@@ -117,15 +117,15 @@ def fetch(path: epath.Path, target: epath.Path, say: Say | None = None) -> None:
     Raises:
       InputError: nothing is there.
     """
-    found = mirror.about(path)
-    if found is None:
+    listed = mirror.about(path)
+    if listed is None:
         raise InputError(f"{path}: is missing")
 
     def complaint(name: str, file: epath.Path) -> str:
         del name
-        return "" if mirror.is_same(file, found) else "was changed on its way"
+        return "" if mirror.is_same(file, listed) else "was changed on its way"
 
-    wanted = {path.name: _Wanted(path, target, found.size, found.crc32c)}
+    wanted = {path.name: _Wanted(path, target, listed.size, listed.crc32c)}
     _fetch_all(wanted, path, complaint, "copy it again", say)
 
 
@@ -174,9 +174,9 @@ class _Wanted:
     def missing(self) -> list[int]:
         """Makes ready; returns the first bytes of the pieces that are not here."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        said = self._done.read_text().split("\n")[:-1] if self._done.exists() else []
-        if said[:1] == [self._version] and self.part.exists():
-            done = {int(line) for line in said[1:]}
+        lines = self._done.read_text().split("\n")[:-1] if self._done.exists() else []
+        if lines[:1] == [self._version] and self.part.exists():
+            done = {int(line) for line in lines[1:]}
             self.is_continued = True
         else:
             done = set()
@@ -289,7 +289,7 @@ def send_all(
         mirror.compose([target / part for part in parts], target / name)
         sent = mirror.about(target / name)
         if sent is None or not mirror.is_same(source / name, sent):
-            raise InputError(f"{target / name}: is not as it was sent; run again to send it anew")
+            raise InputError(f"{target / name}: is not as it was sent; run again to send it again")
     mirror.remove(target / part for part in mirror.listing(target) if part.startswith(_PARTS))
 
 
@@ -303,7 +303,7 @@ def _send_piece(file: epath.Path, first: int, path: epath.Path) -> None:
 def _in_streams(tasks: list[Task], what: str, say: Say | None) -> None:
     """Does tasks in several threads; the first failure ends all."""
     total, done = sum(size for size, _ in tasks), 0
-    began = told = time.monotonic()
+    began = shown = time.monotonic()
     with ThreadPoolExecutor(STREAMS) as pool:
         under_way = {pool.submit(work): size for size, work in tasks}
         try:
@@ -312,8 +312,8 @@ def _in_streams(tasks: list[Task], what: str, say: Say | None) -> None:
                     future.result()
                     done += under_way.pop(future)
                 now = time.monotonic()
-                if say is not None and under_way and now - told >= _TELL:
-                    told, rate = now, done / (now - began)
+                if say is not None and under_way and now - shown >= _TELL:
+                    shown, rate = now, done / (now - began)
                     left = f", {(total - done) / rate:,.0f} s left" if done else ""
                     say(
                         f"{what}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB, "

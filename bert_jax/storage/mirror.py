@@ -83,7 +83,7 @@ _granted: set[tuple[str, Right]] = set()
 
 
 class Listed(NamedTuple):
-    """An object, as a list tells of it.
+    """An object, as a list describes it.
 
     Attributes:
       size: in bytes.
@@ -165,11 +165,11 @@ def state(path: epath.PathLike) -> tuple[int, int]:
     if not is_bucket(path):
         stat = os.stat(path)
         return stat.st_size, stat.st_mtime_ns
-    found = about(path)
-    if found is None:
+    listed = about(path)
+    if listed is None:
         raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path))
-    date = datetime.datetime.fromisoformat(found.updated)
-    return found.size, round(date.timestamp() * 1e9)
+    date = datetime.datetime.fromisoformat(listed.updated)
+    return listed.size, round(date.timestamp() * 1e9)
 
 
 def write(path: epath.Path, text: str | Iterable[str], seconds: float | None = None) -> None:
@@ -293,14 +293,14 @@ def _listed(folder: epath.PathLike, delimiter: str | None) -> tuple[dict[str, Li
             json_out=True,
         )
         try:
-            found = _tried("list", folder, ask)
+            answer = _tried("list", folder, ask)
         except FileNotFoundError as error:
             raise InputError(f"{folder}: there is no bucket {bucket}") from error
-        for item in found.get("items", []):
+        for item in answer.get("items", []):
             name = item["name"].removeprefix(prefix)
             objects[name] = _of_item(item)
-        folders |= {name.removeprefix(prefix).rstrip("/") for name in found.get("prefixes", [])}
-        page = found.get("nextPageToken")
+        folders |= {name.removeprefix(prefix).rstrip("/") for name in answer.get("prefixes", [])}
+        page = answer.get("nextPageToken")
         if not page:
             objects.pop("", None)  # what the console makes for an empty folder
             return objects, folders
@@ -368,7 +368,7 @@ def opened(
 
     Args:
       root: where the run lies.
-      corpus_dir: where its corpus lies; "": beside it.
+      corpus_dir: where its corpus lies; "": next to it.
       access: `read` fetches the small files of a run in a bucket, as they are now; `write` names
         the local folder of the run itself, which `Mirror` fills and sends.
 
@@ -393,19 +393,19 @@ def opened(
 def is_going_on(workdir: Workdir) -> bool:
     """Returns whether a run is at work, as far as is known.
 
-    Of one in a bucket, opened to `read`: whether it has said so lately.
+    Of one in a bucket, opened to `read`: whether its last line is recent.
     """
     if workdir.remote is None:
         return in_use(workdir.root)
-    started, said, kind = 0.0, 0.0, ""
+    started, last, kind = 0.0, 0.0, ""
     with contextlib.suppress(FileNotFoundError):
         holder = Holder.parse((workdir.root / OWNER).read_bytes())
         started = 0.0 if holder is None else holder.since
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
         line = json.loads(workdir.timings.read_bytes().split(b"\n")[-2])
-        said, kind = line["time"], line["kind"]
-    has_ended = kind == "end" and said >= started
-    return not has_ended and time.time() - max(started, said) < _LATELY
+        last, kind = line["time"], line["kind"]
+    has_ended = kind == "end" and last >= started
+    return not has_ended and time.time() - max(started, last) < _LATELY
 
 
 def owner(remote: epath.Path) -> Holder | None:
@@ -427,8 +427,8 @@ def _refresh(remote: epath.Path, local: epath.Path, files: Iterable[str]) -> Non
                 here.unlink(missing_ok=True)
             elif not is_same(here, there[name]):
                 data = read(remote / name)
-                with new_file(here) as beside:
-                    beside.write_bytes(data)
+                with new_file(here) as temporary:
+                    temporary.write_bytes(data)
 
 
 def cached(kind: str, remote: epath.PathLike) -> epath.Path:
@@ -487,11 +487,11 @@ class Mirror:
     def join(self) -> None:
         """Takes note of the run's owner, which process 0 has written; for the other processes."""
         if self._remote is not None:
-            found = owner(self._remote)
-            self.token = "" if found is None else found.token
+            holder = owner(self._remote)
+            self.token = "" if holder is None else holder.token
 
     def check(self) -> None:
-        """Raises InputError if a push has found that the run belongs to another start."""
+        """Raises InputError if a push has seen that the run belongs to another start."""
         if self._taken is not None:
             raise self._taken
 
@@ -525,7 +525,7 @@ class Mirror:
     def __exit__(self, *_: object) -> None:
         if self._remote is not None and not self._stop.is_set():
             self._stop.set()
-            with contextlib.suppress(Exception):  # a failure is told, and may be the network
+            with contextlib.suppress(Exception):  # a failure is shown, and may be the network
                 self._push(0)
 
     def _owned(self) -> list[str]:
@@ -541,12 +541,12 @@ class Mirror:
             return
         path = self._remote / OWNER
         try:
-            found = Holder.parse(read(path, seconds=seconds))
+            holder = Holder.parse(read(path, seconds=seconds))
         except FileNotFoundError:
             return
-        if found is not None and found.token != self.token:
+        if holder is not None and holder.token != self.token:
             self._taken = InputError(
-                f"{self._remote}: now belongs to {found}, which has started the run after this "
+                f"{self._remote}: now belongs to {holder}, which has started the run after this "
                 "one; this one ends here"
             )
             raise self._taken
@@ -557,7 +557,7 @@ class Mirror:
             began = time.monotonic()
             try:
                 self._push(0)
-            except Exception:  # the next one may arrive; a flush waits, and tells
+            except Exception:  # the next one may arrive; a flush waits, and raises
                 if self._taken is not None:
                     return
             pause = max(_SECONDS, (time.monotonic() - began) / _SHARE)
@@ -579,12 +579,12 @@ class Mirror:
         local = pathlib.Path(self._local)
         mine = [local / name for name in RUN_FILES] if self._number == 0 else []
         mine += (local / "profile").rglob(f"process_{self._number}.*")
-        found = {}
+        changed = {}
         for path in mine:
             with contextlib.suppress(FileNotFoundError):
                 stat = os.stat(path)
                 stamp = stat.st_size, stat.st_mtime_ns
                 name = path.relative_to(local).as_posix()
                 if self._sent.get(name) != stamp:
-                    found[name] = stamp
-        return found
+                    changed[name] = stamp
+        return changed

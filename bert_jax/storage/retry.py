@@ -81,7 +81,7 @@ def again(
       where: what is read or written; begins the messages.
       denied: `wait` takes refused rights for a token that will be renewed; `refuse` for bad input.
       seconds: how long faults may follow one another, from the first on.
-      say: is told, once, that there is something to wait for.
+      say: is given a line, once, if there is something to wait for.
 
     Raises:
       InputError: rights are refused, and `denied` is `refuse`.
@@ -90,7 +90,7 @@ def again(
     """
     deadline: float | None = None
     wait = FIRST_WAIT
-    said = False
+    has_said = False
     while True:
         try:
             return work()
@@ -108,9 +108,9 @@ def again(
                     f"{where}: out of reach for {seconds:.0f} seconds ({_reason(error)}); run "
                     "again to go on"
                 ) from error
-            if say is not None and not said and wait > 4 * FIRST_WAIT:
+            if say is not None and not has_said and wait > 4 * FIRST_WAIT:
                 say(f"{where}: out of reach ({_reason(error)}); trying again")
-                said = True
+                has_said = True
         # Not all hosts of a pod at the same moment.
         time.sleep(wait * random.uniform(0.5, 1.0))
         wait = min(2 * wait, LONGEST_WAIT)

@@ -1,6 +1,6 @@
 """Where a run keeps its files, and the few rules by which files are written, on this machine.
 
-A file is written beside its place and renamed, so that a reader sees the old text or the new. A
+A file is written next to its place and renamed, so that a reader sees the old text or the new. A
 folder counts only once it holds COMPLETE, which is written last; one without is rebuilt. A run in a
 bucket is written here, too: `mirror` sends it there.
 
@@ -8,7 +8,7 @@ bucket is written here, too: `mirror` sends it there.
     W/corpus/               the prepared corpus (see data.corpus)
     W/checkpoints/          one folder a step (see training.checkpoint)
     W/metrics.jsonl         what was computed: a function of experiment, corpus and step alone
-    W/predictions.jsonl     what the model said of a few fixed sentences, as exact as the metrics
+    W/predictions.jsonl     what the model predicted in a few fixed texts, as exact as the metrics
     W/timings.jsonl         how long it took
     W/origin.json           which experiment file and --set strings the last start was given
     W/compiled/             of a run in a bucket: compiled programs (see training.environment)
@@ -41,7 +41,7 @@ T = TypeVar("T", bound=Section)
 
 COMPLETE = "COMPLETE"
 
-# What a run writes into its folder, beside its corpus, its checkpoints and its traces.
+# What a run writes into its folder, except its corpus, its checkpoints and its traces.
 RUN_FILES = (
     "experiment.json",
     "origin.json",
@@ -70,7 +70,7 @@ class Workdir:
 
     Args:
       root: a folder of this machine.
-      corpus_dir: where the corpus is, on this machine or in a bucket; "": beside the run.
+      corpus_dir: where the corpus is, on this machine or in a bucket; "": next to the run.
       remote: the place in a bucket that `root` is written for, or was fetched from; None: the run
         lies here.
 
@@ -188,10 +188,10 @@ class Holder:
     def parse(cls, data: bytes) -> "Holder | None":
         """Returns what `text` wrote; None for something else, of another version, say."""
         try:
-            found = json.loads(data)
-            if found.pop("format_version") != _HOLDER_VERSION:
+            record = json.loads(data)
+            if record.pop("format_version") != _HOLDER_VERSION:
                 return None
-            holder = cls(**found)
+            holder = cls(**record)
             str(holder)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
             return None
@@ -228,13 +228,13 @@ def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
     Raises:
       InputError: it cannot be written, or is a device or a pipe, which would be replaced by a file.
     """
-    with new_file(path) as beside, beside.open("w", encoding="utf-8") as file:
+    with new_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines((text,) if isinstance(text, str) else text)
 
 
 @contextlib.contextmanager
 def new_file(path: epath.Path) -> Iterator[epath.Path]:
-    """Gives a place beside the file's to write to, which takes it, flushed to disk, at the end.
+    """Gives a temporary file to write, which takes the file's place, flushed to disk, at the end.
 
     A failure leaves what was there before.
 
@@ -243,16 +243,16 @@ def new_file(path: epath.Path) -> Iterator[epath.Path]:
     """
     require_local(path)
     require_plain(path)
-    beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with named_errors(path):
         try:
-            yield beside
-            with contextlib.suppress(OSError), open(os.fspath(beside), "rb") as file:
+            yield temporary
+            with contextlib.suppress(OSError), open(os.fspath(temporary), "rb") as file:
                 os.fsync(file.fileno())
-            beside.replace(path)
+            temporary.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             raise
 
 
@@ -456,19 +456,19 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
       InputError: something lies there already, or it cannot be written.
     """
     require_local(folder)
-    folder = folder.absolute()  # else "." would have no place beside it
+    folder = folder.absolute()  # else "." would have no folder above it
     with named_errors(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise InputError(f"{folder}: is there already; choose another folder")
-    beside = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
     with made(folder.parent), named_errors(folder):
         try:
-            beside.mkdir()
-            yield beside
-            beside.replace(folder)  # also over an empty one
+            temporary.mkdir()
+            yield temporary
+            temporary.replace(folder)  # also over an empty one
         except BaseException:
             with contextlib.suppress(OSError):
-                beside.rmtree(missing_ok=True)
+                temporary.rmtree(missing_ok=True)
             raise
 
 

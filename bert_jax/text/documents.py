@@ -213,24 +213,24 @@ def files(source: str) -> list[str]:
     """
     word, _, place = source.partition(":")
     if os.path.isdir(place):
-        found = [
+        paths = [
             os.path.join(folder, name)
             for folder, _, names in os.walk(place)
             for name in names
             if name.endswith(SUFFIXES[word])
         ]
-        if not found:
+        if not paths:
             raise InputError(
                 f"corpus.sources: {source}: the folder holds no {', '.join(SUFFIXES[word])} file"
             )
-        return sorted(found)
-    found = sorted(path for path in glob.glob(place, recursive=True) if os.path.isfile(path))
-    if not found:
+        return sorted(paths)
+    paths = sorted(path for path in glob.glob(place, recursive=True) if os.path.isfile(path))
+    if not paths:
         what = "the pattern matches no file" if glob.has_magic(place) else "no such file or folder"
         if os.path.exists(place):
             what = "not a regular file, and text is read more than once"
         raise InputError(f"corpus.sources: {source}: {what} (in {os.getcwd()})")
-    return found
+    return paths
 
 
 def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:

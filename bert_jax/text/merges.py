@@ -111,7 +111,7 @@ class _Merger:
             at = _apart(at)
         if not len(at):
             return
-        # Pairs that end: with the piece before, and the one behind, but for the merged one itself.
+        # Pairs that end: with the piece before, and the one behind, except the merged one itself.
         before = at[(at > 0) & (row[at - 1] == row[at])] - 1
         behind = at[at + 2 < total] + 1
         behind = behind[row[behind] == row[behind + 1]]

@@ -25,14 +25,14 @@ def split(document: Document, language: str) -> list[str]:
     paragraphs = document.paragraphs()
     if document.layout == "sentences_by_line":
         return paragraphs
-    found: list[str] = []
+    pieces: list[str] = []
     for paragraph in paragraphs:
         for piece in _cut(paragraph, language, _BLANKED):
             if len(piece) < _LONG:
-                found.append(piece)
+                pieces.append(piece)
             else:
-                found += _cut(piece, language, _BLANKED_MARKS)
-    return [stripped for piece in found if (stripped := piece.strip())]
+                pieces += _cut(piece, language, _BLANKED_MARKS)
+    return [stripped for piece in pieces if (stripped := piece.strip())]
 
 
 def _cut(text: str, language: str, blanked: dict[int, str]) -> list[str]:
@@ -41,11 +41,11 @@ def _cut(text: str, language: str, blanked: dict[int, str]) -> list[str]:
         pieces = sentencex.segment(language, text)
         rest = text[sum(map(len, pieces)) :]
         return [*pieces, rest] if rest else pieces
-    found = []
+    result = []
     start = 0
     for piece in sentencex.segment(language, text.translate(blanked)):
-        found.append(text[start : start + len(piece)])
+        result.append(text[start : start + len(piece)])
         start += len(piece)
     if start < len(text):
-        found.append(text[start:])
-    return found
+        result.append(text[start:])
+    return result

@@ -48,9 +48,9 @@ def find(name: str) -> epath.Path:
     if version:
         versions = [version]
     else:
-        found = mirror.names(folder)
+        names = mirror.names(folder)
         versions = sorted(
-            filter(_VERSION.fullmatch, found), key=lambda v: [*map(int, v.split("."))]
+            filter(_VERSION.fullmatch, names), key=lambda v: [*map(int, v.split("."))]
         )
     if not versions or not mirror.exists(folder / versions[-1] / "dataset_info.json"):
         raise InputError(
@@ -130,13 +130,13 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
     if info.file_format not in _READERS:
         kind = getattr(info.file_format, "value", None)
         raise InputError(f"{folder}: stored as {kind}; only array_record and tfrecord can be read")
-    found = _shards(folder, info.splits[split])
-    total = max(sum(count for _, count in found), 1)
+    files = _shards(folder, info.splits[split])
+    total = max(sum(count for _, count in files), 1)
     can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not mirror.is_bucket(
         folder
     )
     size = info.splits[split].num_bytes
-    return [(path, count, size * count // total, can_be_cut) for path, count in found]
+    return [(path, count, size * count // total, can_be_cut) for path, count in files]
 
 
 def shard_records(
@@ -175,29 +175,29 @@ def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:
     Raises:
       InputError: as `open_folder`.
     """
-    found = {}
+    labels = {}
     for key, feature in open_folder(folder).info.features.items():
         if isinstance(feature, tfds.features.Sequence):
             feature = feature.feature
         if isinstance(feature, tfds.features.ClassLabel) and feature.num_classes is not None:
-            found[key] = feature
-    return found
+            labels[key] = feature
+    return labels
 
 
 def _shards(folder: epath.PathLike, split: Any) -> list[tuple[epath.Path, int]]:
     """A split's files, and how many records each holds."""
     try:
-        found = list(zip(split.filepaths, split.shard_lengths, strict=True))
+        result = list(zip(split.filepaths, split.shard_lengths, strict=True))
     except Exception as error:  # as when it is opened
         raise _unreadable(folder, error) from error
-    if not found:  # as after the lengths were lost: TFDS would give an empty split
+    if not result:  # as after the lengths were lost: TFDS would give an empty split
         raise InputError(
             f"{epath.Path(folder) / 'dataset_info.json'}: lists no file of split {split.name!r}; "
             "put the whole file back"
         )
     if mirror.is_bucket(folder):
-        found = [(epath.Path(folder) / path.name, count) for path, count in found]
-    return found
+        result = [(epath.Path(folder) / path.name, count) for path, count in result]
+    return result
 
 
 def _whole(path: epath.Path, raw: Iterator[bytes], features: Any) -> Iterator[dict[str, Any]]:

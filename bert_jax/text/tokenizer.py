@@ -162,12 +162,12 @@ class SentencePiece:
         specials = {}
         self.appended: list[str] = []
         for role, names in self._NAMES.items():
-            found = vocabulary.find_special(self._pieces, names)
-            if found is None:
-                found = len(self._pieces)
+            token_id = vocabulary.find_special(self._pieces, names)
+            if token_id is None:
+                token_id = len(self._pieces)
                 self._pieces.append(names[0])
                 self.appended.append(names[0])
-            specials[role] = found
+            specials[role] = token_id
         self.pad_id, self.cls_id = specials["pad"], specials["cls"]
         self.sep_id, self.mask_id = specials["sep"], specials["mask"]
         self.unk_id = self._processor.unk_id()
@@ -270,20 +270,20 @@ def units(text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
     Returns:
       (first character, one past the last) of each, in order.
     """
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     start = 0
     for place, char in enumerate(text):
         kind = _kind(char, tokenizer.case) if tokenizer.kind == "wordpiece" else _plain(char)
         if kind == "of a word":
             continue
         if start < place:
-            found.append((start, place))
+            spans.append((start, place))
         if kind == "alone":
-            found.append((place, place + 1))
+            spans.append((place, place + 1))
         start = place + 1
     if start < len(text):
-        found.append((start, len(text)))
-    return found
+        spans.append((start, len(text)))
+    return spans
 
 
 @functools.cache
@@ -306,20 +306,20 @@ class Splitter:
 
     def words(self, sentences: Iterable[str]) -> list[str]:
         """Words of sentences, none of which holds a line feed, each followed by a line feed."""
-        found: list[str] = []
+        split: list[str] = []
         plain: list[str] = []  # sentences in ASCII, cut together
         for sentence in sentences:
             if sentence.isascii() and sentence.isprintable():
                 plain.append(sentence)
                 continue
             if plain:
-                found += self._ascii_words(plain)
+                split += self._ascii_words(plain)
                 plain.clear()
             if any(char in sentence for char in _BLANK_CONTROLS):
                 sentence = sentence.translate(_CLEAN)
-            found += itertools.chain.from_iterable(map(self._chunks.__getitem__, sentence.split()))
-            found.append("\n")
-        return found + self._ascii_words(plain) if plain else found
+            split += itertools.chain.from_iterable(map(self._chunks.__getitem__, sentence.split()))
+            split.append("\n")
+        return split + self._ascii_words(plain) if plain else split
 
     def _ascii_words(self, sentences: list[str]) -> list[str]:
         text = "\n".join([*sentences, ""])

@@ -43,9 +43,9 @@ class Counted:
     @classmethod
     def of(cls, counts: Mapping[str, int]) -> "Counted":
         """Of words that all train the vocabulary."""
-        found = cls(sorted(counts), [counts[word] for word in sorted(counts)])
-        found.add(counts)
-        return found
+        counted = cls(sorted(counts), [counts[word] for word in sorted(counts)])
+        counted.add(counts)
+        return counted
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Adds words that were not there before to all but `words` and `counts`."""

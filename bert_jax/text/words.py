@@ -147,7 +147,7 @@ def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> lis
 def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
     """Adds up the counts of any number of files."""
     kept: list[tuple[int, int, str]] = []
-    found = Counted()
+    counted = Counted()
     for section in range(_SECTIONS):
         counts: dict[str, int] = {}
         for path, offsets in files:
@@ -157,15 +157,15 @@ def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
                     part = json.loads(file.read(bounds[section + 1] - bounds[section]))
                     for word, number in part.items():
                         counts[word] = counts.get(word, 0) + number
-        found.add(counts)
+        counted.add(counts)
         kept += [(-number, _scrambled(_hash(word)), word) for word, number in counts.items()]
         if len(kept) > MOST_WORDS:
             kept.sort()
             del kept[MOST_WORDS:]
     pairs = sorted((word, -negative) for negative, _, word in kept)
-    found.words = [word for word, _ in pairs]
-    found.counts = [number for _, number in pairs]
-    return found
+    counted.words = [word for word, _ in pairs]
+    counted.counts = [number for _, number in pairs]
+    return counted
 
 
 def _write_sections(words: Mapping[str, int], file: IO[bytes]) -> list[int]:

@@ -74,8 +74,8 @@ def without_word_groups(*arguments, **named):
     return MASK(*arguments, **{**named, "continues": None})
 
 
-def cut_at_the_back(self, victims):
-    for _ in range(int(victims.lead[0] + victims.rest[0])):
+def cut_at_the_back(self, removals):
+    for _ in range(int(removals.lead[0] + removals.rest[0])):
         self._rng.random()
     return np.array([0]), np.array([0])
 

@@ -534,7 +534,7 @@ def test_a_tokenizer_folder_of_the_other_case_is_refused(place):
 # --- The stream ---
 
 
-def test_a_missing_stream_is_made_anew(prepared):
+def test_a_missing_stream_is_made_again(prepared):
     before = content(prepared.folder)
     shutil.rmtree(prepared.folder / "stream")
     for split in corpus.SPLITS:
@@ -542,7 +542,7 @@ def test_a_missing_stream_is_made_anew(prepared):
     assert content(prepared.folder) == before
 
 
-def test_a_stream_that_was_being_made_is_made_anew(prepared):
+def test_a_stream_that_was_being_made_is_made_again(prepared):
     before = content(prepared.folder)
     (prepared.folder / "stream" / "train" / "COMPLETE").unlink()
     (prepared.folder / "stream" / "train" / "ids.bin").write_bytes(b"")

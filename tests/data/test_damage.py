@@ -28,7 +28,7 @@ ARRAYS = ("ids.bin", "sentence_offsets.bin", "document_offsets.bin", "unigrams.b
 # Files of a corpus, and what to do about a damaged one.
 FILES = {
     "manifest.json": "put the whole file back",
-    "plans.json": "remove it, it is made anew",
+    "plans.json": "remove it, it is made again",
     "tokenizer/tokenizer.json": "put that one back",
     "tokenizer/vocab.txt": "put that one back",
     **dict.fromkeys(
@@ -80,7 +80,7 @@ def test_the_dataset_is_read_by_verify_and_before_a_stream_is_made_of_it(copy_of
     for command in ("prepare small.py --workdir run --verify", "show --workdir run"):
         code, err = call(command)
         assert (code, err.count("\n")) == (2, 1)
-        assert f"{shard}: missing or damaged" in err and "to prepare it anew" in err
+        assert f"{shard}: missing or damaged" in err and "to prepare it again" in err
     assert not pathlib.Path("corpus/stream").exists()
 
 

@@ -22,10 +22,10 @@ def counter(rows):
     return draws.Counter(KEY, np.asarray(rows))
 
 
-def victims(from_a, from_b):
-    """Victims of which A and B lose so many, where A's lead is what B loses less."""
+def removals(from_a, from_b):
+    """Tokens removed, of which A and B lose so many, where A's lead is what B loses less."""
     from_a, from_b = np.asarray(from_a), np.asarray(from_b)
-    return draws.Victims(from_a > from_b, np.abs(from_a - from_b), 2 * np.minimum(from_a, from_b))
+    return draws.Removals(from_a > from_b, np.abs(from_a - from_b), 2 * np.minimum(from_a, from_b))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def answers(rows):
     rows = np.asarray(rows)
     c = counter(rows)
     lengths, chosen = 3 + rows % 40, 1 + rows % 5
-    front_a, front_b = c.front_cuts(victims(rows % 700, rows % 7))
+    front_a, front_b = c.front_cuts(removals(rows % 700, rows % 7))
     order = c.candidate_order(lengths)
     kinds, ids = c.replacements(chosen, 1000)
     return [
@@ -96,7 +96,7 @@ def test_seeds_splits_phases_and_purposes_have_other_draws():
 def test_front_cuts_are_binomial(trials):
     n = 4000
     lost = np.full(n, trials)
-    a, b = counter(np.arange(n)).front_cuts(victims(lost, lost))
+    a, b = counter(np.arange(n)).front_cuts(removals(lost, lost))
     for cuts in (a, b):
         assert cuts.min() >= 0
         assert cuts.max() <= trials
@@ -232,7 +232,7 @@ def test_the_draws_of_this_version_are_those_of_the_last():
     assert draws.key_of(0, "train", 0) == KEY_OF_TRAIN
     assert draws.permutation(KEY, 0, 8).tolist() == PERMUTATION
     c = counter([0, 2**40])
-    assert [a.tolist() for a in c.front_cuts(victims([9, 50], [40, 3]))] == FRONT_CUTS
+    assert [a.tolist() for a in c.front_cuts(removals([9, 50], [40, 3]))] == FRONT_CUTS
     assert c.candidate_order(np.array([6, 6])).tolist() == ORDER
     assert c.replacements(np.array([3, 3]), 30_522)[1].tolist() == RANDOM_IDS
     sentences = counter([0, 1, 2, 2**33])

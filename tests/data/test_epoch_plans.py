@@ -142,6 +142,7 @@ def test_the_plans_used_last_are_kept(on_disk, cache, monkeypatch):
         path.write_bytes(b"")
         os.utime(path, (number, number))
     source.wait(0)
+    wait_until(lambda: source._maker is None or source._maker.poll() is not None)
     source.close()
     names = {os.path.basename(source._path(0)), *(f"{number}.plan" for number in range(2, 9))}
     assert set(files(cache)) == names
@@ -263,7 +264,7 @@ def test_the_rows_of_a_first_plan_are_remembered(on_disk, cache, tmp_path, monke
     assert [of(on_disk, counts=counts, seed=seed).rows_per_epoch() for seed in (0, 1)] == found
     for text in ("{}", counts.read_text().replace("checksum", "check")):
         counts.write_text(text)
-        with pytest.raises(InputError, match=r"plans\.json: .*remove it, it is made anew"):
+        with pytest.raises(InputError, match=r"plans\.json: .*remove it, it is made again"):
             of(on_disk, counts=counts).rows_per_epoch()
 
 

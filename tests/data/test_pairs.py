@@ -243,8 +243,8 @@ def test_a_sentence_of_70000_tokens_is_one_pair_s_a():
     def __init__(self, fronts):
         self.fronts = fronts
 
-    def front_cuts(self, victims):
-        self.victims = victims
+    def front_cuts(self, removals):
+        self.removals = removals
         return tuple(np.array([f]) for f in self.fronts)
 
 
@@ -252,11 +252,11 @@ def slow_truncate(a, b, most, random_draw):
     """truncate_seq_pair, token by token."""
     a, b = list(a), list(b)
     while len(a) + len(b) > most:
-        victim = a if len(a) > len(b) else b
+        longer = a if len(a) > len(b) else b
         if random_draw() < 0.5:
-            del victim[0]
+            del longer[0]
         else:
-            victim.pop()
+            longer.pop()
     return a, b
 
 

@@ -109,7 +109,7 @@ def test_another_version_is_not_continued(sent, tmp_path, monkeypatch):
     assert files(tmp_path) == FILES
 
 
-def test_a_part_that_a_machines_failure_has_spoiled_is_copied_anew(sent, tmp_path, monkeypatch):
+def test_a_part_that_a_machines_failure_has_spoiled_is_copied_again(sent, tmp_path, monkeypatch):
     monkeypatch.setattr(retry, "GIVE_UP", 0.1)
     broken_after(sent, "read", 60)
     with pytest.raises(Unavailable):
