@@ -154,11 +154,7 @@ class Predictor:
           InputError: longer than the position table.
         """
         second = None if b is None else self.encode(b)
-        return self.predict_ids(params, self.encode(a), second, top)
-
-    def predict_ids(self, params: Any, a: list[int], b: list[int] | None, top: int) -> Prediction:
-        """As `predict`, of ids without [CLS] and [SEP]."""
-        probs, is_next = self.probabilities(params, a, b)
+        probs, is_next = self.probabilities(params, self.encode(a), second)
         return Prediction([self.likeliest(p, top) for p in probs], is_next)
 
     def likeliest(self, probs: np.ndarray, top: int) -> list[tuple[str, float]]:
