@@ -100,7 +100,7 @@ def golden(name: str, slice_: str, settings: tuple[str, ...]) -> dict[str, Any]:
     phases = []
     for job, outcome in zip(jobs, outcomes, strict=True):
         entry = report.phase_entry(experiment, job.phase, where, outcome)
-        kept = ("outcome", "memory", "cycles", "random_bytes", "collectives", "checks")
+        kept = ("outcome", "memory", "cycles", "random_bytes", "kernels", "collectives", "checks")
         phases.append({key: entry[key] for key in kept if key in entry})
     return {
         "versions": compile_lib.versions(),

@@ -6,7 +6,9 @@ in the user's cache folder under a hash of all that it depends on.
 
     python -m bert_jax.plan.compile JOB.json OUTCOME.json
 
-is that process; `compile_all` starts it, in an environment without devices.
+is that process; `compile_all` starts it, in an environment without devices. For a program with
+custom kernels it starts itself again, since the compiler has to be told at its start to write down
+how it schedules them.
 """
 
 import concurrent.futures
@@ -37,7 +39,7 @@ from jax.experimental import topologies
 from bert_jax import config, system
 from bert_jax.config import Experiment, Phase
 from bert_jax.errors import InputError
-from bert_jax.plan import hlo
+from bert_jax.plan import hlo, schedule
 from bert_jax.plan import topology as topology_lib
 from bert_jax.plan.topology import Topology, layout_of
 from bert_jax.storage.workdir import cache_folder, made, named_errors, write_atomic
@@ -54,12 +56,16 @@ _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # else it asks, for half a minute, which machine of a pod this is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# Of each operation, the instructions that it becomes: twice the compiler's time, 100 MB of files.
+DUMP = (
+    "--xla_jf_dump_to={} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
+)
 # A compilation takes a core and a half, and a gigabyte or two.
 _AT_ONCE = 2
 # What a compilation and its reading are made of.
 _SOURCES = (
     *("config", "hardware.py", "model", "training"),
-    *("plan/compile.py", "plan/hlo.py", "plan/topology.py"),
+    *("plan/compile.py", "plan/hlo.py", "plan/schedule.py", "plan/topology.py"),
 )
 _KEPT_SECONDS = 30 * 24 * 3600.0
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -102,7 +108,7 @@ class Outcome:
     wanted: float | None = None
     available: float | None = None
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    program: hlo.Program | None = None
+    program: schedule.Program | None = None
     places: tuple[tuple[int, ...], ...] = ()
     parameters: tuple[str, ...] = ()
     whole_batch: tuple[str, ...] | None = None
@@ -113,17 +119,20 @@ class Outcome:
         fields = json.loads(text)
         if fields.get("program"):
             program = fields["program"]
-            program["kernels"] = tuple(hlo.Kernel(**kernel) for kernel in program["kernels"])
-            program["collectives"] = tuple(
-                hlo.Collective(**one | {"group": tuple(one["group"])})
-                for one in program["collectives"]
+            kinds = {"kernels": schedule.Kernel, "collectives": schedule.Collective}
+            for name, kind in kinds.items():
+                program[name] = [
+                    kind(**{key: _frozen(value) for key, value in one.items()})
+                    for one in program[name]
+                ]
+            fields["program"] = schedule.Program(
+                **{key: _frozen(value) for key, value in program.items()}
             )
-            fields["program"] = hlo.Program(**program)
-            fields["places"] = tuple(map(tuple, fields["places"]))
-            fields["parameters"] = tuple(fields["parameters"])
-            if fields["whole_batch"] is not None:
-                fields["whole_batch"] = tuple(fields["whole_batch"])
-        return cls(**fields)
+        return cls(**{key: _frozen(value) for key, value in fields.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def versions() -> dict[str, str]:
@@ -288,8 +297,18 @@ def _keep(path: epath.Path, text: str) -> None:
 # --- the process that compiles ---
 
 
-def main(job_file: str, outcome_file: str) -> None:
-    """Reads a job, compiles it and writes what came of it; dies with the process that asked."""
+class _HasKernels(Exception):
+    """A program has custom kernels, and nothing says what the compiler schedules for them."""
+
+
+def main(job_file: str, outcome_file: str, dump: str | None = None) -> None:
+    """Reads a job, compiles it and writes what came of it; dies with the process that asked.
+
+    Args:
+      job_file: see `_run`.
+      outcome_file: to write.
+      dump: folder into which the compiler of this process writes what it schedules.
+    """
     system.die_with_parent()
     job = json.loads(epath.Path(job_file).read_text())
     experiment = config.from_json(json.dumps(job["experiment"]), job_file)
@@ -298,7 +317,13 @@ def main(job_file: str, outcome_file: str) -> None:
         platform="tpu", topology_name=topology.name, **topology.compiler_options
     )
     try:
-        outcome = compile_step(experiment, job["phase"], described.devices)
+        outcome = compile_step(experiment, job["phase"], described.devices, dump)
+    except _HasKernels:
+        folder = os.path.join(os.path.dirname(outcome_file), "dump")
+        os.mkdir(folder)
+        options = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP.format(folder)}".strip()
+        command = [*_COMMAND, job_file, outcome_file, folder]
+        os.execve(command[0], command, os.environ | {"LIBTPU_INIT_ARGS": options})
     except InputError as error:
         outcome = Outcome(kind="refused", message=str(error))
     except jax.errors.JaxRuntimeError as error:
@@ -306,18 +331,26 @@ def main(job_file: str, outcome_file: str) -> None:
     write_atomic(epath.Path(outcome_file), json.dumps(dataclasses.asdict(outcome)))
 
 
-def compile_step(experiment: Experiment, number: int, devices: Sequence[jax.Device]) -> Outcome:
+def compile_step(
+    experiment: Experiment, number: int, devices: Sequence[jax.Device], dump: str | None
+) -> Outcome:
     """Compiles the training step of a phase for devices that need not be there.
 
     Raises:
       InputError: the experiment cannot be laid over so many devices.
       jax.errors.JaxRuntimeError: the compiler refuses.
+      _HasKernels: it does, and there is no `dump`.
     """
     mesh = mesh_lib.make_mesh(experiment.parallelism, devices)
     require_runnable(experiment, mesh)
     objective = Pretraining(experiment.model)
     state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
-    compiled = lower_step(experiment, number, mesh, state).compile()
+    lowered = lower_step(experiment, number, mesh, state)
+    if dump is None and schedule.KERNEL in lowered.as_text():
+        raise _HasKernels
+    compiled = lowered.compile()
+    module = hlo.parse(compiled.as_text())
+    program = schedule.read(module, functools.partial(_kernel_cycles, dump))
     memory = compiled.memory_analysis()
     peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
     if experiment.run.check_every:
@@ -326,7 +359,6 @@ def compile_step(experiment: Experiment, number: int, devices: Sequence[jax.Devi
         # Both programs are loaded, and one of them runs.
         peak = max(peak, checked.peak_memory_in_bytes)
         code += checked.generated_code_size_in_bytes
-    module = hlo.parse(compiled.as_text())
     whole_batch = hlo.whole_batch_arrays(module, experiment, number, mesh_lib.data_shards(mesh))
     return Outcome(
         kind="compiled",
@@ -337,11 +369,17 @@ def compile_step(experiment: Experiment, number: int, devices: Sequence[jax.Devi
             "code": code,
             "donated": memory.alias_size_in_bytes,
         },
-        program=hlo.read(module),
+        program=program,
         places=tuple((*device.coords, device.core_on_chip) for device in mesh.devices.flat),
         parameters=tuple(parameter_table(state["params"])),
         whole_batch=None if whole_batch is None else tuple(whole_batch),
     )
+
+
+def _kernel_cycles(dump: str | None, name: str) -> int | None:
+    """Returns the cycles of a kernel, by the name of its instruction; None if they are unknown."""
+    files = sorted(pathlib.Path(dump).glob(f"*-{name}-*-final_bundles.txt")) if dump else []
+    return schedule.scheduled_cycles(files[0].read_text()) if files else None
 
 
 def lower_step(

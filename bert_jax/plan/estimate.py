@@ -1,30 +1,38 @@
 """Estimates how long a step takes from what its program does, term by term.
 
-Nothing here was measured on a TPU. The compiler's cycles are close for matrix products (3 to 14 %
-too high) and up to three times too high for element-wise work that is not fused into one;
-collectives, kernels and random bits it takes for free, so they are added by arithmetic:
+Nothing here was measured on a TPU. A step is followed along its schedule. Work and kernels take
+their time; a transfer begins when its links are free, the links of an axis serving one after the
+other; what waits for a transfer waits until it has arrived. So a transfer costs only the wait that
+work and kernels in between leave, and each stretch of work hides one transfer a link, not several.
 
-    compute       cycles / clock
-    kernels       the larger of operations / peak and bytes / memory bandwidth
-    random bits   bytes drawn / (RANDOM_BYTES_PER_CYCLE x cores x clock), an assumption
-    collectives   bytes over links: (N-1)/N of a gather's or scatter's whole array, twice that of
-                  an all-reduce's, over the links of the axes that the group spans: both directions
-                  of each where the axis is a ring, one where it is not; less what other work covers
-    latency       HOP_SECONDS, an assumption, for each chip on the way of what is not covered
+    compute       cycles / clock; the compiler's cycles are close for matrix products (3 to 14 % too
+                  high) and up to three times too high for element-wise work that is not fused
+    kernels       the larger of cycles as the compiler schedules them / clock, and bytes / memory
+                  bandwidth; those whose cycles are not known take no time here and are named
+    random bits   bytes drawn / (RANDOM_BYTES_PER_CYCLE x cores x clock)
+    collectives   waits, less latency. A transfer takes (N-1)/N of a gather's or scatter's whole
+                  array, twice that of an all-reduce's, over the links of the axes that the group
+                  spans: both directions of each where the axis is a ring, one where it is not;
+                  a permutation takes what its slowest pair does
+    latency       the last part of each wait: HOP_SECONDS, an assumption, for each chip on the way
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
 
 from bert_jax import hardware
-from bert_jax.plan.hlo import Collective, Kernel, Program
+from bert_jax.plan.schedule import Collective, Kernel, Program, Step
 from bert_jax.plan.topology import Topology
 
-# A register of 4,096 bytes in 16 cycles: Philox's ten rounds on the four units of a vector core.
-RANDOM_BYTES_PER_CYCLE = 256
+# TPUs draw bits by an instruction of their own. The compiler schedules a register of 4,096 bytes
+# every other cycle and little besides: 1,940 bytes a cycle on v5e, 1,990 on v3.
+RANDOM_BYTES_PER_CYCLE = 1950
 # "How to Scale Your Model" takes as much for the way from a chip to the next.
 HOP_SECONDS = 1e-6
+# Among axes of the torus: the way between the cores of a chip.
+WITHIN_CHIPS = -1
 
 # Where a device is: chip coordinates, then its number on the chip.
 Place = Sequence[int]
@@ -32,108 +40,210 @@ Place = Sequence[int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """The terms of a step's time."""
+    """A step's time: its terms; and what they come from.
+
+    Attributes:
+      compute, kernels, random_bits, collectives, latency: the terms.
+      waits: for each of the program's collectives, what all its runs are waited for.
+      busy: for each axis, or WITHIN_CHIPS, how long its links transfer.
+    """
 
     compute: float
     kernels: float
     random_bits: float
     collectives: float
     latency: float
+    waits: tuple[float, ...]
+    busy: dict[int, float]
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The terms by name."""
+        return {name: getattr(self, name) for name in _TERMS}
 
     @property
     def total(self) -> float:
         """The sum of all terms."""
-        return sum(dataclasses.astuple(self))
+        return sum(self.terms.values())
+
+
+_TERMS = ("compute", "kernels", "random_bits", "collectives", "latency")
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The links that a group of devices has for itself.
+    """The links that a collective has for itself.
 
     Attributes:
-      size: devices of the group.
-      bandwidth: into each device, bytes a second.
-      hops: chips from the farthest device.
+      size: devices of a group; of a permutation, pairs.
+      bandwidth: into each device, bytes a second; of a permutation, of the slowest pair.
+      hops: chips on the longest way.
+      axes: whose links are used; WITHIN_CHIPS among them where cores of one chip take part.
     """
 
     size: int
     bandwidth: float
     hops: int
+    axes: frozenset[int]
 
 
-def estimate(
-    program: Program, topology: Topology, places: Sequence[Place], compute_dtype: str
-) -> Seconds:
+def estimate(program: Program, topology: Topology, places: Sequence[Place]) -> Seconds:
     """Returns how long a step takes, term by term.
 
     Args:
       program: of one device.
       topology: where it runs.
       places: of the devices, in the order of the mesh.
-      compute_dtype: of matrix products; says which peak a kernel cannot exceed.
     """
-    tpu = topology.tpu
-    transfer = wait = 0.0
-    for collective in program.collectives:
-        seconds, latency = collective_seconds(collective, topology, places)
-        transfer += collective.count * seconds
-        wait += collective.count * latency
-    drawn = RANDOM_BYTES_PER_CYCLE * tpu.cores_per_device * tpu.clock_hz
+    timeline = _Timeline(program, topology, places)
+    timeline.run(program.schedule, 1)
     return Seconds(
-        compute=program.cycles / tpu.clock_hz,
-        kernels=sum(k.count * kernel_seconds(k, tpu, compute_dtype) for k in program.kernels),
-        random_bits=program.random_bytes / drawn,
-        collectives=transfer,
-        latency=wait,
+        **{name: timeline.terms[name] for name in _TERMS},
+        waits=tuple(timeline.waits),
+        busy=dict(sorted(timeline.busy.items())),
     )
 
 
-def kernel_seconds(kernel: Kernel, tpu: hardware.Tpu, compute_dtype: str) -> float:
-    """Returns the least seconds of one run of a kernel on a device."""
-    peak = hardware.PEAK_FLOPS[tpu.kind][compute_dtype]
+class _Timeline:
+    """Follows a schedule.
+
+    Attributes:
+      now: seconds since the step began.
+      free: when the links of an axis will be.
+      under_way: by name of the start, the collective's place and when it arrives.
+      terms, waits, busy: as `Seconds` has them, each as often as it occurs.
+    """
+
+    def __init__(self, program: Program, topology: Topology, places: Sequence[Place]):
+        tpu = topology.tpu
+        self.clock_hz = tpu.clock_hz
+        self.drawn = RANDOM_BYTES_PER_CYCLE * tpu.cores_per_device * tpu.clock_hz
+        self.kernels = [kernel_seconds(kernel, tpu) for kernel in program.kernels]
+        self.axes = [route(one, topology, places).axes for one in program.collectives]
+        self.costs = [collective_seconds(one, topology, places) for one in program.collectives]
+        self.now = 0.0
+        self.free: dict[int, float] = {}
+        self.under_way: dict[str, tuple[int, float]] = {}
+        self.terms: collections.Counter[str] = collections.Counter()
+        self.waits = [0.0] * len(program.collectives)
+        self.busy: collections.Counter[int] = collections.Counter()
+
+    def run(self, steps: Sequence[Step], times: int) -> None:
+        """Follows steps once that occur so often."""
+        for step in steps:
+            match step:
+                case "work", cycles, random_bytes:
+                    self._spend("compute", cycles / self.clock_hz, times)
+                    self._spend("random_bits", random_bytes / self.drawn, times)
+                case "kernel", number:
+                    self._spend("kernels", self.kernels[number], times)
+                case "start", number, name:
+                    self._start(number, name, times)
+                case "done", name:
+                    number, arrival = self.under_way.pop(name)
+                    wait = max(0.0, arrival - self.now)
+                    latency = min(wait, self.costs[number][1])
+                    self.waits[number] += times * wait
+                    self._spend("collectives", wait - latency, times)
+                    self._spend("latency", latency, times)
+                case "loop", rounds, body:
+                    self._loop(rounds, body, times)
+
+    def _spend(self, term: str, seconds: float, times: int) -> None:
+        self.now += seconds
+        self.terms[term] += times * seconds
+
+    def _start(self, number: int, name: str, times: int) -> None:
+        transfer, latency = self.costs[number]
+        begin = max([self.now, *(self.free.get(axis, 0.0) for axis in self.axes[number])])
+        for axis in self.axes[number]:
+            self.free[axis] = begin + transfer
+            self.busy[axis] += times * transfer
+        self.under_way[name] = number, begin + transfer + latency
+
+    def _loop(self, rounds: int, body: Sequence[Step], times: int) -> None:
+        """Follows rounds until the links are free at the start of one; all after it are alike."""
+        while rounds > 0:
+            alike = 1 if max(self.free.values(), default=0.0) > self.now else rounds
+            began = self.now
+            self.run(body, times * alike)
+            self.now += (alike - 1) * (self.now - began)
+            rounds -= alike
+
+
+def kernel_seconds(kernel: Kernel, tpu: hardware.Tpu) -> float:
+    """Returns the seconds of one run of a kernel on a device; 0 where its cycles are not known."""
+    if kernel.cycles is None:
+        return 0.0
     bandwidth = tpu.memory_bandwidth / tpu.devices_per_chip
-    return max((kernel.flops or 0) / peak, kernel.bytes / bandwidth)
+    return max(kernel.cycles / tpu.clock_hz, kernel.bytes / bandwidth)
 
 
 def collective_seconds(
     collective: Collective, topology: Topology, places: Sequence[Place]
 ) -> tuple[float, float]:
-    """Returns (transfer, latency) of one run of a collective, in seconds, less what work covers."""
-    links = route(collective.group, topology, places)
-    if links.size == 1:
+    """Returns (transfer, latency) of one run of a collective, in seconds."""
+    links = route(collective, topology, places)
+    if links.size <= 1 and not collective.pairs:
         return 0.0, 0.0
-    share = (links.size - 1) / links.size
-    rounds = 1
-    if collective.kind == "all-reduce":
-        rounds = 2  # a scatter, then a gather
-    elif collective.kind == "collective-permute":
-        share = 1.0
+    rounds = 2 if collective.kind == "all-reduce" else 1  # a scatter, then a gather
+    share = 1.0 if collective.pairs else (links.size - 1) / links.size
     transfer = rounds * share * collective.payload / links.bandwidth
-    latency = rounds * links.hops * HOP_SECONDS
-    if collective.cover is None:
-        return transfer, latency
-    left = max(0.0, transfer + latency - collective.cover / topology.tpu.clock_hz)
-    return left, 0.0
+    return transfer, rounds * links.hops * HOP_SECONDS
 
 
-def route(group: Sequence[int], topology: Topology, places: Sequence[Place]) -> Route:
-    """Returns the links that carry a group's collective.
+def route(collective: Collective, topology: Topology, places: Sequence[Place]) -> Route:
+    """Returns the links that carry a collective.
 
     Groups of the same kind work at the same time. Where they are made of one core of each chip,
     the groups of the other cores share the links. Between the cores of one chip all links' rate
     is assumed.
     """
-    members = [places[device] for device in group]
+    if collective.pairs:
+        return _permutation(collective.pairs, topology, places)
+    members = [places[device] for device in collective.group]
     link = topology.tpu.link_bandwidth
     directions = hops = 0
+    axes = set()
     for axis, length in enumerate(topology.shape):
         spanned = len({place[axis] for place in members})
-        if spanned == 1:
+        if spanned <= 1:
             continue
         ring = spanned == length and topology.is_ring(axis)
         directions += 2 if ring else 1
         hops += math.ceil(spanned / 2) if ring else spanned - 1
-    if directions == 0:
-        return Route(len(group), 2 * len(topology.shape) * link, 0)
+        axes.add(axis)
     cores = len({place[-1] for place in members})
-    return Route(len(group), directions * link * cores / topology.tpu.devices_per_chip, hops)
+    if cores > 1:
+        axes.add(WITHIN_CHIPS)
+    bandwidth = directions * link * cores / topology.tpu.devices_per_chip
+    if directions == 0:
+        bandwidth = 2 * len(topology.shape) * link
+    return Route(len(members), bandwidth, hops, frozenset(axes))
+
+
+def _permutation(
+    pairs: Sequence[tuple[int, int]], topology: Topology, places: Sequence[Place]
+) -> Route:
+    """Returns the links of the slowest pair.
+
+    A pair's data go along one axis after the other, round a ring the shorter way. All pairs send
+    at the same time, and one direction of a link serves all that go through it.
+    """
+    load: collections.Counter[tuple] = collections.Counter()
+    hops = 0
+    for source, target in pairs:
+        at, way = list(places[source][:-1]), 0
+        for axis, length in enumerate(topology.shape):
+            distance = places[target][axis] - at[axis]
+            if topology.is_ring(axis) and 2 * abs(distance) > length:
+                distance -= length if distance > 0 else -length
+            sign = 1 if distance > 0 else -1
+            for _ in range(abs(distance)):
+                load[axis, sign, *at] += 1
+                at[axis] = (at[axis] + sign) % length
+            way += abs(distance)
+        hops = max(hops, way)
+    link = topology.tpu.link_bandwidth
+    bandwidth = link / max(load.values()) if load else 2 * len(topology.shape) * link
+    return Route(len(pairs), bandwidth, hops, frozenset(key[0] for key in load) or {WITHIN_CHIPS})

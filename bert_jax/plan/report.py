@@ -17,12 +17,12 @@ from bert_jax.plan import compile as compile_lib
 from bert_jax.plan import estimate
 from bert_jax.plan import search as search_lib
 from bert_jax.plan.compile import Job, Outcome
-from bert_jax.plan.hlo import Program
+from bert_jax.plan.schedule import Program
 from bert_jax.plan.topology import Layout, Topology, layout_of, shards_of
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import require_plain, sealed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # Collectives whose arithmetic a table of scaling shows.
 _SHOWN = 3
@@ -181,15 +181,35 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
     }
     if outcome.program is None:
         return entry
-    program, dtype = outcome.program, experiment.model.compute_dtype
-    seconds = estimate.estimate(program, topology, outcome.places, dtype)
+    program = outcome.program
+    seconds = estimate.estimate(program, topology, outcome.places)
+    newer = dataclasses.replace(topology.tpu, link_bandwidth=topology.tpu.published_link_bandwidth)
+    newer_topology = dataclasses.replace(topology, tpu=newer)
+    published = estimate.estimate(program, newer_topology, outcome.places)
     model_flops = flops.train_step_flops(
         experiment.model, phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
     )
-    peak = topology.peak_flops(dtype)
+    peak = topology.peak_flops(experiment.model.compute_dtype)
     return entry | {
         "hours": phase.steps * seconds.total / 3600,
-        "seconds": dataclasses.asdict(seconds) | {"total": seconds.total},
+        "seconds": seconds.terms | {"total": seconds.total},
+        "links": {
+            "bandwidth": topology.tpu.link_bandwidth,
+            "published_bandwidth": newer.link_bandwidth,
+            "published_total": published.total,
+            "busy": {
+                "within chips" if axis == estimate.WITHIN_CHIPS else f"axis {axis}": busy
+                for axis, busy in seconds.busy.items()
+            },
+            "waits": {
+                kind: sum(
+                    wait
+                    for wait, one in zip(seconds.waits, program.collectives, strict=True)
+                    if one.kind == kind
+                )
+                for kind in dict.fromkeys(one.kind for one in program.collectives)
+            },
+        },
         "cycles": program.cycles,
         "clock_hz": topology.tpu.clock_hz,
         "random_bytes": program.random_bytes,
@@ -216,7 +236,7 @@ def _collectives_by_kind(program: Program) -> list[Entry]:
     for kind in dict.fromkeys(c.kind for c in program.collectives):
         mine = [c for c in program.collectives if c.kind == kind]
         size = sum(c.count * c.payload for c in mine)
-        covered = sum(c.count * c.payload for c in mine if c.cover is not None)
+        covered = sum(c.count * c.payload for c in mine if c.asynchronous)
         entries.append(
             {
                 "kind": kind,
@@ -259,19 +279,19 @@ def _arithmetic(topology: Topology, outcome: Outcome) -> Iterator[str]:
     """Yields the collectives that take longest, as they were computed."""
     if outcome.program is None:
         return
-    timed = []
-    for one in outcome.program.collectives:
-        transfer, latency = estimate.collective_seconds(one, topology, outcome.places)
-        timed.append((one.count * (transfer + latency), one))
-    timed.sort(key=lambda pair: -pair[0])
-    for seconds, one in timed[:_SHOWN]:
-        links = estimate.route(one.group, topology, outcome.places)
+    program = outcome.program
+    waits = estimate.estimate(program, topology, outcome.places).waits
+    timed = sorted(zip(waits, program.collectives, strict=True), key=lambda pair: -pair[0])
+    for wait, one in timed[:_SHOWN]:
+        links = estimate.route(one, topology, outcome.places)
+        seconds = one.count * sum(estimate.collective_seconds(one, topology, outcome.places))
         twice = "2 x " if one.kind == "all-reduce" else ""
-        covered = "" if one.cover is None else ", less what other work covers"
+        share = "" if one.pairs else f"{links.size - 1}/{links.size} x "
         yield (
             f"{one.count} {one.kind} of {one.payload / 1e6:.2f} MB over {links.size}: "
-            f"{one.count} x {twice}({links.size - 1}/{links.size} x {one.payload / 1e6:.2f} MB / "
-            f"{links.bandwidth / 1e9:g} GB/s + {links.hops} us){covered} = {1e3 * seconds:.2f} ms"
+            f"{one.count} x {twice}({share}{one.payload / 1e6:.2f} MB / "
+            f"{links.bandwidth / 1e9:g} GB/s + {links.hops} us) = {1e3 * seconds:.2f} ms; "
+            f"the step waits {1e3 * wait:.2f} ms for them"
         )
 
 
@@ -362,18 +382,29 @@ def _time_lines(phase: Entry) -> Iterator[str]:
         f"{phase['steps']:,}; utilisation {100 * phase['utilisation']:.1f} % "
         f"({phase['model_flops'] / 1e12:.2f} TFLOP at {phase['peak_flops'] / 1e12:,.0f} a second)"
     )
-    silent = sum(kernel["flops"] is None for kernel in kernels)
+    links = phase["links"]
+    waits = ", ".join(f"{kind} {1e3 * wait:.2f}" for kind, wait in links["waits"].items())
     reasons = {
         "compute": f"{phase['cycles']:,} cycles at {phase['clock_hz'] / 1e9:g} GHz",
-        "kernels": f"{len(kernels)} custom kernels"
-        + (f", {silent} of which do not state their operations" if silent else ""),
-        "random_bits": f"{phase['random_bytes'] / 1e6:,.1f} MB, at a rate that is assumed",
-        "collectives": "what other work does not cover, at the published rate of the links",
+        "kernels": f"{len(kernels)} custom kernels, as the compiler schedules them",
+        "random_bits": f"{phase['random_bytes'] / 1e6:,.1f} MB, at the rate of the hardware",
+        "collectives": "what work and kernels leave to wait for"
+        + (f" (with latency: {waits})" if waits else ""),
         "latency": "a microsecond a hop, assumed",
     }
     for name, reason in reasons.items():
         if seconds[name] or name in ("compute", "collectives"):
             yield f"      {name.replace('_', ' '):<12}{1e3 * seconds[name]:8.2f} ms  {reason}"
+    uncounted = [f"{one['count']} x {one['name']}" for one in kernels if one["cycles"] is None]
+    if uncounted:
+        yield f"      NOT COUNTED, kernels of unknown cycles: {', '.join(uncounted)}"
+    busy = ", ".join(f"{axis} {1e3 * time:.2f} ms" for axis, time in links["busy"].items())
+    if busy:
+        yield (
+            f"      links busy: {busy}, at {links['bandwidth'] / 1e9:g} GB/s each; at the "
+            f"{links['published_bandwidth'] / 1e9:g} GB/s published last the step takes "
+            f"{1e3 * links['published_total']:.1f} ms"
+        )
 
 
 def _check_lines(checks: Entry) -> Iterator[str]:

@@ -162,8 +162,7 @@ def _try(
 def _hours(experiment: Experiment, number: int, topology: Topology, outcome: Outcome) -> float:
     if outcome.program is None:
         return math.inf
-    dtype = experiment.model.compute_dtype
-    seconds = estimate.estimate(outcome.program, topology, outcome.places, dtype).total
+    seconds = estimate.estimate(outcome.program, topology, outcome.places).total
     return seconds * experiment.phases[number].steps / 3600
 
 

@@ -1,15 +1,17 @@
-"""Makes the modules that test_hlo.py reads, with the real compiler (libtpu 0.0.42.1).
+"""Makes what test_schedule.py and test_hlo.py read, with the real compiler (libtpu 0.0.42.1).
 
     PYTHONPATH=. JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python tests/plan/make_modules.py
 
 Small programs with what a training step has: loops in loops, gathers and scatters along axes of a
-torus, some during other work, random bits, kernels.
+torus, some during other work, random bits, kernels; and the bundles of a kernel with a loop.
 """
 
 import gzip
 import math
+import os
 import pathlib
 import re
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas, topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from bert_jax.plan import compile as compile_lib
 
 FOLDER = pathlib.Path(__file__).parent / "modules"
 LAYERS, WIDTH, INNER, MICRO_BATCHES, ROWS = 3, 1024, 4096, 2, 64
@@ -122,6 +126,30 @@ def replicated_bits():
     return jax.jit(function).lower(x, key)
 
 
+def looped(topology: str):
+    """A kernel with a grid of 4 x 2 programs, each with a loop of 16 rounds."""
+    mesh = mesh_of(topology, 4)
+
+    def kernel(x, out):
+        def add(i, y):
+            rows = pallas.ds(8 * i, 8)
+            out[rows, :] = x[rows, :] + y[0, 0]
+            return 2 * y
+
+        lax.fori_loop(0, 16, add, jnp.ones((8, 128)))
+
+    def function(x):
+        block = pallas.BlockSpec((128, 128), lambda i, j: (i, j))
+        return pallas.pallas_call(
+            kernel, grid=(4, 2), in_specs=[block], out_specs=block, out_shape=x, name="looped"
+        )(x)
+
+    spec = P("data_0")
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct((2048, 256), jnp.float32, sharding=NamedSharding(mesh, spec))
+    return jax.jit(mapped).lower(x)
+
+
 def stripped(text: str) -> str:
     """Without tables of source files, and without the kernels themselves."""
     head, entries = text.split("\n", 1)
@@ -130,9 +158,18 @@ def stripped(text: str) -> str:
     return re.sub(r" stack_frame_id=\d+|(?<=\"body\":\")[^\"]*", "", text)
 
 
+def store(name: str, text: str) -> None:
+    data = gzip.compress(text.encode(), mtime=0)
+    (FOLDER / f"{name}.txt.gz").write_bytes(data)
+    print(name, f"{math.ceil(len(data) / 1024)} KiB")
+
+
 if __name__ == "__main__":
-    for make in (sharded_layers, kernels, replicated_bits):
-        text = stripped(make().compile().as_text())
-        data = gzip.compress(text.encode(), mtime=0)
-        (FOLDER / f"{make.__name__}.txt.gz").write_bytes(data)
-        print(make.__name__, f"{math.ceil(len(data) / 1024)} KiB")
+    with tempfile.TemporaryDirectory() as dump:
+        os.environ["LIBTPU_INIT_ARGS"] = compile_lib.DUMP.format(dump)
+        for make in (sharded_layers, kernels, replicated_bits):
+            store(make.__name__, stripped(make().compile().as_text()))
+        for topology in ("v5e:2x2", "v5p:2x2x1"):
+            looped(topology).compile()
+            newest = sorted(pathlib.Path(dump).glob("*-looped.1-*-final_bundles.txt"))[-1]
+            store(f"looped_{topology.partition(':')[0]}", newest.read_text())

@@ -1,12 +1,20 @@
-"""Made-up outcomes of compilations."""
+"""Made-up outcomes of compilations, and what the real compiler wrote (make_modules.py)."""
+
+import gzip
+import pathlib
 
 import numpy as np
 
 from bert_jax.plan import topology
 from bert_jax.plan.compile import Outcome
-from bert_jax.plan.hlo import Collective, Program
+from bert_jax.plan.schedule import Collective, Program
 
+MODULES = pathlib.Path(__file__).parent / "modules"
 VERSIONS = {"libtpu": "1.2", "jax": "3.4", "jaxlib": "3.4"}
+
+
+def text(name: str) -> str:
+    return gzip.decompress((MODULES / f"{name}.txt.gz").read_bytes()).decode()
 
 
 def program(cycles: int) -> Program:
@@ -16,11 +24,10 @@ def program(cycles: int) -> Program:
         payload=90_000_000,
         group=tuple(range(8)),
         where="loop",
-        cover=None,
     )
+    gathering = (("start", 0, "gather"), ("done", "gather"))
     return Program(
-        cycles=cycles,
-        random_bytes=0,
+        schedule=(("work", cycles, 0), ("loop", 2, gathering)),
         kernels=(),
         collectives=(gather,),
         operations={"fusion": 3},

@@ -1,15 +1,14 @@
 """Terms of a step's time, against arithmetic by hand."""
 
-import dataclasses
-
 import pytest
 
 from bert_jax import hardware
 from bert_jax.plan import estimate, topology
-from bert_jax.plan.hlo import Collective, Kernel, Program
+from bert_jax.plan.schedule import Collective, Kernel, Program
 
-EMPTY = Program(cycles=0, random_bytes=0, kernels=(), collectives=(), operations={}, endless=0)
 MB = 1_000_000
+MS = 1_500_000  # cycles of a v5e in a millisecond
+ROW, COLUMN = range(8), range(0, 64, 8)  # of v5e:8x8, whose axes are no rings
 
 
 def places(name: str) -> list[tuple[int, ...]]:
@@ -26,42 +25,142 @@ def places(name: str) -> list[tuple[int, ...]]:
     ]
 
 
-def collective(kind: str, group, cover: int | None = None, count: int = 1) -> Collective:
-    return Collective(
-        kind=kind, count=count, payload=90 * MB, group=tuple(group), where="entry", cover=cover
-    )
+def collective(kind: str, group, payload: int = 90 * MB) -> Collective:
+    return Collective(kind=kind, count=1, payload=payload, group=tuple(group), where="entry")
 
 
 def seconds(name: str, one: Collective) -> tuple[float, float]:
     return estimate.collective_seconds(one, topology.parse(name), places(name))
 
 
+def step(*schedule, collectives=(), kernels=(), name: str = "v5e:8x8") -> estimate.Seconds:
+    program = Program(
+        schedule=schedule, kernels=kernels, collectives=collectives, operations={}, endless=0
+    )
+    return estimate.estimate(program, topology.parse(name), places(name))
+
+
+# --- one after the other ---
+
+
 def test_cycles_over_the_clock():
-    slice_ = topology.parse("v5e:4x4")
-    program = dataclasses.replace(EMPTY, cycles=3_000_000)
-    found = estimate.estimate(program, slice_, places("v5e:4x4"), "bfloat16")
+    found = step(("work", 3_000_000, 0))
     assert found.compute == found.total == pytest.approx(2e-3)
 
 
 def test_random_bits_cost_cycles_of_every_core_of_a_device():
-    program = dataclasses.replace(EMPTY, random_bytes=256 * 1_050_000)
-    one = estimate.estimate(program, topology.parse("v4:2x2x4"), places("v4:2x2x4"), "bfloat16")
-    assert one.random_bits == pytest.approx(0.5e-3)  # 1.05 GHz, two cores
+    found = step(("work", 0, 1950 * 1_050_000), name="v4:2x2x4")
+    assert found.random_bits == found.total == pytest.approx(0.5e-3)  # 1.05 GHz, two cores
 
 
 @pytest.mark.parametrize(
-    ("flops", "bytes_", "expected"),
+    ("cycles", "bytes_", "expected"),
     [
-        (197e9, 1, 1e-3),  # of 197 TFLOP/s
-        (1, 819e6, 1e-3),  # of 819 GB/s
-        (None, 819e6, 1e-3),
+        (MS, 1, 1e-3),
+        (1, 819 * MB, 1e-3),  # of 819 GB/s
+        (None, 819 * MB, 0),  # and is named in the plan
     ],
 )
-def test_a_kernel_takes_the_longer_of_work_and_traffic(flops, bytes_, expected):
-    kernel = Kernel(name="k", count=3, flops=flops and int(flops), bytes=int(bytes_))
-    program = dataclasses.replace(EMPTY, kernels=(kernel,))
-    found = estimate.estimate(program, topology.parse("v5e:4x4"), places("v5e:4x4"), "bfloat16")
-    assert found.kernels == pytest.approx(3 * expected)
+def test_a_kernel_takes_the_longer_of_its_schedule_and_its_traffic(cycles, bytes_, expected):
+    kernel = Kernel(name="k", count=3, cycles=cycles, bytes=bytes_)
+    found = step(("loop", 3, (("kernel", 0),)), kernels=(kernel,))
+    assert found.kernels == found.total == pytest.approx(3 * expected)
+
+
+# --- links as queues ---
+
+# Of 45 GB/s a transfer of 7/8 of this takes 2 ms along either axis, and it is 7 us to the far end.
+TWO_MS, FAR = round(90 * MB * 8 / 7), 7e-6
+ALONG_ROW = collective("all-gather", ROW, TWO_MS)
+ALONG_COLUMN = collective("all-gather", COLUMN, TWO_MS)
+
+
+def times(*schedule, collectives=(ALONG_ROW, ALONG_COLUMN), kernels=()) -> tuple[float, ...]:
+    """Milliseconds waited, without latency, and hops waited for; of the whole step."""
+    found = step(*schedule, collectives=collectives, kernels=kernels)
+    assert found.total == pytest.approx(sum(found.terms.values()))
+    return (
+        pytest.approx(1e3 * found.collectives, abs=1e-6),
+        pytest.approx(1e6 * found.latency, abs=1e-3),
+        pytest.approx(1e3 * found.total, abs=1e-6),
+    )
+
+
+def test_work_covers_a_transfer():
+    start, done = ("start", 0, "a"), ("done", "a")
+    assert times(start, done) == (2, 7, 2.007)
+    assert times(start, ("work", MS, 0), done) == (1, 7, 2.007)
+    assert times(start, ("work", 2 * MS, 0), done) == (0, 7, 2.007)
+    assert times(start, ("work", 3 * MS, 0), done) == (0, 0, 3)
+    assert times(("work", 3 * MS, 0), start, done) == (2, 7, 5.007), "which came before"
+
+
+def test_kernels_and_random_bits_cover_a_transfer():
+    kernel = Kernel(name="k", count=1, cycles=MS, bytes=0)
+    bits = ("work", 0, 1950 * MS // 2)
+    found = times(("start", 0, "a"), ("kernel", 0), bits, ("done", "a"), kernels=(kernel,))
+    assert found == (0.5, 7, 2.007)
+
+
+def test_transfers_on_one_axis_queue_and_work_covers_them_once():
+    begin, end = [("start", 0, "a"), ("start", 0, "b")], [("done", "a"), ("done", "b")]
+    assert times(*begin, *end) == (4 - 0.007, 14, 4.007), "the second is under way meanwhile"
+    assert times(*begin, ("work", 3 * MS, 0), *end) == (1, 7, 4.007)
+
+
+def test_transfers_on_two_axes_go_at_the_same_time():
+    begin, end = [("start", 0, "a"), ("start", 1, "b")], [("done", "a"), ("done", "b")]
+    assert times(*begin, *end) == (2, 7, 2.007)
+    assert times(*begin, ("work", MS, 0), *end) == (1, 7, 2.007)
+
+
+def test_a_transfer_over_both_axes_waits_for_both():
+    both = collective("all-gather", range(64), round(90 * MB * 64 / 63))  # 1 ms at 90 GB/s
+    found = times(
+        ("start", 0, "a"),
+        *(("start", 1, "b"), ("done", "b")),
+        ("done", "a"),
+        collectives=(ALONG_ROW, both),
+    )
+    assert found == (3, 14, 3.014)
+
+
+def test_a_chain_of_transfers_waits_for_each():
+    chain = [("start", 0, "a"), ("done", "a"), ("start", 1, "b"), ("work", MS, 0), ("done", "b")]
+    assert times(*chain) == (3, 14, 4.014)
+
+
+def test_a_synchronous_transfer_waits_for_the_links():
+    """They are busy with one that work could have covered."""
+    synchronous = [("start", 0, "b"), ("done", "b")]
+    found = times(("start", 0, "a"), *synchronous, ("work", 5 * MS, 0), ("done", "a"))
+    assert found == (4, 7, 9.007)
+
+
+def test_rounds_of_a_loop_are_alike():
+    body = (("start", 0, "a"), ("work", MS, 0), ("done", "a"))
+    assert times(("loop", 10, body)) == (10, 70, 20.07)
+    assert times(("loop", 5, (("loop", 2, body),))) == (10, 70, 20.07)
+
+
+def test_a_loop_covers_a_transfer_that_began_before_it():
+    """Its own wait in the first round, for the links; those of the other rounds do not."""
+    body = (("work", MS // 2, 0), ("start", 0, "b"), ("done", "b"))
+    found = times(("start", 0, "a"), ("loop", 3, body), ("done", "a"))
+    # 0.5 of work, 1.5 until the links are free; then 2 of each round's own.
+    assert found == (1.5 + 6, 21, 1.5 + 1.5 + 6 + 0.021)
+    short = (("work", MS // 2, 0),)
+    assert times(("start", 0, "a"), ("loop", 3, short), ("done", "a")) == (0.5, 7, 2.007)
+
+
+def test_waits_and_busy_links_are_told_apart():
+    body = (("start", 0, "a"), ("start", 1, "b"), ("work", MS, 0), ("done", "a"), ("done", "b"))
+    found = step(("loop", 4, body), collectives=(ALONG_ROW, ALONG_COLUMN))
+    assert found.waits == (pytest.approx(4 * 1.007e-3), pytest.approx(0, abs=1e-9))
+    assert found.busy == {0: pytest.approx(8e-3), 1: pytest.approx(8e-3)}
+
+
+# --- how long a transfer takes ---
 
 
 def test_an_all_reduce_of_a_mesh_without_rings_uses_one_link_of_each_axis():
@@ -97,25 +196,48 @@ def test_groups_of_one_core_of_each_chip_share_the_links():
     assert transfer == pytest.approx(7 / 8 * 90e6 / (82e9 / 2))
 
 
-def test_what_other_work_covers_costs_nothing():
-    alone, latency = seconds("v5e:8x8", collective("all-gather", range(8)))
-    half = int((alone + latency) / 2 * 1.5e9)
-    left, more = seconds("v5e:8x8", collective("all-gather", range(8), cover=half))
-    assert left == pytest.approx((alone + latency) / 2, rel=1e-6)
-    assert more == 0
-    assert seconds("v5e:8x8", collective("all-gather", range(8), cover=10**9)) == (0, 0)
-
-
 def test_a_group_of_one_moves_nothing():
     assert seconds("v5e:8x8", collective("all-reduce", [5])) == (0, 0)
 
 
-def test_collectives_count_as_often_as_they_run():
-    program = dataclasses.replace(
-        EMPTY, collectives=(collective("all-gather", range(8), count=10),)
+FOLDED = (0, 2, 4, 6, 7, 5, 3, 1)  # a ring laid along a line: no way is longer than two chips
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "rate", "hops"),
+    [
+        ("v5e:8x8", range(8), 45e9, 7),  # back over the whole line
+        ("v5e:8x8", FOLDED, 45e9, 2),
+        ("v5e:8x8", (0, 1, 8, 9), 45e9, 2),  # the way back is over both axes
+        ("v5e:8x8", (0, 4, 1, 5), 45e9 / 2, 5),  # two pairs go through the links in between
+        ("v5p:4x4x4", range(4), 90e9, 1),  # closed
+        ("v3:8x8", (0, 1), 4 * 82e9, 0),  # cores of a chip
+        ("v3:8x8", range(4), 82e9, 1),  # the slowest pair is of two chips
+    ],
+)
+def test_a_permutation_takes_as_long_as_its_slowest_pair(name, order, rate, hops):
+    pairs = tuple(zip(order, [*order[1:], order[0]], strict=True))
+    one = Collective(
+        kind="collective-permute", count=1, payload=90 * MB, group=(), pairs=pairs, where="entry"
     )
-    found = estimate.estimate(program, topology.parse("v5e:8x8"), places("v5e:8x8"), "bfloat16")
-    assert found.collectives == pytest.approx(10 * 7 / 8 * 90e6 / 45e9)
+    transfer, latency = seconds(name, one)
+    assert transfer == pytest.approx(90e6 / rate)
+    assert latency == pytest.approx(hops * 1e-6)
+
+
+def test_both_cores_of_a_chip_send_over_the_same_link():
+    one = Collective(
+        kind="collective-permute",
+        count=1,
+        payload=90 * MB,
+        group=(),
+        pairs=((0, 2), (1, 3)),
+        where="entry",
+    )
+    assert seconds("v3:8x8", one)[0] == pytest.approx(2 * 90e6 / 82e9)
+
+
+# --- hardware ---
 
 
 @pytest.mark.parametrize(

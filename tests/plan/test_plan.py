@@ -22,6 +22,7 @@ from bert_jax.errors import InputError
 from bert_jax.plan import compile as compile_lib
 from bert_jax.plan import estimate, report, topology
 from bert_jax.plan.compile import Job, Outcome
+from bert_jax.plan.schedule import Kernel
 from bert_jax.plan.topology import Layout, with_layout
 from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
@@ -48,6 +49,10 @@ def test_a_plan_shows_each_term_and_the_whole_recipe(answers, capsys, tmp_path):
     assert phase["seconds"]["compute"] == pytest.approx(10e-3)
     assert phase["seconds"]["collectives"] == pytest.approx(links)
     assert phase["seconds"]["latency"] == pytest.approx(2 * 7e-6)
+    assert phase["links"]["busy"] == {"axis 1": pytest.approx(links)}
+    assert phase["links"]["waits"] == {"all-gather": pytest.approx(links + 14e-6)}
+    at_50 = 10e-3 + links * 45 / 50 + 14e-6
+    assert phase["links"]["published_total"] == pytest.approx(at_50)
     total = 10e-3 + links + 14e-6
     assert phase["seconds"]["total"] == pytest.approx(total)
     # LARGE at length 512 takes 1,020 GFLOP a row (findings of the compiler study), 256 rows.
@@ -59,6 +64,23 @@ def test_a_plan_shows_each_term_and_the_whole_recipe(answers, capsys, tmp_path):
         assert words in out
     assert plan["versions"] == VERSIONS
     assert plan["config_sha256"] == report.config_sha256(config.load(POD))
+
+
+def test_kernels_of_unknown_cycles_are_named(answers):
+    kernels = tuple(
+        Kernel(name=name, count=2, cycles=cycles, bytes=1)
+        for name, cycles in [("attention", None), ("norm", 1_500_000)]
+    )
+    slice_ = topology.parse("v5e:8x8")
+    outcome = compiled(slice_)
+    schedule = (*outcome.program.schedule, ("loop", 2, (("kernel", 0), ("kernel", 1))))
+    program = dataclasses.replace(outcome.program, kernels=kernels, schedule=schedule)
+    answers[0] = lambda job: dataclasses.replace(outcome, program=program)
+    plan = report.make_plan(config.load(POD), [slice_], "plan", None)
+    assert plan["slices"][0]["phases"][0]["seconds"]["kernels"] == pytest.approx(2e-3)
+    assert plan["slices"][0]["phases"][0]["kernels"][0]["cycles"] is None
+    (line,) = {line for line in report.lines(plan) if "NOT COUNTED" in line}
+    assert line.endswith("2 x attention")
 
 
 def test_a_plan_says_memory_of_devices_and_of_chips(answers, capsys):
@@ -296,7 +318,10 @@ def test_scaling_keeps_the_rows_of_a_chip(answers, capsys):
     batches_seen = {job.topology.name: job.experiment.phases[0].batch_size for job in answers[1:]}
     assert batches_seen == {"v5e:4x4": 256, "v5e:8x8": 1024, "v5e:16x16": 4096}
     assert "efficiency" in out and "16 rows of 512 a chip" in out
-    assert "2 all-gather of 90.00 MB over 8: 2 x (7/8 x 90.00 MB / 45 GB/s + 7 us)" in out
+    assert (
+        "2 all-gather of 90.00 MB over 8: 2 x (7/8 x 90.00 MB / 45 GB/s + 7 us) = 3.51 ms, " in out
+    )
+    assert "3.51 ms of them waited for" in out
 
 
 def test_scaling_of_a_short_recipe_does_not_stumble_over_its_warm_up(answers, capsys):
@@ -352,5 +377,5 @@ def test_the_real_compiler_plans_a_small_step(tmp_path, monkeypatch):
     kernel = "encoder/layers/query/kernel [2, 256, 256] float32, on a device [2, 64, 256]"
     assert kernel in outcome.parameters
     assert {c.kind for c in outcome.program.collectives} >= {"all-gather", "reduce-scatter"}
-    seconds = estimate.estimate(outcome.program, slice_, outcome.places, "bfloat16")
+    seconds = estimate.estimate(outcome.program, slice_, outcome.places)
     assert seconds.compute > 0 and seconds.random_bits > 0 and seconds.collectives > 0

@@ -96,7 +96,7 @@ def test_layouts_are_ranked_by_the_hours_of_the_recipe(answers):
     hours = [one["hours"] for one in result["ranked"]]
     assert len(hours) == search.BEST and hours == sorted(hours)
     places = compiled(SLICE).places
-    step = estimate.estimate(program(37_000_000 * 24), SLICE, places, "bfloat16")
+    step = estimate.estimate(program(37_000_000 * 24), SLICE, places)
     assert hours[0] == pytest.approx(1e6 * step.total / 3600)
 
 

@@ -1,0 +1,471 @@
+"""What a compiled training step does, in order, read from its module.
+
+The text of a module does not hold how often loops run, nor the time of custom kernels, random bits
+and collectives. `read` walks through it as it runs and gives a schedule: work, kernels, and where
+collectives begin and are waited for, in loops of so many rounds. `scheduled_cycles` reads what the
+compiler writes down of a kernel.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import numpy as np
+
+from bert_jax.plan.hlo import Computation, Instruction, Module, type_bytes
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Kept because a change of their number is a change of the program.
+_COUNTED = ("fusion", "copy", "convolution", "custom-call", "rng-bit-generator", "transpose")
+# What calls a custom kernel (Pallas).
+KERNEL = "tpu_custom_call"
+# An array in the memory of the chip itself (VMEM), which its layout says.
+_ON_CHIP = re.compile(r"\w+\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
+
+# What a device does next: a word, and what goes with it, as JSON keeps it.
+#   "work", cycles, bytes of random bits    ordinary instructions
+#   "kernel", place in `Program.kernels`
+#   "start", place in `Program.collectives`, name of the instruction
+#   "done", name                            the collective of that start is waited for
+#   "loop", rounds, steps
+Step = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A collective of the program, with all that are like it.
+
+    Attributes:
+      kind: one of COLLECTIVES.
+      count: runs in a step.
+      payload: bytes of the whole array that each device holds before or after it: the operand of
+        an all-reduce, a reduce-scatter or a permutation, the result of an all-gather.
+      group: devices, by their places in the mesh, of the first of the groups that it joins; of a
+        permutation none.
+      pairs: devices that a permutation goes from and to.
+      where: in the entry of the program, or in the body of a loop.
+      asynchronous: whether one instruction begins it and another waits for it.
+    """
+
+    kind: str
+    count: int
+    payload: int
+    group: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...] = ()
+    where: str
+    asynchronous: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A custom kernel (Pallas), to the compiler of the module a box that takes no time.
+
+    Attributes:
+      name: of its operation.
+      count: runs in a step.
+      cycles: of one run, as the compiler schedules it; None where that is not known.
+      bytes: that one run reads from and writes to the device's memory (HBM).
+    """
+
+    name: str
+    count: int
+    cycles: int | None
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A step on one device.
+
+    Attributes:
+      schedule: what is done, in order.
+      kernels: custom ones that differ.
+      collectives: those that differ.
+      operations: how often some kinds of operation run.
+      endless: loops whose number of rounds is not in the text; they are counted once.
+    """
+
+    schedule: tuple[Step, ...]
+    kernels: tuple[Kernel, ...]
+    collectives: tuple[Collective, ...]
+    operations: dict[str, int]
+    endless: int
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's estimates of ordinary instructions, summed."""
+        return _work(self.schedule)[0]
+
+    @property
+    def random_bytes(self) -> int:
+        """Bytes of random bits drawn."""
+        return _work(self.schedule)[1]
+
+
+def _work(steps: Sequence[Step]) -> tuple[int, int]:
+    """Returns (cycles, bytes of random bits) of all the work."""
+    cycles = random_bytes = 0
+    for step in steps:
+        match step:
+            case "work", some, drawn:
+                rounds = 1
+            case "loop", rounds, body:
+                some, drawn = _work(body)
+            case _:
+                continue
+        cycles += rounds * some
+        random_bytes += rounds * drawn
+    return cycles, random_bytes
+
+
+def read(module: Module, kernel_cycles: Callable[[str], int | None] = lambda name: None) -> Program:
+    """Returns what one run of the module does.
+
+    Args:
+      module: of one device.
+      kernel_cycles: gives those of one run of a custom kernel, by the name of its instruction;
+        None where it does not know them.
+    """
+    walk = _Walk(module, kernel_cycles)
+    schedule = walk.run(module.entry, 1, "entry")
+    return Program(
+        schedule=tuple(schedule),
+        kernels=_counted(walk.kernels),
+        collectives=_counted(walk.collectives),
+        operations={name: walk.operations[name] for name in _COUNTED if walk.operations[name]},
+        endless=walk.endless,
+    )
+
+
+def _counted(table: dict[Any, int]) -> tuple[Any, ...]:
+    return tuple(dataclasses.replace(one, count=count) for one, count in table.items())
+
+
+class _Walk:
+    """Walks through the computations as they run, and counts what they hold."""
+
+    def __init__(self, module: Module, kernel_cycles: Callable[[str], int | None]):
+        self.module = module
+        self.kernel_cycles = {
+            _identity(one, computation): cycles
+            for computation in module.computations.values()
+            for one in computation.instructions
+            if one.target == KERNEL and (cycles := one.estimated_cycles or kernel_cycles(one.name))
+        }
+        self.kernels: dict[Kernel, int] = {}
+        self.collectives: dict[Collective, int] = {}
+        self.operations: collections.Counter[str] = collections.Counter()
+        self.endless = 0
+
+    def run(self, name: str, times: int, where: str) -> list[Step]:
+        """Walks through a computation that runs `times` times; returns the steps of one run."""
+        computation = self.module.computations[name]
+        begun: dict[str, None] = {}
+        steps: list[Step] = []
+        for instruction in computation.instructions:
+            self.operations[instruction.opcode] += times
+            start = self._begins(instruction, computation, where)
+            if start is not None:
+                start = dataclasses.replace(start, asynchronous=True)
+                steps.append(("start", _count(self.collectives, start, times), instruction.name))
+                begun[instruction.name] = None
+            elif begun and self._ends(instruction):
+                began = _origin(instruction, computation, begun)
+                if began is not None:
+                    del begun[began]
+                    steps.append(("done", began))
+            steps += self._steps(instruction, computation, times, where)
+        return _joined([*steps, *(("done", name) for name in begun)])
+
+    def _steps(
+        self, instruction: Instruction, computation: Computation, times: int, where: str
+    ) -> list[Step]:
+        """Returns what an instruction does, but for the start or end of a collective."""
+        match instruction.opcode:
+            case "while":
+                rounds = _rounds(self.module, instruction, computation)
+                if rounds is None:
+                    self.endless += 1
+                    rounds = 1
+                body = self.run(instruction.called("body") or "", times * rounds, "loop")
+                return [("loop", rounds, tuple(body))]
+            case "call":
+                return self.run(instruction.called("to_apply") or "", times, where)
+            case "async-start":
+                return self.run(instruction.called("calls") or "", times, where)
+            case "conditional":  # the compiler does not know which; the longest is meant
+                branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
+                names = [instruction.called(f"{word}_computation") for word in ("true", "false")]
+                names = re.findall(r"[\w.\-]+", branches[1]) if branches else names
+                return max((self.run(name or "", times, where) for name in names), key=_work)
+            case "fusion":
+                inside = self.module.computations[instruction.called("calls") or ""]
+                held = inside.instructions
+                carried_on = _is_part_of_asynchronous(inside)
+            case _:
+                inside, held, carried_on = computation, [instruction], False
+        steps: list[Step] = []
+        cycles, random_bytes = instruction.estimated_cycles, 0
+        for one in held:
+            if one.opcode == "rng-bit-generator":
+                random_bytes += one.bytes
+            elif one.target == KERNEL:
+                kernel = self._kernel(one, inside)
+                steps.append(("kernel", _count(self.kernels, kernel, times)))
+                cycles = 0  # some compilers' options give a kernel an estimate: it is the kernel's
+            elif one.opcode in COLLECTIVES and not carried_on:
+                collective = _collective(one, inside, where)
+                if inside is not computation and _is_scatter(one, inside):
+                    collective = dataclasses.replace(collective, kind="reduce-scatter")
+                number = _count(self.collectives, collective, times)
+                steps += [("start", number, one.name), ("done", one.name)]
+        return [*steps, ("work", cycles, random_bytes)]
+
+    def _kernel(self, instruction: Instruction, computation: Computation) -> Kernel:
+        _, *types = _identity(instruction, computation)
+        return Kernel(
+            name=instruction.name.rstrip(".0123456789"),
+            count=0,
+            cycles=self.kernel_cycles.get(_identity(instruction, computation)),
+            bytes=sum(type_bytes(_ON_CHIP.sub("", type_)) for type_ in types),
+        )
+
+    def _begins(
+        self, instruction: Instruction, computation: Computation, where: str
+    ) -> Collective | None:
+        """Returns the collective that begins here and ends at another instruction."""
+        if instruction.opcode.removesuffix("-start") in COLLECTIVES:
+            if instruction.opcode.endswith("-start"):
+                return _collective(instruction, computation, where)
+        elif instruction.opcode == "fusion":
+            inside = self.module.computations[instruction.called("calls") or ""]
+            if _calls(inside, "AsyncCollectiveStart"):
+                for held in inside.instructions:
+                    if held.opcode in COLLECTIVES:
+                        return _collective(held, inside, where)
+        return None
+
+    def _ends(self, instruction: Instruction) -> bool:
+        if instruction.opcode == "fusion":
+            inside = self.module.computations[instruction.called("calls") or ""]
+            return _calls(inside, "AsyncCollectiveDone")
+        return instruction.opcode.removesuffix("-done") in COLLECTIVES
+
+
+def _identity(kernel: Instruction, computation: Computation) -> tuple[str, ...]:
+    """Returns what the compiler knows a kernel by, since it schedules equal ones but once.
+
+    The kernel itself, then the types of its result and its operands.
+    """
+    body = re.search(r'"body":"([^"]*)"', kernel.attributes)
+    types = (computation.by_name[name].type for name in kernel.operands)
+    return body[1] if body else kernel.name, kernel.type, *types
+
+
+def _count(table: dict[Any, int], one: Any, times: int) -> int:
+    """Counts what runs so often; returns its place among all that differ."""
+    table[one] = table.get(one, 0) + times
+    return list(table).index(one)
+
+
+def _joined(steps: Sequence[Step]) -> list[Step]:
+    """Returns the steps with work that follows on work as one, and without none."""
+    joined: list[Step] = []
+    for step in steps:
+        if step[0] == "work" and joined and joined[-1][0] == "work":
+            _, cycles, random_bytes = joined.pop()
+            step = ("work", cycles + step[1], random_bytes + step[2])
+        if step != ("work", 0, 0):
+            joined.append(step)
+    return joined
+
+
+def _calls(computation: Computation, target: str) -> bool:
+    return any(instruction.target == target for instruction in computation.instructions)
+
+
+def _is_part_of_asynchronous(computation: Computation) -> bool:
+    """Returns whether a fused collective is a part of one that another fusion began.
+
+    A TPU carries an asynchronous collective on inside the fusions that hide it. The text shows it
+    whole in each of them, from its start to its end, marked as links of one chain.
+    """
+    return any(
+        instruction.opcode in COLLECTIVES and "chain_id=" in instruction.attributes
+        for instruction in computation.instructions
+    )
+
+
+def _is_scatter(instruction: Instruction, fused: Computation) -> bool:
+    """Returns whether an all-reduce makes a slice alone: so a TPU writes some reduce-scatters."""
+    return (
+        instruction.opcode == "all-reduce"
+        and fused.root is not None
+        and fused.root.opcode == "dynamic-slice"
+        and fused.root.operands[0] == instruction.name
+    )
+
+
+def _origin(
+    instruction: Instruction,
+    computation: Computation,
+    begun: Container[str],
+) -> str | None:
+    """Returns the name of the start of an end, through what hands its first part on."""
+    name = instruction.operands[0] if instruction.operands else None
+    while name is not None and name not in begun:
+        before = computation.by_name.get(name)
+        name = before.operands[0] if before is not None and before.operands else None
+    return name
+
+
+def _collective(instruction: Instruction, computation: Computation, where: str) -> Collective:
+    kind = instruction.opcode.removesuffix("-start")
+    held = sum(computation.by_name[name].bytes for name in instruction.operands)
+    group: tuple[int, ...] = ()
+    pairs: tuple[tuple[int, int], ...] = ()
+    if kind == "collective-permute":
+        pairs = _pairs(instruction)
+    else:
+        group = _group(instruction)
+    return Collective(
+        kind=kind,
+        count=0,
+        payload=held * len(group) if kind == "all-gather" else held,
+        group=group,
+        pairs=pairs,
+        where=where,
+    )
+
+
+def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
+    listed = re.search(r"source_target_pairs=\{([\d,{}]*?)\}\}", instruction.attributes)
+    numbers = [int(n) for n in re.findall(r"\d+", listed[1])] if listed else []
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _group(instruction: Instruction) -> tuple[int, ...]:
+    """Returns the first of the groups, which are written in one of three ways."""
+    text = instruction.attributes
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
+    if listed:
+        return tuple(int(n) for n in listed[1].split(",") if n)
+    # [groups,size]<=[dimensions]T(permutation): counted through in the order of the permutation.
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if counted:
+        sizes = [int(n) for n in counted[2].split(",")]
+        order = [int(n) for n in counted[3].split(",")] if counted[3] else range(len(sizes))
+        ordered = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+        return tuple(ordered.flatten()[: int(counted[1])].tolist())
+    # mesh['a'=2,'b'=8] {'a','b':(2)4}: along axes of a mesh, or along 4 parts within each 2nd.
+    meshed = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text)
+    if meshed is None:
+        raise ValueError(f"{instruction.opcode} {instruction.name}: no groups in {text[:120]!r}")
+    axes: dict[str, tuple[int, int]] = {}
+    stride = 1
+    for name, size in reversed(re.findall(r"([^,=]+)=(\d+)", meshed[1])):
+        axes[name] = int(size), stride
+        stride *= int(size)
+    members = [0]
+    for name, before, within in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", meshed[2]):
+        size, stride = axes[name]
+        if within:
+            stride *= size // (int(before) * int(within))
+            size = int(within)
+        members = [member + stride * n for member in members for n in range(size)]
+    return tuple(members)
+
+
+def _rounds(module: Module, loop: Instruction, computation: Computation) -> int | None:
+    """Returns the rounds of a loop `while counter < limit`, from a constant on, by ones."""
+    condition = module.computations[loop.called("condition") or ""]
+    compare = condition.root
+    if compare is None or compare.opcode != "compare" or "direction=LT" not in compare.attributes:
+        return None
+    counter, limit = (condition.by_name[name] for name in compare.operands)
+    last = _constant(limit, condition)
+    place = re.search(r"\bindex=(\d+)", counter.attributes)
+    if last is None or counter.opcode != "get-tuple-element" or place is None:
+        return None
+    values = computation.by_name[loop.operands[0]]
+    if values.opcode != "tuple":
+        return None
+    first = _constant(computation.by_name[values.operands[int(place[1])]], computation)
+    return None if first is None else last - first
+
+
+def _constant(instruction: Instruction, computation: Computation) -> int | None:
+    """Returns the whole number that an instruction stands for, if it is a constant."""
+    while instruction.opcode in ("copy", "bitcast", "convert"):
+        instruction = computation.by_name[instruction.operands[0]]
+    if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.argument):
+        return int(instruction.argument)
+    return None
+
+
+# --- what the compiler schedules for a kernel ---
+
+_BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+ +([A-Z]{2})? *: *(>*) *\{")
+_EXIT = re.compile(r"scmp\.ge\.s32\S* %\S+ (\d+) /\* loop exit test")
+# A kernel's grid is a loop of two rounds more than it has programs: one fetches what the next
+# computes on, and another writes what the last one computed.
+_GRID, _MORE = "iteration index", 2
+
+
+@dataclasses.dataclass
+class _Loop:
+    bundles: float = 0
+    rounds: float = math.nan
+    is_grid: bool = False
+
+
+def scheduled_cycles(text: str) -> int | None:
+    """Returns the cycles of one run of a kernel, from its final bundles.
+
+    A bundle is what a core does in a cycle; those in a loop count as often as it runs, from 0 on.
+    Waits for memory are not among them.
+
+    Args:
+      text: as the compiler dumps it; the depth of loops is written as so many `>`.
+
+    Returns:
+      None where a loop's rounds are not in the text.
+    """
+    loops = [_Loop(rounds=1)]  # the kernel, and those that are open in it
+
+    def close() -> None:
+        ended = loops.pop()
+        loops[-1].bundles += ended.rounds * ended.bundles
+
+    lines = [(match, line) for line in text.splitlines() if (match := _BUNDLE.match(line))]
+    # What was moved into a loop, or does nothing, bears fewer marks than what follows there.
+    following, deepest = [], 0
+    for match, _ in reversed(lines):
+        following.append(deepest)
+        begins, depth = match[1] == "LB", len(match[2])
+        deepest = depth - 1 if begins else max(depth, deepest)
+    for (match, line), deepest in zip(lines, reversed(following), strict=True):
+        begins, depth = match[1] == "LB", len(match[2])
+        if not begins:
+            depth = max(depth, min(deepest, len(loops) - 1))
+        while len(loops) > depth + (not begins):
+            close()
+        if begins or len(loops) <= depth:
+            loops.append(_Loop(is_grid=_GRID in line))
+        loops[-1].bundles += 1
+        last = _EXIT.search(line)
+        if last:
+            loops[-1].rounds = int(last[1]) - (_MORE if loops[-1].is_grid else 0)
+    while len(loops) > 1:
+        close()
+    return None if math.isnan(loops[0].bundles) else round(loops[0].bundles)
