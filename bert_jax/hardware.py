@@ -10,13 +10,13 @@ generation; v2 and v3 as in Jouppi et al., "A Domain-Specific Supercomputer for 
 Networks" (CACM 2020), and Norrie et al. (IEEE Micro 2021). Clocks: peak over twice the
 multipliers of a chip's matrix units. Links: one way. v4 to v6e are the 2,400, 4,800, 1,600 and
 3,200 Gbit/s a chip of the architecture pages over its links, less the tenth that "How to Scale
-Your Model" first found missing in practice. v2 and v3 are the 496 and 656 Gbit/s a link of the CACM
-article: one way, since the 340 TB/s at which Google says that a pod of 1,024 v3 chips adds are 83
-GB/s a link. `published_link_bandwidth` is what "How to Scale Your Model" says in 2026: rounder, and
-up to a fifth more. Rings:
-v4 and v5p close an axis where every axis is a multiple of 4, since their slices are then
-whole cubes of optical switches; v5e and v6e close axes of 16 alone; v2 and v3 are cut out of one
-fixed torus, of 16 x 16 and 32 x 32, and close the axes that are as long as it.
+Your Model" finds missing in practice (some of its editions do not). v2 and v3 are the 496 and 656
+Gbit/s a link of the CACM article, one way: the 340 TB/s at which a pod of 1,024 v3 chips adds,
+as its page says, are 83 GB/s a link. `published_link_bandwidth` is the most that is published: the
+pages' rates whole; for v3 that of "How to Scale Your Model", which is a pod's bisection of 6.4 TB/s
+over its 64 links. Rings: v4 and v5p close an axis where every axis is a multiple of 4, since their
+slices are then whole cubes of optical switches; v5e and v6e close axes of 16 alone; v2 and v3 are
+cut out of one fixed torus, of 16 x 16 and 32 x 32, and close the axes that are as long as it.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class Tpu:
       memory_bytes: of a chip.
       memory_bandwidth: of a chip, bytes a second.
       link_bandwidth: of one link between chips, one way, bytes a second.
-      published_link_bandwidth: the same, as published last.
+      published_link_bandwidth: the same, the most that is published.
       ring: axes that are closed to rings: those as long as this number; or all, where each is a
         multiple of 4 ("cubes").
       slices: chips along each axis, as they are offered.
@@ -110,7 +110,7 @@ TPUS = {
         memory_bytes=32 * _GIB,
         memory_bandwidth=1_200 * _GIGA,
         link_bandwidth=45 * _GIGA,
-        published_link_bandwidth=45 * _GIGA,
+        published_link_bandwidth=50 * _GIGA,
         ring="cubes",
         slices=_CUBES,
     ),

@@ -183,9 +183,10 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
         return entry
     program = outcome.program
     seconds = estimate.estimate(program, topology, outcome.places)
-    newer = dataclasses.replace(topology.tpu, link_bandwidth=topology.tpu.published_link_bandwidth)
-    newer_topology = dataclasses.replace(topology, tpu=newer)
-    published = estimate.estimate(program, newer_topology, outcome.places)
+    published_rate = topology.tpu.published_link_bandwidth
+    faster = dataclasses.replace(topology.tpu, link_bandwidth=published_rate)
+    faster = dataclasses.replace(topology, tpu=faster)
+    at_published = estimate.estimate(program, faster, outcome.places)
     model_flops = flops.train_step_flops(
         experiment.model, phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
     )
@@ -195,8 +196,8 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
         "seconds": seconds.terms | {"total": seconds.total},
         "links": {
             "bandwidth": topology.tpu.link_bandwidth,
-            "published_bandwidth": newer.link_bandwidth,
-            "published_total": published.total,
+            "published_bandwidth": published_rate,
+            "published_total": at_published.total,
             "busy": {
                 "within chips" if axis == estimate.WITHIN_CHIPS else f"axis {axis}": busy
                 for axis, busy in seconds.busy.items()
@@ -401,8 +402,8 @@ def _time_lines(phase: Entry) -> Iterator[str]:
     busy = ", ".join(f"{axis} {1e3 * time:.2f} ms" for axis, time in links["busy"].items())
     if busy:
         yield (
-            f"      links busy: {busy}, at {links['bandwidth'] / 1e9:g} GB/s each; at the "
-            f"{links['published_bandwidth'] / 1e9:g} GB/s published last the step takes "
+            f"      links busy: {busy}, at {links['bandwidth'] / 1e9:g} GB/s each; at "
+            f"{links['published_bandwidth'] / 1e9:g}, the most that is published, the step takes "
             f"{1e3 * links['published_total']:.1f} ms"
         )
 

@@ -319,9 +319,9 @@ def test_scaling_keeps_the_rows_of_a_chip(answers, capsys):
     assert batches_seen == {"v5e:4x4": 256, "v5e:8x8": 1024, "v5e:16x16": 4096}
     assert "efficiency" in out and "16 rows of 512 a chip" in out
     assert (
-        "2 all-gather of 90.00 MB over 8: 2 x (7/8 x 90.00 MB / 45 GB/s + 7 us) = 3.51 ms, " in out
+        "2 all-gather of 90.00 MB over 8: 2 x (7/8 x 90.00 MB / 45 GB/s + 7 us) = 3.51 ms; " in out
     )
-    assert "3.51 ms of them waited for" in out
+    assert "the step waits 3.51 ms for them" in out
 
 
 def test_scaling_of_a_short_recipe_does_not_stumble_over_its_warm_up(answers, capsys):
