@@ -184,8 +184,8 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
     program = outcome.program
     seconds = estimate.estimate(program, topology, outcome.places)
     published_rate = topology.tpu.published_link_bandwidth
-    faster = dataclasses.replace(topology.tpu, link_bandwidth=published_rate)
-    faster = dataclasses.replace(topology, tpu=faster)
+    tpu = dataclasses.replace(topology.tpu, link_bandwidth=published_rate)
+    faster = dataclasses.replace(topology, tpu=tpu)
     at_published = estimate.estimate(program, faster, outcome.places)
     model_flops = flops.train_step_flops(
         experiment.model, phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
