@@ -11,7 +11,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def cores() -> int:
-    """The cores that this process may use; all of the machine's where only Linux could tell."""
+    """Returns how many cores this process may use; all of the machine where Linux is not."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

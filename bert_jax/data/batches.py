@@ -38,7 +38,7 @@ class Ids:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Ids":
-        """The ids of a tokenizer."""
+        """Returns the ids of a tokenizer."""
         return cls(
             tokenizer.pad_id,
             tokenizer.cls_id,
@@ -152,7 +152,7 @@ class TrainBatches:
         return self._rows
 
     def ready(self, step: int) -> bool:
-        """Whether a step's batch can be made at once; else what it waits for is under way.
+        """Returns whether a step's batch can be made at once; else what it waits for is under way.
 
         The plan of the epoch after it is begun, too.
 
@@ -206,7 +206,7 @@ class TrainBatches:
         }
 
     def _pairs(self, epoch: int, slots: np.ndarray) -> np.ndarray:
-        """The pairs in some slots of an epoch, ROW_DTYPE."""
+        """Returns the pairs in some slots of an epoch, ROW_DTYPE."""
         drawn = self._epoch_drawn(epoch)
         plan = self.plans.wait(drawn)
         chunks = plan[slots % len(plan)]
@@ -214,7 +214,7 @@ class TrainBatches:
         return pairs.rows(self.plans.stream, chunks, counter)
 
     def _epoch_drawn(self, epoch: Any) -> Any:
-        """The epoch whose plan and draws serve: itself, or with static masks one of the first."""
+        """Returns the epoch whose plan serves: itself, or with static masks one of the first."""
         return epoch % self._data.dupe_factor if self._data.dupe_factor else epoch
 
     def rows_planned(self, epoch: int) -> int:
@@ -225,7 +225,7 @@ class TrainBatches:
 def eval_batches(
     stream: Stream, ids: Ids, data: Data, seed: int, batch_size: int
 ) -> tuple[list[Batch], int]:
-    """The frozen held-out examples, the same at every evaluation, batch size and mesh.
+    """Returns the frozen held-out examples, the same at every evaluation, batch size and mesh.
 
     Rows are those of one plan of the validation split, at most `Data.eval_rows`, document after
     document in a random order; masks are keyed by the split. The last batch is filled up with rows

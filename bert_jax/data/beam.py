@@ -42,7 +42,7 @@ def run(tasks: Sequence[parts.Task], options: str) -> list[dict[str, Any]]:
 
 
 def shared_place(options: str) -> str:
-    """A folder in the bucket of --temp_location, if there is one; else empty."""
+    """Returns a folder in the bucket of --temp_location, if there is one; else empty."""
     place = _parsed(options).get_all_options().get("temp_location") or ""
     return f"{place.rstrip('/')}/bert_jax" if "://" in place and mirror.is_bucket(place) else ""
 

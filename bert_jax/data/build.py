@@ -88,7 +88,7 @@ class Survey:
         return cls(first, hashes <= unique[wanted - 1])
 
     def splits(self, corpus: Corpus) -> np.ndarray:
-        """Where each document goes, uint8 [documents]: 0 train, 1 validation, 2 nowhere."""
+        """Returns where each document goes, uint8 [documents]: 0 train, 1 validation, 2 nowhere."""
         splits = self.held_out.astype(np.uint8)
         if corpus.repeated_documents == "drop":
             splits[~self.first] = 2
@@ -295,7 +295,7 @@ class Run:
         return workers.run(tasks, self.workers, Progress(f"prepare: {what}", say))
 
     def place(self, scratch: pathlib.Path) -> str:
-        """Where the tasks' folders lie: seen by all who work."""
+        """Returns where the tasks' folders lie: seen by all who work."""
         scratch.mkdir(parents=True, exist_ok=True)
         shared = "" if self.beam is None else beam.shared_place(self.beam)
         return shared or str(scratch.absolute())

@@ -118,7 +118,7 @@ def verify(folder: epath.Path) -> None:
 
 
 def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
-    """The corpus folder where it can be read: itself, or this host's copy of one in a bucket.
+    """Returns a corpus folder that can be read: itself, or this host's copy of one in a bucket.
 
     Of a copy, what is missing or damaged is copied again; other processes of this host wait.
 
@@ -168,7 +168,7 @@ def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
 
 
 def open_manifest(folder: epath.Path) -> dict[str, Any]:
-    """The manifest of a complete corpus, here or in a bucket.
+    """Returns the manifest of a complete corpus, here or in a bucket.
 
     Raises:
       InputError: nothing complete here.
@@ -192,7 +192,7 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
 
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:
-    """The tokenizer the corpus was made with.
+    """Returns the tokenizer the corpus was made with.
 
     Raises:
       InputError: it was changed since.
@@ -207,7 +207,7 @@ def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.To
 
 
 def open_stream(folder: epath.Path, split: str) -> stream.Stream:
-    """A split as flat ids, made from the dataset if it was removed.
+    """Returns a split as flat ids, made from the dataset if it was removed.
 
     Raises:
       InputError: it is damaged; or is missing, and so is the dataset, or the folder is in use.
@@ -272,7 +272,7 @@ def _require_no_link(*folders: epath.Path) -> None:
 
 
 def _mends(folder: epath.Path) -> dict[str, str]:
-    """What to do where files are damaged, by how their paths begin."""
+    """Returns what to do where files are damaged, by how their paths begin."""
     if copies.is_copy(folder):
         again = f"remove {folder} and run again, it is copied again"
         return dict.fromkeys(("tokenizer/", "dataset/", "stream/"), again)
@@ -320,7 +320,7 @@ def _require_same(
 
 
 def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> bool:
-    """Whether a source is what it was; it is read only where its date is another one."""
+    """Returns whether a source is what it was; it is read only where its date is another one."""
     if old is None or new is None or old.get("bytes") != new["bytes"]:
         return False
     return old.get("mtime_ns") == new["mtime_ns"] or old.get("sha256") == documents.sha256(
@@ -430,7 +430,7 @@ def _prepare_there(
 
 
 def _is_as_made(corpus: Corpus, vocab_size: int, made: epath.Path, say: Say) -> bool:
-    """Whether a whole corpus lies here, as a `prepare` leaves it that was ended while sending."""
+    """Returns whether a whole corpus lies here, as a `prepare` ended while sending leaves it."""
     try:
         manifest = _found(corpus, vocab_size, made, say)
         _require(made, manifest["files"], "", "full", "made again")

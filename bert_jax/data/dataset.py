@@ -38,7 +38,7 @@ class SplitCounts:
 
 
 def folder_of(corpus: epath.Path) -> epath.Path:
-    """Where the dataset lies in a corpus folder."""
+    """Returns where the dataset lies in a corpus folder."""
     return corpus / "dataset" / _NAME / _VERSION
 
 
@@ -73,7 +73,7 @@ class ShardWriter:
 
 
 def example(ids: np.ndarray, sentence_lengths: np.ndarray) -> bytes:
-    """A document as a tf.train.Example; equal ones as equal bytes."""
+    """Returns a document as a tf.train.Example; equal ones as equal bytes."""
     record = tf_example_pb2.Example()
     record.features.feature["ids"].int64_list.value.extend(ids.tolist())
     lengths = record.features.feature["sentence_lengths"].int64_list.value

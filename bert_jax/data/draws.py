@@ -62,16 +62,16 @@ class ArrayDraws(Protocol):
     """Draws for B rows at once."""
 
     def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
-        """How many of the tokens lost by A and by B go from the front; int64 [B] each."""
+        """Returns how many of the tokens lost by A and by B go from the front; int64 [B] each."""
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
-        """A random order of each row's candidates, uint32 or int64 [B, max(counts)].
+        """Returns a random order of each row's candidates, uint32 or int64 [B, max(counts)].
 
         Entries of row r from counts[r] on have no meaning.
         """
 
     def replacements(self, counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """What becomes of each row's chosen tokens: kind uint8 [B, P] and a random id [B, P]."""
+        """Returns what each row's chosen tokens become: kind uint8 [B, P], a random id [B, P]."""
 
 
 class PairDraws(Protocol):
@@ -84,16 +84,16 @@ class PairDraws(Protocol):
         """Tokens to aim at: the most, or with `short_seq_prob` anything from 2; int64 [B]."""
 
     def split_point(self, sentences: np.ndarray) -> np.ndarray:
-        """How many sentences of a chunk make A, from 1; int64 [B]."""
+        """Returns how many sentences of a chunk make A, from 1; int64 [B]."""
 
     def is_random(self, asked: np.ndarray) -> np.ndarray:
-        """Whether B comes from another document; bool [B]."""
+        """Returns whether B comes from another document; bool [B]."""
 
     def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
         """Another document than `this`, or after ten vain draws this one; int64 [B]."""
 
     def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """The sentence at which a random B starts; int64 [B]."""
+        """Returns the sentence at which a random B starts; int64 [B]."""
 
 
 class Sequential:
@@ -103,7 +103,7 @@ class Sequential:
         self._rng = rng
 
     def document_order(self, documents: int) -> list[int]:
-        """A shuffled list of document numbers."""
+        """Returns a shuffled list of document numbers."""
         order = list(range(documents))
         self._rng.shuffle(order)
         return order
@@ -164,7 +164,7 @@ class Sequential:
         return np.array([kinds], np.uint8), np.array([ids], np.int64)
 
     def instance_order(self, instances: int) -> list[int]:
-        """The final shuffle of all instances."""
+        """Returns the final shuffle of all instances."""
         order = list(range(instances))
         self._rng.shuffle(order)
         return order
@@ -217,7 +217,7 @@ class Counter:
 
     @functools.cached_property
     def _chunk_words(self) -> np.ndarray:
-        """A word a row, int64 [B]; four rows that follow one another share a block."""
+        """Returns a word a row, int64 [B]; four rows that follow one another share a block."""
         rows = self._rows
         if not len(rows):
             return np.empty(0, np.int64)
@@ -310,7 +310,7 @@ def _below(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
 
 
 def permutation(key: tuple[int, int], epoch: int, count: int) -> np.ndarray:
-    """A random order of `count` rows, int64: the stable argsort of one Philox word each."""
+    """Returns a random order of `count` rows, int64: the stable argsort of one Philox word each."""
     order = np.empty(count, np.uint64)
     for start in range(0, count, 4 * _BLOCK):
         part = order[start : start + 4 * _BLOCK]
@@ -325,7 +325,7 @@ def permutation(key: tuple[int, int], epoch: int, count: int) -> np.ndarray:
 
 
 def key_of(*names: object) -> tuple[int, int]:
-    """A Philox key from names: the first 64 bits of their SHA-256, as two 32-bit words."""
+    """Returns a Philox key from names: the first 64 bits of their SHA-256, as two 32-bit words."""
     digest = hashlib.sha256("/".join(map(str, names)).encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 

@@ -137,7 +137,7 @@ def _chunks(
     key: tuple[int, int],
     begin: int,
 ) -> tuple[np.ndarray, int]:
-    """The chunks that are met from a sentence on, and the sentence after them.
+    """Returns the chunks that are met from a sentence on, and the sentence after them.
 
     Args:
       stream: the split.
@@ -169,7 +169,7 @@ def _cut(
     target: np.ndarray,
     draws: PairDraws,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How many sentences of each chunk make A, and how many B; 0 where B is of another document.
+    """Returns how many sentences of each chunk make A and B; 0 where B is of another document.
 
     Args:
       offsets: int64 [N], where sentences start.
@@ -187,7 +187,7 @@ def _cut(
 
 
 def rows(stream: Stream, chunks: np.ndarray, draws: PairDraws) -> np.ndarray:
-    """The pairs of chunks, before truncation: two runs of ids in the stream each.
+    """Returns the pairs of chunks, before truncation: two runs of ids in the stream each.
 
     Args:
       stream: the split.

@@ -320,7 +320,7 @@ class WriteShards:
 
 
 def _mapped(path: pathlib.Path, dtype: Any) -> np.ndarray:
-    """A file as an array, which is not read into memory; an empty one cannot be mapped."""
+    """Returns a file as an array, which is not read into memory; an empty one cannot be mapped."""
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 

@@ -107,11 +107,11 @@ class Plans:
         self._forget_all()
 
     def key(self, epoch: int) -> tuple[int, int]:
-        """The key of an epoch's draws for pairs."""
+        """Returns the key of an epoch's draws for pairs."""
         return draws.key_of(*self.names, epoch)
 
     def find(self, epoch: int) -> np.ndarray | None:
-        """The epoch's chunks in their random order, or None while they are being planned.
+        """Returns the epoch's chunks in their random order, or None while they are being planned.
 
         Raises:
           InputError: the plan cannot be written.
@@ -152,7 +152,7 @@ class Plans:
                 del self._found[epoch]
 
     def rows_per_epoch(self) -> int | None:
-        """The rows in the first plan; None while they are being counted."""
+        """Returns the rows in the first plan; None while they are being counted."""
         if self._rows is None:
             rows = None if self._counts is None else read_counts(self._counts).get(self._counts_key)
             if rows is None:
@@ -281,12 +281,12 @@ _ANEW = "remove it, it is made again"
 
 
 def _order(names: tuple[object, ...], epoch: int, count: int) -> np.ndarray:
-    """The random order in which an epoch takes its chunks, int64 [count]."""
+    """Returns the random order in which an epoch takes its chunks, int64 [count]."""
     return draws.permutation(draws.key_of(*names), epoch, count)
 
 
 def _read(path: str, dtype: np.dtype) -> np.ndarray | None:
-    """A plan's chunks, mapped; None if it is not there, or not as it was made."""
+    """Returns a plan's chunks, mapped; None if it is not there, or not as it was made."""
     try:
         with open(path, "rb") as file:
             head = file.read(_HEAD.size)

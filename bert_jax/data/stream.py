@@ -61,7 +61,7 @@ class Stream:
             return cls(**maps, folder=str(folder))
 
     def damaged(self, name: str) -> InputError:
-        """What to raise when an array holds what `write` cannot have written."""
+        """Returns what to raise when an array holds what `write` cannot have written."""
         return InputError(f"{self.folder}/{name}.bin: damaged; {_remedy(self.folder)}")
 
     def __reduce__(self) -> Any:
@@ -128,7 +128,7 @@ def _unroll(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size:
 
 
 def count(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """How often each id stands in `ids`, int64 [vocab_size]; all must be below it."""
+    """Returns how often each id stands in `ids`, int64 [vocab_size]; all must be below it."""
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, len(ids), _CHUNK):
         counts += np.bincount(ids[start : start + _CHUNK], minlength=vocab_size)
@@ -136,7 +136,7 @@ def count(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def from_documents(documents: list[list[list[int]]], dtype: Any = np.uint16) -> Stream:
-    """A stream in memory, from documents of sentences of ids; none may be empty.
+    """Returns a stream in memory, from documents of sentences of ids; none may be empty.
 
     Its vocabulary ends with the largest id.
     """

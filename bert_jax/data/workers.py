@@ -215,7 +215,7 @@ def _send(file: IO[bytes] | None, value: Any) -> None:
 
 
 def _receive(file: IO[bytes] | None) -> Any:
-    """What `_send` sent; None at the end."""
+    """Returns what `_send` sent; None at the end."""
     assert file is not None
     header = _read(file, 8)
     return pickle.loads(_read(file, *struct.unpack("<Q", header))) if len(header) == 8 else None

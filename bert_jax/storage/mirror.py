@@ -311,7 +311,7 @@ def _of_item(item: dict[str, Any]) -> Listed:
 
 
 def _split(place: epath.PathLike) -> tuple[str, str]:
-    """The bucket and the name in it."""
+    """Returns the bucket and the name in it."""
     bucket, _, key = os.fspath(place).removeprefix("gs://").partition("/")
     return bucket, key.strip("/")
 
@@ -350,7 +350,7 @@ def _tried(
 
 @functools.cache
 def _files() -> Any:
-    """The client. It is one for all threads: each request runs on a loop of fsspec's."""
+    """Returns the client. It is one for all threads: each request runs on a loop of fsspec's."""
     import aiohttp
     from gcsfs.core import GCSFileSystem
 

@@ -117,7 +117,7 @@ def again(
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those it was raised from, the outermost first."""
+    """Yields the error and those it was raised from, the outermost first."""
     current: BaseException | None = error
     seen: set[int] = set()
     while current is not None and id(current) not in seen:
@@ -147,7 +147,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int:
-    """The HTTP status that a client's error carries; 0 for none."""
+    """Returns the HTTP status that a client's error carries; 0 for none."""
     if type(error).__module__.partition(".")[0] not in CLIENTS:
         return 0
     for name in ("status", "code", "status_code"):
@@ -158,7 +158,7 @@ def _status(error: BaseException) -> int:
 
 
 def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
-    """Whether an error that has no kind of its own says so in its text."""
+    """Returns whether an error that has no kind of its own says so in its text."""
     if type(error).__name__ == "JaxRuntimeError":
         return False  # the devices' own words, for other faults
     plain = isinstance(error, OSError | ValueError | RuntimeError) or type(error) is Exception

@@ -34,7 +34,7 @@ from typing import IO, Any, Literal, TypeVar
 from etils import epath
 
 from bert_jax.config import Experiment, Finetuning, Section, files
-from bert_jax.errors import DiskFull, InputError, Unavailable
+from bert_jax.errors import DiskFull, InputError, Unavailable, reading
 from bert_jax.storage import retry
 
 T = TypeVar("T", bound=Section)
@@ -187,17 +187,13 @@ class Holder:
     @classmethod
     def parse(cls, data: bytes) -> "Holder | None":
         """Returns what `text` wrote; None for something else, of another version, say."""
-        try:
+        with contextlib.suppress(InputError, OSError), reading("a holder"):
             record = json.loads(data)
-            if record.pop("format_version") != _HOLDER_VERSION:
-                return None
-            holder = cls(**record)
-            str(holder)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
-            return None
-        except RecursionError:
-            return None
-        return holder
+            if record.pop("format_version") == _HOLDER_VERSION:
+                holder = cls(**record)
+                str(holder)
+                return holder
+        return None
 
     def text(self) -> str:
         """Returns it for a file."""
@@ -209,7 +205,7 @@ class Holder:
 
 
 def cache_folder() -> epath.Path:
-    """Where this machine keeps what it can make or copy again.
+    """Returns where this machine keeps what it can make or copy again.
 
     BERT_JAX_CACHE_DIR, which `--cache-dir` sets; else `bert_jax` in the user's cache folder.
     """
@@ -218,7 +214,7 @@ def cache_folder() -> epath.Path:
 
 
 def absolute(path: epath.Path) -> epath.Path:
-    """The path from the root on, whatever the current folder becomes."""
+    """Returns the path from the root on, whatever the current folder becomes."""
     return path if "://" in os.fspath(path) else path.absolute()  # epath takes gs: for a folder
 
 
@@ -269,12 +265,12 @@ def require_plain(path: epath.PathLike) -> None:
 
 
 def sealed(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a checksum of all of it, which `read_json` compares."""
+    """Returns the record with a checksum of all of it, which `read_json` compares."""
     return {**record, _CHECKSUM: _checksum(record)}
 
 
 def is_sealed(record: dict[str, Any]) -> bool:
-    """Whether a record that was read carries a checksum; those of older versions do not."""
+    """Returns whether a record that was read carries a checksum; those of older versions do not."""
     return _CHECKSUM in record
 
 
@@ -347,7 +343,7 @@ def mark_complete(folder: epath.Path) -> None:
 
 
 def is_complete(folder: epath.Path) -> bool:
-    """Whether `mark_complete` was reached."""
+    """Returns whether `mark_complete` was reached."""
     return (folder / COMPLETE).exists()
 
 
@@ -393,7 +389,7 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether it is the network's, or the machine's; or a right that was there before."""
+    """Returns whether it is the network's, or the machine's; or a right that was there before."""
     return retry.is_transient(error) or retry.is_denied(error)
 
 
@@ -473,7 +469,7 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def _held(path: epath.Path, named: epath.PathLike) -> IO[bytes]:
-    """The lock file, opened and locked."""
+    """Returns the lock file, opened and locked."""
     tries = 0
     while True:
         file = open(os.fspath(path), "a+b", buffering=0, opener=no_link)  # noqa: SIM115
@@ -501,7 +497,7 @@ def _held(path: epath.Path, named: epath.PathLike) -> IO[bytes]:
 
 
 def in_use(folder: epath.Path) -> bool:
-    """Whether a process of this machine holds the folder's lock."""
+    """Returns whether a process of this machine holds the folder's lock."""
     try:
         with open(os.fspath(folder / "lock"), "rb") as file:
             # Shared, so that two who ask do not see each other.

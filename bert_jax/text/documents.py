@@ -77,7 +77,7 @@ class Document:
         return f"{file}:{self.line + number}"
 
     def paragraphs(self) -> list[str]:
-        """The text as paragraphs, or as sentences if the layout gives one a line."""
+        """Returns the text as paragraphs, or as sentences if the layout gives one a line."""
         if self.layout == "wrapped":
             blocks = re.split(r"\n[^\S\n]*\n", self.text)
             lines = [" ".join(block.split("\n")) for block in blocks]

@@ -71,7 +71,7 @@ def of_file(path: str) -> Iterator[tuple[str, str]]:
 
 
 def open_bytes(path: str) -> IO[bytes]:
-    """The bytes of a file, uncompressed if its name ends in .gz or .zst."""
+    """Returns the bytes of a file, uncompressed if its name ends in .gz or .zst."""
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):

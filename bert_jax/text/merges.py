@@ -170,7 +170,7 @@ class _Merger:
 
 
 def _code(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """A pair of ids as one int64, in the order of pairs."""
+    """Returns a pair of ids as one int64, in the order of pairs."""
     return (left.astype(np.int64) << 32) | right
 
 

@@ -36,7 +36,7 @@ def split(document: Document, language: str) -> list[str]:
 
 
 def _cut(text: str, language: str, blanked: dict[int, str]) -> list[str]:
-    """The text, cut where sentencex cuts it with some characters blanked."""
+    """Returns the text, cut where sentencex cuts it with some characters blanked."""
     if blanked is _BLANKED and text.isascii():
         pieces = sentencex.segment(language, text)
         rest = text[sum(map(len, pieces)) :]

@@ -35,7 +35,7 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
 def find(name: str) -> epath.Path:
-    """The folder of the prepared dataset `NAME[/CONFIG][:VERSION]`, its latest version by default.
+    """Returns the folder of a dataset `NAME[/CONFIG][:VERSION]`, its latest version by default.
 
     Looks in $TFDS_DATA_DIR or ~/tensorflow_datasets, and generates nothing.
 
@@ -61,7 +61,7 @@ def find(name: str) -> epath.Path:
 
 
 def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
-    """A builder for the dataset in `folder`, once its features are seen to be plain data.
+    """Returns a builder for the dataset in `folder`, once its features are seen to be plain data.
 
     Raises:
       InputError: no dataset there, damaged metadata, a feature class outside TFDS's own, or
@@ -185,7 +185,7 @@ def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:
 
 
 def _shards(folder: epath.PathLike, split: Any) -> list[tuple[epath.Path, int]]:
-    """A split's files, and how many records each holds."""
+    """Returns a split's files, and how many records each holds."""
     try:
         result = list(zip(split.filepaths, split.shard_lengths, strict=True))
     except Exception as error:  # as when it is opened
@@ -201,7 +201,7 @@ def _shards(folder: epath.PathLike, split: Any) -> list[tuple[epath.Path, int]]:
 
 
 def _whole(path: epath.Path, raw: Iterator[bytes], features: Any) -> Iterator[dict[str, Any]]:
-    """The file's records, decoded. The libraries raise many kinds of error over its bytes."""
+    """Yields the file's records, decoded; libraries raise many kinds of error over its bytes."""
     while True:
         try:
             record = features.deserialize_example_np(next(raw))

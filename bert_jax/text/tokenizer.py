@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
         """Ids of a text, without specials around it."""
 
     def piece(self, token_id: int) -> str:
-        """How the piece is written in the vocabulary."""
+        """Returns how the piece is written in the vocabulary."""
 
     def decode(self, ids: list[int]) -> str:
         """Readable text; spaces are restored as well as the vocabulary allows."""
@@ -109,7 +109,7 @@ class WordPiece:
         return ids
 
     def piece(self, token_id: int) -> str:
-        """How the piece is written in the vocabulary."""
+        """Returns how the piece is written in the vocabulary."""
         return self.vocab[token_id]
 
     def decode(self, ids: list[int]) -> str:
@@ -190,7 +190,7 @@ class SentencePiece:
         return [self.unk_id if i in self._specials else i for i in ids]
 
     def piece(self, token_id: int) -> str:
-        """How the piece is written in the model."""
+        """Returns how the piece is written in the model."""
         return self._pieces[token_id]
 
     def decode(self, ids: list[int]) -> str:
@@ -288,7 +288,7 @@ def units(text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
 
 @functools.cache
 def _kind(char: str, case: Case) -> str:
-    """What the tokenizer does at a character between two letters."""
+    """Returns what the tokenizer does at a character between two letters."""
     words = len(basic_tokens(f"a{char}a", case))
     return {1: "of a word", 2: "blank"}.get(words, "alone")
 

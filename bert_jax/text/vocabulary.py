@@ -92,7 +92,7 @@ def read_vocab(path: epath.PathLike) -> list[str]:
 
 
 def require_specials(vocab: list[str], where: str) -> list[str]:
-    """The vocabulary, if it is one of BERT's; `where` begins the complaint.
+    """Returns the vocabulary, if it is one of BERT's; `where` begins the complaint.
 
     Raises:
       InputError: one of [PAD] [UNK] [CLS] [SEP] [MASK] is missing.
@@ -130,7 +130,7 @@ def train_wordpiece(counted: Counted, vocab_size: int) -> list[str]:
 
 
 def _alphabet(counted: Counted) -> tuple[list[str], list[str]]:
-    """The commonest characters, and those of them that ever go on a word.
+    """Returns the commonest characters, and those of them that ever go on a word.
 
     1,000 of them, or, of scripts with more, as many as most of the text is written with.
 

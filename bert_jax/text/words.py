@@ -118,7 +118,7 @@ class Table:
 
 
 def read_words(path: pathlib.Path) -> list[str]:
-    """The words of a part, in the order of their numbers."""
+    """Returns the words of a part, in the order of their numbers."""
     return path.read_bytes().decode().split("\n")[:-1]
 
 

@@ -58,15 +58,6 @@ def test_statuses_as_gcsfs_raises_them(status):
     assert retry.is_denied(caught.value) == (status in (401, 403))
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 408, 412, 429, 500, 502, 503])
-def test_answers_as_gcsfs_raises_them(status):
-    gcsfs_retry = pytest.importorskip("gcsfs.retry")
-    with pytest.raises(Exception) as raised:
-        gcsfs_retry.validate_response(status, b"said so", "b/bucket/o/name")
-    assert retry.is_transient(raised.value) == (status in (408, 429, 500, 502, 503))
-    assert retry.is_denied(raised.value) == (status in (401, 403))
-
-
 @pytest.fixture
 def waits(monkeypatch):
     """The clock, which waiting alone moves; gives the waits."""
