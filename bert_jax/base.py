@@ -50,7 +50,7 @@ _FLOATS = {
 
 @dataclasses.dataclass
 class Moments:
-    """What the reference's Adam (`bert_adam`) keeps next to weights.
+    """The moments that the reference's Adam (`bert_adam`) keeps next to weights.
 
     Attributes:
       step: steps that it had done.

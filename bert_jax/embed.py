@@ -40,7 +40,7 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Features:
-    """Which of the encoder's vectors are wanted.
+    """The vectors of the encoder that are wanted.
 
     Attributes:
       pooling: `mean` of all tokens, [CLS] and [SEP] among them, as sentence-transformers pools;
@@ -58,7 +58,7 @@ class Features:
 
 @dataclasses.dataclass
 class Embedded:
-    """Some texts in a row.
+    """The vectors of some texts in a row.
 
     Attributes:
       vectors: float32 [texts, W]; of `tokens` [pieces, W], text after text.

@@ -22,7 +22,7 @@ exit codes:
 
 
 class InputError(Exception):
-    """Bad input or usage. The message is one line: what is at fault, where, and what to do.
+    """Bad input or usage, in one line: what is at fault, where, and what to do.
 
     It stays one line whatever file names, text and errors of others it quotes.
     """
@@ -42,7 +42,7 @@ class Unavailable(Exception):
 
 
 class DiskFull(Unavailable):
-    """There is no space left where something is to be written; waiting does not make any."""
+    """A full disk where something is to be written; waiting does not make space."""
 
 
 # What a parser raises on a file that is not what was written.

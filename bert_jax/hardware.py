@@ -149,7 +149,7 @@ TPUS = {
 
 
 def chips(kind: str, devices: int) -> int | None:
-    """How many chips so many devices are: what one pays for.
+    """Returns how many chips so many devices are: what one pays for.
 
     Args:
       kind: as jax names the devices.
@@ -170,7 +170,7 @@ _TRIES = 10
 
 
 def peak_flops(compute_dtype: str) -> float | None:
-    """The most operations a second that all devices of all processes can do.
+    """Returns the most operations a second that all devices of all processes can do.
 
     Known devices are looked up. On a CPU it is what a large float32 product reaches now, whatever
     the compute dtype: its virtual devices share the cores.
@@ -189,7 +189,7 @@ def peak_flops(compute_dtype: str) -> float | None:
 
 
 def measured_matmul_flops(width: int = _WIDTH, dtype: str = "float32") -> float:
-    """Operations a second of a square product on one device of this process, the best of a few.
+    """Measures operations a second of a square product on one device, the best of a few.
 
     Args:
       width: of the two matrices.

@@ -41,7 +41,7 @@ _NOISE = re.compile(r"^(    @ |\*\*\* |\[Gloo\] |$)")
 
 
 class Ended(NamedTuple):
-    """How a pod ended.
+    """The way in which a pod ended.
 
     Attributes:
       code: 0: all have finished; 75: stopped on request; else the exit code of the first that

@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=_GRACE,
         metavar="S",
-        help=f"seconds a pod has to save when it is told to end [{_GRACE}]",
+        help=f"seconds a pod has to save when it is asked to end [{_GRACE}]",
     )
     gke.add_argument(
         "--privileged",

@@ -40,7 +40,7 @@ class Lost(Exception):
 
 
 class Deleted(Exception):
-    """Somebody else has deleted the machines: `launch stop`, say."""
+    """The machines are gone: somebody else has deleted them, `launch stop` for one."""
 
 
 def sleep(seconds: float) -> None:

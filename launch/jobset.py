@@ -36,7 +36,7 @@ _LARGEST_CONFIG = 1_000_000  # bytes that a ConfigMap holds, nearly
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pods:
-    """What a cluster is told about the pods, besides the run itself.
+    """The settings of the pods in a cluster, beyond those of the run itself.
 
     Attributes:
       image: that they run, with a tag or digest.

@@ -191,11 +191,11 @@ _FORMAT_VERSION = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What may be rented for a workdir: W/launch.json, from before it is until after.
+    """Machines that may be rented for a workdir: W/launch.json, from before they are until after.
 
     Attributes:
       launcher: the command that launched it.
-      place: what that command needs besides the name to find it: project, zone, namespace.
+      place: what else that command needs to find it: project, zone, namespace.
       name: of what was rented.
       workdir: of the run.
       topology: the slice, v5e:8x8.

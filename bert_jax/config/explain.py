@@ -142,7 +142,7 @@ def explain(name: str) -> str:
 def suggestion(name: str, known: Any) -> str:
     """Returns the sentence that names the fields nearest to a wrong one.
 
-    Besides slips of the pen it knows parts of names and their initials: `lr` is in
+    It knows slips of the pen, and parts of names and their initials: `lr` is in
     `optimizer.peak_learning_rate`, `hidden` in `model.hidden_size`.
     """
     key = name.rpartition(".")[2].lower()

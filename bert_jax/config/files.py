@@ -90,8 +90,8 @@ def _run_file(path: pathlib.Path) -> tuple[Section, tuple[str, Section] | None]:
         places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
         if isinstance(error, SyntaxError) and error.filename:
             places.append((error.filename, error.lineno))
-        beside = [p for p in places if pathlib.Path(p[0]).resolve().parent == folder]
-        name, line = beside[-1] if beside else (str(path), None)
+        own = [p for p in places if pathlib.Path(p[0]).resolve().parent == folder]
+        name, line = own[-1] if own else (str(path), None)
         where = str(path.parent / pathlib.Path(name).name) + (f":{line}" if line else "")
         raise InputError(f"{where}: {type(error).__name__}: {error}") from error
     if not isinstance(value, Experiment | Finetuning):
@@ -106,11 +106,11 @@ def _run_file(path: pathlib.Path) -> tuple[Section, tuple[str, Section] | None]:
 def _importing_from(folder: pathlib.Path) -> Iterator[typing.Callable[[], list[Any]]]:
     """Lets `import` find the files of a folder first, afresh; yields what lists those imported.
 
-    `sys.path`, and `sys.modules` as far as it names files of the folder, are left as they were
-    found: another folder may have a file of the same name.
+    `sys.path`, and `sys.modules` as far as it names files of the folder, are left as they
+    were: another folder may have a file of the same name.
     """
-    beside = {file.stem for file in folder.glob("*.py")} - sys.stdlib_module_names
-    before = {name: sys.modules.pop(name) for name in beside if name in sys.modules}
+    names = {file.stem for file in folder.glob("*.py")} - sys.stdlib_module_names
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     path, quiet = list(sys.path), sys.dont_write_bytecode
     # Compiled files are believed by time and size: too coarse for a file that was just edited.
     sys.dont_write_bytecode = True
@@ -118,16 +118,16 @@ def _importing_from(folder: pathlib.Path) -> Iterator[typing.Callable[[], list[A
     importlib.invalidate_caches()
     try:
         # In the order in which their imports began: the first is what the file itself names first.
-        yield lambda: [module for name, module in sys.modules.items() if name in beside]
+        yield lambda: [module for name, module in sys.modules.items() if name in names]
     finally:
         sys.path[:], sys.dont_write_bytecode = path, quiet
-        for name in beside:
+        for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(before)
 
 
-def _require_kind(found: type, wanted: type, where: str) -> None:
-    if found is not wanted:
+def _require_kind(kind: type, wanted: type, where: str) -> None:
+    if kind is not wanted:
         what, commands = {
             Experiment: ("a pre-training", "`bert-jax pretrain` takes it"),
             Finetuning: (
@@ -135,7 +135,7 @@ def _require_kind(found: type, wanted: type, where: str) -> None:
                 "`bert-jax finetune` takes it, `predict` (with --score for scores) and "
                 "`checkpoints` take its run",
             ),
-        }[found]
+        }[kind]
         raise InputError(f"{where}: {what}; {commands}, and it cannot stand here")
 
 
@@ -238,7 +238,7 @@ def _parse(text: str, hint: Any, setting: str) -> object:
 
 
 def to_json(experiment: Section) -> str:
-    """The resolved experiment as readable JSON, with its format version."""
+    """Returns the resolved experiment as readable JSON, with its format version."""
     return json.dumps({"format_version": FORMAT_VERSION, **_plain(experiment)}, indent=2) + "\n"
 
 
@@ -305,7 +305,7 @@ def flatten(section: Any, role: str = "all", path: str = "") -> list[tuple[str, 
 
 
 def section(kind: type[T], value: Any, where: str) -> T:
-    """A section from the object that JSON gives for it; `where` begins its complaints.
+    """Builds a section from the object that JSON gives for it; `where` begins its errors.
 
     Raises:
       InputError: an unknown field, or a value that the section refuses.

@@ -46,7 +46,7 @@ _FORMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Section):
-    """What is asked of a text, and where examples of it are.
+    """The question that is asked of a text, and where examples of it are.
 
     A source is `tsv:FILE`, `csv:FILE`, `jsonl:FILE`, `conll:FILE`, `squad:FILE` or
     `tfds:NAME:SPLIT` (`tfds:glue/sst2:train`); `SOURCES` says which are read for which kind.
@@ -200,7 +200,7 @@ def _listed(words: Iterable[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapt(Section):
-    """What of a base learns a task.
+    """The parts of a base that learn a task.
 
     `full`: everything. `frozen`: the task's own head alone. `lora`: the head, and for each of
     `lora_targets` in every layer two thin matrices whose product is added to the kernel.

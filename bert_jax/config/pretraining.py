@@ -36,7 +36,7 @@ class Model(Section):
     intermediate_size: int = 3_072
     # The longest row there are position embeddings for.
     max_position_embeddings: int = 512
-    # Segments that tokens are told apart by: A and B.
+    # Segments that a token can be of: A and B.
     type_vocab_size: int = 2
     # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
     hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
@@ -144,7 +144,7 @@ class Corpus(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
-    """How ids become examples (Devlin et al. 2018, section 3.1 and appendix A.1)."""
+    """The way from ids to examples (Devlin et al. 2018, section 3.1 and appendix A.1)."""
 
     role = "identity"
     label = "data"
@@ -264,7 +264,7 @@ class Optimizer(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism(Section):
-    """How the step is laid over devices. May change on resume."""
+    """The layout of the step over devices. May change on resume."""
 
     role = "placement"
     label = "parallelism"
@@ -277,7 +277,7 @@ class Parallelism(Section):
     # Micro-batches a step: one number for all phases, or one a phase.
     accumulation: tuple[int, ...] = (1,)
     # What the backward pass finds kept of a layer: everything, the results of its products (scores
-    # are computed anew), or nothing.
+    # are computed again), or nothing.
     remat: Literal["none", "dots", "full"] = "none"
     # Layers as one compiled loop (compiles fast), or one after the other (runs faster on a CPU).
     layer_loop: Literal["scan", "unroll"] = "scan"
@@ -291,13 +291,13 @@ class Parallelism(Section):
         )
 
     def accumulation_of(self, phase: int) -> int:
-        """Micro-batches of a step of this phase."""
+        """Returns the micro-batches of a step of this phase."""
         return self.accumulation[phase if len(self.accumulation) > 1 else 0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Section):
-    """What happens beside the steps, every so many of them. May change on resume."""
+    """Everything that happens next to the steps, every so many of them. May change on resume."""
 
     role = "placement"
     label = "run"
@@ -391,7 +391,7 @@ class Experiment(Section):
         return sum(phase.steps for phase in self.phases)
 
     def phase_at(self, done: int) -> tuple[int, int]:
-        """Number of the phase of the step after `done` steps, and the first step of that phase."""
+        """Returns the number of the phase of the step after `done` steps, and its first step."""
         first = 0
         for number, phase in enumerate(self.phases):
             if done < first + phase.steps:

@@ -25,7 +25,7 @@ Documents = list[list[list[int]]]
 
 
 def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Documents:
-    r"""Documents of sentences of ids, as the reference reads files.
+    r"""Reads documents of sentences of ids, as the reference reads files.
 
     A line ends with \n. Bytes that are not UTF-8 are left out. A line of white space opens a new
     document; a line without tokens is dropped, and so is a document without lines. A file goes on

@@ -38,7 +38,7 @@ _OPTIMIZER = Optimizer(clip="per_replica", reference_replicas=_CORES)
 # So little that run_pretraining.py's 1e-5 in the denominator shows.
 _FEW = 1e-5
 
-# optimization.py, AdamWeightDecayOptimizer: names found by these do not decay.
+# optimization.py, AdamWeightDecayOptimizer: names that match it do not decay.
 _REFERENCE_NO_DECAY = re.compile("LayerNorm|layer_norm|bias")
 
 

@@ -246,7 +246,7 @@ def _first(train: Stream, token_id: int) -> int:
 
 # --- text that is both trained on and held out ---
 
-# Shorter sentences repeat by nature ("he said nothing."); of longer ones the first pieces tell.
+# Shorter sentences repeat by nature ("There is more."); of longer ones the first pieces tell.
 _LEAST, _COMPARED = 12, 32
 # Sentences compared at once.
 _COMPARED_BLOCK = 1 << 16

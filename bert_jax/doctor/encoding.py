@@ -86,12 +86,12 @@ class File:
 
     @property
     def readable(self) -> bool:
-        """Whether there is text to look at."""
+        """Returns whether there is text to look at."""
         return not (self.damage or self.bad or self.utf8 or self.binary)
 
     @property
     def binary(self) -> bool:
-        """Whether so many NULs show that this is UTF-16, or no text."""
+        """Returns whether so many NULs show that this is UTF-16, or no text."""
         return self.nuls > _BINARY_NULS * self.size
 
 

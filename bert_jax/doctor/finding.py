@@ -35,7 +35,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a measured value may be at most, and the words of the finding where it is more.
+    """The limits of a measured value, and the words of the finding where it is more.
 
     Attributes:
       what: the finding's, a template of `str.format`; `{value}` is the value as a share.

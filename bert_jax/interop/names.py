@@ -80,7 +80,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Naming:
-    """How others call the same tensors.
+    """The names that others give to the same tensors.
 
     Attributes:
       tensors: all of a model, the embeddings first.

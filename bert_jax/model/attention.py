@@ -28,7 +28,7 @@ KEPT = (_LOG_SUMS, _CONTEXT)
 
 
 class Packing(NamedTuple):
-    """Texts one behind the other in a row, with no padding between them.
+    """Several texts in a row, one behind the other with no padding between them.
 
     What is done to each token by itself takes rows as they are; attention takes each text by
     itself. Tokens are counted through all rows, B * S of them.
@@ -46,7 +46,7 @@ class Packing(NamedTuple):
 
     @property
     def mask(self) -> jax.Array:
-        """int32 [N, K], 0 where there is no token."""
+        """Returns int32 [N, K], 0 where there is no token."""
         return (self.tokens < self.positions.size).astype(jnp.int32)
 
     def unpack(self, x: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def attend(
     noise: Noise | None,
     rate: float,
 ) -> jax.Array:
-    """Scaled dot-product attention with dropout on the probabilities.
+    """Computes scaled dot-product attention with dropout on the probabilities.
 
     Args:
       query: [B, S, H, D / H].
@@ -92,7 +92,7 @@ def attend(
 def attend_packed(
     query: jax.Array, key: jax.Array, value: jax.Array, packing: Packing
 ) -> jax.Array:
-    """As `attend` without dropout, each text by itself: [B, S, H, D / H] each -> the same."""
+    """Computes `attend` without dropout, each text by itself: [B, S, H, D / H] each -> the same."""
     # Heads before places: else a CPU turns all scores around.
     query, key, value = (jnp.swapaxes(packing.unpack(x), 1, 2) for x in (query, key, value))
     factor = 1.0 / math.sqrt(query.shape[-1])
@@ -110,7 +110,7 @@ def attend_recomputed(
     noise: Noise | None,
     rate: float,
 ) -> jax.Array:
-    """As `attend`, but nothing of size [S, S] is kept for the backward pass.
+    """Computes `attend`, but keeps nothing of size [S, S] for the backward pass.
 
     It computes the probabilities again from the logarithm of their sum, and the gradient of the
     softmax from the result (the identities of Dao et al. 2022, FlashAttention, section 3.1).

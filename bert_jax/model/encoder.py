@@ -27,7 +27,7 @@ _PRODUCT = "product"
 
 
 class Loop(NamedTuple):
-    """How the layers are run.
+    """The way in which the layers are run.
 
     Attributes:
       remat: what is kept for the backward pass.
@@ -42,12 +42,15 @@ class Loop(NamedTuple):
 
 
 def padded_vocab_size(cfg: Model) -> int:
-    """Rows of the word embeddings and of the output bias."""
+    """Returns how many rows the word embeddings and the output bias have."""
     return -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def initializer(cfg: Model) -> nnx.Initializer:
-    """Normal, cut off at two standard deviations and not widened for it: as the reference."""
+    """Returns a normal distribution, cut off at two deviations and not widened for it.
+
+    The reference draws its weights so; a deviation is `initializer_range`.
+    """
     return jax.nn.initializers.truncated_normal(cfg.initializer_range)
 
 
@@ -62,7 +65,7 @@ class Embedding(nnx.Module):
 
 
 class Embeddings(nnx.Module):
-    """Token + segment + position, normalised."""
+    """The sum of token, segment and position embeddings, normalised."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         init, width = initializer(cfg), cfg.hidden_size
@@ -94,7 +97,7 @@ class Embeddings(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rows of a table, rounded to a type before they are read; the gradient adds up in float32.
+    """Reads rows of a table, rounded to a type beforehand; the gradient adds up in float32.
 
     The output's product reads the rounded table too, so that no other need exist.
 
@@ -150,7 +153,10 @@ def run_layer(
     noise: layers.Noise | None,
     scores: Literal["kept", "recomputed"],
 ) -> jax.Array:
-    """[B, S, D] in the compute type -> the same. `scores`: as the backward pass finds them."""
+    """Runs one layer: [B, S, D] in the compute type -> the same.
+
+    `scores`: whether the backward pass finds attention's probabilities kept or recomputes them.
+    """
     at = (lambda site: None) if noise is None else noise.at
     b, s, d = x.shape
     heads = (b, s, cfg.num_attention_heads, d // cfg.num_attention_heads)

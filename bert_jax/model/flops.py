@@ -14,7 +14,7 @@ _FORWARD_AND_BACKWARD = 3
 def train_step_flops(
     model: Model, batch_size: int, sequence_length: int, max_predictions_per_seq: int
 ) -> int:
-    """Operations of a forward and a backward pass over a whole batch; see `forward_flops`."""
+    """Counts the operations of a training step over a whole batch, as `forward_flops` counts."""
     return _FORWARD_AND_BACKWARD * forward_flops(
         model, batch_size, sequence_length, max_predictions_per_seq
     )
@@ -23,7 +23,7 @@ def train_step_flops(
 def forward_flops(
     model: Model, batch_size: int, sequence_length: int, max_predictions_per_seq: int
 ) -> int:
-    """Operations of a forward pass over a whole batch.
+    """Counts the operations of a forward pass over a whole batch.
 
     Args:
       model: the shape.

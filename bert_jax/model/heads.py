@@ -45,13 +45,13 @@ class Pretrainer(nnx.Module):
 
 
 def init_params(cfg: Model, key: jax.Array) -> Params:
-    """Fresh parameters as nested dicts of float32 arrays."""
+    """Draws fresh parameters, nested dicts of float32 arrays."""
     module = Pretrainer(cfg, rngs=nnx.Rngs(params=key))
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def merge(cfg: Model, params: Params) -> Pretrainer:
-    """The module that holds these parameters."""
+    """Returns the module that holds these parameters."""
     graph, state = nnx.split(
         nnx.eval_shape(lambda: Pretrainer(cfg, rngs=nnx.Rngs(params=jax.random.key(0)))),
         nnx.Param,
@@ -63,7 +63,7 @@ def merge(cfg: Model, params: Params) -> Pretrainer:
 def masked_lm_logits(
     model: Pretrainer, cfg: Model, hidden: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Scores of all pieces at the masked positions; elsewhere they are never computed.
+    """Computes scores of all pieces at the masked positions, and nowhere else.
 
     Args:
       model: its parameters.
@@ -84,7 +84,7 @@ def masked_lm_logits(
 
 
 def next_sentence_logits(model: Pretrainer, hidden: jax.Array) -> jax.Array:
-    """Scores of "B follows A" and "B is random" from [CLS]; [B, S, D] -> float32 [B, 2]."""
+    """Scores "B follows A" and "B is random" from [CLS]: [B, S, D] -> float32 [B, 2]."""
     pooled = jnp.tanh(model.pooler(hidden[:, 0])).astype(hidden.dtype)
     return model.next_sentence(pooled)
 
@@ -96,7 +96,7 @@ def pretraining_logits(
     noise: layers.Noise | None,
     loop: Loop,
 ) -> tuple[jax.Array, jax.Array]:
-    """Both heads' scores for a batch as data.batches makes it: [B, P, V] and [B, 2], float32."""
+    """Computes both heads' scores for a batch of data.batches: [B, P, V] and [B, 2], float32."""
     model = merge(cfg, params)
     hidden = encode(
         model.encoder,

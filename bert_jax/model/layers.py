@@ -22,7 +22,7 @@ _LAYER_NORM_EPS = 1e-12
 
 
 class Dense(nnx.Module):
-    """y = x W + b, kernel [inputs, outputs], bias [outputs]."""
+    """An affine map, y = x W + b: kernel [inputs, outputs], bias [outputs]."""
 
     def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, rngs: nnx.Rngs):
         self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32))
@@ -39,7 +39,7 @@ def linear(
     bias: jax.Array,
     kernel_is: Literal["inputs_outputs", "outputs_inputs"] = "inputs_outputs",
 ) -> jax.Array:
-    """x W + b: the product in the type of x, sums and the bias in float32.
+    """Computes x W + b: the product in the type of x, sums and the bias in float32.
 
     Args:
       x: [..., N], any float type.
@@ -145,7 +145,7 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 class LayerNorm(nnx.Module):
-    """Biased variance, eps 1e-12; scale and bias [D]."""
+    """A layer norm with biased variance, eps 1e-12; scale and bias [D]."""
 
     def __init__(self, width: int):
         self.scale = nnx.Param(jnp.ones(width, jnp.float32))
@@ -160,7 +160,7 @@ class LayerNorm(nnx.Module):
 
 
 def activation(name: str, x: jax.Array) -> jax.Array:
-    """GELU: `gelu` by erf (the paper's checkpoints), `gelu_tanh` by its approximation."""
+    """Computes GELU: `gelu` by erf (the paper's checkpoints), `gelu_tanh` by its approximation."""
     if name == "gelu_tanh":
         return jax.nn.gelu(x, approximate=True)
     # As the reference writes it (modeling.py, gelu): jax.nn's erfc costs twice as much on a CPU.
@@ -182,22 +182,24 @@ def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:
 
 
 class Noise(Protocol):
-    """Random bits for dropout. Folding in numbers tells the places apart where they are used."""
+    """Random bits for dropout. Each place that uses them folds in numbers of its own."""
 
     def at(self, place: int | jax.Array) -> "Noise":
-        """Noise of its own for a layer, or for a site within it."""
+        """Returns noise of its own for a layer, or for a site within it."""
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """bool `shape` = [B, ...], False for about `rate` of it."""
+        """Draws bool `shape` = [B, ...], False for about `rate` of it."""
 
     def scale(self, rate: float) -> float:
-        """One over the probability with which `keep` is really True."""
+        """Returns one over the probability with which `keep` is really True."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowNoise:
-    """`threefry8`: 8 bits an element, from a key a row: the same on any mesh and micro-batch.
+    """The `threefry8` noise: 8 bits an element, from a key a row.
+
+    It is the same on any mesh and micro-batch.
 
     Attributes:
       keys: threefry keys [B].
@@ -207,15 +209,15 @@ class RowNoise:
 
     @classmethod
     def of(cls, key: jax.Array, rows: jax.Array) -> "RowNoise":
-        """Noise for the rows with these numbers, uint32 [B]."""
+        """Returns noise for the rows with these numbers, uint32 [B]."""
         return cls(jax.vmap(lambda row: jax.random.fold_in(key, row))(rows))
 
     def at(self, place: int | jax.Array) -> "RowNoise":
-        """See `Noise`."""
+        """Returns noise of its own for a layer, or for a site within it."""
         return RowNoise(jax.vmap(lambda key: jax.random.fold_in(key, place))(self.keys))
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """See `Noise`. The last dimension is a multiple of 4."""
+        """Draws bool `shape`, whose last dimension is a multiple of 4."""
         # Whole words, taken apart: asking for 8-bit draws is ten times slower.
         words = (*shape[1:-1], shape[-1] // 4)
         bits = jax.vmap(lambda key: jax.random.bits(key, words, jnp.uint32))(self.keys)
@@ -223,14 +225,16 @@ class RowNoise:
         return bits >= jnp.uint8(round(rate * 256))
 
     def scale(self, rate: float) -> float:
-        """See `Noise`."""
+        """Returns one over the probability with which `keep` is really True."""
         return 256 / (256 - round(rate * 256))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShardNoise:
-    """`rbg16`: 16 bits an element from one generator a shard; fast on TPU, depends on the mesh.
+    """The `rbg16` noise: 16 bits an element from one generator a shard.
+
+    It is fast on TPU and depends on the mesh.
 
     Attributes:
       key: an rbg key, the shard's own.
@@ -239,13 +243,13 @@ class ShardNoise:
     key: jax.Array
 
     def at(self, place: int | jax.Array) -> "ShardNoise":
-        """See `Noise`."""
+        """Returns noise of its own for a layer, or for a site within it."""
         return ShardNoise(jax.random.fold_in(self.key, place))
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """See `Noise`."""
+        """Draws bool `shape`, False for about `rate` of it."""
         return jax.random.bits(self.key, shape, jnp.uint16) >= jnp.uint16(round(rate * 65_536))
 
     def scale(self, rate: float) -> float:
-        """See `Noise`."""
+        """Returns one over the probability with which `keep` is really True."""
         return 65_536 / (65_536 - round(rate * 65_536))

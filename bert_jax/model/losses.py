@@ -25,7 +25,7 @@ MASKED_LM_EPS = 1e-5
 def classification(
     logits: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy and accuracy.
+    """Computes cross-entropy and accuracy.
 
     Args:
       logits: float32 [..., C].
@@ -46,7 +46,7 @@ def classification(
 def pretraining(
     masked_lm: jax.Array, next_sentence: jax.Array, batch: dict[str, jax.Array]
 ) -> Metrics:
-    """Losses and accuracies of both tasks (Devlin et al. 2018, section 3.1).
+    """Computes losses and accuracies of both tasks (Devlin et al. 2018, section 3.1).
 
     Args:
       masked_lm: float32 [B, P, V].

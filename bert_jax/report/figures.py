@@ -92,7 +92,7 @@ class Plot:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to draw."""
+        """Returns whether there is nothing to draw."""
         return not any(len(curve.x) for curve in self.curves)
 
 

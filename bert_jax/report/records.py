@@ -109,7 +109,7 @@ class Record:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What the newest start ran on."""
+        """Returns what the newest start ran on."""
         starts = [line for line in self.timings if line.get("kind") == "start"]
         return starts[-1].get("environment", {}) if starts else {}
 
@@ -168,7 +168,7 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """What the pairs of a phase are like, from the first of its plan.
+    """Shares that describe the pairs of a phase, from the first of its plan.
 
     Attributes:
       sequence_length: of the phase.

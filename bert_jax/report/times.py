@@ -51,7 +51,7 @@ def account(timings: list[dict[str, Any]]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """What came of a run's time so far, over all restarts.
+    """The parts of a run's time so far, over all restarts.
 
     A start is paid for from its beginning to its last line, on the chips that it had. Time away is
     not: whether machines were held meanwhile nobody has written down. Nor is what a killed process
@@ -69,12 +69,12 @@ class Goodput:
 
     @property
     def seconds(self) -> float:
-        """Since the first start."""
+        """Returns seconds since the first start."""
         return sum(self.parts.values())
 
     @property
     def share(self) -> float | None:
-        """Of these seconds, those of steps that counted, in [0, 1]; None before the first line."""
+        """Returns the share of time spent in steps that counted, in [0, 1]; None before any."""
         return self.parts["training"] / self.seconds if self.seconds else None
 
     def cost(self, price_per_chip_hour: float) -> float | None:

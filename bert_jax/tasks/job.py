@@ -96,7 +96,7 @@ class FinetuningSetup:
         )
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """See `Setup`."""
+        """Raises InputError if the batches or the state cannot be laid over these devices."""
         require_parallelism(self.experiment.adapt, self.experiment.parallelism)
         step.abstract_state(self.objective, self.optimizer, self.experiment.parallelism, mesh)
         size = self.experiment.batch_size
@@ -107,7 +107,7 @@ class FinetuningSetup:
         """Does nothing: the base was read at once."""
 
     def differences(self, saved: Finetuning, metadata: dict[str, Any]) -> list[str]:
-        """See `Setup`; where the base lies may change."""
+        """Returns how the experiment differs from a saved one; where the base lies may change."""
         if metadata["init_sha256"] != self._base.sha256:
             raise InputError(
                 f"--from {self.experiment.init_from}: holds other weights than those this run "
@@ -133,7 +133,7 @@ class FinetuningSetup:
         """Does nothing: each process has read the examples."""
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
-        """See `Setup`."""
+        """Opens what was prepared."""
         peers.require_same(
             "examples",
             {"examples": self.sha256[:16], "base": self._base.sha256[:16]},

@@ -184,7 +184,7 @@ class TaskObjective:
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
-        """Where the parameters that learn are cut."""
+        """Returns where the parameters that learn are cut."""
         pooled = self.reads == "pooled"
         if self.adapt.how == "full":
             return [*sharding.ENCODER, *(sharding.POOLER if pooled else ()), _HEAD_RULE]
@@ -215,7 +215,7 @@ class TaskObjective:
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> losses_lib.Metrics:
-        """See `Objective`."""
+        """Computes the metrics of some rows."""
         return self.measure(self.logits(params, fixed, batch, noise, loop), batch)
 
     def measure(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
@@ -244,12 +244,12 @@ class TaskObjective:
         return {"loss": loss, "accuracy": hits}
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """See `Objective`: examples, of tags their words."""
+        """Counts examples, or words if tags are learned."""
         weights = batch["row_weights"]
         if self.kind == "tag":
             return ((batch["target_weights"] * weights[:, None]).sum(),)
         return (weights.sum() / self.rows_per_example,)
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
-        """See `Objective`."""
+        """Returns the loss of some rows over the counts of all."""
         return metrics["loss"][0] / counts[0]

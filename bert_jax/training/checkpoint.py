@@ -551,7 +551,7 @@ class Kept:
         self._run = run
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Of each checkpoint, the oldest first."""
+        """Decides whether to keep each checkpoint, the oldest first."""
         del context
         steps = [checkpoint.step for checkpoint in checkpoints]
         known = [(self.losses[s], s) for s in steps if self.losses.get(s) is not None]
@@ -562,7 +562,7 @@ class Kept:
 
 
 def quiet_orbax_logs() -> None:
-    """From here on, in this process."""
+    """Silences orbax's logs in this process, from here on."""
     absl_logging.set_verbosity(absl_logging.FATAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     sys.unraisablehook = _overhear_closed_loops
@@ -576,7 +576,7 @@ def _overhear_closed_loops(unraisable: Any) -> None:
 
 
 def listing(folder: epath.Path) -> Iterator[str]:
-    """A table of a run's checkpoints, the newest first, and those that were put aside.
+    """Yields a table of a run's checkpoints, the newest first, and those that were put aside.
 
     Raises:
       InputError: no run here, or it cannot be read.

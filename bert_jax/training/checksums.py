@@ -19,7 +19,7 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def checksums(tree: Any) -> dict[str, str]:
-    """The checksum of each array of a tree: {path: 16 hexadecimal digits}.
+    """Returns the checksum of each array of a tree: {path: 16 hexadecimal digits}.
 
     Args:
       tree: of arrays whose elements have at most 32 bits; every process has the same.
@@ -36,7 +36,7 @@ def checksums(tree: Any) -> dict[str, str]:
 
 
 def path_of(path: tuple[Any, ...]) -> str:
-    """A path of a tree as checksums name it."""
+    """Returns a path of a tree as checksums name it."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

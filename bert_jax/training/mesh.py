@@ -131,17 +131,17 @@ def data_shards(mesh: jax.sharding.Mesh) -> int:
 
 
 def batch_spec(mesh: jax.sharding.Mesh) -> PartitionSpec:
-    """Rows over DATA."""
+    """Returns the spec of a batch: rows over DATA."""
     return PartitionSpec(data_axes(mesh))
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Rows over DATA."""
+    """Returns the sharding of a batch: rows over DATA."""
     return NamedSharding(mesh, batch_spec(mesh))
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """Returns the sharding of what is whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 

@@ -63,23 +63,23 @@ class Pretraining:
     rules: Sequence[sharding.Rule] = sharding.RULES
 
     def init_params(self, key: jax.Array) -> heads.Params:
-        """See `Objective`."""
+        """Returns fresh parameters."""
         return heads.init_params(self.model, key)
 
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> losses_lib.Metrics:
-        """See `Objective`; nothing is fixed."""
+        """Computes the metrics of some rows; nothing is fixed."""
         del fixed
         logits = heads.pretraining_logits(self.model, params, batch, noise, loop)
         return losses_lib.pretraining(*logits, batch)
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """See `Objective`."""
+        """Counts masked pieces and pairs, by which the two losses are divided."""
         return batch["masked_lm_weights"].sum(), batch["row_weights"].sum()
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
-        """See `Objective`."""
+        """Returns the two losses' sums of some rows over the counts of all."""
         predictions, rows = counts
         masked_lm = metrics["masked_lm_loss"][0] / (predictions + losses_lib.MASKED_LM_EPS)
         return masked_lm + metrics["next_sentence_loss"][0] / rows

@@ -22,7 +22,7 @@ _STACKED = "layers"
 
 
 def make(cfg: Optimizer) -> optax.GradientTransformation:
-    """The update for a learning rate of 1, as a descent direction: p <- p - lr * update."""
+    """Makes the update for a learning rate of 1, a descent direction: p <- p - lr * update."""
     if cfg.name == "bert_adam":
         moments = scale_by_bert_adam(cfg.b1, cfg.b2, cfg.eps)
     else:
@@ -36,7 +36,7 @@ def make(cfg: Optimizer) -> optax.GradientTransformation:
 
 
 def schedule(cfg: Optimizer, total_steps: int, step: jax.Array) -> jax.Array:
-    """The learning rate of a step.
+    """Computes the learning rate of a step.
 
     `paper`: linear decay from step 0 to the end, replaced by a linear rise from 0 during warm-up:
     at its end the rate falls from near the peak to peak * (1 - warm-up / total), as in the
@@ -63,22 +63,25 @@ def clip(gradient: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
 
 
 def moments(state: tuple[Any, ...]) -> optax.ScaleByAdamState:
-    """Of a state of `make`: `mu` and `nu`, the means of gradients and of their squares."""
+    """Returns `mu` and `nu` of a state of `make`: means of gradients and of their squares."""
     return state[0]
 
 
 def with_moments(state: tuple[Any, ...], mean: Tree, square: Tree) -> tuple[Any, ...]:
-    """A state of `make` with other moments; their count stays, which bert_adam never looks at."""
+    """Returns a state of `make` with other moments.
+
+    Their count stays, which bert_adam never looks at.
+    """
     return (state[0]._replace(mu=mean, nu=square), *state[1:])
 
 
 def decays(params: Tree) -> Tree:
-    """Which leaves weight decay applies to: all but biases and layer norms."""
+    """Returns which leaves weight decay applies to: all but biases and layer norms."""
     return jax.tree.map_with_path(lambda path, _: path[-1].key not in _NO_DECAY, params)
 
 
 def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam without bias correction: m / (sqrt(v) + eps)."""
+    """Returns Adam without bias correction: m / (sqrt(v) + eps)."""
 
     def init(params: Tree) -> optax.ScaleByAdamState:
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -120,7 +123,7 @@ def scale_by_layer(decay: float) -> optax.GradientTransformation:
 
 
 def scale_by_stacked_trust_ratio() -> optax.GradientTransformation:
-    """LAMB's |p| / |update| for every tensor of every layer; 1 for what does not decay.
+    """Scales by LAMB's |p| / |update|, for every tensor of every layer; 1 for what does not decay.
 
     optax's own takes one norm a leaf, which for stacked layers would be one for all of them.
     """

@@ -90,7 +90,7 @@ class Peers:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this is process 0: the one that writes."""
+        """Returns whether this is process 0: the one that writes."""
         return self.number == 0
 
     def first_error(self, what: str, error: str, patience: float = 0.0) -> str:
@@ -225,7 +225,7 @@ class Peers:
                 token.unlink(missing_ok=True)
 
     def on_primary(self, what: str, work: Callable[[], None]) -> None:
-        """Process 0 does the work while the others wait, as long as it takes."""
+        """Runs the work on process 0 while the others wait, as long as it takes."""
         if self.is_primary:
             work()
         if self.count > 1:
@@ -249,7 +249,7 @@ class Peers:
 
     @contextlib.contextmanager
     def abort_together(self, clean: Callable[[], None]) -> Iterator[None]:
-        """From here on a failure anywhere ends all processes without unwinding.
+        """Ends all processes without unwinding if any fails from here on.
 
         Several are in the middle of a computation that each waits in for the others, and would
         wait for ever.
@@ -437,7 +437,7 @@ def _place() -> Place | None:
 
 
 def seconds(name: str) -> float | None:
-    """Seconds from the environment; None if the variable is not set.
+    """Reads seconds from the environment; None if the variable is not set.
 
     Raises:
       InputError: not a positive number.

@@ -145,7 +145,7 @@ def _stamp(path: epath.PathLike) -> tuple[int, int]:
 
 
 class Probes(Protocol):
-    """What is asked of the encoder next to its own losses; see `tasks.probes`.
+    """The probes of the encoder, next to its own losses; see `tasks.probes`.
 
     Attributes:
       sha256: of what is asked.
@@ -242,15 +242,15 @@ class PretrainingSetup:
         self._probes = probes
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """See `Setup`."""
+        """Raises InputError if the batches or the state cannot be laid over these devices."""
         require_runnable(self.experiment, mesh)
 
     def require_start(self) -> None:
-        """See `Setup`."""
+        """Raises InputError if the weights it begins with are not there, or do not fit."""
         base_lib.start_of(self.experiment)
 
     def differences(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
-        """See `Setup`."""
+        """Returns how the experiment differs from a saved one that is to go on."""
         experiment = self.experiment
         changed = config.differences(saved, experiment, "identity")
         if self._length == "extend":
@@ -281,11 +281,11 @@ class PretrainingSetup:
             corpus.open_stream(prepared.folder, split)
 
     def fetch(self) -> None:
-        """See `Setup`."""
+        """Copies the corpus to this machine, if need be."""
         corpus.here(self._workdir.corpus, self._say)
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
-        """See `Setup`."""
+        """Opens what was prepared."""
         experiment = self.experiment
         objective, model = Pretraining(experiment.model), experiment.model
         prepared = Prepared.open(self._workdir.corpus)

@@ -30,7 +30,7 @@ _LOOKS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 @dataclasses.dataclass
 class Start:
-    """Where a run goes on.
+    """The point from which a run goes on.
 
     Attributes:
       done: steps.
@@ -77,7 +77,7 @@ def restore_before(
     say: Callable[[str], None],
     first: int,
 ) -> Start | None:
-    """As `restore_or_initialize`, of a step up to `first`; the newer ones are removed.
+    """Restores as `restore_or_initialize`, a step up to `first`; the newer ones are removed.
 
     Returns:
       None, and nothing was removed, if too much would be done again: `can_go_back`.

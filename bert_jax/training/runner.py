@@ -46,7 +46,7 @@ _LOOK = 0.05
 
 @dataclasses.dataclass
 class Context:
-    """What a run has around it: its place, its processes and devices, and those who watch it."""
+    """The surroundings of a run: its place, its processes and devices, and those who watch it."""
 
     workdir: Workdir
     mesh: jax.sharding.Mesh
@@ -59,7 +59,7 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a run cannot go on.
+    """The reason for which a run cannot go on.
 
     Attributes:
       reason: `stop`: the settings say so; `skipped`: too many steps are left out already;
@@ -78,7 +78,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Unsaved:
-    """Why the last steps are in no checkpoint.
+    """The reason for which the last steps are in no checkpoint.
 
     Attributes:
       newest: step of the newest checkpoint.
@@ -95,7 +95,7 @@ class Unsaved:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended, after so many steps.
+    """The end of a run, after so many steps.
 
     Attributes:
       outcome: the state is saved unless the run failed, or `unsaved` says why not.

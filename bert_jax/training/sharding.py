@@ -27,7 +27,7 @@ Module = TypeVar("Module")
 
 
 class Rule(NamedTuple):
-    """Where the parameters of these paths are cut.
+    """The dimensions in which the parameters of these paths are cut.
 
     Attributes:
       path: regular expression of whole paths.
@@ -67,7 +67,7 @@ RULES = (
 
 
 class Partition(NamedTuple):
-    """Where one parameter is cut: a dimension for DATA, one for `tensor`; None: it is not."""
+    """The dimensions in which a parameter is cut, for DATA and for `tensor`; None: it is not."""
 
     data: int | None
     tensor: int | None
@@ -176,7 +176,7 @@ def _spec(dimensions: dict[int | None, Any]) -> PartitionSpec:
 
 
 class Collectives(NamedTuple):
-    """How parameters and gradients travel over DATA.
+    """The way in which parameters and gradients travel over DATA.
 
     Attributes:
       axes: of DATA, outermost first.

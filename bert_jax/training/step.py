@@ -114,7 +114,7 @@ def self_checks(device_kind: str) -> CompilerOptions:
 
 
 class StepSpec(NamedTuple):
-    """What a training step is made of.
+    """The specification of a training step.
 
     Attributes:
       objective: what is learned.

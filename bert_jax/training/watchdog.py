@@ -22,7 +22,7 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopRequest:
-    """While entered, SIGTERM and SIGINT set `requested`; a second SIGINT ends the process."""
+    """A request to stop, set by SIGTERM and SIGINT while entered; a second SIGINT is the end."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -40,7 +40,7 @@ class StopRequest:
         return self
 
     def after_step(self, done: int) -> None:
-        """Is called after each step, on all processes alike."""
+        """Takes note of a step that is done; called after each, on all processes alike."""
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -63,7 +63,7 @@ class StopRequest:
 
 
 class SharedStopRequest(StopRequest):
-    """As StopRequest, for several processes: a signal to one stops all after the same step.
+    """A `StopRequest` for several processes: a signal to one stops all after the same step.
 
     jax hears SIGTERM and finds a step that none has done yet; SIGINT is turned into it.
     """
@@ -78,7 +78,7 @@ class SharedStopRequest(StopRequest):
         return self
 
     def after_step(self, done: int) -> None:
-        """Is called after each step, on all processes alike."""
+        """Takes note of a step that is done; called after each, on all processes alike."""
         # jax stops at one more than the most that a process gave. A roll-back sets `done` back:
         # that step could be far off then, or the run over before.
         self._reached = max(self._reached + 1, done)

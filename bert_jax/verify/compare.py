@@ -41,7 +41,7 @@ class Execution:
 
 @dataclasses.dataclass
 class Journal:
-    """What the children of one workdir journaled (see `verify.child`).
+    """The record that the children of one workdir journaled (see `verify.child`).
 
     Attributes:
       executions: in the order in which they were begun; what several processes did of a step is

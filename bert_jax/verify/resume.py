@@ -54,7 +54,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Undisturbed:
-    """What the run that nobody kills shows: where kills can come, and what each step must see.
+    """The run that nobody kills: where kills can come, and what each step must see.
 
     Attributes:
       saves: steps after which it saves; the last is its end.
@@ -158,7 +158,7 @@ def _fault(kind: Kind, run: Undisturbed, chance: random.Random) -> Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a start ended.
+    """The way in which a start ended.
 
     Attributes:
       code: its exit code; minus a signal's number; HUNG if it was ended for taking too long.
@@ -240,7 +240,7 @@ class Children:
 
 @dataclasses.dataclass
 class Killed:
-    """What came of one round.
+    """The result of one round.
 
     Attributes:
       ended: how the process ended.
