@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import samples
-from stand_in import TOO_LARGE, VERSIONS, compiled
+from stand_in import TOO_LARGE, VERSIONS, compiled, text
 
 from bert_jax import cli, config
 from bert_jax.data import batches
@@ -199,6 +199,14 @@ def test_what_was_compiled_is_kept_and_not_compiled_again(job, monkeypatch, tmp_
     other = dataclasses.replace(job, phase=1)
     with pytest.raises(RuntimeError, match="v5e:8x8"):
         compile_lib.compile_all([other], lines.append)
+
+
+def test_bundles_of_a_kernel_are_found_by_its_instruction(tmp_path):
+    (tmp_path / "17-looped.1-00-schedule-analysis_final_bundles.txt").write_text("Schedule")
+    (tmp_path / "17-looped.1-01-final_bundles.txt").write_text(text("looped_v5e"))
+    assert compile_lib._kernel_cycles(str(tmp_path), "looped.1") == 2829
+    assert compile_lib._kernel_cycles(str(tmp_path), "looped.2") is None
+    assert compile_lib._kernel_cycles(None, "looped.1") is None
 
 
 def test_a_second_program_with_checks_is_another_compilation(job):
