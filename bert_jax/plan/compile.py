@@ -7,8 +7,8 @@ in the user's cache folder under a hash of all that it depends on.
     python -m bert_jax.plan.compile JOB.json OUTCOME.json
 
 is that process; `compile_all` starts it, in an environment without devices. For a program with
-custom kernels it starts itself again, since the compiler has to be told at its start to write down
-how it schedules them.
+custom kernels it starts itself again, since it is at its start that the compiler learns to write
+down how it schedules them.
 """
 
 import concurrent.futures

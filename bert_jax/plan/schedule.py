@@ -74,7 +74,8 @@ class Kernel:
       name: of its operation.
       count: runs in a step.
       cycles: of one run, as the compiler schedules it; None where that is not known.
-      bytes: that one run reads from and writes to the device's memory (HBM).
+      bytes: of the arrays in the device's memory (HBM) that one run reads and writes; at most what
+        its author states, since it may read a part of an array.
     """
 
     name: str
@@ -190,7 +191,7 @@ class _Walk:
     def _steps(
         self, instruction: Instruction, computation: Computation, times: int, where: str
     ) -> list[Step]:
-        """Returns what an instruction does, but for the start or end of a collective."""
+        """Returns what an instruction does besides beginning or ending a collective."""
         match instruction.opcode:
             case "while":
                 rounds = _rounds(self.module, instruction, computation)
@@ -232,12 +233,14 @@ class _Walk:
         return [*steps, ("work", cycles, random_bytes)]
 
     def _kernel(self, instruction: Instruction, computation: Computation) -> Kernel:
-        _, *types = _identity(instruction, computation)
+        identity = _identity(instruction, computation)
+        size = sum(type_bytes(_ON_CHIP.sub("", type_)) for type_ in identity[1:])
+        stated = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
         return Kernel(
             name=instruction.name.rstrip(".0123456789"),
             count=0,
-            cycles=self.kernel_cycles.get(_identity(instruction, computation)),
-            bytes=sum(type_bytes(_ON_CHIP.sub("", type_)) for type_ in types),
+            cycles=self.kernel_cycles.get(identity),
+            bytes=min(size, int(stated[1])) if stated else size,
         )
 
     def _begins(

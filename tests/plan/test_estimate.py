@@ -44,13 +44,13 @@ def step(*schedule, collectives=(), kernels=(), name: str = "v5e:8x8") -> estima
 
 
 def test_cycles_over_the_clock():
-    found = step(("work", 3_000_000, 0))
-    assert found.compute == found.total == pytest.approx(2e-3)
+    result = step(("work", 3_000_000, 0))
+    assert result.compute == result.total == pytest.approx(2e-3)
 
 
 def test_random_bits_cost_cycles_of_every_core_of_a_device():
-    found = step(("work", 0, 1950 * 1_050_000), name="v4:2x2x4")
-    assert found.random_bits == found.total == pytest.approx(0.5e-3)  # 1.05 GHz, two cores
+    result = step(("work", 0, 1950 * 1_050_000), name="v4:2x2x4")
+    assert result.random_bits == result.total == pytest.approx(0.5e-3)  # 1.05 GHz, two cores
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_random_bits_cost_cycles_of_every_core_of_a_device():
 )
 def test_a_kernel_takes_the_longer_of_its_schedule_and_its_traffic(cycles, bytes_, expected):
     kernel = Kernel(name="k", count=3, cycles=cycles, bytes=bytes_)
-    found = step(("loop", 3, (("kernel", 0),)), kernels=(kernel,))
-    assert found.kernels == found.total == pytest.approx(3 * expected)
+    result = step(("loop", 3, (("kernel", 0),)), kernels=(kernel,))
+    assert result.kernels == result.total == pytest.approx(3 * expected)
 
 
 # --- links as queues ---
@@ -77,12 +77,12 @@ ALONG_COLUMN = collective("all-gather", COLUMN, TWO_MS)
 
 def times(*schedule, collectives=(ALONG_ROW, ALONG_COLUMN), kernels=()) -> tuple[float, ...]:
     """Milliseconds waited, without latency, and hops waited for; of the whole step."""
-    found = step(*schedule, collectives=collectives, kernels=kernels)
-    assert found.total == pytest.approx(sum(found.terms.values()))
+    result = step(*schedule, collectives=collectives, kernels=kernels)
+    assert result.total == pytest.approx(sum(result.terms.values()))
     return (
-        pytest.approx(1e3 * found.collectives, abs=1e-6),
-        pytest.approx(1e6 * found.latency, abs=1e-3),
-        pytest.approx(1e3 * found.total, abs=1e-6),
+        pytest.approx(1e3 * result.collectives, abs=1e-6),
+        pytest.approx(1e6 * result.latency, abs=1e-3),
+        pytest.approx(1e3 * result.total, abs=1e-6),
     )
 
 
@@ -98,8 +98,8 @@ def test_work_covers_a_transfer():
 def test_kernels_and_random_bits_cover_a_transfer():
     kernel = Kernel(name="k", count=1, cycles=MS, bytes=0)
     bits = ("work", 0, 1950 * MS // 2)
-    found = times(("start", 0, "a"), ("kernel", 0), bits, ("done", "a"), kernels=(kernel,))
-    assert found == (0.5, 7, 2.007)
+    result = times(("start", 0, "a"), ("kernel", 0), bits, ("done", "a"), kernels=(kernel,))
+    assert result == (0.5, 7, 2.007)
 
 
 def test_transfers_on_one_axis_queue_and_work_covers_them_once():
@@ -116,13 +116,13 @@ def test_transfers_on_two_axes_go_at_the_same_time():
 
 def test_a_transfer_over_both_axes_waits_for_both():
     both = collective("all-gather", range(64), round(90 * MB * 64 / 63))  # 1 ms at 90 GB/s
-    found = times(
+    result = times(
         ("start", 0, "a"),
         *(("start", 1, "b"), ("done", "b")),
         ("done", "a"),
         collectives=(ALONG_ROW, both),
     )
-    assert found == (3, 14, 3.014)
+    assert result == (3, 14, 3.014)
 
 
 def test_a_chain_of_transfers_waits_for_each():
@@ -133,8 +133,8 @@ def test_a_chain_of_transfers_waits_for_each():
 def test_a_synchronous_transfer_waits_for_the_links():
     """They are busy with one that work could have covered."""
     synchronous = [("start", 0, "b"), ("done", "b")]
-    found = times(("start", 0, "a"), *synchronous, ("work", 5 * MS, 0), ("done", "a"))
-    assert found == (4, 7, 9.007)
+    result = times(("start", 0, "a"), *synchronous, ("work", 5 * MS, 0), ("done", "a"))
+    assert result == (4, 7, 9.007)
 
 
 def test_rounds_of_a_loop_are_alike():
@@ -146,18 +146,18 @@ def test_rounds_of_a_loop_are_alike():
 def test_a_loop_covers_a_transfer_that_began_before_it():
     """Its own wait in the first round, for the links; those of the other rounds do not."""
     body = (("work", MS // 2, 0), ("start", 0, "b"), ("done", "b"))
-    found = times(("start", 0, "a"), ("loop", 3, body), ("done", "a"))
+    result = times(("start", 0, "a"), ("loop", 3, body), ("done", "a"))
     # 0.5 of work, 1.5 until the links are free; then 2 of each round's own.
-    assert found == (1.5 + 6, 21, 1.5 + 1.5 + 6 + 0.021)
+    assert result == (1.5 + 6, 21, 1.5 + 1.5 + 6 + 0.021)
     short = (("work", MS // 2, 0),)
     assert times(("start", 0, "a"), ("loop", 3, short), ("done", "a")) == (0.5, 7, 2.007)
 
 
-def test_waits_and_busy_links_are_told_apart():
+def test_waits_are_not_the_time_that_links_are_busy():
     body = (("start", 0, "a"), ("start", 1, "b"), ("work", MS, 0), ("done", "a"), ("done", "b"))
-    found = step(("loop", 4, body), collectives=(ALONG_ROW, ALONG_COLUMN))
-    assert found.waits == (pytest.approx(4 * 1.007e-3), pytest.approx(0, abs=1e-9))
-    assert found.busy == {0: pytest.approx(8e-3), 1: pytest.approx(8e-3)}
+    result = step(("loop", 4, body), collectives=(ALONG_ROW, ALONG_COLUMN))
+    assert result.waits == (pytest.approx(4 * 1.007e-3), pytest.approx(0, abs=1e-9))
+    assert result.busy == {0: pytest.approx(8e-3), 1: pytest.approx(8e-3)}
 
 
 # --- how long a transfer takes ---
@@ -252,10 +252,10 @@ def test_both_cores_of_a_chip_send_over_the_same_link():
     ],
 )
 def test_chips_are_not_devices(name, chips, devices, peak):
-    found = topology.parse(name)
-    assert (found.chips, found.devices) == (chips, devices)
-    assert found.peak_flops("bfloat16") == pytest.approx(peak)
-    assert found.device_memory * devices == found.tpu.memory_bytes * chips
+    result = topology.parse(name)
+    assert (result.chips, result.devices) == (chips, devices)
+    assert result.peak_flops("bfloat16") == pytest.approx(peak)
+    assert result.device_memory * devices == result.tpu.memory_bytes * chips
 
 
 @pytest.mark.parametrize("name", sorted(hardware.TPUS))

@@ -33,14 +33,14 @@ def test_collectives_count_as_often_as_they_run_and_an_asynchronous_one_once(lay
     whole = 2 * WIDTH * INNER
     line, column = (0, 1, 2, 3), (0, 4, 8, 12)
     gathers = 2 * 2 * LAYERS * MICRO_BATCHES  # two weights, two passes
-    found = {(c.kind, c.payload, c.group, c.asynchronous): c.count for c in layers.collectives}
-    half_way = found["all-gather", whole // AXIS, line, False]
-    beside = found["all-gather", whole, column, True]
+    counts = {(c.kind, c.payload, c.group, c.asynchronous): c.count for c in layers.collectives}
+    half_way = counts["all-gather", whole // AXIS, line, False]
+    during_work = counts["all-gather", whole, column, True]
     assert half_way == gathers
-    assert beside == LAYERS * MICRO_BATCHES
-    assert found["all-gather", whole, column, False] == gathers - beside
-    assert found["reduce-scatter", whole, column, False] == 2 * LAYERS * MICRO_BATCHES
-    assert found["all-reduce", 4, tuple(range(16)), False] == 1
+    assert during_work == LAYERS * MICRO_BATCHES
+    assert counts["all-gather", whole, column, False] == gathers - during_work
+    assert counts["reduce-scatter", whole, column, False] == 2 * LAYERS * MICRO_BATCHES
+    assert counts["all-reduce", 4, tuple(range(16)), False] == 1
 
 
 def test_work_stands_between_the_start_of_an_asynchronous_collective_and_its_end(layers):
@@ -72,7 +72,7 @@ def test_only_the_last_sum_stands_outside_the_loops(layers):
 
 
 def test_kernels_take_what_the_compiler_schedules_for_them():
-    """Their arrays lie in the memory of the chip, but for the last one's result."""
+    """Only the last one's result does not lie in the memory of the chip."""
     array = 4 * 128 * 128
     module = hlo.parse(text("kernels"))
     cycles = {"stated.1": 140}
@@ -80,6 +80,18 @@ def test_kernels_take_what_the_compiler_schedules_for_them():
         Kernel(name="stated", count=5, cycles=140, bytes=0),
         Kernel(name="silent", count=1, cycles=None, bytes=array),
     )
+
+
+def test_a_kernel_may_read_a_part_of_an_array():
+    lines = """HloModule small
+ENTRY %main (p: f32[64]) -> f32[6] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %k = f32[6]{0} custom-call(%p), custom_call_target="tpu_custom_call"STATED
+}
+"""
+    stated = ', backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"48"}}}'
+    assert read(lines.replace("STATED", "")).kernels[0].bytes == 4 * 70
+    assert read(lines.replace("STATED", stated)).kernels[0].bytes == 48
 
 
 def test_equal_kernels_are_scheduled_once():
