@@ -228,14 +228,14 @@ def evaluate(args: argparse.Namespace) -> int:
     parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
     mesh = mesh_lib.make_mesh(parallelism)
     params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
-    found = evaluators.evaluate(
+    metrics = evaluators.evaluate(
         prepared.held_out(experiment, mesh),
         params,
         step.make_eval_step(Pretraining(experiment.model), parallelism, mesh),
         mesh,
     )
-    print(f"step {done}: {evaluators.summary(found)}")
-    print(json.dumps({"step": done, **found}))
+    print(f"step {done}: {evaluators.summary(metrics)}")
+    print(json.dumps({"step": done, **metrics}))
     return FINISHED
 
 
@@ -591,12 +591,12 @@ def embed(args: argparse.Namespace) -> int:
         combine=args.combine,
         length="unit" if args.normalize else "as_is",
     )
-    found = lines.read(args.texts) if args.texts else _input_lines()
+    texts = lines.read(args.texts) if args.texts else _input_lines()
     trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
     embedder = embed.Embedder(
         trained, features, mesh_lib.make_mesh(Parallelism()), args.max_length, args.batch_tokens
     )
-    embed.write(embedder, (line for _, line in found), epath.Path(args.out), _say)
+    embed.write(embedder, (line for _, line in texts), epath.Path(args.out), _say)
     return FINISHED
 
 

@@ -27,7 +27,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Ids:
-    """What building an example needs to know of a vocabulary."""
+    """The ids of a vocabulary that building an example needs, and how many there are."""
 
     pad: int
     cls: int
@@ -141,7 +141,7 @@ class TrainBatches:
 
     @property
     def rows_per_epoch(self) -> int:
-        """R; where nobody has counted them, once they are."""
+        """Returns R; where nobody has counted the rows yet, it waits until they are."""
         while (rows := self._rows_if_known()) is None:
             self.plans.pause()
         return rows
@@ -177,9 +177,9 @@ class TrainBatches:
         self.plans.close()
 
     def batch(self, step: int, indices: np.ndarray) -> Batch:
-        """Rows `indices` (in [0, batch_size), any subset in any order) of a step of this phase.
+        """Returns rows `indices`, any of [0, batch_size) in any order, of a step of this phase.
 
-        Besides what `execute` gives: `rows` uint32 [B], numbered through the phase, and
+        Next to what `execute` gives: `rows` uint32 [B], numbered through the phase, and
         `row_weights` float32 [B], all 1.
         """
         while not self.ready(step):
@@ -218,7 +218,7 @@ class TrainBatches:
         return epoch % self._data.dupe_factor if self._data.dupe_factor else epoch
 
     def rows_planned(self, epoch: int) -> int:
-        """Rows of the epoch's plan; those beyond R are dropped, those wanting are repeated."""
+        """Counts the rows of the epoch's plan; those beyond R go, missing ones are repeated."""
         return len(self.plans.wait(self._epoch_drawn(epoch)))
 
 

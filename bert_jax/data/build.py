@@ -36,7 +36,7 @@ PARTS = "parts"
 
 @dataclasses.dataclass
 class Survey:
-    """Which documents of a corpus repeat, and which are held out; all of them, in order.
+    """The documents of a corpus that repeat, and those that are held out; all of them, in order.
 
     A document goes to validation if the hash of its text is among the smallest
     `Corpus.validation_share`; so equal texts share a split, and a split does not depend on order.

@@ -23,7 +23,7 @@ _NAME, _VERSION = "bert_corpus", "1.0.0"
 
 @dataclasses.dataclass
 class SplitCounts:
-    """What a split holds, gathered while it is written."""
+    """The contents of a split in numbers, gathered while it is written."""
 
     documents: int = 0
     sentences: int = 0

@@ -32,7 +32,7 @@ _BLOCK = 1 << 13
 
 @dataclass(frozen=True)
 class Removals:
-    """Which side loses a token, in order, when pairs are truncated (`truncate_seq_pair`).
+    """The sides that lose a token, in order, when pairs are truncated (`truncate_seq_pair`).
 
     The longer side loses `lead` tokens, then B and A in turn lose `rest`, B first, since a tie
     takes from B.
@@ -81,7 +81,7 @@ class PairDraws(Protocol):
     """
 
     def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
-        """Tokens to aim at: the most, or with `short_seq_prob` anything from 2; int64 [B]."""
+        """Draws tokens to aim at: the most, or with `short_seq_prob` anything from 2; int64 [B]."""
 
     def split_point(self, sentences: np.ndarray) -> np.ndarray:
         """Returns how many sentences of a chunk make A, from 1; int64 [B]."""
@@ -90,7 +90,7 @@ class PairDraws(Protocol):
         """Returns whether B comes from another document; bool [B]."""
 
     def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Another document than `this`, or after ten vain draws this one; int64 [B]."""
+        """Draws another document than `this`, or after ten vain draws this one; int64 [B]."""
 
     def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
         """Returns the sentence at which a random B starts; int64 [B]."""
@@ -109,21 +109,21 @@ class Sequential:
         return order
 
     def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
-        """See `PairDraws`: `random`, then `randint` if it is needed."""
+        """Draws by `random`, then `randint` if it is needed."""
         if self._rng.random() < short_seq_prob:
             return np.array([self._rng.randint(2, max_num_tokens)])
         return np.array([max_num_tokens])
 
     def split_point(self, sentences: np.ndarray) -> np.ndarray:
-        """See `PairDraws`: `randint`, where there is a choice."""
+        """Draws by `randint`, where there is a choice."""
         return np.array([self._rng.randint(1, sentences[0] - 1) if sentences[0] >= 2 else 1])
 
     def is_random(self, asked: np.ndarray) -> np.ndarray:
-        """See `PairDraws`: `random`."""
+        """Draws by `random`."""
         return np.array([bool(asked[0]) and self._rng.random() < 0.5])
 
     def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """See `PairDraws`: `randint` until it is another."""
+        """Draws by `randint` until it is another."""
         other = int(this[0])
         for _ in range(_TRIES * asked[0]):
             other = self._rng.randint(0, documents - 1)
@@ -132,11 +132,11 @@ class Sequential:
         return np.array([other])
 
     def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """See `PairDraws`: `randint`."""
+        """Draws by `randint`."""
         return np.array([self._rng.randint(0, sentences[0] - 1) if asked[0] else 0])
 
     def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
-        """See `ArrayDraws`: one `random()` a token, in the order in which they go."""
+        """Draws one `random()` a token that goes, in the order in which they go."""
         lead, rest = int(removals.lead[0]), int(removals.rest[0])
         sides = [bool(removals.a_leads[0])] * lead + [bool(i % 2) for i in range(rest)]
         cuts = {True: 0, False: 0}
@@ -145,13 +145,13 @@ class Sequential:
         return np.array([cuts[True]]), np.array([cuts[False]])
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
-        """See `ArrayDraws`: `shuffle`."""
+        """Draws by `shuffle`."""
         order = list(range(int(counts[0])))
         self._rng.shuffle(order)
         return np.array([order])
 
     def replacements(self, counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `ArrayDraws`: `random`, `random`, `randint`, as far as each is needed."""
+        """Draws by `random`, `random`, `randint`, as far as each is needed."""
         kinds, ids = [], []
         for _ in range(int(counts[0])):
             kind, token = MASK, 0
@@ -184,22 +184,22 @@ class Counter:
         self._rows = np.asarray(rows, np.uint64)
 
     def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
-        """See `PairDraws`: a word for whether, a word for how short."""
+        """Draws a word for whether, a word for how short."""
         words = self._words(_TARGET, 2)
         short = words[:, 0] < short_seq_prob * 2**32
         return np.where(short, 2 + _below(words[:, 1], max_num_tokens - 1), max_num_tokens)
 
     def split_point(self, sentences: np.ndarray) -> np.ndarray:
-        """See `PairDraws`: the upper 31 bits of a word."""
+        """Draws the upper 31 bits of a word."""
         return 1 + ((self._chunk_words >> 1) * (sentences - 1) >> 31)
 
     def is_random(self, asked: np.ndarray) -> np.ndarray:
-        """See `PairDraws`: the lowest bit of the same word."""
+        """Draws the lowest bit of the word of `split_point`."""
         del asked
         return (self._chunk_words & 1).astype(bool)
 
     def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """See `PairDraws`: a word a try."""
+        """Draws a word a try."""
         del asked
         other = _below(self._next_words[:, 1], documents)
         again = np.flatnonzero(other == this)
@@ -211,7 +211,7 @@ class Counter:
         return other
 
     def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """See `PairDraws`: a word."""
+        """Draws a word."""
         del asked
         return _below(self._next_words[:, 0], sentences)
 
@@ -237,13 +237,13 @@ class Counter:
         return self._words(_RANDOM_NEXT, 4)
 
     def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
-        """See `ArrayDraws`: a random bit a token, counted; exactly binomial."""
+        """Draws a random bit a token, and counts them; exactly binomial."""
         purposes = np.array([[_FRONT_CUTS_A], [_FRONT_CUTS_B]])
         front_a, front_b = self._binomial(purposes, np.stack([removals.from_a, removals.from_b]))
         return front_a, front_b
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
-        """See `ArrayDraws`: candidates in the order of one random word each."""
+        """Draws one random word a candidate, whose order is theirs."""
         columns = int(counts.max())
         keys = self._words(_CANDIDATES, columns).astype(np.uint64) << np.uint64(32)
         column = np.arange(columns, dtype=np.uint64)
@@ -255,7 +255,7 @@ class Counter:
         return keys.astype(np.uint32)  # the lower half
 
     def replacements(self, counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `ArrayDraws`: two words a token, one for its kind and one for a random id."""
+        """Draws two words a token, one for its kind and one for a random id."""
         columns = int(counts.max())
         words = self._words(_REPLACEMENTS, 2 * columns)
         # In turn: a word's place must not depend on how many tokens other rows have.
@@ -342,7 +342,7 @@ def philox(
     c3: np.ndarray | np.uint64 | int,
     key: tuple[int, int],
 ) -> np.ndarray:
-    """Philox4x32-10 (Salmon et al. 2011) of counters that broadcast against each other.
+    """Computes Philox4x32-10 (Salmon et al. 2011) of counters that broadcast against each other.
 
     Args:
       c0: the four counter words, below 2**32, uint64.

@@ -50,7 +50,7 @@ class Pairs(NamedTuple):
 
 
 def chunk_dtype(stream: Stream) -> np.dtype:
-    """Of a plan's chunks, 10 bytes each up to 2**32 sentences, else 14.
+    """Returns the type of a plan's chunks, 10 bytes each up to 2**32 sentences, else 14.
 
     `sentence` is the one it begins with, `of_a` how many of its sentences make A, `of_b` how many
     make B: 0 where B is of another document. `target` is how many tokens the pair aims at.
@@ -63,7 +63,7 @@ def chunk_dtype(stream: Stream) -> np.dtype:
 def plan(
     stream: Stream, sequence_length: int, short_seq_prob: float, key: tuple[int, int]
 ) -> np.ndarray:
-    """One pass over the documents, in their order.
+    """Plans one pass over the documents, in their order.
 
     Args:
       stream: the split.
@@ -98,7 +98,7 @@ def plan(
 def sample(
     stream: Stream, sequence_length: int, short_seq_prob: float, key: tuple[int, int], most: int
 ) -> np.ndarray:
-    """Pairs of whole documents drawn at random, at most so many; ROW_DTYPE [rows].
+    """Draws pairs of whole documents at random, at most so many; ROW_DTYPE [rows].
 
     Args:
       stream: the split.

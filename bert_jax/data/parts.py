@@ -54,7 +54,7 @@ Tick = Callable[[int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Some text, in order.
+    """A stretch of text, in order.
 
     Attributes:
       extents: what is read.
@@ -131,14 +131,14 @@ def plan(corpus: Corpus) -> list[Part]:
 
 
 class Task(Protocol):
-    """What is to be made of a part."""
+    """A task: what is to be made of a part."""
 
     place: str
     bytes: int
 
     @property
     def name(self) -> str:
-        """Of the folder that it is made into."""
+        """The name of the folder that it is made into."""
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Fills the folder; returns its record, as JSON can hold it."""
@@ -154,16 +154,16 @@ class CountStretches:
 
     @property
     def bytes(self) -> int:
-        """See `Task`."""
+        """The bytes of its text, roughly."""
         return self.part.bytes
 
     @property
     def name(self) -> str:
-        """See `Task`."""
+        """The name of the folder that it is made into."""
         return "counts-" + _hash(_reading(self.corpus), self.corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """See `Task`."""
+        """Writes the counts of stretches between blanks; returns its record."""
         texts = (document.text for document in _ticking(self.part.documents(self.corpus), tick))
         return {"offsets": words.write_stretches(texts, self.corpus.case, folder / "counts.json")}
 
@@ -180,18 +180,18 @@ class Read:
 
     @property
     def bytes(self) -> int:
-        """See `Task`."""
+        """The bytes of its text, roughly."""
         return self.part.bytes
 
     @property
     def name(self) -> str:
-        """See `Task`."""
+        """The name of the folder that it is made into."""
         splitter = importlib.metadata.version("sentencex")
         how = [_reading(self.corpus), self.corpus.language, splitter]
         return "read-" + _hash(how, self.sha256 or self.corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """See `Task`."""
+        """Writes the documents of the part as words or ids; returns its record."""
         record: dict[str, Any] = {"layouts": {}}
         # Of files that are shared by several parts the first one's.
         record["sources"] = {
@@ -256,11 +256,11 @@ class WriteShards:
 
     @property
     def name(self) -> str:
-        """See `Task`."""
+        """The name of the folder that it is made into."""
         return "shards-" + _hash(self.read, self.sha256, hashlib.sha256(self.splits).hexdigest())
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """See `Task`."""
+        """Writes the files of each split; returns its record."""
         tok = _tokenizer(self.tokenizer, self.sha256)
         writers: dict[int, dataset.ShardWriter] = {}
         with tempfile.TemporaryDirectory() as scratch:

@@ -126,7 +126,7 @@ class Plans:
             return self._found[epoch]
 
     def wait(self, epoch: int) -> np.ndarray:
-        """As `find`, once it is there."""
+        """Waits for what `find` looks for, and returns it."""
         while (plan := self.find(epoch)) is None:
             self.pause()
         return plan

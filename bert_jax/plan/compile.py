@@ -88,7 +88,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
       kind: "too large" did not fit; "refused" cannot be laid over the slice; "failed" is the

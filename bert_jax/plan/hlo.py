@@ -61,7 +61,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls; "" for other instructions."""
+        """Returns what a custom call calls; "" for other instructions."""
         match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return match[1] if match else ""
 

@@ -25,12 +25,12 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """How many chips are rented."""
+        """Returns how many chips are rented."""
         return math.prod(self.shape)
 
     @property
     def devices(self) -> int:
-        """How many devices jax sees: on v2 and v3 a chip is two."""
+        """Returns how many devices jax sees: on v2 and v3 a chip is two."""
         return self.chips * self.tpu.devices_per_chip
 
     @property
@@ -50,7 +50,7 @@ class Topology:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """What the compiler needs to know next to the name."""
+        """Returns what the compiler needs to know next to the name."""
         options: dict[str, Any] = {}
         if self.chips == 1:
             options["chips_per_host_bounds"] = [1, 1, 1]
@@ -86,7 +86,7 @@ def parse_list(names: str) -> list[Topology]:
 
 
 class Layout(NamedTuple):
-    """How one phase is laid over devices: values of the fields of `parallelism`."""
+    """The layout of one phase over devices: values of the fields of `parallelism`."""
 
     state: str
     remat: str

@@ -165,7 +165,7 @@ def require_local(path: epath.PathLike) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Who holds a folder.
+    """The process that holds a folder.
 
     Attributes:
       token: differs for each time that one is taken.
@@ -253,7 +253,7 @@ def new_file(path: epath.Path) -> Iterator[epath.Path]:
 
 
 def no_link(path: str, flags: int) -> int:
-    """For `open`: no file elsewhere is written where a folder of others holds a link to it."""
+    """Opens a file for `open`, but no link, which could lead out of a folder of others."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

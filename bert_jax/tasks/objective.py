@@ -155,7 +155,7 @@ def require_parallelism(adapt: Adapt, parallelism: Parallelism) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TaskObjective:
-    """See training.objective.Objective.
+    """The `Objective` of a task; see `training.objective`.
 
     Attributes:
       model: of the base, with the dropout and the type of `adapt`.

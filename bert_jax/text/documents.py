@@ -68,7 +68,7 @@ class Document:
     line: int
 
     def place(self, number: int) -> str:
-        """FILE:LINE of a line of the text, counted from 0; for a record its name."""
+        """Returns FILE:LINE of a line of the text, counted from 0; for a record its name."""
         if not self.line:
             return self.name
         file = self.name
@@ -88,7 +88,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Extent:
-    """What is read by itself: a file, a range of its bytes, or records of a TFDS shard.
+    """A stretch that is read by itself: a file, a range of its bytes, or records of a TFDS shard.
 
     Attributes:
       kind: text, jsonl or tfds.
@@ -206,7 +206,7 @@ def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
 
 
 def files(source: str) -> list[str]:
-    """Files of a `text:` or `jsonl:` source, sorted.
+    """Returns the files of a `text:` or `jsonl:` source, sorted.
 
     Raises:
       InputError: no such folder, an empty glob, or a folder without files of this kind.
@@ -279,13 +279,13 @@ def sha256(path: str) -> str:
 
 
 def decide_layout(text: str) -> Layout:
-    """`wrapped` if the longest line is at most 200 characters, else `paragraphs_by_line`."""
+    """Returns `wrapped` if no line is over 200 characters, else `paragraphs_by_line`."""
     longest = max((len(line) for line in text.split("\n")), default=0)
     return "wrapped" if longest <= _WRAPPED_LINE else "paragraphs_by_line"
 
 
 def contradiction(text: str, layout: Layout) -> str | None:
-    """Why a file of over 100 lines cannot be in this layout, or None."""
+    """Returns why a file of over 100 lines cannot be in this layout, or None."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if len(lines) <= _LINES_TO_JUDGE:
         return None

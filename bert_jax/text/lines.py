@@ -23,7 +23,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """As `decoded`, of files; one whose name ends in .gz or .zst is uncompressed.
+    """Reads files as `decoded` does; one whose name ends in .gz or .zst is uncompressed.
 
     Raises:
       InputError: one is missing (which is seen before any is read), cannot be read, is damaged, or
@@ -36,7 +36,7 @@ def read(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
-    """(NAME:NUMBER, line) of what yields lines of UTF-8, split at \\n alone.
+    """Yields (NAME:NUMBER, line) of lines of UTF-8, split at \\n alone.
 
     Raises:
       InputError: a line is not UTF-8.
@@ -54,7 +54,7 @@ def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
 
 
 def of_file(path: str) -> Iterator[tuple[str, str]]:
-    """As `read`, of one file; that it is missing is seen when its first line is asked for.
+    """Reads one file as `read` does, but sees that it is missing only when a line is asked for.
 
     Raises:
       InputError: it cannot be read, is damaged, or is not UTF-8.

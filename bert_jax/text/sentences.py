@@ -15,7 +15,7 @@ _BLANKED_MARKS = _BLANKED | {ord(mark): " " for mark in _MARKS}
 
 
 def split(document: Document, language: str) -> list[str]:
-    """Sentences of a document in order, stripped, none empty.
+    """Returns the sentences of a document in order, stripped, none empty.
 
     The layout `sentences_by_line` is taken at its word; in the others sentencex splits each
     paragraph by the rules of `language` (an ISO 639 code), falling back on its parent language or

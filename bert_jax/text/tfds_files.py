@@ -108,7 +108,7 @@ def _unreadable(folder: epath.PathLike, error: Exception) -> InputError:
 
 
 def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Examples of a split, in order, from array_record or tfrecord files.
+    """Yields the examples of a split, in order, from array_record or tfrecord files.
 
     Raises:
       InputError: no such split or format, or a file that is missing, damaged or cut short.
@@ -118,7 +118,7 @@ def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, 
 
 
 def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Path, int, int, bool]]:
-    """Files of a split in order: path, records, bytes (roughly), whether parts of it can be read.
+    """Returns a split's files in order: path, records, bytes (roughly), whether it can be cut.
 
     Raises:
       InputError: no such split or format.
@@ -142,7 +142,7 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
 def shard_records(
     folder: epath.PathLike, path: epath.PathLike, count: int, start: int = 0, stop: int = -1
 ) -> Iterator[dict[str, Any]]:
-    """Examples of a file of a dataset's folder, or `start` to `stop` of them.
+    """Yields the examples of a file of a dataset's folder, or `start` to `stop` of them.
 
     A file in a bucket is fetched to this machine, and dropped once it was read.
 
@@ -170,7 +170,7 @@ def shard_records(
 
 
 def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:
-    """Features whose numbers stand for classes, or are sequences of such, by their keys.
+    """Returns features whose numbers stand for classes, or are sequences of such, by their keys.
 
     Raises:
       InputError: as `open_folder`.

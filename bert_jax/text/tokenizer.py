@@ -36,7 +36,7 @@ Case = Literal["uncased", "cased"]
 
 
 class Tokenizer(Protocol):
-    """What the rest of the system knows of a tokenizer."""
+    """The interface by which the rest of the system knows a tokenizer."""
 
     kind: str
     case: Case
@@ -50,13 +50,13 @@ class Tokenizer(Protocol):
     continues: np.ndarray  # bool [size]: the piece goes on a word, for whole-word masks
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without specials around it."""
+        """Returns the ids of a text, without specials around it."""
 
     def piece(self, token_id: int) -> str:
         """Returns how the piece is written in the vocabulary."""
 
     def decode(self, ids: list[int]) -> str:
-        """Readable text; spaces are restored as well as the vocabulary allows."""
+        """Returns readable text; spaces are restored as well as the vocabulary allows."""
 
     def save(self, folder: epath.Path) -> None:
         """Writes a tokenizer folder."""
@@ -101,7 +101,7 @@ class WordPiece:
         self.pieces_of = _Words(self._word_pieces)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without specials around it."""
+        """Returns the ids of a text, without specials around it."""
         pieces_of = self.pieces_of
         ids: list[int] = []
         for word in basic_tokens(text, self.case):
@@ -113,7 +113,7 @@ class WordPiece:
         return self.vocab[token_id]
 
     def decode(self, ids: list[int]) -> str:
-        """Pieces joined by blanks, continuations to the piece before."""
+        """Returns the pieces joined by blanks, continuations to the piece before."""
         return " ".join(self.vocab[i] for i in ids).replace(" ##", "")
 
     def save(self, folder: epath.Path) -> None:
@@ -182,7 +182,7 @@ class SentencePiece:
         self.sha256 = _digest("sentencepiece", case, model)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without specials around it."""
+        """Returns the ids of a text, without specials around it."""
         ids = self._processor.encode(text.lower() if self.case == "uncased" else text)
         if self._specials.isdisjoint(ids):
             return ids
@@ -194,7 +194,7 @@ class SentencePiece:
         return self._pieces[token_id]
 
     def decode(self, ids: list[int]) -> str:
-        """Pieces joined, word marks as blanks; specials are written by name."""
+        """Returns the pieces joined, word marks as blanks; specials are written by name."""
         return "".join(
             f" {piece} " if i in self._specials else piece.replace("\u2581", " ")
             for i in ids
@@ -247,7 +247,7 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
 
 
 def basic_tokens(text: str, case: Case) -> list[str]:
-    """Words and punctuation marks of a text, before WordPiece (tokenization.py, BasicTokenizer).
+    """Returns the words and punctuation marks of a text, as tokenization.py's BasicTokenizer does.
 
     Control characters go; blanks stand around CJK ideographs and punctuation; uncased text is
     lower-cased, decomposed (NFD) and stripped of its combining marks.
@@ -305,7 +305,7 @@ class Splitter:
         self._chunks = _Chunks(case)
 
     def words(self, sentences: Iterable[str]) -> list[str]:
-        """Words of sentences, none of which holds a line feed, each followed by a line feed."""
+        """Returns the words of sentences without line feeds, a line feed after each sentence."""
         split: list[str] = []
         plain: list[str] = []  # sentences in ASCII, cut together
         for sentence in sentences:

@@ -42,7 +42,7 @@ class Counted:
 
     @classmethod
     def of(cls, counts: Mapping[str, int]) -> "Counted":
-        """Of words that all train the vocabulary."""
+        """Returns counts of words that all train the vocabulary."""
         counted = cls(sorted(counts), [counts[word] for word in sorted(counts)])
         counted.add(counts)
         return counted
@@ -63,7 +63,7 @@ class Counted:
 
 
 def read_vocab(path: epath.PathLike) -> list[str]:
-    """Pieces of a `vocab.txt`, one a line; the line number is the id, as in the reference.
+    """Reads the pieces of a `vocab.txt`, one a line; a line's number is its id.
 
     Raises:
       InputError: not UTF-8, one of [PAD] [UNK] [CLS] [SEP] [MASK] is missing, or a piece stands
@@ -182,7 +182,7 @@ def train_sentencepiece(counted: Counted, vocab_size: int, kind: str) -> bytes:
 
 
 def find_special(pieces: Sequence[str], names: Sequence[str]) -> int | None:
-    """Id of the first of `names` among the pieces, or None."""
+    """Returns the id of the first of `names` among the pieces, or None."""
     for name in names:
         if name in pieces:
             return pieces.index(name)

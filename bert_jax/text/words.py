@@ -110,7 +110,7 @@ class Table:
         self._firsts = np.cumsum(self._lengths, dtype=np.int64) - self._lengths
 
     def ids(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of words, int32, and how many each word has, uint8 [numbers]."""
+        """Returns the ids of words, int32, and how many each word has, uint8 [numbers]."""
         lengths = self._lengths[numbers]
         ends = np.cumsum(lengths, dtype=np.int64)
         starts = np.repeat(self._firsts[numbers] - ends + lengths, lengths)
