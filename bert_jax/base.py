@@ -92,7 +92,7 @@ def is_base(folder: epath.Path) -> bool:
 
 
 def write(base: Base, folder: epath.Path) -> None:
-    """Makes the folder, whole or not at all.
+    """Writes a base into a new folder, whole or not at all.
 
     Raises:
       InputError: something is there already, or it cannot be written.
@@ -118,7 +118,7 @@ def write(base: Base, folder: epath.Path) -> None:
 
 
 def read(folder: epath.Path) -> Base:
-    """Opens a base.
+    """Opens a base, complete as `write` left it.
 
     Raises:
       InputError: none here, or damaged.

@@ -35,7 +35,7 @@ def forced(text: str) -> frozenset[str]:
 
 
 def check(spec: Spec, force: frozenset[str], price_per_chip_hour: float | None) -> None:
-    """Does all of them that are not overruled; prints what is looked at, and the plan.
+    """Runs all checks that are not overruled; prints what is looked at, and the plan.
 
     Args:
       spec: what is to be launched, its workdir in a bucket.

@@ -67,7 +67,7 @@ class Slice:
     def create_words(
         self, accelerator_type: str, runtime_version: str, tier: str, valid_until: str
     ) -> list[str]:
-        """Asks for machines.
+        """Returns the command that asks for machines.
 
         Args:
           accelerator_type: v5litepod-64.
@@ -85,15 +85,15 @@ class Slice:
         )
 
     def state_words(self) -> list[str]:
-        """Prints the state of the request."""
+        """Returns the command that prints the state of the request."""
         return self._queued("describe", "--format=value(state.state)")
 
     def delete_words(self) -> list[str]:
-        """Gives the machines back, and takes the request out of the queue."""
+        """Returns the command that deletes the machines, and their request in the queue."""
         return self._queued("delete", "--force")
 
     def copy_words(self, files: Sequence[str]) -> list[str]:
-        """Copies local files to the launch's folder of all hosts."""
+        """Returns the command that copies local files to the launch's folder of all hosts."""
         return [
             *("gcloud", "compute", "tpus", "tpu-vm", "scp", *files),
             f"{self.name}:{hosts.folder(self.name)}/",
@@ -102,11 +102,11 @@ class Slice:
         ]
 
     def script_words(self, script: str) -> list[str]:
-        """Runs one of the scripts that lie there, on all hosts."""
+        """Returns the command that runs one of the scripts that lie there, on all hosts."""
         return self.ssh_words(("bash", f"{hosts.folder(self.name)}/{script}"))
 
     def ssh_words(self, words: Sequence[str], host: int | None = None) -> list[str]:
-        """Runs a command on one host, or (None) on all.
+        """Returns the command that runs another on one host, or (None) on all.
 
         Each host's shell splits the words again, so they are quoted here; the result needs to be
         quoted once more for a shell of ours.
@@ -119,7 +119,7 @@ class Slice:
         ]
 
     def log_words(self, host: int, *flags: str) -> list[str]:
-        """Prints the output of a host's run, as tail does with these flags."""
+        """Returns the command that prints the output of a host's run, by tail with these flags."""
         path = f"{hosts.folder(self.name)}/run.log"
         return self.ssh_words(("tail", *flags, path), host)
 
@@ -155,7 +155,7 @@ class Slice:
         raise InputError(f"{self.name}: gcloud cannot tell its state ({done.complaint})")
 
     def require_active(self) -> None:
-        """Returns if the machines are there.
+        """Checks that the machines are there.
 
         Raises:
           Lost: they were taken away.
@@ -195,7 +195,7 @@ class Slice:
         raise InputError(f"{self.name}: its hosts cannot be {what} ({done.complaint})")
 
     def create(self, argv: Sequence[str]) -> None:
-        """Asks for the machines, again if that fails for a moment.
+        """Requests the machines, again if that fails for a moment.
 
         Args:
           argv: as `create_words` gives it.
@@ -219,7 +219,7 @@ class Slice:
         raise InputError(f"{self.name}: not created: {done.complaint}{remedy}")
 
     def save(self, count: int) -> int:
-        """Has a run save and end; Ctrl-C cuts the wait short.
+        """Stops a run once it has saved; Ctrl-C cuts the wait short.
 
         Args:
           count: hosts.
@@ -245,7 +245,7 @@ class Slice:
         return errors.INTERRUPTED
 
     def delete(self) -> None:
-        """Gives the machines back, and makes sure of it.
+        """Deletes the machines, and makes sure of it.
 
         Raises:
           InputError: the service does not say that they are gone.

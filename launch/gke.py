@@ -87,26 +87,26 @@ class Kubectl:
     namespace: str
 
     def get(self, output: str) -> list[str]:
-        """Prints the JobSet; nothing if there is none."""
+        """Returns the command that prints the JobSet; nothing if there is none."""
         return self._words("get", "jobset", self.name, "--ignore-not-found", f"--output={output}")
 
     def pods(self) -> list[str]:
-        """Prints its pods, where they run and why they wait."""
+        """Returns the command that prints its pods, where they run and why they wait."""
         return self._words("get", "pods", f"--selector={jobset.OWNER}={self.name}", "--output=wide")
 
     def apply(self, path: pathlib.Path) -> list[str]:
-        """Makes what the file says."""
+        """Returns the command that makes what the file describes."""
         return self._words("apply", f"--filename={path}")
 
     def delete(self) -> list[str]:
-        """Ends all pods as their grace allows, and waits until they are gone."""
+        """Returns the command that ends all pods as their grace allows, and waits for their end."""
         return self._words(
             *("delete", "jobset,configmap", self.name, "--ignore-not-found"),
             *("--cascade=foreground", f"--timeout={round(_DELETE)}s"),
         )
 
     def logs(self, host: int, follow: bool) -> list[str]:
-        """Prints the output of a pod."""
+        """Returns the command that prints the output of a pod."""
         return self._words(
             *("logs", f"--selector={jobset.OWNER}={self.name},{jobset.INDEX}={host}"),
             *(f"--container={jobset.CONTAINER}", "--tail=-1"),
@@ -122,7 +122,7 @@ class Kubectl:
 
 
 def launch(args: argparse.Namespace, spec: Spec) -> int:
-    """Has the cluster take the JobSet; the same command again finds it and leaves it alone.
+    """Applies the JobSet; the same command again finds it and leaves it alone.
 
     Args:
       args: flags of `launch gke`.
@@ -217,7 +217,7 @@ def logs(record: Record, host: int, follow: bool) -> int:
 
 
 def stop(record: Record) -> int:
-    """Has the pods save and end, and deletes all that was made.
+    """Stops the pods once they have saved, and deletes all that was made.
 
     Raises:
       InputError: they may still be there.

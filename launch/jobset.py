@@ -63,7 +63,7 @@ def capacity(spot: bool, reservation: str) -> dict[str, str]:
 
 
 def checked_image(image: str) -> str:
-    """Returns the image.
+    """Returns the image if its name fixes which one it is.
 
     Raises:
       InputError: its name does not say which: a host that comes later might get another one.

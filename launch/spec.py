@@ -216,7 +216,7 @@ class Record:
     price_per_chip_hour: float | None
 
     def write(self) -> None:
-        """Writes it into the workdir.
+        """Writes the record into the workdir.
 
         Raises:
           InputError: another launch's is there: what that one rented would be forgotten.
@@ -234,7 +234,7 @@ class Record:
         mirror.write(epath.Path(self.workdir) / RECORD, text + "\n")
 
     def remove(self) -> None:
-        """Removes it: nothing is rented any more."""
+        """Removes the record: nothing is rented any more."""
         mirror.remove([epath.Path(self.workdir) / RECORD])
 
 
@@ -375,7 +375,7 @@ def slice_names(topology: "Topology") -> SliceNames:
 
 
 def gke_names(topology: "Topology") -> SliceNames:
-    """Returns the same.
+    """Returns what `slice_names` does, for a slice that GKE offers.
 
     Raises:
       InputError: GKE does not offer the slice's generation.

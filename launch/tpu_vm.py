@@ -291,7 +291,7 @@ def logs(record: Record, host: int, follow: bool) -> int:
 
 
 def stop(record: Record) -> int:
-    """Has the run save and end, and deletes the machines; returns the run's exit code.
+    """Stops the run once it has saved, and deletes the machines; returns the run's exit code.
 
     Raises:
       InputError: the machines may still be there.

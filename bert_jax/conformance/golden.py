@@ -37,7 +37,7 @@ def vocabulary() -> list[str]:
 
 
 def tokenizer(case: Case) -> WordPiece:
-    """Returns ours, with the released vocabulary."""
+    """Returns a tokenizer of ours with the released vocabulary."""
     return WordPiece(vocabulary(), case)
 
 

@@ -32,7 +32,7 @@ class Settings(Section):
 
     @property
     def data(self) -> Data:
-        """Returns the same as a section of an experiment."""
+        """Returns these settings as a section of an experiment."""
         return Data(
             short_seq_prob=self.short_seq_prob,
             masked_lm_prob=self.masked_lm_prob,

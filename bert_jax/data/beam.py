@@ -23,7 +23,7 @@ from bert_jax.storage.retry import again
 
 
 def run(tasks: Sequence[parts.Task], options: str) -> list[dict[str, Any]]:
-    """Does the tasks that are not done yet; returns the record that each left.
+    """Runs the tasks that are not done yet; returns the record that each left.
 
     Raises:
       InputError: of a task that fails, or Beam is not installed.

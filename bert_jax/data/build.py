@@ -51,12 +51,12 @@ class Survey:
 
     @property
     def count(self) -> int:
-        """Documents, repeats included."""
+        """The number of documents, repeats included."""
         return len(self.first)
 
     @property
     def repeated(self) -> int:
-        """Documents whose text stood before."""
+        """The number of documents whose text stood before."""
         return int(self.count - self.first.sum())
 
     @classmethod

@@ -31,7 +31,7 @@ class SplitCounts:
     unknown_tokens: int = 0
 
     def add(self, other: "SplitCounts") -> None:
-        """Adds what a part of it holds."""
+        """Adds the counts of a part of the split."""
         for field in dataclasses.fields(self):
             name = field.name
             setattr(self, name, getattr(self, name) + getattr(other, name))

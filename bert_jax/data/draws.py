@@ -103,7 +103,7 @@ class Sequential:
         self._rng = rng
 
     def document_order(self, documents: int) -> list[int]:
-        """Returns a shuffled list of document numbers."""
+        """Draws a shuffled list of document numbers."""
         order = list(range(documents))
         self._rng.shuffle(order)
         return order
@@ -164,7 +164,7 @@ class Sequential:
         return np.array([kinds], np.uint8), np.array([ids], np.int64)
 
     def instance_order(self, instances: int) -> list[int]:
-        """Returns the final shuffle of all instances."""
+        """Draws the order of all instances in the final shuffle."""
         order = list(range(instances))
         self._rng.shuffle(order)
         return order

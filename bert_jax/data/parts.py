@@ -67,7 +67,7 @@ class Part:
     bytes: int
 
     def documents(self, corpus: Corpus) -> Iterator[Document]:
-        """Yields its documents.
+        """Yields the documents of this part.
 
         Raises:
           InputError: as `documents.read`; or a file has changed since the parts were planned.
@@ -325,7 +325,7 @@ def _mapped(path: pathlib.Path, dtype: Any) -> np.ndarray:
 
 
 def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
-    """Does a task unless it is done; returns the record of its folder.
+    """Runs a task unless it is done; returns the record of its folder.
 
     Raises:
       InputError: bad text, or the place cannot be written.

@@ -141,12 +141,12 @@ class Plans:
             raise RuntimeError("the plans were closed")
 
     def begin(self, epoch: int) -> None:
-        """Sees to it that the epoch is planned ahead, where that takes long."""
+        """Begins to plan the epoch ahead, where that takes long."""
         if not self._is_small:
             self.find(epoch)
 
     def keep(self, epochs: set[int]) -> None:
-        """Lets go of the plans of all other epochs."""
+        """Drops the plans of all other epochs."""
         with self._lock:
             for epoch in [epoch for epoch in self._found if epoch not in epochs]:
                 del self._found[epoch]

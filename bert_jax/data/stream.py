@@ -76,7 +76,7 @@ def _remedy(folder: epath.PathLike) -> str:
 
 
 def write(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: int) -> None:
-    """Unrolls a split of the dataset into `folder`; COMPLETE is written last.
+    """Writes a split of the dataset as a stream into `folder`; COMPLETE is written last.
 
     Args:
       dataset: of `ids` and `sentence_lengths`, none of which is 0.

@@ -42,7 +42,7 @@ class Progress:
 
     @contextlib.contextmanager
     def of(self, total: int, left: int) -> Iterator[None]:
-        """Tells of some bytes while entered.
+        """Shows the progress of tasks of some bytes while entered.
 
         Args:
           total: bytes in all.
@@ -110,7 +110,7 @@ def _time(seconds: float) -> str:
 
 
 def run(tasks: Sequence[parts.Task], workers: int, progress: Progress) -> list[dict[str, Any]]:
-    """Does the tasks that are not done yet; returns what they left on record.
+    """Runs the tasks that are not done yet; returns what they left on record.
 
     Args:
       tasks: in any number.
@@ -190,7 +190,7 @@ def _start() -> subprocess.Popen:
 
 
 def serve() -> None:
-    """Does tasks that come over standard input, until it ends; the work of a worker."""
+    """Runs tasks that come over standard input, until it ends; the work of a worker."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     answers = os.fdopen(os.dup(1), "wb", buffering=0)

@@ -22,7 +22,7 @@ __all__ = ["Finding", "examine", "print_findings"]
 
 
 def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
-    """Looks at what lies at a path; returns findings, problems first.
+    """Examines what lies at a path; returns findings, problems first.
 
     Args:
       path: a run's workdir (its corpus is looked at too), a corpus folder, an experiment file (its

@@ -26,7 +26,7 @@ _SHOWN = 30
 
 
 def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[Finding]:
-    """Looks at a prepared corpus.
+    """Examines a prepared corpus.
 
     Args:
       folder: the corpus folder.
@@ -264,7 +264,7 @@ _LEAKED = Rule(
 
 
 def near_duplicates(train: Stream, validation: Stream, text_at: TextAt) -> list[Finding]:
-    """Looks for held-out documents whose sentences stand in the training split too.
+    """Finds held-out documents whose sentences stand in the training split too.
 
     `text_at` gives the text from a piece of the validation split on.
     """

@@ -96,7 +96,7 @@ class File:
 
 
 def scan(path: str, encoding: str) -> File:
-    """Reads a file in blocks; any size, any content."""
+    """Reads a file in blocks and counts its bytes; any size, any content."""
     scanned = File(path)
     try:
         with text_lines.open_bytes(path) as file:
@@ -304,7 +304,7 @@ class Characters:
         self._first = [""] * len(_CHARACTERS)
 
     def add(self, document: Document) -> None:
-        """Looks at a document."""
+        """Counts the faults of a document."""
         text = document.text
         self._characters += len(text)
         is_ascii = text.isascii()

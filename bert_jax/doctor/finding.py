@@ -59,7 +59,7 @@ class Rule:
         return [self.finding(severity, example, value=share(value), **fields)]
 
     def finding(self, severity: Severity, example: str = "", **fields: Any) -> Finding:
-        """Returns the finding, whatever the limits are."""
+        """Returns a finding in this rule's words, whatever the limits are."""
         words = (self.effect, self.remedy)
         effect, remedy = (word.format(**fields) if "{" in word else word for word in words)
         return Finding(severity, self.what.format(**fields), example, effect, remedy)
@@ -119,7 +119,7 @@ _DOMINATES = Rule(
 
 
 def one_sentence(ones: int, documents: int, layout: str, example: str) -> list[Finding]:
-    """Looks at documents of a single sentence, after which nothing follows."""
+    """Reports documents of a single sentence, after which nothing follows."""
     value = ones / documents
     single_lines = layout == "sentences_by_line" and value > _ONE_SENTENCE.problem_over
     rule = _SINGLE_LINES if single_lines else _ONE_SENTENCE
@@ -127,13 +127,13 @@ def one_sentence(ones: int, documents: int, layout: str, example: str) -> list[F
 
 
 def repeated(repeats: int, documents: int, handling: str, example: str) -> list[Finding]:
-    """Looks at documents whose whole text stood before."""
+    """Reports documents whose whole text stood before."""
     value = 0.0 if handling == "drop" else repeats / documents
     return _REPEATED.check(value, example, repeats=repeats, documents=documents)
 
 
 def dominating(lengths: np.ndarray, unit: str, example: str) -> list[Finding]:
-    """Looks for a document longer than all others together, or nearly; `lengths` [documents]."""
+    """Reports a document longer than all others together, or nearly; `lengths` [documents]."""
     value = float(lengths.max() / lengths.sum())
     if len(lengths) * value < 4:  # of five documents one is easily a fifth
         value = -math.inf

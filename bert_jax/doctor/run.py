@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 
 def examine(workdir: Workdir) -> list[Finding]:
-    """Looks at a run and, where it is at hand, at its corpus.
+    """Examines a run and, where it is at hand, its corpus.
 
     Raises:
       InputError: no run here, or damaged files.
@@ -39,7 +39,7 @@ def examine(workdir: Workdir) -> list[Finding]:
 
 
 def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
-    """Looks at what a run has written down, without its corpus.
+    """Examines what a run has written down, without its corpus.
 
     Raises:
       InputError: a damaged file.

@@ -30,7 +30,7 @@ _MOST_OF_A_FILE = 30_000_000
 
 
 def examine(corpus: Corpus) -> list[Finding]:
-    """Looks at the sources of a corpus.
+    """Examines the sources of a corpus.
 
     Raises:
       InputError: a source without files.
@@ -112,7 +112,7 @@ class Lines:
         self._several = ""
 
     def add(self, document: Document, lines: list[str], split: list[str]) -> None:
-        """Looks at a document, its lines, and its sentences."""
+        """Counts a document, its lines, and its sentences."""
         self._documents += 1
         self._characters += len(document.text)
         for sentence in split:
@@ -222,7 +222,7 @@ class Repeats:
 
     @property
     def sampled(self) -> int:
-        """One in how many different texts is counted."""
+        """Returns one in how many different texts is counted."""
         return self._mask + 1
 
     def add(self, text: str, document: int, place: str) -> bool:

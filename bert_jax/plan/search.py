@@ -51,11 +51,11 @@ class Candidate(NamedTuple):
     accumulation: tuple[int, ...]
 
     def layout(self, phase: int) -> Layout:
-        """Returns how this phase is laid."""
+        """Returns the layout of this phase."""
         return Layout(self.state, self.remat, self.accumulation[phase])
 
     def settings(self) -> list[str]:
-        """Returns what `--set` takes."""
+        """Returns the layout as strings that `--set` takes."""
         return [
             f"parallelism.state={self.state}",
             f"parallelism.remat={self.remat}",

@@ -62,7 +62,7 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """Returns the slice of that name.
+    """Returns the slice of a name like v5e:8x8.
 
     Raises:
       InputError: no such generation, or no such slice; the known ones are named.
@@ -97,13 +97,13 @@ class Layout(NamedTuple):
 
 
 def layout_of(experiment: Experiment, phase: int) -> Layout:
-    """Returns how the experiment lays this phase."""
+    """Returns the layout of a phase in the experiment."""
     parallelism = experiment.parallelism
     return Layout(parallelism.state, parallelism.remat, parallelism.accumulation_of(phase))
 
 
 def with_layout(experiment: Experiment, phase: int, layout: Layout) -> Experiment:
-    """Returns the experiment with this phase laid so.
+    """Returns the experiment with another layout of a phase.
 
     Raises:
       InputError: the experiment's other settings forbid it.

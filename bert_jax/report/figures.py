@@ -312,7 +312,7 @@ def of_comparison(records: Sequence[Record]) -> list[Figure]:
 
 
 def of_corpus(statistics: CorpusStatistics) -> list[Figure]:
-    """Returns how long sentences and documents are."""
+    """Returns the pictures of a corpus: how long sentences and documents are."""
     return [
         _lengths(f"{what.capitalize()} length", lengths, f"lengths-{what}")
         for what, lengths in (

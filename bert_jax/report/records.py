@@ -68,7 +68,7 @@ class Record:
 
     @classmethod
     def read(cls, root: str) -> "Record":
-        """Reads a workdir.
+        """Reads the record of a workdir.
 
         Raises:
           InputError: no run here, or a damaged file.

@@ -485,7 +485,7 @@ class Mirror:
         self.token = me.token
 
     def join(self) -> None:
-        """Takes note of the run's owner, which process 0 has written; for the other processes."""
+        """Reads who owns the run, as process 0 has written it; for the other processes."""
         if self._remote is not None:
             holder = owner(self._remote)
             self.token = "" if holder is None else holder.token

@@ -72,7 +72,7 @@ def again(
     seconds: float = GIVE_UP,
     say: Callable[[str], None] | None = None,
 ) -> T:
-    """Does the work, again after each passing fault, with growing waits.
+    """Repeats the work after each passing fault, with growing waits.
 
     What has become bad input by then (`InputError`) is raised at once, whatever it came from.
 

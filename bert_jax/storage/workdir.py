@@ -181,7 +181,7 @@ class Holder:
 
     @classmethod
     def me(cls) -> "Holder":
-        """Returns this process, now."""
+        """Returns a holder for this process, now."""
         return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), time.time())
 
     @classmethod
@@ -196,7 +196,7 @@ class Holder:
         return None
 
     def text(self) -> str:
-        """Returns it for a file."""
+        """Returns the holder as a line of JSON, which `parse` reads."""
         return json.dumps({"format_version": _HOLDER_VERSION, **dataclasses.asdict(self)}) + "\n"
 
     def __str__(self) -> str:
@@ -338,7 +338,7 @@ def parse_json(
 
 
 def mark_complete(folder: epath.Path) -> None:
-    """Says that the folder holds all it should."""
+    """Marks a folder as holding all it should."""
     write_atomic(folder / COMPLETE, "")
 
 

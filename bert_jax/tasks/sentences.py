@@ -27,7 +27,7 @@ class Sentences:
         self.outputs = 1 if task.kind in ("regress", "choice") else len(labels)
 
     def rows(self, examples: Sequence[Sentence]) -> Rows:
-        """Returns a row a text, pair or choice.
+        """Returns one row for each text, pair or choice.
 
         What is too long loses a piece at a time from the end of the longer text.
         """

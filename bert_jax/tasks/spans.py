@@ -100,7 +100,7 @@ class Spans:
     def answers(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
     ) -> list[Any]:
-        """Returns the predicted answers.
+        """Returns the predicted answers of questions.
 
         Args:
           outputs: of each row, float32 [n, 2].

@@ -100,7 +100,7 @@ def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Mem
 def run(
     of: list[Member], base: str | None, root: str | None, progress: Progress
 ) -> session.Outcome:
-    """Does what is left of a sweep, and shows the scores.
+    """Runs what is left of a sweep, and shows the scores.
 
     A run that fails, since its parameters ran away, for example, does not keep the others from
     going on.

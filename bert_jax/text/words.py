@@ -145,7 +145,7 @@ def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> lis
 
 
 def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
-    """Adds up the counts of any number of files."""
+    """Sums the counts of words over any number of files."""
     kept: list[tuple[int, int, str]] = []
     counted = Counted()
     for section in range(_SECTIONS):

@@ -167,7 +167,7 @@ class NoLines(Lines):
         return []
 
     def written(self) -> dict[str, Any]:
-        """Returns nothing."""
+        """Returns an empty record."""
         return {}
 
     def append(self, line: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ class Spikes:
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]]) -> "Spikes":
-        """Returns one that has seen these lines."""
+        """Returns a `Spikes` that has seen these lines."""
         spikes = cls()
         for line in lines:
             spikes.of_line(line)

@@ -102,9 +102,10 @@ def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransf
 
 
 def scale_by_layer(decay: float) -> optax.GradientTransformation:
-    """Updates times `decay` for each layer above, heads counting as one (Howard and Ruder 2018).
+    """Multiplies updates by `decay` for each layer above, heads counting as one.
 
-    Of L layers the top one's come to decay times what they were, the embeddings' to decay^(L+1).
+    Of L layers the top one's come to decay times what they were, the embeddings' to decay^(L+1)
+    (Howard and Ruder 2018).
     """
 
     def scale(path: tuple[Any, ...], update: jax.Array, above: jax.Array) -> jax.Array:

@@ -94,7 +94,7 @@ class Peers:
         return self.number == 0
 
     def first_error(self, what: str, error: str, patience: float = 0.0) -> str:
-        """Goes on when all processes have come here.
+        """Waits until all processes have come here.
 
         Args:
           what: names the place; all processes come to places in the same order.
@@ -122,7 +122,7 @@ class Peers:
     def agree(
         self, what: str, error: str, kind: type[InputError | Unavailable] = InputError
     ) -> None:
-        """Goes on when all processes have come here, each without an error; see `first_error`.
+        """Waits until all processes have come here, each without an error; see `first_error`.
 
         Args:
           what: names the place.
@@ -139,7 +139,7 @@ class Peers:
             raise self._agreed
 
     def connect(self, mesh: jax.sharding.Mesh) -> None:
-        """Lets the devices of all processes meet, so that no later computation has to wait for it.
+        """Connects the devices of all processes, so that no later computation has to wait for it.
 
         gloo, between CPUs, gives up when a process comes to the first computation of a group of
         devices 30 seconds after another; from then on it waits. A busy machine compiles a step
@@ -236,7 +236,7 @@ class Peers:
                 self._get(key, None, 0)
 
     def meet(self, what: str) -> None:
-        """Goes on when all processes have come here, as long as that takes."""
+        """Waits until all processes have come here, as long as that takes."""
         if self.count == 1:
             return
         key = self._key(what)
@@ -504,7 +504,7 @@ def _state() -> Any:
 
 
 def wait_for_all(place: Place, limit: float) -> None:
-    """Returns when all processes have reported.
+    """Waits until all processes have reported.
 
     Args:
       place: of this process.

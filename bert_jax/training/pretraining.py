@@ -115,7 +115,7 @@ class Prepared:
         return batches.TrainBatches(plans, self.ids, experiment.data, shape)
 
     def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluators.HeldOut:
-        """Returns the evaluation rows."""
+        """Returns the evaluation rows of an experiment."""
         return evaluators.HeldOut.of(
             corpus.open_stream(self.folder, "train"),
             corpus.open_stream(self.folder, "validation"),
@@ -164,7 +164,7 @@ class Probes(Protocol):
         """Prepares to ask in batches of about `size` rows; returns the operations of it."""
 
     def describe(self) -> str:
-        """Returns what they are, in words."""
+        """Returns the probes in words."""
 
     def ask(self, params: Any) -> dict[str, dict[str, float]]:
         """Returns `scores` and `majority`, what needs no encoder, by name."""

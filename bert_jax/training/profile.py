@@ -56,7 +56,7 @@ class Profile:
 
     @contextlib.contextmanager
     def step(self, done: int, state: Any) -> Iterator[None]:
-        """Surrounds each step, the wait for its batch included.
+        """Wraps each step, the wait for its batch included.
 
         At the edges of the window it waits for the steps under way, so that a trace holds its own.
 

@@ -27,7 +27,7 @@ class LineConsole(Console):
     """A console whose reader may leave: the run goes on without it."""
 
     def on_broken_pipe(self) -> None:
-        """Says nothing more; rich would end the process, and lose the steps since the last save."""
+        """Silences the console; rich would end the process, and lose steps that are not saved."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -134,7 +134,7 @@ def specs(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def shardings(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
-    """Returns where the parameters lie."""
+    """Returns the sharding of each parameter."""
 
     def place(c: Partition) -> NamedSharding:
         spec = _spec({c.data: mesh_lib.data_axes(mesh), c.tensor: mesh_lib.TENSOR})

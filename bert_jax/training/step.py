@@ -80,13 +80,13 @@ def abstract_state(
 
 
 def empty_window(objective: Objective) -> Metrics:
-    """Returns sums of no steps."""
+    """Returns the sums of a window without steps."""
     names = (*objective.metrics, *OWN_METRICS, WORST_STEP)
     return {name: jnp.zeros(2, jnp.float32) for name in names}
 
 
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
-    """Returns the key of a phase's dropout."""
+    """Returns the key from which a phase draws dropout."""
     impl = {"threefry8": "threefry2x32", "rbg16": "rbg"}[model.dropout_rng]
     # The parameters' keys are folded from the bare seed by small numbers.
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=impl), _DROPOUT), phase)

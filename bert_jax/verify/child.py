@@ -42,7 +42,7 @@ Place = Literal["step", "save", "evaluation", "start", "prepare", "roll_back"]
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Says where a process is killed.
+    """The place at which a process is killed.
 
     Attributes:
       at: before a step; once a save has begun; in an evaluation; while a run is being restored;
@@ -65,7 +65,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Describes what one start of the command does next to its work.
+    """The plan of one start of the command: what it does next to its work.
 
     Attributes:
       fault: how it ends; None: by itself.

@@ -194,7 +194,7 @@ class Children:
         settings: Sequence[str] = (),
         devices: int | None = None,
     ) -> Ended:
-        """Runs it to its end; its output goes to W.log.
+        """Runs a command to its end; its output goes to W.log.
 
         Args:
           command: of `bert-jax`.
