@@ -140,7 +140,7 @@ def _require_kind(kind: type, wanted: type, where: str) -> None:
 
 
 def _differences_from_defaults(experiment: Section) -> list[str]:
-    """As `differences`, section by section: phases, sources and tasks have no defaults."""
+    """Lists differences section by section: phases, sources and tasks have no defaults."""
     lines = []
     for f in dataclasses.fields(experiment):
         if f.default_factory is not dataclasses.MISSING:
@@ -326,7 +326,7 @@ def _plain(value: Any) -> Any:
 
 
 def _build(hint: Any, value: Any, where: str) -> Any:
-    """The inverse of `_plain`, checking as it goes."""
+    """Inverts `_plain`, checking as it goes."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise InputError(f"{where or 'experiment'}: expected an object")

@@ -35,7 +35,7 @@ def check() -> Iterator[Rule]:
 
 
 def _documents() -> Rule:
-    """Files as the reference reads them, put into words."""
+    """Compares files as the reference reads them, put into words."""
     files = (b"a b.\n\x00\nc\r\n \n\n\xef\xbb\xbf\n\t\nd\n", b"e\xff\n\nf", b"", b"g\n\n")
     expected = [["a b .", "c"], ["d", "e"], ["f", "g"]]
     ours = golden.tokenizer("uncased")
@@ -123,7 +123,7 @@ class _Recorded(draws.Sequential):
 
 
 def _pairs() -> Iterator[Rule]:
-    """A plan of 60 documents whose ids are their own places."""
+    """Plans 60 documents whose ids are their own places."""
     rng = np.random.default_rng(0)
     numbers = iter(range(10**6))
     documents = [
@@ -197,7 +197,7 @@ def _masks() -> Iterator[Rule]:
 def _mask(
     lengths: np.ndarray, counter: draws.Counter, most: int, continues: np.ndarray | None
 ) -> masking.Masked:
-    """Rows whose A is one piece, id 4, and whose other pieces are id 5."""
+    """Masks rows whose A is one piece, id 4, and whose other pieces are id 5."""
     ids = np.full((len(lengths), int(lengths.max())), 5, np.int32)
     ids[:, :3] = (2, 4, 3)
     ids[np.arange(len(lengths)), lengths - 1] = 3
@@ -260,7 +260,7 @@ def _tokens() -> Iterator[Rule]:
 
 
 def _characters() -> Rule:
-    """Between letters a blank, a mark, an ideograph and nothing at all differ."""
+    """Compares what a blank, a mark, an ideograph and nothing at all do between letters."""
     differing = 0
     for code in range(sys.maxunicode + 1):
         char = chr(code)

@@ -181,7 +181,7 @@ def _total(params: heads.Params, batch: Batch) -> Rule:
 
 
 def _metrics() -> Iterator[Rule]:
-    """Labels of id 0 count: weights alone say what is no label."""
+    """Compares metrics where labels of id 0 count: weights alone say what is no label."""
     rng = np.random.default_rng(0)
     words, pairs = rng.normal(size=(6, 4, 30)), rng.normal(size=(6, 2))
     labels = np.where(rng.random((6, 4)) < 0.5, words.argmax(-1), 0)

@@ -53,7 +53,7 @@ def check() -> Iterator[Rule]:
 
 
 def _trajectory() -> Iterator[Rule]:
-    """The reference's names end in bias or LayerNorm...; ours in bias or kernel."""
+    """Compares steps; the reference's names end in bias or LayerNorm..., ours in bias or kernel."""
     theirs = golden.trajectory()
     cfg = Optimizer(name="bert_adam", peak_learning_rate=1e-2, warmup_steps=5, schedule="paper")
     steps = len(theirs["learning_rate"])
@@ -129,7 +129,7 @@ def _first_update() -> Rule:
 
 
 def _decay() -> Rule:
-    """Which of our parameters decay, by the reference's names for them."""
+    """Compares which of our parameters decay, by the reference's names for them."""
     tensors = golden.pytorch("model")
     # Every tensor filled with its number, so that ours say which of theirs they are.
     numbers = {name: np.full(tensors[name].shape, i) for i, name in enumerate(tensors)}

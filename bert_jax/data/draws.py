@@ -266,7 +266,7 @@ class Counter:
         return kinds, _below(token, vocab_size)
 
     def _words(self, purpose: int, columns: int) -> np.ndarray:
-        """uint32 [B, columns]."""
+        """Returns random words, uint32 [B, columns]."""
         blocks = -(-columns // 4)
         out = np.empty((len(self._rows), blocks, 4), np.uint32)
         step = max(1, _BLOCK // max(1, blocks))
@@ -305,7 +305,7 @@ class Counter:
 
 
 def _below(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
-    """Words as numbers from 0 to `bound` - 1, int64; of 2**32, one gets at most one more."""
+    """Maps words to numbers from 0 to `bound` - 1, int64; of 2**32, one gets at most one more."""
     return (words.astype(np.uint64) * np.asarray(bound, np.uint64) >> np.uint64(32)).view(np.int64)
 
 

@@ -92,7 +92,7 @@ def mask(
 
 
 def _entries(num: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(row, slot) of a table with `num` [B] filled slots in each row, row after row."""
+    """Returns (row, slot) of a table with `num` [B] filled slots in each row, row after row."""
     row = np.repeat(np.arange(len(num)), num)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(num) - num, num)
 
@@ -105,7 +105,7 @@ def _whole_words(
     continues: np.ndarray,
     draws: ArrayDraws,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(row, candidate) of the chosen pieces, in the order in which their words were accepted.
+    """Returns (row, candidate) of the chosen pieces, in the order in which words were accepted.
 
     A word that would exceed the number to predict is passed over, and a later one may still fit.
     """

@@ -215,7 +215,7 @@ def rows(stream: Stream, chunks: np.ndarray, draws: PairDraws) -> np.ndarray:
 def _random_runs(
     stream: Stream, sentence: np.ndarray, wanted: np.ndarray, asked: np.ndarray, draws: PairDraws
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whole sentences of other documents from a random start: the first, and one past the last.
+    """Draws whole sentences of other documents from a random start: the first, one past the last.
 
     Args:
       stream: the split.

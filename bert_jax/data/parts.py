@@ -282,7 +282,7 @@ class WriteShards:
     def _documents(
         self, tok: tokenizer.Tokenizer, scratch: pathlib.Path
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Ids and lengths of sentences of each document."""
+        """Yields ids and lengths of sentences of each document."""
         tokens, lengths, documents_ = (
             _mapped(here(self.place, self.read, name, scratch), dtype)
             for name, dtype in (
@@ -361,7 +361,7 @@ def _ticking(source: Iterator[Document], tick: Tick) -> Iterator[Document]:
 
 
 def _batches(source: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents that are worked on together, some `_BATCH` characters."""
+    """Yields documents that are worked on together, some `_BATCH` characters."""
     batch: list[Document] = []
     size = 0
     for document in source:
@@ -383,7 +383,7 @@ def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
 
 
 def _reading(corpus: Corpus) -> Sequence[str]:
-    """Settings that decide which documents there are."""
+    """Returns the settings that decide which documents there are."""
     return [corpus.layout, corpus.text_field, corpus.encoding]
 
 

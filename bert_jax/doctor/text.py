@@ -369,7 +369,7 @@ class _Survey:
 
     @property
     def _scope(self) -> str:
-        """How much was read, where it was not all."""
+        """Returns how much was read, where it was not all."""
         if not self._is_sample:
             return ""
         if not self._size:

@@ -191,18 +191,18 @@ _attend_recomputed.defvjp(_attend_recomputed_forward, _attend_recomputed_backwar
 
 
 def _padding(input_mask: jax.Array) -> jax.Array:
-    """[B, K], 1 or 0 -> float32 [B, 1, 1, K], what scores of padding are lowered by."""
+    """Returns what scores of padding are lowered by: [B, K], 1 or 0 -> float32 [B, 1, 1, K]."""
     return ((1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE)[:, None, None, :]
 
 
 def _scores(query: jax.Array, key: jax.Array, padding: jax.Array) -> jax.Array:
-    """float32 [B, H, Q, K]."""
+    """Computes scores, float32 [B, H, Q, K]."""
     factor = 1.0 / math.sqrt(query.shape[-1])
     return _product("bqhd,bkhd->bhqk", query, key) * factor + padding
 
 
 def _scaled(x: jax.Array, scale: float) -> jax.Array:
-    """x times scale, in the type of x; the scale itself is not rounded to it.
+    """Returns x times scale, in the type of x; the scale itself is not rounded to it.
 
     In bfloat16 1 / 0.9 would be 1.109375, and all that is scaled by it 0.16 % too small.
     """
@@ -210,13 +210,13 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
 
 
 def _kept(noise: Noise, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """bool [B, H, K, Q] for scores of `shape` [B, H, Q, K]: the order in which bits are drawn."""
+    """Draws bool [B, H, K, Q], the order of the bits, for scores of `shape` [B, H, Q, K]."""
     b, h, q, k = shape
     return noise.keep((b, h, k, q), rate)
 
 
 def _row_sums(weights: jax.Array) -> jax.Array:
-    """[B, H, Q, K] -> float32 [B, H, Q, 1]."""
+    """Sums rows: [B, H, Q, K] -> float32 [B, H, Q, 1]."""
     if weights.dtype != jnp.bfloat16:
         return weights.sum(axis=-1, keepdims=True)
     # A product with ones, which a TPU's matrix unit does next to the next one.

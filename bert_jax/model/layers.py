@@ -70,7 +70,7 @@ def _linear_forward(
 def _linear_backward(
     kernel_is: str, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of x, kernel and bias: what differentiation gives, laid out for CPUs too."""
+    """Returns gradients of x, kernel and bias as differentiation does, laid out for CPUs too."""
     x, kernel = kept
     bias = _column_sums(gradient, x.dtype)
     gradient = gradient.astype(x.dtype)
@@ -88,18 +88,18 @@ _linear.defvjp(_linear_forward, _linear_backward)
 
 
 def _product(a: jax.Array, b: jax.Array, a_axes: Sequence[int], b_axes: Sequence[int]) -> jax.Array:
-    """Sums over the same number of axes of each, in float32."""
+    """Multiplies, and sums over the same number of axes of each, in float32."""
     contract = ((tuple(a_axes), tuple(b_axes)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """[..., N] -> [R, N]."""
+    """Flattens all but the last axis: [..., N] -> [R, N]."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _times(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
-    """[..., N] times a matrix whose `axis` is N -> float32 [..., M]."""
+    """Multiplies [..., N] by a matrix whose `axis` is N -> float32 [..., M]."""
 
     def on_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return _product(_rows(x), kernel, [1], [axis]).reshape(*x.shape[:-1], -1)
@@ -111,7 +111,7 @@ def _times(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
 
 
 def _column_sums(x: jax.Array, compute_dtype: jnp.dtype) -> jax.Array:
-    """float32 [..., M] -> float32 [M]."""
+    """Sums columns: float32 [..., M] -> float32 [M]."""
 
     def on_cpu(x: jax.Array) -> jax.Array:
         rows = _rows(x)
@@ -128,7 +128,7 @@ def _column_sums(x: jax.Array, compute_dtype: jnp.dtype) -> jax.Array:
 
 
 def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
-    """[..., N], [..., M] -> float32 [N, M], the sum over all else of outer products."""
+    """Sums outer products over all but the last axis: [..., N], [..., M] -> float32 [N, M]."""
 
     def on_cpu(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = _rows(a), _rows(b)

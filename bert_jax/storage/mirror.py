@@ -529,7 +529,7 @@ class Mirror:
                 self._push(0)
 
     def _owned(self) -> list[str]:
-        """Tokens of the starts that wrote into the local folder."""
+        """Reads the tokens of the starts that wrote into the local folder."""
         try:
             return json.loads((self._local / _OWNED).read_text())["tokens"]
         except (FileNotFoundError, ValueError, TypeError, KeyError):
@@ -575,7 +575,7 @@ class Mirror:
                 self._sent[name] = stamp
 
     def _changed(self) -> dict[str, tuple[int, int]]:
-        """Files that are not sent as they are now."""
+        """Returns the files that are not sent as they are now."""
         local = pathlib.Path(self._local)
         mine = [local / name for name in RUN_FILES] if self._number == 0 else []
         mine += (local / "profile").rglob(f"process_{self._number}.*")

@@ -158,7 +158,10 @@ def answer_f1(predicted: str, answers: Sequence[str], no_answer: NoAnswer) -> fl
 
 
 def _golds(answers: Sequence[str], no_answer: NoAnswer) -> Sequence[str]:
-    """SQuAD 2.0 leaves out answers of which nothing is left; without any, "" is the right one."""
+    """Returns the right answers.
+
+    SQuAD 2.0 leaves out answers of which nothing is left; without any, "" is the right one.
+    """
     if no_answer == "possible":
         return [answer for answer in answers if normalized(answer)] or [""]
     return answers

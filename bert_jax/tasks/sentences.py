@@ -89,7 +89,7 @@ class Sentences:
         return np.array([number[str(example.label)] for example in examples], np.int32)
 
     def _by_example(self, outputs: list[np.ndarray]) -> np.ndarray:
-        """[examples, labels]"""
+        """Groups the scores of rows: [examples, labels]."""
         return np.stack(outputs).reshape(-1, len(self._labels))
 
     def _cut(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None]:

@@ -162,7 +162,7 @@ def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterato
 
 
 def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
-    """Bytes of a large file where a part of it may begin, about `most` apart."""
+    """Returns bytes of a large file where a part of it may begin, about `most` apart."""
     by_blank_line = word == "text"
     if (
         path.endswith((".gz", ".zst"))
@@ -305,7 +305,7 @@ def contradiction(text: str, layout: Layout) -> str | None:
 
 
 def _file_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
-    """One document a file, or in sentences_by_line one a block of lines."""
+    """Yields one document a file, or in sentences_by_line one a block of lines."""
     path = extent.path
     if corpus.layout != "sentences_by_line":
         text = _normal_newlines("".join(_lines(extent, corpus.encoding, "whole")))
@@ -361,7 +361,7 @@ def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]
 
 
 def _lines_before(extent: Extent) -> int:
-    """Lines of the file before the extent."""
+    """Counts the lines of the file before the extent."""
     with open(extent.path, "rb") as file:
         return sum(file.read(1 << 20).count(b"\n") for _ in range(extent.start >> 20)) + file.read(
             extent.start % (1 << 20)
@@ -388,7 +388,7 @@ def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, s
 def _lines(
     extent: Extent, encoding: str, how: Literal["by line", "whole"] = "by line"
 ) -> Iterator[str]:
-    """Decoded lines, split on \\n alone, or all as one, without a byte-order mark."""
+    """Yields decoded lines, split on \\n alone, or all as one, without a byte-order mark."""
     path = extent.path
     try:
         with _extent_bytes(extent) as raw, io.TextIOWrapper(raw, encoding, newline="\n") as file:
@@ -440,7 +440,7 @@ class _Range(io.RawIOBase):
 
 
 def _first_bad_byte(path: str, encoding: str) -> int:
-    """Offset in the uncompressed file: decoding reports it relative to a buffer."""
+    """Returns the offset in the uncompressed file: decoding reports it relative to a buffer."""
     with text_lines.open_bytes(path) as file:
         data = file.read()
     try:

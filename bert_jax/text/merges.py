@@ -175,7 +175,7 @@ def _code(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _apart(at: np.ndarray) -> np.ndarray:
-    """Of places of equal pairs, those that are left where overlapping ones go, from the left."""
+    """Selects, of places of equal pairs, those left where overlapping ones go, from the left."""
     kept = [int(at[0])]
     for place in at[1:].tolist():
         if place > kept[-1] + 1:

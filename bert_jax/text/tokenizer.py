@@ -123,7 +123,7 @@ class WordPiece:
         _save_json(folder, self)
 
     def _word_pieces(self, word: str) -> list[int]:
-        """Greedy longest match first; a word that does not come out whole is [UNK]."""
+        """Matches the longest first; a word that does not come out whole is [UNK]."""
         if len(word) > MAX_WORD:
             return [self.unk_id]
         pieces: list[int] = []

@@ -184,5 +184,5 @@ def _hash(word: str) -> int:
 
 
 def _scrambled(value: int) -> int:
-    """A number of 32 bits in another order: checksums of like words are alike (Knuth's factor)."""
+    """Permutes numbers of 32 bits (Knuth's factor): like words have like checksums."""
     return value * 2654435761 & 0xFFFFFFFF

@@ -481,7 +481,9 @@ class Checkpoints:
             self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
-        """Else a full disk would stay full. Nothing is being saved any more."""
+        """Removes what is unfinished, once nothing is being saved: else a full disk would stay
+        full.
+        """
         if self._access == "read" or jax.process_index():
             return
         with contextlib.suppress(Exception):  # Orbax does the same where it begins to save
@@ -507,7 +509,7 @@ def _context(**options: Any) -> ocp.Context:
 
 
 def _alone() -> ocp.Context:
-    """Each process reads for itself: else one that fails would leave the others waiting for it."""
+    """Returns a context in which a process reads for itself: one that fails leaves none waiting."""
     me = jax.process_index()
     if jax.process_count() == 1:
         return _context()
@@ -518,7 +520,7 @@ def _alone() -> ocp.Context:
 
 
 def _is_no_damage(error: Exception) -> bool:
-    """Whether an error says nothing about what was saved."""
+    """Returns whether an error says nothing about what was saved."""
     named = isinstance(error, InputError | Unavailable | MemoryError | jax.errors.JaxRuntimeError)
     return named or retry.is_transient(error) or retry.is_denied(error)
 

@@ -42,7 +42,7 @@ def environment() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """Its name and what it can do: on rented machines the name alone says little."""
+    """Returns the CPU's name and what it can do: on rented machines the name alone says little."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             fields = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines())

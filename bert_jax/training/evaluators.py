@@ -314,7 +314,7 @@ def on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def _same(leaf: jax.Array) -> jax.Array:
-    """One function, so that jax finds what it has compiled for it."""
+    """Returns the leaf: one function, so that jax finds what it has compiled for it."""
     return leaf
 
 

@@ -169,6 +169,6 @@ def put(tree: Any, shardings: Any) -> Any:
 
 
 def _die_with_parent(index: int, count: int) -> None:
-    """As grain calls what a worker does first."""
+    """Calls `die_with_parent`, as grain calls what a worker does first."""
     del index, count
     system.die_with_parent()

@@ -80,7 +80,7 @@ def _all_devices() -> Sequence[jax.Device]:
 
 
 def _torus(devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices in their physical order, an axis a dimension; one axis where there is no torus.
+    """Returns the devices in their physical order, an axis a dimension; one axis without a torus.
 
     Collectives along a line of the torus are what its compiler knows: over a flat axis of all
     devices a reduce-scatter becomes an all-reduce. Two cores of a chip count into the last

@@ -419,7 +419,7 @@ def _connect() -> Peers:
 
 
 def _place() -> Place | None:
-    """This process's place as the environment says it; None if it says nothing."""
+    """Returns this process's place as the environment has it; None if it has none."""
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
     given = {name: os.environ[name] for name in names if os.environ.get(name)}
     if not given or given.get(names[2]) == "1":
@@ -465,7 +465,7 @@ def _on_tpu_host() -> bool:
 
 
 def _found_by_jax(limit: float) -> bool:
-    """Whether jax finds itself on a host of a TPU pod; then it is connected."""
+    """Returns whether jax finds itself on a host of a TPU pod; then it is connected."""
     try:
         jax.distributed.initialize(initialization_timeout=round(limit))
     except ValueError as error:
@@ -490,7 +490,7 @@ def notice_sigterm() -> None:
 
 
 def _state() -> Any:
-    """The coordinator's client; jax has no public name for it."""
+    """Returns the coordinator's client; jax has no public name for it."""
     from jax._src import distributed
 
     return distributed.global_state

@@ -338,7 +338,7 @@ class PretrainingSetup:
     def _initial_state(
         self, fresh: step_lib.State, prepared: "Prepared", peers: Peers
     ) -> tuple[step_lib.State, str]:
-        """The fresh state, or with the weights of `init_from` if it names some."""
+        """Returns the fresh state, or with the weights of `init_from` if it names some."""
         base = base_lib.start_of(self.experiment)
         if base is None:
             return fresh, ""

@@ -106,7 +106,7 @@ def _restore(
     say: Callable[[str], None],
     at_most: int | None,
 ) -> Start:
-    """As `restore_or_initialize`, once all processes see the same checkpoints."""
+    """Restores as `restore_or_initialize`, once all processes see the same checkpoints."""
     parallelism = job.experiment.parallelism
     abstract = step.abstract_state(job.objective, job.optimizer, parallelism, mesh)
 

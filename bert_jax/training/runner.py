@@ -403,7 +403,7 @@ class Trainer:
         return self.failure is not None or self.bad_steps is not None
 
     def _diverged(self, bad: range) -> None:
-        """Many steps in a row were bad, and the device waits for what is to be done."""
+        """Decides what is to be done after many bad steps in a row; the device waits for it."""
         skipped, first = restore.left_out(self.skipped, bad)
         if self.experiment.optimizer.after_bad_steps == "stop":
             self.failure = Failure("stop", first, bad)

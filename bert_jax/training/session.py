@@ -142,7 +142,7 @@ def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
 
 
 def _facts(experiment: Any, length: str) -> dict[str, str]:
-    """What all processes must have alike, by name."""
+    """Returns what all processes must have alike, by name."""
     code = hashlib.sha256()
     folder = pathlib.Path(bert_jax.__file__).parent
     for path in sorted(folder.rglob("*.py")):
@@ -160,7 +160,7 @@ def _facts(experiment: Any, length: str) -> dict[str, str]:
 def _held(
     setup: Setup, workdir: Workdir, peers: Peers
 ) -> Iterator[tuple[Mirror, Callable[[], None]]]:
-    """The workdir, held by process 0 for all; gives what makes it forget a run hardly begun.
+    """Holds the workdir by process 0 for all; gives what makes it forget a run hardly begun.
 
     A run that is refused before its first checkpoint leaves none of the files it began.
     """

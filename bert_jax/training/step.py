@@ -274,7 +274,7 @@ def _without_noise(
     mesh: jax.sharding.Mesh,
     out: PartitionSpec,
 ) -> Callable[[Any, Any, Batch], Any]:
-    """`(params, fixed, batch)`, each shard with its rows and whole parameters."""
+    """Returns `f(params, fixed, batch)`: each shard has its rows and whole parameters."""
     shapes = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
     partition = sharding.partitions(shapes, parallelism, mesh, objective.rules)
     axes = mesh_lib.data_axes(mesh)
