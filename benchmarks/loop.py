@@ -1,8 +1,8 @@
-"""What the loop costs beside the step, and how long it stands still for a checkpoint.
+"""What the loop costs next to the step, and how long it stands still for a checkpoint.
 
 `python -m benchmarks.loop`. Overhead: seconds a step of a real run (`pretrain`) of a very
 small model, less those of the bare compiled step on one batch, in the same process, in turns. Wall
-time is what the loop adds for real, CPU time counts what its data thread does beside it. Saving:
+time is what the loop adds for real, CPU time counts what its data thread does next to it. Saving:
 the time `Checkpoints.save` keeps the loop, as a share of the time until the files are whole.
 """
 
@@ -112,16 +112,16 @@ def overhead(folder: pathlib.Path, rounds: int, laps: int) -> dict[str, list[flo
     found: dict[str, list[float]] = {
         name: [] for name in ("loop_wall", "loop_cpu", "bare_wall", "bare_cpu")
     }
-    claim = experiment(folder, laps)
+    settings = experiment(folder, laps)
     bare = None
     for number in range(rounds):
         progress = Laps()
         pretraining.pretrain(
-            claim, Workdir(folder / f"run{number}", str(folder / "corpus")), "keep", progress
+            settings, Workdir(folder / f"run{number}", str(folder / "corpus")), "keep", progress
         )
         found["loop_wall"] += progress.wall
         found["loop_cpu"] += progress.cpu
-        bare = bare or bare_laps(claim, Workdir(folder / "run0", str(folder / "corpus")))
+        bare = bare or bare_laps(settings, Workdir(folder / "run0", str(folder / "corpus")))
         for _ in range(laps):
             wall, cpu = next(bare)
             found["bare_wall"].append(wall)
@@ -129,18 +129,23 @@ def overhead(folder: pathlib.Path, rounds: int, laps: int) -> dict[str, list[flo
     return found
 
 
-def bare_laps(claim: Experiment, workdir: Workdir) -> Iterator[tuple[float, float]]:
+def bare_laps(settings: Experiment, workdir: Workdir) -> Iterator[tuple[float, float]]:
     """Wall and CPU seconds a step of laps of the compiled step alone, on one batch."""
-    mesh = mesh_lib.make_mesh(claim.parallelism)
-    spec = claim.phases[0]
+    mesh = mesh_lib.make_mesh(settings.parallelism)
+    spec = settings.phases[0]
     rows = np.arange(spec.batch_size)
-    host = Prepared.open(workdir.corpus).train_batches(claim, 0).batch(0, rows)
+    host = Prepared.open(workdir.corpus).train_batches(settings, 0).batch(0, rows)
     batch = feed.place(host, rows, spec.batch_size, mesh_lib.batch_sharding(mesh))
     run = step.make_train_step(
-        Pretraining(claim.model), claim.optimizer, claim.parallelism, 1, claim.total_steps, mesh
+        Pretraining(settings.model),
+        settings.optimizer,
+        settings.parallelism,
+        1,
+        settings.total_steps,
+        mesh,
     )
-    key = step.phase_key(claim.model, claim.seed, 0)
-    state, window = ours.first_state(claim.model, mesh)
+    key = step.phase_key(settings.model, settings.seed, 0)
+    state, window = ours.first_state(settings.model, mesh)
     state, window = run(state, window, batch, key)
     while True:
         jax.block_until_ready((state, window))

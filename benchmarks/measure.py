@@ -58,7 +58,7 @@ def environment(threads: int, memory: Memory = "kept") -> dict[str, str]:
 
 
 def restart_with(threads: int) -> None:
-    """Starts this benchmark anew, on that many cores and with `environment`, unless it is so."""
+    """Starts this benchmark again, on that many cores and with `environment`, unless it is so."""
     pin(threads)
     wanted = environment(threads)
     if wanted != dict(os.environ):

@@ -61,7 +61,7 @@ def main() -> None:
     measure.report("reliability", figures, details, flags.out)
 
 
-def claim(folder: pathlib.Path, shape: str, laps: int, every: int) -> Experiment:
+def experiment(folder: pathlib.Path, shape: str, laps: int, every: int) -> Experiment:
     """A run on the sample text that saves every so many steps."""
     small = loop.experiment(folder, laps)
     model = ours.model_of(shapes.SHAPES[shape], "float32")
@@ -82,7 +82,7 @@ def saving(
         for name, every in (("never", 10**9), ("saving", EVERY)):
             progress = loop.Laps()
             place = Workdir(folder / f"{name}{number}", str(folder / "corpus"))
-            pretraining.pretrain(claim(folder, shape, laps, every), place, "keep", progress)
+            pretraining.pretrain(experiment(folder, shape, laps, every), place, "keep", progress)
             found[name] += progress.wall
             if name == "saving":
                 lines = map(json.loads, place.timings.read_text().splitlines())

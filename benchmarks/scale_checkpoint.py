@@ -90,11 +90,13 @@ def report(found: list[dict[str, Any]], out: str) -> None:
 def member(folder: pathlib.Path, name: str) -> None:
     """What one process does; it writes down what it found."""
     with peers.connected() as everyone:
-        claim = config.load(str(ROOT / "experiments" / f"{name}.py"))
-        mesh = mesh_lib.make_mesh(claim.parallelism)
+        experiment = config.load(str(ROOT / "experiments" / f"{name}.py"))
+        mesh = mesh_lib.make_mesh(experiment.parallelism)
         everyone.connect(mesh)
-        objective = Pretraining(claim.model)
-        abstract = step.abstract_state(objective, claim.optimizer, claim.parallelism, mesh)
+        objective = Pretraining(experiment.model)
+        abstract = step.abstract_state(
+            objective, experiment.optimizer, experiment.parallelism, mesh
+        )
         held = {"state": jax.tree.map(_filled, abstract)}
         found: dict[str, Any] = {"cpu": {}, "wall": {}}
         found["bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(held))

@@ -1,7 +1,7 @@
 """A run at the paper's size: a corpus of Wikipedia's lengths, written straight.
 
 `python -m benchmarks.scale_run`. Writes a corpus of 6.4 million documents and 4 billion ids, its
-source beside it as a (sparse) file of 20 GB, and asks fresh processes: CPU seconds and memory from
+source next to it as a (sparse) file of 20 GB, and asks fresh processes: CPU seconds and memory from
 the start to the first batch, with nothing planned (cold) and with all of it (warm); of a plan, at
 128 and at 512; of batches, alone and while the next epoch is planned. It takes 12 GB of disk, goes
 on after a stop with what is missing, and removes everything at the end.
@@ -116,9 +116,9 @@ def write_corpus(folder: pathlib.Path, count: int, ids: int, source: int) -> Non
     (folder / "vocab.txt").write_bytes(gzip.decompress(VOCABULARY.read_bytes()))
     text = folder / "text" / "all.txt"
     text.write_text("\n".join(f"Document {i} .\nIts end .\n" for i in range(3_000)))
-    claim, made = experiment(folder), epath.Path(folder / "corpus")
+    scaled, made = experiment(folder), epath.Path(folder / "corpus")
     made.rmtree(missing_ok=True)
-    corpus.prepare(claim.corpus, claim.model.vocab_size, made, print)
+    corpus.prepare(scaled.corpus, scaled.model.vocab_size, made, print)
     (made / COMPLETE).unlink()
     os.truncate(text, source)
     manifest = json.loads((made / "manifest.json").read_text())
@@ -128,7 +128,7 @@ def write_corpus(folder: pathlib.Path, count: int, ids: int, source: int) -> Non
     for number, (split, (its_count, share)) in enumerate(sizes.items()):
         counts = write_split(made / "stream" / split, number, its_count, int(ids * share))
         manifest["splits"][split] |= counts
-    manifest["sources"] = documents.fingerprint(claim.corpus)
+    manifest["sources"] = documents.fingerprint(scaled.corpus)
     manifest["files"] = build.listed(made)
     manifest.pop("checksum")
     (made / "manifest.json").write_text(json.dumps(sealed(manifest)))
@@ -223,12 +223,12 @@ def start(folder: pathlib.Path) -> dict[str, float]:
     from bert_jax.training import peers as peers_lib
     from bert_jax.training.pretraining import PretrainingSetup
 
-    claim = experiment(folder)
-    workdir = Workdir(folder / "run", claim.run.corpus_dir)
-    setup = PretrainingSetup(claim, workdir, "keep", lambda line: None)
+    scaled = experiment(folder)
+    workdir = Workdir(folder / "run", scaled.run.corpus_dir)
+    setup = PretrainingSetup(scaled, workdir, "keep", lambda line: None)
     with peers_lib.connected() as peers:
         setup.prepare(peers.count)
-        job = setup.open(mesh_lib.make_mesh(claim.parallelism), peers)
+        job = setup.open(mesh_lib.make_mesh(scaled.parallelism), peers)
         phase = job.batches(0)
         while not phase.ready(0):
             time.sleep(0.05)
@@ -303,8 +303,8 @@ def batches(folder: pathlib.Path) -> dict[str, float]:
 
 def batches_of(folder: pathlib.Path, phase: int) -> TrainBatches:
     """The batches of a phase."""
-    claim = experiment(folder)
-    return Prepared.open(epath.Path(claim.run.corpus_dir)).train_batches(claim, phase)
+    scaled = experiment(folder)
+    return Prepared.open(epath.Path(scaled.run.corpus_dir)).train_batches(scaled, phase)
 
 
 CHILDREN: dict[str, Callable[[pathlib.Path], dict[str, float]]] = {

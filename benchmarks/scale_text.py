@@ -140,10 +140,10 @@ def write_text(folder: pathlib.Path, megabytes: int) -> None:
         path = folder / f"{number:04}.jsonl"
         if not path.exists():
             size = int(min(_FILE, megabytes - written / 1e6) * 1e6)
-            beside = path.with_suffix(".tmp")
-            with beside.open("w") as file:
+            temporary = path.with_suffix(".tmp")
+            with temporary.open("w") as file:
                 _write_file(file, number, size)
-            beside.rename(path)
+            temporary.rename(path)
         written += path.stat().st_size
         number += 1
 

@@ -1,4 +1,4 @@
-"""From the command to the first step: compiled anew, and compiled before.
+"""From the command to the first step: compiled afresh, and compiled before.
 
 `python -m benchmarks.start EXPERIMENT`. Runs the command `bert-jax pretrain` on prepared text in a
 fresh workdir until it has shown its first step, and ends it. Cold: with an empty folder of compiled
@@ -33,13 +33,13 @@ def main() -> None:
         folder = pathlib.Path(name)
         settings = [*flags.set, "run.log_every=1", f"run.corpus_dir={folder / 'corpus'}"]
         command = [sys.executable, "-m", "bert_jax.cli"]
-        claim = [flags.experiment, *(word for text in settings for word in ("--set", text))]
-        prepare = [*command, "prepare", *claim, "--workdir", str(folder / "prepared")]
+        arguments = [flags.experiment, *(word for text in settings for word in ("--set", text))]
+        prepare = [*command, "prepare", *arguments, "--workdir", str(folder / "prepared")]
         subprocess.run(prepare, cwd=measure.ROOT, stdout=subprocess.DEVNULL, check=True)
         for number in range(flags.rounds):
             for kind in ("cold", "warm"):
                 workdir = folder / f"{kind}{number}"
-                run = [*command, "pretrain", *claim, "--workdir", str(workdir)]
+                run = [*command, "pretrain", *arguments, "--workdir", str(workdir)]
                 cpu, wall = first_step(run, folder / f"compiled{number}")
                 seconds.setdefault(f"{kind}_cpu", []).append(cpu)
                 seconds.setdefault(f"{kind}_wall", []).append(wall)

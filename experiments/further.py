@@ -2,14 +2,14 @@
 
     bert-jax import all-MiniLM-L6-v2 --workdir bases/minilm
     bert-jax pretrain experiments/further.py --workdir runs/further
-    bert-jax pretrain experiments/further.py --workdir runs/anew --set init_from= \
+    bert-jax pretrain experiments/further.py --workdir runs/fresh --set init_from= \
         --set run.corpus_dir=runs/further/corpus
 
 Source: weights of the shape of Wang et al. 2020 (MiniLM) as sentence-transformers spread them,
 without heads, which begin fresh; the task is Devlin et al. 2018.
 Hardware: one CPU core, five minutes.
 Expected: after 250 steps held-out masked LM far below the unigram line (5.16 against 6.77 nat),
-where the same model begun anew, or with the encoder's layers in another order, has not come below
+where the same model begun fresh, or with the encoder's layers in another order, has not come below
 it (6.99, 6.95). Next sentence wants more than these 4,000 examples: all three say the majority.
 """
 

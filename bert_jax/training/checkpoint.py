@@ -481,9 +481,7 @@ class Checkpoints:
             self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
-        """Removes what is unfinished, once nothing is being saved: else a full disk would stay
-        full.
-        """
+        """Removes what is unfinished, once nothing is being saved, lest a full disk stay full."""
         if self._access == "read" or jax.process_index():
             return
         with contextlib.suppress(Exception):  # Orbax does the same where it begins to save

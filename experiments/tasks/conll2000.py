@@ -3,7 +3,7 @@
     bert-jax finetune experiments/tasks/conll2000.py --from bases/bert --workdir runs/conll2000
 
 Source: Tjong Kim Sang and Buchholz 2000, train.txt and test.txt in data/conll2000/; tags are read
-at the first piece of each word (Devlin et al. 2018, section 5.3), and thin matrices learn beside
+at the first piece of each word (Devlin et al. 2018, section 5.3), and thin matrices learn next to
 all kernels of an encoder that stays as it is (Hu et al. 2021).
 Hardware: an accelerator, minutes; a small base on two CPU cores, half an hour.
 Expected: a checkpoint of a few megabytes, which only this base can read.
