@@ -100,8 +100,12 @@ def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
         for path in folder.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # another worker of Beam was given the same task
+        try:
             folder.rename(target)
+        except OSError:
+            if not (target / last).exists():
+                raise
+            # Another worker of Beam was given the same task.
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

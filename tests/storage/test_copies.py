@@ -156,3 +156,21 @@ def test_processes_of_a_host_make_one_copy(objects):
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert copies.is_copy(copy) and os.fspath(copy) in os.fspath(mirror.cached("corpora", THERE))
+
+
+def test_a_part_that_another_worker_made_meanwhile_is_taken(tmp_path):
+    target = epath.Path(tmp_path / "part")
+    with copies.new_part(target, "record.json") as folder:
+        (folder / "record.json").write_text("ours")
+        target.mkdir()
+        (target / "record.json").write_text("theirs")
+    assert files(tmp_path) == {"part/record.json": b"theirs"}
+
+
+def test_a_part_whose_place_is_taken_by_something_else_is_an_error(tmp_path):
+    target = epath.Path(tmp_path / "part")
+    target.mkdir()
+    (target / "other").write_text("not a part")
+    with pytest.raises(OSError), copies.new_part(target, "record.json") as folder:
+        (folder / "record.json").write_text("ours")
+    assert files(tmp_path) == {"part/other": b"not a part"}
