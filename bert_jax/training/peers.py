@@ -548,11 +548,11 @@ def _hear_all(place: Place, port: int, limit: float) -> tuple[str, bool]:
                 threading.Thread(target=hear, args=(caller,), daemon=True).start()
             while not (error or reports.empty()):
                 caller, report = reports.get()
-                with contextlib.suppress(KeyError, TypeError, ValueError):  # else a stranger
-                    number, count, host = int(report["number"]), report["count"], report["host"]
-                    error = _contradiction(place, here, number, count, host)
-                    here.setdefault(number, (caller, host))
-                    callers.append(caller)
+                match report:  # else of a stranger
+                    case {"number": int(number), "count": int(count), "host": str(host)}:
+                        error = _contradiction(place, here, number, count, host)
+                        here.setdefault(number, (caller, host))
+                        callers.append(caller)
         late = not error and bool(missing)
         if late:
             few = ", ".join(map(str, missing[:8]))

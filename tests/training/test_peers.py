@@ -109,7 +109,10 @@ def knock(address: str, said: bytes) -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"{}\n"])
+ODD = b'{"number": Infinity, "count": 2, "host": "odd"}\n'
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"{}\n", ODD])
 def test_strangers_who_knock_are_sent_away(said, address):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         both = pool.submit(call, Place(address, 0, 2), limit=20.0)
