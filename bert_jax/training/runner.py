@@ -310,7 +310,7 @@ class Trainer:
         self.state, self.window = start.state, start.window
         self.done = self.saved_step = start.done
         self.skipped, self.init_sha256 = start.skipped, start.init_sha256
-        self.evaluation = {}
+        self.evaluation, self.unsaved = {}, None
         for name, lines in self._lasting.items():
             lines.forget_after(self.done or -1, start.lines.get(name))
         self.spikes = Spikes.of(self.metrics.read())

@@ -183,6 +183,22 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+def test_a_stop_in_a_roll_back_finds_all_saved(text, tmp_path, monkeypatch):
+    """Where it goes back to is a checkpoint, and what was not saved is to be done again."""
+    _, file = text
+    poison(monkeypatch, {5, 6, 7})
+    restore_before = restore.restore_before
+
+    def stopping(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return restore_before(*args)
+
+    monkeypatch.setattr(restore, "restore_before", stopping)
+    outcome, shown = pretrain(file, tmp_path / "w")
+    assert outcome == "stopped" and "step 8: not saved, since 3 steps" in shown
+    assert "stopped at step 4, saved; run the same command again" in shown
+
+
 def test_a_roll_back_holds_one_state(text, tmp_path, monkeypatch):
     """Two may be more than the devices have room for."""
     _, file = text
