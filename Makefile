@@ -94,7 +94,7 @@ parity: $(STAMP) $(TORCH)/parity
 	$(BIN)/python -m benchmarks.parity --python $(TORCH)/bin/python
 
 # What the TPU compiler makes of the pod experiments, against what was reviewed, and of both sizes
-# on every generation of TPU; an hour and more. WORKSPACE.md says how to write the files anew.
+# on every generation of TPU; an hour and more. WORKSPACE.md says how to write the files again.
 plans: $(PLANS)/installed
 	$(PLANS)/bin/python -m benchmarks.plans
 	$(PLANS)/bin/python -m benchmarks.plans --matrix
