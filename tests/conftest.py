@@ -28,7 +28,7 @@ LONGEST = (
     *("training/test_resume", "training/test_processes", "verify/test_verify_resume"),
     *("training/test_divergence", "training/test_runner", "conformance/test_rules"),
     *("tasks/test_runs", "interop/test_init_from", "training/test_step", "training/test_sharding"),
-    *("training/test_checkpoint", "tasks/test_predicting", "launch/test_rehearsal"),
+    *("training/test_checkpoint", "tasks/test_predict", "launch/test_rehearsal", "test_bucket"),
 )
 
 
