@@ -251,18 +251,18 @@ class Plans:
 
 
 def read_counts(path: epath.Path) -> dict[str, int]:
-    """Reads how many rows first plans have, here or in a bucket; {} where nothing is there.
+    """Reads how many rows first plans have, here or in a bucket.
+
+    A missing, damaged or older file gives {}: what it holds is counted again.
 
     Raises:
-      InputError: the file is damaged.
       Unavailable: the bucket is out of reach.
     """
     try:
         content = mirror.read(path, seconds=_SECONDS)
-    except FileNotFoundError:
+        return parse_json(content, path, COUNTS_VERSION, "", "", seal="required")["rows"]
+    except (FileNotFoundError, InputError):
         return {}
-    with errors.reading(path, _ANEW):
-        return parse_json(content, path, COUNTS_VERSION, _ANEW, _ANEW, seal="required")["rows"]
 
 
 def add_counts(path: epath.Path, rows: dict[str, int]) -> None:
@@ -275,9 +275,6 @@ def add_counts(path: epath.Path, rows: dict[str, int]) -> None:
         if not rows.items() <= known.items():
             record = sealed({"format_version": COUNTS_VERSION, "rows": known | rows})
             mirror.write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)
-
-
-_ANEW = "remove it, it is made again"
 
 
 def _order(names: tuple[object, ...], epoch: int, count: int) -> np.ndarray:

@@ -28,7 +28,6 @@ ARRAYS = ("ids.bin", "sentence_offsets.bin", "document_offsets.bin", "unigrams.b
 # Files of a corpus, and what to do about a damaged one.
 FILES = {
     "manifest.json": "put the whole file back",
-    "plans.json": "remove it, it is made again",
     "tokenizer/tokenizer.json": "put that one back",
     "tokenizer/vocab.txt": "put that one back",
     **dict.fromkeys(
