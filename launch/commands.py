@@ -25,6 +25,12 @@ def say(line: str) -> None:
         print(f"launch: {printable(line)}", file=sys.stderr, flush=True)
 
 
+def tell(line: str) -> None:
+    """Prints a line of a run's log; a reader that has gone away ends nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(printable(line), flush=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Done:
     """A command that has ended.

@@ -225,11 +225,21 @@ class Slice:
           count: hosts.
 
         Returns:
-          Its exit code; INTERRUPTED if it did not run, or was not waited for.
+          Its exit code, also if it had ended before; INTERRUPTED if it never ran, or was not
+          waited for.
         """
         try:
-            if "running" not in self.states().values():
+            if self.state(TRIES) != ACTIVE:
                 return errors.INTERRUPTED
+            for attempt in range(TRIES):
+                if attempt:
+                    sleep(POLL)
+                if states := self.states():
+                    break
+            if "running" not in states.values():
+                ended = states and "absent" not in states.values()
+                codes = hosts.exit_codes(states, count)
+                return verdict(codes) if ended else errors.INTERRUPTED
             say("asking the run to save and stop")
             run(self.script_words("stop.sh"), QUICK)
             for _ in range(round(_SAVE / POLL)):

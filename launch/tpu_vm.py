@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bert_jax import errors
-from bert_jax.errors import InputError, Unavailable, printable
+from bert_jax.errors import InputError, Unavailable
 from launch import checks, hosts
-from launch.commands import run, say, show
+from launch.commands import run, say, show, tell
 from launch.gcloud import (
     ACTIVE,
     DELETED,
@@ -93,14 +93,34 @@ class Launch:
         except (InputError, Unavailable, KeyboardInterrupt) as error:
             say(str(error) or "interrupted")
             code = errors.of_error(error)[1]
+            saved = self._give_back(save=True)
             if not self.keep:
-                saved = self.rented.save(self.spec.hosts)
                 code = saved if isinstance(error, KeyboardInterrupt) else code
+        except BaseException:
+            self._give_back(save=True)
+            raise
+        else:
+            self._give_back(save=False)
+        return code
+
+    def _give_back(self, save: bool) -> int:
+        """Deletes the machines, unless they are to be kept.
+
+        Args:
+          save: whether the run may still be under way, and saves first.
+
+        Returns:
+          The exit code of a run that saved; else INTERRUPTED.
+
+        Raises:
+          InputError: the machines may still be there.
+        """
         if self.keep:
             workdir = self.spec.workdir
             say(f"{self.spec.name} is kept and costs money; `python -m launch stop {workdir}`")
-        else:
-            self.rented.delete()
+            return errors.INTERRUPTED
+        code = self.rented.save(self.spec.hosts) if save else errors.INTERRUPTED
+        self.rented.delete()
         return code
 
     def _attempts(self, files: Sequence[str]) -> int:
@@ -200,7 +220,7 @@ class Launch:
                 lines.append(unfinished)
             shown += len(lines)
             for line in lines:
-                print(printable(line), flush=True)
+                tell(line)
             if states and not running and not 0 < unread < TRIES:
                 return hosts.exit_codes(states, self.spec.hosts)
             self.rented.require_active()

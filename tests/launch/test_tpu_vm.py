@@ -1,5 +1,6 @@
 """Launches on TPU VMs: the real scripts on hosts that are folders; and how a launch ends."""
 
+import io
 import os
 import pathlib
 import signal
@@ -243,6 +244,57 @@ def test_ctrl_c_and_the_end_of_the_terminal_save_and_delete(number, answers, lau
     assert done(service) == ["create", *BEGIN, "stop.sh", "delete"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a fault of ours"), MemoryError()])
+def test_whatever_ends_a_launch_saves_and_deletes(error, answers, launch):
+    service = Service(answers, "running")
+
+    def fault():
+        if service.now == "running":
+            service.looks = lambda: None
+            raise error
+
+    service.looks = fault
+    with pytest.raises(type(error)):
+        launch("tpu_vm", *FLAGS)
+    assert done(service) == ["create", *BEGIN, "stop.sh", "delete"] and service.state == ""
+
+
+def test_a_reader_of_the_log_that_goes_away_ends_nothing(answers, launch, monkeypatch):
+    service = Service(answers, "ended 0")
+    log = Done(0, "a line\n", "")
+    answers.answer = lambda argv: log if service.kind(argv) == "run.log" else service.answer(argv)
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    code, _ = launch("tpu_vm", *FLAGS)
+    assert code == 0 and "run.log" in service.kinds and service.state == ""
+
+
+def test_a_host_that_does_not_answer_at_once_is_still_asked_to_save(answers, launch):
+    service = Service(answers, "running")
+    silent = iter([True, True])
+
+    def interrupt():
+        service.looks = lambda: None
+        raise KeyboardInterrupt
+
+    def answer(argv):
+        asked = answers.calls.count(argv)
+        if Service.kind(argv) == "state.sh" and asked > 2 and next(silent, False):
+            return Done(255, "", "ssh: no route to host\n")
+        if Service.kind(argv) == "state.sh" and asked == 2:
+            interrupt()
+        return service.answer(argv)
+
+    answers.answer = answer
+    code, shown = launch("tpu_vm", *FLAGS)
+    assert code == 75 and "stopped, with its state saved" in shown
+    assert done(service) == ["create", *BEGIN, "stop.sh", "delete"]
+
+
 def test_the_same_command_goes_on_with_what_was_kept(answers, launch, workdir):
     service = Service(answers, "running")
     interrupt = iter([None, None, KeyboardInterrupt])
@@ -305,6 +357,15 @@ def test_status_logs_and_stop_are_gcloud_s(answers, launch, workdir, monkeypatch
     assert __main__.main(["stop", workdir]) == 0
     assert service.kinds[-5:] == ["state.sh", "stop.sh", "state.sh", "delete", "describe"]
     assert service.state == "" and spec.find_record(workdir) is None
+
+
+@pytest.mark.parametrize(("ended", "code"), [("ended 0", 0), ("ended 1", 1), ("ended 75", 0)])
+def test_stop_of_kept_machines_whose_run_has_ended(ended, code, answers, launch, workdir, capfd):
+    service = Service(answers, ended)
+    launch("tpu_vm", *FLAGS, "--keep", "--retries", "0")
+    assert service.state == "ACTIVE"
+    assert __main__.main(["stop", workdir]) == code
+    assert service.state == "" and "stop.sh" not in service.kinds
 
 
 @pytest.mark.parametrize(
