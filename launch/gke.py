@@ -19,7 +19,7 @@ from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, write_atomic
 from launch import checks, jobset
 from launch.commands import Done, run, say, show
-from launch.spec import FINAL, Record, Spec, script_that_writes, staging
+from launch.spec import FINAL, Record, Spec, find_record, script_that_writes, staging
 
 _MANIFEST = "manifest.yaml"
 # For a command of kubectl's with an answer of its own, and one that waits for pods to save.
@@ -184,7 +184,7 @@ def _is_under_way(spec: Spec, kubectl: Kubectl) -> bool:
     """Returns whether this run's JobSet is there; one that has ended is deleted.
 
     Raises:
-      InputError: there is another of this name.
+      InputError: there is another of this name, or it was launched for another workdir.
     """
     out = _asked(spec.name, kubectl.get("json")).out
     try:
@@ -201,6 +201,12 @@ def _is_under_way(spec: Spec, kubectl: Kubectl) -> bool:
         raise InputError(
             f"{spec.name}: is there already, with another experiment; `python -m launch stop` ends "
             "it, or name another with --name"
+        )
+    before = find_record(spec.workdir)
+    if before is None or (before.launcher, before.name) != ("gke", spec.name):
+        raise InputError(
+            f"{spec.name}: is there already, and was not launched for {spec.workdir}; name another "
+            "with --name"
         )
     return True
 

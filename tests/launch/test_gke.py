@@ -81,6 +81,15 @@ def test_the_same_command_again_leaves_the_run_alone(answers, launch, workdir):
     assert verbs(answers).count("apply") == 1 and "delete" not in verbs(answers)
 
 
+def test_the_same_experiment_in_another_workdir_is_not_taken_for_this_one(answers, launch, workdir):
+    assert launch("gke", *FLAGS)[0] == 0
+    sha256 = spec.find_record(workdir).config_sha256
+    answers.answer = lambda argv: there(sha256) if verb(argv) == "get" else OK
+    code, shown = launch("gke", *FLAGS, "--workdir", f"{workdir}/other")
+    assert code == 2 and f"mini: is there already, and was not launched for {workdir}/o" in shown
+    assert verbs(answers).count("apply") == 1 and spec.find_record(f"{workdir}/other") is None
+
+
 def test_one_that_has_ended_makes_room(answers, launch):
     ended = there("0" * 64, terminalState="Failed")
     answers.answer = lambda argv: ended if verb(argv) == "get" else OK
