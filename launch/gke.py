@@ -158,7 +158,7 @@ def launch(args: argparse.Namespace, spec: Spec) -> int:
         say(f"{spec.name} is there already, and goes on")
         return errors.FINISHED
     assert spec.topology is not None
-    Record(
+    record = Record(
         launcher="gke",
         place={"context": cluster, "namespace": args.namespace},
         name=spec.name,
@@ -168,11 +168,19 @@ def launch(args: argparse.Namespace, spec: Spec) -> int:
         config_sha256=spec.sha256,
         time=time.time(),
         price_per_chip_hour=args.price_per_chip_hour,
-    ).write()
+    )
+    record.write()
     with named_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, manifest)
-    _asked(f"{spec.name}: not launched", kubectl.apply(path))
+    try:
+        _asked(f"{spec.name}: not launched", kubectl.apply(path))
+    except (InputError, KeyboardInterrupt) as error:  # a part of it may have been made
+        try:
+            _delete(record)
+        except InputError as another:
+            raise InputError(f"{str(error) or 'interrupted'}; {another}") from error
+        raise
     say(
         f"{spec.name} is launched: {spec.hosts} pods on {spec.topology.name}; `python -m launch "
         f"status {spec.workdir}` shows them, `logs` their output"
@@ -229,6 +237,17 @@ def stop(record: Record) -> int:
       InputError: they may still be there.
     """
     say(f"deleting {record.name}; its pods save first")
+    _delete(record)
+    say(f"{record.name} is deleted; `bert-jax checkpoints {record.workdir}` lists what is saved")
+    return errors.FINISHED
+
+
+def _delete(record: Record) -> None:
+    """Deletes all that was made, once the pods have ended, and the record.
+
+    Raises:
+      InputError: the pods may still be there.
+    """
     argv = _of(record).delete()
     try:
         _asked("kubectl", argv, _DELETE + _QUICK)
@@ -238,8 +257,6 @@ def stop(record: Record) -> int:
             f"it with: {shlex.join(argv)}"
         ) from error
     record.remove()
-    say(f"{record.name} is deleted; `bert-jax checkpoints {record.workdir}` lists what is saved")
-    return errors.FINISHED
 
 
 def _of(record: Record) -> Kubectl:

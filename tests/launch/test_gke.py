@@ -117,11 +117,20 @@ def test_a_launch_of_another_name_is_not_forgotten(answers, launch, workdir):
         ("The connection to the server 1.2.3.4 was refused", "is the cluster running"),
     ],
 )
-def test_a_cluster_that_refuses_is_quoted_with_what_to_do(complaint, remedy, answers, launch):
+def test_a_cluster_that_refuses_is_quoted_with_what_to_do(
+    complaint, remedy, answers, launch, workdir
+):
     refused = Done(1, "", complaint + "\n")
     answers.answer = lambda argv: refused if verb(argv) == "apply" else OK
     code, shown = launch("gke", *FLAGS)
     assert code == 2 and f"launch: mini: not launched: {complaint}; " in shown and remedy in shown
+    assert verbs(answers)[-2:] == ["apply", "delete"], "what was made is taken back"
+    assert spec.find_record(workdir) is None
+    answers.answer = lambda argv: refused if verb(argv) in ("apply", "delete") else OK
+    code, shown = launch("gke", *FLAGS)
+    assert code == 2 and f"mini: not launched: {complaint}; " in shown
+    assert "mini: may still be there and cost money" in shown
+    assert spec.find_record(workdir) is not None
 
 
 @pytest.mark.parametrize(
