@@ -209,7 +209,7 @@ class Launch:
           Lost: the machines were taken away, or no host answers.
           Deleted: somebody has deleted them.
         """
-        shown = silent = unread = 0
+        shown = silent = missing = unread = 0
         while True:
             states = self.rented.states()
             running = "running" in states.values()
@@ -221,7 +221,8 @@ class Launch:
             shown += len(lines)
             for line in lines:
                 tell(line)
-            if states and not running and not 0 < unread < TRIES:
+            missing = missing + 1 if len(states) < self.spec.hosts else 0
+            if states and not running and not 0 < max(missing, unread) < TRIES:
                 return hosts.exit_codes(states, self.spec.hosts)
             self.rented.require_active()
             silent = 0 if states else silent + 1

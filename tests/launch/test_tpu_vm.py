@@ -203,6 +203,24 @@ def test_what_is_tried_again(runs, deeds, code, answers, launch):
     assert done(service) == deeds and service.state == ""
 
 
+def test_a_host_that_does_not_answer_for_a_moment_is_not_lost(answers, launch):
+    service = Service(answers, "running")
+    one, looks = Done(0, "bert-jax-host w-0 ended 0\n", ""), []
+
+    def answer(argv):
+        if service.kind(argv) == "state.sh":
+            looks.append(argv)
+            if len(looks) in (2, 3, 4):
+                return one
+            service.now = "ended 0" if len(looks) > 4 else service.now
+        return service.answer(argv)
+
+    answers.answer = answer
+    code, shown = launch("tpu_vm", *FLAGS)
+    assert code == 0 and "the run finished" in shown
+    assert done(service) == ["create", *BEGIN, "delete"]
+
+
 def test_machines_that_are_taken_away_are_asked_for_again(answers, launch):
     service = Service(answers, "running", "ended 0")
 
