@@ -187,7 +187,7 @@ def of_files(corpus: Corpus, files: list[File]) -> list[Finding]:
 
 def _undecodable(corpus: Corpus, files: list[File], bad: list[File]) -> Finding:
     offset, line, before, after = bad[0].where
-    encoding = guess(before + after)
+    encoding = "UTF-8" if all(file.utf8 for file in bad) else guess(before + after)
     if encoding is None:
         remedy = "find out which encoding it is; pip install 'bert-jax[doctor]' has it guessed here"
     elif encoding == "UTF-8":

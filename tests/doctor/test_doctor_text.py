@@ -295,6 +295,16 @@ def test_the_encoding_of_what_does_not_decode_is_guessed(tmp_path):
     assert "corpus.encoding=koi8-r" in found.remedy
 
 
+def test_utf8_read_as_windows_1252_is_named_where_a_byte_is_none_of_its_characters(tmp_path):
+    quoted = [f"\u201c{text[:-1]}\u201d" + "\n" for text in paragraphs()]  # 0x9d is no character
+    folder = files(tmp_path / "t", quoted)
+    (found,) = text.examine(
+        Corpus(sources=(f"text:{folder}",), encoding="windows-1252"),
+    )
+    assert "files are not windows-1252" in found.what and "looks like UTF-8" in found.what
+    assert "leave corpus.encoding at utf-8" in found.remedy
+
+
 def test_few_bytes_beyond_ascii_are_taken_for_windows_1252(tmp_path):
     all_files_in_windows_1252(tmp_path / "text")
     (found,) = problems(examine(tmp_path / "text"))
