@@ -204,12 +204,12 @@ _PRINTING = threading.Lock()
 
 
 def _print(line: str, out: TextIO) -> None:
-    """Prints a line; a reader who leaves does not end the pod."""
+    """Prints a line; neither a reader who leaves nor a full disk ends the pod, or holds it up."""
     with _PRINTING:
         try:
             out.write(f"{line}\n")
             out.flush()
-        except BrokenPipeError:
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 

@@ -54,6 +54,13 @@ def test_each_process_has_its_place_and_its_share_of_the_cores():
     assert int(words[-3]) == max(len(os.sched_getaffinity(0)) // 2, 1)
 
 
+def test_a_full_disk_under_its_log_does_not_hold_up_the_pod():
+    code = "for i in range(9): print('x' * 65536, flush=True)"
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "launch", "local", "--", sys.executable, "-c", code]
+        assert subprocess.run(command, cwd=ROOT, stdout=full, timeout=60).returncode == 0
+
+
 def test_a_reader_who_leaves_does_not_end_the_pod(tmp_path):
     pod = f"{sys.executable} -m launch local -- {sys.executable} -c"
     code = "import time; [print(i, flush=True) or time.sleep(.1) for i in range(9)]; "
