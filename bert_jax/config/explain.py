@@ -1,6 +1,6 @@
 """The fields of an experiment, explained: read from the sections, for help, settings and errors.
 
-python -m bert_jax.config.explain > docs/settings.md
+`make settings` writes docs/settings.md with it.
 """
 
 import ast
