@@ -158,7 +158,7 @@ def bare_laps(settings: Experiment, workdir: Workdir) -> Iterator[tuple[float, f
 
 def saving(folder: pathlib.Path, shape: str, rounds: int) -> list[dict[str, float]]:
     """Seconds that a save keeps its caller, that it takes in all, and that its bytes take raw."""
-    mesh = mesh_lib.make_mesh(experiment(folder, 1).mesh)
+    mesh = mesh_lib.make_mesh(experiment(folder, 1).parallelism)
     model = ours.model_of(shapes.SHAPES[shape], "float32")
     state, _ = ours.first_state(model, mesh)
     jax.block_until_ready(state)

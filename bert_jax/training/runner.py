@@ -274,6 +274,7 @@ class Trainer:
         if saves:
             with self.clock.waiting("checkpoint"):
                 self._save()
+            self.watchdog.reset()
 
     def _roll_back(self, bad: range) -> None:
         """Goes on from the state before the bad steps, and leaves these out.
@@ -337,7 +338,7 @@ class Trainer:
         self.watchdog.pause()
         while not (stop.requested or phase.ready(number)):
             time.sleep(_LOOK)
-        self.watchdog.reset(times=2)
+        self.watchdog.reset()
         return not stop.requested
 
     def _compiled_steps(self, phase: PhaseBatches) -> tuple[Callable, Callable]:
