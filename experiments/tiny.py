@@ -3,7 +3,7 @@
     bert-jax pretrain experiments/tiny.py
 
 Source: the recipe of Devlin et al. 2018 made small; AdamW at a higher rate, as the run is short.
-Hardware: any CPU; five to seven minutes on two cores.
+Hardware: any CPU; three to six minutes on two cores.
 Expected: held-out masked LM loss well below the unigram line; next sentence near its majority,
 since a dozen held-out speeches are too few to tell.
 """
