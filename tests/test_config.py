@@ -241,3 +241,11 @@ def test_an_error_in_an_imported_file_is_named_where_it_is(tmp_path):
     (tmp_path / "child.py").write_text(CHILD)
     with pytest.raises(InputError, match=r"base\.py:2: ZeroDivisionError"):
         config.load(str(tmp_path / "child.py"))
+
+
+@pytest.mark.parametrize("helper", ["experiment = 3", "def experiment(seed): return {}", "x = 1"])
+def test_a_module_next_to_an_experiment_that_is_none_is_no_parent(helper, tmp_path):
+    (tmp_path / "helper.py").write_text(helper)
+    (tmp_path / "base.py").write_text(BASE.format(seed=1))
+    (tmp_path / "child.py").write_text("import helper\n" + CHILD)
+    assert config.load_with_origin(str(tmp_path / "child.py"), [])[1]["parent"] == "base.py"

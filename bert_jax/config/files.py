@@ -82,8 +82,7 @@ def _run_file(path: pathlib.Path) -> tuple[Section, tuple[str, Section] | None]:
             if "experiment" not in names:
                 raise InputError("defines no experiment() -> Experiment")
             value = names["experiment"]()
-            parent = next((m for m in imported() if hasattr(m, "experiment")), None)
-            varied = parent and (f"{parent.__name__}.py", parent.experiment())
+            varied = _varied(imported(), type(value))
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except (Exception, SystemExit) as error:
@@ -100,6 +99,19 @@ def _run_file(path: pathlib.Path) -> tuple[Section, tuple[str, Section] | None]:
             "or Finetuning"
         )
     return value, varied
+
+
+def _varied(modules: list[Any], kind: type) -> tuple[str, Section] | None:
+    """Returns the file and the experiment of the first module that gives one of this kind.
+
+    Other modules help an experiment file in ways of their own, and fail where it uses them.
+    """
+    for module in modules:
+        with contextlib.suppress(Exception):
+            experiment = module.experiment()
+            if type(experiment) is kind:
+                return f"{module.__name__}.py", experiment
+    return None
 
 
 @contextlib.contextmanager
