@@ -25,6 +25,7 @@ LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans
   image-lint image-steps clean another-interpreter
 
 all: $(STAMP)
+	@echo "bert-jax is in $(BIN): source $(BIN)/activate puts it on the path of this shell"
 
 $(VENV)/made-with: $(if $(filter-out $(MADE_WITH),$(PYTHON)),another-interpreter)
 	rm -rf $(VENV)

@@ -9,7 +9,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from bert_jax import __version__, config, errors, system
@@ -29,24 +30,33 @@ _Argument = Callable[[argparse.ArgumentParser], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command: its function, what adds its arguments, and whose fields its help shows."""
+    """A command: its function, what adds its arguments, and what else its help shows.
+
+    Attributes:
+      fields: whose settings the help lists.
+      codes: exit codes that mean something of this command's own.
+    """
 
     function: Callable[[argparse.Namespace], int]
     arguments: tuple[_Argument, ...]
-    fields: type[Section] | None = None
+    fields: type[Section] | None
+    codes: Mapping[int, str]
 
 
 COMMANDS: dict[str, Command] = {}
 
 
 def _command(
-    *arguments: _Argument, name: str | None = None, fields: type[Section] | None = None
+    *arguments: _Argument,
+    name: str | None = None,
+    fields: type[Section] | None = None,
+    codes: Mapping[int, str] = types.MappingProxyType({}),
 ) -> Callable[[Callable[[argparse.Namespace], int]], Callable[[argparse.Namespace], int]]:
     """Makes a function a command, which is called as the function is and takes these arguments."""
 
     def register(function: Callable[[argparse.Namespace], int]):
         called = name or function.__name__.strip("_").replace("_", "-")
-        COMMANDS[called] = Command(function, arguments, fields)
+        COMMANDS[called] = Command(function, arguments, fields, codes)
         return function
 
     return register
@@ -147,12 +157,13 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 @_command(
-    _EXPERIMENT,
+    _SAVED_EXPERIMENT,
     _WORKDIR,
     _set(),
     _CACHE,
     _flag("--extend", "do more steps in the last phase; the learning-rate schedule changes"),
     fields=Experiment,
+    codes=errors.CODES_OF_RUNS,
 )
 def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
@@ -160,8 +171,12 @@ def pretrain(args: argparse.Namespace) -> int:
     from bert_jax.training import pretraining
     from bert_jax.training.progress import LineConsole, Progress
 
-    experiment, origin = config.load_with_origin(args.experiment, args.set)
-    workdir = _workdir(args, experiment, "write")
+    if args.experiment is None:
+        experiment, workdir = _experiment(args, "write")
+        origin = None  # the run's own stays
+    else:
+        experiment, origin = config.load_with_origin(args.experiment, args.set)
+        workdir = _workdir(args, experiment, "write")
     progress = Progress(LineConsole())
     extend = "extend" if args.extend else "keep"
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
@@ -197,6 +212,7 @@ def pretrain(args: argparse.Namespace) -> int:
         "values, one after the other; prints the mean over seeds",
     ),
     fields=Finetuning,
+    codes=errors.CODES_OF_RUNS,
 )
 def finetune(args: argparse.Namespace) -> int:
     """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
@@ -244,7 +260,9 @@ def evaluate(args: argparse.Namespace) -> int:
     _WORKDIR,
     _set(),
     _CACHE,
-    _argument("--step", type=int, default=0, metavar="N", help="steps done before it [0]"),
+    _argument(
+        "--step", type=int, default=0, metavar="N", help="how many steps were done before it [0]"
+    ),
     _argument("--rows", type=int, default=4, metavar="K", help="rows to show [4]"),
 )
 def show(args: argparse.Namespace) -> int:
@@ -385,6 +403,7 @@ def _price(args: argparse.Namespace) -> float | None:
 @_command(
     _argument("workdir", metavar="W", help="a run"),
     _flag("--verify", "read them all, and compare them with their checksums"),
+    codes={FAILED: "failure; with --verify, a checkpoint is damaged"},
 )
 def checkpoints(args: argparse.Namespace) -> int:
     """List a run's checkpoints: steps, sizes, held-out losses."""
@@ -413,7 +432,7 @@ def checkpoints(args: argparse.Namespace) -> int:
         "CONTEXT say; left out: lines of standard input, where tabs part texts",
     ),
     _argument("--next", metavar="B", help="a second text; with one TEXT"),
-    _argument("--top", type=int, metavar="K", help="pieces a mask [5]"),
+    _argument("--top", type=int, metavar="K", help="how many pieces are shown for each [MASK] [5]"),
     _CHECKPOINT,
     _argument(
         "--source",
@@ -620,7 +639,7 @@ def embed(args: argparse.Namespace) -> int:
     ),
 )
 def import_(args: argparse.Namespace) -> int:
-    """Make a base of others' checkpoint, or of a run."""
+    """Make a base, to start from, of another library's checkpoint or of a run."""
     from etils import epath
 
     from bert_jax.interop import importing
@@ -676,6 +695,7 @@ def export(args: argparse.Namespace) -> int:
     ),
     _set("EXPERIMENT", "corpus.sources=text:my_folder"),
     _CACHE,
+    codes={FAILED: "a problem was found, or failure"},
 )
 def doctor(args: argparse.Namespace) -> int:
     """Look for what is wrong with text, a prepared corpus or a run."""
@@ -695,7 +715,10 @@ def doctor(args: argparse.Namespace) -> int:
     _set(),
     _CACHE,
     _argument("--rounds", type=int, default=20, metavar="N", help="kills [20]"),
-    _argument("--seed", type=int, default=0, metavar="S", help="of where they come [0]"),
+    _argument(
+        "--seed", type=int, default=0, metavar="S", help="draws the steps at which they come [0]"
+    ),
+    codes={FAILED: "a run that was killed differs from one that was not, or failure"},
 )
 def verify_resume(args: argparse.Namespace) -> int:
     """Kill the run at random moments and prove that it goes on as if nothing had happened."""
@@ -709,7 +732,12 @@ def verify_resume(args: argparse.Namespace) -> int:
     return FAILED if differences else FINISHED
 
 
-@_command(_SAVED_EXPERIMENT, _WORKDIR, _set())
+@_command(
+    _SAVED_EXPERIMENT,
+    _WORKDIR,
+    _set(),
+    codes={FAILED: "a rule of the reference is broken, or failure"},
+)
 def conformance(args: argparse.Namespace) -> int:
     """Check the reference's rules; name an EXPERIMENT's own."""
     named = args.experiment or args.workdir or args.set
@@ -805,7 +833,7 @@ def parser() -> argparse.ArgumentParser:
     whole = _Parser(
         prog="bert-jax",
         description="Plain text in, a pre-trained BERT out.",
-        epilog=errors.EXIT_CODES,
+        epilog=errors.exit_codes(errors.CODES_OF_RUNS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     whole.add_argument("--debug", action="store_true", help="show the tracebacks of errors")
@@ -817,7 +845,7 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=what[0].lower() + what[1:].removesuffix("."),
             description=what,
-            epilog=errors.EXIT_CODES,
+            epilog=errors.exit_codes(command.codes),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.fields = command.fields
@@ -881,11 +909,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(error: BaseException) -> int:
     """Prints in one line what is at fault; returns the exit code."""
     if isinstance(error, OSError):
-        if error.filename is None and error.errno == errno.ENOSPC:
-            error.filename = "standard output"  # all other files are named where they are written
-            _drop_output()
+        kind: type[Exception] = InputError
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            kind = errors.DiskFull
+            if error.filename is None:  # all other files are named where they are written
+                error.filename = "standard output"
+                _drop_output()
         if error.filename is not None:
-            error = InputError(f"{error.filename}: {error.strerror}")
+            error = kind(f"{error.filename}: {error.strerror}")
     line, code = errors.of_error(error)
     print(line, file=sys.stderr)
     return code

@@ -2,23 +2,37 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
 UNAVAILABLE, STOPPED, INTERRUPTED, LOST = 74, 75, 130, 134
 
-EXIT_CODES = """\
-exit codes:
-  0    finished
-  1    failure; of doctor: a problem was found; of conformance: a rule is broken; of checkpoints:
-       one is damaged; of verify-resume: something differs
-  2    bad input or usage
-  74   the machine or the network failed (a bucket out of reach, a host that did not arrive, a
-       hang, a full disk); run again to go on, as every launcher does
-  75   stopped on request with the state saved; run again to go on
-  130  Ctrl-C before training, or a second one during it
-  134  of a run in several processes: another of them, or the coordinator, was lost
-"""
+# What they mean, of any command; `exit_codes` adds what one command means by its own.
+_CODES = {
+    FINISHED: "finished",
+    FAILED: "failure",
+    BAD_INPUT: "bad input or usage",
+    UNAVAILABLE: "the machine or the network failed (a full disk, a bucket out of reach)",
+    INTERRUPTED: "Ctrl-C",
+}
+# Of commands that train.
+CODES_OF_RUNS = {
+    UNAVAILABLE: "the machine or the network failed (a bucket out of reach, a host that did not\n"
+    "       arrive, a hang, a full disk); run again to go on, as every launcher does",
+    STOPPED: "stopped on request with the state saved; run again to go on",
+    INTERRUPTED: "Ctrl-C before training, or a second one during it",
+    LOST: "of a run in several processes: another of them, or the coordinator, was lost",
+}
+
+
+def exit_codes(own: Mapping[int, str]) -> str:
+    """Returns the lines that end a command's help: every exit code and what it means.
+
+    Args:
+      own: meanings that differ from those of all commands.
+    """
+    meanings = sorted((_CODES | dict(own)).items())
+    return "exit codes:\n" + "".join(f"  {code:<4} {meaning}\n" for code, meaning in meanings)
 
 
 class InputError(Exception):

@@ -39,17 +39,42 @@ def call(capsys, *args, stdin: bytes = b"", monkeypatch=None):
     return code, out.out, out.err
 
 
-def test_help_shows_the_exit_codes(capsys):
-    for args in (["--help"], ["pretrain", "--help"]):
+def test_help_shows_the_exit_codes_of_the_command(capsys):
+    for args, runs, own in (
+        (["--help"], True, ""),
+        (["pretrain", "--help"], True, ""),
+        (["doctor", "--help"], False, "a problem was found"),
+    ):
         with pytest.raises(SystemExit) as left:
             cli.main(args)
         assert left.value.code == 0
-        text = capsys.readouterr().out
-        assert "exit codes" in text and "75" in text
+        _, codes = capsys.readouterr().out.split("exit codes:")
+        assert ("\n  75 " in codes) == runs and "\n  2 " in codes and own in codes
+
+
+def test_a_run_goes_on_by_its_workdir_alone(run, capsys):
+    """With the settings that it was started with; its record of them stays."""
+    _, _, workdir = run
+    origin = (workdir / "origin.json").read_bytes()
+    code, out, _ = call(capsys, "pretrain", "--workdir", workdir)
+    assert code == 0 and "holds the finished run" in out
+    more = ("--set", "phases.1.steps=20")
+    code, _, err = call(capsys, "pretrain", "--workdir", workdir, *more)
+    assert code == 2 and "phases.1.steps: 8 -> 20" in err and "--extend" in err
+    code, _, err = call(capsys, "pretrain", "--workdir", workdir, *more, "--set", "seed=3")
+    assert code == 2 and "--extend" not in err
+    assert (workdir / "origin.json").read_bytes() == origin
+
+
+def test_a_folder_of_transformers_is_to_be_imported_first(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for command in ("predict", "evaluate"):
+        code, _, err = call(capsys, command, "--workdir", tmp_path)
+        assert code == 2 and f"bert-jax import {tmp_path} --workdir B" in err
 
 
 def test_usage_errors_exit_2(capsys):
-    for args in ([], ["pretrain"], ["predict", "x"]):
+    for args in ([], ["finetune"], ["predict", "x"]):
         with pytest.raises(SystemExit) as left:
             cli.main(args)
         assert left.value.code == 2
@@ -250,6 +275,7 @@ def test_doctor_tells_its_findings_and_exits_1_if_one_is_a_problem(run, capsys, 
         (["pretrain", "setup.cfg"], ["setup.cfg", ".py"]),
         (["evaluate", "--workdir", "/nowhere/at/all"], ["/nowhere/at/all", "no run here"]),
         (["evaluate"], ["EXPERIMENT", "--workdir"]),
+        (["pretrain"], ["EXPERIMENT", "--workdir"]),
         (["predict", "--workdir", "/nowhere/at/all", "x"], ["no run here"]),
         (["tokenize", "--tokenizer", "/nowhere"], ["/nowhere", "no such tokenizer"]),
         (["doctor", "/nowhere/at/all"], ["/nowhere/at/all", "nothing to examine"]),

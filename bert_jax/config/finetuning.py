@@ -160,7 +160,11 @@ class Task(Section):
 
     def _validate_columns(self) -> None:
         two, texts = self.kind in ("pair", "regress"), len(self.choice_columns)
-        what = f"task.kind={self.kind} has {'two texts' if two else 'no second'}"
+        what = f"task.kind={self.kind} has " + (
+            "two texts; name the column of the second, premise or text_b say"
+            if two
+            else "one text; leave it out, or set task.kind=pair"
+        )
         self._require(two == (self.second_column != ""), "second_column", what)
         choice = self.kind == "choice"
         what = f"task.kind={self.kind} {'needs two' if choice else 'has none'}"
@@ -290,7 +294,8 @@ class Finetuning(Section):
         if self.optimizer.warmup_steps:
             raise InputError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps}: not for fine-tuning, where "
-                "warmup_share counts the steps; set it to 0"
+                "warmup_share counts the steps; write warmup_steps=0, since "
+                f"{Optimizer().warmup_steps} is what an Optimizer has unless it is named"
             )
         if self.optimizer.clip == "per_replica":
             raise InputError(

@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import socket
 import time
 import uuid
@@ -143,9 +144,21 @@ def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
             "corpus lies in run.corpus_dir"
         )
     if not workdir.experiment.exists():
-        raise InputError(f"{workdir.named}: no run here (no experiment.json)")
+        raise InputError(
+            f"{workdir.named}: no run here (no experiment.json){_import_hint(workdir)}"
+        )
     where = str(workdir.named / workdir.experiment.name)
     return files.from_json(files.decode(workdir.experiment.read_bytes(), where), where, kind)
+
+
+def _import_hint(workdir: Workdir) -> str:
+    """Returns how a folder of transformers becomes a base, if this is one; else ""."""
+    if not (workdir.root / "config.json").exists():
+        return ""
+    return (
+        "; for a folder that transformers wrote, first `bert-jax import "
+        f"{shlex.quote(os.fspath(workdir.named))} --workdir B`, and name B"
+    )
 
 
 def require_run(place: epath.PathLike, names: Iterable[str]) -> None:

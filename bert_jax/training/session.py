@@ -5,6 +5,7 @@ import ctypes
 import hashlib
 import pathlib
 import platform
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -221,6 +222,16 @@ def _keep_freed_memory() -> None:
             libc.mallopt(option, value)
 
 
+def _extend_hint(changed: list[str], saved: Any) -> str:
+    """Returns what to do where the last phase alone is to be longer; else ""."""
+    steps = re.fullmatch(r"phases\.(\d+)\.steps: (\d+) -> (\d+)", changed[0])
+    if len(changed) > 1 or steps is None:
+        return ""
+    phase, then, now = map(int, steps.groups())
+    longer = now > then and phase == len(saved.phases) - 1
+    return "; more steps in the last phase are what --extend is for" * longer
+
+
 def _require_going_on(setup: Setup, workdir: Workdir, progress: Progress) -> None:
     """Raises InputError if the newest checkpoint here belongs to another experiment."""
     if not mirror_lib.names(workdir.checkpoints):
@@ -235,7 +246,7 @@ def _require_going_on(setup: Setup, workdir: Workdir, progress: Progress) -> Non
     if changed:
         raise InputError(
             f"{workdir.named}: this run was started with other settings ({'; '.join(changed)}); "
-            "give it the old ones, or choose another --workdir"
+            f"give it the old ones, or choose another --workdir{_extend_hint(changed, saved)}"
         )
     for line in config.differences(saved, setup.experiment, "placement"):
         progress.say(f"resume: {line}")
