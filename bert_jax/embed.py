@@ -104,7 +104,7 @@ class Embedder:
         if not 0 <= batch_tokens <= _MOST_TOKENS:
             raise InputError(f"--batch-tokens {batch_tokens}: must be from 0 to {_MOST_TOKENS}")
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        layers = _layers(features.layers, model)
+        layers = layer_numbers(features.layers, model)
         self.width = model.hidden_size * (len(layers) if features.combine == "concat" else 1)
         self.max_length = max_length or most
         self.texts = self.cut = 0
@@ -251,8 +251,12 @@ def _ranges(part: np.ndarray) -> Iterator[tuple[int, int]]:
 # --- on the devices -----------------------------------------------------------------------------
 
 
-def _layers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Returns numbers of layers counted from 0, the embeddings."""
+def layer_numbers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:
+    """Returns numbers of layers counted from 0, the embeddings.
+
+    Raises:
+      InputError: a layer that is not there.
+    """
     count = model.num_hidden_layers
     for number in numbers:
         if not -count - 1 <= number <= count:

@@ -248,3 +248,27 @@ def encode(
     unroll = cfg.num_hidden_layers if loop.layers == "unroll" else 1
     last, every = jax.lax.scan(body, x, (encoder.layers, numbers), unroll=unroll)
     return last if outputs == "last" else jnp.concatenate([x[None], every])
+
+
+def attention_probabilities(encoder: Encoder, cfg: Model, hidden: jax.Array) -> jax.Array:
+    """Computes where the pieces of a text look in each layer, without dropout.
+
+    Args:
+      encoder: its parameters.
+      cfg: its shape.
+      hidden: float32 [L, S, D], what each layer is given of one text without padding: `encode`
+        with `outputs="all"`, except for the last layer's.
+
+    Returns:
+      float32 [L, H, S, S], of each piece over all pieces; rows add up to 1.
+    """
+    number = cfg.num_attention_heads
+    heads = (*hidden.shape[:2], number, hidden.shape[2] // number)
+
+    def project(dense: layers.Dense) -> jax.Array:
+        product = jnp.einsum("lsd,lde->lse", hidden, dense.kernel[...])
+        return (product + dense.bias[...][:, None]).reshape(heads)
+
+    query, key = project(encoder.layers.query), project(encoder.layers.key)
+    scores = jnp.einsum("lqhd,lkhd->lhqk", query, key) / heads[-1] ** 0.5
+    return jax.nn.softmax(scores, axis=-1)

@@ -1,0 +1,120 @@
+"""What a notebook calls: a model is loaded from anywhere and asked; batches and runs by value."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from small_run import write_text
+
+import bert_jax
+from bert_jax import config
+from bert_jax.errors import InputError
+from bert_jax.interop import huggingface
+from bert_jax.model import heads, layers
+from bert_jax.predict import Trained
+from bert_jax.training.pretraining import Prepared
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run, trained by the library: (experiment file, workdir, what it returned)."""
+    folder = tmp_path_factory.mktemp("library")
+    file = write_text(folder)
+    return file, folder / "run", bert_jax.pretrain(file, folder / "run")
+
+
+def test_the_package_offers_them_and_loads_jax_only_then():
+    code = (
+        "import sys, bert_jax; assert {'load', 'batches', 'pretrain'} <= set(dir(bert_jax));"
+        "assert 'jax' not in sys.modules; bert_jax.load; assert 'jax' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="train_bert"):
+        _ = bert_jax.train_bert
+
+
+def test_a_run_a_base_and_a_folder_of_transformers_give_the_same(run, tmp_path):
+    _, workdir, trained = run
+    folder = tmp_path / "theirs"
+    huggingface.export_weights(
+        Trained.of(epath.Path(workdir)), "pretraining", "float32", epath.Path(folder)
+    )
+    theirs = bert_jax.load(folder)
+    ours = bert_jax.load(str(workdir))
+    assert (ours.step, theirs.step) == (trained.step, 0) == (22, 0)
+    assert repr(ours).startswith("<bert_jax model small, step 22, ")
+    text = "wa wb [MASK] xc ."
+    for model in (ours, theirs):
+        assert model.tokenize(text) == ["wa", "wb", "[MASK]", "xc", "."]
+        np.testing.assert_allclose(model.embed([text]), trained.embed([text]), rtol=1e-6)
+        pairs = zip(model.fill(text).masks[0], trained.fill(text).masks[0], strict=True)
+        for (piece, share), (other, its) in pairs:
+            assert piece == other and share == pytest.approx(its, rel=1e-5)
+
+
+def test_hidden_states_are_those_that_embed_pools(run):
+    model = run[2]
+    texts = ["wa wb wc", "xa wd we wf wg wh wi wj"]
+    hidden = model.hidden(texts, layers=(0, -1))
+    assert [h.shape for h in hidden] == [(2, 5, 16), (2, 10, 16)]
+    means = np.stack([h[-1].mean(axis=0) for h in hidden])
+    np.testing.assert_allclose(model.embed(texts), means, rtol=2e-5, atol=1e-6)
+    assert model.embed([]).shape == (0, 16)
+
+
+def test_attention_leads_from_one_layer_to_the_next(run):
+    """The layer's own arithmetic in NumPy, from its input and the probabilities to its output."""
+    model = run[2]
+    text = "wa wb wc xd"
+    pieces, maps = model.attention(text)
+    assert pieces == ["[CLS]", "wa", "wb", "wc", "xd", "[SEP]"] and maps.shape == (1, 2, 6, 6)
+    np.testing.assert_allclose(maps.sum(axis=-1), 1, rtol=1e-6)
+    before, after = model.hidden(text, layers=(0, 1))[0].astype(np.float64)
+    layer = jax.tree.map(lambda leaf: np.float64(leaf[0]), model.params["encoder"]["layers"])
+
+    def dense(name, x):
+        return x @ layer[name]["kernel"] + layer[name]["bias"]
+
+    def norm(name, x):
+        centred = x - x.mean(-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-12)
+        return scaled * layer[name]["scale"] + layer[name]["bias"]
+
+    value = dense("value", before).reshape(6, 2, 8)
+    context = np.einsum("hqk,khd->qhd", maps[0], value).reshape(6, 16)
+    x = norm("attention_layer_norm", before + dense("attention_output", context))
+    inner = np.asarray(layers.activation("gelu", dense("intermediate", x)), np.float64)
+    np.testing.assert_allclose(
+        norm("output_layer_norm", x + dense("output", inner)), after, atol=1e-5
+    )
+
+
+def test_batches_are_those_of_the_run_and_apply_computes_its_loss(run):
+    file, workdir, model = run
+    experiment = config.load(str(file))
+    batch = bert_jax.batches(experiment, 15, workdir)
+    theirs = Prepared.open(epath.Path(workdir).parent / "corpus").train_batches(experiment, 1)
+    for name, array in theirs.batch(1, np.arange(4)).items():
+        np.testing.assert_array_equal(batch[name], array)
+    masked_lm, next_sentence = model.apply(model.params, batch)
+    expected = heads.pretraining_logits(model.model, model.params, batch, None, heads.Loop())
+    np.testing.assert_allclose(masked_lm, expected[0], atol=1e-5)
+    np.testing.assert_allclose(next_sentence, expected[1], atol=1e-5)
+    with pytest.raises(InputError, match="step 22: the run has steps 0 to 21"):
+        bert_jax.batches(str(file), 22, workdir)
+
+
+def test_what_cannot_be_asked_is_named(run, tmp_path):
+    model = run[2]
+    for call, words in (
+        (lambda: model.hidden("wa", layers=(2,)), "the model has layers 1 to 1"),
+        (lambda: model.hidden("wa " * 40), "42 pieces; the model reads 32"),
+        (lambda: bert_jax.load(tmp_path), "no run here"),
+        (lambda: bert_jax.load(run[1], checkpoint="3"), "3"),
+        (lambda: bert_jax.pretrain(tmp_path / "none.py"), "no such experiment file"),
+    ):
+        with pytest.raises(InputError, match=words):
+            call()
