@@ -31,6 +31,14 @@ class Masked(NamedTuple):
     weights: np.ndarray
 
 
+def number_to_predict(
+    length: np.ndarray, masked_lm_prob: float, max_predictions: int
+) -> np.ndarray:
+    """Returns how many tokens are predicted of examples of these lengths at most, int64."""
+    number = np.rint(length * masked_lm_prob).astype(np.int64)
+    return np.minimum(max_predictions, np.maximum(1, number))
+
+
 def mask(
     input_ids: np.ndarray,
     a_length: np.ndarray,
@@ -59,9 +67,7 @@ def mask(
         pieces are masked one by one.
     """
     count = a_length + b_length
-    length = count + 3
-    num_to_predict = np.rint(length * masked_lm_prob).astype(np.int64)
-    num_to_predict = np.minimum(max_predictions, np.maximum(1, num_to_predict))
+    num_to_predict = number_to_predict(count + 3, masked_lm_prob, max_predictions)
     # Candidates are numbered through A and B; the [SEP] between them is none.
     if continues is None:
         order = draws.candidate_order(count)

@@ -27,11 +27,25 @@ _LOG_SUMS, _CONTEXT = "attention_log_sums", "attention_context"
 KEPT = (_LOG_SUMS, _CONTEXT)
 
 
-class Packing(NamedTuple):
-    """Several texts in a row, one behind the other with no padding between them.
+class Shared(NamedTuple):
+    """Several examples in a row, one behind the other with no padding between them.
 
-    What is done to each token by itself takes rows as they are; attention takes each text by
-    itself. Tokens are counted through all rows, B * S of them.
+    Attributes:
+      numbers: int32 [B, S], of the example that each token is of, from 1; 0 for padding.
+      positions: int32 [B, S], of each token in its example.
+      starts: int32 [B, E], where each example begins; any where there is none.
+    """
+
+    numbers: jax.Array
+    positions: jax.Array
+    starts: jax.Array
+
+
+class Packing(NamedTuple):
+    """Texts that share rows, each by itself for attention.
+
+    What is done to each token by itself takes rows as they are. Tokens are counted through all
+    rows, B * S of them.
 
     Attributes:
       positions: int32 [B, S], of each token in its text.
@@ -63,7 +77,7 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    input_mask: jax.Array,
+    input_mask: jax.Array | Shared,
     noise: Noise | None,
     rate: float,
 ) -> jax.Array:
@@ -73,14 +87,15 @@ def attend(
       query: [B, S, H, D / H].
       key: as query.
       value: as query.
-      input_mask: [B, S], 1 for real tokens, 0 for padding.
+      input_mask: [B, S], 1 for real tokens, 0 for padding; or which examples share the rows, none
+        of which sees another.
       noise: of the probabilities; None drops nothing.
       rate: share of probabilities dropped.
 
     Returns:
       [B, S, H, D / H], in the type of value.
     """
-    scores = _scores(query, key, _padding(input_mask))
+    scores = _scores(query, key, _unseen(input_mask))
     probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     if noise is not None and rate:
         keep = jnp.swapaxes(_kept(noise, probs.shape, rate), 2, 3)
@@ -106,7 +121,7 @@ def attend_recomputed(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    input_mask: jax.Array,
+    input_mask: jax.Array | Shared,
     noise: Noise | None,
     rate: float,
 ) -> jax.Array:
@@ -117,7 +132,7 @@ def attend_recomputed(
     """
     if noise is None or not rate:
         noise, rate = None, 0.0
-    return _attend_recomputed(rate, query, key, value, _padding(input_mask), noise)
+    return _attend_recomputed(rate, query, key, value, _unseen(input_mask), noise)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -126,10 +141,10 @@ def _attend_recomputed(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    padding: jax.Array,
+    unseen: jax.Array,
     noise: Noise | None,
 ) -> jax.Array:
-    return _attend_recomputed_forward(rate, query, key, value, padding, noise)[0]
+    return _attend_recomputed_forward(rate, query, key, value, unseen, noise)[0]
 
 
 def _attend_recomputed_forward(
@@ -137,10 +152,10 @@ def _attend_recomputed_forward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    padding: jax.Array,
+    unseen: jax.Array,
     noise: Noise | None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    scores = _scores(query, key, padding)
+    scores = _scores(query, key, unseen)
     highest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - highest).astype(value.dtype)
     sums = _row_sums(weights)
@@ -153,17 +168,17 @@ def _attend_recomputed_forward(
     context = _product("bhqk,bkhd->bqhd", weights, value) * jnp.swapaxes(scale / sums, 1, 2)
     context = checkpoint_name(context.astype(value.dtype), _CONTEXT)
     log_sums = checkpoint_name((highest + jnp.log(sums))[..., 0], _LOG_SUMS)
-    return context, (query, key, value, padding, noise, log_sums, context)
+    return context, (query, key, value, unseen, noise, log_sums, context)
 
 
 def _attend_recomputed_backward(
     rate: float, kept: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    query, key, value, padding, noise, log_sums, context = kept
+    query, key, value, unseen, noise, log_sums, context = kept
     dtype = value.dtype
     # Here [B, H, K, Q], queries last, as bits are drawn: the TPU compilers' choice otherwise is to
     # copy the bits into another order, which costs a tenth of a step.
-    scores = jnp.swapaxes(_scores(query, key, padding), 2, 3)
+    scores = jnp.swapaxes(_scores(query, key, unseen), 2, 3)
     probs = jnp.exp(scores - log_sums[:, :, None, :])
     # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
     inner = (gradient.astype(jnp.float32) * context.astype(jnp.float32)).sum(axis=-1)
@@ -190,15 +205,32 @@ def _attend_recomputed_backward(
 _attend_recomputed.defvjp(_attend_recomputed_forward, _attend_recomputed_backward)
 
 
+def _unseen(input_mask: jax.Array | Shared) -> jax.Array:
+    """Returns what `_scores` takes: of padding float32 [B, 1, 1, K], of examples their numbers."""
+    if isinstance(input_mask, Shared):
+        return input_mask.numbers
+    return _padding(input_mask)
+
+
 def _padding(input_mask: jax.Array) -> jax.Array:
     """Returns what scores of padding are lowered by: [B, K], 1 or 0 -> float32 [B, 1, 1, K]."""
     return ((1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE)[:, None, None, :]
 
 
-def _scores(query: jax.Array, key: jax.Array, padding: jax.Array) -> jax.Array:
-    """Computes scores, float32 [B, H, Q, K]."""
+def _scores(query: jax.Array, key: jax.Array, unseen: jax.Array) -> jax.Array:
+    """Computes scores, float32 [B, H, Q, K].
+
+    Args:
+      query: [B, Q, H, D / H].
+      key: [B, K, H, D / H].
+      unseen: float32, added to the scores; or int32 [B, K], by which tokens know each other: made
+        into what is added here, since no [Q, K] of it then need be kept.
+    """
+    if unseen.dtype == jnp.int32:
+        same = unseen[:, :, None] == unseen[:, None, :]
+        unseen = jnp.where(same, 0.0, _MASKED_SCORE)[:, None]
     factor = 1.0 / math.sqrt(query.shape[-1])
-    return _product("bqhd,bkhd->bhqk", query, key) * factor + padding
+    return _product("bqhd,bkhd->bhqk", query, key) * factor + unseen
 
 
 def _scaled(x: jax.Array, scale: float) -> jax.Array:
@@ -212,7 +244,7 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
 def _kept(noise: Noise, shape: tuple[int, ...], rate: float) -> jax.Array:
     """Draws bool [B, H, K, Q], the order of the bits, for scores of `shape` [B, H, Q, K]."""
     b, h, q, k = shape
-    return noise.keep((b, h, k, q), rate)
+    return noise.keep_scores((b, h, k, q), rate)
 
 
 def _row_sums(weights: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.config import Model
 from bert_jax.model import attention, layers
-from bert_jax.model.attention import Packing
+from bert_jax.model.attention import Packing, Shared
 
 # Rows of the vocabulary's tables are a multiple of this on every mesh, so that they can be
 # sharded anywhere and a checkpoint fits everywhere.
@@ -149,7 +149,7 @@ def run_layer(
     layer: Layer,
     cfg: Model,
     x: jax.Array,
-    input_mask: jax.Array | Packing,
+    input_mask: jax.Array | Shared | Packing,
     noise: layers.Noise | None,
     scores: Literal["kept", "recomputed"],
 ) -> jax.Array:
@@ -203,7 +203,7 @@ def encode(
     cfg: Model,
     input_ids: jax.Array,
     segment_ids: jax.Array,
-    input_mask: jax.Array | Packing,
+    input_mask: jax.Array | Shared | Packing,
     noise: layers.Noise | None,
     loop: Loop,
     outputs: Literal["last", "all"] = "last",
@@ -215,8 +215,9 @@ def encode(
       cfg: its shape.
       input_ids: int32 [B, S].
       segment_ids: int32 [B, S].
-      input_mask: int32 [B, S], 0 for padding; a `Packing` if several texts share a row.
-      noise: of dropout; None drops nothing, and texts that share a row want that.
+      input_mask: int32 [B, S], 0 for padding; `Shared` if several examples share a row, `Packing`
+        if nothing is dropped and each text is to be by itself.
+      noise: of dropout; None drops nothing.
       loop: how the layers are run.
       outputs: `last`, or `all`: the embeddings and every layer.
 
@@ -224,7 +225,7 @@ def encode(
       [B, S, D] or [L + 1, B, S, D], in the compute type.
     """
     dtype = jnp.dtype(cfg.compute_dtype)
-    positions = input_mask.positions if isinstance(input_mask, Packing) else None
+    positions = input_mask.positions if isinstance(input_mask, Shared | Packing) else None
     x = encoder.embeddings(input_ids, segment_ids, dtype, positions)
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from bert_jax.config import Model
 from bert_jax.model import layers
+from bert_jax.model.attention import Shared
 from bert_jax.model.encoder import (
     Encoder,
     Loop,
@@ -83,9 +84,24 @@ def masked_lm_logits(
     return layers.linear(transformed, table, bias, "outputs_inputs")
 
 
-def next_sentence_logits(model: Pretrainer, hidden: jax.Array) -> jax.Array:
-    """Scores "B follows A" and "B is random" from [CLS]: [B, S, D] -> float32 [B, 2]."""
-    pooled = jnp.tanh(model.pooler(hidden[:, 0])).astype(hidden.dtype)
+def next_sentence_logits(
+    model: Pretrainer, hidden: jax.Array, starts: jax.Array | None = None
+) -> jax.Array:
+    """Scores "B follows A" and "B is random" from [CLS].
+
+    Args:
+      model: its parameters.
+      hidden: [B, S, D].
+      starts: int32 [B, E], where the examples of a row begin; None: one at its start.
+
+    Returns:
+      float32 [B, 2] or [B, E, 2].
+    """
+    if starts is None:
+        first = hidden[:, 0]
+    else:
+        first = jnp.take_along_axis(hidden, starts[:, :, None], axis=1)
+    pooled = jnp.tanh(model.pooler(first)).astype(hidden.dtype)
     return model.next_sentence(pooled)
 
 
@@ -96,16 +112,22 @@ def pretraining_logits(
     noise: layers.Noise | None,
     loop: Loop,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes both heads' scores for a batch of data.batches: [B, P, V] and [B, 2], float32."""
+    """Computes both heads' scores for a batch of data.batches: [B, P, V] and [B, 2], float32.
+
+    Where E examples share a row, of each: [B, E, 2].
+    """
     model = merge(cfg, params)
+    input_mask, starts = batch["input_mask"], batch.get("example_starts")
+    if starts is not None:
+        input_mask = Shared(batch["example_numbers"], batch["positions"], starts)
     hidden = encode(
         model.encoder,
         cfg,
         batch["input_ids"],
         batch["segment_ids"],
-        batch["input_mask"],
+        input_mask,
         noise,
         loop,
     )
     masked_lm = masked_lm_logits(model, cfg, hidden, batch["masked_lm_positions"])
-    return masked_lm, next_sentence_logits(model, hidden)
+    return masked_lm, next_sentence_logits(model, hidden, starts)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.random import threefry2x32_p
 
 _LAYER_NORM_EPS = 1e-12
 
@@ -190,6 +191,9 @@ class Noise(Protocol):
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape` = [B, ...], False for about `rate` of it."""
 
+    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """Draws bool `shape` = [B, H, K, Q] for each head's keys and queries."""
+
     def scale(self, rate: float) -> float:
         """Returns one over the probability with which `keep` is really True."""
 
@@ -224,9 +228,107 @@ class RowNoise:
         bits = lax.bitcast_convert_type(bits, jnp.uint8).reshape(shape)
         return bits >= jnp.uint8(round(rate * 256))
 
+    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """Draws bool `shape` = [B, H, K, Q], Q a multiple of 4."""
+        return self.keep(shape, rate)
+
     def scale(self, rate: float) -> float:
         """Returns one over the probability with which `keep` is really True."""
         return 256 / (256 - round(rate * 256))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedNoise:
+    """The `threefry8` noise of rows that several examples share: each has the bits of its own row.
+
+    A threefry word is a function of a key and of the word's number, and so can be had for any
+    token: the example's key, and the number that the word has where the example is alone in a row
+    of the same length. `RowNoise` draws as many.
+
+    Attributes:
+      keys: threefry keys [B, N], of the examples.
+      numbers: int32 [B, S], of the example that each token is of, from 1; 0 for padding.
+      positions: int32 [B, S], of each token in its example.
+    """
+
+    keys: jax.Array
+    numbers: jax.Array
+    positions: jax.Array
+
+    @classmethod
+    def of(
+        cls, key: jax.Array, examples: jax.Array, numbers: jax.Array, positions: jax.Array
+    ) -> "PackedNoise":
+        """Returns noise for the examples with these numbers in their phase, uint32 [B, N]."""
+        keys = jax.vmap(jax.vmap(lambda example: jax.random.fold_in(key, example)))(examples)
+        return cls(keys, numbers, positions)
+
+    def at(self, place: int | jax.Array) -> "PackedNoise":
+        """Returns noise of its own for a layer, or for a site within it."""
+        keys = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, place)))(self.keys)
+        return dataclasses.replace(self, keys=keys)
+
+    def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """Draws bool `shape` = [B, S, D], D a multiple of 4."""
+        words = shape[-1] // 4
+        word = self.positions[:, :, None] * words + jnp.arange(words)
+        bits = _words(self._keys_of(self.numbers)[:, :, None], word)
+        bits = lax.bitcast_convert_type(bits, jnp.uint8).reshape(shape)
+        return bits >= jnp.uint8(round(rate * 256))
+
+    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """Draws bool `shape` = [B, H, K, Q], K = Q = S; of pairs that share no example, anything.
+
+        A word holds the bits of four queries of an example that follow one another. Examples begin
+        anywhere in a row, and so get words of their own: a fourth of the row, and one each.
+        """
+        _, heads, length, _ = shape
+        examples = self.keys.shape[1]
+        # A fourth of its tokens, rounded up: the words of each example, and where they begin.
+        lengths = (self.numbers[:, None] == jnp.arange(1, examples + 1)[:, None]).sum(axis=-1)
+        words = (lengths + 3) // 4
+        ends = jnp.cumsum(words, axis=1)
+        slot = jnp.arange(length // 4 + examples)
+        number = 1 + (slot[:, None] >= ends[:, None]).sum(axis=-1)  # [B, W]
+        begins = jnp.pad(ends - words, ((0, 0), (1, 1)))  # of no example, too
+        in_example = slot - jnp.take_along_axis(begins, number, axis=1)
+        row = jnp.arange(heads)[:, None] * length + self.positions[:, None]  # [B, H, K]
+        # Words before keys: what is gathered then are rows.
+        word = row[:, :, None] * (length // 4) + in_example[:, None, :, None]
+        bits = _words(self._keys_of(number)[:, None, :, None], word)
+        begin = jnp.take_along_axis(begins, self.numbers, axis=1)
+        where = (begin + self.positions // 4)[:, None, :, None]
+        bits = jnp.take_along_axis(bits, where, axis=2)  # [B, H, Q, K]
+        shift = (self.positions % 4 * 8).astype(jnp.uint32)[:, None, :, None]
+        keep = (bits >> shift).astype(jnp.uint8) >= jnp.uint8(round(rate * 256))
+        return jnp.swapaxes(keep, 2, 3)
+
+    def _keys_of(self, numbers: jax.Array) -> jax.Array:
+        """Returns the keys' two words, uint32 [B, ..., 2], of examples by their place in a row."""
+        words = jax.random.key_data(self.keys)
+        place = jnp.clip(numbers - 1, 0, words.shape[1] - 1)
+        return jnp.take_along_axis(words, place[:, :, None], axis=1)
+
+    def scale(self, rate: float) -> float:
+        """Returns one over the probability with which `keep` is really True."""
+        return 256 / (256 - round(rate * 256))
+
+
+def _words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Computes the words of `jax.random.bits` with these numbers, below 2**32, of its array.
+
+    Args:
+      keys: uint32 [..., 2], which broadcast against the numbers.
+      numbers: int32 [...].
+
+    Returns:
+      uint32, of the numbers' shape.
+    """
+    low = numbers.astype(jnp.uint32)
+    first, second = (jnp.broadcast_to(keys[..., i], low.shape) for i in (0, 1))
+    first, second = threefry2x32_p.bind(first, second, jnp.zeros_like(low), low)
+    return first ^ second
 
 
 @jax.tree_util.register_dataclass
@@ -249,6 +351,10 @@ class ShardNoise:
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape`, False for about `rate` of it."""
         return jax.random.bits(self.key, shape, jnp.uint16) >= jnp.uint16(round(rate * 65_536))
+
+    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """Draws bool `shape` = [B, H, K, Q]."""
+        return self.keep(shape, rate)
 
     def scale(self, rate: float) -> float:
         """Returns one over the probability with which `keep` is really True."""

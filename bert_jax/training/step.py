@@ -382,6 +382,10 @@ def _noise(
 ) -> layers.Noise:
     """Returns the noise of a micro-batch."""
     if model.dropout_rng == "threefry8":
+        if "examples" in micro:
+            return layers.PackedNoise.of(
+                key, micro["examples"], micro["example_numbers"], micro["positions"]
+            )
         return layers.RowNoise.of(key, micro["rows"])
     for value in (step, number, lax.axis_index(axes)):
         key = jax.random.fold_in(key, value)

@@ -1,0 +1,124 @@
+"""Packed rows: each example is what it is in a row of its own."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import samples
+from compare import assert_close
+
+from bert_jax.data import batches, packing
+from bert_jax.model import heads, layers
+from bert_jax.model.encoder import Loop
+from bert_jax.training import step
+from bert_jax.training.objective import Pretraining
+
+SHAPE = batches.Shape(sequence_length=32, max_predictions=3, batch_size=16)
+# Of 16 examples each in one row; padding at the end, and a row with one example.
+SLOTS = np.arange(4) < np.array([3, 1, 2, 4, 2, 4])[:, None]
+DROPOUT = dataclasses.replace(
+    samples.MODEL, hidden_dropout_prob=0.25, attention_probs_dropout_prob=0.5
+)
+
+
+@functools.cache
+def both():
+    """Examples cut short to share rows, by themselves and packed."""
+    alone = samples.train_batches(SHAPE).batch(3, np.arange(16))
+    most = np.array([32 // n for n in SLOTS.sum(axis=1) for _ in range(n)])
+    beyond = np.arange(32) >= most[:, None]
+    for name in ("input_ids", "segment_ids", "input_mask"):
+        alone[name][beyond] = 0
+    late = alone["masked_lm_positions"] >= most[:, None]
+    for name in ("masked_lm_positions", "masked_lm_ids", "masked_lm_weights"):
+        alone[name][late] = 0
+        order = np.argsort(alone["masked_lm_weights"] == 0, axis=1, kind="stable")
+        alone[name] = np.take_along_axis(alone[name], order, axis=1)
+    packed = packing.share(alone, SLOTS, 9)
+    numbers = np.zeros(SLOTS.shape, np.uint32)
+    numbers[SLOTS] = alone["rows"]
+    packed |= {"rows": np.arange(len(SLOTS), dtype=np.uint32), "examples": numbers}
+    return alone, packed
+
+
+def result(batch, model, loop):
+    """Loss, metrics and gradients of a batch."""
+    objective = Pretraining(model)
+    batch = {name: jnp.asarray(value) for name, value in batch.items()}
+    params = heads.init_params(model, jax.random.key(0))
+    # Fresh biases and position rows are alike: made different, so that a mix-up shows.
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    moved = [x + 0.05 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    noise = step._noise(model, (), jnp.int32(0), batch, jnp.int32(0), step.phase_key(model, 0, 0))
+
+    def loss(params):
+        metrics = objective.forward(params, None, batch, noise, loop)
+        return objective.loss(metrics, objective.counts(batch)), metrics
+
+    (value, metrics), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+        jax.tree.unflatten(tree, moved)
+    )
+    return {"loss": value, "metrics": metrics, "gradients": gradients}
+
+
+@pytest.mark.parametrize("dropped", ["nothing", "some"])
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_loss_and_gradients_are_those_of_the_examples_by_themselves(remat, dropped):
+    model = DROPOUT if dropped == "some" else samples.without_dropout()
+    alone, packed = (result(batch, model, Loop(remat=remat)) for batch in both())
+    assert_close(alone, packed, 2e-6)
+    assert float(packed["metrics"]["next_sentence_loss"][1]) == 16
+
+
+def test_examples_of_a_row_do_not_see_each_other():
+    """Other pieces in the rest of the rows change nothing of the first examples."""
+    _, packed = both()
+    numbers = packed["example_numbers"]
+    other = packed | {
+        "input_ids": np.where(numbers > 1, 99 - packed["input_ids"], packed["input_ids"])
+    }
+    model = samples.without_dropout()
+    params = heads.init_params(model, jax.random.key(0))
+    logits = [
+        heads.pretraining_logits(model, params, jax.tree.map(jnp.asarray, batch), None, Loop())
+        for batch in (packed, other)
+    ]
+    (masked, following), (others_masked, others_following) = logits
+    first = np.take_along_axis(numbers, packed["masked_lm_positions"], axis=1) == 1
+    np.testing.assert_array_equal(masked[first], others_masked[first])
+    np.testing.assert_array_equal(following[:, 0], others_following[:, 0])
+    assert not np.array_equal(masked[~first], others_masked[~first])
+
+
+def test_an_example_s_noise_is_that_of_its_own_row():
+    alone, packed = both()
+    key = jax.random.key(5)
+    rows = layers.RowNoise.of(key, jnp.asarray(alone["rows"])).at(3)
+    shared = layers.PackedNoise.of(
+        key,
+        *(jnp.asarray(packed[n]) for n in ("examples", "example_numbers", "positions")),
+    ).at(3)
+    tokens, drawn = shared.keep((6, 32, 8), 0.5), rows.keep((16, 32, 8), 0.5)
+    scores, of_scores = shared.keep_scores((6, 3, 32, 32), 0.5), rows.keep((16, 3, 32, 32), 0.5)
+    assert shared.scale(0.1) == rows.scale(0.1)
+    begins = packed["example_starts"][SLOTS]
+    assert (begins % 4 != 0).any()
+    for i, (row, begin) in enumerate(zip(np.nonzero(SLOTS)[0], begins, strict=True)):
+        length = alone["input_mask"][i].sum()
+        here = slice(begin, begin + length)
+        np.testing.assert_array_equal(tokens[row, here], drawn[i, :length])
+        np.testing.assert_array_equal(scores[row, :, here, here], of_scores[i, :, :length, :length])
+
+
+def test_in_bfloat16_packed_is_as_near_to_float32():
+    """The same products in other groups: within a few roundings of each other."""
+    model = dataclasses.replace(samples.without_dropout(), compute_dtype="bfloat16")
+    alone, packed = (result(batch, model, Loop(remat="dots")) for batch in both())
+    exact = result(both()[0], samples.without_dropout(), Loop())
+    for name in ("masked_lm_loss", "next_sentence_loss"):
+        near = [float(x["metrics"][name][0] / exact["metrics"][name][0]) for x in (alone, packed)]
+        assert np.abs(np.array(near) - 1).max() < 5e-3
