@@ -228,9 +228,25 @@ def finetune(args: argparse.Namespace) -> int:
     return _CODES[outcome]
 
 
-@_command(_SAVED_EXPERIMENT, _WORKDIR, _set(), _CACHE, _CHECKPOINT)
+@_command(
+    _SAVED_EXPERIMENT,
+    _WORKDIR,
+    _set(),
+    _CACHE,
+    _CHECKPOINT,
+    _argument(
+        "--task",
+        metavar="TASKFILE",
+        action="append",
+        default=[],
+        help="instead ask the run or base in --workdir all of a file's minimal pairs, or what a "
+        "linear layer reads off it for another task; may be repeated",
+    ),
+)
 def evaluate(args: argparse.Namespace) -> int:
-    """Score a checkpoint on held-out text."""
+    """Score a checkpoint on held-out text, or in minimal pairs and other tasks as it is."""
+    if args.task:
+        return _evaluate_tasks(args)
     from bert_jax.predict import load_params
     from bert_jax.training import evaluators, step
     from bert_jax.training import mesh as mesh_lib
@@ -252,6 +268,29 @@ def evaluate(args: argparse.Namespace) -> int:
     )
     print(f"step {done}: {evaluators.summary(metrics)}")
     print(json.dumps({"step": done, **metrics}))
+    return FINISHED
+
+
+def _evaluate_tasks(args: argparse.Namespace) -> int:
+    from etils import epath
+
+    from bert_jax.predict import Trained
+    from bert_jax.tasks import minimal_pairs, probes
+    from bert_jax.training.environment import keep_compiled_programs
+
+    if args.experiment is not None or args.set or not args.workdir:
+        raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
+    keep_compiled_programs()
+    asked = probes.Probes(args.task, pairs=None, where="--task")
+    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    answer = probes.of_trained(asked, trained)
+    for name, score in answer["scores"].items():
+        if name in answer.get("minimal_pairs", {}):
+            for line in minimal_pairs.in_words(name, answer["minimal_pairs"][name]):
+                print(line)
+        else:
+            print(f"{name}  {score:.4f}, of the commonest {answer['majority'][name]:.4f}")
+    print(json.dumps({"step": trained.step, **answer}))
     return FINISHED
 
 

@@ -32,7 +32,7 @@ def test_every_field_has_a_type_a_default_and_a_meaning(kind):
     settings = explain.settings(kind)
     assert [s.path for s in settings] == list(leaves(kind))
     assert not [s.path for s in settings if not (s.comment and s.type)]
-    given = {"name", "corpus.sources", "task.kind", "task.train", "task.validation"}
+    given = {"name", "corpus.sources", "task.kind", "task.validation"}
     given |= {
         f"phases.N.{name}" for name in ("steps", "sequence_length", "max_predictions_per_seq")
     }

@@ -12,7 +12,7 @@ from bert_jax.config.fields import Section
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
 from bert_jax.errors import InputError
 
-Kind = Literal["classify", "pair", "regress", "choice", "tag", "span"]
+Kind = Literal["classify", "pair", "regress", "choice", "tag", "span", "minimal_pairs"]
 
 # What each kind of task can be scored by, the first unless another is named.
 SCORES: dict[str, tuple[str, ...]] = {
@@ -22,6 +22,7 @@ SCORES: dict[str, tuple[str, ...]] = {
     "choice": ("accuracy",),
     "tag": ("entity_f1", "accuracy"),
     "span": ("f1", "exact_match"),
+    "minimal_pairs": ("accuracy",),
 }
 
 # Where examples of each kind of task can be read from.
@@ -32,7 +33,10 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "choice": ("tsv", "csv", "jsonl", "tfds"),
     "tag": ("conll", "jsonl", "tfds"),
     "span": ("squad", "tfds"),
+    "minimal_pairs": ("tsv", "csv", "jsonl", "tfds"),
 }
+
+_OF_TWO_TEXTS = ("pair", "regress", "minimal_pairs")
 
 _FORMS = {
     "tsv": "tsv:FILE",
@@ -53,29 +57,35 @@ class Task(Section):
     Relative paths are relative to the current directory. Columns are named as the file's first
     line names them, or as JSON and TFDS do, or, where there is no such line and in CoNLL files, by
     their numbers from 0. Those of a span are SQuAD's, whatever is named here.
+
+    Minimal pairs (Warstadt et al. 2020) are two texts of which one is acceptable: what pre-training
+    has learned is asked which, and nothing is learned from them.
     """
 
     role = "identity"
     label = "task"
 
     # What is predicted: a label of a text, a label or number of a pair, one of several texts,
-    # a label of each word, or a span of a context.
+    # a label of each word, a span of a context, or which of two texts is the acceptable one.
     kind: Kind
     # Sources of examples to learn from: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
-    # tfds:NAME:SPLIT.
-    train: tuple[str, ...]
+    # tfds:NAME:SPLIT; of minimal pairs none.
+    train: tuple[str, ...] = ()
     # Sources of examples to score on.
     validation: tuple[str, ...]
     # Whether a TSV or CSV file's first line names its columns.
     header: Literal["first_line", "none"] = "first_line"
-    # The text, or the first of two.
+    # The text, or the first of two; of minimal pairs the acceptable one.
     text_column: str = "sentence"
-    # The second text of a pair, and of a regression, which is over pairs.
+    # The second text of a pair, and of a regression, which is over pairs; of minimal pairs the one
+    # that is not acceptable.
     second_column: str = ""
     # The texts to choose from, each a column; the first is answer 0.
     choice_columns: tuple[str, ...] = ()
-    # The answer.
+    # The answer; of minimal pairs the paradigm that they belong to.
     label_column: str = "label"
+    # Of minimal pairs, what several paradigms belong to, such as syntax; empty: nothing.
+    field_column: str = ""
     # In this order, label 1 being the positive one of `f1`; none: those of the training examples,
     # sorted. Of a choice they name the answers; none: 0, 1, and so on.
     labels: tuple[str, ...] = ()
@@ -100,9 +110,14 @@ class Task(Section):
     @property
     def text_columns(self) -> tuple[str, ...]:
         """The columns of an example's texts, in the order in which the encoder reads them."""
-        if self.kind in ("pair", "regress"):
+        if self.kind in _OF_TWO_TEXTS:
             return self.text_column, self.second_column
         return self.text_column, *self.choice_columns
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        of_pairs = (self.field_column,) if self.field_column else ()
+        return (*self.text_columns, self.label_column, *of_pairs)
 
     def require_readable(self, where: str, sources: tuple[str, ...]) -> None:
         """Raises InputError, which names `where`, unless examples can be read from each source."""
@@ -118,7 +133,7 @@ class Task(Section):
                     f"{_listed(SOURCES[self.kind])}"
                 )
             numbered = word == "conll" or (word in ("tsv", "csv") and self.header == "none")
-            for column in (*self.text_columns, self.label_column):
+            for column in self._columns:
                 if numbered and not (column.isascii() and column.isdecimal()):
                     raise InputError(
                         f"{where}: {source!r} has no names of columns: give task.text_column, "
@@ -128,7 +143,9 @@ class Task(Section):
     def _validate(self) -> None:
         self._validate_columns()
         self._validate_labels()
-        for name in ("train", "validation"):
+        learns = self.kind != "minimal_pairs"
+        self._require(learns or not self.train, "train", "nothing is learned from minimal pairs")
+        for name in ("train", "validation") if learns else ("validation",):
             self._require(len(getattr(self, name)) > 0, name, "name at least one source")
             self.require_readable(f"task.{name}", getattr(self, name))
         self._require(
@@ -159,7 +176,7 @@ class Task(Section):
         )
 
     def _validate_columns(self) -> None:
-        two, texts = self.kind in ("pair", "regress"), len(self.choice_columns)
+        two, texts = self.kind in _OF_TWO_TEXTS, len(self.choice_columns)
         what = f"task.kind={self.kind} has " + (
             "two texts; name the column of the second, premise or text_b say"
             if two
@@ -169,7 +186,12 @@ class Task(Section):
         choice = self.kind == "choice"
         what = f"task.kind={self.kind} {'needs two' if choice else 'has none'}"
         self._require(texts >= 2 if choice else texts == 0, "choice_columns", what)
-        columns = (*self.text_columns, self.label_column)
+        self._require(
+            self.kind == "minimal_pairs" or not self.field_column,
+            "field_column",
+            f"task.kind={self.kind} has none",
+        )
+        columns = self._columns
         if "" in columns or len(set(columns)) < len(columns):
             raise InputError(
                 f"task.text_column and others: {columns} name each column once, and none is empty"
@@ -185,7 +207,7 @@ class Task(Section):
             "labels",
             "one is empty, or has blanks around it",
         )
-        if self.kind in ("regress", "span"):
+        if self.kind in ("regress", "span", "minimal_pairs"):
             self._require(not self.labels, "labels", f"task.kind={self.kind} has none")
         elif self.kind == "choice":
             self._require(

@@ -332,8 +332,9 @@ class Run(Section):
     profile_steps: tuple[int, ...] = ()
     # Texts with [MASK], asked at every evaluation; none: sentences of held-out documents.
     watch: tuple[str, ...] = ()
-    # Task files; what a linear layer reads off the encoder is scored before the first step, after
-    # the last, and at evaluations as often as this share of the run's operations allows.
+    # Task files; what a linear layer reads off the encoder, and of minimal pairs which one is the
+    # likelier, is scored before the first step, after the last, and at evaluations as often as this
+    # share of the run's operations allows.
     probes: tuple[str, ...] = ()
     # Of the run's operations, the share that probes may take.
     probe_share: float = 0.05

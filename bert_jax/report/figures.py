@@ -246,6 +246,7 @@ def of_run(record: Record) -> list[Figure]:
             _probes(record),
             "What a linear layer reads off the encoder as it is; dashed, without it.",
         ),
+        *_minimal_pairs(record),
         (Plot("Learning rate", [_curve(record.train, "learning_rate", "")]), ""),
         (
             Plot(
@@ -365,6 +366,24 @@ def _probes(record: Record) -> Plot:
     ]
     levels = [(value, f"{name}: commonest") for name, value in newest["majority"].items()]
     return Plot("Probes", curves, levels)
+
+
+def _minimal_pairs(record: Record) -> list[tuple[Plot, str]]:
+    """Returns a plot for each task of minimal pairs: all of them, and its fields."""
+    lines = [line for line in record.probes if "minimal_pairs" in line]
+    tasks = dict.fromkeys(task for line in lines for task in line["minimal_pairs"])
+    plots = []
+    for task in tasks:
+        there = [line for line in lines if task in line["minimal_pairs"]]
+        answers = [{"step": x["step"]} | x["minimal_pairs"][task] for x in there]
+        fields = dict.fromkeys(name for answer in answers for name in answer["fields"])
+        curves = [_curve(answers, "accuracy", "all" if fields else "", 0, "points", "error")]
+        for colour, name in enumerate(fields, 1):
+            ours = [{"step": a["step"]} | a["fields"].get(name, {}) for a in answers]
+            curves.append(_curve(ours, "accuracy", name, colour, "points", "error"))
+        plot = Plot(f"Minimal pairs {task}", curves, [(0.5, "chance")], "percent")
+        plots.append((plot, "How often the acceptable text is the likelier one; bars are errors."))
+    return plots
 
 
 def _probes_of_each(records: Sequence[Record]) -> list[tuple[Plot, str]]:

@@ -94,7 +94,25 @@ class Question:
     possible: bool
 
 
-Example = Sentence | Tagged | Question
+@dataclass(frozen=True)
+class MinimalPair:
+    """Two texts that differ in little, of which one is acceptable (Warstadt et al. 2020).
+
+    Attributes:
+      place: see above.
+      good, bad: the acceptable text, and the other one.
+      paradigm: what they are about.
+      field: what several paradigms belong to; "" if there are no fields.
+    """
+
+    place: str
+    good: str
+    bad: str
+    paradigm: str
+    field: str
+
+
+Example = Sentence | Tagged | Question | MinimalPair
 
 
 def read(task: Task, sources: tuple[str, ...], labelled: Labelled) -> list[Example]:
@@ -103,8 +121,8 @@ def read(task: Task, sources: tuple[str, ...], labelled: Labelled) -> list[Examp
 
 
 def each(task: Task, sources: tuple[str, ...], labelled: Labelled) -> Iterator[Example]:
-    """Yields the examples of all sources in order: `Question` for `span`, `Tagged` for `tag`, else
-    `Sentence`.
+    """Yields the examples of all sources in order: `Question` for `span`, `Tagged` for `tag`,
+    `MinimalPair` for `minimal_pairs`, else `Sentence`.
 
     Args:
       task: its kind, and the names of its columns.
@@ -139,8 +157,10 @@ def _of_source(task: Task, source: str, labelled: Labelled) -> Iterator[Example]
     if task.kind == "span":
         yield from _questions(source, task.no_answer, labelled)
         return
-    make = _tagged if task.kind == "tag" else _sentence
+    make = {"tag": _tagged, "minimal_pairs": _minimal_pair}.get(task.kind, _sentence)
     label_columns = (task.label_column,) if labelled == "labelled" else ()
+    if task.field_column:
+        label_columns += (task.field_column,)
     for place, values in formats.rows(source, task.header, (*task.text_columns, *label_columns)):
         count = len(task.text_columns)
         yield make(task, place, values[:count], values[count:])
@@ -154,6 +174,14 @@ def _sentence(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Se
         what = f"column {task.label_column!r}"
         label = (_number if task.kind == "regress" else _name)(value, what, place)
     return Sentence(place, checked, label)
+
+
+def _minimal_pair(task: Task, place: str, texts: list[Any], labels: list[Any]) -> MinimalPair:
+    columns = zip(task.text_columns, texts, strict=True)
+    good, bad = (text_of(value, f"column {column!r}", place) for column, value in columns)
+    names = zip((task.label_column, task.field_column), labels, strict=False)
+    paradigm, field_, *_ = (*(_name(value, f"column {c!r}", place) for c, value in names), "")
+    return MinimalPair(place, good, bad, paradigm, field_)
 
 
 def _tagged(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Tagged:

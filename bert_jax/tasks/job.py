@@ -45,6 +45,11 @@ def finetune(
     Raises:
       InputError: no base, examples that cannot be read, or a workdir of another run.
     """
+    if experiment.task.kind == "minimal_pairs":
+        raise InputError(
+            "task.kind=minimal_pairs: nothing is learned from them; `bert-jax evaluate --task "
+            "FILE` asks a run, and `run.probes` while it is trained"
+        )
     place = root or f"runs/{experiment.name}"
     if base is None and not experiment.init_from:
         known = mirror.opened(place)

@@ -3,7 +3,8 @@
 A loss shows how well pieces are guessed, a probe what a linear layer can read off the encoder: the
 class of a sentence or a pair from [CLS] and the mean of all pieces, the tag of a word from its
 first piece (as Tenney et al. 2019 and others before them). The layer is ridge regression, solved
-exactly, so a probe has no seed and no learning rate of its own.
+exactly, so a probe has no seed and no learning rate of its own. Minimal pairs are asked here, too,
+of the model as it is (`minimal_pairs`).
 
 Shape letters: B rows, S sequence, D width, N features' rows, F features, C classes.
 """
@@ -19,22 +20,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from bert_jax import config
-from bert_jax.config import Finetuning, Model, Parallelism, Task
+from bert_jax.config import Finetuning, Model, Parallelism, Run, Task
 from bert_jax.data import draws
 from bert_jax.errors import InputError
 from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop, encode
+from bert_jax.predict import Trained
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows
 from bert_jax.tasks.adapted import kind_of, run_rows
 from bert_jax.tasks.examples import Example
+from bert_jax.tasks.minimal_pairs import MinimalPairs
 from bert_jax.tasks.rows import TaskKind
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
 
-_KINDS = ("classify", "pair", "tag")
+_KINDS = ("classify", "pair", "tag", "minimal_pairs")
 # Of a task's examples, drawn: enough to tell 60 % from 65 %, few enough to be scored often.
 _TRAIN, _VALIDATION = 1_000, 1_000
 # Penalties that are tried, as shares of the number of rows: features have a variance of one.
@@ -85,42 +88,55 @@ class _Probe:
 
 
 class Probes:
-    """The tasks of `run.probes`.
+    """The tasks of `run.probes`, or of `--task`.
 
     Attributes:
       sha256: of their examples and labels.
 
     Args:
       paths: task files, or experiments of fine-tunings as JSON; of them the task alone is read.
+      pairs: how many minimal pairs are drawn at most; None: all are asked.
+      where: what names the files, for messages.
 
     Raises:
-      InputError: a file that holds no task, a task of another kind than `classify`, `pair` or
-        `tag`, two of one name; and as `tasks.examples.read`.
+      InputError: a file that holds no task, a task of another kind than `classify`, `pair`, `tag`
+        or `minimal_pairs`, two of one name; and as `tasks.examples.read`.
     """
 
-    def __init__(self, paths: Sequence[str]):
-        self._probes: list[_Probe] = []
+    def __init__(
+        self,
+        paths: Sequence[str],
+        pairs: int | None = _VALIDATION,
+        where: str = "run.probes",
+    ):
+        self._where = where
+        self._probes: list[_Probe | MinimalPairs] = []
         digest = hashlib.sha256()
         for path in paths:
             try:
                 experiment = config.load(path, Finetuning)
             except InputError as error:
-                raise InputError(f"run.probes takes files of tasks: {error}") from error
+                raise InputError(f"{where} takes files of tasks: {error}") from error
             name, task = experiment.name, experiment.task
             if task.kind not in _KINDS:
                 raise InputError(
-                    f"run.probes: {path}: task.kind={task.kind} cannot be a probe; those of "
+                    f"{where}: {path}: task.kind={task.kind} cannot be a probe; those of "
                     f"{', '.join(_KINDS)} can"
                 )
             if name in (probe.name for probe in self._probes):
-                raise InputError(f"run.probes: {path}: there are two of the name {name!r}")
+                raise InputError(f"{where}: {path}: there are two of the name {name!r}")
             try:
+                if task.kind == "minimal_pairs":
+                    asked = MinimalPairs(name, task, pairs)
+                    self._probes.append(asked)
+                    digest.update(examples_lib.sha256(asked.pairs, ()).encode())
+                    continue
                 train = _drawn(examples_lib.read(task, task.train, "labelled"), _TRAIN)
                 validation = examples_lib.read(task, task.validation, "labelled")
                 validation = _drawn(validation, _VALIDATION)
                 labels = examples_lib.labels_of(task, [*train, *validation])
             except InputError as error:
-                raise InputError(f"run.probes: {path}: {error}") from error
+                raise InputError(f"{where}: {path}: {error}") from error
             self._probes.append(_Probe(name, task, labels, train, validation))
             digest.update(examples_lib.sha256([*train, *validation], labels).encode())
         self.sha256 = digest.hexdigest()
@@ -172,32 +188,51 @@ class Probes:
         }
         operations = 0
         for probe in self._probes:
+            if isinstance(probe, MinimalPairs):
+                operations += probe.open(model, tokenizer, parallelism, mesh, size)
+                continue
             probe.open(model, tokenizer, size)
             for _, batch in (*probe.train_batches, *probe.validation_batches):
                 operations += flops.forward_flops(model, *batch["input_ids"].shape, 0)
         return operations
 
+    @property
+    def has_minimal_pairs(self) -> bool:
+        """Returns whether a masked LM head is asked, and not the encoder alone."""
+        return any(isinstance(probe, MinimalPairs) for probe in self._probes)
+
     def describe(self) -> str:
         """Returns the probes in words."""
         return ", ".join(
-            f"{probe.name} ({probe.task.main_score}; {len(probe.train)} examples to learn from, "
-            f"{len(probe.validation)} to score)"
+            f"{probe.name} ({len(probe.pairs)} minimal pairs)"
+            if isinstance(probe, MinimalPairs)
+            else f"{probe.name} ({probe.task.main_score}; {len(probe.train)} examples to learn "
+            f"from, {len(probe.validation)} to score)"
             for probe in self._probes
         )
 
-    def ask(self, params: Any) -> dict[str, dict[str, float]]:
-        """Returns what a linear layer reads off the encoder; all processes call it.
+    def ask(self, params: Any) -> dict[str, dict[str, Any]]:
+        """Returns what a linear layer reads off the encoder, and how often the acceptable text of a
+        minimal pair is the likelier one; all processes call it.
 
         Args:
           params: of pre-training, on the devices.
 
         Returns:
-          `scores` and `majority`, each by the name of the probe.
+          `scores` and `majority`, each by the name of the probe; if there are minimal pairs,
+          `minimal_pairs`, what `MinimalPairs.ask` returns, by name.
         """
-        return {
-            "scores": {probe.name: self._score(probe, params) for probe in self._probes},
-            "majority": {probe.name: probe.majority for probe in self._probes},
-        }
+        scores, majority, answers = {}, {}, {}
+        for probe in self._probes:
+            if isinstance(probe, MinimalPairs):
+                answers[probe.name] = probe.ask(params)
+                scores[probe.name] = answers[probe.name]["accuracy"]
+                majority[probe.name] = 0.5
+            else:
+                scores[probe.name] = self._score(probe, params)
+                majority[probe.name] = probe.majority
+        more = {"minimal_pairs": answers} if answers else {}
+        return {"scores": scores, "majority": majority, **more}
 
     def _score(self, probe: _Probe, params: Any) -> float:
         run = functools.partial(self._features[probe.kind.reads], params, None)
@@ -205,13 +240,29 @@ class Probes:
         features = run_rows(run, probe.train_batches, probe.train_rows, self._mesh)
         if not all(np.isfinite(values).all() for values in features):
             raise InputError(
-                f"run.probes: {probe.name}: the encoder gives numbers that are not finite; begin "
-                "with other weights"
+                f"{self._where}: {probe.name}: the encoder gives numbers that are not finite; "
+                "begin with other weights"
             )
         stacked = _stacked(features, probe.train_rows)
         weights, bias = ridge(stacked, _classes(probe.train_rows), probe.kind.outputs)
         held_out = run_rows(run, probe.validation_batches, probe.validation_rows, self._mesh)
         return probe.score([values @ weights + bias for values in held_out])
+
+
+def of_trained(probes: Probes, trained: Trained) -> dict[str, dict[str, Any]]:
+    """Returns what `Probes.ask` does, of a run's checkpoint or a base, on all devices.
+
+    Raises:
+      InputError: minimal pairs, and a base whose masked LM head has learned nothing.
+    """
+    if "masked_lm" in trained.fresh and probes.has_minimal_pairs:
+        raise InputError(
+            f"{trained.name}: has no masked LM head that has learned, and minimal pairs need one; "
+            "import weights with it"
+        )
+    mesh = mesh_lib.make_mesh(Parallelism())
+    probes.open(trained.model, trained.tokenizer, Parallelism(), mesh, Run().eval_batch_size)
+    return probes.ask(jax.device_put(trained.params, mesh_lib.replicated(mesh)))
 
 
 def ridge(features: np.ndarray, classes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

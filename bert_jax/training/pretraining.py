@@ -166,8 +166,8 @@ class Probes(Protocol):
     def describe(self) -> str:
         """Returns the probes in words."""
 
-    def ask(self, params: Any) -> dict[str, dict[str, float]]:
-        """Returns `scores` and `majority`, what needs no encoder, by name."""
+    def ask(self, params: Any) -> dict[str, dict[str, Any]]:
+        """Returns `scores` and `majority`, what needs no encoder, by name, and more if need be."""
 
 
 def pretrain(

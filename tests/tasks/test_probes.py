@@ -208,7 +208,10 @@ def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("values",), "task.kind=regress cannot be a probe; those of classify, pair, tag can"),
+        (
+            ("values",),
+            "task.kind=regress cannot be a probe; those of classify, pair, tag, minimal_pairs can",
+        ),
         (("letters", "letters"), "there are two of the name 'letters'"),
         (("nowhere",), "nowhere.py"),
         (("alike",), "alike.py: task.train: 'same' has but one label"),

@@ -1,0 +1,221 @@
+"""Minimal pairs: which of two texts is the likelier to a model, as it is (Warstadt et al. 2020).
+
+A masked model gives a text no probability of its own. It is scored by its pseudo-log-likelihood
+(Salazar et al. 2020, section 2): each piece is masked alone, and the log probabilities of all
+pieces, given the rest of the text, are added. [CLS] and [SEP] stand around the text and are not
+counted. Nothing is learned, and nothing but the text is looked at: no length, no frequency.
+
+Shape letters: B rows, S sequence, U texts.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bert_jax.config import Model, Parallelism, Task
+from bert_jax.data import draws
+from bert_jax.errors import InputError
+from bert_jax.model import flops, heads, layers
+from bert_jax.model.encoder import Loop, encode
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks.examples import MinimalPair
+from bert_jax.tasks.formats import quoted
+from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.training import feed, step
+from bert_jax.training import lines as lines_lib
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.objective import Pretraining
+
+# Rows are padded to a multiple of this: most texts are shorter than what others are padded to.
+_LENGTH_STEP = 8
+
+
+class MinimalPairs:
+    """The pairs of a task, and a model to ask.
+
+    Attributes:
+      name: of the task's experiment.
+      task: where they are.
+      pairs: those that are asked.
+
+    Args:
+      most: how many are drawn of those that there are, as many of each paradigm, the same in every
+        run; None: all.
+
+    Raises:
+      InputError: as `tasks.examples.read`.
+    """
+
+    def __init__(self, name: str, task: Task, most: int | None):
+        self.name, self.task = name, task
+        read = examples_lib.read(task, task.validation, "labelled")
+        pairs = [pair for pair in read if isinstance(pair, MinimalPair)]
+        self.pairs = pairs if most is None else _drawn(pairs, most)
+
+    def open(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        parallelism: Parallelism,
+        mesh: jax.sharding.Mesh,
+        size: int,
+    ) -> int:
+        """Makes ids of the texts; see `tasks.probes.Probes.open`.
+
+        Raises:
+          InputError: a text that no piece is left of, or one that is longer than a row.
+        """
+        self._tokenizer, self._size, self._mesh = tokenizer, size, mesh
+        self._limit = min(self.task.max_sequence_length, model.max_position_embeddings)
+        # Equal texts are scored once, so that they are as likely to the last bit.
+        self._texts: dict[tuple[int, ...], int] = {}
+        self._of_pairs = np.array(
+            [[self._number(t, pair.place) for t in (pair.good, pair.bad)] for pair in self.pairs]
+        )
+
+        def of_rows(
+            params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop
+        ) -> jax.Array:
+            del fixed
+            module = heads.merge(model, params)
+            ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+            hidden = encode(module.encoder, model, *ids, noise, loop)
+            logits = heads.masked_lm_logits(module, model, hidden, batch["positions"][:, None])
+            logs = jax.nn.log_softmax(logits[:, 0])
+            return jnp.take_along_axis(logs, batch["targets"][:, None], axis=1)[:, 0]  # [B]
+
+        self._log_probabilities = step.make_rows_step(
+            Pretraining(model), of_rows, parallelism, mesh
+        )
+        lengths = (batch["input_ids"].shape[1] for _, batch in self._batches())
+        return sum(flops.forward_flops(model, size, length, 1) for length in lengths)
+
+    def ask(self, params: Any) -> dict[str, Any]:
+        """Returns how often the acceptable text is the likelier one; all processes call it.
+
+        Args:
+          params: of pre-training, on the devices.
+
+        Returns:
+          `accuracy`, in which texts that are as likely count half, its standard error `error`, and
+          `pairs`; the same of each of `fields` and `paradigms`, by name.
+
+        Raises:
+          InputError: the model gives numbers that are not finite.
+        """
+        likelihoods = self._pseudo_log_likelihoods(params)
+        if not np.isfinite(likelihoods).all():
+            raise InputError(
+                f"{self.name}: the model gives numbers that are not finite; begin with other "
+                "weights"
+            )
+        good, bad = likelihoods[self._of_pairs].T
+        right = np.where(good == bad, 0.5, good > bad)
+        fields = [pair.field for pair in self.pairs if pair.field]
+        return {
+            **_accuracy(right),
+            "fields": _by_name(right, fields) if fields else {},
+            "paradigms": _by_name(right, [pair.paradigm for pair in self.pairs]),
+        }
+
+    def _number(self, text: str, place: str) -> int:
+        """Returns the number of a text among those that differ."""
+        ids = tuple(self._tokenizer.encode(text))
+        if not 1 <= len(ids) <= self._limit - 2:
+            why = "no piece is left of it"
+            if ids:
+                why = f"{len(ids) + 2} pieces with [CLS] and [SEP], and a row has {self._limit}"
+            raise InputError(f"{place}: {quoted(text)}: {why}; leave the pair out")
+        return self._texts.setdefault(ids, len(self._texts))
+
+    # A model that reads from left to right has likelihoods: it is to be asked for each text once,
+    # for the sum of the log probabilities of its pieces, in the place of what follows.
+
+    def _pseudo_log_likelihoods(self, params: Any) -> np.ndarray:
+        """Returns that of each text, float64 [U]."""
+        sums = np.zeros(len(self._texts))
+        for which, batch in self._batches():
+            (placed,) = feed.place_all([batch], mesh_lib.batch_sharding(self._mesh))
+            logs = lines_lib.fetch(self._log_probabilities(params, None, placed))
+            np.add.at(sums, which, logs[: len(which)].astype(np.float64))
+        return sums
+
+    def _batches(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Yields rows with one mask each, those of like lengths together, the longest first.
+
+        Yields:
+          Of a batch's first rows the numbers of their texts, and its arrays: those of the encoder
+          int32 [B, S], `positions` of the masks and `targets`, what stood there, int32 [B]. The
+          last is filled up with rows of `row_weights` 0.
+        """
+        tok, texts = self._tokenizer, list(self._texts)
+        lengths = np.array([len(ids) for ids in texts])
+        order = np.argsort(-lengths, kind="stable")
+        ids = np.full((len(texts), lengths.max() + 2), tok.pad_id, np.int32)
+        ids[:, 0] = tok.cls_id
+        for row, text in zip(ids, texts, strict=True):
+            row[1 : len(text) + 1], row[len(text) + 1] = text, tok.sep_id
+        ends = np.cumsum(lengths[order])
+        for start in range(0, int(ends[-1]), self._size):
+            row = np.arange(start, min(start + self._size, int(ends[-1])))
+            place = np.searchsorted(ends, row, side="right")
+            which = order[place]
+            longest = int(lengths[which[0]]) + 2
+            filled = np.resize(np.arange(len(row)), self._size)
+            text = which[filled]
+            positions = (1 + row - (ends - lengths[order])[place])[filled]
+            padded = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, self._limit)
+            batch_ids = np.full((self._size, padded), tok.pad_id, np.int32)
+            batch_ids[:, :longest] = ids[text, :longest]
+            at = (np.arange(self._size), positions)
+            targets = batch_ids[at]
+            batch_ids[at] = tok.mask_id
+            mask = np.arange(padded) < lengths[text, None] + 2
+            yield (
+                which,
+                {
+                    "input_ids": batch_ids,
+                    "segment_ids": np.zeros_like(batch_ids),
+                    "input_mask": mask.astype(np.int32),
+                    "positions": positions.astype(np.int32),
+                    "targets": targets,
+                    "row_weights": (np.arange(self._size) < len(row)).astype(np.float32),
+                },
+            )
+
+
+def in_words(name: str, answer: dict[str, Any]) -> Iterator[str]:
+    """Yields lines about what `MinimalPairs.ask` returned, the fields' first."""
+    rows = [(name, answer), *answer["fields"].items(), *answer["paradigms"].items()]
+    width = max(len(label) for label, _ in rows)
+    for label, one in rows:
+        yield (
+            f"{label:{width}}  {one['accuracy']:.3f} +- {one['error']:.3f}  ({one['pairs']} pairs)"
+        )
+
+
+def _accuracy(right: np.ndarray) -> dict[str, float]:
+    """Returns the mean of 0s, halves and 1s, and its standard error if pairs are independent."""
+    error = float(right.std()) / len(right) ** 0.5
+    return {"accuracy": float(right.mean()), "error": error, "pairs": len(right)}
+
+
+def _by_name(right: np.ndarray, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    named = np.array(names)
+    return {name: _accuracy(right[named == name]) for name in sorted(set(names))}
+
+
+def _drawn(pairs: list[MinimalPair], most: int) -> list[MinimalPair]:
+    """Returns so many of them, as many of each paradigm as there are; files are often sorted."""
+    met: dict[str, int] = {}
+    rounds = []  # of each in a random order, which one of its paradigm it is
+    order = draws.permutation(draws.key_of(0, "probe"), 0, len(pairs))
+    for i in order:
+        name = pairs[i].paradigm
+        rounds.append(met.setdefault(name, 0))
+        met[name] += 1
+    chosen = order[np.argsort(rounds, kind="stable")[:most]]
+    return [pairs[i] for i in np.sort(chosen)]

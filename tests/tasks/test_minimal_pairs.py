@@ -1,0 +1,282 @@
+"""Minimal pairs: pseudo-log-likelihoods, accuracies and their errors, and where they are asked."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tuned
+from etils import epath
+from small_run import pretrain, write_text
+
+from bert_jax import base as base_lib
+from bert_jax import cli
+from bert_jax.config import Parallelism, Task
+from bert_jax.conformance import golden
+from bert_jax.errors import InputError
+from bert_jax.tasks import minimal_pairs, probes
+from bert_jax.tasks.examples import MinimalPair
+from bert_jax.tasks.minimal_pairs import MinimalPairs
+from bert_jax.text.tokenizer import WordPiece
+from bert_jax.training import evaluators
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.lines import Lines
+
+FILE = """
+from bert_jax.config import Finetuning, Task
+
+
+def experiment():
+    return Finetuning(
+        name="{name}",
+        task=Task(kind="minimal_pairs", validation=("jsonl:{folder}/pairs",), text_column="good",
+                  second_column="bad", label_column="paradigm", field_column="field"),
+    )
+"""
+# Piece 17 is w17.
+NUMBERED = WordPiece(
+    ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(5, 1000))], "uncased"
+)
+# Pseudo-log-likelihoods by PyTorch's BertForMaskedLM of transformers 5.23, a text and a mask at a
+# time, with the weights of conformance/files/hf_bert_tiny, added in float64.
+BY_PYTORCH = {
+    (17, 900, 33): -19.456859332480086,
+    (17, 901, 33): -19.779569330668743,
+    (500,): -7.160791868155577,
+    (12, 13, 14, 15, 16, 17, 18, 19, 20, 21): -68.31644060718926,
+    (999, 6, 6, 6, *range(250, 263)): -118.7997014041615,
+}
+
+
+def words(ids):
+    return " ".join(f"w{i}" for i in ids)
+
+
+def write_task(folder, records, name="small_pairs"):
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "pairs").write_text(text)
+    file = folder / f"{name}.py"
+    file.write_text(FILE.format(name=name, folder=folder))
+    return file
+
+
+def record(good, bad, paradigm="agreement", field="morphology"):
+    return {"good": good, "bad": bad, "paradigm": paradigm, "field": field}
+
+
+def opened(folder, records, model, tokenizer, size=8):
+    """The pairs, opened on all devices."""
+    file = write_task(folder, records)
+    task = Task(
+        kind="minimal_pairs",
+        validation=(f"jsonl:{folder}/pairs",),
+        **{"text_column": "good", "second_column": "bad", "label_column": "paradigm"},
+        field_column="field",
+    )
+    pairs = MinimalPairs(file.stem, task, None)
+    mesh = mesh_lib.make_mesh(Parallelism())
+    assert pairs.open(model, tokenizer, Parallelism(), mesh, size) > 0
+    return pairs, mesh
+
+
+def test_pseudo_log_likelihoods_equal_pytorchs(tmp_path):
+    one, two, *others = map(words, BY_PYTORCH)
+    records = [record(one, two), *(record(other, one) for other in others)]
+    pairs, mesh = opened(tmp_path, records, golden.CONFIG, NUMBERED)
+    params = jax.device_put(golden.params(), mesh_lib.replicated(mesh))
+    found = dict(zip(pairs._texts, pairs._pseudo_log_likelihoods(params), strict=True))
+    assert found.keys() == BY_PYTORCH.keys()
+    for ids, wanted in BY_PYTORCH.items():
+        assert found[ids] == pytest.approx(wanted, rel=2e-6)
+    answer = pairs.ask(params)
+    # The first is the likelier one, as is one piece; those of ten and seventeen are not.
+    assert (answer["accuracy"], answer["pairs"]) == (0.5, 4)
+
+
+@pytest.mark.parametrize("size", [4, 12, 256])
+def test_texts_of_all_lengths_equal_one_mask_at_a_time(tmp_path, size):
+    """Against the predictor, which is given one text with one mask, of no others' length."""
+    params = tuned.heads.init_params(tuned.MODEL, jax.random.key(3))
+    tokenizer = WordPiece(tuned.PIECES, "uncased")
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(tuned.PIECES[6:], n)) for n in (1, 5, 7, 30, 6, 6, 2, 14, 62, 9)]
+    records = [record(a, b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
+    pairs, mesh = opened(tmp_path, records, tuned.MODEL, tokenizer, size)
+    found = pairs._pseudo_log_likelihoods(jax.device_put(params, mesh_lib.replicated(mesh)))
+    predictor = evaluators.Predictor(tuned.MODEL, tokenizer)
+    for ids, value in zip(pairs._texts, found, strict=True):
+        wanted = 0.0
+        for i, token in enumerate(ids):
+            masked = [*ids[:i], tokenizer.mask_id, *ids[i + 1 :]]
+            probabilities, _ = predictor.probabilities(params, masked, None)
+            wanted += float(np.log(probabilities[0, token]))
+        assert value == pytest.approx(wanted, rel=1e-5)
+
+
+def test_ties_count_half_and_errors_are_of_means(tmp_path, monkeypatch):
+    """By hand: three of four and a tie, of which the standard deviation is that of five numbers."""
+    texts = [words([i]) for i in (5, 6, 7, 8)]
+    by_id = {(5,): -1.0, (6,): -2.0, (7,): -3.0, (8,): -4.0}
+    a, b, c, d = texts
+    records = [
+        *(record(a, b), record(a, c), record(d, c)),
+        *(record(b, c, "islands", "syntax"), record(b, b.upper(), "islands", "syntax")),
+    ]
+    pairs, _ = opened(tmp_path, records, golden.CONFIG, NUMBERED)
+    monkeypatch.setattr(
+        pairs,
+        "_pseudo_log_likelihoods",
+        lambda params: np.array([by_id[ids] for ids in pairs._texts]),
+    )
+    answer = pairs.ask(None)
+    right = np.array([1, 1, 0, 1, 0.5])
+    assert answer["accuracy"] == 0.7
+    assert answer["error"] == pytest.approx(np.sqrt(np.mean((right - 0.7) ** 2) / 5))
+    assert answer["fields"]["morphology"] == {
+        "accuracy": pytest.approx(2 / 3),
+        "error": pytest.approx(np.sqrt(2 / 9 / 3)),
+        "pairs": 3,
+    }
+    assert answer["paradigms"]["islands"] == {
+        "accuracy": 0.75,
+        "error": pytest.approx(0.25 / np.sqrt(2)),
+        "pairs": 2,
+    }
+    assert answer["fields"].keys() == {"morphology", "syntax"}
+
+
+def test_a_draw_has_as_many_of_each_paradigm():
+    pairs = [
+        MinimalPair("f", str(i), "", name, "") for name, n in zip("abc", (50, 9, 3), strict=True)
+        for i in range(n)
+    ]  # fmt: skip
+    drawn = minimal_pairs._drawn(pairs, 20)
+    counts = [sum(pair.paradigm == name for pair in drawn) for name in "abc"]
+    assert sorted(counts[:2]) == [8, 9] and counts[2] == 3
+    assert drawn == minimal_pairs._drawn(pairs, 20) == [pair for pair in pairs if pair in drawn]
+    assert [pair.good for pair in drawn[:8]] != [str(i) for i in range(8)]
+    assert minimal_pairs._drawn(pairs, 100) == pairs
+
+
+def test_a_base_is_asked_by_evaluate(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base("base")
+    task = write_task(tmp_path, [record("wa wb", "xa ?"), record("xd", "wb wb", "islands")])
+    assert cli.main(["evaluate", "--workdir", "base", "--task", str(task)]) == 0
+    *shown, line = capsys.readouterr().out.splitlines()
+    answer = json.loads(line)["minimal_pairs"]["small_pairs"]
+    assert json.loads(line)["scores"] == {"small_pairs": answer["accuracy"]}
+    assert [text.split()[0] for text in shown] == [
+        *("small_pairs", "morphology", "agreement", "islands")
+    ]
+    # The same text on both sides, by a trained base or any other.
+    task = write_task(tmp_path, [record("wa wb", "WA wb")])
+    assert cli.main(["evaluate", "--workdir", "base", "--task", str(task)]) == 0
+    assert capsys.readouterr().out.startswith("small_pairs  0.500 +- 0.000  (1 pairs)")
+
+
+def test_pairs_are_asked_while_a_run_is_trained_and_shown_in_its_report(tmp_path):
+    file = write_text(tmp_path)
+    rng = np.random.default_rng(0)
+    letters = [f"w{chr(97 + i)}" for i in range(20)]
+    records = [
+        record(" ".join(rng.choice(letters, 3)), " ".join(rng.choice(letters, 4)), f"p{i % 3}")
+        for i in range(9)
+    ]
+    task = write_task(tmp_path, records)
+    outcome, shown = pretrain(
+        file, tmp_path / "w", f"run.probes={task}", "run.probe_share=1", "phases.0.steps=1"
+    )
+    assert outcome == "finished" and "probes: small_pairs (9 minimal pairs)" in shown
+    lines = [x for x in Lines(tmp_path / "w" / "metrics.jsonl").read() if x["kind"] == "probes"]
+    for line in lines:
+        answer = line["minimal_pairs"]["small_pairs"]
+        assert line["scores"]["small_pairs"] == answer["accuracy"]
+        assert line["majority"] == {"small_pairs": 0.5}
+        assert list(answer["paradigms"]) == ["p0", "p1", "p2"]
+    assert cli.main(["report", str(tmp_path / "w")]) == 0
+    page = (tmp_path / "w" / "report.html").read_text()
+    assert "Minimal pairs small_pairs" in page and "morphology" in page
+
+
+@pytest.mark.parametrize(
+    ("good", "words"),
+    [
+        ("wa " * 63, "pairs:1: 'wa wa wa"),
+        ("wa " * 63, "65 pieces with [CLS] and [SEP], and a row has 64; leave the pair out"),
+        ("\u200b\u200b", "pairs:1: '\\u200b\\u200b': no piece is left of it"),
+    ],
+)
+def test_texts_that_no_row_holds_are_named(tmp_path, capsys, monkeypatch, good, words):
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base("base")
+    task = write_task(tmp_path, [record(good, "wa")])
+    assert cli.main(["evaluate", "--workdir", "base", "--task", str(task)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--task", "small_pairs.py"], "--task: name the --workdir of a run or a base"),
+        (["--workdir", "base", "--task", "nowhere.py"], "nowhere.py: no such experiment file"),
+        (["small.py", "--workdir", "base", "--task", "small_pairs.py"], "no EXPERIMENT"),
+        (
+            ["--workdir", "headless", "--task", "small_pairs.py"],
+            "has no masked LM head that has learned",
+        ),
+    ],
+)
+def test_bad_usage_is_named(tmp_path, capsys, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base("base")
+    base = base_lib.read(epath.Path("base"))
+    base.fresh = ("masked_lm",)
+    base_lib.write(base, epath.Path("headless"))
+    write_task(tmp_path, [record("wa", "wb")])
+    assert cli.main(["evaluate", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_nothing_is_learned_from_pairs(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base("base")
+    write_task(tmp_path, [record("wa", "wb")])
+    assert cli.main(["finetune", "small_pairs.py", "--from", "base"]) == 2
+    assert "nothing is learned from them" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_other_pairs_have_another_hash(tmp_path):
+    hashes = set()
+    for good in ("wa", "wb", "wa"):
+        task = write_task(tmp_path, [record(good, "wc")])
+        hashes.add(probes.Probes([str(task)]).sha256)
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"train": ("jsonl:x",)}, "task.train=('jsonl:x',): nothing is learned"),
+        ({"validation": ()}, "task.validation=()"),
+        ({"second_column": ""}, "task.second_column='': task.kind=minimal_pairs has two texts"),
+        ({"field_column": "good"}, "each column once"),
+        ({"labels": ("a", "b")}, "task.kind=minimal_pairs has none"),
+        ({"kind": "pair", "field_column": "f", "train": ("jsonl:x",)}, "task.field_column='f'"),
+        ({"validation": ("conll:x",)}, "task.kind=minimal_pairs reads"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(fields, words):
+    given = {"kind": "minimal_pairs", "validation": ("jsonl:x",), "text_column": "good"}
+    with pytest.raises(InputError) as caught:
+        Task(**given | {"second_column": "bad"} | fields)
+    assert words in str(caught.value)
+
+
+def test_a_record_without_its_paradigm_is_named(tmp_path):
+    write_task(tmp_path, [{"good": "wa", "bad": "wb", "paradigm": None, "field": "x"}])
+    with pytest.raises(InputError, match=r"pairs:1: column 'paradigm' is missing"):
+        probes.Probes([str(tmp_path / "small_pairs.py")])
