@@ -236,6 +236,7 @@ def finetune(args: argparse.Namespace) -> int:
     _CHECKPOINT,
     _argument(
         "--task",
+        dest="tasks",
         metavar="TASKFILE",
         action="append",
         default=[],
@@ -245,7 +246,7 @@ def finetune(args: argparse.Namespace) -> int:
 )
 def evaluate(args: argparse.Namespace) -> int:
     """Score a checkpoint on held-out text, or in minimal pairs and other tasks as it is."""
-    if args.task:
+    if args.tasks:
         return _evaluate_tasks(args)
     from bert_jax.predict import load_params
     from bert_jax.training import evaluators, step
@@ -281,7 +282,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     if args.experiment is not None or args.set or not args.workdir:
         raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
     keep_compiled_programs()
-    asked = probes.Probes(args.task, pairs=None, where="--task")
+    asked = probes.Probes(args.tasks, pairs=None, where="--task")
     trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
     answer = probes.of_trained(asked, trained)
     for name, score in answer["scores"].items():
