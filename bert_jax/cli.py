@@ -10,11 +10,12 @@ import math
 import os
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from bert_jax import __version__, config, errors, system
-from bert_jax.config import Experiment, Finetuning, Parallelism, Section, explain
+from bert_jax.config import Experiment, Finetuning, Kind, Parallelism, Section, explain
 from bert_jax.conformance import command as conformance_command
 from bert_jax.errors import FAILED, FINISHED, STOPPED, InputError, printable
 
@@ -188,8 +189,22 @@ def pretrain(args: argparse.Namespace) -> int:
     _argument(
         "task",
         metavar="TASKFILE",
-        help="a .py file whose experiment() gives a Finetuning, or a resolved one as .json",
+        nargs="?",
+        help="a .py file whose experiment() gives a Finetuning, or a resolved one as .json; left "
+        "out: the task that --kind and what follows it describe",
     ),
+    _argument("--kind", choices=typing.get_args(Kind), help="instead of a TASKFILE: what is asked"),
+    _argument(
+        "--train",
+        metavar="FILE",
+        action="append",
+        help="examples to learn from: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source as "
+        "task.train has it; may be repeated",
+    ),
+    _argument("--validation", metavar="FILE", action="append", help="examples to score on"),
+    _argument("--text", metavar="COLUMN", help="the text, or the first of two [sentence]"),
+    _argument("--second", metavar="COLUMN", help="the second text of a pair or a regression"),
+    _argument("--label", metavar="COLUMN", help="the answer [label]"),
     _argument(
         "--from",
         dest="base",
@@ -219,13 +234,35 @@ def finetune(args: argparse.Namespace) -> int:
     from bert_jax.tasks import job, sweep
     from bert_jax.training.progress import LineConsole, Progress
 
-    if args.sweep:
-        of = sweep.members(args.task, args.set, args.sweep)
-        return _CODES[sweep.run(of, args.base, args.workdir, Progress(LineConsole()))]
-    experiment, origin = config.load_with_origin(args.task, args.set, Finetuning)
     progress = Progress(LineConsole())
-    outcome = job.finetune(experiment, args.base, args.workdir, progress, origin)
-    return _CODES[outcome]
+    if args.sweep:
+        if args.task is None:
+            raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
+        of = sweep.members(args.task, args.set, args.sweep)
+        return _CODES[sweep.run(of, args.base, args.workdir, progress)]
+    experiment, origin = _finetuning(args)
+    return _CODES[job.finetune(experiment, args.base, args.workdir, progress, origin)]
+
+
+def _finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | None]:
+    """The fine-tuning of a TASKFILE, of flags, or of a run that goes on, and where it comes from.
+
+    Of a run that goes on the record of that stays, and None is returned.
+    """
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import load_experiment
+
+    names = ("kind", "train", "validation", "text", "second", "label")
+    described = {f"--{name}": getattr(args, name) for name in names}
+    described = {flag: value for flag, value in described.items() if value is not None}
+    if args.task is not None and described:
+        raise InputError(f"{next(iter(described))}: {args.task} says this; use --set instead")
+    if args.task is not None:
+        return config.load_with_origin(args.task, args.set, Finetuning)
+    if described or not args.workdir:
+        return config.finetuning_of(described, args.workdir, args.set)
+    saved = load_experiment(mirror.opened(args.workdir), Finetuning)
+    return config.override(saved, args.set), None
 
 
 @_command(

@@ -74,7 +74,7 @@ def test_a_folder_of_transformers_is_to_be_imported_first(capsys, tmp_path):
 
 
 def test_usage_errors_exit_2(capsys):
-    for args in ([], ["finetune"], ["predict", "x"]):
+    for args in ([], ["embed"], ["predict", "x"]):
         with pytest.raises(SystemExit) as left:
             cli.main(args)
         assert left.value.code == 2
@@ -276,6 +276,7 @@ def test_doctor_tells_its_findings_and_exits_1_if_one_is_a_problem(run, capsys, 
         (["evaluate", "--workdir", "/nowhere/at/all"], ["/nowhere/at/all", "no run here"]),
         (["evaluate"], ["EXPERIMENT", "--workdir"]),
         (["pretrain"], ["EXPERIMENT", "--workdir"]),
+        (["finetune"], ["--kind", "TASKFILE"]),
         (["predict", "--workdir", "/nowhere/at/all", "x"], ["no run here"]),
         (["tokenize", "--tokenizer", "/nowhere"], ["/nowhere", "no such tokenizer"]),
         (["doctor", "/nowhere/at/all"], ["/nowhere/at/all", "nothing to examine"]),

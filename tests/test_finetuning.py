@@ -68,6 +68,38 @@ def test_columns_without_names_are_numbers():
     assert task(source="jsonl:x", header="none")
 
 
+def test_a_task_is_described_by_flags_alone():
+    described = {
+        "--kind": "pair",
+        "--train": ["data/my pairs.csv", "jsonl:more"],
+        "--validation": ["dev.TSV"],
+        "--text": "premise",
+        "--second": "hypothesis",
+    }
+    made, origin = config.finetuning_of(described, None, ["epochs=1"])
+    assert made.name == "my-pairs" and made.epochs == 1.0
+    assert made.task == Task(
+        kind="pair",
+        train=("csv:data/my pairs.csv", "jsonl:more"),
+        validation=("tsv:dev.TSV",),
+        text_column="premise",
+        second_column="hypothesis",
+    )
+    assert origin["experiment"] == "the command line" and origin["settings"] == ["epochs=1"]
+    span = {"--kind": "span", "--train": ["a.json"], "--validation": ["b.json"]}
+    made, _ = config.finetuning_of(span, "runs/squad.1", [])
+    assert made.name == "squad" and made.task.train == ("squad:a.json",)
+    for changed, words in (
+        ({"--kind": None}, "--kind: name a TASKFILE"),
+        ({"--validation": None}, "--validation: name a TASKFILE"),
+        ({"--train": ["a.txt"]}, "--train a.txt: how to read it is not known"),
+        ({"--kind": "classify"}, "task.second_column"),
+    ):
+        wrong = {flag: value for flag, value in (described | changed).items() if value}
+        with pytest.raises(InputError, match=words):
+            config.finetuning_of(wrong, None, [])
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "words"),
     [

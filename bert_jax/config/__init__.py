@@ -7,6 +7,7 @@ from bert_jax.config.fields import Section
 from bert_jax.config.files import (
     FORMAT_VERSION,
     differences,
+    finetuning_of,
     flatten,
     from_json,
     load,
@@ -56,6 +57,7 @@ __all__ = [
     "Section",
     "Task",
     "differences",
+    "finetuning_of",
     "flatten",
     "from_json",
     "load",

@@ -6,16 +6,17 @@ import difflib
 import importlib
 import json
 import pathlib
+import re
 import runpy
 import sys
 import traceback
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bert_jax.config import explain
 from bert_jax.config.fields import Section
-from bert_jax.config.finetuning import Finetuning
+from bert_jax.config.finetuning import SOURCES, Finetuning, Task
 from bert_jax.config.pretraining import Corpus, Experiment
 from bert_jax.errors import InputError
 
@@ -46,18 +47,74 @@ def load_with_origin(
     """
     loaded, parent = _load(path, kind)
     experiment = override(loaded, settings)
+    return experiment, _origin(path, settings, experiment, parent)
+
+
+def finetuning_of(
+    described: Mapping[str, Any], workdir: str | None, settings: Sequence[str]
+) -> tuple[Finetuning, dict[str, Any]]:
+    """Makes a fine-tuning of the flags that describe a task, as `load_with_origin` does of a file.
+
+    Args:
+      described: values by flag, those that were given: --kind, --train, --validation, --text,
+        --second, --label.
+      workdir: of the run; its last part names it. None: the first file to learn from does.
+      settings: `--set` strings.
+
+    Raises:
+      InputError: a flag is missing, or a file is of no kind that is known by its name.
+    """
+    for flag in ("--kind", "--train", "--validation"):
+        if flag not in described:
+            raise InputError(f"{flag}: name a TASKFILE, or all of --kind, --train and --validation")
+    sources = {
+        flag: tuple(_source(flag, described["--kind"], file) for file in described[flag])
+        for flag in ("--train", "--validation")
+    }
+    columns = {"--text": "text_column", "--second": "second_column", "--label": "label_column"}
+    longest = {"max_sequence_length": 384} if described["--kind"] == "span" else {}  # as usual
+    task = Task(
+        kind=described["--kind"],
+        **longest,
+        train=sources["--train"],
+        validation=sources["--validation"],
+        **{name: described[flag] for flag, name in columns.items() if flag in described},
+    )
+    named = workdir or described["--train"][0].rpartition(":")[2]
+    name = re.sub(r"[^\w.-]+", "-", pathlib.PurePath(named).name.partition(".")[0]).strip("-.")
+    experiment = override(Finetuning(name=name or "task", task=task), settings)
+    return experiment, _origin("the command line", settings, experiment, None)
+
+
+def _source(flag: str, kind: str, file: str) -> str:
+    """Returns a source as `task.train` has it, by the end of the file's name."""
+    if file.partition(":")[0] in SOURCES[kind]:
+        return file
+    ending = pathlib.PurePath(file).suffix.lower()
+    word = "squad" if ending == ".json" else ending.removeprefix(".")
+    if word not in SOURCES[kind]:
+        known = ", ".join(f"{word}:" for word in SOURCES[kind])
+        raise InputError(
+            f"{flag} {file}: how to read it is not known by its name; --kind {kind} reads {known} "
+            f"so write {SOURCES[kind][0]}:{file}, say"
+        )
+    return f"{word}:{file}"
+
+
+def _origin(
+    path: str, settings: Sequence[str], experiment: Section, parent: tuple[str, Section] | None
+) -> dict[str, Any]:
     if parent is None:
         name, changed = "", _differences_from_defaults(experiment)
     else:
         name, changed = parent[0], differences(parent[1], experiment, "all")
-    origin = {
+    return {
         "format_version": FORMAT_VERSION,
         "experiment": path,
         "parent": name,
         "settings": list(settings),
         "differences": changed,
     }
-    return experiment, origin
 
 
 def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:

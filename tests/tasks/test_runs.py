@@ -295,6 +295,23 @@ def changed(name, old, new):
         path.write_text(before)
 
 
+def test_flags_alone_are_a_task_file_and_a_run_goes_on_by_its_workdir():
+    sets = (
+        "--set task.max_sequence_length=16 --set epochs=0.5 --set batch_size=16 "
+        "--set run.log_every=1 --set run.checkpoint_every=1"
+    )
+    flags = "--kind classify --train train.tsv --validation test.tsv --from run"
+    code, err = broken.call(f"finetune {flags} --workdir flagged {sets}")
+    assert code == 0, err
+    experiment = load_experiment(Workdir("flagged"), Finetuning)
+    assert experiment.name == "flagged" and experiment.task.text_column == "sentence"
+    code, err = broken.call("finetune --workdir flagged")
+    assert code == 0, err
+    assert len([line for line in lines("flagged") if line["kind"] == "train"]) == 2
+    code, err = broken.call(f"finetune classify.py {flags} --workdir new")
+    assert code == 2 and "--kind: classify.py says this" in err
+
+
 def test_without_a_base_nothing_begins():
     refuses("new", "--from: name a base or a run", base="")
     refuses("new", "nowhere", base="--from nowhere")
