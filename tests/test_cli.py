@@ -352,3 +352,12 @@ def test_predict_says_when_there_is_nothing_to_fill(run, capsys):
     _, _, workdir = run
     code, out, _ = call(capsys, "predict", "--workdir", workdir, "wa wb")
     assert code == 0 and "write [MASK]" in out
+
+
+def test_what_is_to_be_done_is_shown_before_the_first_step(run, capsys, tmp_path):
+    _, file, _ = run
+    code, out, _ = call(capsys, "pretrain", file, "--workdir", tmp_path / "w")
+    lines = out.splitlines()
+    shown = next(i for i, line in enumerate(lines) if line.startswith("small: 0.0M parameters"))
+    assert code == 0 and lines[shown + 1].startswith("step ")
+    assert "14 steps of 8 x 16 tokens, then 8 steps of 4 x 24 tokens" in lines[shown]

@@ -215,6 +215,22 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
         mesh_lib.require_divisible(phase.batch_size, where, mesh, parts)
 
 
+def _summary(experiment: Experiment, objective: Pretraining, mesh: jax.sharding.Mesh) -> str:
+    """Returns what is shown before the first step: the model, the devices and the work."""
+    shapes = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    kind = mesh.devices.flat[0].device_kind
+    phases = ", then ".join(
+        f"{phase.steps:,} steps of {phase.batch_size} x {phase.sequence_length} tokens"
+        for phase in experiment.phases
+    )
+    devices = f"{mesh.size} {kind} device{'s' * (mesh.size > 1)}"
+    return (
+        f"{experiment.name}: {count / 1e6:.1f}M parameters, {experiment.model.compute_dtype}, on "
+        f"{devices}; {phases}; the first step is compiled before it runs"
+    )
+
+
 class PretrainingSetup:
     """An experiment on its corpus; see `training.job.Setup`.
 
@@ -304,6 +320,8 @@ class PretrainingSetup:
         ]
         if self._probes is not None:
             asked.append(self._open_probes(self._probes, prepared, mesh, peers))
+
+        self._say(_summary(experiment, objective, mesh))
 
         def batches(done: int) -> PhaseBatches:
             number, first = experiment.phase_at(done)
