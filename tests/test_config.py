@@ -68,6 +68,13 @@ def test_set_changes_fields_of_every_type():
         ("model.hidden_act=relu", ["gelu, gelu_tanh"]),
         ("model.hidden_dropout_prob=1.0", ["hidden_dropout_prob", "[0, 1)"]),
         ("model.hidden_dropout_prob=0.001", ["hidden_dropout_prob", "256"]),
+        (
+            "data.masked_lm_prob=0.3",
+            ["phases.0.max_predictions_per_seq=20", "0.3 of 128", "set it to 38"],
+        ),
+        ("data.final_masked_lm_prob=0.16", ["phases.1.max_predictions_per_seq=77", "set it to 82"]),
+        ("data.mask_share=1.1", ["data.mask_share", "[0, 1]"]),
+        ("data.mask_share=0.95", ["data.random_share=0.1", "data.mask_share=0.95"]),
         ("optimizer.eps=nan", ["finite"]),
         ("optimizer.eps=0", ["positive"]),
         ("optimizer.warmup_steps=200000", ["warmup_steps", "100000 steps"]),

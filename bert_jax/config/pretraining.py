@@ -13,6 +13,8 @@ from bert_jax.errors import InputError
 
 # How many steps of a run may be left out.
 SKIPPED_STEPS = 64
+# Of a row's tokens, those that are predicted (Devlin et al. 2018, section 3.1).
+_PAPERS_SHARE = 0.15
 # How many are traced at most: a trace is kept in memory.
 _TRACED_STEPS = 100
 
@@ -153,8 +155,16 @@ class Data(Section):
     short_seq_prob: float = 0.1
     # Share of an example's tokens that are to be predicted.
     masked_lm_prob: float = 0.15
-    # What is masked at once: single pieces, or all pieces of a word.
-    masking: Literal["piece", "whole_word"] = "piece"
+    # The share it has come to by the last step, in even steps; 0: it stays. Held-out rows are
+    # masked alike whatever is set here: 15 % of the pieces, of which 80 % become [MASK].
+    final_masked_lm_prob: float = 0.0
+    # Of the tokens to be predicted, the share that becomes [MASK].
+    mask_share: float = 0.8
+    # The share that becomes a random piece; the rest stays what it is.
+    random_share: float = 0.1
+    # What is masked at once: single pieces, all pieces of a word, or up to ten words (SpanBERT's
+    # spans: geometric with p 0.2, each replaced as a whole).
+    masking: Literal["piece", "whole_word", "span"] = "piece"
     # 0: new pairs and masks in every epoch; n: those of the first n epochs again and again.
     dupe_factor: int = 0
     # Length of the held-out rows.
@@ -165,10 +175,29 @@ class Data(Section):
     eval_rows: int = 10_000
 
     def _validate(self) -> None:
-        self._require_share("short_seq_prob", "masked_lm_prob")
+        self._require_share("short_seq_prob", "masked_lm_prob", "final_masked_lm_prob")
+        for name in ("mask_share", "random_share"):
+            self._require(0.0 <= getattr(self, name) <= 1.0, name, "must be in [0, 1]")
+        self._require(
+            self.mask_share + self.random_share <= 1.0,
+            "random_share",
+            f"is over 1 together with data.mask_share={self.mask_share}",
+        )
         self._require_at_least(8, "eval_sequence_length")
         self._require_at_least(1, "eval_max_predictions_per_seq", "eval_rows")
         self._require_at_least(0, "dupe_factor")
+        if self.dupe_factor:
+            self._require(
+                self.final_masked_lm_prob == 0.0,
+                "final_masked_lm_prob",
+                f"masks that come again (data.dupe_factor={self.dupe_factor}) stay as they are; "
+                "set data.dupe_factor=0",
+            )
+
+    @property
+    def largest_masked_share(self) -> float:
+        """Returns the largest share of a row's tokens that any step predicts."""
+        return max(self.masked_lm_prob, self.final_masked_lm_prob)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,7 +453,16 @@ class Experiment(Section):
                 f"parallelism.accumulation={self.parallelism.accumulation}: give one number, or "
                 f"one for each of the {len(self.phases)} phases"
             )
+        share = self.data.largest_masked_share
         for i, phase in enumerate(self.phases):
+            # The paper's share is cut off by a narrow table, as in the reference.
+            wanted, most = round(share * phase.sequence_length), phase.max_predictions_per_seq
+            if share > _PAPERS_SHARE and wanted > most:
+                raise InputError(
+                    f"phases.{i}.max_predictions_per_seq={most}: too few for {share:g} of "
+                    f"{phase.sequence_length} tokens, as data.masked_lm_prob and "
+                    f"data.final_masked_lm_prob ask for; set it to {wanted}"
+                )
             where = f"phases.{i}.batch_size={phase.batch_size}"
             parts = self.parallelism.accumulation_of(i)
             if phase.batch_size % parts:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import unicodedata
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -160,9 +160,10 @@ def _pairs() -> Iterator[Rule]:
 
 def _masks() -> Iterator[Rule]:
     lengths = np.arange(5, 513)
+    continues = np.array([False] * 5 + [True])
     differing = 0
     for most in (20, 77):
-        masked = _mask(lengths, draws.Counter((0, 0), lengths), most, None)
+        masked = _mask(lengths, draws.Counter((0, 0), lengths), most, "piece", continues)
         expected = [min(most, max(1, round(int(n) * 0.15))) for n in lengths]
         differing += count_of_different(masked.weights.sum(axis=1).tolist(), expected)
     yield _rule(
@@ -170,15 +171,19 @@ def _masks() -> Iterator[Rule]:
         f"{len(lengths)} lengths with Python's round",
         differing,
     )
-    continues = np.array([False] * 5 + [True])
     # A word of A and one ##piece of B, one to predict: together they are too many.
-    one_word = _mask(np.array([5]), draws.Counter((0, 0), np.array([0])), 20, continues)
+    one_word = _mask(
+        np.array([5]), draws.Counter((0, 0), np.array([0])), 20, "whole_word", continues
+    )
     yield _rule(
         "a ## at the front of B joins the last word of A",
         "predictions with none, where one fits and the word has two pieces",
         float(one_word.weights.sum()),
     )
-    kinds, ids = draws.Counter((0, 0), np.arange(1000)).replacements(np.full(1000, 200), 30)
+    data = Data()
+    kinds, ids = draws.Counter((0, 0), np.arange(1000)).replacements(
+        np.full(1000, 200), 30, data.mask_share, data.random_share
+    )
     shares = np.bincount(kinds.ravel(), minlength=3) / kinds.size - [0.8, 0.1, 0.1]
     yield _rule(
         "in training, too: 80 % [MASK], 10 % kept, 10 % replaced",
@@ -195,7 +200,11 @@ def _masks() -> Iterator[Rule]:
 
 
 def _mask(
-    lengths: np.ndarray, counter: draws.Counter, most: int, continues: np.ndarray | None
+    lengths: np.ndarray,
+    counter: draws.Counter,
+    most: int,
+    units: Literal["piece", "whole_word"],
+    continues: np.ndarray,
 ) -> masking.Masked:
     """Masks rows whose A is one piece, id 4, and whose other pieces are id 5."""
     ids = np.full((len(lengths), int(lengths.max())), 5, np.int32)
@@ -206,7 +215,7 @@ def _mask(
         np.ones(len(lengths), np.int64),
         lengths - 4,
         counter,
-        masked_lm_prob=Data().masked_lm_prob,
+        masking.Policy.of(Data(masking=units), 0, 1),
         max_predictions=most,
         mask_id=1,
         vocab_size=6,

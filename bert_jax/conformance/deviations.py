@@ -39,7 +39,9 @@ _FIELDS: dict[str, tuple[object, str]] = {
     "corpus.repeated_documents": ("keep", "the reference keeps documents that repeat"),
     "data.short_seq_prob": (0.1, "the reference cuts 0.1 of all documents short"),
     "data.masked_lm_prob": (0.15, "the paper predicts 15 % of all pieces"),
-    "data.masking": ("piece", "whole words are masked, as in the models released in May 2019"),
+    "data.final_masked_lm_prob": (0.0, "the share that is predicted changes; the paper's stays"),
+    "data.mask_share": (0.8, "the paper masks 80 % of what it predicts"),
+    "data.random_share": (0.1, "the paper replaces 10 % of what it predicts by any piece"),
     "optimizer.peak_learning_rate": (1e-4, "the paper's peak is 1e-4"),
     "optimizer.warmup_steps": (10_000, "the paper warms up over 10,000 steps"),
     "optimizer.schedule": (
@@ -66,6 +68,11 @@ _OPTIMIZERS = {
     "tensor (You et al. 2019); the reference does neither",
 }
 
+_MASKINGS = {
+    "whole_word": "whole words are masked, as in the models released in May 2019",
+    "span": "spans of words are masked and replaced at once (SpanBERT); the paper masks pieces",
+}
+
 _CLIPS = {
     "global": "global clip after the mean: the reference clips on each core before the sum",
     "none": "no clip: the reference clips on each core before the sum",
@@ -75,7 +82,7 @@ _CLIPS = {
 def find(experiment: Experiment) -> list[Deviation]:
     """Returns all deviations that the settings make, and those of every run."""
     deviations: list[Deviation] = []
-    for look in (_shape, _fields, _noise, _text, _passes, _optimizer, _phases):
+    for look in (_shape, _fields, _noise, _text, _masks, _passes, _optimizer, _phases):
         deviations += look(experiment)
     return [*deviations, *_EVERY_RUN]
 
@@ -151,6 +158,12 @@ def _text(experiment: Experiment) -> Iterator[Deviation]:
         "this share of the documents is held out to evaluate on, on the same rows and masks every "
         "time; the reference trains on all, and evaluates on whatever instances it is given",
     )
+
+
+def _masks(experiment: Experiment) -> Iterator[Deviation]:
+    masking = experiment.data.masking
+    if masking in _MASKINGS:
+        yield Deviation(_setting(experiment, "data.masking"), _MASKINGS[masking])
 
 
 def _passes(experiment: Experiment) -> Iterator[Deviation]:

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.conformance.settings import Settings
-from bert_jax.data import batches, draws, pairs, stream
+from bert_jax.data import batches, draws, masking, pairs, stream
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, require_plain, write_atomic
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
@@ -53,14 +53,14 @@ def create(documents: Documents, ids: batches.Ids, settings: Settings) -> Iterat
     draw = draws.Sequential(random.Random(settings.random_seed))
     order = draw.document_order(len(documents))
     flat = stream.from_documents([documents[i] for i in order], np.uint32)
-    data, length = settings.data, settings.max_seq_length
+    policy, length = masking.Policy.of(settings.data, 0, 1), settings.max_seq_length
     # No row has more: the table is as narrow as it can be.
     predictions = min(settings.max_predictions_per_seq, length)
     made = []
     for _ in range(settings.dupe_factor):
         # One row is planned, executed, and only then the next: they share one generator.
-        for row in pairs.one_by_one(flat, length, data.short_seq_prob, draw):
-            batch = batches.execute(flat, row, draw, ids, data, length, predictions)
+        for row in pairs.one_by_one(flat, length, settings.short_seq_prob, draw):
+            batch = batches.execute(flat, row, draw, ids, policy, length, predictions)
             made.append(json.dumps(_as_written(batch)))
     for number in draw.instance_order(len(made)):
         yield made[number]

@@ -63,7 +63,7 @@ def execute(
     rows: np.ndarray,
     array_draws: draws.ArrayDraws,
     ids: Ids,
-    data: Data,
+    policy: masking.Policy,
     sequence_length: int,
     max_predictions: int,
 ) -> Batch:
@@ -74,7 +74,7 @@ def execute(
       rows: pairs.ROW_DTYPE [B].
       array_draws: truncation and masks.
       ids: specials and vocabulary.
-      data: probabilities and the kind of mask.
+      policy: of the masks.
       sequence_length: S.
       max_predictions: P.
 
@@ -104,11 +104,11 @@ def execute(
         pair.a_length,
         pair.b_length,
         array_draws,
-        masked_lm_prob=data.masked_lm_prob,
+        policy,
         max_predictions=max_predictions,
         mask_id=ids.mask,
         vocab_size=ids.vocab_size,
-        continues=ids.continues if data.masking == "whole_word" else None,
+        continues=ids.continues,
     )
     return {
         "input_ids": masked.input_ids,
@@ -130,12 +130,22 @@ class TrainBatches:
       data: how examples are made.
       shape: widths of the batches.
       rows_per_epoch: R; None: the rows in the first plan.
+      first_step: of the phase, counted in the run.
+      total_steps: of the run.
     """
 
     def __init__(
-        self, plans: Plans, ids: Ids, data: Data, shape: Shape, rows_per_epoch: int | None = None
+        self,
+        plans: Plans,
+        ids: Ids,
+        data: Data,
+        shape: Shape,
+        rows_per_epoch: int | None = None,
+        first_step: int = 0,
+        total_steps: int = 1,
     ):
         self.plans, self._ids, self._data, self._shape = plans, ids, data, shape
+        self._first_step, self._total_steps = first_step, total_steps
         self._rows = rows_per_epoch
         self._key = draws.key_of(*plans.names)
 
@@ -195,7 +205,7 @@ class TrainBatches:
             planned,
             draws.Counter(self._key, self._epoch_drawn(epochs) * self.rows_per_epoch + slots),
             self._ids,
-            self._data,
+            masking.Policy.of(self._data, self._first_step + step, self._total_steps),
             self._shape.sequence_length,
             self._shape.max_predictions,
         )
@@ -228,7 +238,8 @@ def eval_batches(
     """Returns the frozen held-out examples, the same at every evaluation, batch size and mesh.
 
     Rows are those of one plan of the validation split, at most `Data.eval_rows`, document after
-    document in a random order; masks are keyed by the split. The last batch is filled up with rows
+    document in a random order; masks are keyed by the split, and how much is masked is the same
+    whatever is trained with (`masking.HELD_OUT`). The last batch is filled up with rows
     of weight 0.
 
     Returns:
@@ -254,7 +265,7 @@ def eval_batches(
             plan[np.where(real, row, 0)],
             draws.Counter(key, row),
             ids,
-            data,
+            masking.HELD_OUT,
             data.eval_sequence_length,
             data.eval_max_predictions_per_seq,
         )

@@ -22,6 +22,13 @@ MASK, KEEP, RANDOM = 0, 1, 2
 # Purposes: the last word of the counter.
 _FRONT_CUTS_A, _FRONT_CUTS_B, _CANDIDATES, _REPLACEMENTS, _PERMUTATION = range(5)
 _TARGET, _CHUNK, _RANDOM_NEXT = range(5, 8)
+_SPANS = 8
+
+# Words of a span: geometric with this p, no longer than the longest (Joshi et al. 2020, SpanBERT).
+LONGEST_SPAN = 10
+_SPAN_P = 0.2
+_SPAN_LAW = (1 - _SPAN_P) ** np.arange(LONGEST_SPAN) * _SPAN_P
+_SPAN_LAW /= _SPAN_LAW.sum()
 
 # Draws after which a random document may be the same one (`create_instances_from_document`).
 _TRIES = 10
@@ -70,7 +77,15 @@ class ArrayDraws(Protocol):
         Entries of row r from counts[r] on have no meaning.
         """
 
-    def replacements(self, counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    def span_lengths(self, counts: np.ndarray) -> np.ndarray:
+        """Returns how many words a span has that begins with each word, int64 [B, max(counts)].
+
+        From 1 to LONGEST_SPAN, geometric; 3.8 on average.
+        """
+
+    def replacements(
+        self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns what each row's chosen tokens become: kind uint8 [B, P], a random id [B, P]."""
 
 
@@ -150,13 +165,21 @@ class Sequential:
         self._rng.shuffle(order)
         return np.array([order])
 
-    def replacements(self, counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    def span_lengths(self, counts: np.ndarray) -> np.ndarray:
+        """Draws by `choices`; the reference knows no spans."""
+        lengths = range(1, LONGEST_SPAN + 1)
+        return np.array([self._rng.choices(lengths, _SPAN_LAW, k=int(counts[0]))])
+
+    def replacements(
+        self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Draws by `random`, `random`, `randint`, as far as each is needed."""
         kinds, ids = [], []
         for _ in range(int(counts[0])):
             kind, token = MASK, 0
-            if self._rng.random() >= 0.8:
-                kind = KEEP if self._rng.random() < 0.5 else RANDOM
+            if self._rng.random() >= mask_share:
+                kept = (1.0 - random_share - mask_share) / (1.0 - mask_share)
+                kind = KEEP if self._rng.random() < kept else RANDOM
                 if kind == RANDOM:
                     token = self._rng.randint(0, vocab_size - 1)
             kinds.append(kind)
@@ -254,15 +277,22 @@ class Counter:
         keys.sort(axis=1)
         return keys.astype(np.uint32)  # the lower half
 
-    def replacements(self, counts: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    def span_lengths(self, counts: np.ndarray) -> np.ndarray:
+        """Draws one random word a word."""
+        words = self._words(_SPANS, int(counts.max()))
+        return 1 + np.searchsorted(np.cumsum(_SPAN_LAW)[:-1] * 2**32, words, "right")
+
+    def replacements(
+        self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Draws two words a token, one for its kind and one for a random id."""
         columns = int(counts.max())
         words = self._words(_REPLACEMENTS, 2 * columns)
         # In turn: a word's place must not depend on how many tokens other rows have.
         kind, token = words[:, ::2], words[:, 1::2]
         kinds = np.full(kind.shape, MASK, np.uint8)
-        kinds[kind >= np.uint32(0.8 * 2**32)] = KEEP
-        kinds[kind >= np.uint32(0.9 * 2**32)] = RANDOM
+        kinds[kind >= int(mask_share * 2**32)] = KEEP
+        kinds[kind >= int((1.0 - random_share) * 2**32)] = RANDOM
         return kinds, _below(token, vocab_size)
 
     def _words(self, purpose: int, columns: int) -> np.ndarray:

@@ -2,17 +2,50 @@
 
 `create_masked_lm_predictions` of google-research/bert (Devlin et al. 2018, section 3.1, task 1):
 15 % of the length, specials counted, rounded half to even, at least 1, at most the table's width;
-80 % become [MASK], 10 % stay, 10 % become any piece of the vocabulary, specials included.
+80 % become [MASK], 10 % stay, 10 % become any piece of the vocabulary, specials included. Other
+shares can be set, and what is masked at once: pieces, words, or spans of words (Joshi et al. 2020,
+SpanBERT, section 3.1).
 
-Shape letters: B rows, S sequence, P predictions, N candidates, G groups (whole words).
+Shape letters: B rows, S sequence, P predictions, N candidates, G groups (whole words), L words of
+the longest span.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from bert_jax.config import Data
 from bert_jax.data import draws as draws_lib
 from bert_jax.data.draws import ArrayDraws
+
+
+class Policy(NamedTuple):
+    """The masks of a step: how much is predicted, and what it becomes.
+
+    Attributes:
+      share: of a row's length that is to be predicted.
+      mask_share: of what is predicted, the part that becomes [MASK].
+      random_share: the part that becomes any piece; the rest stays.
+      units: what is masked at once. A word's pieces go on it, and as in the reference such a piece
+        at the front of a truncated B joins the last word of A.
+    """
+
+    share: float
+    mask_share: float
+    random_share: float
+    units: Literal["piece", "whole_word", "span"]
+
+    @classmethod
+    def of(cls, data: Data, step: int, steps: int) -> "Policy":
+        """Returns that of a step of a run of `steps`; the share comes to its last with the last."""
+        share = data.masked_lm_prob
+        if data.final_masked_lm_prob and steps > 1:
+            share += (data.final_masked_lm_prob - share) * step / (steps - 1)
+        return cls(share, data.mask_share, data.random_share, data.masking)
+
+
+# Of held-out rows, whatever is trained with, so that runs can be compared.
+HELD_OUT = Policy(0.15, 0.8, 0.1, "piece")
 
 
 class Masked(NamedTuple):
@@ -44,12 +77,12 @@ def mask(
     a_length: np.ndarray,
     b_length: np.ndarray,
     draws: ArrayDraws,
+    policy: Policy,
     *,
-    masked_lm_prob: float,
     max_predictions: int,
     mask_id: int,
     vocab_size: int,
-    continues: np.ndarray | None,
+    continues: np.ndarray,
 ) -> Masked:
     """Masks rows `[CLS] A [SEP] B [SEP]`.
 
@@ -58,29 +91,34 @@ def mask(
       a_length: int64 [B], ids of A.
       b_length: int64 [B], ids of B.
       draws: the random choices.
-      masked_lm_prob: share of the length to predict.
+      policy: how much, and what it becomes.
       max_predictions: P.
       mask_id: the id of [MASK].
       vocab_size: random replacements are below it.
-      continues: bool [vocabulary], pieces that go on a word: whole words are masked. As in the
-        reference, such a piece at the front of a truncated B joins the last word of A. None:
-        pieces are masked one by one.
+      continues: bool [vocabulary], pieces that go on a word.
     """
     count = a_length + b_length
-    num_to_predict = number_to_predict(count + 3, masked_lm_prob, max_predictions)
-    # Candidates are numbered through A and B; the [SEP] between them is none.
-    if continues is None:
+    wanted = number_to_predict(count + 3, policy.share, max_predictions)
+    # Candidates are numbered through A and B; the [SEP] between them is none. (row, chosen) lists
+    # those of each row in the order in which they were accepted, `slot` numbers them from 0, and
+    # what becomes of one is drawn for the slot `like`.
+    if policy.units == "piece":
         order = draws.candidate_order(count)
-        num = np.minimum(num_to_predict, count)
+        num = np.minimum(wanted, count)
         row, slot = _entries(num)
         chosen = order[row, slot].astype(np.int64)
+        like = slot
     else:
-        row, chosen = _whole_words(input_ids, a_length, count, num_to_predict, continues, draws)
+        words = _words(input_ids, a_length, count, continues)
+        if policy.units == "whole_word":
+            row, chosen = _whole_words(words, wanted, draws)
+        else:
+            row, chosen, first = _spans(words, a_length, wanted, draws)
         num = np.bincount(row, minlength=len(count))
         row, slot = _entries(num)
-    # (row, chosen) lists the candidates of each row in the order in which they were accepted.
-    kinds, random_ids = draws.replacements(num, vocab_size)
-    kind, random_id = kinds[row, slot], random_ids[row, slot]
+        like = slot if policy.units == "whole_word" else first
+    kinds, random_ids = draws.replacements(num, vocab_size, policy.mask_share, policy.random_share)
+    kind, random_id = kinds[row, like], random_ids[row, slot]
     row_start = row * input_ids.shape[1]
     place = row_start + chosen + 1 + (chosen >= a_length[row])  # in all rows one after another
     original = input_ids.ravel()
@@ -103,20 +141,20 @@ def _entries(num: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return row, np.arange(len(row)) - np.repeat(np.cumsum(num) - num, num)
 
 
-def _whole_words(
-    input_ids: np.ndarray,
-    a_length: np.ndarray,
-    count: np.ndarray,
-    num_to_predict: np.ndarray,
-    continues: np.ndarray,
-    draws: ArrayDraws,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (row, candidate) of the chosen pieces, in the order in which words were accepted.
+class _Words(NamedTuple):
+    """The words of rows: `count` int64 [B], and `first` int64 [B, G + 1], where each starts.
 
-    A word that would exceed the number to predict is passed over, and a later one may still fit.
+    Behind a row's last word `first` is the number of its candidates.
     """
-    width = input_ids.shape[1]
-    position = np.arange(width)
+
+    count: np.ndarray
+    first: np.ndarray
+
+
+def _words(
+    input_ids: np.ndarray, a_length: np.ndarray, count: np.ndarray, continues: np.ndarray
+) -> _Words:
+    position = np.arange(input_ids.shape[1])
     # [B, S]: specials and padding start no word, and the first candidate always does.
     starts = ~np.take(continues, input_ids) & (position < count[:, None] + 2)
     starts[:, 0] = False
@@ -125,15 +163,27 @@ def _whole_words(
     candidate = position - 1 - (position > a_length[:, None])
     groups = np.count_nonzero(starts, axis=1)
     most = int(groups.max())
-    first = np.repeat(count[:, None], most + 1, axis=1)  # [B, G + 1], where each word starts
+    first = np.repeat(count[:, None], most + 1, axis=1)
     first[np.arange(most + 1) < groups[:, None]] = candidate[starts]
+    return _Words(groups, first)
 
+
+def _whole_words(
+    words: _Words, wanted: np.ndarray, draws: ArrayDraws
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (row, candidate) of the chosen pieces, in the order in which words were accepted.
+
+    A word that would exceed the number to predict is passed over, and a later one may still fit.
+    """
+    groups, first = words
+    most = first.shape[1] - 1
     order = draws.candidate_order(groups)
     in_order = np.arange(len(order))[:, None] * most + order
     size = np.take(np.diff(first), in_order, mode="clip")
-    size[np.arange(most) >= groups[:, None]] = width  # behind the last word: fits nowhere
+    # Behind the last word: fits nowhere.
+    size[np.arange(most) >= groups[:, None]] = np.iinfo(size.dtype).max
     accepted = np.zeros(order.shape, bool)
-    left = num_to_predict.copy()
+    left = wanted.copy()
     for place, extra in enumerate(size.T):
         fits = accepted[:, place] = extra <= left
         left -= extra * fits
@@ -143,3 +193,50 @@ def _whole_words(
     row, sizes = taken // most, size.ravel()[taken]
     start = first[row, order.ravel()[taken]]
     return np.repeat(row, sizes), np.repeat(start, sizes) + _entries(sizes)[1]
+
+
+def _spans(
+    words: _Words, a_length: np.ndarray, wanted: np.ndarray, draws: ArrayDraws
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (row, candidate, slot of its span's first) of the chosen pieces, span after span.
+
+    Words are taken in a random order. From one that is not masked yet a span begins, of as many
+    words as are drawn for it; it ends with A or B, or where the next word would exceed the number
+    to predict, and goes over words that are masked already. Where the reference cuts a span within
+    a word to mask just as many pieces as it wants, here words stay whole.
+    """
+    groups, first = words
+    most = first.shape[1] - 1
+    size = np.diff(first)
+    in_a = first[:, :-1] < a_length[:, None]
+    end = np.where(in_a, np.count_nonzero(in_a, axis=1)[:, None], groups[:, None])
+    order = draws.candidate_order(groups)
+    length = draws.span_lengths(groups)
+    reach = np.arange(draws_lib.LONGEST_SPAN)
+    span = np.full(size.shape, most)  # the number of the span that took the word; none
+    left = wanted.copy()
+    for number in range(most):
+        row = np.flatnonzero((left > 0) & (number < groups))
+        if not len(row):
+            break
+        begin = order[row, number].astype(np.int64)
+        free = span[row, begin] == most
+        row, begin = row[free, None], begin[free, None]
+        word = np.minimum(begin + reach, most - 1)
+        inside = (reach < length[row, begin]) & (begin + reach < end[row, begin])
+        new = inside & (span[row, word] == most)
+        extra = np.cumsum(size[row, word] * new, axis=1)
+        new &= extra <= left[row]
+        span[np.broadcast_to(row, word.shape)[new], word[new]] = number
+        left[row[:, 0]] -= np.max(extra * new, axis=1, initial=0)
+    row, word = np.nonzero(span < most)
+    in_turn = np.lexsort((word, span[row, word], row))
+    row, word = row[in_turn], word[in_turn]
+    sizes = size[row, word]
+    number = np.repeat(span[row, word], sizes)
+    start, row = np.repeat(first[row, word], sizes), np.repeat(row, sizes)
+    slot = _entries(np.bincount(row, minlength=len(groups)))[1]
+    begins = np.ones(len(row), bool)
+    begins[1:] = (row[1:] != row[:-1]) | (number[1:] != number[:-1])
+    entry = np.maximum.accumulate(np.where(begins, np.arange(len(row)), 0))
+    return row, start + _entries(sizes)[1], slot[entry]

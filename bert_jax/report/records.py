@@ -13,7 +13,7 @@ import numpy as np
 
 from bert_jax import config
 from bert_jax.config import Experiment
-from bert_jax.data import batches, corpus, draws, pairs
+from bert_jax.data import batches, corpus, draws, masking, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
 from bert_jax.plan import report as plan_report
@@ -293,6 +293,7 @@ def _examples(
 ) -> list[Example]:
     """Returns a few pairs from all over the rows, masked as in training."""
     phase = experiment.phases[number]
+    first = sum(before.steps for before in experiment.phases[:number])
     chosen = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
     key = draws.key_of(experiment.seed, "train", number)
     batch = batches.execute(
@@ -300,7 +301,7 @@ def _examples(
         chosen,
         draws.Counter(key, np.arange(len(chosen))),
         prepared.ids,
-        experiment.data,
+        masking.Policy.of(experiment.data, first, experiment.total_steps),
         phase.sequence_length,
         phase.max_predictions_per_seq,
     )

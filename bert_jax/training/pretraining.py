@@ -112,7 +112,14 @@ class Prepared:
             self.named / corpus.COUNTS if sends_counts and self.named != self.folder else None,
         )
         shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
-        return batches.TrainBatches(plans, self.ids, experiment.data, shape)
+        return batches.TrainBatches(
+            plans,
+            self.ids,
+            experiment.data,
+            shape,
+            first_step=sum(before.steps for before in experiment.phases[:phase]),
+            total_steps=experiment.total_steps,
+        )
 
     def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluators.HeldOut:
         """Returns the evaluation rows of an experiment."""
@@ -277,7 +284,7 @@ class PretrainingSetup:
                     f"not {experiment.total_steps}"
                 )
             if any(line.startswith(last) for line in changed):
-                self._say("extend: the learning-rate schedule now ends later, and so changes")
+                self._say("extend: the schedules now end later, and so change")
             changed = [line for line in changed if not line.startswith(last)]
         if experiment.init_from and not changed:
             if base_lib.is_base(epath.Path(experiment.init_from)):

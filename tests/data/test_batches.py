@@ -103,7 +103,7 @@ def test_a_row_reads_cls_a_sep_b_sep():
             assert any(text[i : i + len(part)] == part for i in range(len(text)))
 
 
-@pytest.mark.parametrize("masking", ["piece", "whole_word"])
+@pytest.mark.parametrize("masking", ["piece", "whole_word", "span"])
 def test_batch_is_the_same_for_any_host_count(masking):
     train = make(64, data=Data(masking=masking))
     rng = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def test_batch_is_the_same_for_any_host_count(masking):
             assert_equal(train.batch(step, part), take(full, part))
 
 
-@pytest.mark.parametrize("masking", ["piece", "whole_word"])
+@pytest.mark.parametrize("masking", ["piece", "whole_word", "span"])
 def test_a_row_depends_on_its_number_and_not_on_the_batch_size(masking):
     data = Data(masking=masking)
     large, small = make(8, data=data), make(4, data=data)
@@ -177,7 +177,7 @@ def assert_same_examples(a, b):
     assert_equal({**a, "rows": 0}, {**b, "rows": 0})
 
 
-@pytest.mark.parametrize("masking", ["piece", "whole_word"])
+@pytest.mark.parametrize("masking", ["piece", "whole_word", "span"])
 def test_static_masks_come_back_after_dupe_factor_epochs(masking):
     train = make(50, rows=50, data=Data(dupe_factor=3, masking=masking))
     epochs = [whole(train, epoch, 50) for epoch in range(8)]
@@ -324,6 +324,34 @@ def test_at_most_eval_rows_are_evaluated():
     found, count = batches.eval_batches(SMALL, IDS, few, 0, 8)
     assert (count, len(found)) == (11, 2)
     assert_equal(real_rows(found), take(all_rows, np.arange(11)))
+
+
+def test_evaluation_rows_are_masked_alike_whatever_is_trained_with():
+    other = dataclasses.replace(
+        EVAL,
+        masked_lm_prob=0.4,
+        final_masked_lm_prob=0.2,
+        mask_share=1.0,
+        random_share=0.0,
+        masking="span",
+    )
+    found = batches.eval_batches(SMALL, IDS, other, 0, 8)[0]
+    for one, expected in zip(found, batches.eval_batches(SMALL, IDS, EVAL, 0, 8)[0], strict=True):
+        assert_equal(one, expected)
+
+
+def test_a_step_masks_the_share_of_its_place_in_the_run():
+    data = Data(masked_lm_prob=0.151, final_masked_lm_prob=0.052)
+    source = plans.Plans(SMALL, (0, "train", 1), LENGTH, data.short_seq_prob)
+    shape = batches.Shape(LENGTH, PREDICTIONS, 64)
+    # The second phase of a run of 11 steps, from its sixth on.
+    train = batches.TrainBatches(source, IDS, data, shape, first_step=5, total_steps=11)
+    for step in (0, 3, 5):
+        found, share = whole(train, step, 64), 0.151 - 0.0099 * (5 + step)
+        length = found["input_mask"].sum(axis=1)
+        expected = np.maximum(1, np.rint(length * share))
+        assert found["masked_lm_weights"].sum(axis=1).tolist() == expected.tolist()
+        assert_equal(train.batch(step, np.arange(9)), take(found, np.arange(9)))
 
 
 def test_masks_of_evaluation_are_not_those_of_training():

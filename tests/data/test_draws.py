@@ -1,5 +1,7 @@
 """Random choices: the generator, its independence from the batch, and the laws of the answers."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ ORDER = [[0, 1, 2, 5, 4, 3], [3, 5, 1, 4, 0, 2]]
 TARGETS = [107, 81]
 SPLITS, ARE_RANDOM = [6, 4, 8, 3], [False, False, True, False]
 OTHERS, STARTS = [607, 289, 159, 100], [4, 97, 28, 4]
+SPANS = [[2, 2, 4, 2, 7, 2, 8, 1], [5, 1, 1, 7, 9, 7, 5, 1]]
 RANDOM_IDS = [[14317, 10480, 16783], [7698, 18482, 8919]]
 
 
@@ -53,11 +56,12 @@ def answers(rows):
     lengths, chosen = 3 + rows % 40, 1 + rows % 5
     front_a, front_b = c.front_cuts(removals(rows % 700, rows % 7))
     order = c.candidate_order(lengths)
-    kinds, ids = c.replacements(chosen, 1000)
+    kinds, ids = c.replacements(chosen, 1000, 0.8, 0.1)
+    spans = c.span_lengths(lengths)
     return [
-        (a, b, o[:n].tolist(), k[:m].tolist(), t[:m].tolist())
-        for a, b, o, n, k, t, m in zip(
-            front_a, front_b, order, lengths, kinds, ids, chosen, strict=True
+        (a, b, o[:n].tolist(), s[:n].tolist(), k[:m].tolist(), t[:m].tolist())
+        for a, b, o, s, n, k, t, m in zip(
+            front_a, front_b, order, spans, lengths, kinds, ids, chosen, strict=True
         )
     ]
 
@@ -123,12 +127,20 @@ def test_each_candidate_is_first_equally_often():
     assert np.abs(share - 0.1).max() <= 4 * np.sqrt(0.1 * 0.9 / n)
 
 
-def test_replacements_are_80_10_10_within_4_sigma():
+@pytest.mark.parametrize("shares", [(0.8, 0.1), (1.0, 0.0), (0.5, 0.5), (0.0, 0.0)])
+def test_replacements_have_the_shares_they_are_given_within_4_sigma(shares):
     rows, columns, vocab_size = 5000, 20, 50
-    kinds, ids = counter(np.arange(rows)).replacements(np.full(rows, columns), vocab_size)
     n = rows * columns
-    for kind, share in {draws.MASK: 0.8, draws.KEEP: 0.1, draws.RANDOM: 0.1}.items():
-        assert abs((kinds == kind).mean() - share) <= 4 * np.sqrt(share * (1 - share) / n)
+    many, _ = counter(np.arange(rows)).replacements(np.full(rows, columns), vocab_size, *shares)
+    one_by_one = draws.Sequential(random.Random(0)).replacements([n], vocab_size, *shares)[0]
+    for kinds in (many, one_by_one):
+        for kind, share in zip((draws.MASK, draws.RANDOM), shares, strict=True):
+            assert abs((kinds == kind).mean() - share) <= 4 * np.sqrt(share * (1 - share) / n)
+
+
+def test_random_pieces_are_any_of_the_vocabulary_equally_often():
+    rows, columns, vocab_size = 5000, 20, 50
+    kinds, ids = counter(np.arange(rows)).replacements(np.full(rows, columns), vocab_size, 0.8, 0.1)
     found = np.bincount(ids[kinds == draws.RANDOM], minlength=vocab_size)
     assert len(found) == vocab_size
     expected = found.sum() / vocab_size
@@ -136,8 +148,23 @@ def test_replacements_are_80_10_10_within_4_sigma():
     assert ((found - expected) ** 2 / expected).sum() < 49 + 4 * 9.9
 
 
+def test_spans_are_geometric_up_to_ten_words():
+    rows, columns = 5000, 20
+    weights = [0.2 * 0.8**k for k in range(10)]
+    one_by_one = draws.Sequential(random.Random(0))
+    for found in (
+        counter(np.arange(rows)).span_lengths(np.full(rows, columns)),
+        one_by_one.span_lengths([rows * columns]),
+    ):
+        assert (found.min(), found.max()) == (1, 10)
+        for length, weight in enumerate(weights, 1):
+            share = weight / sum(weights)
+            sigma = np.sqrt(share * (1 - share) / found.size)
+            assert abs((found == length).mean() - share) <= 4 * sigma
+
+
 def test_no_tokens_chosen_in_any_row_is_no_error():
-    kinds, ids = counter([0, 1]).replacements(np.array([0, 0]), 100)
+    kinds, ids = counter([0, 1]).replacements(np.array([0, 0]), 100, 0.8, 0.1)
     assert kinds.shape == ids.shape == (2, 0)
 
 
@@ -234,7 +261,8 @@ def test_the_draws_of_this_version_are_those_of_the_last():
     c = counter([0, 2**40])
     assert [a.tolist() for a in c.front_cuts(removals([9, 50], [40, 3]))] == FRONT_CUTS
     assert c.candidate_order(np.array([6, 6])).tolist() == ORDER
-    assert c.replacements(np.array([3, 3]), 30_522)[1].tolist() == RANDOM_IDS
+    assert c.replacements(np.array([3, 3]), 30_522, 0.8, 0.1)[1].tolist() == RANDOM_IDS
+    assert c.span_lengths(np.array([8, 8])).tolist() == SPANS
     sentences = counter([0, 1, 2, 2**33])
     asked = np.ones(4, bool)
     assert counter([0, 1]).target_length(125, 1.0).tolist() == TARGETS

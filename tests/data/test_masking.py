@@ -1,9 +1,11 @@
-"""Masks: which, and whole words. How many and by what: `bert_jax.conformance.data_rules`."""
+"""Masks: which, whole words, spans. How many and by what: `bert_jax.conformance.data_rules`."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bert_jax.config import Data
 from bert_jax.data import draws, masking
 
 PAD, CLS, SEP, MASK, FIRST = 0, 2, 3, 4, 5
@@ -15,6 +17,8 @@ SEQUENCE = 64
 # A busy machine is slow now and then, which is no failure.
 settings.register_profile("patient", deadline=None, database=None)
 settings.load_profile("patient")
+
+UNITS = ("piece", "whole_word", "span")
 
 lengths = st.lists(
     st.tuples(st.integers(1, 30), st.integers(1, 31)), min_size=1, max_size=12
@@ -30,17 +34,18 @@ def rows_of(lengths, seed=0):
     return input_ids
 
 
-def mask(input_ids, lengths, words="piece", seed=0, **changes):
+def mask(input_ids, lengths, units="piece", seed=0, width=9, rows=None, **policy):
     a_length, b_length = np.array(lengths, np.int64).T
-    options = {"masked_lm_prob": 0.15, "max_predictions": 9, "vocab_size": VOCAB, **changes}
     return masking.mask(
         input_ids,
         a_length,
         b_length,
-        draws.Counter((7, seed), np.arange(len(input_ids))),
+        draws.Counter((7, seed), np.arange(len(input_ids)) if rows is None else rows),
+        masking.HELD_OUT._replace(units=units, **policy),
+        max_predictions=width,
         mask_id=MASK,
-        continues=CONTINUES if words == "whole_word" else None,
-        **options,
+        vocab_size=VOCAB,
+        continues=CONTINUES,
     )
 
 
@@ -50,7 +55,7 @@ def wanted(a, b, most=9):
 
 
 @settings(max_examples=50)
-@given(lengths=lengths, seed=st.integers(0, 99), words=st.sampled_from(["piece", "whole_word"]))
+@given(lengths=lengths, seed=st.integers(0, 99), words=st.sampled_from(UNITS))
 def test_positions_rise_and_labels_are_what_stood_there(lengths, seed, words):
     input_ids = rows_of(lengths, seed)
     before = input_ids.copy()
@@ -82,8 +87,8 @@ def test_every_candidate_is_masked_equally_often():
 def test_the_table_s_width_is_respected():
     lengths = [(30, 31)] * 50  # 15 % of 64 is 10
     for width in (1, 4, 9, 10, 12):
-        for words in ("piece", "whole_word"):
-            found = mask(rows_of(lengths), lengths, words, max_predictions=width)
+        for words in UNITS:
+            found = mask(rows_of(lengths), lengths, words, width=width)
             assert found.positions.shape == (50, width)
             assert found.weights.sum(axis=1).max() <= min(width, 10)
 
@@ -100,10 +105,10 @@ def words_of(row, a, b):
 
 
 @settings(max_examples=100)
-@given(lengths=lengths, seed=st.integers(0, 99))
-def test_whole_words_stay_whole(lengths, seed):
+@given(lengths=lengths, seed=st.integers(0, 99), units=st.sampled_from(["whole_word", "span"]))
+def test_whole_words_stay_whole(lengths, seed, units):
     input_ids = rows_of(lengths, seed)
-    found = mask(input_ids, lengths, "whole_word", seed)
+    found = mask(input_ids, lengths, units, seed)
     for row, (a, b) in enumerate(lengths):
         positions = set(found.positions[row, found.weights[row] > 0].tolist())
         words = words_of(input_ids[row], a, b)
@@ -123,3 +128,93 @@ def test_rows_in_which_no_word_fits_have_no_predictions():
     assert not found.weights.any()
     beside = np.array([[CLS, 7, 9, SEP, 7, 7, SEP], alone[0]], np.int32)
     assert mask(beside, [(2, 2)] * 2, "whole_word").weights.sum(axis=1).tolist() == [1, 0]
+
+
+def spans_of(ids, a, b, counter, share, width):
+    """The spans of one row, position lists, by the rule of SpanBERT's paper, word for word."""
+    words = words_of(ids, a, b)
+    of_a = sum(word[0] <= a for word in words)
+    order = counter.candidate_order(np.array([len(words)]))[0]
+    lengths = counter.span_lengths(np.array([len(words)]))[0]
+    left = min(width, max(1, int(np.rint((a + b + 3) * share))))
+    taken, spans = set(), []
+    for anchor in order.tolist():
+        if anchor in taken:
+            continue
+        span = []
+        for word in range(
+            anchor, min(anchor + lengths[anchor], of_a if anchor < of_a else len(words))
+        ):
+            if word in taken:
+                continue
+            if len(words[word]) > left:
+                break
+            left -= len(words[word])
+            taken.add(word)
+            span += words[word]
+        spans += [span] if span else []
+    return spans
+
+
+@settings(max_examples=50)
+@given(lengths=lengths, seed=st.integers(0, 99), share=st.sampled_from([0.15, 0.5]))
+def test_spans_are_those_of_the_rule_and_each_is_replaced_as_a_whole(lengths, seed, share):
+    input_ids, width = rows_of(lengths, seed), 25
+    found = mask(input_ids, lengths, "span", seed, width, share=share)
+    for row, (a, b) in enumerate(lengths):
+        counter = draws.Counter((7, seed), np.array([row]))
+        spans = spans_of(input_ids[row], a, b, counter, share, width)
+        positions = sorted(position for span in spans for position in span)
+        assert found.positions[row, : len(positions)].tolist() == positions
+        assert found.weights[row].sum() == len(positions)
+        kinds, ids = counter.replacements(np.array([len(positions)]), VOCAB, 0.8, 0.1)
+        slot = 0
+        for span in spans:
+            kind = kinds[0, slot]
+            for position in span:
+                new = {draws.MASK: MASK, draws.KEEP: input_ids[row, position]}
+                assert found.input_ids[row, position] == new.get(kind, ids[0, slot])
+                slot += 1
+
+
+@pytest.mark.parametrize("units", UNITS)
+def test_the_masks_of_a_row_hang_on_the_row_alone(units):
+    lengths = [(5 + n % 20, 3 + n % 25) for n in range(40)]
+    input_ids = rows_of(lengths)
+    whole = mask(input_ids, lengths, units)
+    for part in ([7], [39, 0, 12], range(20, 33)):
+        part = np.array(part)
+        alone = mask(input_ids[part], [lengths[n] for n in part], units, rows=part)
+        for one, other in zip(alone, whole, strict=True):
+            np.testing.assert_array_equal(one, other[part])
+
+
+def test_a_span_is_about_as_long_as_its_paper_has_it():
+    n, words = 2000, 58
+    rows = np.full((n, SEQUENCE), FIRST + 2, np.int32)  # every piece a word of its own
+    rows[:, [0, 2, words + 3]] = CLS, SEP, SEP
+    found = mask(rows, [(1, words)] * n, "span", share=0.1, width=SEQUENCE)
+    masked = np.zeros((n, SEQUENCE), bool)
+    masked[np.nonzero(found.weights)[0], found.positions[found.weights > 0]] = True
+    runs = np.count_nonzero(masked[:, 1:] & ~masked[:, :-1])
+    assert (found.weights.sum(axis=1) == 6).all()
+    # 3.8 words, of which the last span of a row is cut; some spans touch.
+    assert 2.3 < masked.sum() / runs < 3.5
+
+
+def test_the_share_goes_evenly_from_the_first_step_to_the_last():
+    data = Data(masked_lm_prob=0.3, final_masked_lm_prob=0.1)
+    shares = [masking.Policy.of(data, step, 5).share for step in range(5)]
+    np.testing.assert_allclose(shares, [0.3, 0.25, 0.2, 0.15, 0.1], rtol=1e-12)
+    assert masking.Policy.of(Data(masked_lm_prob=0.3), 4, 5).share == 0.3
+
+
+def test_all_or_nothing_may_become_mask():
+    lengths = [(20, 30)] * 20
+    input_ids = rows_of(lengths)
+    for shares, expected in (((1.0, 0.0), "mask"), ((0.0, 0.0), "kept")):
+        found = mask(input_ids, lengths, mask_share=shares[0], random_share=shares[1])
+        chosen = np.zeros(input_ids.shape, bool)
+        chosen[np.nonzero(found.weights)[0], found.positions[found.weights > 0]] = True
+        new = np.where(chosen, MASK, input_ids) if expected == "mask" else input_ids
+        np.testing.assert_array_equal(found.input_ids, new)
