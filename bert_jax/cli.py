@@ -186,6 +186,31 @@ def pretrain(args: argparse.Namespace) -> int:
 
 
 @_command(
+    _argument("table", metavar="TABLE", help="a .py file that defines table()"),
+    _argument("--workdir", metavar="W", help="where its runs and results live [runs/NAME]"),
+    _CACHE,
+    codes=errors.CODES_OF_RUNS,
+)
+def compare(args: argparse.Namespace) -> int:
+    """Run what a table names at equal budgets, and compare; run again to go on where it stopped."""
+    from bert_jax.compare.results import Results
+    from bert_jax.compare.runs import Comparison
+    from bert_jax.storage.workdir import lock
+    from bert_jax.training.progress import LineConsole, Progress
+
+    table = config.load_table(args.table)
+    progress = Progress(LineConsole())
+    results = Results.read(table, args.workdir or f"runs/{table.name}")
+    comparison = Comparison(results, progress)
+    with lock(results.root):
+        outcome = comparison.run()
+    for line in results.lines():
+        progress.say(line)
+    progress.say(f"compare: {results.root / 'table.html'}, table.txt and table.csv next to it")
+    return _CODES[outcome]
+
+
+@_command(
     _argument(
         "task",
         metavar="TASKFILE",

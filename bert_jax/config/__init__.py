@@ -3,6 +3,7 @@
 An experiment file returns an `Experiment` or a `Finetuning`; it is saved with the run as JSON.
 """
 
+from bert_jax.config.comparison import Row, Table
 from bert_jax.config.fields import Section
 from bert_jax.config.files import (
     FORMAT_VERSION,
@@ -11,6 +12,7 @@ from bert_jax.config.files import (
     flatten,
     from_json,
     load,
+    load_table,
     load_with_origin,
     override,
     section,
@@ -53,14 +55,17 @@ __all__ = [
     "Optimizer",
     "Parallelism",
     "Phase",
+    "Row",
     "Run",
     "Section",
+    "Table",
     "Task",
     "differences",
     "finetuning_of",
     "flatten",
     "from_json",
     "load",
+    "load_table",
     "load_with_origin",
     "override",
     "section",

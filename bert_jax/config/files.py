@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bert_jax.config import explain
+from bert_jax.config.comparison import Table
 from bert_jax.config.fields import Section
 from bert_jax.config.finetuning import SOURCES, Finetuning, Task
 from bert_jax.config.pretraining import Corpus, Experiment
@@ -35,6 +36,21 @@ def load(path: str, kind: type[T] = Experiment) -> T:
       InputError: there is none, it fails, or it is of another kind.
     """
     return _load(path, kind)[0]
+
+
+def load_table(path: str) -> Table:
+    """Reads TABLE: a .py file that defines `table()`.
+
+    Raises:
+      InputError: there is none, it fails, or gives something else.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file() or file.suffix != ".py":
+        raise InputError(f"{path}: no such table; name a .py file that defines table()")
+    table = _run_file(file, "table")[0]
+    if not isinstance(table, Table):
+        raise InputError(f"{path}: table() returned {type(table).__name__}, not a Table")
+    return table
 
 
 def load_with_origin(
@@ -123,7 +139,12 @@ def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
     if not file.is_file():
         raise InputError(f"{path}: no such experiment file")
     if file.suffix == ".py":
-        experiment, parent = _run_file(file)
+        experiment, parent = _run_file(file, "experiment")
+        if not isinstance(experiment, Experiment | Finetuning):
+            raise InputError(
+                f"{path}: experiment() returned {type(experiment).__name__}, not "
+                "bert_jax.config.Experiment or Finetuning"
+            )
         _require_kind(type(experiment), kind, path)
         return typing.cast(T, experiment), parent
     if file.suffix == ".json":
@@ -131,14 +152,14 @@ def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
 
 
-def _run_file(path: pathlib.Path) -> tuple[Section, tuple[str, Section] | None]:
+def _run_file(path: pathlib.Path, function: str) -> tuple[Any, tuple[str, Section] | None]:
     folder = path.parent.resolve()
     try:
         with _importing_from(folder) as imported:
             names = runpy.run_path(str(path), run_name=path.stem)
-            if "experiment" not in names:
-                raise InputError("defines no experiment() -> Experiment")
-            value = names["experiment"]()
+            if function not in names:
+                raise InputError(f"defines no {function}() -> {function.capitalize()}")
+            value = names[function]()
             varied = _varied(imported(), type(value))
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
@@ -150,11 +171,6 @@ def _run_file(path: pathlib.Path) -> tuple[Section, tuple[str, Section] | None]:
         name, line = own[-1] if own else (str(path), None)
         where = str(path.parent / pathlib.Path(name).name) + (f":{line}" if line else "")
         raise InputError(f"{where}: {type(error).__name__}: {error}") from error
-    if not isinstance(value, Experiment | Finetuning):
-        raise InputError(
-            f"{path}: experiment() returned {type(value).__name__}, not bert_jax.config.Experiment "
-            "or Finetuning"
-        )
     return value, varied
 
 

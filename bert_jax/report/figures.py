@@ -147,6 +147,26 @@ def draw_histogram(histogram: Histogram, x_label: str, name: str) -> str:
         return _svg(figure, name)
 
 
+def draw_dots(
+    names: Sequence[str], values: Sequence[float], errors: Sequence[float], name: str
+) -> str:
+    """Returns values as points with error bars, a line each, the first on top, as <svg>."""
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
+        figure = Canvas(figsize=(_SIZE[0], 0.6 + 0.26 * len(names)), layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(axis="x")
+        axes.set_axisbelow(True)
+        places = range(len(names))
+        axes.errorbar(
+            values, places, xerr=errors, color=COLOURS[0], linestyle="", marker="o", markersize=4
+        )
+        axes.set_yticks(places, names)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        return _svg(figure, name)
+
+
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
     """Returns at most a few hundred points: the last x and the mean y of consecutive groups."""
     size = -(-len(x) // _POINTS) or 1

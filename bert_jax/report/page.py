@@ -131,7 +131,7 @@ def render(
     files = f"{root}: metrics.jsonl, predictions.jsonl, timings.jsonl, origin.json or plan.json"
     with reading(files):
         try:
-            return _template().render(
+            return template("page.html").render(
                 title=" · ".join(record.label for record in records),
                 now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
                 refresh=refresh_seconds,
@@ -145,9 +145,11 @@ def render(
 
 
 @functools.cache
-def _template() -> jinja2.Template:
+def template(name: str, package: str = "bert_jax.report") -> jinja2.Template:
+    """Returns a template of a package, which may include those of the report."""
+    packages = dict.fromkeys((package, "bert_jax.report"))
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("bert_jax.report", "."),
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(one, ".") for one in packages]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -159,7 +161,7 @@ def _template() -> jinja2.Template:
         "svg": markupsafe.Markup,
         "shown": printable,
     }
-    return environment.get_template("page.html")
+    return environment.get_template(name)
 
 
 def _summary(record: Record, price: float | None) -> dict[str, Any]:

@@ -49,6 +49,16 @@ def account(timings: list[dict[str, Any]]) -> dict[str, float]:
     return parts
 
 
+def cpu_seconds(timings: list[dict[str, Any]]) -> float:
+    """Returns seconds of CPU, of all cores, that steps took which no later start did again."""
+    again = _done_again_from(timings)
+    return sum(
+        _share_kept(line, again[index]) * line.get("cpu_seconds", 0.0)
+        for index, line in enumerate(timings)
+        if line.get("kind") in ("train", "end")
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Goodput:
     """The parts of a run's time so far, over all restarts.

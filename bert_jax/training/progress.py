@@ -127,6 +127,7 @@ class Clock:
         self._counts = Counts()
         self._start = time.monotonic()
         self._waits: dict[str, float] = {}
+        self._cpu_start, self._cpu_waits = time.process_time(), 0.0
 
     def count(self, tokens: int, flops: int) -> None:
         """Counts a step."""
@@ -142,17 +143,24 @@ class Clock:
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Counts the time spent inside."""
-        start = time.monotonic()
+        start, cpu = time.monotonic(), time.process_time()
         yield
         self._waits[what] = self._waits.get(what, 0.0) + time.monotonic() - start
+        if what in NOT_STEPS:
+            self._cpu_waits += time.process_time() - cpu
 
     def lap(self, counts: Counts) -> dict[str, float]:
-        """Returns seconds, where they were waited, and rates over the rest; begins the next lap."""
-        now = time.monotonic()
+        """Returns seconds, where they were waited, and rates over the rest; begins the next lap.
+
+        `cpu_seconds` are those of this process in steps, on all its cores.
+        """
+        now, cpu = time.monotonic(), time.process_time()
         seconds, self._start = now - self._start, now
         waits, self._waits = self._waits, {}
         busy = max(seconds - sum(waits.get(what, 0.0) for what in NOT_STEPS), 1e-9)
-        rates = {"seconds": seconds, "steps": counts.steps}
+        in_steps = max(cpu - self._cpu_start - self._cpu_waits, 0.0)
+        self._cpu_start, self._cpu_waits = cpu, 0.0
+        rates = {"seconds": seconds, "cpu_seconds": in_steps, "steps": counts.steps}
         if counts.steps:
             rates["steps_per_second"] = counts.steps / busy
             rates["tokens_per_second"] = counts.tokens / busy

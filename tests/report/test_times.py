@@ -49,6 +49,13 @@ def test_steps_done_again_did_not_count():
     assert parts["start"] == 16.0
 
 
+def test_seconds_of_cpu_are_those_of_steps_that_counted():
+    cpu = {1: 30.0, 2: 20.0, 4: 8.0, 5: 1.0}  # of a start none counts
+    lines = [line | {"cpu_seconds": cpu.get(i, 99.0)} for i, line in enumerate(TIMINGS)]
+    assert times.cpu_seconds(lines) == 30.0 + 20.0 / 2 + 8.0 + 1.0
+    assert times.cpu_seconds(TIMINGS) == 0.0  # of runs by older versions
+
+
 def test_what_lies_between_a_kill_and_the_next_start_is_time_away():
     assert times.account(TIMINGS)["away"] == pytest.approx(200.0 - 6.0 - 150.0)
 

@@ -1,0 +1,111 @@
+"""How many steps a run of a table does: those it is given, or as many as seconds of CPU allow."""
+
+import dataclasses
+import itertools
+import shutil
+
+from etils import epath
+
+from bert_jax.config import Experiment
+from bert_jax.errors import InputError
+from bert_jax.storage.workdir import Workdir
+from bert_jax.training import pretraining
+from bert_jax.training.lines import Lines
+from bert_jax.training.progress import Progress
+
+# Steps of each phase whose time is taken, after as many that warm caches.
+_TIMED = 25
+# Fields of the optimizer that count steps.
+_COUNTED = ("warmup_steps",)
+
+
+def with_steps(experiment: Experiment, steps: int) -> Experiment:
+    """Returns the experiment with so many steps; its phases and its warm-up keep their shares.
+
+    Raises:
+      InputError: too few for its phases.
+    """
+    total, phases = experiment.total_steps, experiment.phases
+    if steps < len(phases):
+        raise InputError(f"{steps} steps are too few for its {len(phases)} phases")
+    ends = [0]
+    for number, end in enumerate(itertools.accumulate(phase.steps for phase in phases), 1):
+        left = len(phases) - number  # each of them has a step
+        ends.append(min(max(round(steps * end / total), ends[-1] + 1), steps - left))
+    optimizer = experiment.optimizer
+    counts = {
+        name: min(round(getattr(optimizer, name) * steps / total), steps - 1) for name in _COUNTED
+    }
+    return dataclasses.replace(
+        experiment,
+        phases=tuple(
+            dataclasses.replace(phase, steps=end - start)
+            for phase, (start, end) in zip(phases, itertools.pairwise(ends), strict=True)
+        ),
+        optimizer=dataclasses.replace(optimizer, **counts),
+    )
+
+
+def steps_within(experiment: Experiment, cpu_seconds: float, costs: list[float]) -> int:
+    """Returns how many steps fit into so many seconds of CPU.
+
+    Args:
+      experiment: whose phases share the steps as they do now.
+      cpu_seconds: of all steps.
+      costs: seconds of CPU that a step of each phase takes.
+
+    Raises:
+      InputError: fewer than one of each phase.
+    """
+    shares = [phase.steps / experiment.total_steps for phase in experiment.phases]
+    mean = sum(share * cost for share, cost in zip(shares, costs, strict=True))
+    steps = int(cpu_seconds / mean + 1e-6)  # a whole number may come out just below
+    if steps < len(experiment.phases):
+        raise InputError(
+            f"a step takes {mean:.3g} seconds of CPU, so that {steps} fit; raise table.cpu_seconds"
+        )
+    return steps
+
+
+def seconds_a_step(experiment: Experiment, folder: epath.Path, progress: Progress) -> list[float]:
+    """Trains for a few steps, and returns the seconds of CPU that a step of each phase takes.
+
+    Evaluations, saves and compiling are not counted: how often they happen is no part of a recipe.
+
+    Args:
+      experiment: with the folder of its corpus, which is made if need be.
+      folder: where the run lives meanwhile.
+      progress: shows what happens.
+
+    Raises:
+      Stopped: asked to stop.
+      InputError: as `pretrain`.
+    """
+    phases = tuple(dataclasses.replace(p, steps=2 * _TIMED) for p in experiment.phases)
+    never = 2 * _TIMED * len(phases) + 1
+    short = dataclasses.replace(
+        with_steps(experiment, never - 1),
+        phases=phases,
+        data=dataclasses.replace(experiment.data, eval_rows=8),
+        run=dataclasses.replace(
+            experiment.run,
+            **{"log_every": _TIMED, "eval_every": never, "checkpoint_every": never},
+            **{"eval_batch_size": 8, "profile_steps": (), "check_every": 0, "probes": ()},
+        ),
+    )
+    workdir = Workdir(folder, short.run.corpus_dir)
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        outcome = pretraining.pretrain(short, workdir, "keep", progress)
+        if outcome != "finished":
+            raise Stopped(outcome)
+        lines = Lines(workdir.timings).read()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    laps = {line["step"]: line for line in lines if line["kind"] == "train"}
+    timed = [laps[2 * _TIMED * number] for number in range(1, len(phases) + 1)]
+    return [max(lap["cpu_seconds"], 1e-9) / lap["steps"] for lap in timed]
+
+
+class Stopped(Exception):
+    """A short run ended early; its only argument is how."""

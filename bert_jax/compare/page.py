@@ -1,0 +1,126 @@
+"""A table as people and tools read it: text, CSV, and a page with plots that needs nothing else."""
+
+import csv
+import datetime
+import io
+import math
+from typing import Any
+
+import numpy as np
+
+from bert_jax import config
+from bert_jax.compare.results import Column, Member, Results
+from bert_jax.report import figures
+from bert_jax.report.figures import Curve, Figure, Plot
+from bert_jax.report.page import template
+from bert_jax.storage.workdir import Workdir, write_atomic
+from bert_jax.training.lines import Lines
+
+
+def write(results: Results) -> None:
+    """Writes `table.txt`, `table.csv` and `table.html` into the folder of a table."""
+    root = results.root
+    write_atomic(root / "table.txt", "".join(f"{line}\n" for line in results.lines()))
+    write_atomic(root / "table.csv", _csv(results))
+    write_atomic(root / "table.html", _html(results))
+
+
+def _csv(results: Results) -> str:
+    """Returns a line a row: its name, and of each column mean, standard error and runs."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    parts = ("", "_error", "_runs")
+    names = [f"{column.name}{part}" for column in results.columns for part in parts]
+    writer.writerow(["row", *names])
+    for row in results.table.rows:
+        cells: list[Any] = [row.name]
+        for column in results.columns:
+            count, mean, error = results.mean(row.name, column)
+            cells += ["" if math.isnan(x) else repr(x) for x in (mean, error)] + [count]
+        writer.writerow(cells)
+    return text.getvalue()
+
+
+def _html(results: Results) -> str:
+    table = results.table
+    rows, before = [], None
+    for row in table.rows:
+        changed = [] if before is None else config.differences(before, row.experiment, "all")
+        cells = [results.cell(row.name, column) for column in results.columns]
+        changed = [line for line in changed if not line.startswith("name: ")]
+        rows.append({"name": row.name, "cells": cells, "changed": changed})
+        before = row.experiment
+    budget = "each run does the steps of its experiment"
+    if table.steps:
+        budget = f"{table.steps:,} steps a run"
+    elif table.cpu_seconds:
+        budget = f"{table.cpu_seconds:,.0f} seconds of CPU a run"
+    return template("table.html", "bert_jax.compare").render(
+        name=table.name,
+        budget=budget,
+        seeds=", ".join(map(str, table.seeds)),
+        columns=[column.title for column in results.columns],
+        rows=rows,
+        figures=[*_dots(results), *_curves(results)],
+        now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def _dots(results: Results) -> list[Figure]:
+    """Returns a picture of each column: means and errors, a line a row."""
+    pictures = []
+    for number, column in enumerate(results.columns):
+        found = [(row.name, *results.mean(row.name, column)) for row in results.table.rows]
+        there = [one for one in found if one[1]]
+        if there:
+            svg = figures.draw_dots(
+                [name for name, *_ in there],
+                [mean for *_, mean, _ in there],
+                [0.0 if math.isnan(error) else error for *_, error in there],
+                f"dots-{number}",
+            )
+            pictures.append(Figure(column.title, _seeds(column, results), svg))
+    return pictures
+
+
+def _seeds(column: Column, results: Results) -> str:
+    several = any(results.mean(row.name, column)[0] > 1 for row in results.table.rows)
+    return "Bars are standard errors of the mean over seeds." if several else ""
+
+
+def _curves(results: Results) -> list[Figure]:
+    """Returns held-out losses over steps and over seconds of CPU, a colour a row."""
+    over_steps: list[Curve] = []
+    over_seconds: list[Curve] = []
+    named: dict[str, int] = {}
+    for member in results.members:
+        label = "" if member.row in named else member.row
+        colour = named.setdefault(member.row, len(named))
+        steps, seconds, losses = _held_out(member)
+        style = "points" if colour < len(figures.COLOURS) else "dashes"
+        over_steps.append(Curve(steps, losses, label, colour, style))
+        over_seconds.append(Curve(seconds, losses, label, colour, style))
+    plots = [
+        Plot("Held-out masked LM loss, nat", over_steps),
+        Plot("Held-out masked LM loss, nat", over_seconds, x_label="seconds of CPU in steps"),
+    ]
+    return [
+        Figure(plot.title, "", figures.draw(plot, f"curve-{number}"))
+        for number, plot in enumerate(plots)
+        if not plot.empty
+    ]
+
+
+def _held_out(member: Member) -> tuple[list[float], list[float], list[float]]:
+    """Returns of each evaluation the step, the seconds of CPU up to it, and the loss."""
+    workdir = Workdir(member.folder)
+    lines = [line for line in Lines(workdir.metrics).read() if line["kind"] == "evaluation"]
+    laps = {x["step"]: x for x in Lines(workdir.timings).read() if x["kind"] == "train"}
+    at, seconds, total, before = [0], [0.0], 0.0, 0
+    for step in sorted(laps):
+        # A lap after a resume has fewer steps than there are since the line before.
+        total += laps[step].get("cpu_seconds", 0.0) / max(laps[step]["steps"], 1) * (step - before)
+        at, seconds, before = [*at, step], [*seconds, total], step
+    steps = [line["step"] for line in lines]
+    losses = [line["masked_lm_loss"] for line in lines]
+    return steps, np.interp(steps, at, seconds).tolist(), losses

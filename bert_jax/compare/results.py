@@ -1,0 +1,218 @@
+"""What was measured of a table's runs, kept in its folder.
+
+A value is kept under a hash of all that it is a function of, so what was measured once is not
+measured again, whatever else changes in the table.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+from bert_jax import config
+from bert_jax.config import Experiment, Finetuning, Table
+from bert_jax.config.comparison import COLUMNS
+from bert_jax.errors import InputError
+from bert_jax.storage.workdir import Workdir, named_errors, read_json, sealed, write_atomic
+from bert_jax.tasks import examples
+from bert_jax.tasks.probes import Probes
+
+FORMAT_VERSION = 1
+# Minimal pairs that are asked of each run, as many of each paradigm.
+PAIRS = 5_000
+_WHOLE = ("cpu_seconds", "steps", "real_tokens")
+_MEND = "remove it; what was measured is then measured again, and finished runs are kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """Something that is measured of each run.
+
+    Attributes:
+      name: as the table has it.
+      title: for people.
+      task: of a column that asks a task; else None.
+    """
+
+    name: str
+    title: str
+    task: Finetuning | None = None
+
+    @classmethod
+    def of(cls, name: str) -> "Column":
+        """Reads the file of a task, and its examples, so that what is wrong is known at once.
+
+        Raises:
+          InputError: as `config.load`, `Probes` and `examples.read`.
+        """
+        word, _, file = name.partition(":")
+        if name in COLUMNS:
+            return cls(name, COLUMNS[name])
+        try:
+            task = config.load(file, Finetuning)
+            if word == "probe":
+                Probes([file], PAIRS, name)
+            elif task.task.kind == "minimal_pairs":
+                raise InputError("nothing is learned from minimal pairs; write probe:")
+            else:
+                for sources in (task.task.train, task.task.validation):
+                    examples.read(task.task, sources, "labelled")
+        except InputError as error:
+            raise InputError(f"table.columns: {name}: {error}") from error
+        what = f"{task.name}, minimal pairs" if task.task.kind == "minimal_pairs" else task.name
+        title = f"{what}" if word == "probe" else f"{task.name}, fine-tuned"
+        return cls(name, f"{title} ({task.task.main_score})", task)
+
+    @property
+    def asked(self) -> Finetuning:
+        """The task; only of a column that has one."""
+        if self.task is None:
+            raise ValueError(f"{self.name} has no task")
+        return self.task
+
+    def text(self, value: float) -> str:
+        """Returns a value for people."""
+        return f"{value:,.0f}" if self.name in _WHOLE else f"{value:.3f}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A run of a row with one of the seeds.
+
+    Attributes:
+      row, seed: whose.
+      experiment: with all that the table gives it.
+      folder: its workdir.
+    """
+
+    row: str
+    seed: int
+    experiment: Experiment
+    folder: epath.Path
+
+
+@dataclasses.dataclass
+class Results:
+    """A table with its columns, the runs it takes, and what was measured of them so far.
+
+    Attributes:
+      table: what is compared.
+      root: its folder, of this machine.
+      columns: what is measured.
+      costs: seconds of CPU that a step of each phase takes, by `sha256` of the row's experiment.
+      values: what was measured, by `hash_of`.
+      members: the runs, all rows with the first seed first; none before their steps are known.
+    """
+
+    table: Table
+    root: epath.Path
+    columns: list[Column]
+    costs: dict[str, list[float]]
+    values: dict[str, float]
+    members: list[Member] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def read(cls, table: Table, root: str) -> "Results":
+        """Reads what a folder holds of a table, perhaps nothing.
+
+        Raises:
+          InputError: a column's task that cannot be read, or that a row cannot be asked, or a
+            folder that holds other things.
+        """
+        folder = Workdir(root).root
+        columns = [Column.of(name) for name in table.columns]
+        titles = [column.title for column in columns]
+        for column in columns:
+            if titles.count(column.title) > 1:
+                raise InputError(
+                    f"table.columns: {column.name}: there are two tasks of this name; rename one"
+                )
+            _require_positions(table, column)
+        with named_errors(folder):
+            there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        if "table.json" in there:
+            record = read_json(folder / "table.json", FORMAT_VERSION, restore=_MEND)
+            return cls(table, folder, columns, record["costs"], record["values"])
+        if there - {"lock"}:
+            raise InputError(
+                f"{folder}: holds other files and no table; choose another folder with --workdir"
+            )
+        return cls(table, folder, columns, {}, {})
+
+    def write(self) -> None:
+        """Writes `table.json`."""
+        runs = [
+            {
+                "row": member.row,
+                "seed": member.seed,
+                "steps": member.experiment.total_steps,
+                "values": {column.name: self.value(member, column) for column in self.columns},
+            }
+            for member in self.members
+        ]
+        record = {
+            "format_version": FORMAT_VERSION,
+            "name": self.table.name,
+            "runs": runs,
+            "costs": self.costs,
+            "values": self.values,
+        }
+        write_atomic(self.root / "table.json", json.dumps(sealed(record), indent=2) + "\n")
+
+    def value(self, member: Member, column: Column) -> float | None:
+        """Returns what was measured of a run; None if it is not yet."""
+        return self.values.get(hash_of(column, member.experiment))
+
+    def mean(self, row: str, column: Column) -> tuple[int, float, float]:
+        """Returns over how many runs of a row, their mean, and its standard error; nan without."""
+        values = [self.value(m, column) for m in self.members if m.row == row]
+        there = [value for value in values if value is not None]
+        mean = statistics.fmean(there) if there else math.nan
+        error = statistics.stdev(there) / len(there) ** 0.5 if len(there) > 1 else math.nan
+        return len(there), mean, error
+
+    def cell(self, row: str, column: Column) -> str:
+        """Returns mean and error for people; - before there is one."""
+        _, mean, error = self.mean(row, column)
+        if math.isnan(mean):
+            return "-"
+        return column.text(mean) + ("" if math.isnan(error) else f" +- {column.text(error)}")
+
+    def lines(self) -> Iterator[str]:
+        """Yields the table as text."""
+        cells = [["", "runs", *(column.name.rpartition("/")[2] for column in self.columns)]]
+        for row in self.table.rows:
+            runs = min(self.mean(row.name, column)[0] for column in self.columns)
+            cells.append([row.name, str(runs), *(self.cell(row.name, c) for c in self.columns)])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for line in cells:
+            name, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            yield "  ".join([line[0].ljust(len(name)), *rest])
+
+
+def _require_positions(table: Table, column: Column) -> None:
+    for row in table.rows if column.name.startswith("finetune:") else ():
+        limit = row.experiment.model.max_position_embeddings
+        wanted = column.asked.task.max_sequence_length
+        if wanted > limit:
+            raise InputError(
+                f"table.columns: {column.name}: task.max_sequence_length={wanted} is longer than "
+                f"row {row.name} reads, model.max_position_embeddings={limit}"
+            )
+
+
+def hash_of(column: Column, experiment: Experiment) -> str:
+    """Returns a hash of all that a value is a function of."""
+    task = [] if column.task is None else config.flatten(column.task, "identity")
+    word = column.name.partition(":")[0]
+    return sha256([word, config.flatten(experiment, "identity"), task])
+
+
+def sha256(value: Any) -> str:
+    """Returns the first 16 digits of a hash of what JSON holds."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -1,0 +1,213 @@
+"""The runs of a table, one after the other, and what is measured of them.
+
+W/table.json      what was measured, and the costs that set the numbers of steps
+W/table.txt       means and standard errors; table.csv the same, table.html with plots
+W/runs/           a workdir for each row and seed
+W/tasks/          a workdir for each of their fine-tunings
+W/corpora/        one for all rows whose corpora are equal
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from bert_jax import config
+from bert_jax.compare import budget, page
+from bert_jax.compare.results import PAIRS, Column, Member, Results, hash_of, sha256
+from bert_jax.config import Experiment, Row
+from bert_jax.config.comparison import COLUMNS
+from bert_jax.errors import InputError
+from bert_jax.predict import Trained
+from bert_jax.report import times
+from bert_jax.storage.workdir import Workdir
+from bert_jax.tasks import job
+from bert_jax.tasks.probes import Probes, of_trained
+from bert_jax.training import pretraining, session
+from bert_jax.training.lines import Lines
+from bert_jax.training.progress import Progress
+
+# Rounds in which rows take turns in having their steps timed; the fastest counts.
+_ROUNDS = 2
+
+
+class Comparison:
+    """The runs of a table.
+
+    Args:
+      results: of the table, as its folder has them.
+      progress: shows what happens.
+
+    Raises:
+      InputError: a row that cannot be run with the table's budget.
+    """
+
+    def __init__(self, results: Results, progress: Progress):
+        self._results, self._table, self._root = results, results.table, results.root
+        self._progress = progress
+        if not self._table.cpu_seconds:
+            self._set_members()
+
+    def run(self) -> session.Outcome:
+        """Does what is missing, and writes the table after each run.
+
+        A run that fails does not keep the others from going on.
+
+        Raises:
+          InputError: what a run of them raises.
+        """
+        if self._table.cpu_seconds:
+            try:
+                self._time()
+            except budget.Stopped as stopped:
+                return stopped.args[0]
+            self._set_members()
+        self._write()
+        ends, members = [], self._results.members
+        for number, member in enumerate(members, 1):
+            if self._missing(member):
+                which = f"{number} of {len(members)}: {member.row}, seed {member.seed}"
+                self._progress.say(f"compare {which}")
+                ends.append(self._member(member))
+                page.write(self._results)
+                # Programs of rows that are done would be looked through for garbage for ever.
+                jax.clear_caches()
+                if ends[-1] == "stopped":
+                    return "stopped"
+        return "failed" if "failed" in ends else "finished"
+
+    # --- what is run ------------------------------------------------------------------------------
+
+    def _set_members(self) -> None:
+        steps = {row.name: self._steps(row) for row in self._table.rows}
+        for seed in self._table.seeds:
+            for row in self._table.rows:
+                try:
+                    experiment = self._experiment(row)
+                    if steps[row.name]:
+                        experiment = budget.with_steps(experiment, steps[row.name])
+                except InputError as error:
+                    raise InputError(f"row {row.name}: {error}") from error
+                experiment = dataclasses.replace(experiment, seed=seed)
+                folder = self._root / "runs" / f"{row.name}-{seed}"
+                self._results.members.append(Member(row.name, seed, experiment, folder))
+
+    def _experiment(self, row: Row) -> Experiment:
+        """Returns what a row runs, with a corpus folder that equal corpora share."""
+        of = row.experiment
+        corpus = [*config.flatten(of.corpus), ("vocab_size", of.model.vocab_size)]
+        shared = os.fspath(self._root / "corpora" / sha256(corpus))
+        run = dataclasses.replace(
+            of.run,
+            corpus_dir=of.run.corpus_dir or shared,
+            # The last one is asked; the one before is needed where it cannot be used.
+            **{"keep_checkpoints": 2, "keep_best": 0, "keep_every": 0},
+        )
+        return dataclasses.replace(of, name=row.name, run=run)
+
+    def _steps(self, row: Row) -> int:
+        if not self._table.cpu_seconds:
+            return self._table.steps
+        experiment = self._experiment(row)
+        costs = self._results.costs[sha256(config.flatten(experiment, "identity"))]
+        try:
+            return budget.steps_within(experiment, self._table.cpu_seconds, costs)
+        except InputError as error:
+            raise InputError(f"row {row.name}: {error}") from error
+
+    def _time(self) -> None:
+        """Takes the time of a step of each row of which it is not known."""
+        missing: dict[str, Row] = {}
+        for row in self._table.rows:
+            key = sha256(config.flatten(self._experiment(row), "identity"))
+            if key not in self._results.costs:
+                missing[key] = row
+        costs: dict[str, list[float]] = {}
+        for number in range(_ROUNDS if missing else 0):
+            for key, row in missing.items():
+                self._progress.say(f"compare: timing {row.name}, {number + 1} of {_ROUNDS}")
+                one = budget.seconds_a_step(
+                    self._experiment(row), self._root / "timing", self._progress
+                )
+                costs[key] = [min(pair) for pair in zip(costs.get(key, one), one, strict=True)]
+                jax.clear_caches()
+        self._results.costs |= costs
+        self._write()
+
+    def _member(self, member: Member) -> session.Outcome:
+        """Does a run, and measures it."""
+        experiment = member.experiment
+        workdir = Workdir(member.folder, experiment.run.corpus_dir)
+        probes = Probes(experiment.run.probes) if experiment.run.probes else None
+        outcome = pretraining.pretrain(experiment, workdir, "keep", self._progress, probes=probes)
+        if outcome != "finished":
+            return outcome
+        for column in self._missing(member):
+            if column.name in COLUMNS:
+                value = _measured(column.name, workdir, experiment)
+            elif column.name.startswith("probe:"):
+                value = _probed(column, workdir)
+            else:
+                outcome, value = self._finetuned(column, member)
+                if outcome != "finished":
+                    return outcome
+            self._results.values[hash_of(column, experiment)] = value
+            self._results.write()
+        return "finished"
+
+    def _finetuned(self, column: Column, member: Member) -> tuple[session.Outcome, float]:
+        task = dataclasses.replace(column.asked, seed=member.seed)
+        folder = self._root / "tasks" / f"{member.row}-{member.seed}" / task.name
+        base = os.fspath(member.folder)
+        outcome = job.finetune(task, base, os.fspath(folder), self._progress)
+        lines = [x for x in Lines(Workdir(folder).metrics).read() if x["kind"] == "scores"]
+        return outcome, lines[-1]["score"] if lines else math.nan
+
+    def _missing(self, member: Member) -> list[Column]:
+        columns = self._results.columns
+        return [column for column in columns if self._results.value(member, column) is None]
+
+    def _write(self) -> None:
+        self._results.write()
+        page.write(self._results)
+
+
+def _measured(name: str, workdir: Workdir, experiment: Experiment) -> float:
+    """Returns what a finished run has written down itself."""
+    if name == "steps":
+        return float(experiment.total_steps)
+    if name == "cpu_seconds":
+        return times.cpu_seconds(Lines(workdir.timings).read())
+    lines = Lines(workdir.metrics).read()
+    if name == "real_tokens":
+        return _real_tokens(experiment, lines)
+    last = [line for line in lines if line["kind"] == "evaluation"][-1]
+    return last["masked_lm_loss" if name == "loss" else f"{_OF_LINE[name]}_accuracy"]
+
+
+_OF_LINE = {"accuracy": "masked_lm", "next_sentence": "next_sentence"}
+
+
+def _real_tokens(experiment: Experiment, lines: Sequence[dict[str, Any]]) -> float:
+    """Returns how many positions of all steps held no padding."""
+    total, before = 0.0, 0
+    for line in lines:
+        if line["kind"] == "train":
+            positions, first = 0, 0
+            for phase in experiment.phases:
+                last = first + phase.steps
+                steps = min(last, line["step"]) - max(first, before)
+                positions += max(steps, 0) * phase.batch_size * phase.sequence_length
+                first = last
+            total += positions * line["filled"]
+            before = line["step"]
+    return total
+
+
+def _probed(column: Column, workdir: Workdir) -> float:
+    probes = Probes([column.name.partition(":")[2]], PAIRS, column.name)
+    (score,) = of_trained(probes, Trained.of(workdir.root))["scores"].values()
+    return score

@@ -1,0 +1,121 @@
+"""A table of experiments that differ in a few fields: what `bert-jax compare` runs and measures."""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+
+from bert_jax.config.fields import Section
+from bert_jax.config.pretraining import Experiment
+from bert_jax.errors import InputError
+
+# What is measured of each run, and in which unit; of HELD_OUT on held-out text.
+COLUMNS = {
+    "loss": "held-out masked LM, nat",
+    "accuracy": "masked LM accuracy",
+    "next_sentence": "next-sentence accuracy",
+    "cpu_seconds": "seconds of CPU",
+    "steps": "steps",
+    "real_tokens": "tokens without padding",
+}
+HELD_OUT = ("loss", "accuracy", "next_sentence")
+# What is asked of each run: the file of a task follows a colon. `probe` reads off the encoder what
+# `run.probes` does, or asks for minimal pairs; `finetune` learns the task.
+TASKS = ("probe", "finetune")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Section):
+    """One experiment of a table."""
+
+    role = "identity"
+    label = "row"
+
+    # Names the row, and folders of its runs.
+    name: str
+    # What it runs; the table gives it its name, seeds, budget and corpus folder.
+    experiment: Experiment
+
+    def _validate(self) -> None:
+        self._require_folder_name("name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Section):
+    """Rows, what is measured of them, and how much each may take."""
+
+    role = "identity"
+    label = "table"
+
+    # Names the table, and its folder runs/NAME.
+    name: str
+    # The experiments, the one to start from first.
+    rows: tuple[Row, ...]
+    # Of COLUMNS, or probe:TASKFILE and finetune:TASKFILE.
+    columns: tuple[str, ...]
+    # A run of each row for each; the means are over them.
+    seeds: tuple[int, ...] = (0,)
+    # Of each run; 0: those of its experiment. Phases and warm-up keep their shares.
+    steps: int = 0
+    # Of each run's steps, instead; as many steps are done as fit. 0: no such budget.
+    cpu_seconds: float = 0.0
+
+    def _validate(self) -> None:
+        self._require_folder_name("name")
+        self._require_at_least(0, "steps", "cpu_seconds")
+        if self.steps and self.cpu_seconds:
+            raise InputError(
+                f"table.cpu_seconds={self.cpu_seconds:g}: and table.steps={self.steps}; give one "
+                "budget"
+            )
+        self._require(len(self.rows) > 0, "rows", "name at least one row")
+        self._require(len(self.columns) > 0, "columns", f"name some of {', '.join(_FORMS)}")
+        self._require(len(self.seeds) > 0, "seeds", "name at least one seed")
+        for name, values in (
+            ("rows", [row.name for row in self.rows]),
+            ("columns", self.columns),
+            ("seeds", self.seeds),
+        ):
+            for i, value in enumerate(values):
+                if value in values[:i]:
+                    raise InputError(f"table.{name}: there are two of the name {value!r}")
+        for seed in self.seeds:
+            if not 0 <= seed < 2**32:
+                raise InputError(f"table.seeds: {seed} is not in [0, 2**32)")
+        for column in self.columns:
+            _require_known(column)
+        self._require_one_corpus()
+
+    def _require_one_corpus(self) -> None:
+        """Losses of other text, in other pieces, or of rows of another length do not compare."""
+        held_out = [column for column in self.columns if column in HELD_OUT]
+        first = self.rows[0]
+        for row in self.rows[1:] if held_out else ():
+            ours, theirs = of_held_out(row.experiment), of_held_out(first.experiment)
+            for field, value in ours.items():
+                if value != theirs[field]:
+                    raise InputError(
+                        f"table.rows: {row.name} has {field}={value!r}, and {first.name} "
+                        f"{theirs[field]!r}: column {held_out[0]} compares on the same held-out "
+                        "rows alone; give both the same, or leave the column out"
+                    )
+
+
+_FORMS = (*COLUMNS, *(f"{word}:TASKFILE" for word in TASKS))
+
+
+def _require_known(column: str) -> None:
+    word, _, file = column.partition(":")
+    if column not in COLUMNS and not (word in TASKS and file):
+        near = difflib.get_close_matches(column, COLUMNS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_FORMS)}"
+        raise InputError(f"table.columns: {column!r} is no column; {hint}")
+
+
+def of_held_out(experiment: Experiment) -> dict[str, object]:
+    """Returns the fields that decide which held-out rows there are, by name."""
+    corpus, data = experiment.corpus, experiment.data
+    fields = {f"corpus.{f.name}": getattr(corpus, f.name) for f in dataclasses.fields(corpus)}
+    fields["model.vocab_size"] = experiment.model.vocab_size
+    for name in ("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows"):
+        fields[f"data.{name}"] = getattr(data, name)
+    return fields

@@ -1,0 +1,526 @@
+"""Tables: what is run, what is kept, what is written, and what is refused."""
+
+import ast
+import csv
+import html.parser
+import itertools
+import json
+import math
+import pathlib
+import statistics
+
+import pytest
+from small_run import bert_jax, killed, write_text
+
+from bert_jax import cli, config, errors
+from bert_jax.compare import budget, runs
+from bert_jax.compare.results import Results
+from bert_jax.compare.runs import Comparison
+from bert_jax.config import Row, Table
+from bert_jax.errors import InputError
+from bert_jax.report import figures
+from bert_jax.storage.workdir import Workdir
+from bert_jax.training.lines import Lines
+
+TABLE = """
+from bert_jax import config
+from bert_jax.config import Row, Table
+
+
+def table():
+    base = config.load("{folder}/small.py")
+    base = config.override(base, ["run.corpus_dir=", "optimizer.warmup_steps=1"])
+    wide = config.override(base, ["model.intermediate_size=40"])
+    rows = (Row(name="base", experiment=base), Row(name="wide", experiment=wide))
+    return Table(name="small_table", rows=rows, columns={columns}, seeds=(0, 7), {budget})
+"""
+TASK = """
+from bert_jax.config import Adapt, Finetuning, Run, Task
+
+
+def experiment():
+    return Finetuning(
+        name="small",
+        task=Task(kind="classify", train=("jsonl:train",), validation=("jsonl:test",),
+                  max_sequence_length=32),
+        adapt=Adapt(how="frozen"), epochs=1, batch_size=4,
+        run=Run(log_every=4, eval_every=4, checkpoint_every=4, eval_batch_size=8),
+    )
+"""
+COLUMNS = ("loss", "accuracy", "next_sentence", "cpu_seconds", "steps", "real_tokens")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Text and an experiment; the current folder. No programs are dropped, no plots drawn."""
+    write_text(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs.jax, "clear_caches", lambda: None)
+    monkeypatch.setattr(figures, "draw", lambda *_: "")
+    monkeypatch.setattr(figures, "draw_dots", lambda *_: "")
+    return tmp_path
+
+
+def write_table(folder, columns=COLUMNS, budget="steps=3"):
+    text = TABLE.replace("{folder}", str(folder)).replace("{columns}", repr(tuple(columns)))
+    (folder / "table.py").write_text(text.replace("{budget}", budget))
+
+
+def write_task(folder):
+    for name in ("train", "test"):
+        lines = [{"sentence": f"{letter}a {letter}b", "label": letter} for letter in "wx" * 4]
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "task.py").write_text(TASK)
+
+
+def compare(*more):
+    return cli.main(["compare", "table.py", "--workdir", "w", *more])
+
+
+def record():
+    return json.loads(pathlib.Path("w/table.json").read_text())
+
+
+def table_csv():
+    with open("w/table.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Quiet:
+    def say(self, line):
+        pass
+
+
+# --- budgets ---
+
+
+def small(here, *settings):
+    return config.override(config.load(str(here / "small.py")), settings)
+
+
+def test_steps_keep_the_shares_of_phases_and_warm_up(here):
+    experiment = small(here, "phases.0.steps=1400", "phases.1.steps=150")
+    experiment = config.override(experiment, ["optimizer.warmup_steps=200"])
+    made = budget.with_steps(experiment, 3_100)
+    assert [phase.steps for phase in made.phases] == [2_800, 300]
+    assert made.optimizer.warmup_steps == 400
+    assert budget.with_steps(experiment, experiment.total_steps) == experiment
+    # Each phase has a step, and the schedule one after its warm-up.
+    for steps in range(2, 40):
+        made = budget.with_steps(experiment, steps)
+        assert made.total_steps == steps and min(p.steps for p in made.phases) >= 1
+    with pytest.raises(InputError, match="1 steps are too few for its 2 phases"):
+        budget.with_steps(experiment, 1)
+
+
+def test_as_many_steps_are_done_as_fit(here):
+    experiment = small(here, "phases.0.steps=300", "phases.1.steps=100")
+    # Three quarters at 0.1 and one at 0.3: 0.15 a step.
+    assert budget.steps_within(experiment, 30.0, [0.1, 0.3]) == 200
+    assert budget.steps_within(experiment, 30.1, [0.1, 0.3]) == 200
+    with pytest.raises(InputError, match=r"a step takes 0\.15 seconds of CPU, so that 1 fit"):
+        budget.steps_within(experiment, 0.2, [0.1, 0.3])
+
+
+def fake_laps(monkeypatch, seconds):
+    """A run that writes laps of so many seconds of CPU a step and phase, and does nothing."""
+    begun = []
+
+    def pretrain(experiment, workdir, length, progress, **_):
+        begun.append(experiment)
+        workdir.root.mkdir(parents=True)
+        done, lines = 0, []
+        for phase, cost in zip(experiment.phases, seconds(experiment), strict=True):
+            for part in (10.0, 1.0):  # the first half is not counted
+                done += phase.steps // 2
+                steps = phase.steps // 2
+                lap = {"step": done, "kind": "train", "steps": steps}
+                lines.append(lap | {"cpu_seconds": part * cost * steps})
+        workdir.timings.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return "finished"
+
+    monkeypatch.setattr(budget.pretraining, "pretrain", pretrain)
+    return begun
+
+
+def test_a_budget_of_cpu_time_is_taken_by_a_short_run_once(here, monkeypatch):
+    """The clock says 0.5 and 1 second a step of `base`, then 0.4; of `wide` twice that."""
+    write_table(here, budget="cpu_seconds=60.0")
+    table = config.load_table("table.py")
+    rounds = iter([0.5, 0.5, 0.4, 0.4])
+
+    def seconds(experiment):
+        pace = next(rounds) * (2 if experiment.model.intermediate_size == 40 else 1)
+        return [pace, 2 * pace]
+
+    begun = fake_laps(monkeypatch, seconds)
+    comparison = Comparison(Results.read(table, "w"), Quiet())
+    comparison._root.mkdir()
+    comparison._time()
+    # Rows take turns, and evaluations and saves are left out.
+    assert [e.model.intermediate_size for e in begun] == [32, 40, 32, 40]
+    assert all(e.run.eval_every > e.total_steps for e in begun)
+    assert not pathlib.Path("w/timing").exists()
+    comparison._set_members()
+    # 14 of 22 steps at 0.4 and 8 at 0.8 are 12 seconds: 60 seconds are five times as many.
+    steps = {m.row: m.experiment.total_steps for m in comparison._results.members}
+    assert steps == {"base": 110, "wide": 55}
+
+    # Another process goes on with the same numbers.
+    again = Comparison(Results.read(table, "w"), Quiet())
+    again._time()
+    again._set_members()
+    assert len(begun) == 4
+    assert again._results.members == comparison._results.members
+
+
+def test_a_short_run_that_is_stopped_stops_the_table(here, capsys, monkeypatch):
+    write_table(here, budget="cpu_seconds=60.0")
+    monkeypatch.setattr(budget.pretraining, "pretrain", lambda *_, **__: "stopped")
+    assert compare() == errors.STOPPED
+
+
+# --- runs ---
+
+
+def fake_runs(monkeypatch, ends=None):
+    """Runs that end at once with losses of their rows and seeds; returns what was run."""
+    done = []
+
+    def pretrain(experiment, workdir, length, progress, **_):
+        outcome = "finished" if ends is None else ends(experiment)
+        done.append((experiment.name, experiment.seed, outcome))
+        workdir.root.mkdir(parents=True, exist_ok=True)
+        steps = experiment.total_steps
+        loss = 4.0 + (experiment.name == "wide") + 0.01 * experiment.seed
+        evaluation = {"masked_lm_loss": loss, "masked_lm_accuracy": 0.25}
+        lines = [
+            {"step": 2, "kind": "train", "filled": 0.5},
+            {"step": steps, "kind": "train", "filled": 0.75},
+            {"step": steps, "kind": "evaluation", "next_sentence_accuracy": 0.5} | evaluation,
+        ]
+        timings = [{"step": steps, "kind": "train", "steps": steps, "cpu_seconds": 2.5}]
+        for path, found in ((workdir.metrics, lines), (workdir.timings, timings)):
+            path.write_text("".join(json.dumps(line) + "\n" for line in found))
+        return outcome
+
+    monkeypatch.setattr(runs.pretraining, "pretrain", pretrain)
+    return done
+
+
+def test_what_is_missing_is_run_and_measured_and_means_are_written(here, capsys, monkeypatch):
+    write_table(here)
+    done = fake_runs(monkeypatch)
+    assert compare() == 0
+    out = capsys.readouterr().out.splitlines()
+    # All rows with the first seed first.
+    assert [one[:2] for one in done] == [("base", 0), ("wide", 0), ("base", 7), ("wide", 7)]
+    text = pathlib.Path("w/table.txt").read_text().splitlines()
+    assert out[-4:-1] == text
+    error = statistics.stdev([5.0, 5.07]) / math.sqrt(2)
+    assert text[0].split() == ["runs", *COLUMNS]
+    assert text[2].split()[:5] == ["wide", "2", "5.035", "+-", f"{error:.3f}"]
+    rows = table_csv()
+    assert float(rows[1]["loss"]) == pytest.approx(5.035)
+    assert float(rows[1]["loss_error"]) == pytest.approx(error)
+    assert rows[1]["loss_runs"] == "2" and float(rows[0]["cpu_seconds"]) == 2.5
+    # Two steps of phase 0 of 8 x 16 half filled, a third of phase 1 of 4 x 24.
+    assert float(rows[0]["real_tokens"]) == 2 * 128 * 0.5 + 96 * 0.75
+    assert float(rows[0]["steps"]) == 3
+    members = [config.flatten(m.experiment) for m in members_of(here)]
+    folders = {dict(flat)["run.corpus_dir"] for flat in members}
+    assert len(folders) == 1 and folders.pop().startswith("w/corpora/")
+
+    # Nothing is left to do; the workdirs are not even looked at.
+    for folder in pathlib.Path("w/runs").iterdir():
+        for file in folder.iterdir():
+            file.unlink()
+    assert compare() == 0 and len(done) == 4
+    assert pathlib.Path("w/table.txt").read_text().splitlines() == text
+
+
+def members_of(here):
+    table = config.load_table("table.py")
+    return Comparison(Results.read(table, "w"), Quiet())._results.members
+
+
+def test_a_stopped_table_goes_on_and_a_failed_run_keeps_none_from_going_on(
+    here, capsys, monkeypatch
+):
+    write_table(here, ("loss",))
+    done = fake_runs(
+        monkeypatch, lambda e: "stopped" if (e.name, e.seed) == ("base", 7) else "finished"
+    )
+    assert compare() == errors.STOPPED
+    assert len(done) == 3
+    line = capsys.readouterr().out.splitlines()[-2]
+    assert line.split() == ["wide", "1", "5.000"]
+    done = fake_runs(monkeypatch, lambda e: "failed" if e.name == "base" else "finished")
+    assert compare() == errors.FAILED
+    assert [one[:2] for one in done] == [("base", 7), ("wide", 7)]
+    assert capsys.readouterr().out.splitlines()[-3].split() == ["base", "1", "4.000"]
+
+
+def test_a_column_more_is_measured_without_a_run_more(here, monkeypatch, capsys):
+    write_table(here, ("loss",))
+    done = fake_runs(monkeypatch)
+    assert compare() == 0
+    write_table(here, ("loss", "accuracy"))
+    assert compare() == 0
+    # Asked again, a finished run ends at once.
+    assert len(done) == 8
+    assert "0.250" in capsys.readouterr().out
+
+
+def test_tasks_are_asked_of_each_run(here, monkeypatch):
+    write_task(here)
+    asked = []
+
+    def finetune(experiment, base, root, progress, origin=None):
+        asked.append((experiment.seed, base, root))
+        folder = Workdir(root).root
+        folder.mkdir(parents=True)
+        scores = [{"step": 1, "kind": "scores", "score": 0.1}]
+        scores.append({"step": 2, "kind": "scores", "score": 0.8})
+        lines = "".join(json.dumps(line) + "\n" for line in scores)
+        (folder / "metrics.jsonl").write_text(lines)
+        return "finished"
+
+    monkeypatch.setattr(runs.job, "finetune", finetune)
+    monkeypatch.setattr(runs, "_probed", lambda column, workdir: 0.6)
+    write_table(here, ("probe:task.py", "finetune:task.py"))
+    fake_runs(monkeypatch)
+    assert compare() == 0
+    assert asked[2] == (7, "w/runs/base-7", "w/tasks/base-7/small")
+    row = table_csv()[0]
+    assert (float(row["probe:task.py"]), float(row["finetune:task.py"])) == (0.6, 0.8)
+    # Another recipe of the task is another column, and the probe is the same.
+    changed = pathlib.Path("task.py").read_text().replace("epochs=1", "epochs=2")
+    pathlib.Path("task.py").write_text(changed)
+    with pytest.raises(FileExistsError):  # the stand-in's: a finished fine-tuning would refuse
+        cli.main(["--debug", "compare", "table.py", "--workdir", "w"])
+
+
+def test_a_run_killed_while_the_table_is_written_leaves_the_old_one(here, monkeypatch):
+    write_table(here, ("loss",))
+    fake_runs(monkeypatch)
+    assert compare() == 0
+    before = {file.name: file.read_bytes() for file in pathlib.Path("w").glob("table.*")}
+    assert before.keys() == {"table.json", "table.txt", "table.csv", "table.html"}
+    write_table(here, ("accuracy",))
+
+    def cut(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(Workdir("w").root), "replace", cut)
+    assert compare() == errors.INTERRUPTED
+    assert {file.name: file.read_bytes() for file in pathlib.Path("w").glob("table.*")} == before
+
+
+draw, draw_dots = figures.draw, figures.draw_dots
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text = set(), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_needs_nothing_else_and_says_what_each_row_changes(here, monkeypatch):
+    monkeypatch.setattr(figures, "draw", draw)
+    monkeypatch.setattr(figures, "draw_dots", draw_dots)
+    write_table(here, ("loss", "steps"))
+    text = (here / "table.py").read_text().replace('name="wide"', 'name="<b>wide&"')
+    (here / "table.py").write_text(text)
+    fake_runs(monkeypatch)
+    assert compare() == 0
+    text = pathlib.Path("w/table.html").read_text()
+    tags = Tags(text)
+    assert "default-src 'none'" in text and not tags.tags & {"script", "img", "link", "b"}
+    assert "model.intermediate_size: 32 -> 40" in tags.text and "<b>wide&" in tags.text
+    assert "seconds of CPU in steps" in tags.text and "3 steps a run" in tags.text
+    assert "4.035" not in tags.text or "4.035 +- 0.035" in tags.text
+
+
+@pytest.mark.long
+def test_a_table_killed_in_the_middle_goes_on_without_redoing_runs(here):
+    """As a user runs it: killed at a step of the second run, then run to its end."""
+    write_task(here)
+    write_table(here, (*COLUMNS, "probe:task.py", "finetune:task.py"))
+    arguments = ("compare", "table.py", "--workdir", "w")
+    plain = bert_jax(*arguments, timeout=600)
+    assert plain.returncode == 0, plain.stderr
+    whole = record()["runs"]
+    (here / "w").rename(here / "whole")
+    # The first run alone, then all of them, of which the next is killed before its third step.
+    both = (here / "table.py").read_text()
+    (here / "table.py").write_text(both.replace("(0, 7)", "(0,)").replace("=rows,", "=rows[:1],"))
+    assert bert_jax(*arguments, timeout=600).returncode == 0
+    (here / "table.py").write_text(both)
+    assert killed(2, 9, *arguments, timeout=600).returncode == -9
+    again = bert_jax(*arguments, timeout=600)
+    assert again.returncode == 0, again.stderr
+    starts = []
+    for folder in ("base-0", "wide-0", "base-7"):
+        lines = Lines(Workdir(f"w/runs/{folder}").timings).read()
+        starts.append(sum(line["kind"] == "start" for line in lines))
+    assert starts == [1, 2, 1]
+    for one, two in zip(whole, record()["runs"], strict=True):
+        for values in (one["values"], two["values"]):
+            assert values.pop("cpu_seconds") > 0
+        assert one == two
+    run = whole[-1]["values"]
+    lines = Lines(Workdir("w/tasks/wide-7/small").metrics).read()
+    scores = [line["score"] for line in lines if line["kind"] == "scores"]
+    assert run["finetune:task.py"] == scores[-1] and 0 <= run["probe:task.py"] <= 1
+
+
+def test_a_real_run_is_measured(here):
+    """Not a stand-in: a row of three steps."""
+    write_table(here, ("loss", "cpu_seconds", "real_tokens"))
+    text = (here / "table.py").read_text().replace("rows=rows", "rows=rows[:1]")
+    (here / "table.py").write_text(text.replace("(0, 7)", "(0,)"))
+    assert compare() == 0
+    (run,) = record()["runs"]
+    lines = Lines(Workdir("w/runs/base-0").metrics).read()
+    (last,) = (line for line in lines if line["kind"] == "evaluation")
+    assert run["values"]["loss"] == last["masked_lm_loss"]
+    assert run["values"]["cpu_seconds"] > 0
+    positions = 2 * 8 * 16 + 4 * 24
+    assert positions / 4 < run["values"]["real_tokens"] < positions
+
+
+TABLES = sorted((pathlib.Path(__file__).parents[2] / "tables").glob("*.py"))
+
+
+@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.stem)
+def test_a_table_file_is_what_its_docstring_names(file, monkeypatch):
+    text = ast.get_docstring(ast.parse(file.read_text()))
+    assert f"bert-jax compare tables/{file.name}" in text
+    assert all(f"\n{word}:" in text for word in ("Source", "Hardware", "Expected"))
+    monkeypatch.chdir(file.parents[1])
+    table = config.load_table(str(file))
+    assert table.name == file.stem and len(table.rows) <= 10
+    for one, two in itertools.pairwise(table.rows):
+        assert config.differences(one.experiment, two.experiment, "identity")
+
+
+# --- what is refused ---
+
+
+def row(here, name="a", *settings):
+    return Row(name=name, experiment=small(here, *settings))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rows": ()}, "table.rows=(): name at least one row"),
+        ({"rows": ("a", "a")}, "table.rows: there are two of the name 'a'"),
+        ({"columns": ()}, "table.columns=(): name some of loss, "),
+        ({"columns": ("los",)}, "table.columns: 'los' is no column; did you mean loss?"),
+        ({"columns": ("probe:",)}, "'probe:' is no column; there are loss, "),
+        ({"columns": ("loss", "loss")}, "table.columns: there are two of the name 'loss'"),
+        ({"seeds": ()}, "table.seeds=(): name at least one seed"),
+        ({"seeds": (1, 1)}, "table.seeds: there are two of the name 1"),
+        ({"seeds": (-1,)}, "table.seeds: -1 is not in [0, 2**32)"),
+        ({"steps": 5, "cpu_seconds": 2.0}, "table.cpu_seconds=2: and table.steps=5; give one"),
+        ({"steps": -1}, "table.steps=-1"),
+        ({"name": "a b"}, "table.name='a b'"),
+    ],
+)
+def test_what_is_no_table_is_refused_by_name(here, fields, words):
+    if "rows" in fields:
+        fields = {"rows": tuple(row(here, name) for name in fields["rows"])}
+    given = {"name": "t", "rows": (row(here),), "columns": ("loss",)}
+    with pytest.raises(InputError) as caught:
+        Table(**given | fields)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("corpus.case=cased", "b has corpus.case='cased', and a 'uncased'"),
+        ("model.vocab_size=44", "b has model.vocab_size=44, and a 45"),
+        ("data.eval_rows=5", "b has data.eval_rows=5, and a 20"),
+    ],
+)
+def test_rows_that_share_no_held_out_text_have_no_loss_to_compare(here, setting, words):
+    rows = (row(here), row(here, "b", setting))
+    with pytest.raises(InputError, match="column accuracy compares on the same held-out") as caught:
+        Table(name="t", rows=rows, columns=("steps", "accuracy"))
+    assert words in str(caught.value)
+    assert Table(name="t", rows=rows, columns=("steps", "cpu_seconds"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = 1", "table.py: defines no table() -> Table"),
+        ("def table():\n    return 3", "table() returned int, not a Table"),
+        ("def table():\n    return 1 / 0", "table.py:2: ZeroDivisionError"),
+        (None, "table.py: no such table"),
+    ],
+)
+def test_files_that_give_no_table_are_named(here, capsys, text, words):
+    if text is not None:
+        (here / "table.py").write_text(text)
+    assert compare() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and not pathlib.Path("w").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (("probe:nowhere.py",), "table.columns: probe:nowhere.py: nowhere.py: no such"),
+        (("finetune:pairs.py",), "nothing is learned from minimal pairs; write probe:"),
+        (("probe:task.py", "probe:./task.py"), "there are two tasks of this name"),
+        (("finetune:long.py",), "task.max_sequence_length=64 is longer than row base reads"),
+        (("finetune:gone.py",), "gone: cannot be read"),
+    ],
+)
+def test_tasks_that_cannot_be_asked_are_named_before_anything_is_run(here, capsys, columns, words):
+    write_task(here)
+    text = TASK
+    (here / "long.py").write_text(text.replace("max_sequence_length=32", "max_sequence_length=64"))
+    (here / "gone.py").write_text(text.replace("jsonl:train", "jsonl:gone"))
+    (here / "pairs").write_text('{"good": "wa", "bad": "wb", "label": "x"}\n')
+    pairs = 'task=Task(kind="minimal_pairs", validation=("jsonl:pairs",), text_column="good", '
+    (here / "pairs.py").write_text(
+        "from bert_jax.config import Finetuning, Task\n\n\ndef experiment():\n"
+        f'    return Finetuning(name="p", {pairs}second_column="bad"))\n'
+    )
+    write_table(here, columns)
+    assert compare() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and not pathlib.Path("w").exists()
+
+
+def test_a_folder_of_other_things_and_a_changed_record_are_refused(here, capsys, monkeypatch):
+    write_table(here, ("loss",))
+    pathlib.Path("w").mkdir()
+    pathlib.Path("w/mine").touch()
+    assert compare() == 2
+    assert "w: holds other files and no table" in capsys.readouterr().err
+    pathlib.Path("w/mine").unlink()
+    fake_runs(monkeypatch)
+    assert compare() == 0
+    text = pathlib.Path("w/table.json").read_text()
+    pathlib.Path("w/table.json").write_text(text.replace("4.0", "3.0"))
+    assert compare() == 2
+    assert "was changed since it was written; remove it" in capsys.readouterr().err
+
+
+def test_a_budget_too_small_for_its_phases_names_the_row(here, capsys):
+    write_table(here, budget="steps=1")
+    assert compare() == 2
+    assert "row base: 1 steps are too few for its 2 phases" in capsys.readouterr().err
