@@ -70,8 +70,8 @@ def _dots(results: Results) -> list[Figure]:
     """Returns a picture of each column: means and errors, a line a row."""
     pictures = []
     for number, column in enumerate(results.columns):
-        found = [(row.name, *results.mean(row.name, column)) for row in results.table.rows]
-        there = [one for one in found if one[1]]
+        means = [(row.name, *results.mean(row.name, column)) for row in results.table.rows]
+        there = [one for one in means if one[1]]
         if there:
             svg = figures.draw_dots(
                 [name for name, *_ in there],

@@ -8,7 +8,7 @@ from bert_jax.config.fields import Section
 from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError
 
-# What is measured of each run, and in which unit; of HELD_OUT on held-out text.
+# What is measured of each run (`compare.runs`), and in which unit; of HELD_OUT on held-out text.
 COLUMNS = {
     "loss": "held-out masked LM, nat",
     "accuracy": "masked LM accuracy",
