@@ -25,7 +25,8 @@ from bert_jax.config import Experiment, Optimizer, Phase
 from bert_jax.data import corpus
 from bert_jax.interop import huggingface, importing
 from bert_jax.model import heads
-from bert_jax.model.encoder import Loop, encode
+from bert_jax.model.encoder import Loop
+from bert_jax.model.kinds import encode
 from bert_jax.predict import Trained
 from bert_jax.text import tokenizer
 from bert_jax.training import feed, optimizer, step

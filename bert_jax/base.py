@@ -39,7 +39,7 @@ FORMAT_VERSION = 1
 _JSON, _WEIGHTS, _TOKENIZER = "base.json", "params.safetensors", "tokenizer"
 _MOMENTS = "moments.safetensors"
 # What of a model its weights do not depend on; all else must be as it was.
-_FREE = ("compute_dtype", "dropout_rng", "initializer_range")
+_FREE = ("compute_dtype", "dropout_rng", "initializer_range", "initialization")
 _FREE_ENDING = "dropout_prob"
 _FLOATS = {
     "F32": np.dtype(np.float32),

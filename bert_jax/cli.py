@@ -760,7 +760,8 @@ def import_(args: argparse.Namespace) -> int:
         dest="kind",
         choices=("pretraining", "masked_lm", "encoder"),
         required=True,
-        help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers",
+        help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers; of "
+        "model.kind=modern for ModernBertForMaskedLM or ModernBertModel",
     ),
     _argument("--out", metavar="FOLDER", required=True, help="where it goes"),
     _argument(
@@ -780,7 +781,7 @@ def export(args: argparse.Namespace) -> int:
 
     trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
     huggingface.export_weights(trained, args.kind, args.dtype, epath.Path(args.out))
-    architecture = huggingface.ARCHITECTURES[args.kind]
+    architecture = huggingface.architecture_of(trained.model, args.kind)
     _say(
         f"exported {printable(trained.name)}, step {trained.step}: {architecture}, {args.dtype}, "
         f"in {printable(args.out)}"

@@ -26,7 +26,8 @@ from bert_jax.data import packing
 from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.attention import Packing
-from bert_jax.model.encoder import Loop, encode
+from bert_jax.model.encoder import Loop
+from bert_jax.model.kinds import encode
 from bert_jax.predict import Trained
 from bert_jax.training import mesh as mesh_lib
 
@@ -112,9 +113,10 @@ class Embedder:
         self._row_tokens = max(
             batch_tokens or (_CPU_TOKENS if on_cpu else _OTHER_TOKENS), self.max_length
         )
-        shallow, params = _up_to(max(*layers, 1), model, trained.params)
+        depth = max(*layers, 1)
+        params = _up_to(depth, trained.params)
         self._params = jax.device_put(params, mesh_lib.replicated(mesh))
-        self._run = _program(shallow, features, layers, mesh)
+        self._run = _program(model, depth, features, layers, mesh)
         # Batches at a time, a thread each. Cores that share a row wait for each other at every
         # operation; with a row each, and one to spare, they are a quarter faster.
         cores, shards = system.cores(), mesh_lib.data_shards(mesh)
@@ -267,16 +269,19 @@ def layer_numbers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:
     return tuple(number % (count + 1) for number in numbers)
 
 
-def _up_to(depth: int, model: Model, params: heads.Params) -> tuple[Model, heads.Params]:
-    """Returns the model and its parameters without the layers above."""
+def _up_to(depth: int, params: heads.Params) -> heads.Params:
+    """Returns the parameters without the layers above."""
     encoder = params["encoder"]
     layers = jax.tree.map(lambda stacked: stacked[:depth], encoder["layers"])
-    shallow = dataclasses.replace(model, num_hidden_layers=depth)
-    return shallow, params | {"encoder": encoder | {"layers": layers}}
+    return params | {"encoder": encoder | {"layers": layers}}
 
 
 def _program(
-    model: Model, features: Features, layers: tuple[int, ...], mesh: jax.sharding.Mesh
+    model: Model,
+    depth: int,
+    features: Features,
+    layers: tuple[int, ...],
+    mesh: jax.sharding.Mesh,
 ) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
     """Returns what makes vectors of packed rows: float32 [rows, N, W]; of `tokens` [rows, S, W]."""
 
@@ -285,7 +290,7 @@ def _program(
         places = Packing(batch["positions"], batch["tokens"][0], batch["places"])
         encoder = heads.merge(model, params).encoder
         inputs = encoder, model, ids, jnp.zeros_like(ids), places, None, Loop()
-        if layers == (model.num_hidden_layers,):
+        if layers == (depth,):
             chosen = [encode(*inputs)]
         else:
             every = encode(*inputs, outputs="all")

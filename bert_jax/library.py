@@ -26,7 +26,8 @@ from bert_jax.embed import Embedder, Features
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
 from bert_jax.model import heads
-from bert_jax.model.encoder import Loop, attention_probabilities, encode
+from bert_jax.model.encoder import Loop
+from bert_jax.model.kinds import attention_probabilities, encode
 from bert_jax.predict import Trained
 from bert_jax.storage import mirror
 from bert_jax.text.tokenizer import Tokenizer

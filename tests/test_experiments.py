@@ -27,7 +27,9 @@ def describe(experiment) -> str:
         lambda: step.init_state(Pretraining(experiment.model), experiment.optimizer, 0)["params"]
     )
     mesh = mesh_lib.make_mesh(experiment.parallelism, jax.devices()[:1])
-    cuts = sharding.partitions(shapes, experiment.parallelism, mesh)
+    cuts = sharding.partitions(
+        shapes, experiment.parallelism, mesh, sharding.RULES[experiment.model.kind]
+    )
     lines += ["", "parameters"]
     total = 0
     for path, leaf in jax.tree.leaves_with_path(shapes):

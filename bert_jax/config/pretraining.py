@@ -17,14 +17,23 @@ SKIPPED_STEPS = 64
 _PAPERS_SHARE = 0.15
 # How many are traced at most: a trace is kept in memory.
 _TRACED_STEPS = 100
+# Fields that kind=bert does not look at.
+_OF_MODERN = ("global_every", "local_window", "global_rotary_base", "local_rotary_base")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Section):
-    """The encoder and its two heads (Devlin et al. 2018, section 3 and appendix A.2)."""
+    """The encoder and its two heads (Devlin et al. 2018, section 3 and appendix A.2).
+
+    `modern` is ModernBERT's encoder (Warner et al. 2024): rotary positions, layer norms before
+    each part and not after it, gated feed-forward parts, no biases, windows.
+    """
 
     role = "identity"
     label = "model"
+
+    # bert: Devlin et al. 2018; modern: ModernBERT.
+    kind: Literal["bert", "modern"] = "bert"
 
     # Pieces of the tokenizer at most, specials included; the table is stored padded to 1,024s.
     vocab_size: int = 30_522
@@ -36,10 +45,19 @@ class Model(Section):
     num_attention_heads: int = 12
     # Width of each layer's feed-forward part.
     intermediate_size: int = 3_072
-    # The longest row there are position embeddings for.
+    # The longest row; with kind=bert there are position embeddings for so many places.
     max_position_embeddings: int = 512
-    # Segments that a token can be of: A and B.
+    # Segments that a token can be of, A and B; of kind=modern no token knows its own.
     type_vocab_size: int = 2
+    # Of kind=modern: of so many layers one attends to whole rows, the first does; the others to a
+    # window.
+    global_every: int = 3
+    # Places of a window, half of them on each side of the token itself.
+    local_window: int = 128
+    # Base of the rotary positions of layers that attend to whole rows.
+    global_rotary_base: float = 160_000.0
+    # Base of the rotary positions of layers with a window.
+    local_rotary_base: float = 10_000.0
     # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
     hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
     # Dropout of embeddings and of what each layer adds.
@@ -48,6 +66,9 @@ class Model(Section):
     attention_probs_dropout_prob: float = 0.1
     # Standard deviation of fresh weights, a normal distribution cut off at twice it.
     initializer_range: float = 0.02
+    # Fresh layers as the kind's reference draws them, or scaled: by 1/sqrt(hidden_size), and what a
+    # layer adds begins as zero.
+    initialization: Literal["reference", "scaled"] = "reference"
     # Type of activations and products; parameters, sums and losses stay float32.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # threefry8: noise is a function of the row alone, the same on any mesh; rbg16: fast on TPU,
@@ -88,6 +109,48 @@ class Model(Section):
                 "hidden_size",
                 "must be a multiple of 4 with model.dropout_rng=threefry8",
             )
+        (self._validate_modern if self.kind == "modern" else self._validate_bert)()
+
+    def _validate_bert(self) -> None:
+        for name in _OF_MODERN:
+            self._require_default(name, "has a meaning with model.kind=modern only")
+
+    def _validate_modern(self) -> None:
+        self._require_default("type_vocab_size", "model.kind=modern has no segment embeddings")
+        self._require(
+            self.hidden_size // self.num_attention_heads % 2 == 0,
+            "num_attention_heads",
+            f"makes heads {self.hidden_size // self.num_attention_heads} wide; rotary positions "
+            "turn pairs, so the width must be even",
+        )
+        self._require_at_least(1, "global_every")
+        self._require(self.global_rotary_base > 1, "global_rotary_base", "must be over 1")
+        self._require(
+            self.num_hidden_layers % self.global_every == 1 % self.global_every,
+            "num_hidden_layers",
+            f"must be 1 and a multiple of model.global_every={self.global_every}",
+        )
+        if self.global_every == 1:
+            for name in ("local_window", "local_rotary_base"):
+                self._require_default(name, "has no meaning with model.global_every=1")
+            return
+        self._require(self.local_rotary_base > 1, "local_rotary_base", "must be over 1")
+        self._require(
+            self.local_window >= 2 and self.local_window % 2 == 0,
+            "local_window",
+            "must be even, half of it on each side",
+        )
+        self._require(
+            self.local_window <= self.max_position_embeddings,
+            "local_window",
+            f"longer than the longest row, model.max_position_embeddings="
+            f"{self.max_position_embeddings}",
+        )
+
+    def _require_default(self, name: str, why: str) -> None:
+        self._require(
+            getattr(self, name) == type(self).__dataclass_fields__[name].default, name, why
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

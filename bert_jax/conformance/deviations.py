@@ -25,6 +25,11 @@ _LENGTHS = {128: (0.9, 20), 512: (0.1, 77)}
 # Field: the paper's value, and what another one means.
 _FIELDS: dict[str, tuple[object, str]] = {
     "init_from": ("", "it goes on from weights trained before; the paper's are drawn at random"),
+    "model.kind": (
+        "bert",
+        "another encoder, ModernBERT's: rotary positions, layer norms before each part, gated "
+        "feed-forward parts, windows, no biases and no segments",
+    ),
     "model.vocab_size": (30_522, "the released uncased vocabulary has 30,522 pieces"),
     "model.max_position_embeddings": (512, "the paper's table has 512 positions"),
     "model.type_vocab_size": (2, "the released models have two segments"),
@@ -35,6 +40,10 @@ _FIELDS: dict[str, tuple[object, str]] = {
     "model.hidden_dropout_prob": (0.1, "the paper drops 0.1 of every sublayer's output"),
     "model.attention_probs_dropout_prob": (0.1, "the paper drops 0.1 of attention"),
     "model.initializer_range": (0.02, "the reference starts from a normal of 0.02, cut at two"),
+    "model.initialization": (
+        "reference",
+        "layers start from a normal of 1/sqrt(width), and what they add from zero",
+    ),
     "model.compute_dtype": ("float32", "products are rounded to bfloat16; the reference's are not"),
     "corpus.repeated_documents": ("keep", "the reference keeps documents that repeat"),
     "data.short_seq_prob": (0.1, "the reference cuts 0.1 of all documents short"),

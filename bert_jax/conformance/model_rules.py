@@ -12,7 +12,8 @@ from bert_jax.config import Model
 from bert_jax.conformance import golden
 from bert_jax.conformance.rule import Rule, largest_difference, relative
 from bert_jax.model import heads, layers, losses
-from bert_jax.model.encoder import Loop, encode, padded_vocab_size
+from bert_jax.model.encoder import Loop, padded_vocab_size
+from bert_jax.model.kinds import encode
 
 Batch = dict[str, jax.Array]
 

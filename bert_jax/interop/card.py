@@ -16,7 +16,10 @@ _USE = {
     "BertForPreTraining": "both heads of pre-training",
     "BertForMaskedLM": "the masked LM head",
     "BertModel": "the encoder without heads, for fine-tuning or sentence-transformers",
+    "ModernBertForMaskedLM": "the masked LM head",
+    "ModernBertModel": "the encoder without heads, for fine-tuning or sentence-transformers",
 }
+_FAMILIES = {"bert": "BERT", "modern": "ModernBERT"}
 # Sources beyond these are counted, not named.
 _NAMED = 50
 _PATHS = ("corpus.sources", "corpus.tokenizer", "init_from")
@@ -32,12 +35,13 @@ def write(trained: Trained, architecture: str, dtype: str, folder: str) -> str:
       dtype: of the weights.
       folder: what the folder is called.
     """
+    family = _FAMILIES[trained.model.kind]
     parts = [
-        *_front(architecture),
+        *_front(trained, architecture),
         f"# {code(trained.name)}",
         "",
         # What was imported was trained by others, or by a run that its source names.
-        f"A BERT {'written' if trained.source else 'pre-trained'} with bert_jax "
+        f"A {family} {'written' if trained.source else 'pre-trained'} with bert_jax "
         f"{bert_jax.__version__}: `{architecture}`, {_USE[architecture]}.",
         f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
         "",
@@ -56,9 +60,9 @@ def code(text: str) -> str:
     return f"`{printable(text).replace('`', chr(39)) or ' '}`"
 
 
-def _front(architecture: str) -> list[str]:
+def _front(trained: Trained, architecture: str) -> list[str]:
     """Returns what model hubs read; fixed words alone."""
-    if architecture == "BertModel":
+    if "masked_lm" not in PARTS[architecture]:
         library, task = "sentence-transformers", "feature-extraction"
     else:
         library, task = "transformers", "fill-mask"
@@ -67,7 +71,7 @@ def _front(architecture: str) -> list[str]:
         f"library_name: {library}",
         f"pipeline_tag: {task}",
         "tags:",
-        "- bert",
+        f"- {_FAMILIES[trained.model.kind].lower()}",
         "---",
         "",
     ]

@@ -1,68 +1,46 @@
 """Folders of Hugging Face's transformers, read and written: config.json and weights."""
 
-import dataclasses
 import json
 import pathlib
-from typing import Any, Literal
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax import config
 from bert_jax.base import Base
 from bert_jax.config import Model
 from bert_jax.errors import InputError
-from bert_jax.interop import card, names, vocabularies
-from bert_jax.interop.names import PARTS, Say
+from bert_jax.interop import card, configs, names, vocabularies
+from bert_jax.interop.names import Naming, Say
 from bert_jax.predict import Trained
 from bert_jax.storage.workdir import named_errors, new_folder
 
+# By `model.kind`, and by what is wanted.
 ARCHITECTURES = {
-    "pretraining": "BertForPreTraining",
-    "masked_lm": "BertForMaskedLM",
-    "encoder": "BertModel",
+    "bert": {
+        "pretraining": "BertForPreTraining",
+        "masked_lm": "BertForMaskedLM",
+        "encoder": "BertModel",
+    },
+    "modern": {"masked_lm": "ModernBertForMaskedLM", "encoder": "ModernBertModel"},
+}
+# What their models read of a text.
+INPUTS = {
+    "bert": ("input_ids", "token_type_ids", "attention_mask"),
+    "modern": ("input_ids", "attention_mask"),
 }
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 Kind = Literal["pretraining", "masked_lm", "encoder"]
-
-# Under the same name in both.
-_SAME = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "type_vocab_size",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "initializer_range",
-)
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-# Fields that would change what is computed, and the only value of each that we compute.
-_FIXED = {
-    "layer_norm_eps": 1e-12,
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-    "chunk_size_feed_forward": 0,
-}
 
 
 # --- folders --------------------------------------------------------------------------------------
 
 
 def read_folder(folder: epath.Path, say: Say) -> Base:
-    """Reads what `save_pretrained` wrote of BertModel, BertForMaskedLM or BertForPreTraining.
+    """Reads what `save_pretrained` wrote of one of `ARCHITECTURES`.
 
     Args:
       folder: of config.json, weights and a vocabulary.
@@ -71,13 +49,14 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     Raises:
       InputError: nothing that can be read, or something that would be computed differently here.
     """
-    stated = read_config(folder / "config.json")
+    stated = configs.read(folder / "config.json")
+    naming = names.HUGGING_FACE[stated.kind]
     tokenizer = vocabularies.read(folder)
     file = _weights_file(folder)
     held = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
-    tensors = _without_copies(held, str(file))
+    tensors = _without_copies(held, naming, str(file))
     source = f"Hugging Face folder {folder.name}"
-    return names.fitted(tensors, names.HUGGING_FACE, stated, tokenizer, file, source, say)
+    return names.fitted(tensors, naming, stated, tokenizer, file, source, say)
 
 
 def _weights_file(folder: epath.Path) -> epath.Path:
@@ -99,7 +78,9 @@ def _weights_file(folder: epath.Path) -> epath.Path:
     raise InputError(f"{folder / 'model.safetensors'}: no such file")
 
 
-def _without_copies(held: dict[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
+def _without_copies(
+    held: dict[str, np.ndarray], naming: Naming, where: str
+) -> dict[str, np.ndarray]:
     """Returns tensors by canonical names, without buffers and copies of tied weights.
 
     Raises:
@@ -108,8 +89,8 @@ def _without_copies(held: dict[str, np.ndarray], where: str) -> dict[str, np.nda
     tensors: dict[str, np.ndarray] = {}
     spelled: dict[str, str] = {}
     for name, value in held.items():
-        ours = names.canonical(name)
-        if ours in names.IGNORED:
+        ours = naming.canonical(name)
+        if ours in naming.ignored:
             continue
         if ours in tensors:
             raise InputError(f"{where}: tensors {spelled[ours]!r} and {name!r} are the same one")
@@ -118,7 +99,7 @@ def _without_copies(held: dict[str, np.ndarray], where: str) -> dict[str, np.nda
                 f"{where}: tensor {name!r} is neither float32 nor float16 nor bfloat16"
             )
         tensors[ours], spelled[ours] = value, name
-    for copy, original in names.TIED.items():
+    for copy, original in naming.tied.items():
         if copy in tensors:
             value = tensors.pop(copy)
             if not np.array_equal(tensors.setdefault(original, value), value):
@@ -168,6 +149,20 @@ def _read_shards(index: epath.Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+def architecture_of(model: Model, kind: Kind) -> str:
+    """Returns the class of theirs that holds what is wanted of such a model.
+
+    Raises:
+      InputError: there is none.
+    """
+    if kind not in ARCHITECTURES[model.kind]:
+        raise InputError(
+            f"--as {kind}: transformers has no such class for model.kind={model.kind}; choose "
+            f"{' or '.join(ARCHITECTURES[model.kind])}"
+        )
+    return ARCHITECTURES[model.kind][kind]
+
+
 def export_weights(
     trained: Trained, kind: Kind, dtype: Literal["float32", "bfloat16"], target: epath.Path
 ) -> None:
@@ -180,15 +175,18 @@ def export_weights(
       target: where it goes; nothing may be there.
 
     Raises:
-      InputError: something is there, it cannot be written, or the vocabulary is no WordPiece.
+      InputError: something is there, it cannot be written, the vocabulary is no WordPiece, or they
+        have no such class.
     """
-    architecture, cfg = ARCHITECTURES[kind], trained.model
+    architecture, cfg = architecture_of(trained.model, kind), trained.model
     longest = cfg.max_position_embeddings
     with new_folder(target) as folder:
-        vocabularies.write(trained.tokenizer, longest, folder)
+        vocabularies.write(trained.tokenizer, longest, INPUTS[cfg.kind], folder)
         card_text = card.write(trained, architecture, dtype, target.name)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
-        vocabularies.write_json(folder / "config.json", _config(trained, architecture, dtype))
+        vocabularies.write_json(
+            folder / "config.json", configs.fields_of(trained, architecture, dtype)
+        )
         if kind == "encoder":  # sentence-transformers takes the mean over a text's pieces
             types = {"": "Transformer", "1_Pooling": "Pooling"}
             modules = [
@@ -212,52 +210,3 @@ def export_weights(
         tensors = names.to_theirs(trained.params, cfg, architecture)
         rounded = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors.items()}
         base_lib.write_tensors(folder / "model.safetensors", rounded, {"format": "pt"})
-
-
-# --- config.json ----------------------------------------------------------------------------------
-
-
-def read_config(path: epath.Path) -> Model:
-    """Reads a config.json as a Model section. Fields it lacks have BERT-Base's values.
-
-    Raises:
-      InputError: another architecture, or a field whose value is not supported.
-    """
-    fields = vocabularies.read_object(path)
-    if fields.get("model_type") != "bert":
-        raise InputError(
-            f"{path}: model_type={fields.get('model_type')!r}: only 'bert' is supported"
-        )
-    named = fields.get("architectures") or []
-    if not isinstance(named, list) or not all(name in list(PARTS) for name in named):
-        raise InputError(f"{path}: architectures={named!r}: only {', '.join(PARTS)} are supported")
-    for name, value in _FIXED.items():
-        if fields.get(name) not in (None, value):
-            raise InputError(f"{path}: {name}={fields[name]!r}: only {value!r} is supported")
-    return model_of(path, fields)
-
-
-def model_of(path: epath.Path, fields: dict[str, Any]) -> Model:
-    """Returns the Model section of fields that both kinds of configuration share."""
-    act = fields.get("hidden_act", "gelu")
-    if not isinstance(act, str) or act not in _ACTIVATIONS:
-        raise InputError(
-            f"{path}: hidden_act={act!r}: only {', '.join(_ACTIVATIONS)} are supported"
-        )
-    ours = {name: fields[name] for name in _SAME if name in fields}
-    return config.section(Model, ours | {"hidden_act": _ACTIVATIONS[act]}, str(path))
-
-
-def _config(trained: Trained, architecture: str, dtype: str) -> dict[str, Any]:
-    """Returns the config.json that their class `architecture` reads."""
-    ours = dataclasses.asdict(trained.model)
-    return {
-        "architectures": [architecture],
-        "model_type": "bert",
-        **{name: ours[name] for name in _SAME},
-        "hidden_act": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[ours["hidden_act"]],
-        **{name: value for name, value in _FIXED.items() if name != "chunk_size_feed_forward"},
-        "pad_token_id": trained.tokenizer.pad_id,
-        "dtype": dtype,
-        "torch_dtype": dtype,  # what versions before 4.56 call it
-    }

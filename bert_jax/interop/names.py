@@ -1,7 +1,8 @@
-"""Hugging Face's names and shapes of BERT's tensors, and ours; tensors of others as a base.
+"""Hugging Face's names and shapes of tensors, and ours; tensors of others as a base.
 
-They keep each layer's tensors apart and kernels as [out, in]; ours are stacked along a first
-dimension L and lie as [in, out]. Rows of our vocabulary are padded (model.encoder).
+They keep each layer's tensors apart and kernels as [out, in], in ModernBERT some of them in one;
+ours are stacked along a first dimension L and lie as [in, out]. Rows of our vocabulary are padded
+(model.encoder).
 """
 
 import dataclasses
@@ -32,16 +33,13 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "BertForPreTraining": ("encoder", "pooler", "masked_lm", "next_sentence"),
     "BertForMaskedLM": ("encoder", "masked_lm"),
     "BertModel": ("encoder", "pooler"),
+    "ModernBertForMaskedLM": ("encoder", "masked_lm"),
+    "ModernBertModel": ("encoder",),
 }
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
-# Copies that a file may hold of what stands elsewhere in it.
-TIED = {
-    "cls.predictions.decoder.weight": WORD_EMBEDDINGS,
-    "cls.predictions.decoder.bias": OUTPUT_BIAS,
-}
-# Numbers 0, 1, 2, ... and zeros that older versions saved with the weights.
-IGNORED = ("bert.embeddings.position_ids", "bert.embeddings.token_type_ids")
+_MODERN_WORD_EMBEDDINGS = "model.embeddings.tok_embeddings.weight"
+_MODERN_OUTPUT_BIAS = "decoder.bias"
 
 _LAYER = {
     "query": "attention.self.query",
@@ -53,6 +51,13 @@ _LAYER = {
     "output": "output.dense",
     "output_layer_norm": "output.LayerNorm",
 }
+# Ours that lie in one tensor of theirs, in this order.
+_MODERN_LAYER = {
+    "attn.Wqkv": ("query", "key", "value"),
+    "attn.Wo": ("attention_output",),
+    "mlp.Wi": ("intermediate", "gate"),
+    "mlp.Wo": ("output",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +65,14 @@ class Tensor:
     """One tensor of theirs.
 
     Attributes:
-      name: theirs, with the prefix `bert.`.
+      name: theirs, with the prefix that it has under a head.
       shape: theirs.
       path: of the leaf of our tree that holds it.
       part: what it belongs to.
       layer: its place along the leaf's first dimension; None if the leaf is not stacked.
       is_kernel: whether ours lies transposed.
       is_vocabulary: whether ours has rows of padding.
+      share: number and count: ours is this one of so many equal parts of its first dimension.
     """
 
     name: str
@@ -76,6 +82,7 @@ class Tensor:
     layer: int | None = None
     is_kernel: bool = False
     is_vocabulary: bool = False
+    share: tuple[int, int] = (0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +94,31 @@ class Naming:
       word_embeddings: the name of the table that has a row a piece.
       output_bias: the name of the other one.
       config: the file that says the sizes.
+      model: what they are of, in words.
+      prefix: of the encoder's, which files of an encoder alone lack.
+      encoder: how those begin without it.
+      tied: copies that a file may hold of what stands elsewhere in it.
+      ignored: tensors that a file may hold and that mean nothing.
     """
 
     tensors: Callable[[Model], Iterator[Tensor]]
     word_embeddings: str
     output_bias: str
     config: str
+    model: str = "BERT's pre-training model"
+    prefix: str = ""
+    encoder: tuple[str, ...] = ()
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    def canonical(self, name: str) -> str:
+        """Returns a name as newer versions write it, with its prefix."""
+        if name.startswith(self.encoder):
+            name = self.prefix + name
+        for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+            if name.endswith(f"LayerNorm{old}"):
+                name = name.removesuffix(old) + new
+        return name
 
 
 def tensors(cfg: Model) -> Iterator[Tensor]:
@@ -139,21 +165,76 @@ def _norm(
     yield Tensor(f"{name}.bias", (width,), (*path, "bias"), part, layer)
 
 
-def canonical(name: str) -> str:
-    """Returns a name as newer versions write it, with its prefix."""
-    if name.startswith(("embeddings.", "encoder.", "pooler.")):
-        name = f"bert.{name}"
-    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
-        if name.endswith(f"LayerNorm{old}"):
-            name = name.removesuffix(old) + new
-    return name
+def modern_tensors(cfg: Model) -> Iterator[Tensor]:
+    """Yields all tensors of ModernBertForMaskedLM except copies."""
+    width, inner = cfg.hidden_size, cfg.intermediate_size
+
+    def norm(
+        name: str, path: tuple[str, ...], layer: int | None = None, part: Part = "encoder"
+    ) -> Tensor:
+        return Tensor(f"{name}.weight", (width,), (*path, "scale"), part, layer)
+
+    embeddings = ("encoder", "embeddings")
+    shape, word = (cfg.vocab_size, width), (*embeddings, "word", "embedding")
+    yield Tensor(_MODERN_WORD_EMBEDDINGS, shape, word, "encoder", is_vocabulary=True)
+    yield norm("model.embeddings.norm", (*embeddings, "layer_norm"))
+    sizes = {"mlp.Wi": (inner, width), "mlp.Wo": (width, inner)}
+    for layer in range(cfg.num_hidden_layers):
+        above, path = f"model.layers.{layer}", ("encoder", "layers")
+        if layer > 0:  # the first has none before its attention
+            yield norm(f"{above}.attn_norm", (*path, "attention_layer_norm"), layer)
+        yield norm(f"{above}.mlp_norm", (*path, "output_layer_norm"), layer)
+        for theirs, ours in _MODERN_LAYER.items():
+            out, into = sizes.get(theirs, (width, width))
+            for number, name in enumerate(ours):
+                yield Tensor(
+                    f"{above}.{theirs}.weight",
+                    (out * len(ours), into),
+                    (*path, name, "kernel"),
+                    "encoder",
+                    layer,
+                    is_kernel=True,
+                    share=(number, len(ours)),
+                )
+    yield norm("model.final_norm", ("encoder", "final_layer_norm"))
+    transform = ("masked_lm", "transform", "kernel")
+    yield Tensor("head.dense.weight", (width, width), transform, "masked_lm", is_kernel=True)
+    yield norm("head.norm", ("masked_lm", "layer_norm"), None, "masked_lm")
+    bias = ("masked_lm", "output_bias")
+    yield Tensor(_MODERN_OUTPUT_BIAS, (cfg.vocab_size,), bias, "masked_lm", is_vocabulary=True)
 
 
-HUGGING_FACE = Naming(tensors, WORD_EMBEDDINGS, OUTPUT_BIAS, "config.json")
+# By `model.kind`.
+HUGGING_FACE = {
+    "bert": Naming(
+        tensors,
+        WORD_EMBEDDINGS,
+        OUTPUT_BIAS,
+        "config.json",
+        prefix="bert.",
+        encoder=("embeddings.", "encoder.", "pooler."),
+        tied={
+            "cls.predictions.decoder.weight": WORD_EMBEDDINGS,
+            "cls.predictions.decoder.bias": OUTPUT_BIAS,
+        },
+        # Numbers 0, 1, 2, ... and zeros that older versions saved with the weights.
+        ignored=("bert.embeddings.position_ids", "bert.embeddings.token_type_ids"),
+    ),
+    "modern": Naming(
+        modern_tensors,
+        _MODERN_WORD_EMBEDDINGS,
+        _MODERN_OUTPUT_BIAS,
+        "config.json",
+        "ModernBERT's masked LM",
+        prefix="model.",
+        encoder=("embeddings.", "layers.", "final_norm."),
+        tied={"decoder.weight": _MODERN_WORD_EMBEDDINGS},
+    ),
+}
 
 
 def to_ours(
-    theirs: Mapping[str, np.ndarray], cfg: Model, where: str, naming: Naming = HUGGING_FACE
+    theirs: Mapping[str, np.ndarray], cfg: Model, where: str, naming: Naming | None = None
 ) -> tuple[dict[str, Any], tuple[Part, ...]]:
     """Returns our tree of the parts that are there, and the names of the parts that are not.
 
@@ -161,21 +242,22 @@ def to_ours(
       theirs: float32 by canonical names, without copies.
       cfg: the shape; its vocabulary has no padding, and rows of theirs beyond it are left out.
       where: the file, for errors.
-      naming: whose names they are.
+      naming: whose names they are; None: Hugging Face's.
 
     Raises:
       InputError: a tensor is missing, too many, of another shape, or not finite.
     """
-    wanted: dict[str, Tensor] = {}
+    naming = naming or HUGGING_FACE[cfg.kind]
+    wanted: dict[str, list[Tensor]] = {}
     for tensor in naming.tensors(cfg):
         if tensor.part == "encoder":  # at once: the configuration may name any number of layers
             _require_shape(tensor, theirs, where, naming.config)
-        wanted[tensor.name] = tensor
+        wanted.setdefault(tensor.name, []).append(tensor)
     for name in theirs:
         if name not in wanted:
-            raise InputError(f"{where}: tensor {name!r} is none of BERT's pre-training model")
-    there = {"encoder", *(wanted[name].part for name in theirs)}
-    held = [tensor for tensor in wanted.values() if tensor.part in there]
+            raise InputError(f"{where}: tensor {name!r} is none of {naming.model}")
+    there = {"encoder", *(wanted[name][0].part for name in theirs)}
+    held = [tensor for shares in wanted.values() for tensor in shares if tensor.part in there]
     for tensor in held:
         _require_shape(tensor, theirs, where, naming.config)
     params: dict[str, Any] = {}
@@ -188,6 +270,8 @@ def to_ours(
             )
         if tensor.is_vocabulary:
             value = value[: cfg.vocab_size]
+        number, count = tensor.share
+        value = np.split(value, count)[number]
         _leaf(params, tensor, cfg)[...] = value.T if tensor.is_kernel else value
     missing = tuple(part for part in PARTS["BertForPreTraining"] if part not in there)
     return params, missing
@@ -214,21 +298,24 @@ def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:
     node = params
     for key in above:
         node = node.setdefault(key, {})
-    shape = tensor.shape[::-1] if tensor.is_kernel else tensor.shape
+    shape = (tensor.shape[0] // tensor.share[1], *tensor.shape[1:])
+    shape = shape[::-1] if tensor.is_kernel else shape
     if tensor.is_vocabulary:
         shape = (padded_vocab_size(cfg), *shape[1:])
     if tensor.layer is not None:
         shape = (cfg.num_hidden_layers, *shape)
     if name not in node:
-        node[name] = np.zeros(shape, np.float32)
+        # A norm that theirs do not have leaves what it is given as it is.
+        node[name] = np.full(shape, name == "scale", np.float32)
     leaf = node[name] if tensor.layer is None else node[name][tensor.layer]
     return leaf[: cfg.vocab_size] if tensor.is_vocabulary else leaf
 
 
 def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[str, np.ndarray]:
     """Returns their tensors, float32, as the class `architecture` names them, without padding."""
-    theirs = {}
-    for tensor in tensors(cfg):
+    theirs: dict[str, np.ndarray] = {}
+    naming = HUGGING_FACE[cfg.kind]
+    for tensor in naming.tensors(cfg):
         if tensor.part not in PARTS[architecture]:
             continue
         value: Any = params
@@ -239,8 +326,10 @@ def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[
             value = value[tensor.layer]
         if tensor.is_vocabulary:
             value = value[: cfg.vocab_size]
-        name = tensor.name.removeprefix("bert.") if architecture == "BertModel" else tensor.name
-        theirs[name] = value.T if tensor.is_kernel else value
+        alone = "masked_lm" not in PARTS[architecture]
+        name = tensor.name.removeprefix(naming.prefix) if alone else tensor.name
+        value = value.T if tensor.is_kernel else value
+        theirs[name] = np.concatenate([theirs[name], value]) if tensor.share[0] else value
     return theirs
 
 

@@ -24,7 +24,7 @@ from etils import epath
 from bert_jax.base import Base, Moments
 from bert_jax.config import Model
 from bert_jax.errors import InputError, reading
-from bert_jax.interop import huggingface, names, vocabularies
+from bert_jax.interop import configs, names, vocabularies
 from bert_jax.interop.names import Naming, Say, Tensor
 from bert_jax.storage.workdir import named_errors
 
@@ -109,7 +109,7 @@ def read_config(path: epath.Path, say: Say) -> Model:
             f"{path.name}: gelu is taken for the released models' form, erf; if these weights were "
             f'trained by the code since February 2019, add "{_GELU_FORM}": "tanh" there'
         )
-    cfg = huggingface.model_of(path, fields)
+    cfg = configs.model_of(path, fields)
     return cfg if form is None else dataclasses.replace(cfg, hidden_act=_FORMS[form])
 
 

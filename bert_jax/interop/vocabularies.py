@@ -1,6 +1,7 @@
 """Tokenizer files of others and our WordPiece tokenizer; and JSON of others."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import tokenizers
@@ -175,12 +176,15 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
     return "uncased" if uncased else "cased"
 
 
-def write(tok: tokenizer_lib.Tokenizer, longest: int, folder: epath.Path) -> None:
+def write(
+    tok: tokenizer_lib.Tokenizer, longest: int, inputs: Sequence[str], folder: epath.Path
+) -> None:
     """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json.
 
     Args:
       tok: the tokenizer.
       longest: pieces that the model reads at most.
+      inputs: names of what the model reads of a text.
       folder: where to.
 
     Raises:
@@ -201,7 +205,7 @@ def write(tok: tokenizer_lib.Tokenizer, longest: int, folder: epath.Path) -> Non
         "tokenizer_class": "PreTrainedTokenizerFast",
         "do_lower_case": tok.case == "uncased",
         "model_max_length": longest,
-        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "model_input_names": list(inputs),
         **specials,
     }
     write_json(folder / "tokenizer_config.json", says)

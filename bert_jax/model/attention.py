@@ -80,6 +80,7 @@ def attend(
     input_mask: jax.Array | Shared,
     noise: Noise | None,
     rate: float,
+    window: jax.Array | None = None,
 ) -> jax.Array:
     """Computes scaled dot-product attention with dropout on the probabilities.
 
@@ -91,11 +92,12 @@ def attend(
         of which sees another.
       noise: of the probabilities; None drops nothing.
       rate: share of probabilities dropped.
+      window: bool [S, S], which keys a query attends to; None: to all.
 
     Returns:
       [B, S, H, D / H], in the type of value.
     """
-    scores = _scores(query, key, _unseen(input_mask))
+    scores = _scores(query, key, _unseen(input_mask), window)
     probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     if noise is not None and rate:
         keep = jnp.swapaxes(_kept(noise, probs.shape, rate), 2, 3)
@@ -105,13 +107,21 @@ def attend(
 
 
 def attend_packed(
-    query: jax.Array, key: jax.Array, value: jax.Array, packing: Packing
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    packing: Packing,
+    window: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `attend` without dropout, each text by itself: [B, S, H, D / H] each -> the same."""
+    """Computes `attend` without dropout, each text by itself: [B, S, H, D / H] each -> the same.
+
+    `window`: bool [K, K].
+    """
     # Heads before places: else a CPU turns all scores around.
     query, key, value = (jnp.swapaxes(packing.unpack(x), 1, 2) for x in (query, key, value))
     factor = 1.0 / math.sqrt(query.shape[-1])
     scores = _product("nhqd,nhkd->nhqk", query, key) * factor + _padding(packing.mask)
+    scores = _within(window, scores)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True)).astype(value.dtype)
     context = _product("nhqk,nhkd->nhqd", weights, value) / _row_sums(weights)
     return packing.pack(jnp.swapaxes(context, 1, 2).astype(value.dtype))
@@ -124,6 +134,7 @@ def attend_recomputed(
     input_mask: jax.Array | Shared,
     noise: Noise | None,
     rate: float,
+    window: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `attend`, but keeps nothing of size [S, S] for the backward pass.
 
@@ -132,7 +143,7 @@ def attend_recomputed(
     """
     if noise is None or not rate:
         noise, rate = None, 0.0
-    return _attend_recomputed(rate, query, key, value, _unseen(input_mask), noise)
+    return _attend_recomputed(rate, query, key, value, _unseen(input_mask), noise, window)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -143,8 +154,9 @@ def _attend_recomputed(
     value: jax.Array,
     unseen: jax.Array,
     noise: Noise | None,
+    window: jax.Array | None,
 ) -> jax.Array:
-    return _attend_recomputed_forward(rate, query, key, value, unseen, noise)[0]
+    return _attend_recomputed_forward(rate, query, key, value, unseen, noise, window)[0]
 
 
 def _attend_recomputed_forward(
@@ -154,8 +166,9 @@ def _attend_recomputed_forward(
     value: jax.Array,
     unseen: jax.Array,
     noise: Noise | None,
+    window: jax.Array | None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    scores = _scores(query, key, unseen)
+    scores = _scores(query, key, unseen, window)
     highest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - highest).astype(value.dtype)
     sums = _row_sums(weights)
@@ -168,17 +181,17 @@ def _attend_recomputed_forward(
     context = _product("bhqk,bkhd->bqhd", weights, value) * jnp.swapaxes(scale / sums, 1, 2)
     context = checkpoint_name(context.astype(value.dtype), _CONTEXT)
     log_sums = checkpoint_name((highest + jnp.log(sums))[..., 0], _LOG_SUMS)
-    return context, (query, key, value, unseen, noise, log_sums, context)
+    return context, (query, key, value, unseen, noise, window, log_sums, context)
 
 
 def _attend_recomputed_backward(
     rate: float, kept: tuple[Any, ...], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    query, key, value, unseen, noise, log_sums, context = kept
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None, None]:
+    query, key, value, unseen, noise, window, log_sums, context = kept
     dtype = value.dtype
     # Here [B, H, K, Q], queries last, as bits are drawn: the TPU compilers' choice otherwise is to
     # copy the bits into another order, which costs a tenth of a step.
-    scores = jnp.swapaxes(_scores(query, key, unseen), 2, 3)
+    scores = jnp.swapaxes(_scores(query, key, unseen, window), 2, 3)
     probs = jnp.exp(scores - log_sums[:, :, None, :])
     # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
     inner = (gradient.astype(jnp.float32) * context.astype(jnp.float32)).sum(axis=-1)
@@ -199,7 +212,7 @@ def _attend_recomputed_backward(
     d_query = _product("bhkq,bkhd->bqhd", d_scores, key) * factor
     d_key = _product("bhkq,bqhd->bkhd", d_scores, query * jnp.asarray(factor, dtype))
     d_value = _product("bhkq,bqhd->bkhd", dropped, scaled)
-    return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype), None, None
+    return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype), None, None, None
 
 
 _attend_recomputed.defvjp(_attend_recomputed_forward, _attend_recomputed_backward)
@@ -217,7 +230,9 @@ def _padding(input_mask: jax.Array) -> jax.Array:
     return ((1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE)[:, None, None, :]
 
 
-def _scores(query: jax.Array, key: jax.Array, unseen: jax.Array) -> jax.Array:
+def _scores(
+    query: jax.Array, key: jax.Array, unseen: jax.Array, window: jax.Array | None
+) -> jax.Array:
     """Computes scores, float32 [B, H, Q, K].
 
     Args:
@@ -225,12 +240,18 @@ def _scores(query: jax.Array, key: jax.Array, unseen: jax.Array) -> jax.Array:
       key: [B, K, H, D / H].
       unseen: float32, added to the scores; or int32 [B, K], by which tokens know each other: made
         into what is added here, since no [Q, K] of it then need be kept.
+      window: bool [Q, K], which keys a query attends to; None: to all.
     """
     if unseen.dtype == jnp.int32:
         same = unseen[:, :, None] == unseen[:, None, :]
         unseen = jnp.where(same, 0.0, _MASKED_SCORE)[:, None]
     factor = 1.0 / math.sqrt(query.shape[-1])
-    return _product("bqhd,bkhd->bhqk", query, key) * factor + unseen
+    return _within(window, _product("bqhd,bkhd->bhqk", query, key) * factor + unseen)
+
+
+def _within(window: jax.Array | None, scores: jax.Array) -> jax.Array:
+    """Lowers scores [..., Q, K] of keys outside of a query's window."""
+    return scores if window is None else scores + jnp.where(window, 0.0, _MASKED_SCORE)
 
 
 def _scaled(x: jax.Array, scale: float) -> jax.Array:

@@ -23,7 +23,10 @@ from bert_jax.model.attention import Packing, Shared
 # sharded anywhere and a checkpoint fits everywhere.
 VOCAB_MULTIPLE = 1_024
 # Under this name `remat="dots"` finds what it keeps, already rounded to the compute type.
-_PRODUCT = "product"
+PRODUCT = "product"
+
+# Whether the backward pass finds attention's probabilities, or computes them again.
+Scores = Literal["kept", "recomputed"]
 
 
 class Loop(NamedTuple):
@@ -52,6 +55,21 @@ def initializer(cfg: Model) -> nnx.Initializer:
     The reference draws its weights so; a deviation is `initializer_range`.
     """
     return jax.nn.initializers.truncated_normal(cfg.initializer_range)
+
+
+def layer_initializers(
+    cfg: Model, output_init: nnx.Initializer
+) -> tuple[nnx.Initializer, nnx.Initializer]:
+    """Returns how the kernels of a layer are drawn: those that read x, and those that add to it.
+
+    Args:
+      cfg: whose `initialization` it is.
+      output_init: by which the kind's reference draws the latter.
+    """
+    if cfg.initialization == "reference":
+        return initializer(cfg), output_init
+    scaled = jax.nn.initializers.truncated_normal(cfg.hidden_size**-0.5)
+    return scaled, jax.nn.initializers.zeros
 
 
 class Embedding(nnx.Module):
@@ -134,14 +152,15 @@ class Layer(nnx.Module):
     """Attention and feed-forward, each followed by dropout, the residual and a layer norm."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
-        init, width, inner = initializer(cfg), cfg.hidden_size, cfg.intermediate_size
+        width, inner = cfg.hidden_size, cfg.intermediate_size
+        init, output_init = layer_initializers(cfg, initializer(cfg))
         self.query = layers.Dense(width, width, init, rngs=rngs)
         self.key = layers.Dense(width, width, init, rngs=rngs)
         self.value = layers.Dense(width, width, init, rngs=rngs)
-        self.attention_output = layers.Dense(width, width, init, rngs=rngs)
+        self.attention_output = layers.Dense(width, width, output_init, rngs=rngs)
         self.attention_layer_norm = layers.LayerNorm(width)
         self.intermediate = layers.Dense(width, inner, init, rngs=rngs)
-        self.output = layers.Dense(inner, width, init, rngs=rngs)
+        self.output = layers.Dense(inner, width, output_init, rngs=rngs)
         self.output_layer_norm = layers.LayerNorm(width)
 
 
@@ -151,18 +170,15 @@ def run_layer(
     x: jax.Array,
     input_mask: jax.Array | Shared | Packing,
     noise: layers.Noise | None,
-    scores: Literal["kept", "recomputed"],
+    scores: Scores,
 ) -> jax.Array:
-    """Runs one layer: [B, S, D] in the compute type -> the same.
-
-    `scores`: whether the backward pass finds attention's probabilities kept or recomputes them.
-    """
+    """Runs one layer: [B, S, D] in the compute type -> the same."""
     at = (lambda site: None) if noise is None else noise.at
     b, s, d = x.shape
     heads = (b, s, cfg.num_attention_heads, d // cfg.num_attention_heads)
 
     def product(dense: layers.Dense, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), _PRODUCT)
+        return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), PRODUCT)
 
     query, key, value = (
         product(dense, x, heads) for dense in (layer.query, layer.key, layer.value)
@@ -208,61 +224,69 @@ def encode(
     loop: Loop,
     outputs: Literal["last", "all"] = "last",
 ) -> jax.Array:
-    """Runs the encoder.
-
-    Args:
-      encoder: its parameters.
-      cfg: its shape.
-      input_ids: int32 [B, S].
-      segment_ids: int32 [B, S].
-      input_mask: int32 [B, S], 0 for padding; `Shared` if several examples share a row, `Packing`
-        if nothing is dropped and each text is to be by itself.
-      noise: of dropout; None drops nothing.
-      loop: how the layers are run.
-      outputs: `last`, or `all`: the embeddings and every layer.
-
-    Returns:
-      [B, S, D] or [L + 1, B, S, D], in the compute type.
-    """
+    """Runs the encoder: see `model.kinds`."""
     dtype = jnp.dtype(cfg.compute_dtype)
     positions = input_mask.positions if isinstance(input_mask, Shared | Packing) else None
     x = encoder.embeddings(input_ids, segment_ids, dtype, positions)
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
 
-    scores = "recomputed" if loop.remat == "dots" else "kept"
+    def run(
+        layer: Layer, number: jax.Array, x: jax.Array, noise: layers.Noise | None, scores: Scores
+    ) -> jax.Array:
+        del number
+        return run_layer(layer, cfg, x, input_mask, noise, scores)
 
-    def body(x: jax.Array, stacked: tuple[Layer, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-        layer, number = stacked
+    last, every = run_layers(run, encoder.layers, x, noise, loop, outputs)
+    return last if every is None else every
+
+
+def run_layers(
+    run: Callable[[nnx.Module, jax.Array, jax.Array, layers.Noise | None, Scores], jax.Array],
+    stacked: nnx.Module,
+    x: jax.Array,
+    noise: layers.Noise | None,
+    loop: Loop,
+    outputs: Literal["last", "all"],
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs stacked layers, one after the other.
+
+    Args:
+      run: takes a layer, its number, [B, S, D], the layer's noise, and what becomes of scores.
+      stacked: a layer whose parameters carry a first dimension L.
+      x: [B, S, D], what the first one reads.
+      noise: of dropout; None drops nothing.
+      loop: how they are run.
+      outputs: what is kept.
+
+    Returns:
+      What the last one gives, [B, S, D]; with `all`, x and what every one gives, [L + 1, B, S, D].
+    """
+    scores: Scores = "recomputed" if loop.remat == "dots" else "kept"
+
+    def body(
+        x: jax.Array, layer_and_number: tuple[nnx.Module, jax.Array]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        layer, number = layer_and_number
         layer_noise = None if noise is None else noise.at(number)
-        x = run_layer(loop.gather(layer), cfg, x, input_mask, layer_noise, scores)
+        x = run(loop.gather(layer), number, x, layer_noise, scores)
         return x, x if outputs == "all" else None
 
     if loop.remat != "none":
         policies = jax.checkpoint_policies
         policy = {
-            "dots": policies.save_only_these_names(_PRODUCT, *attention.KEPT),
+            "dots": policies.save_only_these_names(PRODUCT, *attention.KEPT),
             "full": policies.nothing_saveable,
         }[loop.remat]
         body = jax.checkpoint(body, policy=policy, prevent_cse=loop.layers == "unroll")
-    numbers = jnp.arange(cfg.num_hidden_layers)
-    unroll = cfg.num_hidden_layers if loop.layers == "unroll" else 1
-    last, every = jax.lax.scan(body, x, (encoder.layers, numbers), unroll=unroll)
-    return last if outputs == "last" else jnp.concatenate([x[None], every])
+    count = len(jax.tree.leaves(stacked)[0])
+    unroll = count if loop.layers == "unroll" else 1
+    last, every = jax.lax.scan(body, x, (stacked, jnp.arange(count)), unroll=unroll)
+    return last, None if every is None else jnp.concatenate([x[None], every])
 
 
 def attention_probabilities(encoder: Encoder, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Computes where the pieces of a text look in each layer, without dropout.
-
-    Args:
-      encoder: its parameters.
-      cfg: its shape.
-      hidden: float32 [L, S, D], what each layer is given of one text without padding: `encode`
-        with `outputs="all"`, except for the last layer's.
-
-    Returns:
-      float32 [L, H, S, S], of each piece over all pieces; rows add up to 1.
-    """
+    """Computes where the pieces of a text look in each layer: see `model.kinds`."""
     number = cfg.num_attention_heads
     heads = (*hidden.shape[:2], number, hidden.shape[2] // number)
 
@@ -273,3 +297,20 @@ def attention_probabilities(encoder: Encoder, cfg: Model, hidden: jax.Array) -> 
     query, key = project(encoder.layers.query), project(encoder.layers.key)
     scores = jnp.einsum("lqhd,lkhd->lhqk", query, key) / heads[-1] ** 0.5
     return jax.nn.softmax(scores, axis=-1)
+
+
+class MaskedLM(nnx.Module):
+    """Transform and output bias; the output weights are the word embeddings."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        self.transform = layers.Dense(cfg.hidden_size, cfg.hidden_size, initializer(cfg), rngs=rngs)
+        self.layer_norm = layers.LayerNorm(cfg.hidden_size)
+        self.output_bias = nnx.Param(jnp.zeros(padded_vocab_size(cfg), jnp.float32))
+
+
+def token_flops(cfg: Model, sequence_length: int) -> int:
+    """Counts the operations of a forward pass through all layers, a token of so long a row."""
+    width, inner = cfg.hidden_size, cfg.intermediate_size
+    # Query, key, value, output; feed-forward; scores and their product with the values.
+    token = 2 * (4 * width * width + 2 * width * inner + 2 * sequence_length * width)
+    return cfg.num_hidden_layers * token

@@ -6,6 +6,7 @@ recomputation. Look-ups, normalisation and activations are left out, as is usual
 """
 
 from bert_jax.config import Model
+from bert_jax.model.kinds import KINDS
 
 # The gradients of a product's two inputs are two more products of its size.
 _FORWARD_AND_BACKWARD = 3
@@ -31,14 +32,11 @@ def forward_flops(
       sequence_length: of each row, padding included.
       max_predictions_per_seq: masked positions of each row, unused ones included.
     """
-    width, inner = model.hidden_size, model.intermediate_size
-    tokens = batch_size * sequence_length
-    # Query, key, value, output; feed-forward; scores and their product with the values.
-    token = 2 * (4 * width * width + 2 * width * inner + 2 * sequence_length * width)
+    width = model.hidden_size
     prediction = 2 * (width * width + width * model.vocab_size)
     row = 2 * (width * width + 2 * width)
     return (
-        tokens * model.num_hidden_layers * token
+        batch_size * sequence_length * KINDS[model.kind].token_flops(model, sequence_length)
         + batch_size * max_predictions_per_seq * prediction
         + batch_size * row
     )

@@ -12,13 +12,8 @@ from flax import nnx
 from bert_jax.config import Model
 from bert_jax.model import layers
 from bert_jax.model.attention import Shared
-from bert_jax.model.encoder import (
-    Encoder,
-    Loop,
-    encode,
-    initializer,
-    padded_vocab_size,
-)
+from bert_jax.model.encoder import Loop, initializer
+from bert_jax.model.kinds import KINDS, encode, make_encoder
 
 # Rows of the vocabulary that stand for no piece get no probability.
 _NO_PIECE = -1e9
@@ -26,22 +21,13 @@ _NO_PIECE = -1e9
 Params = dict[str, Any]
 
 
-class MaskedLM(nnx.Module):
-    """Transform and output bias; the output weights are the word embeddings."""
-
-    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
-        self.transform = layers.Dense(cfg.hidden_size, cfg.hidden_size, initializer(cfg), rngs=rngs)
-        self.layer_norm = layers.LayerNorm(cfg.hidden_size)
-        self.output_bias = nnx.Param(jnp.zeros(padded_vocab_size(cfg), jnp.float32))
-
-
 class Pretrainer(nnx.Module):
     """All parameters of pre-training. Their paths in the tree are their names everywhere."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
-        self.encoder = Encoder(cfg, rngs=rngs)
+        self.encoder = make_encoder(cfg, rngs=rngs)
         self.pooler = layers.Dense(cfg.hidden_size, cfg.hidden_size, initializer(cfg), rngs=rngs)
-        self.masked_lm = MaskedLM(cfg, rngs=rngs)
+        self.masked_lm = KINDS[cfg.kind].masked_lm(cfg, rngs=rngs)
         self.next_sentence = layers.Dense(cfg.hidden_size, 2, initializer(cfg), rngs=rngs)
 
 

@@ -20,6 +20,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.random import threefry2x32_p
 
 _LAYER_NORM_EPS = 1e-12
+# Of norms without biases, as ModernBERT has them.
+_SCALE_NORM_EPS = 1e-5
 
 
 class Dense(nnx.Module):
@@ -34,10 +36,21 @@ class Dense(nnx.Module):
         return linear(x, self.kernel[...], self.bias[...])
 
 
+class Linear(nnx.Module):
+    """A linear map, y = x W: kernel [inputs, outputs]."""
+
+    def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., inputs] in any float type -> float32 [..., outputs]."""
+        return linear(x, self.kernel[...], None)
+
+
 def linear(
     x: jax.Array,
     kernel: jax.Array,
-    bias: jax.Array,
+    bias: jax.Array | None,
     kernel_is: Literal["inputs_outputs", "outputs_inputs"] = "inputs_outputs",
 ) -> jax.Array:
     """Computes x W + b: the product in the type of x, sums and the bias in float32.
@@ -45,12 +58,14 @@ def linear(
     Args:
       x: [..., N], any float type.
       kernel: float32 [N, M], or [M, N] if `kernel_is` says so; rounded to the type of x.
-      bias: float32 [M].
+      bias: float32 [M]; None adds none.
       kernel_is: which dimension of the kernel comes first.
 
     Returns:
       float32 [..., M].
     """
+    if bias is None:
+        return _matmul(kernel_is, x, kernel)
     return _linear(kernel_is, x, kernel, bias)
 
 
@@ -62,27 +77,47 @@ def _linear(kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array) ->
 def _linear_forward(
     kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    kernel = kernel.astype(x.dtype)
+    y, kept = _matmul_forward(kernel_is, x, kernel)
     # A bias added in bfloat16 has a gradient summed over all tokens in bfloat16.
-    y = _times(x, kernel, 0 if kernel_is == "inputs_outputs" else 1) + bias
-    return y, (x, kernel)
+    return y + bias, kept
 
 
 def _linear_backward(
     kernel_is: str, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns gradients of x, kernel and bias as differentiation does, laid out for CPUs too."""
+    bias = _column_sums(gradient, kept[0].dtype)
+    return *_matmul_backward(kernel_is, kept, gradient), bias
+
+
+_linear.defvjp(_linear_forward, _linear_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(kernel_is: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return _matmul_forward(kernel_is, x, kernel)[0]
+
+
+def _matmul_forward(
+    kernel_is: str, x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    kernel = kernel.astype(x.dtype)
+    return _times(x, kernel, 0 if kernel_is == "inputs_outputs" else 1), (x, kernel)
+
+
+def _matmul_backward(
+    kernel_is: str, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns gradients of x and kernel as differentiation does, laid out for CPUs too."""
     x, kernel = kept
-    bias = _column_sums(gradient, x.dtype)
     gradient = gradient.astype(x.dtype)
     if kernel_is == "inputs_outputs":
         dx, weights = _times(gradient, kernel, 1), _outer(x, gradient)
     else:
         dx, weights = _times(gradient, kernel, 0), _outer(gradient, x)
-    return dx.astype(x.dtype), weights, bias
+    return dx.astype(x.dtype), weights
 
 
-_linear.defvjp(_linear_forward, _linear_backward)
+_matmul.defvjp(_matmul_forward, _matmul_backward)
 
 # CPUs get one tall matrix, whose products their compiler takes; a TPU's compiler lays out batch and
 # sequence as attention wants them, if they stay dimensions of their own.
@@ -154,10 +189,26 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> float32 [..., D]."""
-        x = x.astype(jnp.float32)
-        centred = x - x.mean(axis=-1, keepdims=True)
-        variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-        return centred * lax.rsqrt(variance + _LAYER_NORM_EPS) * self.scale[...] + self.bias[...]
+        return _normalise(x, _LAYER_NORM_EPS) * self.scale[...] + self.bias[...]
+
+
+class ScaleNorm(nnx.Module):
+    """A layer norm with biased variance, eps 1e-5, and no bias; scale [D]."""
+
+    def __init__(self, width: int):
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] -> float32 [..., D]."""
+        return _normalise(x, _SCALE_NORM_EPS) * self.scale[...]
+
+
+def _normalise(x: jax.Array, eps: float) -> jax.Array:
+    """Brings the last axis to a mean of 0 and a variance of 1: any float type -> float32."""
+    x = x.astype(jnp.float32)
+    centred = x - x.mean(axis=-1, keepdims=True)
+    variance = jnp.square(centred).mean(axis=-1, keepdims=True)
+    return centred * lax.rsqrt(variance + eps)
 
 
 def activation(name: str, x: jax.Array) -> jax.Array:

@@ -19,7 +19,8 @@ from bert_jax.config import Model, Parallelism, Task
 from bert_jax.data import draws
 from bert_jax.errors import InputError
 from bert_jax.model import flops, heads, layers
-from bert_jax.model.encoder import Loop, encode
+from bert_jax.model.encoder import Loop
+from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.formats import quoted

@@ -19,7 +19,8 @@ from bert_jax.config import Adapt, Kind, Model, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model import layers
 from bert_jax.model import losses as losses_lib
-from bert_jax.model.encoder import Encoder, Loop, encode, initializer
+from bert_jax.model.encoder import Loop, initializer
+from bert_jax.model.kinds import encode, make_encoder
 from bert_jax.tasks.rows import Reads
 from bert_jax.training import sharding
 
@@ -36,7 +37,7 @@ class Tuned(nnx.Module):
     """An encoder with the head of a task. The pooler is there only if the head reads it."""
 
     def __init__(self, cfg: Model, reads: Reads, outputs: int, *, rngs: nnx.Rngs):
-        self.encoder = Encoder(cfg, rngs=rngs)
+        self.encoder = make_encoder(cfg, rngs=rngs)
         if reads == "pooled":
             width = cfg.hidden_size
             self.pooler = layers.Dense(width, width, initializer(cfg), rngs=rngs)
@@ -187,7 +188,8 @@ class TaskObjective:
         """Returns where the parameters that learn are cut."""
         pooled = self.reads == "pooled"
         if self.adapt.how == "full":
-            return [*sharding.ENCODER, *(sharding.POOLER if pooled else ()), _HEAD_RULE]
+            encoder = sharding.ENCODERS[self.model.kind]
+            return [*encoder, *(sharding.POOLER if pooled else ()), _HEAD_RULE]
         fresh_pooler = pooled and "pooler" in self.fresh_parts
         lora = self.adapt.how == "lora"
         return [_HEAD_RULE, *(sharding.POOLER if fresh_pooler else ()), *[_LORA_RULE] * lora]

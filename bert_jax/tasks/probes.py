@@ -24,7 +24,8 @@ from bert_jax.config import Finetuning, Model, Parallelism, Run, Task
 from bert_jax.data import draws
 from bert_jax.errors import InputError
 from bert_jax.model import flops, heads, layers
-from bert_jax.model.encoder import Loop, encode
+from bert_jax.model.encoder import Loop
+from bert_jax.model.kinds import encode
 from bert_jax.predict import Trained
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows

@@ -60,7 +60,11 @@ class Pretraining:
     model: Model
     metrics: tuple[str, ...] = losses_lib.NAMES
     losses: tuple[str, ...] = ("masked_lm_loss", "next_sentence_loss")
-    rules: Sequence[sharding.Rule] = sharding.RULES
+
+    @property
+    def rules(self) -> Sequence[sharding.Rule]:
+        """Returns where the parameters are cut."""
+        return sharding.RULES[self.model.kind]
 
     def init_params(self, key: jax.Array) -> heads.Params:
         """Returns fresh parameters."""

@@ -19,6 +19,7 @@ Tree = Any
 _NO_DECAY = ("bias", "scale", "output_bias")
 # Leaves below this path carry a first dimension of layers, each a tensor of its own.
 _STACKED = "layers"
+_EMBEDDINGS = ["encoder", "embeddings"]
 
 
 def make(cfg: Optimizer) -> optax.GradientTransformation:
@@ -112,7 +113,7 @@ def scale_by_layer(decay: float) -> optax.GradientTransformation:
         names = [key.key for key in path]
         if _STACKED in names:
             return update * above.reshape(-1, *[1] * (update.ndim - 1))
-        return update * (decay * above[0]) if names[0] == "encoder" else update
+        return update * (decay * above[0]) if names[:2] == _EMBEDDINGS else update
 
     def apply(updates: Tree, state: optax.EmptyState, params: Tree = None) -> tuple[Tree, Any]:
         del params

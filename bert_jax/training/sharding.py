@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 _LAYER = "encoder/layers/"
 
 # Stacked layers have their first dimension for the layers.
-ENCODER = (
+_BERT = (
     Rule("encoder/embeddings/word/embedding", data=(0, 1), tensor=0),
     Rule("encoder/embeddings/position/embedding", data=(1,)),
     Rule("encoder/embeddings/segment/embedding"),
@@ -54,16 +54,37 @@ ENCODER = (
     Rule(_LAYER + "(attention_output|output)/bias"),
     Rule(r"encoder/.*layer_norm/(scale|bias)"),
 )
-POOLER = (Rule("pooler/kernel", data=(0,)), Rule("pooler/bias"))
-RULES = (
-    *ENCODER,
-    *POOLER,
-    Rule("masked_lm/transform/kernel", data=(0,)),
-    Rule("masked_lm/transform/bias"),
-    Rule("masked_lm/layer_norm/(scale|bias)"),
-    Rule("masked_lm/output_bias", tensor=0),
-    Rule("next_sentence/(kernel|bias)"),
+_MODERN = (
+    Rule("encoder/embeddings/word/embedding", data=(0, 1), tensor=0),
+    Rule(_LAYER + "(query|key|value|intermediate|gate)/kernel", data=(1,), tensor=2),
+    Rule(_LAYER + "(attention_output|output)/kernel", data=(1, 2), tensor=1),
+    Rule(r"encoder/.*layer_norm/scale"),
 )
+# By `model.kind`.
+ENCODERS = {"bert": _BERT, "modern": _MODERN}
+POOLER = (Rule("pooler/kernel", data=(0,)), Rule("pooler/bias"))
+_MASKED_LM = {
+    "bert": (
+        Rule("masked_lm/transform/kernel", data=(0,)),
+        Rule("masked_lm/transform/bias"),
+        Rule("masked_lm/layer_norm/(scale|bias)"),
+    ),
+    "modern": (
+        Rule("masked_lm/transform/kernel", data=(0,)),
+        Rule("masked_lm/layer_norm/scale"),
+    ),
+}
+# Of pre-training, by `model.kind`.
+RULES = {
+    kind: (
+        *encoder,
+        *POOLER,
+        *_MASKED_LM[kind],
+        Rule("masked_lm/output_bias", tensor=0),
+        Rule("next_sentence/(kernel|bias)"),
+    )
+    for kind, encoder in ENCODERS.items()
+}
 
 
 class Partition(NamedTuple):
@@ -74,7 +95,7 @@ class Partition(NamedTuple):
 
 
 def partitions(
-    shapes: Tree, parallelism: Parallelism, mesh: jax.sharding.Mesh, rules: Sequence[Rule] = RULES
+    shapes: Tree, parallelism: Parallelism, mesh: jax.sharding.Mesh, rules: Sequence[Rule]
 ) -> Tree:
     """Returns a `Partition` for every parameter.
 

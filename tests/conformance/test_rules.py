@@ -213,6 +213,9 @@ def test_every_field_that_decides_what_is_computed_is_looked_at():
     same_experiment = {
         *("name", "seed", "corpus.text_field", "corpus.encoding", "corpus.language"),
         "corpus.case",  # the paper released both
+        # Of model.kind=modern alone.
+        *("model.global_every", "model.local_window"),
+        *("model.global_rotary_base", "model.local_rotary_base"),
         *(f"data.eval_{n}" for n in ("sequence_length", "max_predictions_per_seq", "rows")),
         # Of runs that go well, where the reference has nothing.
         *("optimizer.bad_steps_in_a_row", "optimizer.after_bad_steps"),

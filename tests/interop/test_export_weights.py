@@ -114,7 +114,7 @@ def test_bfloat16_is_the_nearest_and_is_labelled(copy_of_run):
 @pytest.mark.parametrize("case", ["uncased", "cased"])
 def test_the_exported_tokenizer_gives_our_ids_and_comes_back(case, tmp_path):
     ours = wordpiece(case)
-    vocabularies.write(ours, 128, epath.Path(tmp_path))
+    vocabularies.write(ours, 128, huggingface.INPUTS["bert"], epath.Path(tmp_path))
     fast = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in TEXTS:
         assert fast.encode(text, add_special_tokens=False).ids == ours.encode(text), text

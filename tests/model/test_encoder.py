@@ -12,7 +12,8 @@ from compare import assert_close
 from bert_jax import base as base_lib
 from bert_jax.model import attention, heads, layers
 from bert_jax.model.attention import Packing
-from bert_jax.model.encoder import Loop, encode, padded_vocab_size
+from bert_jax.model.encoder import Loop, padded_vocab_size
+from bert_jax.model.kinds import encode
 
 CFG = samples.MODEL
 
