@@ -108,17 +108,23 @@ class Watchdog:
         self._seconds = peers_lib.seconds("BERT_JAX_HANG_AFTER") or seconds
         self._show = 5 * _SHOW if coordinates else _SHOW
         self._deadline = float("inf")
+        # Of the two that are not ours: for a step that takes less than a millisecond it is too long
+        # to set them after each. They may come so much later, and are set when they would not.
+        self._set_for, self._late = float("-inf"), min(_LOOK, self._seconds / 10)
         self._watch: threading.Thread | None = None
 
     def reset(self, times: int = 1) -> None:
         """Starts the time again, `times` as long: something was done."""
         if not self._seconds:
             return
-        seconds = times * self._seconds
-        faulthandler.dump_traceback_later(seconds, file=_STDERR)
-        self._deadline = time.monotonic() + seconds + self._show
-        with contextlib.suppress(ValueError):  # longer than a timer can be
-            signal.setitimer(signal.ITIMER_REAL, seconds + self._show + _STUCK)
+        seconds = times * self._seconds + self._late
+        now = time.monotonic()
+        self._deadline = now + seconds + self._show
+        if not 0 <= now + seconds - self._set_for <= self._late:
+            self._set_for = now + seconds
+            faulthandler.dump_traceback_later(seconds, file=_STDERR)
+            with contextlib.suppress(ValueError):  # longer than a timer can be
+                signal.setitimer(signal.ITIMER_REAL, seconds + self._show + _STUCK)
         if self._watch is None:
             self._watch = threading.Thread(target=self._end_when_late, name="watchdog", daemon=True)
             self._watch.start()
@@ -126,7 +132,7 @@ class Watchdog:
     def pause(self) -> None:
         """Stops the time until the next reset: what comes now may take any."""
         if self._seconds:
-            self._deadline = float("inf")
+            self._deadline, self._set_for = float("inf"), float("-inf")
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             faulthandler.cancel_dump_traceback_later()
 

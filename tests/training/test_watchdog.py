@@ -16,7 +16,7 @@ def test_a_run_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
     done = command(MEMBER, tmp_path / "rows", 0, 5, "hang", *run)
     assert done.returncode == 74
     err = done.stderr.decode()
-    assert "Timeout (0:00:10)!" in err and "pod_member.py" in err and "in noting" in err
+    assert "Timeout (0:00:10.500000)!" in err and "pod_member.py" in err and "in noting" in err
     assert (tmp_path / "w" / "checkpoints" / "4").exists()
 
 
@@ -37,7 +37,7 @@ def test_a_hang_is_tried_again_also_where_no_thread_can_run(hang, code):
     )
     done = command("-c", program)
     assert done.returncode == code
-    assert b"Timeout (0:00:01)!" in done.stderr and b'File "<string>", line 5' in done.stderr
+    assert b"Timeout (0:00:01.100000)!" in done.stderr and b'File "<string>", line 5' in done.stderr
 
 
 @pytest.mark.long
