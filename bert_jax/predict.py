@@ -215,7 +215,9 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
             note = f"{-change} of {planned} planned rows repeated"
         yield Text(f"epoch {epoch}: {train.rows_per_epoch} rows, {note}")
     for i in range(min(rows, spec.batch_size)):
-        label = "is random" if batch["next_sentence_labels"][i] else "follows"
+        # Of each example that stands there.
+        labels = batch["next_sentence_labels"][i][batch["row_weights"][i] > 0]
+        label = ", ".join("is random" if label else "follows" for label in labels.ravel())
         yield Text(f"\nrow {batch['rows'][i]} (epoch {epochs[i]}, slot {slots[i]}): B {label}")
         yield row_text(batch, i, prepared.tokenizer)
 

@@ -14,7 +14,7 @@ from small_run import write_text
 from bert_jax import config
 from bert_jax.config import Data, Experiment, Model, Optimizer, Parallelism
 from bert_jax.data import batches, corpus, stream
-from bert_jax.data.plans import Plans
+from bert_jax.data.plans import Packed, Plans
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
@@ -50,9 +50,11 @@ def small_stream(documents: int = 12, seed: int = 0) -> stream.Stream:
     )
 
 
-def train_batches(shape: batches.Shape = SHAPE, phase: int = 0) -> batches.TrainBatches:
+def train_batches(
+    shape: batches.Shape = SHAPE, phase: int = 0, packed: Packed | None = None
+) -> batches.TrainBatches:
     names, short = (0, "train", phase), Data().short_seq_prob
-    plans = Plans(small_stream(), names, shape.sequence_length, short)
+    plans = Plans(small_stream(), names, shape.sequence_length, short, packed=packed)
     return batches.TrainBatches(plans, IDS, Data(), shape)
 
 
@@ -69,6 +71,7 @@ def run(
     shape: batches.Shape = SHAPE,
     change_state: Callable[[dict], object] = lambda state: None,
     change_batch: Callable[[dict], object] = lambda batch: None,
+    packed: Packed | None = None,
 ) -> tuple[dict, list[dict[str, np.ndarray]]]:
     """Trains from seed 0; returns the final state and each step's metric sums.
 
@@ -86,7 +89,7 @@ def run(
     train_step = step.make_train_step(
         Pretraining(model), optimizer, parallelism, parts, TOTAL, mesh
     )
-    train = train_batches(shape)
+    train = train_batches(shape, packed=packed)
     sharding = mesh_lib.batch_sharding(mesh)
     rows = np.arange(shape.batch_size)
     seen = []

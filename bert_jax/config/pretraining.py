@@ -230,6 +230,8 @@ class Data(Section):
     masking: Literal["piece", "whole_word", "span"] = "piece"
     # 0: new pairs and masks in every epoch; n: those of the first n epochs again and again.
     dupe_factor: int = 0
+    # pairs: as many examples share a row as fit, each by itself for attention; next to no padding.
+    packing: Literal["none", "pairs"] = "none"
     # Length of the held-out rows.
     eval_sequence_length: int = 128
     # Masked tokens a held-out row at most.
@@ -274,13 +276,30 @@ class Phase(Section):
     steps: int
     # Tokens a row.
     sequence_length: int
-    # Masked tokens a row at most.
+    # Masked tokens of an example at most.
     max_predictions_per_seq: int
     # Rows a step, over all devices.
     batch_size: int = 256
+    # With data.packing: examples that share a row at most.
+    examples_per_row: int = 8
+    # And masked tokens of a row at most; 0: as one example may have, and one more an example.
+    predictions_per_row: int = 0
+
+    @property
+    def row_predictions(self) -> int:
+        """Masked tokens of a packed row at most."""
+        return self.predictions_per_row or self.max_predictions_per_seq + self.examples_per_row
 
     def _validate(self) -> None:
         self._require_at_least(1, "steps", "batch_size", "max_predictions_per_seq")
+        self._require_at_least(1, "examples_per_row")
+        self._require(
+            self.predictions_per_row == 0
+            or self.predictions_per_row >= self.max_predictions_per_seq,
+            "predictions_per_row",
+            f"an example may have phases.max_predictions_per_seq={self.max_predictions_per_seq}; "
+            "must be at least as many, or 0",
+        )
         self._require_at_least(8, "sequence_length")
         self._require(
             self.max_predictions_per_seq < self.sequence_length,
@@ -537,6 +556,7 @@ class Experiment(Section):
                 )
             if phase.steps * phase.batch_size >= 2**32:
                 raise InputError(f"phases.{i}.steps={phase.steps}: over 2**32 rows in one phase")
+            self._validate_packing(i, phase)
         if self.model.num_attention_heads % self.parallelism.tensor:
             raise InputError(
                 f"parallelism.tensor={self.parallelism.tensor}: does not divide "
@@ -558,4 +578,19 @@ class Experiment(Section):
             raise InputError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps}: must be below the "
                 f"{self.total_steps} steps of all phases"
+            )
+
+    def _validate_packing(self, number: int, phase: Phase) -> None:
+        where = f"phases.{number}"
+        if self.data.packing == "none":
+            for name in ("examples_per_row", "predictions_per_row"):
+                value = getattr(phase, name)
+                if value != getattr(Phase, name):
+                    raise InputError(
+                        f"{where}.{name}={value}: has a meaning with data.packing=pairs only"
+                    )
+        elif phase.steps * phase.batch_size * phase.examples_per_row >= 2**32:
+            raise InputError(
+                f"{where}.examples_per_row={phase.examples_per_row}: {phase.steps} steps of "
+                f"{phase.batch_size} rows may hold over 2**32 examples"
             )

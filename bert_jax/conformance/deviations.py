@@ -51,6 +51,11 @@ _FIELDS: dict[str, tuple[object, str]] = {
     "data.final_masked_lm_prob": (0.0, "the share that is predicted changes; the paper's stays"),
     "data.mask_share": (0.8, "the paper masks 80 % of what it predicts"),
     "data.random_share": (0.1, "the paper replaces 10 % of what it predicts by any piece"),
+    "data.packing": (
+        "none",
+        "examples share rows, each as it is by itself, and a step holds as many as fit into "
+        "batch_size rows; the reference pads each to a row of its own",
+    ),
     "optimizer.peak_learning_rate": (1e-4, "the paper's peak is 1e-4"),
     "optimizer.warmup_steps": (10_000, "the paper warms up over 10,000 steps"),
     "optimizer.schedule": (

@@ -7,7 +7,11 @@ its own plan (data.plans); a shorter plan wraps to its start. With static masks 
 n) epoch e is epoch e mod n again, draw for draw. Nothing here has memory: any host may compute any
 rows of any step, in any order.
 
-Shape letters: B rows, S sequence, P predictions.
+Where examples share rows (data.packing), the R of an epoch are those that would have had a row
+each, with the numbers of those rows, and so with their draws. Their packed rows are counted as rows
+are above, with the number of the first plan's in place of R.
+
+Shape letters: B rows, S sequence, P predictions; E examples of a packed row, Q predictions of one.
 """
 
 import dataclasses
@@ -16,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from bert_jax.config import Data
-from bert_jax.data import draws, masking, pairs
-from bert_jax.data.plans import Plans
+from bert_jax.data import draws, masking, packing, pairs
+from bert_jax.data.plans import Packed, Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 from bert_jax.text.tokenizer import Tokenizer
@@ -125,7 +129,7 @@ class TrainBatches:
     """Training batches of one phase. May be pickled.
 
     Args:
-      plans: of the phase.
+      plans: of the phase; they say whether examples share rows.
       ids: specials and vocabulary.
       data: how examples are made.
       shape: widths of the batches.
@@ -151,7 +155,7 @@ class TrainBatches:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Returns R; where nobody has counted the rows yet, it waits until they are."""
+        """Returns R, or how many packed rows; waits where nobody has counted them yet."""
         while (rows := self._rows_if_known()) is None:
             self.plans.pause()
         return rows
@@ -189,31 +193,55 @@ class TrainBatches:
     def batch(self, step: int, indices: np.ndarray) -> Batch:
         """Returns rows `indices`, any of [0, batch_size) in any order, of a step of this phase.
 
-        Next to what `execute` gives: `rows` uint32 [B], numbered through the phase, and
-        `row_weights` float32 [B], all 1.
+        Next to what `execute` gives, of packed rows `packing.share`: `rows` uint32 [B], numbered
+        through the phase, and `row_weights` float32 [B], all 1; of packed rows `examples` uint32
+        [B, E], numbered through the phase, 0 where there is none, and `row_weights` [B, E].
         """
         while not self.ready(step):
             self.plans.pause()
         row = np.int64(step) * self._shape.batch_size + np.asarray(indices, np.int64)
         epochs, slots = np.divmod(row, self.rows_per_epoch)
-        planned = np.empty(len(row), pairs.ROW_DTYPE)
+        number = {"rows": row.astype(np.uint32)}
+        policy = masking.Policy.of(self._data, self._first_step + step, self._total_steps)
+        if self.plans.packed is not None:
+            return number | self._packed(epochs, slots, policy, self.plans.packed)
+        batch = self._examples(epochs, slots, self.rows_per_epoch, policy)
+        return {**number, "row_weights": np.ones(len(row), np.float32), **batch}
+
+    def _examples(
+        self, epochs: np.ndarray, slots: np.ndarray, per_epoch: int, policy: masking.Policy
+    ) -> Batch:
+        """Returns some examples by themselves; of each int64 [B] an epoch and its slot there."""
+        planned = np.empty(len(epochs), pairs.ROW_DTYPE)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             planned[here] = self._pairs(epoch, slots[here])
-        batch = execute(
+        return execute(
             self.plans.stream,
             planned,
-            draws.Counter(self._key, self._epoch_drawn(epochs) * self.rows_per_epoch + slots),
+            draws.Counter(self._key, self._epoch_drawn(epochs) * per_epoch + slots),
             self._ids,
-            masking.Policy.of(self._data, self._first_step + step, self._total_steps),
+            policy,
             self._shape.sequence_length,
             self._shape.max_predictions,
         )
-        return {
-            "rows": row.astype(np.uint32),
-            "row_weights": np.ones(len(row), np.float32),
-            **batch,
-        }
+
+    def _packed(
+        self, epochs: np.ndarray, places: np.ndarray, policy: masking.Policy, packed: Packed
+    ) -> Batch:
+        """Returns some packed rows; of each int64 [B] an epoch and its place there."""
+        slots = np.empty((len(epochs), packed.examples), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            packs = self.plans.packs(self._epoch_drawn(epoch))
+            slots[here] = packs.of(places[here] % len(packs), packed.examples)
+        there = slots >= 0
+        per_epoch = self.plans.examples_per_epoch() or 0  # known, since rows are
+        its_epochs = np.repeat(epochs, there.sum(axis=1))
+        numbers = np.zeros(slots.shape, np.uint32)
+        numbers[there] = (its_epochs * per_epoch + slots[there]).astype(np.uint32)
+        examples = self._examples(its_epochs, slots[there], per_epoch, policy)
+        return {"examples": numbers, **packing.share(examples, there, packed.predictions)}
 
     def _pairs(self, epoch: int, slots: np.ndarray) -> np.ndarray:
         """Returns the pairs in some slots of an epoch, ROW_DTYPE."""
@@ -229,7 +257,8 @@ class TrainBatches:
 
     def rows_planned(self, epoch: int) -> int:
         """Counts the rows of the epoch's plan; those beyond R go, missing ones are repeated."""
-        return len(self.plans.wait(self._epoch_drawn(epoch)))
+        drawn = self._epoch_drawn(epoch)
+        return len(self.plans.wait(drawn) if self.plans.packed is None else self.plans.packs(drawn))
 
 
 def eval_batches(

@@ -41,12 +41,12 @@ class Packs(NamedTuple):
     """The packed rows of an epoch, in the order in which it takes them.
 
     Attributes:
+      starts: uint64 [rows + 1], where each row's examples begin in `slots`.
       slots: uint32 [examples], which examples of the epoch, row after row.
-      starts: uint64 [rows + 1], where each row's begin in `slots`.
     """
 
-    slots: np.ndarray
     starts: np.ndarray
+    slots: np.ndarray
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -74,7 +74,7 @@ def pack_epoch(
     """Packs the examples of an epoch; a function of its arguments alone.
 
     Args:
-      lengths: uint16 [examples], by slot, specials included; S at most.
+      lengths: uint16 or wider [examples], by slot, specials included; S at most.
       predictions: int64 [S + 1], of an example of each length at most; Q at most.
       limits: of a row.
       key: of the order of the rows.
@@ -98,7 +98,7 @@ def pack_epoch(
     size = size[order]
     starts = np.concatenate([[0], np.cumsum(size, dtype=np.int64)])
     entry = np.arange(len(slots)) + np.repeat(before[order] - starts[:-1], size)
-    return Packs(slots[entry], starts.astype(np.uint64))
+    return Packs(starts.astype(np.uint64), slots[entry])
 
 
 def combinations(

@@ -265,6 +265,12 @@ def one_by_one(
             sentence += of_a + of_b
 
 
+def truncated_lengths(rows: np.ndarray, sequence_length: int) -> np.ndarray:
+    """Returns how long `truncate` leaves them, specials included: ROW_DTYPE [B] -> int64 [B]."""
+    length = rows["a_length"].astype(np.int64) + rows["b_length"] + SPECIAL_TOKENS
+    return np.minimum(length, sequence_length)
+
+
 def truncate(rows: np.ndarray, sequence_length: int, draws: ArrayDraws) -> Pairs:
     """Cuts pairs down to the sequence length, token by token from the longer side (a tie: B).
 

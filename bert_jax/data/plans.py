@@ -1,7 +1,8 @@
 """Plans of epochs, made once a host and mapped by all its processes.
 
 The plan of a large split is a file: its chunks (`data.pairs`) in the random order in which the
-epoch takes them, 10 bytes each.
+epoch takes them, 10 bytes each. Where examples share rows (`data.packing`), which ones do stands
+before them: 8 bytes a row and 4 an example.
 
     CACHE/plans/NAME.plan       a plan; NAME is a hash of all that it hangs on
     CACHE/plans/NAME.plan.tmp   one that is being made; its maker holds a lock on it
@@ -22,13 +23,13 @@ import subprocess
 import sys
 import threading
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
 
 from bert_jax import errors
-from bert_jax.data import draws, pairs
+from bert_jax.data import draws, masking, packing, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import mirror
@@ -41,7 +42,7 @@ from bert_jax.storage.workdir import (
 )
 
 # Of the file of counts, and of the rules by which a plan is drawn.
-COUNTS_VERSION, PLAN_VERSION = 2, 1
+COUNTS_VERSION, PLAN_VERSION = 2, 2
 
 # Sentences up to which a plan is made in memory, where it is asked for.
 _IN_MEMORY = 1 << 20
@@ -53,11 +54,34 @@ _DEATHS = 3
 _LOOK = 0.02
 # Seconds for which a bucket may fail before counts are not fetched or sent.
 _SECONDS = 10.0
-# What a file begins with: magic, chunks, CRC-32 of them.
-_HEAD = struct.Struct("<16sQQ")
+# What a file begins with: magic; chunks, examples of packed rows, packed rows; CRC-32 of them all.
+_HEAD = struct.Struct("<16sQQQQ")
 _MAGIC = b"bert_jax plan\n\0\0"
-# Chunks written at once.
+# Chunks written, or measured, at once.
 _WRITTEN = 1 << 20
+
+
+class Packed(NamedTuple):
+    """The limits within which examples share rows.
+
+    Attributes:
+      examples: of a row, at most.
+      predictions: of a row, at most.
+      masked_share: of an example's tokens that are predicted, the largest of any step.
+      max_predictions: of an example.
+    """
+
+    examples: int
+    predictions: int
+    masked_share: float
+    max_predictions: int
+
+
+class _Plan(NamedTuple):
+    """An epoch's chunks in their random order, and its packed rows."""
+
+    chunks: np.ndarray
+    packs: packing.Packs | None
 
 
 class Plans:
@@ -72,6 +96,7 @@ class Plans:
       counts: the file in which the rows of first plans are remembered; None: they are not.
       shared: that file in the bucket of the corpus, for the one process of a run that sends what
         was counted; None: nothing is sent.
+      packed: how examples share rows; None: each has one of its own.
     """
 
     def __init__(
@@ -83,15 +108,16 @@ class Plans:
         corpus: str = "",
         counts: epath.Path | None = None,
         shared: epath.Path | None = None,
+        packed: Packed | None = None,
     ):
-        self.stream, self.names = stream, names
+        self.stream, self.names, self.packed = stream, names, packed
         self._length, self._short, self._corpus = sequence_length, short_seq_prob, corpus
         self._counts, self._shared = counts, shared
-        self._rows: int | None = None
+        self._counted: tuple[int, int] | None = None
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._found: dict[int, np.ndarray] = {}
+        self._found: dict[int, _Plan] = {}
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._maker: subprocess.Popen | None = None
@@ -117,8 +143,15 @@ class Plans:
           InputError: the plan cannot be written.
           Unavailable: the process that makes it was killed again and again.
         """
+        plan = self._find(epoch)
+        return None if plan is None else plan.chunks
+
+    def _find(self, epoch: int) -> _Plan | None:
         with self._lock:
             if epoch not in self._found:
+                # Of every epoch as many examples are packed as of the first.
+                if self.packed and epoch and self._counts_if_known() is None:
+                    return None
                 plan = self._in_memory(epoch) if self._is_small else self._open_or_begin(epoch)
                 if plan is None:
                     return None
@@ -130,6 +163,17 @@ class Plans:
         while (plan := self.find(epoch)) is None:
             self.pause()
         return plan
+
+    def packs(self, epoch: int) -> packing.Packs:
+        """Waits for the epoch's plan, and returns its packed rows.
+
+        They hold the first `examples_per_epoch` chunks of the plan, of a shorter one its first
+        twice, once each.
+        """
+        self.wait(epoch)
+        plan = self._find(epoch)
+        assert plan is not None and plan.packs is not None, "the plan is not packed"
+        return plan.packs
 
     def pause(self) -> None:
         """Waits a moment.
@@ -153,19 +197,32 @@ class Plans:
 
     def rows_per_epoch(self) -> int | None:
         """Returns the rows in the first plan; None while they are being counted."""
-        if self._rows is None:
-            rows = None if self._counts is None else read_counts(self._counts).get(self._counts_key)
-            if rows is None:
-                plan = self.find(0)
+        counted = self._counts_if_known()
+        return None if counted is None else counted[1]
+
+    def examples_per_epoch(self) -> int | None:
+        """Returns the examples in the first plan; None while they are being counted."""
+        counted = self._counts_if_known()
+        return None if counted is None else counted[0]
+
+    def _counts_if_known(self) -> tuple[int, int] | None:
+        """Returns examples and rows of the first plan."""
+        if self._counted is None:
+            names = self._counts_keys
+            known = {} if self._counts is None else read_counts(self._counts)
+            if not all(name in known for name in names):
+                plan = self._find(0)
                 if plan is None:
                     return None
-                rows = len(plan)
+                rows = len(plan.chunks if plan.packs is None else plan.packs)
+                known = dict(zip(names, (len(plan.chunks), rows), strict=True))
                 if self._counts is not None:
-                    add_counts(self._counts, {self._counts_key: rows})
-            self._rows = rows
+                    add_counts(self._counts, known)
+            known = {name: known[name] for name in names}
+            self._counted = known[names[0]], known[names[1]]
             if self._shared is not None:
-                add_counts(self._shared, {self._counts_key: rows})
-        return self._rows
+                add_counts(self._shared, known)
+        return self._counted
 
     def close(self) -> None:
         """Ends what is being made; a thread that waits for it gives up."""
@@ -180,11 +237,24 @@ class Plans:
     def _is_small(self) -> bool:
         return not self.stream.folder or len(self.stream.sentence_offsets) <= _IN_MEMORY
 
-    def _in_memory(self, epoch: int) -> np.ndarray:
-        plan = pairs.plan(self.stream, self._length, self._short, self.key(epoch))
-        return plan[_order(self.names, epoch, len(plan))]
+    def _in_memory(self, epoch: int) -> _Plan:
+        task = self._task(epoch)
+        plan, order = _planned(self.stream, task)
+        return _Plan(plan[order], _packs(self.stream, task, plan, order))
 
-    def _open_or_begin(self, epoch: int) -> np.ndarray | None:
+    def _task(self, epoch: int) -> dict[str, Any]:
+        """Returns all that an epoch's plan hangs on, apart from the stream."""
+        examples = self.examples_per_epoch() if self.packed and epoch else None
+        return {
+            "names": self.names,
+            "epoch": epoch,
+            "sequence_length": self._length,
+            "short_seq_prob": self._short,
+            "packed": self.packed,
+            "examples": examples,
+        }
+
+    def _open_or_begin(self, epoch: int) -> _Plan | None:
         path = self._path(epoch)
         self._mourn()
         with named_errors(path):
@@ -195,6 +265,7 @@ class Plans:
 
     def _path(self, epoch: int) -> str:
         output = (PLAN_VERSION, self._corpus, *self.names, epoch, self._length, self._short)
+        output += self.packed or ()
         name = hashlib.sha256("/".join(map(str, output)).encode()).hexdigest()[:32]
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
 
@@ -204,14 +275,7 @@ class Plans:
         file = _claimed(path)
         if file is None:
             return
-        task = {
-            "stream": self.stream.folder,
-            "names": self.names,
-            "epoch": epoch,
-            "sequence_length": self._length,
-            "short_seq_prob": self._short,
-            "path": path,
-        }
+        task = {"stream": self.stream.folder, "path": path, **self._task(epoch)}
         command = [sys.executable, "-m", "bert_jax.data.plans", json.dumps(task)]
         try:
             # In a session of its own, since Ctrl-C is ours; its standard input ends with us.
@@ -245,9 +309,14 @@ class Plans:
             )
 
     @property
-    def _counts_key(self) -> str:
+    def _counts_keys(self) -> tuple[str, str]:
+        """Returns under what names examples and rows are counted: one, unless they are packed."""
         names = "/".join(map(str, (self._corpus[:16], *self.names)))
-        return f"{names}/length={self._length}/short_seq_prob={self._short}"
+        examples = f"{names}/length={self._length}/short_seq_prob={self._short}"
+        if self.packed is None:
+            return examples, examples
+        limits = (f"{name}={value}" for name, value in self.packed._asdict().items())
+        return examples, "/".join([examples, *limits])
 
 
 def read_counts(path: epath.Path) -> dict[str, int]:
@@ -282,18 +351,58 @@ def _order(names: tuple[object, ...], epoch: int, count: int) -> np.ndarray:
     return draws.permutation(draws.key_of(*names), epoch, count)
 
 
-def _read(path: str, dtype: np.dtype) -> np.ndarray | None:
-    """Returns a plan's chunks, mapped; None if it is not there, or not as it was made."""
+def _planned(stream: Stream, task: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns an epoch's chunks in the order of the documents, and the order it takes them in."""
+    names, epoch = task["names"], task["epoch"]
+    key = draws.key_of(*names, epoch)
+    plan = pairs.plan(stream, task["sequence_length"], task["short_seq_prob"], key)
+    return plan, _order(names, epoch, len(plan))
+
+
+def _packs(
+    stream: Stream, task: dict[str, Any], plan: np.ndarray, order: np.ndarray
+) -> packing.Packs | None:
+    """Returns the packed rows of what `_planned` gives; None where examples share none."""
+    if task["packed"] is None:
+        return None
+    packed, length = Packed(*task["packed"]), task["sequence_length"]
+    names, epoch = task["names"], task["epoch"]
+    key = draws.key_of(*names, epoch)
+    lengths = np.empty(len(plan), np.min_scalar_type(length))
+    for start in range(0, len(plan), _WRITTEN):
+        chunks = plan[start : start + _WRITTEN]
+        rows = pairs.rows(stream, chunks, draws.Counter(key, chunks["sentence"]))
+        lengths[start : start + _WRITTEN] = pairs.truncated_lengths(rows, length)
+    examples = task["examples"] or len(plan)
+    return packing.pack_epoch(
+        lengths[np.resize(order, examples)],
+        masking.number_to_predict(
+            np.arange(length + 1), packed.masked_share, packed.max_predictions
+        ),
+        packing.Limits(length, packed.examples, packed.predictions),
+        draws.key_of(*names, "packs"),
+        epoch,
+    )
+
+
+def _read(path: str, dtype: np.dtype) -> _Plan | None:
+    """Returns a plan, mapped; None if it is not there, or not as it was made."""
     try:
         with open(path, "rb") as file:
             head = file.read(_HEAD.size)
             size = os.fstat(file.fileno()).st_size - _HEAD.size
-        magic, count, checksum = _HEAD.unpack(head)
-        if magic != _MAGIC or not count or size != count * dtype.itemsize:
+        magic, count, examples, rows, checksum = _HEAD.unpack(head)
+        kinds = [*_arrays_of_packs(examples, rows), (dtype, count)]
+        if magic != _MAGIC or not count or size != sum(k.itemsize * n for k, n in kinds):
             raise ValueError
-        plan = np.memmap(path, dtype, "r", offset=_HEAD.size, shape=(count,))
-        if zlib.crc32(plan.view(np.uint8)) != checksum:
+        whole = np.memmap(path, np.uint8, "r", offset=_HEAD.size, shape=(size,))
+        if zlib.crc32(whole) != checksum:
             raise ValueError
+        arrays, at = [], 0
+        for kind, number in kinds:
+            arrays.append(whole[at : at + kind.itemsize * number].view(kind))
+            at += kind.itemsize * number
+        plan = _Plan(arrays[-1], packing.Packs(*arrays[:-1]) if rows else None)
     except FileNotFoundError:
         return None
     except (ValueError, struct.error):
@@ -303,6 +412,11 @@ def _read(path: str, dtype: np.dtype) -> np.ndarray | None:
     with contextlib.suppress(OSError):
         os.utime(path)  # used now
     return plan
+
+
+def _arrays_of_packs(examples: int, rows: int) -> list[tuple[np.dtype, int]]:
+    """Returns type and length of each array of `packing.Packs` in a file."""
+    return [(np.dtype(np.uint64), rows + 1), (np.dtype(np.uint32), examples)] if rows else []
 
 
 def _claimed(path: str) -> int | None:
@@ -321,20 +435,23 @@ def _claimed(path: str) -> int | None:
 
 def _make(task: dict[str, Any]) -> None:
     """Writes the plan that `Plans._begin` asked for."""
-    stream, names, epoch = Stream.open(task["stream"]), task["names"], task["epoch"]
-    key = draws.key_of(*names, epoch)
-    plan = pairs.plan(stream, task["sequence_length"], task["short_seq_prob"], key)
-    order, checksum = _order(names, epoch, len(plan)), 0
+    stream = Stream.open(task["stream"])
+    plan, order = _planned(stream, task)
+    packs, checksum = _packs(stream, task, plan, order), 0
     path, temporary = task["path"], task["path"] + ".tmp"
     try:
         with named_errors(path), open(temporary, "wb") as file:
             file.seek(_HEAD.size)
+            for array in () if packs is None else packs:
+                checksum = zlib.crc32(array.view(np.uint8), checksum)
+                file.write(array.view(np.uint8))
             for start in range(0, len(plan), _WRITTEN):
                 chunks = plan[order[start : start + _WRITTEN]].tobytes()
                 checksum = zlib.crc32(chunks, checksum)
                 file.write(chunks)
+            counts = (0, 0) if packs is None else (len(packs.slots), len(packs))
             file.seek(0)
-            file.write(_HEAD.pack(_MAGIC, len(plan), checksum))
+            file.write(_HEAD.pack(_MAGIC, len(plan), *counts, checksum))
             file.flush()
             os.replace(temporary, path)
     except BaseException:

@@ -5,24 +5,32 @@ depends on: predictions at the masked positions, no padding rows of the vocabula
 recomputation. Look-ups, normalisation and activations are left out, as is usual.
 """
 
-from bert_jax.config import Model
+from bert_jax.config import Data, Model, Phase
 from bert_jax.model.kinds import KINDS
 
 # The gradients of a product's two inputs are two more products of its size.
 _FORWARD_AND_BACKWARD = 3
 
 
+def shape_of(phase: Phase, data: Data) -> tuple[int, int, int, int]:
+    """Returns what `forward_flops` takes of a phase's batches."""
+    rows, length = phase.batch_size, phase.sequence_length
+    if data.packing == "none":
+        return rows, length, phase.max_predictions_per_seq, 1
+    return rows, length, phase.row_predictions, phase.examples_per_row
+
+
 def train_step_flops(
-    model: Model, batch_size: int, sequence_length: int, max_predictions_per_seq: int
+    model: Model, batch_size: int, sequence_length: int, predictions: int, examples: int = 1
 ) -> int:
     """Counts the operations of a training step over a whole batch, as `forward_flops` counts."""
     return _FORWARD_AND_BACKWARD * forward_flops(
-        model, batch_size, sequence_length, max_predictions_per_seq
+        model, batch_size, sequence_length, predictions, examples
     )
 
 
 def forward_flops(
-    model: Model, batch_size: int, sequence_length: int, max_predictions_per_seq: int
+    model: Model, batch_size: int, sequence_length: int, predictions: int, examples: int = 1
 ) -> int:
     """Counts the operations of a forward pass over a whole batch.
 
@@ -30,13 +38,15 @@ def forward_flops(
       model: the shape.
       batch_size: rows.
       sequence_length: of each row, padding included.
-      max_predictions_per_seq: masked positions of each row, unused ones included.
+      predictions: masked positions of each row, unused ones included.
+      examples: of each row, those that are not there included. Scores of two that share a row
+        are counted as those of padding are.
     """
     width = model.hidden_size
     prediction = 2 * (width * width + width * model.vocab_size)
-    row = 2 * (width * width + 2 * width)
+    example = 2 * (width * width + 2 * width)
     return (
         batch_size * sequence_length * KINDS[model.kind].token_flops(model, sequence_length)
-        + batch_size * max_predictions_per_seq * prediction
-        + batch_size * row
+        + batch_size * predictions * prediction
+        + batch_size * examples * example
     )

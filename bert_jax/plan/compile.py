@@ -37,8 +37,9 @@ from etils import epath
 from jax.experimental import topologies
 
 from bert_jax import config, system
-from bert_jax.config import Experiment, Phase
+from bert_jax.config import Data, Experiment, Phase
 from bert_jax.errors import InputError
+from bert_jax.model import flops
 from bert_jax.plan import hlo, schedule
 from bert_jax.plan import topology as topology_lib
 from bert_jax.plan.topology import Topology, layout_of
@@ -265,6 +266,7 @@ def key(job: Job) -> str:
     phase = experiment.phases[job.phase]
     parts = [
         *map(config.flatten, (experiment.model, experiment.optimizer, parallelism, phase)),
+        experiment.data.packing,
         bool(experiment.run.check_every),  # then a second program is compiled
         experiment.total_steps,
         job.topology.name,
@@ -405,7 +407,10 @@ def lower_step(
     return train_step.lower(
         state,
         _placed(jax.eval_shape(lambda: step.empty_window(objective)), replicated),
-        _placed(abstract_batch(experiment.phases[number]), mesh_lib.batch_sharding(mesh)),
+        _placed(
+            abstract_batch(experiment.phases[number], experiment.data),
+            mesh_lib.batch_sharding(mesh),
+        ),
         _placed(phase_key, replicated),
     )
 
@@ -420,19 +425,28 @@ def parameter_table(params: Any) -> list[str]:
     return lines
 
 
-def abstract_batch(phase: Phase) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of what `data.batches` gives for a step of the phase."""
-    rows, length, masked = phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
-    shapes = {
-        "rows": ((rows,), np.uint32),
-        "row_weights": ((rows,), np.float32),
+    rows, length, masked, examples = flops.shape_of(phase, data)
+    pairs: tuple[int, ...] = (rows,)
+    shapes: dict[str, tuple[tuple[int, ...], type]] = {"rows": ((rows,), np.uint32)}
+    if data.packing == "pairs":
+        pairs = (rows, examples)
+        shapes |= {
+            "examples": (pairs, np.uint32),
+            "example_starts": (pairs, np.int32),
+            "example_numbers": ((rows, length), np.int32),
+            "positions": ((rows, length), np.int32),
+        }
+    shapes |= {
+        "row_weights": (pairs, np.float32),
         "input_ids": ((rows, length), np.int32),
         "segment_ids": ((rows, length), np.int32),
         "input_mask": ((rows, length), np.int32),
         "masked_lm_positions": ((rows, masked), np.int32),
         "masked_lm_ids": ((rows, masked), np.int32),
         "masked_lm_weights": ((rows, masked), np.float32),
-        "next_sentence_labels": ((rows,), np.int32),
+        "next_sentence_labels": (pairs, np.int32),
     }
     return {name: jax.ShapeDtypeStruct(*value) for name, value in shapes.items()}
 

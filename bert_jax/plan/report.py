@@ -187,9 +187,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
     tpu = dataclasses.replace(topology.tpu, link_bandwidth=published_rate)
     faster = dataclasses.replace(topology, tpu=tpu)
     at_published = estimate.estimate(program, faster, outcome.places)
-    model_flops = flops.train_step_flops(
-        experiment.model, phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
-    )
+    model_flops = flops.train_step_flops(experiment.model, *flops.shape_of(phase, experiment.data))
     peak = topology.peak_flops(experiment.model.compute_dtype)
     return entry | {
         "hours": phase.steps * seconds.total / 3600,

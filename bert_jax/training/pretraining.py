@@ -15,7 +15,7 @@ from bert_jax import config
 from bert_jax.config import Experiment, Model, Parallelism
 from bert_jax.data import batches, corpus
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.plans import Plans
+from bert_jax.data.plans import Packed, Plans
 from bert_jax.errors import InputError
 from bert_jax.model import flops
 from bert_jax.storage.workdir import Workdir
@@ -102,20 +102,25 @@ class Prepared:
         stream = corpus.open_stream(self.folder, "train")
         files = sorted((self.folder / "stream" / "train").iterdir())
         self.stamps |= {os.fspath(path): _stamp(path) for path in files}
+        data, packed = experiment.data, None
+        if data.packing == "pairs":
+            limits = spec.examples_per_row, spec.row_predictions
+            packed = Packed(*limits, data.largest_masked_share, spec.max_predictions_per_seq)
         plans = Plans(
             stream,
             (experiment.seed, "train", phase),
             spec.sequence_length,
-            experiment.data.short_seq_prob,
+            data.short_seq_prob,
             self.sha256,
             self.folder / corpus.COUNTS,
             self.named / corpus.COUNTS if sends_counts and self.named != self.folder else None,
+            packed,
         )
         shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
         return batches.TrainBatches(
             plans,
             self.ids,
-            experiment.data,
+            data,
             shape,
             first_step=sum(before.steps for before in experiment.phases[:phase]),
             total_steps=experiment.total_steps,
@@ -339,8 +344,9 @@ class PretrainingSetup:
             )
 
         def operations(batch: Batch) -> int:
-            predictions = batch["masked_lm_positions"].shape[1]
-            return flops.train_step_flops(model, *batch["input_ids"].shape, predictions)
+            predictions, pairs = batch["masked_lm_positions"].shape[1], batch["row_weights"]
+            shape = (*batch["input_ids"].shape, predictions, pairs.size // len(pairs))
+            return flops.train_step_flops(model, *shape)
 
         def how_to_see(step: int) -> str:
             return f"`bert-jax show --workdir {self._workdir.named} --step {step}` shows its text"
@@ -408,7 +414,7 @@ class PretrainingSetup:
             for phase in experiment.phases:
                 steps = min(done, phase.steps)
                 done -= steps
-                shape = phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
+                shape = flops.shape_of(phase, experiment.data)
                 trained += steps * flops.train_step_flops(experiment.model, *shape)
             return int(run.probe_share * trained / operations)
 

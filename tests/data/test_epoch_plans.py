@@ -59,7 +59,7 @@ def of(split, corpus="a", counts=None, seed=0):
 
 def in_memory(split, epoch=0, seed=0):
     """The plan of a split that is small."""
-    return of(split, seed=seed)._in_memory(epoch)
+    return of(split, seed=seed)._in_memory(epoch).chunks
 
 
 def files(cache):
@@ -102,6 +102,38 @@ def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, monke
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(source)).find(3), expected)
 
 
+PACKED = plans.Packed(4, 9, 0.15, 5)
+
+
+def packed_of(split, counts=None):
+    return plans.Plans(split, (0, "train", 0), LENGTH, SHORT, "a", counts, packed=PACKED)
+
+
+def test_packed_rows_on_disk_are_those_in_memory(on_disk, cache, tmp_path, monkeypatch):
+    """Of any epoch, which holds as many examples as the first; the counts are kept."""
+    with monkeypatch.context() as small:
+        small.setattr(plans, "_IN_MEMORY", 1 << 20)
+        here = packed_of(on_disk)
+        expected = [here.packs(epoch) for epoch in (0, 2)]
+        counted = here.examples_per_epoch(), here.rows_per_epoch()
+    counts = epath.Path(tmp_path) / "plans.json"
+    source = packed_of(on_disk, counts)
+    try:
+        for epoch, packs in zip((2, 0), reversed(expected), strict=True):
+            found = source.packs(epoch)
+            np.testing.assert_array_equal(found.starts, packs.starts)
+            np.testing.assert_array_equal(found.slots, packs.slots)
+            assert len(found.slots) == counted[0] > len(found)
+    finally:
+        source.close()
+    assert len(files(cache)) == 2
+    later = packed_of(on_disk, counts)
+    monkeypatch.setattr(later, "_find", None)
+    assert (later.examples_per_epoch(), later.rows_per_epoch()) == counted
+    # The rows of those that share none are the examples of those that do.
+    assert of(on_disk, counts=counts).rows_per_epoch() == counted[0]
+
+
 def test_what_a_plan_hangs_on_has_a_file_of_its_own(on_disk, cache):
     sources = [
         of(on_disk),
@@ -109,9 +141,10 @@ def test_what_a_plan_hangs_on_has_a_file_of_its_own(on_disk, cache):
         of(on_disk, seed=1),
         plans.Plans(on_disk, (0, "train", 0), LENGTH + 1, SHORT, "a"),
         plans.Plans(on_disk, (0, "train", 0), LENGTH, 0.2, "a"),
+        packed_of(on_disk),
     ]
     paths = {source._path(epoch) for source in sources for epoch in (0, 1)}
-    assert len(paths) == 10
+    assert len(paths) == 12
 
 
 def test_a_damaged_plan_is_made_again(on_disk, cache):

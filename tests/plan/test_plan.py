@@ -313,7 +313,7 @@ def test_the_abstract_batch_is_what_training_is_fed():
     shape = batches.Shape(phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size)
     real = samples.train_batches(shape).batch(0, np.arange(phase.batch_size))
     assert {k: (v.shape, v.dtype) for k, v in real.items()} == {
-        k: (v.shape, v.dtype) for k, v in compile_lib.abstract_batch(phase).items()
+        k: (v.shape, v.dtype) for k, v in compile_lib.abstract_batch(phase, experiment.data).items()
     }
 
 

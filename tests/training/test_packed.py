@@ -10,13 +10,16 @@ import pytest
 import samples
 from compare import assert_close
 
+from bert_jax.config import Parallelism
 from bert_jax.data import batches, packing
+from bert_jax.data.plans import Packed
 from bert_jax.model import heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
 
 SHAPE = batches.Shape(sequence_length=32, max_predictions=3, batch_size=16)
+LONGER = dataclasses.replace(SHAPE, batch_size=8)
 # Of 16 examples each in one row; padding at the end, and a row with one example.
 SLOTS = np.arange(4) < np.array([3, 1, 2, 4, 2, 4])[:, None]
 DROPOUT = dataclasses.replace(
@@ -122,3 +125,36 @@ def test_in_bfloat16_packed_is_as_near_to_float32():
     for name in ("masked_lm_loss", "next_sentence_loss"):
         near = [float(x["metrics"][name][0] / exact["metrics"][name][0]) for x in (alone, packed)]
         assert np.abs(np.array(near) - 1).max() < 5e-3
+
+
+LAYOUTS = [
+    (4, Parallelism(state="zero3", accumulation=(2,), remat="dots"), "global"),
+    *(
+        pytest.param(*layout, marks=pytest.mark.long)
+        for layout in [
+            (2, Parallelism(state="zero1", accumulation=(4,), layer_loop="unroll"), "global"),
+            (4, Parallelism(tensor=2), "global"),
+            (2, Parallelism(state="zero1"), "per_replica"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("devices", "parallelism", "clip"), LAYOUTS)
+def test_any_layout_learns_the_same_of_packed_rows(devices, parallelism, clip):
+    optimizer = samples.OPTIMIZER
+    if clip == "per_replica":
+        optimizer = dataclasses.replace(optimizer, clip=clip, reference_replicas=4)
+    packed = Packed(3, 6, 0.15, 3)
+
+    def after(devices, parallelism):
+        return samples.run(
+            3, devices, optimizer=optimizer, parallelism=parallelism, shape=LONGER, packed=packed
+        )
+
+    (state, metrics), (alone, alone_metrics) = after(devices, parallelism), after(1, Parallelism())
+    assert_close(state["params"], alone["params"], 1e-5)
+    for ours, theirs in zip(metrics, alone_metrics, strict=True):
+        np.testing.assert_allclose(ours["masked_lm_loss"], theirs["masked_lm_loss"], rtol=1e-5)
+        assert ours["next_sentence_loss"][1] == theirs["next_sentence_loss"][1] > 8
+        assert ours["filled"][0] / ours["filled"][1] > 0.9
