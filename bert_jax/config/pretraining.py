@@ -5,12 +5,15 @@ what is computed; they may not change when a run is resumed. *Placement*: `Paral
 say where and how; they may. Each module of the library is given its own section and sees no other.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from bert_jax.config.fields import Section
 from bert_jax.errors import InputError
 
+# Words of sources whose text lies in files.
+TEXT_FILES = ("text", "jsonl", "csv", "tsv", "parquet")
 # How many steps of a run may be left out.
 SKIPPED_STEPS = 64
 # Of a row's tokens, those that are predicted (Devlin et al. 2018, section 3.1).
@@ -157,23 +160,33 @@ class Model(Section):
 class Corpus(Section):
     """The text and how it becomes ids.
 
-    A source is `text:FOLDER_OR_GLOB`, `jsonl:FILE_OR_GLOB`, `tfds:NAME` or `tfds_dir:PATH`;
-    relative paths are relative to the current directory. `tokenizer` is "train", or a
+    A source is WORD:PLACE: a word of `TEXT_FILES`, tfds or tfds_dir, and a file, folder, pattern or
+    dataset; relative paths are relative to the current directory. `tokenizer` is "train", or a
     `vocab.txt`, a `.model`, or a tokenizer folder of an earlier run.
     """
 
     role = "identity"
     label = "corpus"
 
-    # text:FOLDER_OR_GLOB, jsonl:FILE_OR_GLOB, tfds:NAME or tfds_dir:PATH, relative to the current
-    # directory.
+    # text:, jsonl:, csv:, tsv: or parquet:FOLDER_OR_GLOB, relative to the current directory or at
+    # an address that fsspec knows (gs://, hf://); tfds:NAME or tfds_dir:PATH.
     sources: tuple[str, ...]
     # How a file falls into documents and paragraphs; per_file decides by its longest line.
     layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"
-    # The field of a JSON line or of a TFDS example that holds its text.
+    # Lines that begin a document of a file that holds several: a regular expression that such a
+    # line begins with, as CHAPTER; headings: those of wikis, of Markdown and of books.
+    document_starts: str = ""
+    # A text of more sentences becomes several documents of about so many; 0: none is cut.
+    cut_documents: int = 0
+    # The field of a JSON line or of a TFDS example that holds its text, or a column of a table.
     text_field: str = "text"
-    # Of text files, by Python's name for it.
+    # Of files of text, by Python's name for it.
     encoding: str = "utf-8"
+    # What is done at bytes that are not of this encoding; replace: they become U+FFFD, which
+    # tokenizers drop, and are counted.
+    encoding_errors: Literal["stop", "replace"] = "stop"
+    # What the text has in place of words that its makers left out, as <unk>: it becomes [UNK].
+    unknown_word: str = ""
     # Whose rules end sentences.
     language: str = "en"
     # What is done with a document that was there before, word for word.
@@ -190,12 +203,28 @@ class Corpus(Section):
     def _validate(self) -> None:
         self._require(len(self.sources) > 0, "sources", "name at least one source of text")
         for source in self.sources:
-            word, colon, rest = source.partition(":")
-            if not colon or not rest or word not in ("text", "jsonl", "tfds", "tfds_dir"):
+            word, _, rest = source.partition(":")
+            if not rest or word not in (*TEXT_FILES, "tfds", "tfds_dir"):
+                words = " ".join(f"{word}:" for word in TEXT_FILES)
                 raise InputError(
-                    f"corpus.sources: {source!r} is not text:FOLDER_OR_GLOB, jsonl:FILE_OR_GLOB, "
-                    "tfds:NAME or tfds_dir:PATH"
+                    f"corpus.sources: {source!r} is not one of {words} with FOLDER_OR_GLOB behind "
+                    "it, tfds:NAME or tfds_dir:PATH"
                 )
+        self._require_at_least(0, "cut_documents")
+        if self.document_starts not in ("", "headings"):
+            try:
+                re.compile(self.document_starts)
+            except re.error as error:
+                raise InputError(
+                    f"corpus.document_starts={self.document_starts!r}: no regular expression "
+                    f"({error})"
+                ) from error
+        self._require(
+            not (self.document_starts and self.layout == "sentences_by_line"),
+            "document_starts",
+            "in corpus.layout=sentences_by_line a blank line ends a document; leave it out, or "
+            "name another layout",
+        )
         self._require(
             0.0 < self.validation_share < 1.0, "validation_share", "must be between 0 and 1"
         )

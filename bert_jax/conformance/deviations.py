@@ -45,6 +45,16 @@ _FIELDS: dict[str, tuple[object, str]] = {
         "layers start from a normal of 1/sqrt(width), and what they add from zero",
     ),
     "model.compute_dtype": ("float32", "products are rounded to bfloat16; the reference's are not"),
+    "corpus.document_starts": (
+        "",
+        "documents are parts of files; the reference is given them apart",
+    ),
+    "corpus.cut_documents": (
+        0,
+        "texts are cut into documents; the reference takes them as they are",
+    ),
+    "corpus.encoding_errors": ("stop", "wrong bytes are replaced; the reference drops them"),
+    "corpus.unknown_word": ("", "a word of the text is [UNK]; the reference spells it"),
     "corpus.repeated_documents": ("keep", "the reference keeps documents that repeat"),
     "data.short_seq_prob": (0.1, "the reference cuts 0.1 of all documents short"),
     "data.masked_lm_prob": (0.15, "the paper predicts 15 % of all pieces"),

@@ -30,6 +30,13 @@ Say = Callable[[str], None]
 # Fewer held-out documents say little: their pairs share one topic and one writer.
 LEAST_VALIDATION_DOCUMENTS = 8
 
+# What to do about text that is one document, or a few.
+ONE_FILE = (
+    "A file is one document unless a blank line ends one (corpus.layout=sentences_by_line), lines "
+    "begin one (corpus.document_starts=headings, or a regular expression), or long texts are cut "
+    "(corpus.cut_documents=100 sentences)"
+)
+
 # Of a corpus folder, where what parts are made into lies until all is whole.
 PARTS = "parts"
 
@@ -78,7 +85,7 @@ class Survey:
             raise InputError(
                 f"corpus.sources: {len(unique)} different documents, but "
                 f"{2 * LEAST_VALIDATION_DOCUMENTS} are needed, to hold out "
-                f"{LEAST_VALIDATION_DOCUMENTS}. Is one file one document here? (corpus.layout)"
+                f"{LEAST_VALIDATION_DOCUMENTS}. {ONE_FILE}"
             )
         if wanted > len(unique) // 2:
             raise InputError(
@@ -153,6 +160,12 @@ def build(
             layouts[name] = layouts.get(name, 0) + count
     read_as = ", ".join(f"{name} ({count})" for name, count in layouts.items())
     say(f"prepare: {survey.count} documents, {survey.repeated} repeated; read as {read_as}")
+
+    if replaced := sum(record["replaced"] for record in records):
+        say(
+            f"prepare: {replaced:,} replacement characters stand where bytes are not "
+            f"{corpus.encoding} (corpus.encoding_errors=replace)"
+        )
 
     splits = np.split(survey.splits(corpus), np.cumsum([len(table) for table in tables])[:-1])
     writing = [

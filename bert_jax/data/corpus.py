@@ -290,8 +290,10 @@ def _require_same(
     """Raises InputError if the folder was made from other text, settings or another tokenizer."""
     mend = f"choose another --workdir, or remove {folder} to prepare it again"
     settings = json.loads(json.dumps(dataclasses.asdict(corpus)))
+    # What a corpus made by an earlier version has no word of was as it is by default.
+    earlier = dataclasses.asdict(Corpus(sources=corpus.sources)) | manifest["settings"]
     for name, value in {**settings, "vocab_size": vocab_size}.items():
-        old = manifest["settings"].get(name)
+        old = earlier.get(name)
         if old != value:
             raise InputError(f"{folder}: prepared with {name}={old!r}, now {value!r}; {mend}")
     if corpus.tokenizer != "train" and not epath.Path(corpus.tokenizer).exists():

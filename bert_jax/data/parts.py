@@ -19,7 +19,7 @@ import itertools
 import json
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -165,6 +165,8 @@ class CountStretches:
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Writes the counts of stretches between blanks; returns its record."""
         texts = (document.text for document in _ticking(self.part.documents(self.corpus), tick))
+        if unknown := self.corpus.unknown_word:
+            texts = (text.replace(unknown, " ") for text in texts)
         return {"offsets": words.write_stretches(texts, self.corpus.case, folder / "counts.json")}
 
 
@@ -192,7 +194,7 @@ class Read:
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Writes the documents of the part as words or ids; returns its record."""
-        record: dict[str, Any] = {"layouts": {}}
+        record: dict[str, Any] = {"layouts": {}, "replaced": 0}
         # Of files that are shared by several parts the first one's.
         record["sources"] = {
             extent.path: documents.sha256(extent.path)
@@ -200,9 +202,9 @@ class Read:
             if extent.kind != "tfds" and extent.start == 0
         }
         writer: words.NumberWriter | _IdWriter = (
-            _IdWriter(folder, _tokenizer(self.tokenizer, self.sha256))
+            _IdWriter(folder, _tokenizer(self.tokenizer, self.sha256), self.corpus.unknown_word)
             if self.tokenizer
-            else words.NumberWriter(folder, self.corpus.case)
+            else words.NumberWriter(folder, self.corpus.case, self.corpus.unknown_word)
         )
         layouts = record["layouts"]
         with (
@@ -212,11 +214,14 @@ class Read:
             for batch in _batches(_ticking(self.part.documents(self.corpus), tick)):
                 for document in batch:
                     layouts[document.layout] = layouts.get(document.layout, 0) + 1
-                split = [sentences.split(document, self.corpus.language) for document in batch]
+                    if self.corpus.encoding_errors == "replace":
+                        record["replaced"] += document.text.count("\ufffd")
+                documents_ = [d for one in batch for d in sentences.of_documents(one, self.corpus)]
+                split = [own for _, own in documents_]
                 lengths = writer.add(itertools.chain.from_iterable(split))
                 sentences_file.write(lengths[lengths > 0].astype(np.uint32).tobytes())
-                table = np.empty(len(batch), DOCUMENT)
-                table["hash"] = [_text_hash(document.text) for document in batch]
+                table = np.empty(len(documents_), DOCUMENT)
+                table["hash"] = [_text_hash(text) for text, _ in documents_]
                 before = np.concatenate([[0], np.cumsum(lengths > 0)])
                 table["sentences"] = np.diff(before[np.cumsum([0, *map(len, split)])])
                 documents_file.write(table.tobytes())
@@ -227,16 +232,23 @@ class Read:
 class _IdWriter:
     """Writes sentences as ids: uint32 in FOLDER/tokens.bin."""
 
-    def __init__(self, folder: pathlib.Path, tokenizer: tokenizer.Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, folder: pathlib.Path, tokenizer: tokenizer.Tokenizer, unknown_word: str):
+        self._tokenizer, self._unknown_word = tokenizer, unknown_word
         self._file = open(folder / "tokens.bin", "wb")  # noqa: SIM115
         self.offsets: list[list[int]] = []  # of no counts
 
     def add(self, pieces: Iterable[str]) -> np.ndarray:
         """Writes sentences; returns how many ids each has, int64."""
-        ids = [self._tokenizer.encode(sentence) for sentence in pieces]
+        ids = [self._encode(sentence) for sentence in pieces]
         self._file.write(np.fromiter(itertools.chain.from_iterable(ids), np.uint32).tobytes())
         return np.fromiter(map(len, ids), np.int64, len(ids))
+
+    def _encode(self, sentence: str) -> list[int]:
+        parts = sentence.split(self._unknown_word) if self._unknown_word else [sentence]
+        ids = self._tokenizer.encode(parts[0])
+        for part in parts[1:]:
+            ids += [self._tokenizer.unk_id, *self._tokenizer.encode(part)]
+        return ids
 
     def close(self) -> None:
         """Ends the file."""
@@ -382,9 +394,14 @@ def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
         return tokenizer.load(here[0].parent)
 
 
-def _reading(corpus: Corpus) -> Sequence[str]:
-    """Returns the settings that decide which documents there are."""
-    return [corpus.layout, corpus.text_field, corpus.encoding]
+def _reading(corpus: Corpus) -> list[Any]:
+    """Returns the settings that decide which documents there are, and of what words."""
+    plain = Corpus(sources=corpus.sources)
+    names = ("document_starts", "cut_documents", "encoding_errors", "unknown_word")
+    # Those that came later, where they are set: parts made before them stay what they are.
+    later = [[name, getattr(corpus, name)] for name in names]
+    set_ = [[name, value] for name, value in later if value != getattr(plain, name)]
+    return [corpus.layout, corpus.text_field, corpus.encoding, *set_]
 
 
 def _text_hash(text: str) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bert_jax.config import Corpus
-from bert_jax.data.build import LEAST_VALIDATION_DOCUMENTS
+from bert_jax.data.build import LEAST_VALIDATION_DOCUMENTS, ONE_FILE
 from bert_jax.doctor import encoding, finding
 from bert_jax.doctor.finding import Finding, Rule, example, share
 from bert_jax.errors import InputError, printable
@@ -39,7 +39,7 @@ def examine(corpus: Corpus) -> list[Finding]:
     files: list[encoding.File] = []
     for source in corpus.sources:
         word = source.partition(":")[0]
-        if word not in ("text", "jsonl"):
+        if word in ("parquet", "tfds", "tfds_dir"):
             places.append((source, 0))
             continue
         scanned = [encoding.scan(path, corpus.encoding) for path in documents.files(source)]
@@ -275,7 +275,7 @@ _TOO_FEW = Rule(
     0, 0,
     f"{LEAST_VALIDATION_DOCUMENTS} documents are held out; next-sentence pairs need others to draw "
     "from",
-    "is one file one document here? If not, set corpus.layout; else add or cut texts",
+    ONE_FILE,
 )  # fmt: skip
 # Boilerplate in every tenth character stands in every example.
 _BOILERPLATE = Rule(
@@ -332,18 +332,21 @@ class _Survey:
             self._refused.append(str(error))
 
     def _add(self, document: Document) -> None:
-        number, text = len(self._lengths), document.text
-        if len(text) > self._longest[0]:
-            self._longest = (len(text), example(document.place(0), text))
-        self._lengths.append(len(text))
+        place = document.place(0)
         self._characters.add(document)
-        split = sentences.split(document, self._corpus.language)
-        if len(split) == 1:
-            self._ones += 1
-            self._one = self._one or example(document.place(0), text)
-        if self._texts.add(text, number, document.place(0)):
+        number, split, is_new = len(self._lengths), list[str](), False
+        for text, own in sentences.of_documents(document, self._corpus):
+            if len(text) > self._longest[0]:
+                self._longest = (len(text), example(place, text))
+            self._lengths.append(len(text))
+            if len(own) == 1:
+                self._ones += 1
+                self._one = self._one or example(place, text)
+            is_new |= not self._texts.add(text, len(self._lengths), place)
+            split += own
+        if not is_new:
             return  # its lines repeat with it
-        lines = text.split("\n")
+        lines = document.text.split("\n")
         self._lines.add(document, lines, split)
         for line_number, line in enumerate(lines):
             if len(line) >= _LINE:

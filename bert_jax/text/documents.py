@@ -1,8 +1,8 @@
-"""Text files, JSON lines and TFDS datasets to documents.
+"""Text files, JSON lines, columns of tables and TFDS datasets to documents.
 
 Encodings: bytes are decoded strictly with `Corpus.encoding`; the first bad byte is an error that
-names the file and its offset. A byte-order mark is dropped. Nothing is guessed: a folder of mixed
-encodings is converted first.
+names the file and its offset, unless `encoding_errors=replace`. A byte-order mark is dropped.
+Nothing is guessed: a folder of mixed encodings is converted first.
 
 Repeats: documents are compared by their text, not by their names. `repeated_documents=drop` leaves
 out every document whose whole text stood before; `keep` keeps them and counts them in the manifest.
@@ -10,7 +10,9 @@ Either way equal texts fall into the same split.
 """
 
 import codecs
+import dataclasses
 import glob
+import hashlib
 import io
 import itertools
 import json
@@ -24,7 +26,7 @@ from bert_jax.config import Corpus
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.text import lines as text_lines
-from bert_jax.text import tfds_files
+from bert_jax.text import tables, tfds_files
 
 # Longest line of a text that somebody wrapped by hand or by program.
 _WRAPPED_LINE = 200
@@ -35,8 +37,11 @@ _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
 # What files of a source are called.
 SUFFIXES = {
     "text": (".txt", ".txt.gz", ".txt.zst"),
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
+    **{word: (f".{word}", f".{word}.gz", f".{word}.zst") for word in ("jsonl", "csv", "tsv")},
+    "parquet": (".parquet",),
 }
+
+_ALL_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 
 # In these a byte 0x0A is a line's end and nothing else.
 _LINE_ENCODINGS = frozenset(
@@ -91,11 +96,11 @@ class Extent:
     """A stretch that is read by itself: a file, a range of its bytes, or records of a TFDS shard.
 
     Attributes:
-      kind: text, jsonl or tfds.
+      kind: the word of a source.
       path: the file.
       folder: of a TFDS dataset, where its metadata lies.
-      start: of its bytes or records.
-      stop: of its bytes or records; -1: all that follow.
+      start: of its bytes, records or, of a Parquet file, row groups.
+      stop: of the same; -1: all that follow.
       count: records of this shard.
       before: records of the dataset before it.
       bytes: how much there is to read, roughly.
@@ -130,8 +135,9 @@ def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterato
       source: of a corpus.
       corpus: how it is read, where large files may be cut.
       most: bytes from which on a file is cut, where it can be: between lines of JSON, at blank
-        lines of sentences_by_line, between records of an ArrayRecord file. A compressed file, a
-        TFRecord file, and a text that is one document stay whole.
+        lines of sentences_by_line, between records of an ArrayRecord file and row groups of a
+        Parquet file. A compressed file, a TFRecord file, a CSV file, one at an address, and a text
+        in any other layout stay whole.
 
     Raises:
       InputError: as `read`, before any text is read.
@@ -151,10 +157,13 @@ def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterato
             before += count
         return
     for path in files(source):
-        try:
-            size = os.path.getsize(path)
-        except OSError as error:
-            raise InputError(f"corpus.sources: {path}: {error.strerror}") from error
+        size = state(path)["bytes"]
+        if word == "parquet" and corpus:
+            yield from (
+                Extent(word, path, "", start, stop, 0, 0, text)
+                for start, stop, text in tables.parts(path, corpus.text_field, most)
+            )
+            continue
         cuts = _cuts(path, word, corpus, most) if corpus and size > most else []
         bounds = [0, *cuts, size] if cuts else [0, -1]
         for start, stop in itertools.pairwise(bounds):
@@ -166,6 +175,8 @@ def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
     by_blank_line = word == "text"
     if (
         path.endswith((".gz", ".zst"))
+        or word not in ("text", "jsonl")
+        or "://" in path
         or (by_blank_line and corpus.layout != "sentences_by_line")
         or codecs.lookup(corpus.encoding).name not in _LINE_ENCODINGS
     ):
@@ -194,7 +205,14 @@ def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
     Raises:
       InputError: as `read`.
     """
-    reader = {"text": _file_texts, "jsonl": _json_texts, "tfds": _dataset_texts}[extent.kind]
+    reader = {
+        "text": _file_texts,
+        "jsonl": _json_texts,
+        "csv": _table_texts,
+        "tsv": _table_texts,
+        "parquet": _table_texts,
+        "tfds": _dataset_texts,
+    }[extent.kind]
     for name, line, whole in reader(extent, corpus):
         # Blank lines around a text do not make it another one.
         text = whole.strip()
@@ -202,16 +220,62 @@ def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
             layout = decide_layout(text) if corpus.layout == "per_file" else corpus.layout
             if line:
                 line += whole.count("\n", 0, len(whole) - len(whole.lstrip()))
-            yield Document(name, text, layout, line)
+            document = Document(name, text, layout, line)
+            if corpus.document_starts:
+                yield from _cut(document, corpus.document_starts)
+            else:
+                yield document
+
+
+# Titles as wikis and Markdown write them, and numbered parts of books.
+_TITLE = re.compile(r"\s*= (?!= )\S.*(?<! =) =\s*$|\s*=(?!=)[^=]+=\s*$|# +\S")
+_PART = re.compile(
+    r"\s*(?:CHAPTER|Chapter|BOOK|PART|VOLUME|LETTER|STAVE|ACT) +(?:[0-9]+|[IVXLCDM]+|(?i:(?:the )?"
+    r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|first|second|third|fourth|"
+    r"fifth|sixth|seventh|eighth|ninth|tenth|last)))\b.{0,80}$"
+)
+
+
+def _cut(document: Document, pattern: str) -> Iterator[Document]:
+    """Yields the documents of a text, cut before lines that begin one.
+
+    Such lines that follow each other begin one document, as those of a table of contents.
+    """
+    lines = document.text.split("\n")
+    first, is_empty, is_blank = 0, True, True
+    for number, line in enumerate(lines):
+        if _begins(line, pattern, is_blank):
+            if not is_empty:
+                yield _lines_of(document, lines, first, number)
+                first, is_empty = number, True
+        elif line.strip():
+            is_empty = False
+        is_blank = not line.strip()
+    yield _lines_of(document, lines, first, len(lines))
+
+
+def _begins(line: str, pattern: str, after_blank: bool) -> bool:
+    if pattern == "headings":
+        return after_blank and bool(_TITLE.match(line) or _PART.match(line))
+    return bool(re.match(pattern, line))
+
+
+def _lines_of(document: Document, lines: list[str], first: int, last: int) -> Document:
+    # The line that begins it is not blank.
+    text = "\n".join(lines[first:last]).strip()
+    return dataclasses.replace(document, text=text, line=document.line and document.line + first)
 
 
 def files(source: str) -> list[str]:
-    """Returns the files of a `text:` or `jsonl:` source, sorted.
+    """Returns the files of a source of files, sorted.
 
     Raises:
-      InputError: no such folder, an empty glob, or a folder without files of this kind.
+      InputError: no such folder, an empty glob, a folder without files of this kind, or an address
+        that nothing is installed for.
     """
     word, _, place = source.partition(":")
+    if "://" in place:
+        return _files_there(source, word, place)
     if os.path.isdir(place):
         paths = [
             os.path.join(folder, name)
@@ -233,6 +297,21 @@ def files(source: str) -> list[str]:
     return paths
 
 
+def _files_there(source: str, word: str, place: str) -> list[str]:
+    """Returns the files at an address, which may be one's, a folder's or a pattern."""
+    system, name = text_lines.system_of(place)
+    try:
+        if system.isdir(name):
+            names = [path for path in system.find(name) if path.endswith(SUFFIXES[word])]
+        else:
+            names = system.glob(name) if glob.has_magic(name) else [name] * system.exists(name)
+    except OSError as error:
+        raise InputError(f"corpus.sources: {source}: {error.strerror or error}") from error
+    if not names:
+        raise InputError(f"corpus.sources: {source}: no such files there")
+    return sorted(system.unstrip_protocol(path) for path in names)
+
+
 def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:
     """Returns `file`, `bytes` and `mtime_ns` of each file of the sources, of which nothing is read.
 
@@ -244,7 +323,7 @@ def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:
     rows = []
     for source in corpus.sources:
         word, _, place = source.partition(":")
-        if word in ("text", "jsonl"):
+        if word in SUFFIXES:
             paths = files(source)
         else:
             folder = tfds_files.find(place) if word == "tfds" else place
@@ -260,9 +339,14 @@ def state(path: str) -> dict[str, int]:
       InputError: it is missing.
     """
     try:
-        size, date = mirror.state(path)
+        if "://" in path and not path.startswith("gs://"):
+            system, name = text_lines.system_of(path)
+            # Not every place keeps dates; what it says of the file changes with it.
+            size, date = system.info(name)["size"], int(system.ukey(name)[:15], 16)
+        else:
+            size, date = mirror.state(path)
     except OSError as error:
-        raise InputError(f"corpus.sources: {path}: {error.strerror}") from error
+        raise InputError(f"corpus.sources: {path}: {error.strerror or error}") from error
     return {"bytes": size, "mtime_ns": date}
 
 
@@ -273,6 +357,9 @@ def sha256(path: str) -> str:
       InputError: it cannot be read.
     """
     try:
+        if "://" in path and path.endswith(_ALL_SUFFIXES):
+            with text_lines.packed(path) as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
         return mirror.sha256(path)
     except OSError as error:
         raise InputError(f"corpus.sources: {path}: {error.strerror or 'is missing'}") from error
@@ -308,7 +395,7 @@ def _file_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]
     """Yields one document a file, or in sentences_by_line one a block of lines."""
     path = extent.path
     if corpus.layout != "sentences_by_line":
-        text = _normal_newlines("".join(_lines(extent, corpus.encoding, "whole")))
+        text = _normal_newlines("".join(_lines(extent, corpus, "whole")))
         if corpus.layout != "per_file":
             _refuse_contradiction(path, text, corpus.layout)
         yield path, 1, text
@@ -316,7 +403,7 @@ def _file_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]
     block: list[str] = []
     start = 1
     head: list[str] = []
-    for number, line in enumerate(_lines(extent, corpus.encoding), 1):
+    for number, line in enumerate(_lines(extent, corpus), 1):
         if len(head) <= 10 * _LINES_TO_JUDGE and not extent.start:
             head.append(line)
             if len(head) == 10 * _LINES_TO_JUDGE:
@@ -341,7 +428,7 @@ def _refuse_contradiction(path: str, text: str, layout: Layout) -> None:
 
 def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
     path = extent.path
-    for number, line in enumerate(_lines(extent, corpus.encoding), 1):
+    for number, line in enumerate(_lines(extent, corpus), 1):
         if not line.strip():
             continue
         try:
@@ -385,19 +472,33 @@ def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, s
         yield f"{folder}:{number}", 0, _normal_newlines(value)
 
 
+def _table_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
+    if extent.kind == "parquet":
+        rows = tables.parquet(extent.path, corpus.text_field, extent.start, extent.stop)
+    else:
+        rows = tables.read(extent.path, _lines(extent, corpus), extent.kind, corpus.text_field)
+    for name, text in rows:
+        yield name, 0, _normal_newlines(text)
+
+
 def _lines(
-    extent: Extent, encoding: str, how: Literal["by line", "whole"] = "by line"
+    extent: Extent, corpus: Corpus, how: Literal["by line", "whole"] = "by line"
 ) -> Iterator[str]:
     """Yields decoded lines, split on \\n alone, or all as one, without a byte-order mark."""
-    path = extent.path
+    path, encoding = extent.path, corpus.encoding
+    errors = {"stop": "strict", "replace": "replace"}[corpus.encoding_errors]
     try:
-        with _extent_bytes(extent) as raw, io.TextIOWrapper(raw, encoding, newline="\n") as file:
+        with (
+            _extent_bytes(extent) as raw,
+            io.TextIOWrapper(raw, encoding, errors, newline="\n") as file,
+        ):
             for number, line in enumerate(file if how == "by line" else iter(file.read, "")):
                 yield line.removeprefix("\ufeff") if number == extent.start == 0 else line
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path}: byte {_first_bad_byte(path, encoding)} is not {encoding}; convert the file, "
-            "or name its encoding with --set corpus.encoding=..."
+            f"{path}: byte {_first_bad_byte(path, encoding)} is not {encoding}; `bert-jax doctor` "
+            "says which files are not, and what they look like. Convert them, name the encoding "
+            "of all with --set corpus.encoding=..., or --set corpus.encoding_errors=replace"
         ) from error
     except UnicodeError as error:  # as some decoders say it, without a place
         raise InputError(

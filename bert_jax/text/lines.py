@@ -1,17 +1,19 @@
 """Bytes of files, compressed or not, and lines of text from files or other sources of bytes.
 
-fsspec would open the same files; its reader of .zst takes a file cut short for a whole one, and
-ends after the first of several frames.
+Files may lie at an address with `://`, which fsspec opens. Compressed ones are read here: its
+reader of .zst takes a file cut short for a whole one, and ends after the first of several frames.
 """
 
 import gzip
 import io
 import itertools
 import os
+import typing
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
+import fsspec
 import zstandard
 
 from bert_jax.errors import InputError
@@ -71,12 +73,49 @@ def of_file(path: str) -> Iterator[tuple[str, str]]:
 
 
 def open_bytes(path: str) -> IO[bytes]:
-    """Returns the bytes of a file, uncompressed if its name ends in .gz or .zst."""
+    """Returns the bytes of a file, uncompressed if its name ends in .gz or .zst.
+
+    Raises:
+      InputError: an address that this machine has nothing for.
+      OSError: it cannot be read.
+    """
     if path.endswith(".gz"):
-        return gzip.open(path, "rb")
+        return typing.cast(IO[bytes], _Gzip(packed(path)))
     if path.endswith(".zst"):
         return io.BufferedReader(_Zstd(path), 1 << 17)
-    return open(path, "rb")
+    return packed(path)
+
+
+def packed(path: str) -> IO[bytes]:
+    """Returns the bytes of a file as they are; raises as `open_bytes`."""
+    if "://" not in path:
+        return open(path, "rb")
+    system, name = system_of(path)
+    return system.open(name, "rb")
+
+
+def system_of(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """Returns what fsspec opens an address with, and the name there.
+
+    Raises:
+      InputError: fsspec does not know it, or the package for it is not installed.
+    """
+    try:
+        return fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+class _Gzip(gzip.GzipFile):
+    """Bytes of a gz file, which is closed with it."""
+
+    def __init__(self, file: IO[bytes]):
+        super().__init__(fileobj=file, mode="rb")
+        self._packed = file
+
+    def close(self) -> None:
+        super().close()
+        self._packed.close()
 
 
 class _Zstd(io.RawIOBase):
@@ -106,7 +145,7 @@ class _Zstd(io.RawIOBase):
 
 def _zstd_chunks(path: str) -> Iterator[bytes]:
     frame = None
-    with open(path, "rb") as file:
+    with packed(path) as file:
         # Small reads: a few bytes may unpack to much.
         while data := file.read(1 << 13):
             while data:

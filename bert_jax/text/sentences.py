@@ -1,7 +1,10 @@
 """Documents to sentences, the units that next-sentence pairs are made of."""
 
+import itertools
+
 import sentencex
 
+from bert_jax.config import Corpus
 from bert_jax.text.documents import Document
 
 # sentencex takes what stands between quotation marks or brackets for one sentence, be it a page.
@@ -33,6 +36,20 @@ def split(document: Document, language: str) -> list[str]:
             else:
                 pieces += _cut(piece, language, _BLANKED_MARKS)
     return [stripped for piece in pieces if (stripped := piece.strip())]
+
+
+def of_documents(document: Document, corpus: Corpus) -> list[tuple[str, list[str]]]:
+    """Returns text and sentences of a document, or of those that `cut_documents` makes of it.
+
+    A text of n sentences is cut into n / cut_documents of the same length, give or take one
+    sentence.
+    """
+    split_ = split(document, corpus.language)
+    count = round(len(split_) / corpus.cut_documents) if corpus.cut_documents else 0
+    if count < 2:
+        return [(document.text, split_)]
+    bounds = [len(split_) * part // count for part in range(count + 1)]
+    return [("\n".join(split_[a:b]), split_[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 def _cut(text: str, language: str, blanked: dict[int, str]) -> list[str]:

@@ -22,6 +22,9 @@ from bert_jax.text.vocabulary import Counted
 # Different words that train a vocabulary.
 MOST_WORDS = 250_000
 
+# A word that is unknown for its length.
+_UNKNOWN = f" {'a' * (MAX_WORD + 1)} "
+
 _MOST_OF_A_WORD = 4_000
 _SECTIONS = 64
 # Different words held while counting; a part of more is counted in several goes.
@@ -50,8 +53,9 @@ class NumberWriter:
     FOLDER/counts.json  how often each occurs, in sections
     """
 
-    def __init__(self, folder: pathlib.Path, case: Case):
+    def __init__(self, folder: pathlib.Path, case: Case, unknown_word: str = ""):
         self._splitter = Splitter(case)
+        self._unknown_word = unknown_word
         self._numbers = Numbers()
         self._first = 0
         self._counts = np.zeros(0, np.int64)
@@ -63,6 +67,8 @@ class NumberWriter:
 
     def add(self, sentences: Iterable[str]) -> np.ndarray:
         """Writes sentences; returns how many words each has, int64."""
+        if self._unknown_word:
+            sentences = (s.replace(self._unknown_word, _UNKNOWN) for s in sentences)
         words = self._splitter.words(sentences)
         numbers = np.fromiter(map(self._numbers.__getitem__, words), np.uint32, len(words))
         is_end = numbers == self._first

@@ -1,0 +1,159 @@
+"""Texts in a column of CSV, TSV and Parquet files.
+
+The first line of a CSV or TSV file names its columns. CSV is what Python's `csv` reads: quoted
+cells may hold commas, newlines and doubled quotation marks. In TSV, as GLUE has it, a line is a
+row, tabs separate columns and quotation marks mean nothing.
+"""
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import pyarrow
+import pyarrow.parquet
+
+from bert_jax.errors import InputError
+from bert_jax.text import lines as text_lines
+
+# Characters of a CSV cell; Python's own limit is 131,072.
+_LONGEST_CELL = 2**31 - 1
+# Rows of a Parquet file that are held as Python's strings.
+_ROWS = 1_000
+
+
+def read(
+    path: str, lines: Iterable[str], kind: Literal["csv", "tsv"], column: str
+) -> Iterator[tuple[str, str]]:
+    """Yields FILE:LINE and the text of each row of a file's decoded lines, blank rows left out.
+
+    Raises:
+      InputError: no such column, a row of more or fewer cells than there are names, or no CSV.
+    """
+    rows = _csv(path, lines) if kind == "csv" else _tsv(lines)
+    _, names = next(rows, (0, []))
+    if not names:
+        return
+    place = _place_of(column, names, path)
+    for number, cells in rows:
+        if len(cells) != len(names):
+            raise InputError(
+                f"{path}:{number}: {len(cells)} columns, but the first line names {len(names)}; is "
+                f"it {kind}?"
+            )
+        yield f"{path}:{number}", cells[place]
+
+
+def _tsv(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    for number, line in enumerate(lines, 1):
+        if row := line.removesuffix("\n").removesuffix("\r"):
+            yield number, row.split("\t")
+
+
+def _csv(path: str, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(_LONGEST_CELL)
+    # Strict: a quotation mark that is never closed would take in the rest of the file.
+    reader = csv.reader(lines, strict=True)
+    while True:
+        number = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise InputError(
+                f"{path}:{number}: not CSV ({error}); quote cells that hold commas, newlines or "
+                "quotation marks, and double the marks inside"
+            ) from error
+        if cells:
+            yield number, cells
+
+
+def _place_of(column: str, names: Sequence[str], path: str) -> int:
+    if column not in names:
+        raise InputError(
+            f"{path}: no column {column!r}; it has {', '.join(map(repr, names))}: name one with "
+            "--set corpus.text_field=..."
+        )
+    return names.index(column)
+
+
+def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
+    """Returns (first row group, one past the last, bytes of text) of parts of a Parquet file.
+
+    Args:
+      path: the file.
+      column: which texts are counted.
+      most: bytes of text in a part, roughly; a row group is not cut.
+
+    Raises:
+      InputError: no Parquet file, or it has no such column of texts.
+    """
+    with _opened(path, column) as (file, place):
+        sizes = [
+            file.metadata.row_group(number).column(place).total_uncompressed_size
+            for number in range(file.metadata.num_row_groups)
+        ]
+    made: list[tuple[int, int, int]] = []
+    first = size = 0
+    for number, more in enumerate(sizes):
+        if number > first and size + more > most:
+            made.append((first, number, size))
+            first, size = number, 0
+        size += more
+    return [*made, (first, len(sizes), size)] if sizes else []
+
+
+def parquet(path: str, column: str, start: int, stop: int) -> Iterator[tuple[str, str]]:
+    """Yields FILE:ROW, counted from 0, and the text of each row that has one.
+
+    Args:
+      path: the file.
+      column: its name; of one within another, as `article.text`.
+      start: the first row group.
+      stop: one past the last; -1: all that follow.
+
+    Raises:
+      InputError: as `parts`.
+    """
+    with _opened(path, column) as (file, _):
+        try:
+            groups = range(file.metadata.num_row_groups)
+            number = sum(file.metadata.row_group(group).num_rows for group in groups[:start])
+            chosen = groups[start:] if stop < 0 else groups[start:stop]
+            for batch in file.iter_batches(_ROWS, row_groups=list(chosen), columns=[column]):
+                for text in _leaf(batch).to_pylist():
+                    if text is not None:
+                        yield f"{path}:{number}", text
+                    number += 1
+        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+            raise InputError(f"{path}: damaged Parquet file ({error})") from error
+
+
+def _leaf(batch: pyarrow.RecordBatch) -> pyarrow.Array:
+    values = batch.column(0)
+    while pyarrow.types.is_struct(values.type):
+        values = values.flatten()[0]
+    return values
+
+
+class _opened:
+    """A Parquet file, and the place of its column of texts; closed at the end."""
+
+    def __init__(self, path: str, column: str):
+        self._path, self._column = path, column
+
+    def __enter__(self) -> tuple[pyarrow.parquet.ParquetFile, int]:
+        try:
+            self._bytes = text_lines.packed(self._path)
+            file = pyarrow.parquet.ParquetFile(self._bytes)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise InputError(f"{self._path}: cannot be read as Parquet ({error})") from error
+        schema = file.metadata.schema
+        names = [schema.column(number).path for number in range(len(schema))]
+        place = _place_of(self._column, names, self._path)
+        if schema.column(place).logical_type.type != "STRING":
+            raise InputError(f"{self._path}: column {self._column!r} holds no texts")
+        return file, place
+
+    def __exit__(self, *_: Any) -> None:
+        self._bytes.close()

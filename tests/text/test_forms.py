@@ -1,0 +1,285 @@
+"""Text as people have it: one file of many documents, WikiText, tables, wrong bytes, addresses."""
+
+import csv
+import gzip
+import io
+
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from etils import epath
+
+from bert_jax.config import Corpus
+from bert_jax.data import corpus, parts
+from bert_jax.errors import InputError
+from bert_jax.text import documents, sentences, tables
+
+
+def read(source, **settings):
+    return list(documents.read(Corpus(sources=(source,), **settings)))
+
+
+WIKITEXT = """
+ = Gold dollar =
+
+ The gold dollar or gold one @-@ dollar piece was a coin . It was <unk> in 1849 .
+
+ = = Background = =
+
+ In 1791 , <unk> proposed a coin . x = 1 and y = 2 .
+
+ = Plain maskray =
+
+ The plain maskray is a stingray .
+"""
+NOVELS = """A licence of some words.
+
+ EMMA
+
+BOOK I
+
+CHAPTER I
+
+Emma Woodhouse, handsome, clever, and rich. She read
+Chapter 7 of the book.
+
+CHAPTER II
+
+Mr. Weston was a native of Highbury.
+
+Chapter the Last
+
+The end.
+"""
+
+
+def test_wiki_titles_begin_documents_and_their_sections_do_not(tmp_path):
+    (tmp_path / "wiki.test.tokens").write_text(WIKITEXT)
+    found = read(f"text:{tmp_path}/*.tokens", document_starts="headings")
+    assert [d.text.split("\n")[0] for d in found] == ["= Gold dollar =", "= Plain maskray ="]
+    assert "Background" in found[0].text
+    # A place is a line of the file.
+    assert [d.place(0).rpartition(":")[2] for d in found] == ["2", "10"]
+
+
+def test_parts_of_books_begin_documents_unless_they_stand_in_a_sentence(tmp_path):
+    """Headings one after another begin one document, as a book and its first chapter."""
+    (tmp_path / "novels.txt").write_text(NOVELS)
+    found = read(f"text:{tmp_path}", document_starts="headings", layout="wrapped")
+    assert [d.text.split("\n")[0] for d in found] == [
+        "A licence of some words.",
+        "BOOK I",
+        "CHAPTER II",
+        "Chapter the Last",
+    ]
+    assert "CHAPTER I\n\nEmma" in found[1].text and "Chapter 7" in found[1].text
+    # Nothing is lost.
+    assert "".join("".join(d.text.split()) for d in found) == "".join(NOVELS.split())
+
+
+def test_markdown_titles_and_a_regular_expression(tmp_path):
+    (tmp_path / "a.txt").write_text("# One\n\nText.\n\n## Within\n\n# Two\n\nText.\n")
+    assert len(read(f"text:{tmp_path}", document_starts="headings")) == 2
+    (tmp_path / "a.txt").write_text("***\nText.\n*** b\nText.\nnot ***\n")
+    found = read(f"text:{tmp_path}", document_starts=r"\*{3}")
+    assert [d.text for d in found] == ["***\nText.", "*** b\nText.\nnot ***"]
+
+
+def test_the_layout_is_that_of_the_file_and_not_of_its_parts(tmp_path):
+    (tmp_path / "a.txt").write_text("# A\n\nShort.\n\n# B\n\n" + "long " * 50)
+    found = read(f"text:{tmp_path}", document_starts="headings")
+    assert [d.layout for d in found] == ["paragraphs_by_line"] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"document_starts": "("}, r"corpus\.document_starts='\(': no regular expression"),
+        ({"document_starts": "headings", "layout": "sentences_by_line"}, "a blank line ends"),
+        ({"cut_documents": -1}, r"corpus\.cut_documents=-1: must be at least 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, what):
+    with pytest.raises(InputError, match=what):
+        Corpus(sources=("text:a",), **settings)
+
+
+@pytest.mark.parametrize(("count", "lengths"), [(7, [7]), (29, [9, 10, 10]), (30, [10] * 3)])
+def test_a_long_text_is_cut_into_documents_of_like_length(tmp_path, count, lengths):
+    (tmp_path / "a.txt").write_text(" ".join(f"Sentence {i} is here." for i in range(count)))
+    (whole,) = read(f"text:{tmp_path}")
+    cut = sentences.of_documents(whole, Corpus(sources=("text:a",), cut_documents=10))
+    assert [len(own) for _, own in cut] == lengths
+    assert [s for _, own in cut for s in own] == sentences.split(whole, "en")
+
+
+def words(seed):
+    letters = np.random.default_rng(seed).choice(list("abcdefgh"), (9, 4))
+    return " ".join("".join(word) for word in letters)
+
+
+def test_one_long_text_is_refused_by_the_settings_that_help_and_then_taken(tmp_path):
+    text = " ".join(f"{words(i).capitalize()}." for i in range(200))
+    (tmp_path / "book.txt").write_text(text)
+    vocab = tmp_path / "vocab.txt"
+    pieces = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        ".",
+        *"abcdefgh",
+        *(f"##{c}" for c in "abcdefgh"),
+    ]
+    vocab.write_text("\n".join(pieces) + "\n")
+    settings = {"sources": (f"text:{tmp_path}/book.txt",), "tokenizer": str(vocab)}
+    with pytest.raises(InputError) as caught:
+        corpus.prepare(Corpus(**settings), 22, epath.Path(tmp_path / "c"), lambda line: None)
+    for name in ("layout=", "document_starts=headings", "cut_documents="):
+        assert f"corpus.{name}" in str(caught.value)
+    made = corpus.prepare(
+        Corpus(**settings, cut_documents=10), 22, epath.Path(tmp_path / "c"), lambda line: None
+    )
+    assert [made["splits"][s]["documents"] for s in ("train", "validation")] == [12, 8]
+    assert sum(made["splits"][s]["sentences"] for s in ("train", "validation")) == 200
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_the_text_s_own_unknown_word_becomes_unk(tmp_path, kind):
+    lines = [f"{words(i)} <unk> {words(-i % 99)} <unk>.\n" for i in range(100)]
+    (tmp_path / "a.txt").write_text("\n".join("".join(lines[i : i + 4]) for i in range(0, 100, 4)))
+    made = corpus.prepare(
+        Corpus(
+            sources=(f"text:{tmp_path}",),
+            layout="sentences_by_line",
+            unknown_word="<unk>",
+            tokenizer_kind=kind,
+            validation_share=0.4,
+        ),
+        23 if kind == "wordpiece" else 15,
+        epath.Path(tmp_path / "c"),
+        lambda line: None,
+    )
+    assert sum(made["splits"][s]["unknown_tokens"] for s in ("train", "validation")) == 200
+    vocabulary = corpus.open_tokenizer(epath.Path(tmp_path / "c"), made)
+    assert not {"<", "u", "unk"} & {vocabulary.piece(i) for i in range(vocabulary.size)}
+
+
+ROWS = [("1", 'A "quoted", text.\nOf two lines.'), ("2", "Größe."), ("3", "")]
+
+
+def write_table(folder, kind):
+    path = folder / f"a.{kind}"
+    if kind == "parquet":
+        table = pyarrow.table({"id": [r[0] for r in ROWS], "body": [r[1] for r in ROWS]})
+        pyarrow.parquet.write_table(table, path, row_group_size=1)
+        return path
+    with io.StringIO(newline="") as text:
+        if kind == "csv.gz":
+            csv.writer(text).writerows([("id", "body"), *ROWS])
+        else:
+            text.write("id\tbody\n" + "".join(f"{i}\t{t.replace(chr(10), ' ')}\n" for i, t in ROWS))
+        data = text.getvalue().encode()
+    path.write_bytes(gzip.compress(data) if kind == "csv.gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["csv.gz", "tsv", "parquet"])
+def test_a_column_of_a_table_is_text(tmp_path, kind):
+    path = write_table(tmp_path, kind)
+    word = kind.split(".")[0]
+    found = read(f"{word}:{tmp_path}", text_field="body")
+    first = ROWS[0][1] if kind != "tsv" else ROWS[0][1].replace("\n", " ")
+    assert [d.text for d in found] == [first, "Größe."]
+    places = {"csv": (2, 4), "tsv": (2, 3), "parquet": (0, 1)}[word]
+    assert [d.place(0) for d in found] == [f"{path}:{place}" for place in places]
+    with pytest.raises(InputError) as caught:
+        read(f"{word}:{path}")
+    assert str(caught.value) == (
+        f"{path}: no column 'text'; it has 'id', 'body': name one with --set corpus.text_field=..."
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "content", "what"),
+    [
+        ("csv", 'text,b\n"open,1\n', r"a\.csv:2: not CSV"),
+        ("csv", "text,b\none\n", r"a\.csv:2: 1 columns, but the first line names 2"),
+        ("parquet", "text", r"a\.parquet: cannot be read as Parquet"),
+    ],
+)
+def test_a_damaged_table_is_named(tmp_path, word, content, what):
+    (tmp_path / f"a.{word}").write_text(content)
+    with pytest.raises(InputError, match=what):
+        read(f"{word}:{tmp_path}")
+
+
+def test_a_column_of_numbers_and_one_within_another(tmp_path):
+    rows = [{"title": "T", "body": f"Text {i}."} for i in range(5)]
+    table = pyarrow.table({"article": rows, "text": range(5)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="column 'text' holds no texts"):
+        read(f"parquet:{tmp_path}")
+    found = read(f"parquet:{tmp_path}", text_field="article.body")
+    assert [d.text for d in found] == [row["body"] for row in rows]
+
+
+def test_a_large_parquet_file_is_read_in_parts(tmp_path):
+    texts = [f"{i} " * 100 for i in range(100)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=10
+    )
+    settings = Corpus(sources=(f"parquet:{tmp_path}",))
+    extents = list(documents.extents(settings.sources[0], settings, 9_000))
+    assert len(extents) == len(tables.parts(extents[0].path, "text", 9_000)) > 2
+    found = [d for extent in extents for d in documents.read_extent(extent, settings)]
+    assert [d.text for d in found] == [text.strip() for text in texts]
+    assert [d.name.rpartition(":")[2] for d in found] == [str(i) for i in range(100)]
+
+
+@pytest.mark.parametrize("word", ["text", "csv", "parquet"])
+def test_files_at_an_address_are_read_as_those_here(tmp_path, word):
+    memory = fsspec.filesystem("memory")
+    local = tmp_path / "a.txt" if word == "text" else write_table(tmp_path, f"{word}.gz"[:7])
+    if word == "text":
+        local.write_text("Text.")
+    memory.pipe(f"/forms-{word}/{local.name}", local.read_bytes())
+    there = f"{word}:memory://forms-{word}"
+    for place in (there, f"{there}/*", f"{there}/{local.name}"):
+        found = read(place, text_field="body")
+        assert [d.text for d in found] == [
+            d.text for d in read(f"{word}:{local}", text_field="body")
+        ]
+    settings = Corpus(sources=(there,), text_field="body")
+    (row,) = documents.fingerprint(settings)
+    assert row["bytes"] == local.stat().st_size
+    assert documents.sha256(row["file"]) == documents.sha256(str(local))
+    (part,) = parts.plan(settings)
+    assert list(part.documents(settings)) == read(there, text_field="body")
+    memory.pipe(f"/forms-{word}/{local.name}", b"changed")
+    assert documents.fingerprint(settings) != [row]
+
+
+@pytest.mark.parametrize("place", ["nowhere://a", "memory://none/*.txt"])
+def test_an_address_with_nothing_behind_it_is_refused(place):
+    with pytest.raises(InputError, match=place.partition("/")[0]):
+        read(f"text:{place}")
+
+
+@pytest.mark.parametrize("layout", ["wrapped", "sentences_by_line"])
+def test_wrong_bytes_are_replaced_by_choice(tmp_path, layout):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 one.\n")
+    with pytest.raises(InputError, match=r"byte 3 .*bert-jax doctor.*encoding_errors=replace"):
+        read(f"text:{tmp_path}", layout=layout)
+    (document,) = read(f"text:{tmp_path}", layout=layout, encoding_errors="replace")
+    assert document.text == "caf\ufffd one."
+
+
+def test_parts_made_before_a_setting_came_keep_their_names():
+    plain = Corpus(sources=("text:a",))
+    assert parts._reading(plain) == ["per_file", "text", "utf-8"]
+    changed = Corpus(sources=("text:a",), cut_documents=5)
+    assert parts._reading(changed) != parts._reading(plain)
