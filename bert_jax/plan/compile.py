@@ -46,6 +46,7 @@ from bert_jax.plan.topology import Topology, layout_of
 from bert_jax.storage.workdir import cache_folder, made, named_errors, write_atomic
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
+from bert_jax.training.collectives import CompilerOptions
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.pretraining import require_runnable
 
@@ -356,7 +357,7 @@ def compile_step(
     memory = compiled.memory_analysis()
     peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
     if experiment.run.check_every:
-        options = step.self_checks(mesh.devices.flat[0].device_kind)
+        options = step.self_checks(mesh_lib.device_kind(mesh))
         checked = lower_step(experiment, number, mesh, state, options).compile().memory_analysis()
         # Both programs are loaded, and one of them runs.
         peak = max(peak, checked.peak_memory_in_bytes)
@@ -389,7 +390,7 @@ def lower_step(
     number: int,
     mesh: jax.sharding.Mesh,
     state: step.State,
-    compiler_options: step.CompilerOptions = (),
+    compiler_options: CompilerOptions = (),
 ) -> jax.stages.Lowered:
     """Traces the training step of a phase for a mesh and an abstract state."""
     replicated = mesh_lib.replicated(mesh)

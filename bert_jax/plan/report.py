@@ -21,6 +21,7 @@ from bert_jax.plan.schedule import Program
 from bert_jax.plan.topology import Layout, Topology, layout_of, shards_of
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import require_plain, sealed
+from bert_jax.training.collectives import method_of
 
 FORMAT_VERSION = 2
 
@@ -137,6 +138,7 @@ def _slice_entry(
     price_per_chip_hour: float | None,
 ) -> Entry:
     """Returns the entry of one slice, of the outcomes of all phases there."""
+    method = method_of(topology.tpu.kind)
     phases = [
         phase_entry(experiment, number, topology, outcome)
         for number, outcome in enumerate(outcomes)
@@ -152,6 +154,7 @@ def _slice_entry(
         "chips": topology.chips,
         "devices": topology.devices,
         "device_memory": topology.device_memory,
+        "exchange": {**method._asdict(), "compiler_options": dict(method.compiler_options)},
         "phases": phases,
         "hours": total,
         "chip_hours": None if total is None else total * topology.chips,
@@ -312,6 +315,8 @@ def lines(plan: Entry) -> Iterator[str]:
 def _slice_lines(entry: Entry) -> Iterator[str]:
     chips, devices = entry["chips"], entry["devices"]
     yield f"{entry['topology']}: {chips:,} chips, {devices:,} devices ({entry['device_kind']})"
+    for name, value in entry["exchange"]["compiler_options"].items():
+        yield f"  compiler option: {name}={value}"
     for phase in entry["phases"]:
         yield (
             f"  phase {phase['phase']}: {phase['batch_size']} rows of {phase['sequence_length']}, "

@@ -366,27 +366,37 @@ def _group(instruction: Instruction) -> tuple[int, ...]:
     # [groups,size]<=[dimensions]T(permutation): counted through in the order of the permutation.
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if counted:
-        sizes = [int(n) for n in counted[2].split(",")]
-        order = [int(n) for n in counted[3].split(",")] if counted[3] else range(len(sizes))
-        ordered = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
-        return tuple(ordered.flatten()[: int(counted[1])].tolist())
-    # mesh['a'=2,'b'=8] {'a','b':(2)4}: along axes of a mesh, or along 4 parts within each 2nd.
-    meshed = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text)
-    if meshed is None:
-        raise ValueError(f"{instruction.opcode} {instruction.name}: no groups in {text[:120]!r}")
+        return tuple(_counted_through(counted[2], counted[3])[: int(counted[1])])
+    # mesh['a'=2,'b'=8] {'a','b':(2)4}: along axes of a mesh, or along 4 parts within each 2nd. Its
+    # devices may be counted through in an order, too: mesh[...], device_ids=([8,2]T(1,0)) {...}.
+    meshed = re.search(
+        r"replica_groups=mesh\[([^\]]*)\]"
+        r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}",
+        text,
+    )
     axes: dict[str, tuple[int, int]] = {}
-    stride = 1
-    for name, size in reversed(re.findall(r"([^,=]+)=(\d+)", meshed[1])):
-        axes[name] = int(size), stride
-        stride *= int(size)
+    devices = 1
+    for name, size in reversed(re.findall(r"([^,=]+)=(\d+)", meshed[1] if meshed else "")):
+        axes[name] = int(size), devices
+        devices *= int(size)
+    ordered = _counted_through(meshed[2] or f"{devices}", meshed[3]) if meshed else []
+    if len(ordered) != devices:
+        raise ValueError(f"{instruction.opcode} {instruction.name}: no groups in {text[:120]!r}")
     members = [0]
-    for name, before, within in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", meshed[2]):
+    for name, before, within in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", meshed[4]):
         size, stride = axes[name]
         if within:
             stride *= size // (int(before) * int(within))
             size = int(within)
         members = [member + stride * n for member in members for n in range(size)]
-    return tuple(members)
+    return tuple(ordered[member] for member in members)
+
+
+def _counted_through(dimensions: str, permutation: str | None) -> list[int]:
+    """Returns the numbers of an array of these dimensions, read in the order of a permutation."""
+    sizes = [int(n) for n in dimensions.split(",")]
+    order = [int(n) for n in permutation.split(",")] if permutation else range(len(sizes))
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).flatten().tolist()
 
 
 def _rounds(module: Module, loop: Instruction, computation: Computation) -> int | None:

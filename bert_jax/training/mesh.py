@@ -125,6 +125,11 @@ def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name != TENSOR)
 
 
+def device_kind(mesh: jax.sharding.Mesh) -> str:
+    """Returns the kind of the devices, as jax names it."""
+    return mesh.devices.flat[0].device_kind
+
+
 def data_shards(mesh: jax.sharding.Mesh) -> int:
     """Returns into how many parts the batch is cut."""
     return math.prod(mesh.shape[axis] for axis in data_axes(mesh))

@@ -354,7 +354,7 @@ class Trainer:
         train_step = step.make_train_step(*spec)
         if not self.experiment.run.check_every:
             return train_step, train_step
-        checks = step.self_checks(self.mesh.devices.flat[0].device_kind)
+        checks = step.self_checks(mesh_lib.device_kind(self.mesh))
         return train_step, step.make_train_step(*spec, checks)
 
     def _feed(self, phase: PhaseBatches) -> Feed:

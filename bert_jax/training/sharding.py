@@ -3,12 +3,11 @@
 `zero1` and `zero3` cut parameters and the optimizer's moments over DATA; `parallelism.tensor` cuts
 heads, feed-forward and vocabulary over the devices that share rows. One table says where.
 
-Inside the step's `shard_map`, which is manual over DATA, a cut parameter is made whole by
-`gather`, whose gradient is a reduce-scatter. Collectives go along one axis of the torus at a time:
-over several at once the TPU compiler makes of a reduce-scatter an all-reduce of everything.
+Inside the step's `shard_map`, which is manual over DATA, `collectives.gather` makes a cut parameter
+whole.
 """
 
-import functools
+import collections
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bert_jax.config import Parallelism
 from bert_jax.errors import InputError
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.collectives import Collectives, gather, method_of, scatter
 
 Tree = Any
 Module = TypeVar("Module")
@@ -88,10 +88,17 @@ RULES = {
 
 
 class Partition(NamedTuple):
-    """The dimensions in which a parameter is cut, for DATA and for `tensor`; None: it is not."""
+    """The dimensions in which a parameter is cut, for DATA and for `tensor`; None: it is not.
+
+    Attributes:
+      data: cut by DATA.
+      tensor: cut by `tensor`.
+      axes: of DATA, in the order in which they cut it, the coarsest first; () if they do not.
+    """
 
     data: int | None
     tensor: int | None
+    axes: tuple[str, ...] = ()
 
 
 def partitions(
@@ -124,7 +131,7 @@ def partitions(
     unused = [rule.path for rule in rules if rule not in used]
     if unused:
         raise ValueError(f"sharding rules that no parameter has: {', '.join(unused)}")
-    return tree
+    return _with_axes(tree, shapes, mesh)
 
 
 def _partition(
@@ -149,16 +156,42 @@ def _partition(
     return Partition(data, tensor)
 
 
-def specs(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
+def _with_axes(partition: Tree, shapes: Tree, mesh: jax.sharding.Mesh) -> Tree:
+    """Returns the partitions with the axes of those that DATA cuts.
+
+    Where the load is to be balanced, the largest choose first, each the axis that has least to
+    carry; stacked layers, which travel by themselves, and the others each among themselves.
+    """
+    axes = mesh_lib.data_axes(mesh)
+    orders = {
+        "outermost": [axes],
+        "innermost": [axes[::-1]],
+        "balanced": [axes[n:] + axes[:n] for n in range(len(axes))],
+    }[method_of(mesh_lib.device_kind(mesh)).order]
+    load: collections.Counter[tuple[bool, tuple[str, ...]]] = collections.Counter()
+    paths = [path for path, _ in jax.tree.leaves_with_path(shapes)]
+    leaves, tree = jax.tree.flatten(partition, is_leaf=lambda x: isinstance(x, Partition))
+    sizes = [leaf.size for leaf in jax.tree.leaves(shapes)]
+    for i in sorted(range(len(leaves)), key=lambda i: -sizes[i]):
+        if leaves[i].data is None:
+            continue
+        stacked = any(key.key == "layers" for key in paths[i])
+        chosen = min(orders, key=lambda order: load[stacked, order])
+        load[stacked, chosen] += sizes[i]
+        leaves[i] = leaves[i]._replace(axes=chosen)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def specs(partition: Tree) -> Tree:
     """Returns the specs of the parameters for `shard_map`, which is manual over DATA alone."""
-    return _map(lambda c: _spec({c.data: mesh_lib.data_axes(mesh)}), partition)
+    return _map(lambda c: _spec({c.data: c.axes}), partition)
 
 
 def shardings(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
     """Returns the sharding of each parameter."""
 
     def place(c: Partition) -> NamedSharding:
-        spec = _spec({c.data: mesh_lib.data_axes(mesh), c.tensor: mesh_lib.TENSOR})
+        spec = _spec({c.data: c.axes, c.tensor: mesh_lib.TENSOR})
         return NamedSharding(mesh, spec)
 
     return _map(place, partition)
@@ -196,25 +229,13 @@ def _spec(dimensions: dict[int | None, Any]) -> PartitionSpec:
 # --- inside shard_map --------------------------------------------------------------------------
 
 
-class Collectives(NamedTuple):
-    """The way in which parameters and gradients travel over DATA.
-
-    Attributes:
-      axes: of DATA, outermost first.
-      copy: the type in which parameters are gathered.
-      reduction: the type in which gradients are added up.
-    """
-
-    axes: tuple[str, ...]
-    copy: str
-    reduction: str
-
-
 def gathered(params: Tree, partition: Tree, collectives: Collectives) -> Tree:
     """Returns parameters as devices compute with them; their gradient arrives partitioned."""
-    return jax.tree.map(
-        lambda p, c: p if c.data is None else gather(p, c.data, collectives), params, partition
-    )
+
+    def one(shard: jax.Array, c: Partition) -> jax.Array:
+        return shard if c.data is None else gather(shard, c.data, collectives.along(c.axes))
+
+    return jax.tree.map(one, params, partition)
 
 
 def all_gather_layer(layer: Module, partition: Tree, collectives: Collectives) -> Module:
@@ -230,47 +251,9 @@ def all_gather_layer(layer: Module, partition: Tree, collectives: Collectives) -
         c = partition
         for key in path[:-1]:  # the last names what a parameter holds
             c = c[key.name]
-        return shard if c.data is None else gather(shard, c.data - 1, collectives)
+        return shard if c.data is None else gather(shard, c.data - 1, collectives.along(c.axes))
 
     return jax.tree.map_with_path(one, layer)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather(shard: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
-    """All-gathers a float32 shard: float32 with the values of the type that travelled."""
-    # A product rounds it to that type again, which compilers see to be nothing.
-    copy = shard.astype(collectives.copy)
-    for axis in reversed(collectives.axes):
-        copy = lax.all_gather(copy, axis, axis=dimension, tiled=True)
-    return copy.astype(jnp.float32)
-
-
-def scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
-    """Reduce-scatters a float32 gradient: this device's shard of the sum over devices, float32."""
-    gradient = gradient.astype(collectives.reduction)
-    for axis in collectives.axes:
-        # The devices as a dimension of their own: cut within one, a large array's reduce-scatter
-        # becomes an all-reduce of it all on a TPU.
-        before, after = gradient.shape[:dimension], gradient.shape[dimension + 1 :]
-        parts = gradient.reshape(*before, lax.axis_size(axis), -1, *after)
-        gradient = lax.psum_scatter(parts, axis, scatter_dimension=dimension)
-    return gradient.astype(jnp.float32)
-
-
-def _gather_forward(
-    shard: jax.Array, dimension: int, collectives: Collectives
-) -> tuple[jax.Array, None]:
-    return gather(shard, dimension, collectives), None
-
-
-def _gather_backward(
-    dimension: int, collectives: Collectives, kept: None, gradient: jax.Array
-) -> tuple[jax.Array]:
-    del kept
-    return (scatter(gradient, dimension, collectives),)
-
-
-gather.defvjp(_gather_forward, _gather_backward)
 
 
 def all_reduce(gradients: Tree, collectives: Collectives) -> Tree:
@@ -289,11 +272,12 @@ def reduce_scatter(gradients: Tree, partition: Tree, collectives: Collectives) -
     """
 
     def scatter_all(tree: Tree, partition: Tree, stacked: int) -> Tree:
-        return jax.tree.map(
-            lambda g, c: g if c.data is None else scatter(g, c.data - stacked, collectives),
-            tree,
-            partition,
-        )
+        def one(gradient: jax.Array, c: Partition) -> jax.Array:
+            if c.data is None:
+                return gradient
+            return scatter(gradient, c.data - stacked, collectives.along(c.axes))
+
+        return jax.tree.map(one, tree, partition)
 
     encoder, encoder_partitions = dict(gradients["encoder"]), dict(partition["encoder"])
     layers, layer_partitions = encoder.pop("layers"), encoder_partitions.pop("layers")

@@ -31,10 +31,10 @@ from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding
+from bert_jax.training.collectives import Collectives, CompilerOptions, method_of
 from bert_jax.training.objective import Batch, Objective
 
 State = dict[str, Any]
-CompilerOptions = tuple[tuple[str, bool | int], ...]
 Metrics = losses.Metrics
 
 _DROPOUT = 0x64726F70
@@ -153,7 +153,7 @@ def make_train_step(
 
     Args:
       objective, optimizer, parallelism, accumulation, total_steps, mesh: see `StepSpec`.
-      compiler_options: beyond the usual ones; see `self_checks`.
+      compiler_options: beyond those of the devices' `collectives.Method`; see `self_checks`.
 
     Raises:
       InputError: the devices do not divide a dimension that is to be cut.
@@ -162,7 +162,7 @@ def make_train_step(
     tx = optimizer_lib.make(optimizer)
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
-    param_specs, whole = sharding.specs(partition, mesh), PartitionSpec()
+    param_specs, whole = sharding.specs(partition), PartitionSpec()
     gradients = jax.shard_map(
         functools.partial(_gradients, spec, partition),
         mesh=mesh,
@@ -188,9 +188,10 @@ def make_train_step(
         return _guarded(spec, state, new, window, metrics, norm, rate)
 
     places = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
-    options = dict(compiler_options) or None
+    usual = method_of(mesh_lib.device_kind(mesh)).compiler_options
+    options = dict(usual) | dict(compiler_options)
     return jax.jit(
-        train_step, donate_argnums=(0, 1), out_shardings=places, compiler_options=options
+        train_step, donate_argnums=(0, 1), out_shardings=places, compiler_options=options or None
     )
 
 
@@ -282,14 +283,15 @@ def _without_noise(
     def shard(params: Any, fixed: Any, batch: Batch) -> Any:
         loop = Loop(layers=parallelism.layer_loop)
         if parallelism.state != "replicated":
-            collectives = sharding.Collectives(axes, objective.model.compute_dtype, "float32")
+            copy, method = objective.model.compute_dtype, method_of(mesh_lib.device_kind(mesh))
+            collectives = Collectives(axes, copy, "float32", method)
             params, loop = _gathered_but_layers(params, partition, collectives, loop)
         return function(params, fixed, batch, None, loop)
 
     return jax.shard_map(
         shard,
         mesh=mesh,
-        in_specs=(sharding.specs(partition, mesh), PartitionSpec(), mesh_lib.batch_spec(mesh)),
+        in_specs=(sharding.specs(partition), PartitionSpec(), mesh_lib.batch_spec(mesh)),
         out_specs=out,
         axis_names=set(axes),
         check_vma=False,
@@ -317,8 +319,11 @@ def _gradients(
     """
     objective, optimizer, parallelism = spec.objective, spec.optimizer, spec.parallelism
     axes = mesh_lib.data_axes(spec.mesh)
-    collectives = sharding.Collectives(
-        axes, objective.model.compute_dtype, optimizer.gradient_reduction
+    collectives = Collectives(
+        axes,
+        objective.model.compute_dtype,
+        optimizer.gradient_reduction,
+        method_of(mesh_lib.device_kind(spec.mesh)),
     )
     per_replica = optimizer.clip == "per_replica"
     total = None if per_replica else lax.psum(objective.counts(batch), axes)
@@ -355,7 +360,7 @@ def _gradients(
 
 
 def _gathered_but_layers(
-    params: Any, partition: Any, collectives: sharding.Collectives, loop: Loop
+    params: Any, partition: Any, collectives: Collectives, loop: Loop
 ) -> tuple[Any, Loop]:
     """Returns parameters gathered except for the layers', and a loop that gathers each in turn."""
 

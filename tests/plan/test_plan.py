@@ -24,7 +24,7 @@ from bert_jax.plan import estimate, report, topology
 from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.schedule import Kernel
 from bert_jax.plan.topology import Layout, with_layout
-from bert_jax.training import step
+from bert_jax.training import collectives, step
 from bert_jax.training.objective import Pretraining
 
 POD = "experiments/bert_large_pod.py"
@@ -62,6 +62,11 @@ def test_a_plan_shows_each_term_and_the_whole_recipe(answers, capsys, tmp_path):
     assert entry["cost"] == pytest.approx(entry["hours"] * 64 * 1.5)
     for words in ("64 chips, 64 devices", "step: 13.5 ms", "compute", "collectives", "recipe:"):
         assert words in out
+    method = collectives.METHODS["TPU v5 lite"]
+    assert entry["exchange"]["scatter"] == method.scatter
+    assert entry["exchange"]["compiler_options"] == dict(method.compiler_options) != {}
+    for name, value in method.compiler_options:
+        assert f"compiler option: {name}={value}" in out
     assert plan["versions"] == VERSIONS
     assert plan["config_sha256"] == report.config_sha256(config.load(POD))
 

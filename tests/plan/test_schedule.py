@@ -150,6 +150,8 @@ def test_a_kernel_whose_loops_end_by_what_it_reads_has_no_known_cycles():
         ("replica_groups=mesh[a=2,b=2,c=2] {c,a}", (0, 4, 1, 5)),
         ("replica_groups=mesh['a'=8,'b'=2] {'a':(1)2}", (0, 8)),
         ("replica_groups=mesh['a'=8,'b'=2] {'a':(4)2,'b'}", (0, 1, 2, 3)),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", (0, 4)),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([8]) {'a'}", (0, 4)),
     ],
 )
 def test_groups_are_read_in_every_way_of_writing_them(written, group):

@@ -10,6 +10,7 @@ import pytest
 import samples
 from compare import assert_close
 from jax.extend import core
+from test_collectives import RING, torus  # noqa: F401
 from test_step import assert_same_run, reference  # noqa: F401
 
 from bert_jax.config import Parallelism
@@ -19,6 +20,7 @@ from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding, step
+from bert_jax.training.collectives import Method
 from bert_jax.training.objective import Pretraining
 
 STEPS = 10
@@ -46,6 +48,27 @@ KERNEL = ("encoder", "layers", "query", "kernel")
 )
 def test_sharded_equals_replicated(parallelism, reference):  # noqa: F811
     """On 4 devices, against one device that holds everything; with dropout."""
+    assert_same_run(samples.run(STEPS, devices=4, parallelism=parallelism), reference)
+
+
+@pytest.mark.parametrize(
+    ("state", "method"),
+    [
+        ("zero3", RING),
+        pytest.param("zero1", RING, marks=pytest.mark.long),
+        pytest.param("zero3", Method(order="innermost"), marks=pytest.mark.long),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.order,
+)
+def test_a_run_is_the_same_however_state_travels(
+    state,
+    method,
+    torus,  # noqa: F811
+    reference,  # noqa: F811
+):
+    """On 2 x 2 devices, against one that holds everything; with dropout."""
+    torus(method)
+    parallelism = Parallelism(state=state)
     assert_same_run(samples.run(STEPS, devices=4, parallelism=parallelism), reference)
 
 

@@ -1,0 +1,161 @@
+"""How one parameter and its gradient travel over DATA, inside the step's `shard_map`.
+
+A cut parameter is made whole by `gather`, whose gradient is a `scatter`: this device's part of the
+sum over devices. What a compiler hides behind other work differs from one generation of TPU to the
+next, and so does the way in which they are done: `METHODS`. They compute the same, up to the order
+in which a sum is added up.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from bert_jax import hardware
+
+CompilerOptions = tuple[tuple[str, bool | int], ...]
+
+
+class Method(NamedTuple):
+    """The way in which devices of a kind exchange parameters and gradients.
+
+    Attributes:
+      gather: along one axis of the torus after another, or along all of them at once.
+      scatter: by the compiler's own reduce-scatter along each axis, or from neighbour to neighbour
+        in a ring along it.
+      order: which axis carries all of a gradient, and the others what it leaves of it: the
+        `outermost`, the `innermost`, or each its share of the parameters (`balanced`).
+      compiler_options: of all steps on such devices.
+    """
+
+    gather: Literal["by_axis", "at_once"] = "by_axis"
+    scatter: Literal["reduce_scatter", "ring"] = "reduce_scatter"
+    order: Literal["outermost", "innermost", "balanced"] = "outermost"
+    compiler_options: CompilerOptions = ()
+
+
+# v2 and v3 hide nothing, and their innermost axis holds the two cores of a chip: with it in the
+# end a chip fetches each byte once, for both.
+_TWO_CORES = Method(order="innermost")
+# By `device_kind`; all others, CPUs and GPUs among them, do as `Method()` says.
+METHODS = {
+    hardware.TPUS["v2"].kind: _TWO_CORES,
+    hardware.TPUS["v3"].kind: _TWO_CORES,
+    # No option makes a reduce-scatter asynchronous, permutations always are. Without this option a
+    # gather along all axes becomes an all-reduce; with it, it is asynchronous and uses all links.
+    hardware.TPUS["v5e"].kind: Method(
+        gather="at_once",
+        scatter="ring",
+        order="balanced",
+        compiler_options=(("xla_tpu_prefer_async_allgather_to_allreduce", True),),
+    ),
+}
+
+
+def method_of(device_kind: str) -> Method:
+    """Returns how devices of a kind, as jax names it, exchange parameters and gradients."""
+    return METHODS.get(device_kind, Method())
+
+
+class Collectives(NamedTuple):
+    """The way in which a parameter and its gradient travel over DATA.
+
+    Attributes:
+      axes: of DATA, in the order in which they cut a dimension, the coarsest first.
+      copy: the type in which parameters are gathered.
+      reduction: the type in which gradients are added up.
+      method: as the devices do it best.
+    """
+
+    axes: tuple[str, ...]
+    copy: str
+    reduction: str
+    method: Method
+
+    def along(self, axes: tuple[str, ...]) -> "Collectives":
+        """Returns the same in this order of axes."""
+        return self._replace(axes=axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(shard: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
+    """All-gathers a float32 shard: float32 with the values of the type that travelled."""
+    # A product rounds it to that type again, which compilers see to be nothing.
+    copy = shard.astype(collectives.copy)
+    if collectives.method.gather == "at_once":
+        copy = lax.all_gather(copy, collectives.axes, axis=dimension, tiled=True)
+    else:
+        for axis in reversed(collectives.axes):
+            copy = lax.all_gather(copy, axis, axis=dimension, tiled=True)
+    return copy.astype(jnp.float32)
+
+
+def scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
+    """Reduce-scatters a float32 gradient: this device's shard of the sum over devices, float32."""
+    gradient = gradient.astype(collectives.reduction)
+    for axis in collectives.axes:
+        # The devices as a dimension of their own: cut within one, a large array's reduce-scatter
+        # becomes an all-reduce of it all on a TPU.
+        before, after = gradient.shape[:dimension], gradient.shape[dimension + 1 :]
+        parts = gradient.reshape(*before, lax.axis_size(axis), -1, *after)
+        if collectives.method.scatter == "ring":
+            gradient = _ring_scatter(parts, dimension, axis)
+        else:
+            gradient = lax.psum_scatter(parts, axis, scatter_dimension=dimension)
+    return gradient.astype(jnp.float32)
+
+
+def _gather_forward(
+    shard: jax.Array, dimension: int, collectives: Collectives
+) -> tuple[jax.Array, None]:
+    return gather(shard, dimension, collectives), None
+
+
+def _gather_backward(
+    dimension: int, collectives: Collectives, kept: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    del kept
+    return (scatter(gradient, dimension, collectives),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)
+
+
+def folded_ring(size: int) -> tuple[int, ...]:
+    """Returns devices of a line as a ring whose neighbours are two places apart at most.
+
+    So each direction of each link carries one transfer at a time, as in a line that is closed.
+    """
+    return (*range(0, size, 2), *range(size - 1 - size % 2, 0, -2))
+
+
+def _ring_scatter(parts: jax.Array, dimension: int, axis: str) -> jax.Array:
+    """Sums parts over the devices of an axis, each keeping its own, from neighbour to neighbour.
+
+    Permutations overlap with other work where reduce-scatters do not. What arrives is the sum so
+    far of the part of a device further on; this device adds its own share and sends it on.
+
+    Args:
+      parts: one for each device along `dimension`.
+      dimension: of the parts.
+      axis: name of the axis.
+
+    Returns:
+      The sum of this device's part, without that dimension.
+    """
+    size = lax.axis_size(axis)
+    ring = folded_ring(size)
+    onwards = [(device, ring[(place + 1) % size]) for place, device in enumerate(ring)]
+
+    def share(back: int) -> jax.Array:
+        """The part of the device so many places back in the ring."""
+        sources = [ring[ring.index(device) - back] for device in range(size)]
+        number = jnp.array(sources)[lax.axis_index(axis)]
+        return lax.dynamic_index_in_dim(parts, number, dimension, keepdims=False)
+
+    total = share(1)
+    for back in range(2, size + 1):
+        total = lax.ppermute(total, axis, onwards) + share(back)
+    return total
