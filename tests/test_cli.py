@@ -104,6 +104,12 @@ def test_metrics_lines_are_complete(run):
     laps = [line for line in timings if line["kind"] == "train"]
     assert [line["step"] for line in laps] == train
     assert all(line["tokens_per_second"] > 0 and line["utilisation"] > 0 for line in laps)
+    # What counts is what is no padding; the share that is stands next to it.
+    filled = [line["filled"] for line in lines if line["kind"] == "train"]
+    for line, share in zip(laps, filled, strict=True):
+        assert 0 < share < 1 and line["padding"] == 1 - share
+        for name in ("tokens_per_second", "utilisation"):
+            assert line[f"real_{name}"] == line[name] * share
     assert sum(line["steps"] for line in laps) == 22
     assert timings[0]["kind"] == "start" and timings[0]["prepare_seconds"] > 0
     assert timings[-1]["kind"] == "end" and timings[-1]["outcome"] == "finished"

@@ -219,6 +219,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
         "model_flops": model_flops,
         "peak_flops": peak,
         "utilisation": model_flops / (seconds.total * peak),
+        "places_per_second": phase.batch_size * phase.sequence_length / seconds.total,
         "collectives": _collectives_by_kind(program),
         "operations": program.operations,
         "checks": {
@@ -385,6 +386,11 @@ def _time_lines(phase: Entry) -> Iterator[str]:
         f"    step: {1e3 * seconds['total']:.1f} ms, {phase['hours']:,.1f} hours for "
         f"{phase['steps']:,}; utilisation {100 * phase['utilisation']:.1f} % "
         f"({phase['model_flops'] / 1e12:.2f} TFLOP at {phase['peak_flops'] / 1e12:,.0f} a second)"
+    )
+    millions = phase["places_per_second"] / 1e6
+    yield (
+        f"    tokens: {millions:,.2f} million a second if no place is padding, as is assumed; rows "
+        " half full have half of them, and half of the utilisation"
     )
     links = phase["links"]
     waits = ", ".join(f"{kind} {1e3 * wait:.2f}" for kind, wait in links["waits"].items())

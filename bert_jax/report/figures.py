@@ -278,14 +278,21 @@ def of_run(record: Record) -> list[Figure]:
             Plot(
                 "Tokens a second",
                 [
-                    _curve(record.laps, "tokens_per_second", "all"),
-                    _curve(record.laps, "real_tokens_per_second", "without padding", 1),
+                    _curve(record.laps, "real_tokens_per_second", "without padding"),
+                    _curve(record.laps, "tokens_per_second", "with padding", 1),
                 ],
             ),
             "Over training steps and their waits for data.",
         ),
         (
-            Plot("Utilisation", [_curve(record.laps, "utilisation", "")], scale="percent"),
+            Plot(
+                "Utilisation",
+                [
+                    _curve(record.laps, "real_utilisation", "without padding"),
+                    _curve(record.laps, "utilisation", "with padding", 1),
+                ],
+                scale="percent",
+            ),
             "Useful matrix operations, of what the devices can do; on a CPU, of a large product "
             "timed at the start.",
         ),
@@ -326,8 +333,11 @@ def of_comparison(records: Sequence[Record]) -> list[Figure]:
         (Plot("Masked LM loss in training, nat", each(lambda r: r.train, "masked_lm_loss")), ""),
         (Plot("Learning rate", each(lambda r: r.train, "learning_rate")), ""),
         (Plot("Gradient norm", each(lambda r: r.train, "gradient_norm"), scale="log"), ""),
-        (Plot("Tokens a second", each(lambda r: r.laps, "tokens_per_second")), ""),
-        (Plot("Utilisation", each(lambda r: r.laps, "utilisation"), scale="percent"), ""),
+        (Plot("Tokens a second", each(lambda r: r.laps, "real_tokens_per_second")), ""),
+        (
+            Plot("Utilisation", each(lambda r: r.laps, "utilisation"), scale="percent"),
+            "With padding.",
+        ),
     ]
     return _drawn(plots, [])
 

@@ -175,9 +175,10 @@ def _summary(record: Record, price: float | None) -> dict[str, Any]:
         "total": record.experiment.total_steps,
         "left": record.seconds_left,
         "evaluation": record.evaluation[-1] if record.evaluation else None,
-        "tokens_per_second": record.recent("tokens_per_second"),
-        "real_tokens_per_second": record.recent("real_tokens_per_second"),
-        "utilisation": record.recent("utilisation"),
+        **{
+            name: record.recent(name)
+            for name in ("real_tokens_per_second", "padding", "utilisation", "real_utilisation")
+        },
         "seconds": goodput.seconds,
         "goodput": goodput.share,
         "chip_hours": goodput.chip_hours,

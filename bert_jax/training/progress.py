@@ -79,8 +79,12 @@ class Progress:
         words = [
             f"step {line['step']}/{self._total}",
             *(f"{label} {line[name]:.3f}" for label, name in shown if name in line),
-            f"{seconds['tokens_per_second']:,.0f} tokens/s",
         ]
+        if "padding" in seconds:
+            words.append(
+                f"{seconds['real_tokens_per_second']:,.0f} tokens/s, {seconds['padding']:.0%} "
+                "padding"
+            )
         if bad:
             words.append(f"{bad:.0%} of steps skipped, not finite")
         if self._bar is not None:
@@ -104,7 +108,7 @@ NOT_STEPS = ("compilation", "evaluation", "probes", "checkpoint", "profile")
 
 @dataclasses.dataclass
 class Counts:
-    """Steps, their tokens (padding included) and their useful operations."""
+    """Steps, the places of their rows (padding included) and their useful operations."""
 
     steps: int = 0
     tokens: int = 0
@@ -149,10 +153,16 @@ class Clock:
         if what in NOT_STEPS:
             self._cpu_waits += time.process_time() - cpu
 
-    def lap(self, counts: Counts) -> dict[str, float]:
+    def lap(self, counts: Counts, filled: float | None = None) -> dict[str, float]:
         """Returns seconds, where they were waited, and rates over the rest; begins the next lap.
 
-        `cpu_seconds` are those of this process in steps, on all its cores.
+        `cpu_seconds` are those of this process in steps, on all its cores. The rate of a run is
+        `real_tokens_per_second`; `tokens_per_second` and `utilisation` count `padding`, too, and
+        `real_utilisation` is the latter's part without it.
+
+        Args:
+          counts: of the steps.
+          filled: share of their places that hold a piece; None: unknown.
         """
         now, cpu = time.monotonic(), time.process_time()
         seconds, self._start = now - self._start, now
@@ -166,4 +176,9 @@ class Clock:
             rates["tokens_per_second"] = counts.tokens / busy
             if self.peak_flops is not None:
                 rates["utilisation"] = counts.flops / busy / self.peak_flops
+            if filled is not None:
+                rates["padding"] = 1 - filled
+                for name in ("tokens_per_second", "utilisation"):
+                    if name in rates:
+                        rates[f"real_{name}"] = rates[name] * filled
         return rates | {f"{what}_seconds": value for what, value in sorted(waits.items())}

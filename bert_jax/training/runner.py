@@ -377,22 +377,21 @@ class Trainer:
             return
         (done, window, counters, counts), self.pending = self.pending, None
         sums, counters = lines_lib.fetch((window, counters))
+        worst_loss, worst_step = map(float, sums.pop(step.WORST_STEP))
+        means = lines_lib.means(sums)
         # Here, when the device has done these steps: handing them over takes no time.
-        seconds = self.clock.lap(counts)
+        seconds = self.clock.lap(counts, means.get("filled"))
         most = self.experiment.optimizer.bad_steps_in_a_row
         bad = restore.bad_steps(int(counters["step"]), int(counters["bad_in_a_row"]), most)
         if bad is not None:
             self._diverged(bad)
             return
-        worst_loss, worst_step = map(float, sums.pop(step.WORST_STEP))
-        line = {"step": done, "kind": "train", **lines_lib.means(sums)}
+        line = {"step": done, "kind": "train", **means}
         losses = [line[name] for name in self.job.objective.losses if name in line]
         if losses:
             line["loss"] = sum(losses)
             line |= {"worst_step": int(worst_step), "worst_step_loss": worst_loss}
         self.metrics.append(line)
-        if "filled" in line:
-            seconds["real_tokens_per_second"] = seconds["tokens_per_second"] * line["filled"]
         self.timings.append({"step": done, "kind": "train", "time": time.time(), **seconds})
         self.progress.train(line, seconds)
         if spike := self.spikes.of_line(line):

@@ -58,9 +58,17 @@ def test_a_plan_shows_each_term_and_the_whole_recipe(answers, capsys, tmp_path):
     # LARGE at length 512 takes 1,020 GFLOP a row (findings of the compiler study), 256 rows.
     assert phase["model_flops"] == pytest.approx(256 * 1020e9, rel=1e-3)
     assert phase["utilisation"] == pytest.approx(256 * 1020e9 / (total * 64 * 197e12), rel=1e-3)
+    assert phase["places_per_second"] == pytest.approx(256 * 512 / total)
     assert entry["hours"] == pytest.approx(1e6 * total / 3600)
     assert entry["cost"] == pytest.approx(entry["hours"] * 64 * 1.5)
-    for words in ("64 chips, 64 devices", "step: 13.5 ms", "compute", "collectives", "recipe:"):
+    for words in (
+        "64 chips, 64 devices",
+        "step: 13.5 ms",
+        "if no place is padding",
+        "compute",
+        "collectives",
+        "recipe:",
+    ):
         assert words in out
     method = collectives.METHODS["TPU v5 lite"]
     assert entry["exchange"]["scatter"] == method.scatter
