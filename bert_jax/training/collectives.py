@@ -14,6 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from bert_jax import hardware
+from bert_jax.model import kernels
+
+# Columns of a register.
+_LANES = 128
 
 CompilerOptions = tuple[tuple[str, bool | int], ...]
 
@@ -149,13 +153,23 @@ def _ring_scatter(parts: jax.Array, dimension: int, axis: str) -> jax.Array:
     ring = folded_ring(size)
     onwards = [(device, ring[(place + 1) % size]) for place, device in enumerate(ring)]
 
-    def share(back: int) -> jax.Array:
-        """The part of the device so many places back in the ring."""
-        sources = [ring[ring.index(device) - back] for device in range(size)]
-        number = jnp.array(sources)[lax.axis_index(axis)]
-        return lax.dynamic_index_in_dim(parts, number, dimension, keepdims=False)
+    def behind(places: int) -> jax.Array:
+        """Returns the device so many places behind this one in the ring."""
+        devices = [ring[ring.index(device) - places] for device in range(size)]
+        return jnp.array(devices)[lax.axis_index(axis)]
 
-    total = share(1)
-    for back in range(2, size + 1):
-        total = lax.ppermute(total, axis, onwards) + share(back)
+    total = lax.dynamic_index_in_dim(parts, behind(1), dimension, keepdims=False)
+    for places in range(2, size + 1):
+        total = _add_part(parts, dimension, behind(places), lax.ppermute(total, axis, onwards))
     return total
+
+
+def _add_part(
+    parts: jax.Array, dimension: int, number: jax.Array, received: jax.Array
+) -> jax.Array:
+    """Adds the part of this number along `dimension` to what was received."""
+    tiles = dimension == 0 and received.ndim > 1 and received.shape[-1] % _LANES == 0
+    # A kernel is not cut by the compiler, over axes that are left to it.
+    if tiles and not jax.sharding.get_abstract_mesh().auto_axes:
+        return kernels.add_part(parts, received, number)
+    return received + lax.dynamic_index_in_dim(parts, number, dimension, keepdims=False)
