@@ -78,6 +78,7 @@ def test_set_changes_fields_of_every_type():
         ("optimizer.eps=nan", ["finite"]),
         ("optimizer.eps=0", ["positive"]),
         ("optimizer.warmup_steps=200000", ["warmup_steps", "100000 steps"]),
+        ("optimizer.decay_steps=5", ["optimizer.decay_steps=5", "schedule=wsd"]),
         ("optimizer.reference_replicas=4", ["per_replica"]),
         ("run.profile_steps=10", ["profile_steps", "10,20"]),
         ("run.profile_steps=10,10", ["profile_steps", "10,20"]),

@@ -164,6 +164,7 @@ def test_the_first_score_of_a_kind_decides_unless_another_is_named():
             "optimizer.warmup_steps=5",
             ("optimizer.warmup_steps=5", "warmup_share", "warmup_steps=0"),
         ),
+        ("optimizer.schedule=wsd", ("optimizer.schedule=wsd", "linear or cosine")),
         ("optimizer.clip=per_replica", ("optimizer.clip", "not for fine-tuning")),
         ("adapt.how=lora optimizer.layer_decay=0.9", ("optimizer.layer_decay=0.9", "lora")),
         ("run.probes=classify.py", ("run.probes", "pre-training")),

@@ -319,6 +319,11 @@ class Finetuning(Section):
                 "warmup_share counts the steps; write warmup_steps=0, since "
                 f"{Optimizer().warmup_steps} is what an Optimizer has unless it is named"
             )
+        if self.optimizer.schedule == "wsd":
+            raise InputError(
+                "optimizer.schedule=wsd: not for fine-tuning, whose steps follow from its "
+                "examples; choose linear or cosine"
+            )
         if self.optimizer.clip == "per_replica":
             raise InputError(
                 "optimizer.clip=per_replica: not for fine-tuning, where a gradient is clipped as a "

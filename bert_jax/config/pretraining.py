@@ -349,14 +349,20 @@ class Optimizer(Section):
     role = "identity"
     label = "optimizer"
 
-    # The rule of the update.
-    name: Literal["bert_adam", "adamw", "lamb"] = "bert_adam"
+    # The rule of the update; stable_adamw lowers the rate of a tensor whose gradients outgrow what
+    # their means remember.
+    name: Literal["bert_adam", "adamw", "lamb", "stable_adamw"] = "bert_adam"
     # The highest learning rate, at the end of the warm-up.
     peak_learning_rate: float = 1e-4
     # Steps in which the learning rate rises.
     warmup_steps: int = 10_000
-    # paper: linear decay from step 0, replaced by a linear warm-up that leaves a jump at its end.
-    schedule: Literal["paper", "linear", "cosine"] = "paper"
+    # paper: linear decay from step 0, replaced by a linear warm-up that leaves a jump at its end;
+    # wsd: warm-up, a stable stretch at the peak, and a decay in the last decay_steps.
+    schedule: Literal["paper", "linear", "cosine", "wsd"] = "paper"
+    # Of schedule=wsd, the last steps, in which the rate falls to 0; 0: it never does.
+    decay_steps: int = 0
+    # Of schedule=wsd, how it falls: in even steps, or as 1 - sqrt of the share of them done.
+    decay_shape: Literal["one_minus_sqrt", "linear"] = "one_minus_sqrt"
     # Decay of the mean of gradients.
     b1: float = 0.9
     # Decay of the mean of their squares.
@@ -383,7 +389,12 @@ class Optimizer(Section):
 
     def _validate(self) -> None:
         self._require(self.peak_learning_rate > 0, "peak_learning_rate", "must be positive")
-        self._require_at_least(0, "warmup_steps", "weight_decay")
+        self._require_at_least(0, "warmup_steps", "weight_decay", "decay_steps")
+        self._require(
+            self.decay_steps == 0 or self.schedule == "wsd",
+            "decay_steps",
+            "has a meaning with optimizer.schedule=wsd only",
+        )
         self._require_share("b1", "b2")
         self._require(0 < self.layer_decay <= 1, "layer_decay", "must be in (0, 1]")
         self._require(self.eps > 0, "eps", "must be positive")
@@ -607,6 +618,11 @@ class Experiment(Section):
             raise InputError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps}: must be below the "
                 f"{self.total_steps} steps of all phases"
+            )
+        if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.total_steps:
+            raise InputError(
+                f"optimizer.decay_steps={self.optimizer.decay_steps}: with the warm-up they are "
+                f"more than the {self.total_steps} steps of all phases"
             )
 
     def _validate_packing(self, number: int, phase: Phase) -> None:

@@ -68,11 +68,6 @@ _FIELDS: dict[str, tuple[object, str]] = {
     ),
     "optimizer.peak_learning_rate": (1e-4, "the paper's peak is 1e-4"),
     "optimizer.warmup_steps": (10_000, "the paper warms up over 10,000 steps"),
-    "optimizer.schedule": (
-        "paper",
-        "decay counts from the end of warm-up; the reference counts it from step 0, and its rate "
-        "falls by the share of warm-up where that ends",
-    ),
     "optimizer.b1": (0.9, "the paper's is 0.9"),
     "optimizer.b2": (0.999, "the paper's is 0.999"),
     "optimizer.eps": (1e-6, "the reference adds 1e-6"),
@@ -88,6 +83,8 @@ _FIELDS: dict[str, tuple[object, str]] = {
 _OPTIMIZERS = {
     "adamw": "moments are corrected for their bias; the reference's are not, so that its first "
     "update is 3.16 times as large",
+    "stable_adamw": "moments are corrected for their bias, and a tensor whose gradients outgrow "
+    "them learns slower (Wortsman et al. 2023); the reference does neither",
     "lamb": "moments are corrected for their bias and each tensor's update is scaled to the "
     "tensor (You et al. 2019); the reference does neither",
 }
@@ -95,6 +92,18 @@ _OPTIMIZERS = {
 _MASKINGS = {
     "whole_word": "whole words are masked, as in the models released in May 2019",
     "span": "spans of words are masked and replaced at once (SpanBERT); the paper masks pieces",
+}
+
+_FROM_THE_PEAK = (
+    "decay counts from the end of warm-up; the reference counts it from step 0, and its rate falls "
+    "by the share of warm-up where that ends"
+)
+
+_SCHEDULES = {
+    "linear": _FROM_THE_PEAK,
+    "cosine": _FROM_THE_PEAK,
+    "wsd": "the rate stays at its peak and falls in the last decay_steps alone; the reference's "
+    "falls from the first step on",
 }
 
 _CLIPS = {
@@ -218,6 +227,8 @@ def _optimizer(experiment: Experiment) -> Iterator[Deviation]:
     cfg = experiment.optimizer
     if cfg.name in _OPTIMIZERS:
         yield Deviation(_setting(experiment, "optimizer.name"), _OPTIMIZERS[cfg.name])
+    if cfg.schedule in _SCHEDULES:
+        yield Deviation(_setting(experiment, "optimizer.schedule"), _SCHEDULES[cfg.schedule])
     if cfg.clip in _CLIPS:
         yield Deviation(_setting(experiment, "optimizer.clip"), _CLIPS[cfg.clip])
         return

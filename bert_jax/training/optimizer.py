@@ -3,6 +3,7 @@
 `bert_adam` is google-research/bert's AdamWeightDecayOptimizer (optimization.py): no bias
 correction, decay next to the update. `adamw` is Loshchilov and Hutter 2019, `lamb` You et al. 2019;
 both as optax has them, except for LAMB's trust ratio, which here knows that layers are stacked.
+`stable_adamw` is adamw with a rate that each tensor lowers by itself (Wortsman et al. 2023).
 """
 
 from typing import Any
@@ -24,6 +25,9 @@ _EMBEDDINGS = ["encoder", "embeddings"]
 
 def make(cfg: Optimizer) -> optax.GradientTransformation:
     """Makes the update for a learning rate of 1, a descent direction: p <- p - lr * update."""
+    if cfg.name == "stable_adamw":
+        chain = [stable_adamw(cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay)]
+        return optax.chain(*chain, *_by_layer(cfg))
     if cfg.name == "bert_adam":
         moments = scale_by_bert_adam(cfg.b1, cfg.b2, cfg.eps)
     else:
@@ -31,9 +35,11 @@ def make(cfg: Optimizer) -> optax.GradientTransformation:
     chain = [moments, optax.add_decayed_weights(cfg.weight_decay, mask=decays)]
     if cfg.name == "lamb":
         chain.append(scale_by_stacked_trust_ratio())
-    if cfg.layer_decay < 1.0:
-        chain.append(scale_by_layer(cfg.layer_decay))
-    return optax.chain(*chain)
+    return optax.chain(*chain, *_by_layer(cfg))
+
+
+def _by_layer(cfg: Optimizer) -> list[optax.GradientTransformation]:
+    return [scale_by_layer(cfg.layer_decay)] if cfg.layer_decay < 1.0 else []
 
 
 def schedule(cfg: Optimizer, total_steps: int, step: jax.Array) -> jax.Array:
@@ -41,11 +47,18 @@ def schedule(cfg: Optimizer, total_steps: int, step: jax.Array) -> jax.Array:
 
     `paper`: linear decay from step 0 to the end, replaced by a linear rise from 0 during warm-up:
     at its end the rate falls from near the peak to peak * (1 - warm-up / total), as in the
-    reference (optimization.py, create_optimizer). `linear` and `cosine` decay from the peak.
+    reference (optimization.py, create_optimizer). `linear` and `cosine` decay from the peak. `wsd`
+    stays at the peak and decays in the last `decay_steps`: linearly, or as 1 - sqrt of their share
+    that is done (Hägele et al. 2024).
     """
     step = step.astype(jnp.float32)
     peak, warmup = cfg.peak_learning_rate, cfg.warmup_steps
     rise = peak * step / max(warmup, 1)
+    if cfg.schedule == "wsd":
+        decayed = step - (total_steps - cfg.decay_steps)
+        share = jnp.clip(decayed / max(cfg.decay_steps, 1), 0.0, 1.0)
+        share = jnp.sqrt(share) if cfg.decay_shape == "one_minus_sqrt" else share
+        return jnp.where(step < warmup, rise, peak * (1.0 - share))
     done = jnp.clip((step - warmup) / (total_steps - warmup), 0.0, 1.0)
     fall = {
         "paper": peak * (1.0 - jnp.clip(step / total_steps, 0.0, 1.0)),
@@ -102,6 +115,43 @@ def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransf
     return optax.GradientTransformation(init, update)
 
 
+def stable_adamw(
+    b1: float, b2: float, eps: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """Returns AdamW whose update, decay included, is divided by max(1, RMS) of each tensor.
+
+    RMS is the root of the mean of g^2 / max(v, eps^2), v the corrected mean of squares: above 1
+    where gradients have outgrown what v remembers (Wortsman et al. 2023, algorithm 2, which
+    corrects the means in their betas). Each layer of a stack is a tensor; rows that pad the
+    vocabulary count as zeros.
+    """
+    adam = optax.scale_by_adam(b1, b2, eps)
+
+    def update(
+        gradient: Tree, state: optax.ScaleByAdamState, params: Tree
+    ) -> tuple[Tree, optax.ScaleByAdamState]:
+        direction, state = adam.update(gradient, state)
+        correction = 1.0 - b2 ** state.count.astype(jnp.float32)
+
+        def scale(
+            path: tuple[Any, ...], u: jax.Array, g: jax.Array, v: jax.Array, p: jax.Array
+        ) -> jax.Array:
+            if path[-1].key not in _NO_DECAY:
+                u = u + weight_decay * p
+            square = g * g / jnp.maximum(v / correction, eps * eps)
+            mean = jnp.mean(square, axis=_axes(path, g), keepdims=True)
+            return u / jnp.maximum(1.0, jnp.sqrt(mean))
+
+        return jax.tree.map_with_path(scale, direction, gradient, state.nu, params), state
+
+    return optax.GradientTransformation(adam.init, update)
+
+
+def _axes(path: tuple[Any, ...], leaf: jax.Array) -> tuple[int, ...]:
+    """Returns the dimensions of a tensor: all, or of stacked layers all but the first."""
+    return tuple(range(1 if any(key.key == _STACKED for key in path) else 0, leaf.ndim))
+
+
 def scale_by_layer(decay: float) -> optax.GradientTransformation:
     """Multiplies updates by `decay` for each layer above, heads counting as one.
 
@@ -133,8 +183,7 @@ def scale_by_stacked_trust_ratio() -> optax.GradientTransformation:
     def scale(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
         if path[-1].key in _NO_DECAY:
             return update
-        first = 1 if any(key.key == _STACKED for key in path) else 0
-        axes = tuple(range(first, param.ndim))
+        axes = _axes(path, param)
 
         def norm(x: jax.Array) -> jax.Array:
             return jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True))

@@ -164,7 +164,9 @@ CERTIFIED = config.load(BASE)
         ("data.random_share=0.0", "10 %"),
         ("optimizer.name=adamw", "3.16"),
         ("optimizer.name=lamb", "You et al."),
+        ("optimizer.name=stable_adamw", "Wortsman"),
         ("optimizer.eps=1e-8", "1e-6"),
+        ("optimizer.schedule=wsd optimizer.decay_steps=9", "stays at its peak"),
         ("optimizer.schedule=linear", "step 0"),
         ("optimizer.reference_replicas=16", "32 cores"),
         ("optimizer.gradient_reduction=bfloat16", "rounded to bfloat16"),
@@ -208,6 +210,8 @@ def test_every_field_that_decides_what_is_computed_is_looked_at():
         *(f"corpus.{n}" for n in ("sources", "layout", "tokenizer", "tokenizer_kind")),
         *("corpus.validation_share", "data.dupe_factor", "data.masking"),
         *("optimizer.name", "optimizer.clip", "optimizer.reference_replicas"),
+        # The last two are parts of the schedule.
+        *(f"optimizer.{n}" for n in ("schedule", "decay_steps", "decay_shape")),
         *(f"phases.{i}.{f.name}" for i in (0, 1) for f in dataclasses.fields(config.Phase)),
     }
     same_experiment = {

@@ -38,7 +38,7 @@ def flat(nested, prefix=""):
 
 
 def by_hand(cfg, params, gradients, rate):
-    """Kingma and Ba 2015; Loshchilov and Hutter 2019; You et al. 2019."""
+    """Kingma and Ba 2015; Loshchilov and Hutter 2019; You et al. 2019; Wortsman et al. 2023."""
     params, m, v = flat(params), {}, {}
     for t, gradient in enumerate(map(flat, gradients), 1):
         for k, g in gradient.items():
@@ -56,18 +56,29 @@ def by_hand(cfg, params, gradients, rate):
                     ]
                     scaled = [r * u for r, u in zip(ratios, updates, strict=True)]
                     update = np.stack(scaled) if "layers" in k else scaled[0]
+            if cfg.name == "stable_adamw":
+                of_each = list(zip(g, v[k], strict=True)) if "layers" in k else [(g, v[k])]
+                rms = [
+                    np.sqrt(np.mean(g * g / np.maximum(v / (1 - cfg.b2**t), cfg.eps**2)))
+                    for g, v in of_each
+                ]
+                slower = np.maximum(1.0, rms).reshape(-1, *[1] * (update.ndim - 1))
+                update = update / (slower if "layers" in k else slower.ravel()[0])
             params[k] = params[k] - rate * update
     return params
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "stable_adamw"])
 @pytest.mark.parametrize("steps", [1, 5])
 def test_updates_equal_the_papers(name, steps):
-    cfg = Optimizer(name=name, weight_decay=0.03)
+    cfg = Optimizer(name=name, weight_decay=0.03, b2=0.98)
     tx = optimizer_lib.make(cfg)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree(0))
     state = tx.init(params)
-    gradients = [tree(seed) for seed in range(1, steps + 1)]
+    # They grow, so that stable_adamw has something to do.
+    gradients = [
+        jax.tree.map(lambda g, size=2.0**seed: g * size, tree(seed)) for seed in range(1, steps + 1)
+    ]
     for gradient in gradients:
         gradient = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), gradient)
         update, state = tx.update(gradient, state, params)
@@ -88,6 +99,39 @@ def test_schedules(schedule, expected):
     for step, share in expected:
         rate = optimizer_lib.schedule(cfg, 100, jnp.int32(step))
         np.testing.assert_allclose(rate, 0.02 * share, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", ["linear", "one_minus_sqrt"])
+def test_wsd_warms_up_stays_and_decays(shape):
+    cfg = Optimizer(
+        schedule="wsd", peak_learning_rate=0.02, warmup_steps=10, decay_steps=16, decay_shape=shape
+    )
+    shares = [(0, 0.0), (5, 0.5), (10, 1.0), (60, 1.0), (84, 1.0), (100, 0.0)]
+    shares += [(88, 0.75 if shape == "linear" else 0.5)]  # a quarter of the decay is done
+    for step, share in shares:
+        rate = optimizer_lib.schedule(cfg, 100, jnp.int32(step))
+        np.testing.assert_allclose(rate, 0.02 * share, atol=1e-9)
+    stable = dataclasses.replace(cfg, decay_steps=0)
+    assert float(optimizer_lib.schedule(stable, 100, jnp.int32(99))) == np.float32(0.02)
+
+
+def test_stable_adamw_is_adamw_until_gradients_outgrow_their_means():
+    params = {"layers": {"kernel": jnp.ones((2, 3, 3))}}
+    one = jax.tree.map(jnp.ones_like, params)
+    # The second layer's last gradient is ten times those before.
+    grown = {"layers": {"kernel": jnp.ones((2, 3, 3)).at[1].mul(10.0)}}
+
+    def updates(name):
+        tx = optimizer_lib.make(Optimizer(name=name, weight_decay=0.0))
+        state = tx.init(params)
+        first, state = tx.update(one, state, params)
+        return first["layers"]["kernel"], tx.update(grown, state, params)[0]["layers"]["kernel"]
+
+    (first, second), (adam_first, adam_second) = updates("stable_adamw"), updates("adamw")
+    np.testing.assert_allclose(first, adam_first, rtol=1e-6)
+    np.testing.assert_allclose(second[0], adam_second[0], rtol=1e-6)
+    v = (0.999 * 0.001 + 0.001 * 100) / (1 - 0.999**2)
+    np.testing.assert_allclose(second[1] * np.sqrt(100 / v), adam_second[1], rtol=1e-5)
 
 
 def test_clip_scales_down_and_never_up():

@@ -85,8 +85,9 @@ def test_zero1_clips_each_replica_s_own_gradient():
 
 
 @pytest.mark.long
-def test_lamb_s_norms_are_those_of_whole_tensors():
-    optimizer = dataclasses.replace(samples.OPTIMIZER, name="lamb")
+@pytest.mark.parametrize("name", ["lamb", "stable_adamw"])
+def test_norms_of_tensors_are_those_of_whole_ones(name):
+    optimizer = dataclasses.replace(samples.OPTIMIZER, name=name)
     alone = samples.run(3, optimizer=optimizer)
     parallelism = Parallelism(state="zero3", tensor=2)
     assert_same_run(samples.run(3, devices=4, optimizer=optimizer, parallelism=parallelism), alone)
