@@ -15,7 +15,7 @@ from typing import Any
 from etils import epath
 
 from bert_jax import config
-from bert_jax.config import Experiment, Finetuning, Table
+from bert_jax.config import Experiment, Finetuning, Section, Table
 from bert_jax.config.comparison import COLUMNS
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import Workdir, named_errors, read_json, sealed, write_atomic
@@ -208,11 +208,33 @@ def _require_positions(table: Table, column: Column) -> None:
 
 def hash_of(column: Column, experiment: Experiment) -> str:
     """Returns a hash of all that a value is a function of."""
-    task = [] if column.task is None else config.flatten(column.task, "identity")
-    word = column.name.partition(":")[0]
-    return sha256([word, config.flatten(experiment, "identity"), task])
+    sections = [experiment] if column.task is None else [experiment, column.task]
+    return sha256([column.name.partition(":")[0], *map(_given, sections)])
 
 
 def sha256(value: Any) -> str:
-    """Returns the first 16 digits of a hash of what JSON holds."""
+    """Returns the first 16 digits of a hash of a section's identity, or of what JSON holds."""
+    value = _given(value) if isinstance(value, Section) else value
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _given(section: Any) -> list[Any]:
+    """Lists fields of identity that have no default, or another value.
+
+    A field that a later version adds changes nothing.
+    """
+    given: list[Any] = []
+    for f in dataclasses.fields(section):
+        value, default = getattr(section, f.name), f.default
+        if f.default_factory is not dataclasses.MISSING:
+            default = f.default_factory()
+        role = value.role if isinstance(value, Section) else section.role
+        if value == default or role != "identity":
+            continue
+        if isinstance(value, Section):
+            given.append([f.name, _given(value)])
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            given.append([f.name, [_given(item) for item in value]])
+        else:
+            given.append([f.name, value])
+    return given

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from bert_jax import config
 from bert_jax.compare import budget, page
 from bert_jax.compare.results import PAIRS, Column, Member, Results, hash_of, sha256
 from bert_jax.config import Experiment, Row
@@ -98,8 +97,8 @@ class Comparison:
     def _experiment(self, row: Row) -> Experiment:
         """Returns what a row runs, with a corpus folder that equal corpora share."""
         of = row.experiment
-        corpus = [*config.flatten(of.corpus), ("vocab_size", of.model.vocab_size)]
-        shared = os.fspath(self._root / "corpora" / sha256(corpus))
+        corpus = sha256([sha256(of.corpus), of.model.vocab_size])
+        shared = os.fspath(self._root / "corpora" / corpus)
         run = dataclasses.replace(
             of.run,
             corpus_dir=of.run.corpus_dir or shared,
@@ -112,7 +111,7 @@ class Comparison:
         if not self._table.cpu_seconds:
             return self._table.steps
         experiment = self._experiment(row)
-        costs = self._results.costs[sha256(config.flatten(experiment, "identity"))]
+        costs = self._results.costs[sha256(experiment)]
         try:
             return budget.steps_within(experiment, self._table.cpu_seconds, costs)
         except InputError as error:
@@ -122,7 +121,7 @@ class Comparison:
         """Takes the time of a step of each row of which it is not known."""
         missing: dict[str, Row] = {}
         for row in self._table.rows:
-            key = sha256(config.flatten(self._experiment(row), "identity"))
+            key = sha256(self._experiment(row))
             if key not in self._results.costs:
                 missing[key] = row
         costs: dict[str, list[float]] = {}

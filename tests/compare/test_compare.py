@@ -14,7 +14,7 @@ from small_run import bert_jax, killed, write_text
 
 from bert_jax import cli, config, errors
 from bert_jax.compare import budget, runs
-from bert_jax.compare.results import Results
+from bert_jax.compare.results import Results, sha256
 from bert_jax.compare.runs import Comparison
 from bert_jax.config import Row, Table
 from bert_jax.errors import InputError
@@ -270,6 +270,16 @@ def test_a_column_more_is_measured_without_a_run_more(here, monkeypatch, capsys)
     # Asked again, a finished run ends at once.
     assert len(done) == 8
     assert "0.250" in capsys.readouterr().out
+
+
+def test_a_value_is_of_all_that_is_computed_and_of_nothing_else(here):
+    base = small(here)
+    changes = (
+        ("seed=1", "phases.1.steps=9", "corpus.case=cased", "optimizer.b1=0.8", "name=other"),
+        ("run.log_every=7", "parallelism.accumulation=2", "data.dupe_factor=0", "seed=0"),
+    )
+    hashes = [{sha256(config.override(base, [c])) for c in of} for of in changes]
+    assert len(hashes[0] | {sha256(base)}) == 6 and hashes[1] == {sha256(base)}
 
 
 def test_tasks_are_asked_of_each_run(here, monkeypatch):

@@ -1,5 +1,6 @@
 """Minimal pairs: pseudo-log-likelihoods, accuracies and their errors, and where they are asked."""
 
+import dataclasses
 import json
 
 import jax
@@ -93,17 +94,19 @@ def test_pseudo_log_likelihoods_equal_pytorchs(tmp_path):
     assert (answer["accuracy"], answer["pairs"]) == (0.5, 4)
 
 
-@pytest.mark.parametrize("size", [4, 12, 256])
-def test_texts_of_all_lengths_equal_one_mask_at_a_time(tmp_path, size):
+@pytest.mark.parametrize(("kind", "size"), [("bert", 4), ("modern", 12), ("bert", 256)])
+def test_texts_of_all_lengths_equal_one_mask_at_a_time(tmp_path, kind, size):
     """Against the predictor, which is given one text with one mask, of no others' length."""
-    params = tuned.heads.init_params(tuned.MODEL, jax.random.key(3))
+    of_modern = {"global_every": 1} if kind == "modern" else {}
+    model = dataclasses.replace(tuned.MODEL, kind=kind, **of_modern)
+    params = tuned.heads.init_params(model, jax.random.key(3))
     tokenizer = WordPiece(tuned.PIECES, "uncased")
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(tuned.PIECES[6:], n)) for n in (1, 5, 7, 30, 6, 6, 2, 14, 62, 9)]
     records = [record(a, b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
-    pairs, mesh = opened(tmp_path, records, tuned.MODEL, tokenizer, size)
+    pairs, mesh = opened(tmp_path, records, model, tokenizer, size)
     found = pairs._pseudo_log_likelihoods(jax.device_put(params, mesh_lib.replicated(mesh)))
-    predictor = evaluators.Predictor(tuned.MODEL, tokenizer)
+    predictor = evaluators.Predictor(model, tokenizer)
     for ids, value in zip(pairs._texts, found, strict=True):
         wanted = 0.0
         for i, token in enumerate(ids):
