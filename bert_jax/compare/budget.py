@@ -15,12 +15,10 @@ from bert_jax.training.progress import Progress
 
 # Steps of each phase whose time is taken, after as many that warm caches.
 _TIMED = 25
-# Fields of the optimizer that count steps.
-_COUNTED = ("warmup_steps",)
 
 
 def with_steps(experiment: Experiment, steps: int) -> Experiment:
-    """Returns the experiment with so many steps; its phases and its warm-up keep their shares.
+    """Returns the experiment with so many steps, of which phases, warm-up and decay keep shares.
 
     Raises:
       InputError: too few for its phases.
@@ -34,7 +32,8 @@ def with_steps(experiment: Experiment, steps: int) -> Experiment:
         ends.append(min(max(round(steps * end / total), ends[-1] + 1), steps - left))
     optimizer = experiment.optimizer
     counts = {
-        name: min(round(getattr(optimizer, name) * steps / total), steps - 1) for name in _COUNTED
+        "warmup_steps": min(round(optimizer.warmup_steps * steps / total), steps - 1),
+        "decay_steps": optimizer.decay_steps * steps // total,
     }
     return dataclasses.replace(
         experiment,

@@ -58,6 +58,7 @@ class Comparison:
         Raises:
           InputError: what a run of them raises.
         """
+        self._results.write()  # by which the folder is known for a table's
         if self._table.cpu_seconds:
             try:
                 self._time()

@@ -54,7 +54,7 @@ class Table(Section):
     columns: tuple[str, ...]
     # A run of each row for each; the means are over them.
     seeds: tuple[int, ...] = (0,)
-    # Of each run; 0: those of its experiment. Phases and warm-up keep their shares.
+    # Of each run; 0: those of its experiment. Phases, warm-up and decay keep their shares.
     steps: int = 0
     # Of each run's steps, instead; as many steps are done as fit. 0: no such budget.
     cpu_seconds: float = 0.0

@@ -105,6 +105,9 @@ def test_steps_keep_the_shares_of_phases_and_warm_up(here):
     assert [phase.steps for phase in made.phases] == [2_800, 300]
     assert made.optimizer.warmup_steps == 400
     assert budget.with_steps(experiment, experiment.total_steps) == experiment
+    wsd = ["optimizer.schedule=wsd", "optimizer.decay_steps=1350"]
+    experiment = config.override(experiment, wsd)
+    assert budget.with_steps(experiment, 3_100).optimizer.decay_steps == 2_700
     # Each phase has a step, and the schedule one after its warm-up.
     for steps in range(2, 40):
         made = budget.with_steps(experiment, steps)
@@ -176,8 +179,14 @@ def test_a_budget_of_cpu_time_is_taken_by_a_short_run_once(here, monkeypatch):
 
 def test_a_short_run_that_is_stopped_stops_the_table(here, capsys, monkeypatch):
     write_table(here, budget="cpu_seconds=60.0")
-    monkeypatch.setattr(budget.pretraining, "pretrain", lambda *_, **__: "stopped")
-    assert compare() == errors.STOPPED
+
+    def pretrain(experiment, workdir, *_, **__):
+        pathlib.Path(experiment.run.corpus_dir).mkdir(parents=True, exist_ok=True)
+        return "stopped"
+
+    monkeypatch.setattr(budget.pretraining, "pretrain", pretrain)
+    # Run again, the folder is known for that of a table.
+    assert [compare(), compare()] == [errors.STOPPED, errors.STOPPED]
 
 
 # --- runs ---
