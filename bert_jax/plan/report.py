@@ -390,7 +390,7 @@ def _time_lines(phase: Entry) -> Iterator[str]:
     millions = phase["places_per_second"] / 1e6
     yield (
         f"    tokens: {millions:,.2f} million a second if no place is padding, as is assumed; rows "
-        " half full have half of them, and half of the utilisation"
+        "half full have half of them, and half of the utilisation"
     )
     links = phase["links"]
     waits = ", ".join(f"{kind} {1e3 * wait:.2f}" for kind, wait in links["waits"].items())
