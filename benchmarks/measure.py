@@ -24,6 +24,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "tokenizers", "orbax-checkpoint")
 
 
 Memory = Literal["kept", "shipped"]
+Device = Literal["cpu", "cuda"]
 
 # Freed memory is kept, as `training.session` asks of the C library.
 _KEPT = {
@@ -33,12 +34,13 @@ _KEPT = {
 }
 
 
-def environment(threads: int, memory: Memory = "kept") -> dict[str, str]:
+def environment(threads: int, memory: Memory = "kept", device: Device = "cpu") -> dict[str, str]:
     """Environment variables that keep a process's libraries to this many threads.
 
     Args:
       threads: of each library.
       memory: `kept`, freed memory is kept; `shipped`, as the C library is shipped.
+      device: on which jax computes.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if threads == 1 and _ONE_THREAD not in flags:
@@ -51,7 +53,7 @@ def environment(threads: int, memory: Memory = "kept") -> dict[str, str]:
             "RAYON_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false" if threads == 1 else "true",
             "XLA_FLAGS": flags,
-            "JAX_PLATFORMS": "cpu",
+            "JAX_PLATFORMS": device,
         }
         | (_KEPT if memory == "kept" else {})
     )

@@ -47,24 +47,26 @@ class Ours:
     def __init__(self):
         self._entries = {}
 
-    def build(self, entry: str, shape: str, dtype: str, layer_loop: str, sequence: int) -> float:
+    def build(
+        self, entry: str, shape: str, dtype: str, layer_loop: str, sequence: int, batch: int = 0
+    ) -> float:
         """Compiles a step, runs it and returns its first loss."""
-        size = shapes.sized(shape, sequence)
+        size = shapes.sized(shape, sequence, batch)
         model = model_of(size, dtype)
         mesh = mesh_lib.make_mesh(Parallelism())
         parallelism = Parallelism(layer_loop=layer_loop)
         state, window = first_state(model, mesh)
         rows = np.arange(size.batch)
-        batch = feed.place(
+        placed = feed.place(
             shapes.make_batch(size, 0), rows, size.batch, mesh_lib.batch_sharding(mesh)
         )
         run = step.make_train_step(
             Pretraining(model), OPTIMIZER, parallelism, 1, _TOTAL_STEPS, mesh
         )
         key = step.phase_key(model, 0, 0)
-        state, window = run(state, window, batch, key)
+        state, window = run(state, window, placed, key)
         sums = jax.device_get(window)
-        self._entries[entry] = [run, size, state, window, batch, key]
+        self._entries[entry] = [run, size, state, window, placed, key]
         self.step(entry)
         names = ("masked_lm_loss", "next_sentence_loss")
         return float(sum(sums[name][0] / sums[name][1] for name in names))

@@ -21,9 +21,11 @@ class Peer:
         torch.set_num_interop_threads(1)
         self._losses = {}
 
-    def build(self, shape: str, sequence: int) -> dict[str, str]:
+    def build(
+        self, shape: str, sequence: int, batch: int = 0, device: measure.Device = "cpu"
+    ) -> dict[str, str]:
         """Makes the model; returns versions."""
-        self._shape = shapes.sized(shape, sequence)
+        self._shape, self._device = shapes.sized(shape, sequence, batch), device
         torch.manual_seed(0)
         config = BertConfig(
             vocab_size=shapes.VOCAB_SIZE,
@@ -33,7 +35,7 @@ class Peer:
             intermediate_size=4 * self._shape.width,
             attn_implementation="sdpa",
         )
-        self._model = BertForPreTraining(config).train()
+        self._model = BertForPreTraining(config).train().to(device)
         no_decay = ("bias", "LayerNorm.weight")
         named = list(self._model.named_parameters())
         groups = [
@@ -46,6 +48,7 @@ class Peer:
         labels = torch.full_like(self._batch["input_ids"], -100)
         labels.scatter_(1, self._batch["masked_lm_positions"], self._batch["masked_lm_ids"])
         self._batch["labels"] = labels
+        self._batch = {name: values.to(device) for name, values in self._batch.items()}
         return measure.versions(["torch", "transformers", "numpy"])
 
     def add(self, entry: str, dtype: str, kind: str, how: str) -> float:
@@ -54,7 +57,7 @@ class Peer:
         if how == "compiled":
             function = torch.compile(function)
         self._losses[entry] = function, DTYPES[dtype]
-        first = self._step(entry)
+        first = float(self._step(entry))
         for _ in range(2):
             self._step(entry)
         return first
@@ -63,19 +66,20 @@ class Peer:
         """CPU and wall seconds of a step, the mean of one turn."""
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(self._shape.turn):
-            self._step(entry)
+            loss = self._step(entry)
+        float(loss)  # waits for a GPU
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         return cpu / self._shape.turn, wall / self._shape.turn
 
-    def _step(self, entry: str) -> float:
+    def _step(self, entry: str) -> torch.Tensor:
         function, dtype = self._losses[entry]
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast(self._device, torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss = function(self._batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return loss.detach()
 
     def _stock(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._model(

@@ -31,6 +31,7 @@ SHAPES = {
     "mini": Shape(layers=4, width=256, heads=4, batch=16, turn=2),
     "small": Shape(layers=4, width=512, heads=8, batch=8, turn=1),
     "base": Shape(layers=12, width=768, heads=12, batch=8, turn=1),
+    "large": Shape(layers=24, width=1_024, heads=16, batch=8, turn=1),
 }
 
 
@@ -57,6 +58,7 @@ def make_batch(shape: Shape, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def sized(name: str, sequence: int) -> Shape:
-    """The shape of that name at another sequence length."""
-    return dataclasses.replace(SHAPES[name], sequence=sequence)
+def sized(name: str, sequence: int, batch: int = 0) -> Shape:
+    """The shape of that name at another sequence length, and with that many rows unless 0."""
+    shape = SHAPES[name]
+    return dataclasses.replace(shape, sequence=sequence, batch=batch or shape.batch)

@@ -22,15 +22,22 @@ class Worker:
       python: the interpreter of its environment.
       module: is run with `-m`, and calls `serve`.
       threads: it may use.
-      memory: as of `measure.environment`.
+      memory, device: as of `measure.environment`.
     """
 
-    def __init__(self, python: str, module: str, threads: int, memory: measure.Memory = "kept"):
+    def __init__(
+        self,
+        python: str,
+        module: str,
+        threads: int,
+        memory: measure.Memory = "kept",
+        device: measure.Device = "cpu",
+    ):
         self._name = module
         self._process = subprocess.Popen(
             [python, "-m", module],
             cwd=measure.ROOT,
-            env=measure.environment(threads, memory),
+            env=measure.environment(threads, memory, device),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
