@@ -65,9 +65,9 @@ TOKENIZERS = [
          ("v.txt", "no [PAD] [UNK] [CLS] [SEP] [MASK]"), write("v.txt", "wa\nwb\n")),
     Case("a piece that stands twice", f"prepare {NEW}", ("vocab.txt:8", "'wa'", "line 7"),
          replace("vocab.txt", "wb\n", "wa\n")),
-    Case("text too small for SentencePiece",
-         f"prepare {NEW} --set corpus.tokenizer=train --set model.vocab_size=9000 "
-         "--set corpus.tokenizer_kind=unigram", ("model.vocab_size=9000", "SentencePiece")),
+    Case("a vocabulary too small for SentencePiece",
+         f"prepare {NEW} --set corpus.tokenizer=train --set model.vocab_size=7 "
+         "--set corpus.tokenizer_kind=unigram", ("model.vocab_size=7", "SentencePiece")),
     Case("a corpus made with another tokenizer", "pretrain small.py --workdir new",
          ("corpus", "vocab.txt has changed since", "choose another --workdir"), other_vocabulary),
     Case("bytes that are not text", "tokenize --tokenizer vocab.txt",

@@ -38,7 +38,8 @@ class Model(Section):
     # bert: Devlin et al. 2018; modern: ModernBERT.
     kind: Literal["bert", "modern"] = "bert"
 
-    # Pieces of the tokenizer at most, specials included; the table is stored padded to 1,024s.
+    # Pieces of the tokenizer, specials included; one that is trained on too little text has some
+    # [unused]. The table is stored padded to 1,024s.
     vocab_size: int = 30_522
     # Width of the encoder, a multiple of the heads.
     hidden_size: int = 768

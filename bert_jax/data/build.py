@@ -265,9 +265,19 @@ def _train(
         f"vocabulary of {vocab_size} pieces on {used}"
     )
     if corpus.tokenizer_kind == "wordpiece":
-        return tokenizer.WordPiece(vocabulary.train_wordpiece(counted, vocab_size), corpus.case)
-    model = vocabulary.train_sentencepiece(counted, vocab_size, corpus.tokenizer_kind)
-    return tokenizer.SentencePiece(model, corpus.case)
+        vocab = vocabulary.train_wordpiece(counted, vocab_size)
+        trained: tokenizer.Tokenizer = tokenizer.WordPiece(vocab, corpus.case)
+    else:
+        model = vocabulary.train_sentencepiece(counted, vocab_size, corpus.tokenizer_kind)
+        trained = tokenizer.SentencePiece(model, corpus.case)
+    names = {trained.piece(number) for number in range(trained.size)}
+    lacking = len(names.intersection(vocabulary.unused(vocab_size)))
+    if lacking:
+        say(
+            f"prepare: the text gives {vocab_size - lacking:,} pieces, so {lacking:,} of the "
+            f"vocabulary are [unused]; model.vocab_size={vocab_size - lacking} has none of them"
+        )
+    return trained
 
 
 def _drop_others(scratch: pathlib.Path, tasks: Sequence[parts.Task], say: Say) -> None:

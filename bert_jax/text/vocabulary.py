@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import io
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -111,22 +112,28 @@ def train_wordpiece(counted: Counted, vocab_size: int) -> list[str]:
 
     Args:
       counted: words as `basic_tokens` gives them when encoding.
-      vocab_size: number of pieces, specials included.
+      vocab_size: number of pieces, specials included; where the text is too small for so many, the
+        last are `unused`.
 
     Raises:
-      InputError: the text is too small for that many pieces.
+      InputError: the characters of the text alone are more pieces.
     """
     alphabet, continuing = _alphabet(counted)
     vocab = [*SPECIALS, *alphabet, *continuing]
     vocab += merges.learn(
         counted.words, counted.counts, alphabet, continuing, vocab_size - len(vocab)
     )
-    if len(vocab) != vocab_size:
+    if len(vocab) > vocab_size:
         raise InputError(
-            f"model.vocab_size={vocab_size}: training on this text gives {len(vocab)} pieces; "
-            f"set it to {len(vocab)}, or change the text"
+            f"model.vocab_size={vocab_size}: the characters of this text alone are {len(vocab)} "
+            f"pieces; set it to more"
         )
-    return vocab
+    return vocab + unused(vocab_size - len(vocab))
+
+
+def unused(count: int) -> list[str]:
+    """Returns names of pieces that no text yields, as in the vocabularies that BERT came with."""
+    return [f"[unused{number}]" for number in range(count)]
 
 
 def _alphabet(counted: Counted) -> tuple[list[str], list[str]]:
@@ -147,37 +154,48 @@ def _alphabet(counted: Counted) -> tuple[list[str], list[str]]:
 def train_sentencepiece(counted: Counted, vocab_size: int, kind: str) -> bytes:
     """Trains a SentencePiece model (`unigram` or `bpe`) and returns it serialised.
 
-    The specials stand in ids 0 to 4 as control pieces, which text never yields.
+    The specials stand in ids 0 to 4 as control pieces, which text never yields. Where the text is
+    too small for so many pieces, `unused` ones follow them.
 
     Raises:
-      InputError: the text is too small for that many pieces.
+      InputError: the trainer refuses the text.
     """
-    model = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(
-                f"{word}\t{count}"
-                for word, count in zip(counted.words, counted.counts, strict=True)
-            ),
-            input_format="tsv",
-            model_writer=model,
-            model_type=kind,
-            vocab_size=vocab_size,
-            pad_id=0,
-            unk_id=1,
-            bos_id=-1,
-            eos_id=-1,
-            pad_piece=PAD,
-            unk_piece=UNK,
-            control_symbols=[CLS, SEP, MASK],
-            num_threads=_SENTENCEPIECE_THREADS,
-            minloglevel=2,
-        )
+        return _sentencepiece(counted, vocab_size, kind, 0)
     except RuntimeError as error:
+        most = re.search(r"set it to a value <= (\d+)", str(error))
+        lacking = vocab_size - int(most[1]) if most else 0
         reason = str(error).strip().split("] ")[-1]
+        if lacking > 0:
+            try:
+                return _sentencepiece(counted, vocab_size, kind, lacking)
+            except RuntimeError as again:
+                reason = str(again).strip().split("] ")[-1]
         raise InputError(
             f"model.vocab_size={vocab_size}: SentencePiece cannot train on this text: {reason}"
         ) from error
+
+
+def _sentencepiece(counted: Counted, vocab_size: int, kind: str, lacking: int) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(
+            f"{word}\t{count}" for word, count in zip(counted.words, counted.counts, strict=True)
+        ),
+        input_format="tsv",
+        model_writer=model,
+        model_type=kind,
+        vocab_size=vocab_size,
+        pad_id=0,
+        unk_id=1,
+        bos_id=-1,
+        eos_id=-1,
+        pad_piece=PAD,
+        unk_piece=UNK,
+        control_symbols=[CLS, SEP, MASK, *unused(lacking)],
+        num_threads=_SENTENCEPIECE_THREADS,
+        minloglevel=2,
+    )
     return model.getvalue()
 
 

@@ -506,7 +506,7 @@ def test_too_few_documents_are_refused_by_name(place):
         ({"validation_share": 0.9}, r"validation_share=0\.9: would hold out 22 of 24"),
         ({"vocab_size": 77}, rf"has {SIZE} ids and model\.vocab_size=77; set .*={SIZE}"),
         ({"tokenizer": "none/vocab.txt"}, "no such tokenizer"),
-        ({"tokenizer": "train", "vocab_size": 5000}, r"model\.vocab_size=5000: training on this"),
+        ({"tokenizer": "train", "vocab_size": 9}, r"model\.vocab_size=9: the characters of this"),
         ({"sources": ("text:none",)}, "no such file or folder"),
     ],
 )

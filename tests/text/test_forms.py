@@ -283,3 +283,29 @@ def test_parts_made_before_a_setting_came_keep_their_names():
     assert parts._reading(plain) == ["per_file", "text", "utf-8"]
     changed = Corpus(sources=("text:a",), cut_documents=5)
     assert parts._reading(changed) != parts._reading(plain)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
+def test_a_text_too_small_for_the_vocabulary_leaves_pieces_unused(tmp_path, kind):
+    """As in the vocabularies of BERT itself; what is there is what the exact size gives."""
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{words(number)}. {words(number + 50)}.")
+    said = []
+    settings = Corpus(sources=(f"text:{tmp_path}/text",), tokenizer_kind=kind, validation_share=0.4)
+    made = corpus.prepare(settings, 900, epath.Path(tmp_path / "c"), said.append)
+    (line,) = [line for line in said if "[unused]" in line]
+    exact = int(line.rpartition("=")[2].split()[0])
+    opened = corpus.open_tokenizer(epath.Path(tmp_path / "c"), made)
+    assert opened.size == 900 and exact < 900
+    assert opened.encode("[unused0]") == [
+        i for i in opened.encode("[unused0]") if "unused" not in opened.piece(i)
+    ]
+    small = corpus.prepare(settings, exact, epath.Path(tmp_path / "d"), said.append)
+    assert len([line for line in said if "[unused]" in line]) == 1
+    pieces = corpus.open_tokenizer(epath.Path(tmp_path / "d"), small)
+    assert small["splits"] == made["splits"]
+    for text in (words(3), words(77) + "."):
+        assert list(map(opened.piece, opened.encode(text))) == list(
+            map(pieces.piece, pieces.encode(text))
+        )
