@@ -24,7 +24,7 @@ def experiment() -> Experiment:
     return dataclasses.replace(
         base,
         name="bert_base_pod",
-        model=dataclasses.replace(base.model, compute_dtype="bfloat16", dropout_rng="rbg16"),
+        model=dataclasses.replace(base.model, compute_dtype="bfloat16", dropout_rng="in_kernel"),
         optimizer=dataclasses.replace(
             base.optimizer, clip="global", reference_replicas=1, gradient_reduction="bfloat16"
         ),

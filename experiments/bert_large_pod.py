@@ -22,7 +22,7 @@ def experiment() -> Experiment:
         pod,
         name="bert_large_pod",
         model=dataclasses.replace(
-            bert_large.experiment().model, compute_dtype="bfloat16", dropout_rng="rbg16"
+            bert_large.experiment().model, compute_dtype="bfloat16", dropout_rng="in_kernel"
         ),
         parallelism=dataclasses.replace(pod.parallelism, accumulation=(1,)),
     )

@@ -76,8 +76,9 @@ class Model(Section):
     # Type of activations and products; parameters, sums and losses stay float32.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # threefry8: noise is a function of the row alone, the same on any mesh; rbg16: fast on TPU,
-    # a function of the mesh.
-    dropout_rng: Literal["threefry8", "rbg16"] = "threefry8"
+    # a function of the mesh; in_kernel: on TPUs within kernels, which is fastest there, a function
+    # of the mesh and of the kind of TPU; elsewhere it is rbg16.
+    dropout_rng: Literal["threefry8", "rbg16", "in_kernel"] = "threefry8"
 
     def _validate(self) -> None:
         self._require_at_least(

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from bert_jax.model.layers import Noise
 
 # The reference adds this to scores of padding (modeling.py, attention_layer).
-_MASKED_SCORE = -10_000.0
+MASKED_SCORE = -10_000.0
 # Columns of a TPU's matrix unit at least.
 _LANES = 128
 _LOG_SUMS, _CONTEXT = "attention_log_sums", "attention_context"
@@ -227,7 +227,7 @@ def _unseen(input_mask: jax.Array | Shared) -> jax.Array:
 
 def _padding(input_mask: jax.Array) -> jax.Array:
     """Returns what scores of padding are lowered by: [B, K], 1 or 0 -> float32 [B, 1, 1, K]."""
-    return ((1.0 - input_mask.astype(jnp.float32)) * _MASKED_SCORE)[:, None, None, :]
+    return ((1.0 - input_mask.astype(jnp.float32)) * MASKED_SCORE)[:, None, None, :]
 
 
 def _scores(
@@ -244,7 +244,7 @@ def _scores(
     """
     if unseen.dtype == jnp.int32:
         same = unseen[:, :, None] == unseen[:, None, :]
-        unseen = jnp.where(same, 0.0, _MASKED_SCORE)[:, None]
+        unseen = jnp.where(same, 0.0, MASKED_SCORE)[:, None]
     factor = 1.0 / math.sqrt(query.shape[-1])
     return _within(window, _product("bqhd,bkhd->bhqk", query, key) * factor + unseen)
 

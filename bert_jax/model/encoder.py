@@ -17,7 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.config import Model
 from bert_jax.model import attention, layers
+from bert_jax.model import kernels as kernels_lib
 from bert_jax.model.attention import Packing, Shared
+from bert_jax.model.kernels import Kernels
 
 # Rows of the vocabulary's tables are a multiple of this on every mesh, so that they can be
 # sharded anywhere and a checkpoint fits everywhere.
@@ -35,12 +37,14 @@ class Loop(NamedTuple):
     Attributes:
       remat: what is kept for the backward pass.
       layers: scanned or unrolled.
+      kernels: how kernels for the devices are made; None: there are none, and XLA does it all.
       gather: makes the parameters of a layer whole that lie cut over devices; called within what
         the backward pass computes again, so that no more than one layer is whole at a time.
     """
 
     remat: Literal["none", "dots", "full"] = "none"
     layers: Literal["scan", "unroll"] = "scan"
+    kernels: Kernels | None = None
     gather: Callable[["Layer"], "Layer"] = lambda layer: layer
 
 
@@ -201,6 +205,50 @@ def run_layer(
     return layer.output_layer_norm(x + outer).astype(x.dtype)
 
 
+def run_layer_in_kernels(
+    layer: Layer,
+    cfg: Model,
+    x: jax.Array,
+    input_mask: jax.Array | Shared,
+    noise: layers.Noise,
+    kernels: Kernels,
+) -> jax.Array:
+    """Runs one layer as `run_layer` does, with all but its products in kernels.
+
+    The biases of products that kernels read are added there.
+    """
+    rate = cfg.hidden_dropout_prob
+
+    def product(dense: layers.Dense, x: jax.Array) -> jax.Array:
+        kernel = dense.kernel[...]
+        nothing = jnp.zeros(kernel.shape[1], jnp.float32)
+        return checkpoint_name(layers.linear(x, kernel, nothing).astype(x.dtype), _PRODUCT)
+
+    def normed(dense: layers.Dense, inner: jax.Array, norm: layers.LayerNorm, site: int):
+        """The layer norm of x and what `dense` makes of `inner`."""
+        flat = (array.reshape(-1, x.shape[-1]) for array in (x, product(dense, inner)))
+        vectors = dense.bias[...], norm.scale[...], norm.bias[...]
+        seed = noise.at(site).words()
+        return kernels_lib.residual_norm(kernels, *flat, *vectors, seed, rate).reshape(x.shape)
+
+    projections = (layer.query, layer.key, layer.value)
+    shared = isinstance(input_mask, Shared)
+    context = kernels_lib.attention(
+        kernels,
+        *(product(dense, x) for dense in projections),
+        jnp.stack([dense.bias[...] for dense in projections]),
+        input_mask.numbers if shared else input_mask,
+        noise.at(0).words(),
+        cfg.num_attention_heads,
+        cfg.attention_probs_dropout_prob,
+        "shared" if shared else "alone",
+    )
+    x = normed(layer.attention_output, context, layer.attention_layer_norm, 1)
+    inner = checkpoint_name(layer.intermediate(x).astype(x.dtype), _PRODUCT)
+    inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
+    return normed(layer.output, inner, layer.output_layer_norm, 2)
+
+
 class Encoder(nnx.Module):
     """Embeddings and L layers.
 
@@ -231,10 +279,18 @@ def encode(
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
 
+    # Without noise nothing is gained, and texts that are by themselves are no rows.
+    kernels = None
+    if noise is not None and not isinstance(input_mask, Packing):
+        if kernels_lib.fits(cfg.num_attention_heads, *x.shape):
+            kernels = loop.kernels
+
     def run(
         layer: Layer, number: jax.Array, x: jax.Array, noise: layers.Noise | None, scores: Scores
     ) -> jax.Array:
         del number
+        if kernels is not None:
+            return run_layer_in_kernels(layer, cfg, x, input_mask, noise, kernels)
         return run_layer(layer, cfg, x, input_mask, noise, scores)
 
     last, every = run_layers(run, encoder.layers, x, noise, loop, outputs)

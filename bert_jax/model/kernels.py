@@ -1,23 +1,509 @@
-"""What a TPU's own compiler does badly, as Pallas kernels. They are for TPUs alone.
+"""Kernels for TPUs: attention, and the layer norm of a residual, with dropout's bits drawn inside.
 
-On a CPU they run in Pallas's interpreter, which is slow and for tests.
+Nothing of size [S, S] leaves a core, and no bits do: the backward pass draws again what the forward
+pass drew, from the same two words. They compute what `attention.attend` and `layers` compute, in
+the same types: products in the type of their input with sums in float32, everything else float32.
+
+Bits come from the generator of the core, whose numbers are those of one kind of chip. Tests hand
+them in, since the generator does nothing where kernels are interpreted.
+
+Shape letters: B batch, S sequence (Q queries, K keys), W width, H heads, R rows of tokens. Scores
+lie [K, Q]: a softmax then adds up along sublanes, which is cheaper than along lanes.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from bert_jax import hardware
+from bert_jax.model.attention import KEPT, MASKED_SCORE
+
+# Lanes of a register, and columns of the matrix unit.
+LANES = 128
+# Rows that go through attention in one piece; scores of longer ones do not fit next to each other.
+LONGEST = 512
+_LOG_SUMS, _CONTEXT = KEPT
+_EPS = 1e-12
 # Of one operand of `add_part` at a time: six of them, since the next block of each arrives while
 # one is worked on, are little of the 16 MiB of VMEM that a kernel has on any generation.
 _ADDED_BYTES = 2**20
 # Rows of a block are a multiple of this, which no type's tile exceeds.
 _TILE_ROWS = 32
+# Tokens that a program normalises at a time, as many as divide the rows.
+_TOKENS = (256, 128, 64, 32, 16)
+
+
+class Kernels(NamedTuple):
+    """The way in which kernels are made for a kind of TPU.
+
+    Attributes:
+      operands: of the matrix unit: as they come, or `float32`, which v2 and v3 want of a kernel.
+      memory: bytes that a kernel may use of the core's own memory.
+    """
+
+    operands: Literal["as_they_come", "float32"] = "as_they_come"
+    memory: int = 64 * 2**20
+
+
+_ONE_CORE_OF_TWO = Kernels(operands="float32", memory=14 * 2**20)
+# By `device_kind`.
+BY_DEVICE = {
+    hardware.TPUS["v2"].kind: _ONE_CORE_OF_TWO,
+    hardware.TPUS["v3"].kind: _ONE_CORE_OF_TWO,
+    hardware.TPUS["v4"].kind: Kernels(memory=14 * 2**20),
+    hardware.TPUS["v5e"].kind: Kernels(),
+    hardware.TPUS["v5p"].kind: Kernels(),
+    hardware.TPUS["v6e"].kind: Kernels(),
+}
+
+
+def fits(heads: int, batch: int, length: int, width: int) -> bool:
+    """Returns whether kernels can be used for these shapes."""
+    size = width // heads
+    lanes = LANES % size == 0 or size % LANES == 0
+    rows = length % LANES == 0 and length <= LONGEST
+    return lanes and rows and width % LANES == 0 and batch * length % _TOKENS[-1] == 0
+
+
+def program_seed(words: Sequence[Any], program: Any) -> tuple[Any, Any]:
+    """Returns the two words with which a program of a kernel seeds the generator.
+
+    Two programs of a site never have the same, whatever the site's words are.
+    """
+    return words[0], words[1] ^ program
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+class _Attention(NamedTuple):
+    """What is known of attention before it runs.
+
+    Attributes:
+      kernels: how they are made.
+      size: W / H.
+      rate: of dropout on the probabilities.
+      rows: `alone`: numbers are 1 for tokens and 0 for padding, which no query sees; `shared`: a
+        query sees the tokens that have its own number.
+    """
+
+    kernels: Kernels
+    size: int
+    rate: float
+    rows: Literal["alone", "shared"]
+
+
+def attention(
+    kernels: Kernels,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    biases: jax.Array,
+    numbers: jax.Array,
+    seed: jax.Array,
+    heads: int,
+    rate: float,
+    rows: Literal["alone", "shared"],
+    bits: jax.Array | None = None,
+) -> jax.Array:
+    """Computes scaled dot-product attention with dropout on the probabilities.
+
+    The backward pass finds the context and the logarithms of the softmax's sums under the names of
+    `attention.KEPT`.
+
+    Args:
+      kernels: how they are made.
+      query: [B, S, W], a product without its bias; all heads, one behind the other.
+      key: as query.
+      value: as query.
+      biases: float32 [3, W], of the three.
+      numbers: int32 [B, S], see `rows`.
+      seed: int32 [2], of the step, micro-batch, shard, layer and site.
+      heads: H.
+      rate: share of probabilities dropped.
+      rows: `alone`: numbers are 1 for tokens and 0 for padding, which no query sees; `shared`: a
+        query sees the tokens that have its own number.
+      bits: uint32 [B, H, K, Q] instead of drawn ones.
+
+    Returns:
+      [B, S, W], in the type of value.
+    """
+    static = _Attention(kernels, query.shape[-1] // heads, rate, rows)
+    return _attention(static, query, key, value, biases, numbers, seed, bits)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Attention, *arrays: Any) -> jax.Array:
+    return _attention_forward(static, *arrays)[0]
+
+
+def _attention_forward(
+    static: _Attention,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    biases: jax.Array,
+    numbers: jax.Array,
+    seed: jax.Array,
+    bits: jax.Array | None,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    blocks = _Blocks(static, query)
+    context, log_sums = blocks.call(
+        functools.partial(_forward_kernel, static),
+        "attention_forward",
+        blocks.inputs(seed, query, key, value, biases, numbers, bits),
+        [(blocks.row, query), (blocks.sums, blocks.sums_shape)],
+        products=2,
+    )
+    context = checkpoint_name(context, _CONTEXT)
+    log_sums = checkpoint_name(log_sums, _LOG_SUMS)
+    return context, (query, key, value, biases, numbers, seed, bits, context, log_sums)
+
+
+def _attention_backward(
+    static: _Attention, kept: tuple[Any, ...], gradient: jax.Array
+) -> tuple[Any, ...]:
+    query, key, value, biases, numbers, seed, bits, context, log_sums = kept
+    blocks = _Blocks(static, query)
+    (*gradients, d_biases) = blocks.call(
+        functools.partial(_backward_kernel, static),
+        "attention_backward",
+        [
+            *blocks.inputs(seed, query, key, value, biases, numbers, bits),
+            *((blocks.row, context), (blocks.sums, log_sums), (blocks.row, gradient)),
+        ],
+        [*[(blocks.row, query)] * 3, (blocks.bias_sums, blocks.bias_sums_shape)],
+        products=5,
+    )
+    return *gradients, d_biases.sum(axis=0), None, None, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+class _Blocks:
+    """Which part of each array a program works on: a row, and the heads that fill its lanes."""
+
+    def __init__(self, static: _Attention, like: jax.Array):
+        self._static, self._shape = static, like.shape
+        b, s, w = like.shape
+        lanes = max(LANES, static.size)
+        heads = lanes // static.size
+        self._grid = (b, w // lanes)
+        self.row = pl.BlockSpec((1, s, lanes), lambda b, p: (b, 0, p))
+        self.sums = pl.BlockSpec((1, 1, heads, s), lambda b, p: (b, p, 0, 0))
+        self.sums_shape = jax.ShapeDtypeStruct((*self._grid, heads, s), jnp.float32)
+        self.bias_sums = pl.BlockSpec((1, 3, lanes), lambda b, p: (b, 0, p))
+        self.bias_sums_shape = jax.ShapeDtypeStruct((b, 3, w), jnp.float32)
+        self._biases = pl.BlockSpec((3, lanes), lambda b, p: (0, p))
+        self._keys = pl.BlockSpec((1, s, 1), lambda b, p: (b, 0, 0))
+        self._queries = pl.BlockSpec((1, 1, s), lambda b, p: (b, 0, 0))
+        self._bits = pl.BlockSpec((1, heads, s, s), lambda b, p: (b, p, 0, 0))
+
+    def inputs(
+        self,
+        seed: jax.Array,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        biases: jax.Array,
+        numbers: jax.Array,
+        bits: jax.Array | None,
+    ) -> list[tuple[pl.BlockSpec, Any]]:
+        """Returns what both passes read, in the order of `_Read`."""
+        given = [(_SCALARS, seed), (self.row, query), (self.row, key), (self.row, value)]
+        given += [(self._biases, biases), (self._keys, numbers[:, :, None])]
+        given += [(self._queries, numbers[:, None, :])]
+        return given if bits is None else [*given, (self._bits, bits)]
+
+    def call(
+        self,
+        kernel: Callable[..., None],
+        name: str,
+        inputs: list[tuple[pl.BlockSpec, Any]],
+        outputs: list[tuple[pl.BlockSpec, Any]],
+        products: int,
+    ) -> list[jax.Array]:
+        """Runs a kernel; `products` counts those of [S, S] with a head's [S, W / H]."""
+        b, s, w = self._shape
+        operations = 2 * products * b * s * s * w
+        exponentials = b * s * s * w // self._static.size
+        return _run(
+            self._static.kernels,
+            kernel,
+            name,
+            self._grid,
+            inputs,
+            outputs,
+            operations,
+            exponentials,
+        )
+
+
+class _Read:
+    """What both passes read, a program's heads in lanes of their own.
+
+    A product over all lanes is one over a head's own if the others are zero in one operand.
+    """
+
+    def __init__(self, static: _Attention, refs: Sequence[Any]):
+        seed, query, key, value, biases, keys, queries, *bits = refs
+        self._static, self._seed, self._bits = static, seed, bits[0] if bits else None
+        dtype, (_, self.tokens, self.lanes) = query.dtype, query.shape
+        self.operand = dtype if static.kernels.operands == "as_they_come" else jnp.float32
+        self.query, self.key, self.value = (
+            (ref[0].astype(jnp.float32) + biases[i : i + 1, :]).astype(self.operand)
+            for i, ref in enumerate((query, key, value))
+        )
+        self.size = static.size
+        if static.rows == "shared":
+            self.lowered = jnp.where(keys[0] == queries[0], 0.0, MASKED_SCORE)  # [K, Q]
+        else:
+            self.lowered = jnp.where(keys[0] == 0, MASKED_SCORE, 0.0)  # [K, 1]
+        factor = 1.0 / math.sqrt(self.size)
+        # A power of two changes no bit of a query; another factor would be rounded with it.
+        is_exact = math.frexp(factor)[0] == 0.5
+        self.before, self.after = (factor, 1.0) if is_exact else (1.0, factor)
+
+    @property
+    def heads(self) -> range:
+        return range(self.lanes // self.size)
+
+    def own(self, head: int, x: jax.Array, axis: int) -> jax.Array:
+        """Returns x with zeros in the lanes, along `axis`, of other heads."""
+        lane = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        mine = (lane >= head * self.size) & (lane < (head + 1) * self.size)
+        return jnp.where(mine, x, jnp.zeros_like(x))
+
+    def own_query(self, head: int) -> jax.Array:
+        """Returns a head's queries, scaled, [Q, lanes]."""
+        query = self.own(head, self.query, 1)
+        return query * jnp.asarray(self.before, self.operand)
+
+    def scores(self, query: jax.Array) -> jax.Array:
+        """Returns float32 [K, Q]."""
+        scores = _dot(self.key, query, 1, 1)
+        return (scores if self.after == 1.0 else scores * self.after) + self.lowered
+
+    def keep(self, head: int) -> jax.Array:
+        """Draws bool [K, Q]."""
+        shape, program = (self.tokens, self.tokens), 0
+        if self._bits is None:
+            program = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
+            program = program * len(self.heads) + head
+        bits = None if self._bits is None else self._bits[0, head]
+        return _keep(self._static.rate, self._seed, bits, program, shape)
+
+
+def _forward_kernel(static: _Attention, *refs: Any) -> None:
+    *read, context_ref, sums_ref = refs
+    row = _Read(static, read)
+    value = row.value.T
+    context = jnp.zeros((row.lanes, row.tokens), jnp.float32)
+    for head in row.heads:
+        scores = row.scores(row.own_query(head))
+        highest = scores.max(axis=0, keepdims=True)
+        weights = jnp.exp(scores - highest)
+        sums = weights.sum(axis=0, keepdims=True)  # [1, Q]
+        sums_ref[0, 0, head : head + 1, :] = highest + jnp.log(sums)
+        if static.rate:
+            weights = jnp.where(row.keep(head), weights, 0.0)
+        product = _dot(row.own(head, value, 0), weights.astype(row.operand), 1, 0)
+        context += product * (_scale(static.rate) / sums)
+    context_ref[0] = context.T.astype(context_ref.dtype)
+
+
+def _backward_kernel(static: _Attention, *refs: Any) -> None:
+    *read, context_ref, sums_ref, gradient_ref = refs[:-4]
+    d_query_ref, d_key_ref, d_value_ref, d_biases_ref = refs[-4:]
+    row = _Read(static, read)
+    gradient = gradient_ref[0].astype(jnp.float32)
+    # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
+    products = (gradient * context_ref[0].astype(jnp.float32)).T  # [lanes, Q]
+    scaled = (gradient * _scale(static.rate)).astype(row.operand)
+    key = row.key.T
+    d_query = jnp.zeros((row.lanes, row.tokens), jnp.float32)
+    d_key, d_value = (jnp.zeros((row.tokens, row.lanes), jnp.float32) for _ in range(2))
+    for head in row.heads:
+        query, upper = row.own_query(head), row.own(head, scaled, 1)
+        probs = jnp.exp(row.scores(query) - sums_ref[0, 0, head : head + 1, :])
+        inner = row.own(head, products, 0).sum(axis=0, keepdims=True)
+        d_probs, dropped = _dot(row.value, upper, 1, 1), probs
+        if static.rate:
+            keep = row.keep(head)
+            d_probs, dropped = jnp.where(keep, d_probs, 0.0), jnp.where(keep, probs, 0.0)
+        d_scores = (probs * (d_probs - inner)).astype(row.operand)
+        d_value += _dot(dropped.astype(row.operand), upper, 1, 0)
+        d_key += _dot(d_scores, query, 1, 0)
+        d_query += _dot(row.own(head, key, 0), d_scores, 1, 0)
+    d_query = d_query.T * (row.before * row.after)
+    d_key = d_key * row.after
+    for i, (ref, d) in enumerate(
+        ((d_query_ref, d_query), (d_key_ref, d_key), (d_value_ref, d_value))
+    ):
+        ref[0] = d.astype(ref.dtype)
+        d_biases_ref[0, i : i + 1, :] = d.sum(axis=0, keepdims=True)
+
+
+# --- the norm of a residual -----------------------------------------------------------------------
+
+
+class _Norm(NamedTuple):
+    """What is known of a norm before it runs: how kernels are made, and the rate of dropout."""
+
+    kernels: Kernels
+    rate: float
+
+
+def residual_norm(
+    kernels: Kernels,
+    x: jax.Array,
+    y: jax.Array,
+    bias: jax.Array,
+    scale: jax.Array,
+    shift: jax.Array,
+    seed: jax.Array,
+    rate: float,
+    bits: jax.Array | None = None,
+) -> jax.Array:
+    """Computes the layer norm of x + dropout(y + bias), biased variance, eps 1e-12.
+
+    The backward pass finds x and y, and nothing else.
+
+    Args:
+      kernels: how they are made.
+      x: [R, W], the residual.
+      y: [R, W], a product without its bias.
+      bias: float32 [W], of that product.
+      scale: float32 [W], of the norm.
+      shift: float32 [W], of the norm.
+      seed: int32 [2], of the step, micro-batch, shard, layer and site.
+      rate: share of y dropped.
+      bits: uint32 [R, W] instead of drawn ones.
+
+    Returns:
+      [R, W], in the type of x.
+    """
+    return _residual_norm(_Norm(kernels, rate), x, y, bias, scale, shift, seed, bits)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _residual_norm(static: _Norm, *arrays: Any) -> jax.Array:
+    return _norm_forward(static, *arrays)[0]
+
+
+def _norm_forward(static: _Norm, *arrays: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    x = arrays[0]
+    rows, _ = _row_blocks(x)
+    (normed,) = _run_norm(static, _norm_kernel, "norm_forward", arrays, (), [(rows, x)])
+    return normed, arrays
+
+
+def _norm_backward(
+    static: _Norm, kept: tuple[Any, ...], gradient: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    x = kept[0]
+    rows, columns = _row_blocks(x)
+    sums = jax.ShapeDtypeStruct((1, x.shape[1]), jnp.float32)
+    outputs = [(rows, x), (rows, x), *[(columns, sums)] * 3]
+    d_x, d_y, *d_columns = _run_norm(
+        static, _norm_backward_kernel, "norm_backward", kept, (gradient,), outputs
+    )
+    return d_x, d_y, *(d[0] for d in d_columns), None, None
+
+
+_residual_norm.defvjp(_norm_forward, _norm_backward)
+
+
+def _row_blocks(x: jax.Array) -> tuple[pl.BlockSpec, pl.BlockSpec]:
+    """Returns the blocks of rows of tokens, and that of a row of columns."""
+    height = next(height for height in _TOKENS if x.shape[0] % height == 0)
+    width = x.shape[1]
+    return pl.BlockSpec((height, width), lambda i: (i, 0)), pl.BlockSpec(
+        (1, width), lambda i: (0, 0)
+    )
+
+
+def _run_norm(
+    static: _Norm,
+    kernel: Callable[..., None],
+    name: str,
+    arrays: tuple[Any, ...],
+    more: tuple[jax.Array, ...],
+    outputs: list[tuple[pl.BlockSpec, Any]],
+) -> list[jax.Array]:
+    x, y, *vectors, seed, bits = arrays
+    rows, columns = _row_blocks(x)
+    inputs = [(_SCALARS, seed), (rows, x), (rows, y)]
+    inputs += [(columns, vector[None]) for vector in vectors]
+    inputs += [(rows, array) for array in more]
+    if bits is not None:
+        inputs.append((rows, bits))
+    has_bits = bits is not None
+    grid = (x.shape[0] // rows.block_shape[0],)
+    run = functools.partial(kernel, static.rate, has_bits)
+    return _run(static.kernels, run, name, grid, inputs, outputs, 0, x.shape[0])
+
+
+def _sum_of(rate: float, refs: Sequence[Any], bits: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Returns x + dropout(y + bias), float32, and what is kept of y; None if all of it."""
+    seed, x_ref, y_ref, bias_ref = refs
+    x = x_ref[...].astype(jnp.float32)
+    y = y_ref[...].astype(jnp.float32) + bias_ref[...]
+    if not rate:
+        return x + y, None
+    given = None if bits is None else bits[...]
+    program = 0 if bits is not None else pl.program_id(0)
+    keep = _keep(rate, seed, given, program, y.shape)
+    return x + jnp.where(keep, y * _scale(rate), 0.0), keep
+
+
+def _normed(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns x with mean 0 and variance 1 along lanes, and one over its deviation."""
+    centred = x - x.mean(axis=-1, keepdims=True)
+    deviation = lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + _EPS)
+    return centred * deviation, deviation
+
+
+def _norm_kernel(rate: float, has_bits: bool, *refs: Any) -> None:
+    seed, x, y, bias, scale, shift, *bits, out = refs
+    total, _ = _sum_of(rate, (seed, x, y, bias), bits[0] if has_bits else None)
+    normed, _ = _normed(total)
+    out[...] = (normed * scale[...] + shift[...]).astype(out.dtype)
+
+
+def _norm_backward_kernel(rate: float, has_bits: bool, *refs: Any) -> None:
+    *refs, d_x, d_y, d_bias, d_scale, d_shift = refs
+    seed, x, y, bias, scale, _, gradient_ref, *bits = refs
+    total, keep = _sum_of(rate, (seed, x, y, bias), bits[0] if has_bits else None)
+    normed, deviation = _normed(total)
+    gradient = gradient_ref[...].astype(jnp.float32)
+    upper = gradient * scale[...]
+    along = (upper * normed).mean(axis=-1, keepdims=True)
+    d_total = deviation * (upper - upper.mean(axis=-1, keepdims=True) - normed * along)
+    d_x[...] = d_total.astype(d_x.dtype)
+    d_dropped = d_total if keep is None else jnp.where(keep, d_total * _scale(rate), 0.0)
+    d_y[...] = d_dropped.astype(d_y.dtype)
+    sums = ((d_bias, d_dropped), (d_scale, gradient * normed), (d_shift, gradient))
+
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        for ref, _ in sums:
+            ref[...] = jnp.zeros_like(ref)
+
+    for ref, values in sums:
+        ref[...] += values.sum(axis=0, keepdims=True)
+
+
+# --- a ring's additions ---------------------------------------------------------------------------
 
 
 def add_part(parts: jax.Array, received: jax.Array, index: jax.Array) -> jax.Array:
@@ -64,6 +550,60 @@ def add_part(parts: jax.Array, received: jax.Array, index: jax.Array) -> jax.Arr
 def _add_part_kernel(index_ref: Any, parts_ref: Any, received_ref: Any, total_ref: Any) -> None:
     total = received_ref[...].astype(jnp.float32) + parts_ref[0].astype(jnp.float32)
     total_ref[...] = total.astype(total_ref.dtype)
+
+
+# --- what all share -------------------------------------------------------------------------------
+
+_SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
+
+
+def _run(
+    kernels: Kernels,
+    kernel: Callable[..., None],
+    name: str,
+    grid: tuple[int, ...],
+    inputs: list[tuple[pl.BlockSpec, Any]],
+    outputs: list[tuple[pl.BlockSpec, Any]],
+    operations: int,
+    exponentials: int,
+) -> list[jax.Array]:
+    """Runs a kernel over a grid; of `outputs` the shapes and types are read alone."""
+    arrays = [array for _, array in inputs + outputs]
+    moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    return _call(
+        kernel,
+        name,
+        [array for _, array in inputs],
+        grid=grid,
+        in_specs=[spec for spec, _ in inputs],
+        out_specs=[spec for spec, _ in outputs],
+        out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for _, like in outputs],
+        cost_estimate=pl.CostEstimate(
+            flops=operations, bytes_accessed=moved, transcendentals=exponentials
+        ),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=kernels.memory),
+    )
+
+
+def _scale(rate: float) -> float:
+    """Returns one over the probability with which something is kept."""
+    return 1.0 / (1.0 - round(rate * 2**32) / 2**32)
+
+
+def _keep(
+    rate: float, seed: Any, bits: jax.Array | None, program: Any, shape: tuple[int, ...]
+) -> jax.Array:
+    """Returns bool `shape`, False for `rate` of it: of these bits, or of some that are drawn."""
+    if bits is None:
+        pltpu.prng_seed(*program_seed((seed[0], seed[1]), program))
+        bits = pltpu.bitcast(pltpu.prng_random_bits(shape), jnp.uint32)
+    return bits >= jnp.uint32(round(rate * 2**32))
+
+
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Multiplies over one axis of each, with sums in float32."""
+    contract = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
 
 
 def _call(kernel: Callable[..., None], name: str, operands: Sequence[Any], **how: Any) -> Any:

@@ -390,7 +390,8 @@ def _words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
 class ShardNoise:
     """The `rbg16` noise: 16 bits an element from one generator a shard.
 
-    It is fast on TPU and depends on the mesh.
+    It is fast on TPU and depends on the mesh. It is that of `in_kernel` too, whose kernels draw
+    their own bits, beginning with two words of the key.
 
     Attributes:
       key: an rbg key, the shard's own.
@@ -401,6 +402,10 @@ class ShardNoise:
     def at(self, place: int | jax.Array) -> "ShardNoise":
         """Returns noise of its own for a layer, or for a site within it."""
         return ShardNoise(jax.random.fold_in(self.key, place))
+
+    def words(self) -> jax.Array:
+        """Returns int32 [2], from which a kernel draws the bits of a site."""
+        return lax.bitcast_convert_type(jax.random.key_data(self.key)[:2], jnp.int32)
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape`, False for about `rate` of it."""

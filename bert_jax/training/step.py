@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from bert_jax.config import SKIPPED_STEPS, Model, Optimizer, Parallelism
+from bert_jax.model import kernels as kernels_lib
 from bert_jax.model import layers, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
@@ -87,7 +88,7 @@ def empty_window(objective: Objective) -> Metrics:
 
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
     """Returns the key from which a phase draws dropout."""
-    impl = {"threefry8": "threefry2x32", "rbg16": "rbg"}[model.dropout_rng]
+    impl = "threefry2x32" if model.dropout_rng == "threefry8" else "rbg"
     # The parameters' keys are folded from the bare seed by small numbers.
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=impl), _DROPOUT), phase)
 
@@ -334,7 +335,8 @@ def _gradients(
         counts = objective.counts(micro) if per_replica else total
 
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
-            loop = Loop(parallelism.remat, parallelism.layer_loop)
+            kernels = _kernels(objective.model, parallelism, spec.mesh)
+            loop = Loop(parallelism.remat, parallelism.layer_loop, kernels)
             if parallelism.state == "zero3":
                 params, loop = _gathered_but_layers(params, partition, collectives, loop)
             noise = _noise(objective.model, axes, step, micro, number, key)
@@ -395,6 +397,18 @@ def _noise(
     for value in (step, number, lax.axis_index(axes)):
         key = jax.random.fold_in(key, value)
     return layers.ShardNoise(key)
+
+
+def _kernels(
+    model: Model, parallelism: Parallelism, mesh: jax.sharding.Mesh
+) -> kernels_lib.Kernels | None:
+    """Returns how kernels are made for the devices; None where XLA does it all.
+
+    The compiler cuts no kernel over the devices that share a row.
+    """
+    if model.dropout_rng != "in_kernel" or parallelism.tensor > 1:
+        return None
+    return kernels_lib.BY_DEVICE.get(mesh.devices.flat[0].device_kind)
 
 
 def _filled(micro: Batch) -> jax.Array:
