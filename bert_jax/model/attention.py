@@ -251,7 +251,7 @@ def _scores(
 
 def _within(window: jax.Array | None, scores: jax.Array) -> jax.Array:
     """Lowers scores [..., Q, K] of keys outside of a query's window."""
-    return scores if window is None else scores + jnp.where(window, 0.0, _MASKED_SCORE)
+    return scores if window is None else scores + jnp.where(window, 0.0, MASKED_SCORE)
 
 
 def _scaled(x: jax.Array, scale: float) -> jax.Array:

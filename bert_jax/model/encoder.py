@@ -222,7 +222,7 @@ def run_layer_in_kernels(
     def product(dense: layers.Dense, x: jax.Array) -> jax.Array:
         kernel = dense.kernel[...]
         nothing = jnp.zeros(kernel.shape[1], jnp.float32)
-        return checkpoint_name(layers.linear(x, kernel, nothing).astype(x.dtype), _PRODUCT)
+        return checkpoint_name(layers.linear(x, kernel, nothing).astype(x.dtype), PRODUCT)
 
     def normed(dense: layers.Dense, inner: jax.Array, norm: layers.LayerNorm, site: int):
         """The layer norm of x and what `dense` makes of `inner`."""
@@ -244,7 +244,7 @@ def run_layer_in_kernels(
         "shared" if shared else "alone",
     )
     x = normed(layer.attention_output, context, layer.attention_layer_norm, 1)
-    inner = checkpoint_name(layer.intermediate(x).astype(x.dtype), _PRODUCT)
+    inner = checkpoint_name(layer.intermediate(x).astype(x.dtype), PRODUCT)
     inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
     return normed(layer.output, inner, layer.output_layer_norm, 2)
 
@@ -280,10 +280,9 @@ def encode(
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
 
     # Without noise nothing is gained, and texts that are by themselves are no rows.
-    kernels = None
-    if noise is not None and not isinstance(input_mask, Packing):
-        if kernels_lib.fits(cfg.num_attention_heads, *x.shape):
-            kernels = loop.kernels
+    fits = kernels_lib.fits(cfg.num_attention_heads, *x.shape)
+    gains = noise is not None and not isinstance(input_mask, Packing)
+    kernels = loop.kernels if fits and gains else None
 
     def run(
         layer: Layer, number: jax.Array, x: jax.Array, noise: layers.Noise | None, scores: Scores
