@@ -1,6 +1,6 @@
 """Our numbers against PyTorch's, through folders that `export` writes: `make parity`.
 
-Exports a small model in every form, computes its outputs, trains it for 50 steps; then
+Exports a small model of each kind in every form, computes its outputs, trains it for 50 steps; then
 `parity_peer` does the same in its own environment with what it loads from these folders and says
 how far it is off. At last what transformers saves is imported and compared bit for bit. No figure
 is a speed; the exit code is 1 if one is beyond its bound.
@@ -13,6 +13,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +37,14 @@ from bert_jax.training.objective import Pretraining
 from bert_jax.training.pretraining import Prepared
 
 STEPS = 50
+# By `model.kind`, what of tiny.py is otherwise. A window is shorter than a row.
+MODELS = {
+    "bert": (),
+    "modern": (
+        *("model.kind=modern", "model.num_hidden_layers=4", "model.intermediate_size=344"),
+        "model.local_window=16",
+    ),
+}
 TEXTS = [
     "The quick brown Fox jumps over the lazy dog.",
     "Fellow-citizens of the Senate and of the House of Representatives:",
@@ -57,30 +66,42 @@ def main() -> int:
     parser.add_argument("--python", default=".venv-torch/bin/python", help="with torch")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        trained, prepared, experiment = make_model(folder)
-        for kind in huggingface.ARCHITECTURES:
-            huggingface.export_weights(trained, kind, "float32", epath.Path(folder / kind))
-        cased = tokenizer.WordPiece(trained.tokenizer.vocab, "cased")
-        other = dataclasses.replace(trained, tokenizer=cased)
-        huggingface.export_weights(other, "encoder", "float32", epath.Path(folder / "cased"))
-        ids = {
-            "encoder": [trained.tokenizer.encode(text) for text in TEXTS],
-            "cased": [cased.encode(text) for text in TEXTS],
-        }
-        (folder / "texts.json").write_text(json.dumps({"texts": TEXTS, "ids": ids}))
-        np.savez(folder / "outputs.npz", **outputs(trained, prepared, experiment))
-        np.savez(folder / "training.npz", **training(trained, prepared, experiment))
-        command = [flags.python, "-m", "benchmarks.parity_peer", str(folder)]
-        code = subprocess.run(command, check=False).returncode
-        return code or returned(trained, folder)
+        codes = [compare(model, pathlib.Path(name) / model, flags.python) for model in MODELS]
+    return max(codes)
 
 
-def make_model(folder: pathlib.Path) -> tuple[Trained, Prepared, Experiment]:
+def compare(model: str, folder: pathlib.Path, python: str) -> int:
+    """Compares one of `MODELS`: 1 if a figure is beyond its bound."""
+    print(f"model.kind={model}", flush=True)
+    trained, prepared, experiment = make_model(folder, MODELS[model])
+    architectures = huggingface.ARCHITECTURES[model]
+    for kind in architectures:
+        huggingface.export_weights(trained, kind, "float32", epath.Path(folder / kind))
+    cased = tokenizer.WordPiece(trained.tokenizer.vocab, "cased")
+    other = dataclasses.replace(trained, tokenizer=cased)
+    huggingface.export_weights(other, "encoder", "float32", epath.Path(folder / "cased"))
+    ids = {
+        "encoder": [trained.tokenizer.encode(text) for text in TEXTS],
+        "cased": [cased.encode(text) for text in TEXTS],
+    }
+    says = {"texts": TEXTS, "ids": ids, "architectures": architectures}
+    (folder / "says.json").write_text(json.dumps(says))
+    above = {part: trained.params[part] for part in ("pooler", "next_sentence")}
+    np.savez(folder / "above.npz", **base.flat(above))
+    np.savez(folder / "outputs.npz", **outputs(trained, prepared, experiment))
+    np.savez(folder / "training.npz", **training(trained, prepared, experiment))
+    command = [python, "-m", "benchmarks.parity_peer", str(folder)]
+    code = subprocess.run(command, check=False).returncode
+    return code or returned(trained, architectures, folder)
+
+
+def make_model(
+    folder: pathlib.Path, settings: Sequence[str]
+) -> tuple[Trained, Prepared, Experiment]:
     """tiny.py's model on its corpus without dropout; no parameter is zero or one."""
     experiment = config.override(
         config.load("experiments/tiny.py"),
-        ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"],
+        ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0", *settings],
     )
     experiment = dataclasses.replace(
         experiment,
@@ -154,11 +175,11 @@ def training(trained: Trained, prepared: Prepared, experiment: Experiment) -> di
     return stacked | {"losses": np.array(losses), "learning_rates": np.array(rates)}
 
 
-def returned(trained: Trained, folder: pathlib.Path) -> int:
+def returned(trained: Trained, architectures: Iterable[str], folder: pathlib.Path) -> int:
     """Imports what transformers has saved: 1 if a bit of it differs."""
     wrong = 0
     ours = base.flat(trained.params)
-    for kind in huggingface.ARCHITECTURES:
+    for kind in architectures:
         said: list[str] = []
         target = epath.Path(folder / f"back_{kind}")
         importing.import_weights(epath.Path(folder / f"saved_{kind}"), target, None, said.append)

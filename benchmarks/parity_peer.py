@@ -1,5 +1,6 @@
 """The side of `parity` that runs in PyTorch's environment: loads the folders and compares."""
 
+import inspect
 import json
 import pathlib
 import sys
@@ -10,11 +11,6 @@ import torch
 import transformers
 from sentence_transformers import SentenceTransformer
 
-ARCHITECTURES = {
-    "pretraining": "BertForPreTraining",
-    "masked_lm": "BertForMaskedLM",
-    "encoder": "BertModel",
-}
 LOGITS = 2e-5
 FIRST, EARLY, WHOLE = 20, 1e-4, 1e-3
 
@@ -42,40 +38,50 @@ def main() -> int:
     folder, checks = pathlib.Path(sys.argv[1]), Checks()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     expected = dict(np.load(folder / "outputs.npz"))
-    for kind in ARCHITECTURES:
-        compare_outputs(kind, folder, expected, checks)
-    compare_tokens(folder, checks)
-    compare_sentences(folder, expected, checks)
-    compare_training(folder, checks)
+    says = json.loads((folder / "says.json").read_text())
+    for kind, architecture in says["architectures"].items():
+        compare_outputs(kind, architecture, folder, expected, checks)
+    compare_tokens(says, folder, checks)
+    compare_sentences(says, folder, checks)
+    compare_training(says, folder, checks)
     return int(checks.failed > 0)
 
 
-def load(kind: str, folder: pathlib.Path) -> tuple[Any, dict[str, Any]]:
+def load(kind: str, architecture: str, folder: pathlib.Path) -> tuple[Any, dict[str, Any]]:
     """The model of a form, and what loading says."""
-    cls = getattr(transformers, ARCHITECTURES[kind])
+    cls = getattr(transformers, architecture)
     return cls.from_pretrained(folder / kind, output_loading_info=True)
 
 
-def inputs(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """A batch of ours under their names."""
+def inputs(model: Any, batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """What a model reads of a batch of ours, under their names."""
     named = {
         "input_ids": "input_ids",
         "token_type_ids": "segment_ids",
         "attention_mask": "input_mask",
     }
-    return {theirs: torch.from_numpy(batch[ours]).long() for theirs, ours in named.items()}
+    reads = inspect.signature(model.forward).parameters
+    return {
+        theirs: torch.from_numpy(batch[ours]).long()
+        for theirs, ours in named.items()
+        if theirs in reads
+    }
 
 
 def compare_outputs(
-    kind: str, folder: pathlib.Path, expected: dict[str, np.ndarray], checks: Checks
+    kind: str,
+    architecture: str,
+    folder: pathlib.Path,
+    expected: dict[str, np.ndarray],
+    checks: Checks,
 ) -> None:
     """Keys, outputs; then saves the model as a user would."""
-    model, info = load(kind, folder)
+    model, info = load(kind, architecture, folder)
     for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         checks.holds(f"{kind}: no {keys}", not info[keys])
     model.eval()
     with torch.no_grad():
-        found = model(**inputs(expected))
+        found = model(**inputs(model, expected))
     at = torch.from_numpy(expected["masked_lm_positions"]).long()
     for theirs, ours in (
         ("prediction_logits", "prediction_logits"),
@@ -97,36 +103,58 @@ def compare_outputs(
     cls.from_pretrained(folder / kind).save_pretrained(folder / f"saved_{kind}")
 
 
-def compare_tokens(folder: pathlib.Path, checks: Checks) -> None:
+def compare_tokens(says: dict[str, Any], folder: pathlib.Path, checks: Checks) -> None:
     """Ids of AutoTokenizer, lower-casing and not."""
-    written = json.loads((folder / "texts.json").read_text())
-    for name, ids in written["ids"].items():
+    for name, ids in says["ids"].items():
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / name)
-        theirs = tokenizer(written["texts"], add_special_tokens=False)["input_ids"]
+        theirs = tokenizer(says["texts"], add_special_tokens=False)["input_ids"]
         checks.holds(f"{name}: AutoTokenizer's ids of {len(ids)} texts equal ours", theirs == ids)
 
 
-def compare_sentences(
-    folder: pathlib.Path, expected: dict[str, np.ndarray], checks: Checks
-) -> None:
+def compare_sentences(says: dict[str, Any], folder: pathlib.Path, checks: Checks) -> None:
     """sentence-transformers gives the mean over a text's pieces."""
     encoder = SentenceTransformer(str(folder / "encoder"), device="cpu")
     text = "We the people of the United States"
     batch = encoder.tokenizer(text, return_tensors="pt")
-    model, _ = load("encoder", folder)
+    model, _ = load("encoder", says["architectures"]["encoder"], folder)
     with torch.no_grad():
         mean = model.eval()(**batch).last_hidden_state[0].mean(0).numpy()
     off = np.abs(encoder.encode(text) - mean).max()
     checks.below("sentence-transformers: mean of the pieces, largest difference", off, 1e-6)
 
 
-def compare_training(folder: pathlib.Path, checks: Checks) -> None:
+class Pretraining(torch.nn.Module):
+    """A masked LM of theirs with the pooler and the next-sentence head of ours."""
+
+    def __init__(self, masked_lm: Any, folder: pathlib.Path):
+        super().__init__()
+        self.masked_lm = masked_lm
+        above = dict(np.load(folder / "above.npz"))
+        self.pooler, self.next_sentence = (
+            torch.nn.Linear(*above[f"{part}/kernel"].shape) for part in ("pooler", "next_sentence")
+        )
+        for part in ("pooler", "next_sentence"):
+            layer = getattr(self, part)
+            layer.weight.data = torch.from_numpy(above[f"{part}/kernel"].T.copy())
+            layer.bias.data = torch.from_numpy(above[f"{part}/bias"])
+
+    def loss(self, batch: dict[str, np.ndarray]) -> torch.Tensor:
+        """Both losses' sum."""
+        read, wanted = inputs(self.masked_lm, batch), targets(batch)
+        found = self.masked_lm(**read, labels=wanted["labels"], output_hidden_states=True)
+        pooled = torch.tanh(self.pooler(found.hidden_states[-1][:, 0]))
+        logits = self.next_sentence(pooled)
+        return found.loss + torch.nn.functional.cross_entropy(logits, wanted["next_sentence_label"])
+
+
+def compare_training(says: dict[str, Any], folder: pathlib.Path, checks: Checks) -> None:
     """The losses of the same steps with torch.optim.AdamW."""
     run = dict(np.load(folder / "training.npz"))
-    model, _ = load("pretraining", folder)
+    masked_lm, _ = load("masked_lm", says["architectures"]["masked_lm"], folder)
+    model = Pretraining(masked_lm, folder)
     model.train()  # the dropout of its config is 0
     named = list(model.named_parameters())
-    kept = ("bias", "LayerNorm.weight")
+    kept = ("bias", "LayerNorm.weight", "norm.weight")
     groups = [
         {"params": [p for n, p in named if not n.endswith(kept)], "weight_decay": 0.01},
         {"params": [p for n, p in named if n.endswith(kept)], "weight_decay": 0.0},
@@ -137,7 +165,7 @@ def compare_training(folder: pathlib.Path, checks: Checks) -> None:
         batch = {name: value[number] for name, value in run.items() if value.ndim > 1}
         for group in optimizer.param_groups:
             group["lr"] = float(rate)
-        loss = model(**inputs(batch), **targets(batch)).loss
+        loss = model.loss(batch)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
