@@ -95,7 +95,10 @@ def compare_outputs(
             continue
         if ours == "prediction_logits":
             value = value.gather(1, at[..., None].expand(-1, -1, value.shape[-1]))
-        off = np.abs(value.numpy() - expected[ours]).max()
+        off = np.abs(value.numpy() - expected[ours])
+        if ours == "last_hidden_state":  # in a window of padding alone neither means anything
+            off = off[expected["input_mask"] > 0]
+        off = off.max()
         checks.below(f"{kind}: {theirs}, largest difference", float(off), LOGITS)
     model.save_pretrained(folder / f"saved_{kind}")
     # Users have either class's files.

@@ -86,6 +86,8 @@ def test_set_changes_fields_of_every_type():
         ("run.profile_steps=1,2,3", ["profile_steps", "10,20"]),
         ("run.profile_steps=0,101", ["profile_steps", "100 steps at most"]),
         ("run.profile_steps=1,x", ["'1,x'", "whole number"]),
+        ("model.local_window=64", ["model.local_window=64", "kind=modern"]),
+        ("model.kind=modern", ["model.num_hidden_layers=12", "global_every=3"]),
         ("corpus.sources=novels", ["novels", "text:"]),
         ("corpus.encoding=utf-99", ["utf-99"]),
         ("corpus.validation_share=0", ["validation_share"]),
@@ -102,6 +104,28 @@ def test_bad_settings_are_named_in_one_line(setting, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["num_attention_heads=256"], ["num_attention_heads=256", "3 wide", "even"]),
+        (["local_window=1000"], ["local_window=1000", "max_position_embeddings=512"]),
+        (["local_window=7"], ["local_window=7", "even"]),
+        (["global_every=1", "local_window=64"], ["local_window=64", "global_every=1"]),
+        (["global_every=0"], ["global_every=0", "at least 1"]),
+        (["global_rotary_base=1"], ["global_rotary_base=1", "over 1"]),
+        (["type_vocab_size=3"], ["type_vocab_size=3", "no segment"]),
+    ],
+)
+def test_what_a_modern_encoder_cannot_be_is_named(settings, words):
+    with pytest.raises(InputError) as caught:
+        config.override(
+            EXPERIMENT,
+            [f"model.{s}" for s in ("kind=modern", "num_hidden_layers=13", *settings)],
+        )
+    for word in words:
+        assert word in str(caught.value)
 
 
 def test_micro_batches_may_be_one_number_or_one_a_phase():

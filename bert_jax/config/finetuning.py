@@ -265,8 +265,8 @@ class Adapt(Section):
                 )
 
 
-# Of a layer, what has a kernel.
-LORA_TARGETS = ("query", "key", "value", "attention_output", "intermediate", "output")
+# Of a layer, what has a kernel; model.kind=modern alone has gates.
+LORA_TARGETS = ("query", "key", "value", "attention_output", "intermediate", "gate", "output")
 
 
 def _usual_update() -> Optimizer:

@@ -79,6 +79,12 @@ class LoadedBase:
             )
         params = {name: trained.params[name] for name in ("encoder", "pooler")}
         params = jax.device_get(params)
+        for name in experiment.adapt.lora_targets:
+            if name not in params["encoder"]["layers"]:
+                raise InputError(
+                    f"adapt.lora_targets: the layers of {experiment.init_from}, "
+                    f"model.kind={trained.model.kind}, have no {name!r}"
+                )
         fresh = tuple(name for name in trained.fresh if name in params)
         digest = hashlib.sha256(trained.tokenizer.sha256.encode())
         for path, leaf in sorted(base_lib.flat(params).items()):

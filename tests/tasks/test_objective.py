@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import kinds
 import numpy as np
 import pytest
+import samples
 from compare import assert_close, assert_identical
 from kinds import LABELS, MODEL, base_params, kind_of, objective, without_dropout
 
@@ -16,6 +17,7 @@ from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective as objective_lib
 from bert_jax.training import optimizer as optimizer_lib
+from bert_jax.training import sharding
 
 KINDS = list(LABELS)
 
@@ -120,7 +122,33 @@ def model_logits(reads, params, batch):
 def every_target():
     from bert_jax.config import LORA_TARGETS
 
-    return Adapt(how="lora", lora_rank=3, lora_alpha=6.0, lora_targets=LORA_TARGETS)
+    of_bert = tuple(name for name in LORA_TARGETS if name != "gate")
+    return Adapt(how="lora", lora_rank=3, lora_alpha=6.0, lora_targets=of_bert)
+
+
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_a_modern_encoder_is_adapted_as_any_other(how):
+    """Every kernel can be; before the first step nothing has changed; each has its rule."""
+    from bert_jax.config import LORA_TARGETS
+
+    model = dataclasses.replace(
+        MODEL, kind="modern", num_hidden_layers=4, local_window=8, initializer_range=0.3
+    )
+    adapt = Adapt(how=how, lora_targets=LORA_TARGETS)
+    task = dataclasses.replace(objective("pair"), model=model, adapt=adapt)
+    base = objective_lib.init_params(model, task.reads, task.outputs, jax.random.key(0))
+    learning = task.init_params(jax.random.key(0))
+    fixed = None if how == "full" else {name: base[name] for name in ("encoder", "pooler")}
+    batch = batch_of("pair")
+    ids = {name: batch[name] for name in ("input_ids", "segment_ids", "input_mask")}
+    found = jax.jit(lambda p: task.logits(p, fixed, ids, None, Loop()))(learning)
+    run = functools.partial(objective_lib.task_logits, model, task.reads, task.outputs)
+    expected = jax.jit(lambda p: run(p, ids, None, 0.0, Loop()))(base)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert np.std(found, axis=0).max() > 1e-4
+    mesh = samples.mesh_of(2)
+    parallelism = Parallelism(state="zero3" if how == "full" else "replicated")
+    sharding.partitions(jax.eval_shape(lambda: learning), parallelism, mesh, task.rules)
 
 
 def test_thin_matrices_begin_as_nothing():

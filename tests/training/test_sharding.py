@@ -72,6 +72,24 @@ def test_a_run_is_the_same_however_state_travels(
     assert_same_run(samples.run(STEPS, devices=4, parallelism=parallelism), reference)
 
 
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        Parallelism(state="zero3"),
+        pytest.param(Parallelism(state="zero3", tensor=2, remat="dots"), marks=pytest.mark.long),
+        pytest.param(Parallelism(state="zero1", accumulation=2), marks=pytest.mark.long),
+        pytest.param(Parallelism(state="zero3", layer_loop="unroll"), marks=pytest.mark.long),
+    ],
+    ids=lambda m: m.state,
+)
+def test_a_modern_encoder_sharded_equals_replicated(parallelism):
+    model = dataclasses.replace(
+        samples.MODEL, kind="modern", num_hidden_layers=4, local_window=4, initialization="scaled"
+    )
+    alone = samples.run(3, model=model)
+    assert_same_run(samples.run(3, devices=4, model=model, parallelism=parallelism), alone)
+
+
 @pytest.mark.long
 def test_zero1_clips_each_replica_s_own_gradient():
     optimizer = dataclasses.replace(

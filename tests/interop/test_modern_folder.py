@@ -1,0 +1,148 @@
+"""Folders of transformers' ModernBERT: written, and read back as they were; bad ones are named."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from safetensors.numpy import load_file, save_file
+
+from bert_jax import base as base_lib
+from bert_jax.config import Model
+from bert_jax.errors import InputError
+from bert_jax.interop import configs, huggingface, importing
+from bert_jax.model import heads
+from bert_jax.predict import Trained
+from bert_jax.text.tokenizer import WordPiece
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(30))]
+MODEL = Model(
+    kind="modern",
+    vocab_size=len(PIECES),
+    hidden_size=16,
+    num_hidden_layers=5,
+    num_attention_heads=2,
+    intermediate_size=24,
+    max_position_embeddings=64,
+    hidden_act="gelu_tanh",
+    hidden_dropout_prob=0.0,
+    global_every=2,
+    local_window=16,
+    global_rotary_base=1_000.0,
+    local_rotary_base=500.0,
+)
+
+
+@functools.cache
+def trained():
+    rng = np.random.default_rng(0)
+    params = jax.device_get(heads.init_params(MODEL, jax.random.key(0)))
+    params = jax.tree.map(lambda x: x + rng.standard_normal(x.shape).astype(np.float32), params)
+    # What nothing reads.
+    params["encoder"]["embeddings"]["word"]["embedding"][MODEL.vocab_size :] = 0
+    params["masked_lm"]["output_bias"][MODEL.vocab_size :] = 0
+    params["encoder"]["layers"]["attention_layer_norm"]["scale"][0] = 1
+    return Trained("a test", MODEL, params, WordPiece(PIECES, "uncased"))
+
+
+def write(folder, kind="masked_lm", **changes):
+    """An exported folder, with fields of config.json changed."""
+    huggingface.export_weights(trained(), kind, "float32", epath.Path(folder))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["masked_lm", "encoder"])
+def test_what_is_exported_comes_back_as_it_was(kind, tmp_path):
+    said = []
+    base = huggingface.read_folder(epath.Path(write(tmp_path / "hf", kind)), said.append)
+    fresh = {"masked_lm": ("pooler", "next_sentence"), "encoder": ("pooler", "masked_lm")}[kind]
+    assert set(fresh) <= set(base.fresh) and len(said) == len(base.fresh)
+    assert base.model == dataclasses.replace(
+        MODEL, attention_probs_dropout_prob=0.1, initialization="reference"
+    )
+    ours = base_lib.flat(trained().params)
+    for name, value in base_lib.flat(base.params).items():
+        if name.split("/")[0] not in base.fresh:
+            np.testing.assert_array_equal(value, ours[name], err_msg=name)
+
+
+def test_a_file_has_the_names_that_pytorch_gave(tmp_path):
+    """As `ModernBertForMaskedLM.state_dict()` lists them, one copy of what is tied left out."""
+    tensors = load_file(write(tmp_path / "hf") / "model.safetensors")
+    layer = {"mlp_norm", "attn_norm", "attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo"}
+    expected = {f"model.layers.{i}.{name}.weight" for i in range(5) for name in layer}
+    expected -= {"model.layers.0.attn_norm.weight"}
+    expected |= {f"model.{name}.weight" for name in ("embeddings.tok_embeddings", "final_norm")}
+    expected |= {"model.embeddings.norm.weight", "head.dense.weight", "head.norm.weight"}
+    assert set(tensors) == expected | {"decoder.bias"}
+    assert tensors["model.layers.0.attn.Wqkv.weight"].shape == (48, 16)
+    assert tensors["model.layers.0.mlp.Wi.weight"].shape == (48, 16)
+    says = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert says["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+def test_older_configurations_say_the_same_otherwise(tmp_path):
+    """Before version 5: one base a field, and how many layers there are from one to the next."""
+    folder = write(tmp_path / "hf")
+    fields = json.loads((folder / "config.json").read_text())
+    new = configs.read(epath.Path(folder / "config.json"))
+    for name in ("layer_types", "rope_parameters"):
+        del fields[name]
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert configs.read(epath.Path(folder / "config.json")) == new
+    for name in [n for n in fields if n not in ("model_type", "vocab_size")]:
+        del fields[name]
+    (folder / "config.json").write_text(json.dumps(fields))
+    base = configs.read(epath.Path(folder / "config.json"))
+    assert (base.num_hidden_layers, base.intermediate_size, base.local_window) == (22, 1_152, 128)
+    assert (base.global_rotary_base, base.local_rotary_base) == (160_000.0, 10_000.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_bias": True}, ["norm_bias=True", "False"]),
+        ({"norm_eps": 1e-12}, ["norm_eps"]),
+        ({"classifier_activation": "silu"}, ["classifier_activation", "silu"]),
+        ({"classifier_activation": "gelu"}, ["classifier_activation", "hidden_activation"]),
+        ({"layer_types": ["full_attention"] * 4}, ["layer_types", "5"]),
+        ({"layer_types": ["sliding_attention"] * 5}, ["layer_types", "first"]),
+        ({"layer_types": None, "global_attn_every_n_layers": 3}, ["num_hidden_layers=5", "3"]),
+        ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling", "yarn"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, ["rope_parameters"]),
+        ({"rope_parameters": [1]}, ["rope_parameters"]),
+        ({"local_attention": 7}, ["local_window=7", "even"]),
+        ({"global_rope_theta": "x", "rope_parameters": None}, ["global_rope_theta='x'"]),
+        ({"tie_word_embeddings": False}, ["tie_word_embeddings"]),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(changes, words, tmp_path):
+    folder = write(tmp_path / "hf", **changes)
+    with pytest.raises(InputError) as caught:
+        importing.import_weights(
+            epath.Path(folder), epath.Path(tmp_path / "base"), None, lambda line: None
+        )
+    for word in words:
+        assert word in str(caught.value)
+    assert not (tmp_path / "base").exists()
+
+
+def test_a_tensor_too_many_is_named(tmp_path):
+    folder = write(tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        tensors | {"classifier.weight": np.zeros(3, np.float32)}, folder / "model.safetensors"
+    )
+    with pytest.raises(InputError, match=r"classifier\.weight.*ModernBERT"):
+        huggingface.read_folder(epath.Path(folder), lambda line: None)
+
+
+def test_they_have_no_class_with_a_next_sentence_head(tmp_path):
+    with pytest.raises(InputError, match=r"--as pretraining.*masked_lm or encoder"):
+        huggingface.export_weights(trained(), "pretraining", "float32", epath.Path(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
