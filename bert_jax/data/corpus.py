@@ -49,6 +49,9 @@ COUNTS = "plans.json"
 # there is one that was read, and one that was written.
 _LONG_WORK = 3
 
+# Of the pieces of a text: more of them unknown is no accident of spelling.
+MOST_UNKNOWN = 0.02
+
 # Up to this many bytes a file is read in full at every opening: a few hundredths of a second.
 _SMALL = 1 << 25
 
@@ -390,7 +393,15 @@ def _build(
             f"{manifest['splits'][split][name]} {name}"
             for name in ("documents", "sentences", "tokens")
         )
-        say(f"prepare: {split}: {numbers}")
+        counts = manifest["splits"][split]
+        unknown = counts["unknown_tokens"] / counts["tokens"]
+        say(f"prepare: {split}: {numbers}, {unknown:.1%} of them unknown")
+        if unknown > MOST_UNKNOWN and not corpus.unknown_word:
+            say(
+                f"prepare: warning: {unknown:.0%} of {split} is [UNK], and is lost: the vocabulary "
+                "is of other text or another script, or too small for its letters "
+                "(`bert-jax doctor` names some); corpus.tokenizer=train makes one of this text"
+            )
     return manifest
 
 

@@ -30,13 +30,16 @@ from bert_jax.data import dataset
 from bert_jax.errors import InputError
 from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import named_errors
-from bert_jax.text import documents, sentences, tokenizer, words
+from bert_jax.text import documents, encodings, sentences, tokenizer, words
 from bert_jax.text.documents import Document, Extent
 
 # Bytes of text in a part, roughly: seconds of work, and a shard of some 30 MB at most.
 PART_BYTES = 1 << 25
 # Of compressed files and of TFDS's, bytes of text in a byte.
 _PACKED = 3
+
+# Kinds of files that are of `Corpus.encoding`.
+_ENCODED = ("text", "jsonl", "csv", "tsv")
 
 # Characters of documents that are split together, and tokens that are written together.
 _BATCH, _TOKENS = 1 << 18, 1 << 18
@@ -194,6 +197,10 @@ class Read:
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Writes the documents of the part as words or ids; returns its record."""
+        encodings.require_not_utf8(
+            (e.path for e in self.part.extents if e.kind in _ENCODED and e.start == 0),
+            self.corpus.encoding,
+        )
         record: dict[str, Any] = {"layouts": {}, "replaced": 0}
         # Of files that are shared by several parts the first one's.
         record["sources"] = {

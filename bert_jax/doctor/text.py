@@ -21,7 +21,7 @@ from bert_jax.data.build import LEAST_VALIDATION_DOCUMENTS, ONE_FILE
 from bert_jax.doctor import encoding, finding
 from bert_jax.doctor.finding import Finding, Rule, example, share
 from bert_jax.errors import InputError, printable
-from bert_jax.text import documents, sentences
+from bert_jax.text import documents, encodings, sentences
 from bert_jax.text.documents import Document
 
 # Characters read as documents at most: a minute. Of one file less, if there are several.
@@ -36,13 +36,13 @@ def examine(corpus: Corpus) -> list[Finding]:
       InputError: a source without files.
     """
     places: list[tuple[str, int]] = []
-    files: list[encoding.File] = []
+    files: list[encodings.File] = []
     for source in corpus.sources:
         word = source.partition(":")[0]
         if word in ("parquet", "tfds", "tfds_dir"):
             places.append((source, 0))
             continue
-        scanned = [encoding.scan(path, corpus.encoding) for path in documents.files(source)]
+        scanned = [encodings.scan(path, corpus.encoding) for path in documents.files(source)]
         files += scanned
         places += [(f"{word}:{glob.escape(f.path)}", f.size) for f in scanned if f.readable]
     survey = _Survey(corpus, places)

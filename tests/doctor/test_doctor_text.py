@@ -12,6 +12,7 @@ from bert_jax import doctor
 from bert_jax.config import Corpus
 from bert_jax.doctor import encoding, text
 from bert_jax.errors import InputError
+from bert_jax.text import encodings
 
 SAMPLE = pathlib.Path(__file__).parents[2] / "experiments" / "sample_text"
 
@@ -350,10 +351,10 @@ def test_the_place_of_a_fault_is_its_line(tmp_path):
 def test_offsets_do_not_depend_on_how_a_file_is_read(block, tmp_path, monkeypatch):
     """Characters of several bytes cut in two, before and at the byte that is wrong."""
     (tmp_path / "a.txt").write_bytes("Één.\n日本語 🙂\n".encode() * 9 + "日".encode()[:2] + b"x")
-    whole = encoding.scan(str(tmp_path / "a.txt"), "utf-8")
+    whole = encodings.scan(str(tmp_path / "a.txt"), "utf-8")
     assert (whole.bad, whole.where[:2]) == (2, (9 * 22, 19))
-    monkeypatch.setattr(encoding, "_BLOCK", block)
-    parts = encoding.scan(str(tmp_path / "a.txt"), "utf-8")
+    monkeypatch.setattr(encodings, "_BLOCK", block)
+    parts = encodings.scan(str(tmp_path / "a.txt"), "utf-8")
     assert parts.where[:2] == whole.where[:2]
     assert (parts.size, parts.high, parts.bad) == (whole.size, whole.high, whole.bad)
 

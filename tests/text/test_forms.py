@@ -309,3 +309,42 @@ def test_a_text_too_small_for_the_vocabulary_leaves_pieces_unused(tmp_path, kind
         assert list(map(opened.piece, opened.encode(text))) == list(
             map(pieces.piece, pieces.encode(text))
         )
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_utf8_under_another_name_is_refused_by_prepare(tmp_path, kind):
+    """Windows-1252 reads any bytes: the files that are UTF-8 would be garbled without a word."""
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        encoding = "utf-8" if number == 7 else "windows-1252"
+        text = f"Größe über Öfen, {words(number)} — täglich."
+        (tmp_path / "text" / f"{number:02}.txt").write_bytes(text.encode(encoding))
+    settings = Corpus(
+        sources=(f"text:{tmp_path}/text",),
+        encoding="windows-1252",
+        tokenizer_kind=kind,
+        validation_share=0.4,
+    )
+    with pytest.raises(InputError, match=r"07\.txt: is UTF-8 \(\d+ bytes.*bert-jax doctor"):
+        corpus.prepare(settings, 40, epath.Path(tmp_path / "c"), lambda line: None)
+    (tmp_path / "text" / "07.txt").unlink()
+    corpus.prepare(settings, 60, epath.Path(tmp_path / "c"), lambda line: None)
+
+
+def test_prepare_says_how_much_is_unknown_and_warns(tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{'ab ' * number}x ab.")
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nab\n.\n")
+    settings = Corpus(
+        sources=(f"text:{tmp_path}/text",), tokenizer=str(vocab), validation_share=0.4
+    )
+    said = []
+    made = corpus.prepare(settings, 7, epath.Path(tmp_path / "c"), said.append)
+    counts = made["splits"]["train"]
+    share = 100 * counts["unknown_tokens"] / counts["tokens"]
+    assert share > 2
+    (line,) = [line for line in said if line.startswith("prepare: train")]
+    assert f", {share:.1f}% of them unknown" in line
+    assert any(f"warning: {share:.0f}% of train is [UNK]" in line for line in said)
