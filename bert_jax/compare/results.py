@@ -105,7 +105,7 @@ class Results:
       root: its folder, of this machine.
       columns: what is measured.
       costs: seconds of CPU that a step of each phase takes, by `sha256` of the row's experiment.
-      values: what was measured, by `hash_of`.
+      values: what was measured, by `hash_of`; None for what a run does not learn.
       members: the runs, all rows with the first seed first; none before their steps are known.
     """
 
@@ -113,7 +113,7 @@ class Results:
     root: epath.Path
     columns: list[Column]
     costs: dict[str, list[float]]
-    values: dict[str, float]
+    values: dict[str, float | None]
     members: list[Member] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -165,7 +165,7 @@ class Results:
         write_atomic(self.root / "table.json", json.dumps(sealed(record), indent=2) + "\n")
 
     def value(self, member: Member, column: Column) -> float | None:
-        """Returns what was measured of a run; None if it is not yet."""
+        """Returns what was measured of a run; None if it is not yet, or cannot be."""
         return self.values.get(hash_of(column, member.experiment))
 
     def mean(self, row: str, column: Column) -> tuple[int, float, float]:
@@ -187,7 +187,7 @@ class Results:
         """Yields the table as text."""
         cells = [["", "runs", *(column.name.rpartition("/")[2] for column in self.columns)]]
         for row in self.table.rows:
-            runs = min(self.mean(row.name, column)[0] for column in self.columns)
+            runs = max(self.mean(row.name, column)[0] for column in self.columns)
             cells.append([row.name, str(runs), *(self.cell(row.name, c) for c in self.columns)])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for line in cells:

@@ -8,7 +8,6 @@ W/corpora/        one for all rows whose corpora are equal
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -158,25 +157,25 @@ class Comparison:
             self._results.write()
         return "finished"
 
-    def _finetuned(self, column: Column, member: Member) -> tuple[session.Outcome, float]:
+    def _finetuned(self, column: Column, member: Member) -> tuple[session.Outcome, float | None]:
         task = dataclasses.replace(column.asked, seed=member.seed)
         folder = self._root / "tasks" / f"{member.row}-{member.seed}" / task.name
         base = os.fspath(member.folder)
         outcome = job.finetune(task, base, os.fspath(folder), self._progress)
         lines = [x for x in Lines(Workdir(folder).metrics).read() if x["kind"] == "scores"]
-        return outcome, lines[-1]["score"] if lines else math.nan
+        return outcome, lines[-1]["score"] if lines else None
 
     def _missing(self, member: Member) -> list[Column]:
-        columns = self._results.columns
-        return [column for column in columns if self._results.value(member, column) is None]
+        columns, values = self._results.columns, self._results.values
+        return [column for column in columns if hash_of(column, member.experiment) not in values]
 
     def _write(self) -> None:
         self._results.write()
         page.write(self._results)
 
 
-def _measured(name: str, workdir: Workdir, experiment: Experiment) -> float:
-    """Returns what a finished run has written down itself."""
+def _measured(name: str, workdir: Workdir, experiment: Experiment) -> float | None:
+    """Returns what a finished run has written down itself; None for what it does not learn."""
     if name == "steps":
         return float(experiment.total_steps)
     if name == "cpu_seconds":
@@ -185,10 +184,14 @@ def _measured(name: str, workdir: Workdir, experiment: Experiment) -> float:
     if name == "real_tokens":
         return _real_tokens(experiment, lines)
     last = [line for line in lines if line["kind"] == "evaluation"][-1]
-    return last["masked_lm_loss" if name == "loss" else f"{_OF_LINE[name]}_accuracy"]
+    return last.get(_OF_LINE[name])
 
 
-_OF_LINE = {"accuracy": "masked_lm", "next_sentence": "next_sentence"}
+_OF_LINE = {
+    "loss": "masked_lm_loss",
+    "accuracy": "masked_lm_accuracy",
+    "next_sentence": "next_sentence_accuracy",
+}
 
 
 def _real_tokens(experiment: Experiment, lines: Sequence[dict[str, Any]]) -> float:
