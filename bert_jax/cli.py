@@ -163,16 +163,29 @@ def prepare(args: argparse.Namespace) -> int:
     _set(),
     _CACHE,
     _flag("--extend", "do more steps in the last phase; the learning-rate schedule changes"),
+    _argument(
+        "--decay-from",
+        metavar="RUN/checkpoints/STEP",
+        help="begin with a checkpoint of a stable run (optimizer.schedule=wsd), in a --workdir of "
+        "its own, and do the optimizer.decay_steps after it",
+    ),
     fields=Experiment,
     codes=errors.CODES_OF_RUNS,
 )
 def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
     from bert_jax.tasks.probes import Probes
+    from bert_jax.training import branch as branch_lib
     from bert_jax.training import pretraining
     from bert_jax.training.progress import LineConsole, Progress
 
-    if args.experiment is None:
+    branch = None
+    if args.decay_from is not None:
+        if args.extend or not args.workdir:
+            raise InputError("--decay-from: needs a --workdir of its own, and no --extend")
+        experiment, branch = branch_lib.opened(args.decay_from, args.experiment, args.set)
+        workdir, origin = _workdir(args, experiment, "write"), None
+    elif args.experiment is None:
         experiment, workdir = _experiment(args, "write")
         origin = None  # the run's own stays
     else:
@@ -181,7 +194,7 @@ def pretrain(args: argparse.Namespace) -> int:
     progress = Progress(LineConsole())
     extend = "extend" if args.extend else "keep"
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
-    outcome = pretraining.pretrain(experiment, workdir, extend, progress, origin, probes)
+    outcome = pretraining.pretrain(experiment, workdir, extend, progress, origin, probes, branch)
     return _CODES[outcome]
 
 

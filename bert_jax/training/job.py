@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 
 from bert_jax.config import Optimizer
+from bert_jax.training.branch import Branch
 from bert_jax.training.feed import MakeBatch
 from bert_jax.training.objective import Batch, Objective
 from bert_jax.training.peers import Peers
@@ -83,6 +84,7 @@ class Job:
       notes: the newest line of the first evaluator ({}: not of this step) to what checkpoints keep
         as `notes` for those who ask the model later, as JSON.
       require_unchanged: raises InputError if what is learned from was changed since it was opened.
+      branch: the checkpoint of another run that stands before the first of this one; None: none.
       fixed: arrays that the steps read and do not change, on the devices; None: there are none.
     """
 
@@ -99,6 +101,7 @@ class Job:
     how_to_see: Callable[[int], str]
     notes: Callable[[dict[str, Any]], dict[str, Any]] = lambda evaluation: {}
     require_unchanged: Callable[[], None] = lambda: None
+    branch: Branch | None = None
     fixed: Any = None
 
 

@@ -55,8 +55,10 @@ def schedule(cfg: Optimizer, total_steps: int, step: jax.Array) -> jax.Array:
     peak, warmup = cfg.peak_learning_rate, cfg.warmup_steps
     rise = peak * step / max(warmup, 1)
     if cfg.schedule == "wsd":
-        decayed = step - (total_steps - cfg.decay_steps)
-        share = jnp.clip(decayed / max(cfg.decay_steps, 1), 0.0, 1.0)
+        # One expression with and without a decay, so that a compiler makes the same bits of the
+        # steps before it: a decay may branch off a run that has none (`training.branch`).
+        done = (step - (total_steps - cfg.decay_steps)) * (1.0 / (cfg.decay_steps or total_steps))
+        share = jnp.clip(done, 0.0, 1.0)
         share = jnp.sqrt(share) if cfg.decay_shape == "one_minus_sqrt" else share
         return jnp.where(step < warmup, rise, peak * (1.0 - share))
     done = jnp.clip((step - warmup) / (total_steps - warmup), 0.0, 1.0)

@@ -18,12 +18,14 @@ from bert_jax.data.dataset import SPLITS
 from bert_jax.data.plans import Packed, Plans
 from bert_jax.errors import InputError
 from bert_jax.model import flops
+from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluators, feed, session
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import step as step_lib
+from bert_jax.training.branch import Branch
 from bert_jax.training.evaluators import Watched
 from bert_jax.training.job import Evaluator, Job, PhaseBatches, every
 from bert_jax.training.objective import Batch, Pretraining
@@ -189,6 +191,7 @@ def pretrain(
     progress: Progress,
     origin: dict[str, Any] | None = None,
     probes: Probes | None = None,
+    branch: Branch | None = None,
 ) -> session.Outcome:
     """Runs the experiment in its workdir to its end, or until asked to stop.
 
@@ -199,13 +202,14 @@ def pretrain(
       progress: shows what happens.
       origin: see session.run.
       probes: those that `run.probes` names; None: none.
+      branch: what a run begins with that is not there yet; None: its step 0.
 
     Raises:
       InputError: bad settings, bad text, or a workdir of another run.
     """
 
     def make() -> PretrainingSetup:
-        return PretrainingSetup(experiment, workdir, length, progress.say, probes)
+        return PretrainingSetup(experiment, workdir, length, progress.say, probes, branch)
 
     return session.run(make, workdir, progress, length, origin)
 
@@ -252,6 +256,7 @@ class PretrainingSetup:
       length: `extend` allows more steps in the last phase than the run was started with.
       say: shows a line.
       probes: to be asked at times; None: none.
+      branch: what a run begins with that is not there yet; None: its step 0.
     """
 
     how_to_go_on = "choose another --workdir, to go on raise the last phase's steps with --extend"
@@ -263,11 +268,12 @@ class PretrainingSetup:
         length: Literal["keep", "extend"],
         say: Callable[[str], None],
         probes: Probes | None = None,
+        branch: Branch | None = None,
     ):
         self.experiment = experiment
         self.compute_dtype = experiment.model.compute_dtype
         self._workdir, self._length, self._say = workdir, length, say
-        self._probes = probes
+        self._probes, self._branch = probes, branch
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
@@ -275,6 +281,8 @@ class PretrainingSetup:
 
     def require_start(self) -> None:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
+        if self._branch is not None:
+            self._branch.require(self.experiment)
         base_lib.start_of(self.experiment)
 
     def differences(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
@@ -302,6 +310,8 @@ class PretrainingSetup:
         """Makes the corpus, or finds it, with the streams that all processes would make at once."""
         experiment, folder = self.experiment, self._workdir.corpus
         corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self._say)
+        if self._branch is not None and not mirror.names(self._workdir.checkpoints):
+            self._branch.copy_lines(self._workdir)
         if processes == 1:
             return
         prepared = Prepared.open(folder)
@@ -364,6 +374,7 @@ class PretrainingSetup:
             operations=operations,
             how_to_see=how_to_see,
             require_unchanged=prepared.require_unchanged,
+            branch=self._branch,
         )
 
     def _initial_state(

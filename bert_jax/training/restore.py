@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from bert_jax.config import SKIPPED_STEPS
-from bert_jax.errors import Unavailable
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
@@ -115,6 +115,13 @@ def _restore(
         return peers.first_error(f"checkpoint {what}", error, patience=2 * retry.GIVE_UP)
 
     restored = saved.newest(abstract, at_most, agreed)
+    if restored is None and job.branch is not None:
+        step_there, folder = job.branch.step, job.branch.workdir.checkpoints
+        with Checkpoints(folder, job.experiment.run, "read", say) as others:
+            restored = others.newest(abstract, step_there, agreed)
+        if restored is None or restored.step != step_there:
+            raise InputError(f"--decay-from {job.branch}: damaged, or not there any more")
+        say(f"decay: from {job.branch} on")
     if restored is None:
         return _initialize(job, mesh, jax.tree.map(lambda s: s.sharding, abstract))
     metadata = restored.metadata

@@ -186,7 +186,10 @@ class Trainer:
             self._write_experiment()
             if self.done == total:
                 return Result("finished", self.done)
-            self._note("start", self._lap() | {"environment": environment()})
+            begun = {} if self.job.branch is None else {"branch": str(self.job.branch)}
+            self._note("start", self._lap() | {"environment": environment()} | begun)
+            if begun and self.done not in self.saved.steps:
+                self._save()  # from here on it is a run like any other
             try:
                 with self.progress.bar(self.done, total):
                     while not (stop.requested or self.failure):
