@@ -29,6 +29,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax import errors
+from bert_jax.config import Data, Phase
 from bert_jax.data import draws, masking, packing, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
@@ -75,6 +76,23 @@ class Packed(NamedTuple):
     predictions: int
     masked_share: float
     max_predictions: int
+
+    @classmethod
+    def of(cls, data: Data, phase: Phase) -> "Packed | None":
+        """Returns those of a phase; None if each example has a row of its own."""
+        if data.packing == "none":
+            return None
+        limits = phase.examples_per_row, phase.row_predictions
+        return cls(*limits, data.largest_masked_share, phase.max_predictions_per_seq)
+
+    def pack(
+        self, lengths: np.ndarray, sequence_length: int, key: tuple[int, int], epoch: int
+    ) -> packing.Packs:
+        """Packs examples of these lengths, unsigned [examples]: see `packing.pack_epoch`."""
+        length = np.arange(sequence_length + 1)
+        predictions = masking.number_to_predict(length, self.masked_share, self.max_predictions)
+        limits = packing.Limits(sequence_length, self.examples, self.predictions)
+        return packing.pack_epoch(lengths, predictions, limits, key, epoch)
 
 
 class _Plan(NamedTuple):
@@ -374,15 +392,8 @@ def _packs(
         rows = pairs.rows(stream, chunks, draws.Counter(key, chunks["sentence"]))
         lengths[start : start + _WRITTEN] = pairs.truncated_lengths(rows, length)
     examples = task["examples"] or len(plan)
-    return packing.pack_epoch(
-        lengths[np.resize(order, examples)],
-        masking.number_to_predict(
-            np.arange(length + 1), packed.masked_share, packed.max_predictions
-        ),
-        packing.Limits(length, packed.examples, packed.predictions),
-        draws.key_of(*names, "packs"),
-        epoch,
-    )
+    by_slot = lengths[np.resize(order, examples)]
+    return packed.pack(by_slot, length, draws.key_of(*names, "packs"), epoch)
 
 
 def _read(path: str, dtype: np.dtype) -> _Plan | None:

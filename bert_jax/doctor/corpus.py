@@ -344,7 +344,7 @@ PADDING = Rule(
     "{value} of examples is padding {where}",
     0.3, 0.5,
     "time and memory are spent on positions that hold nothing",
-    "a shorter phases.N.sequence_length, or longer documents",
+    "data.packing=pairs, a shorter phases.N.sequence_length, or longer documents",
 )  # fmt: skip
 
 

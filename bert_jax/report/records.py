@@ -12,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from bert_jax import config
-from bert_jax.config import Experiment
+from bert_jax.config import Data, Experiment, Phase
 from bert_jax.data import batches, corpus, draws, masking, pairs
+from bert_jax.data.plans import Packed
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
 from bert_jax.plan import report as plan_report
@@ -243,7 +244,7 @@ class CorpusStatistics:
             ],
             unused=float((counts[_no_specials(prepared.tokenizer)] == 0).mean()),
             looked_at=int(counts.sum()),
-            planned=[_planned(r, p.sequence_length) for r, p in zip(rows, phases, strict=True)],
+            planned=[_planned(r, experiment.data, p) for r, p in zip(rows, phases, strict=True)],
             examples=[
                 _examples(stream, r, experiment, prepared, number) for number, r in enumerate(rows)
             ],
@@ -277,14 +278,17 @@ def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np
     return pairs.sample(stream, length, experiment.data.short_seq_prob, key, _ROWS)
 
 
-def _planned(rows: np.ndarray, length: int) -> Planned:
-    wanted = rows["a_length"].astype(np.int64) + rows["b_length"]
-    kept = np.minimum(wanted, length - pairs.SPECIAL_TOKENS)
+def _planned(pairs_of: np.ndarray, data: Data, phase: Phase) -> Planned:
+    length, packed, rows = phase.sequence_length, Packed.of(data, phase), len(pairs_of)
+    wanted = pairs_of["a_length"].astype(np.int64) + pairs_of["b_length"]
+    lengths = pairs.truncated_lengths(pairs_of, length)
+    if packed is not None:
+        rows = len(packed.pack(lengths.astype(np.uint32), length, (0, 0), 0))
     return Planned(
         length,
-        float(rows["is_random_next"].mean()),
-        float((kept + pairs.SPECIAL_TOKENS).mean() / length),
-        float(1 - kept.sum() / wanted.sum()),
+        float(pairs_of["is_random_next"].mean()),
+        float(lengths.sum() / (rows * length)),
+        float(1 - (lengths - pairs.SPECIAL_TOKENS).sum() / wanted.sum()),
     )
 
 

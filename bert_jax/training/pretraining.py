@@ -104,10 +104,7 @@ class Prepared:
         stream = corpus.open_stream(self.folder, "train")
         files = sorted((self.folder / "stream" / "train").iterdir())
         self.stamps |= {os.fspath(path): _stamp(path) for path in files}
-        data, packed = experiment.data, None
-        if data.packing == "pairs":
-            limits = spec.examples_per_row, spec.row_predictions
-            packed = Packed(*limits, data.largest_masked_share, spec.max_predictions_per_seq)
+        data = experiment.data
         plans = Plans(
             stream,
             (experiment.seed, "train", phase),
@@ -116,7 +113,7 @@ class Prepared:
             self.sha256,
             self.folder / corpus.COUNTS,
             self.named / corpus.COUNTS if sends_counts and self.named != self.folder else None,
-            packed,
+            Packed.of(data, spec),
         )
         shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
         return batches.TrainBatches(
