@@ -25,6 +25,10 @@ SLOTS = np.arange(4) < np.array([3, 1, 2, 4, 2, 4])[:, None]
 DROPOUT = dataclasses.replace(
     samples.MODEL, hidden_dropout_prob=0.25, attention_probs_dropout_prob=0.5
 )
+# Of layers that attend to a window of places.
+MODERN = dataclasses.replace(
+    DROPOUT, kind="modern", num_hidden_layers=3, global_every=2, local_window=6
+)
 
 
 @functools.cache
@@ -68,10 +72,18 @@ def result(batch, model, loop):
     return {"loss": value, "metrics": metrics, "gradients": gradients}
 
 
-@pytest.mark.parametrize("dropped", ["nothing", "some"])
-@pytest.mark.parametrize("remat", ["none", "dots"])
-def test_loss_and_gradients_are_those_of_the_examples_by_themselves(remat, dropped):
-    model = DROPOUT if dropped == "some" else samples.without_dropout()
+@pytest.mark.parametrize(
+    ("model", "remat"),
+    [
+        (samples.without_dropout(), "none"),
+        (samples.without_dropout(), "dots"),
+        (DROPOUT, "none"),
+        (DROPOUT, "dots"),
+        (MODERN, "dots"),
+    ],
+    ids=["none", "dots", "dropout-none", "dropout-dots", "modern"],
+)
+def test_loss_and_gradients_are_those_of_the_examples_by_themselves(model, remat):
     alone, packed = (result(batch, model, Loop(remat=remat)) for batch in both())
     assert_close(alone, packed, 2e-6)
     assert float(packed["metrics"]["next_sentence_loss"][1]) == 16
