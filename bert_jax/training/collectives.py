@@ -43,17 +43,32 @@ class Method(NamedTuple):
 # v2 and v3 hide nothing, and their innermost axis holds the two cores of a chip: with it in the
 # end a chip fetches each byte once, for both.
 _TWO_CORES = Method(order="innermost")
+_AT_ONCE = Method(
+    gather="at_once",
+    scatter="ring",
+    order="balanced",
+    compiler_options=(("xla_tpu_prefer_async_allgather_to_allreduce", True),),
+)
 # By `device_kind`; all others, CPUs and GPUs among them, do as `Method()` says.
 METHODS = {
     hardware.TPUS["v2"].kind: _TWO_CORES,
     hardware.TPUS["v3"].kind: _TWO_CORES,
     # No option makes a reduce-scatter asynchronous, permutations always are. Without this option a
     # gather along all axes becomes an all-reduce; with it, it is asynchronous and uses all links.
-    hardware.TPUS["v5e"].kind: Method(
-        gather="at_once",
+    hardware.TPUS["v5e"].kind: _AT_ONCE,
+    # Here it is not asynchronous, but of all links.
+    hardware.TPUS["v6e"].kind: _AT_ONCE,
+    # A gather along all axes is an all-reduce whatever the options; along one, these make the
+    # larger ones asynchronous.
+    hardware.TPUS["v5p"].kind: Method(
         scatter="ring",
         order="balanced",
-        compiler_options=(("xla_tpu_prefer_async_allgather_to_allreduce", True),),
+        compiler_options=(
+            ("xla_enable_async_all_gather", True),
+            ("xla_tpu_enable_async_collective_fusion", True),
+            ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True),
+            ("xla_tpu_enable_async_collective_fusion_multiple_steps", True),
+        ),
     ),
 }
 
