@@ -44,6 +44,13 @@ def test_data_prints_its_figures(tmp_path):
 
 
 @pytest.mark.long
+def test_packing_prints_its_figures(tmp_path):
+    arguments = ("--seconds", 2, "--layers", 1, "--length", 64, "--rows", 2, "--steps", 20)
+    found = figures("packing", tmp_path, *arguments)
+    assert 0.5 < found["unpacked_share_of_real_tokens"] < found["packed_share_of_real_tokens"]
+
+
+@pytest.mark.long
 def test_loop_prints_its_figures(tmp_path):
     arguments = ("--rounds", 1, "--laps", 1, "--state", "micro")
     assert 0 < figures("loop", tmp_path, *arguments)["save_blocking_share"] < 1
