@@ -37,6 +37,8 @@ _EPS = 1e-12
 _ADDED_BYTES = 2**20
 # Rows of a block are a multiple of this, which no type's tile exceeds.
 _TILE_ROWS = 32
+# Rates are multiples of one over it, as where bits are drawn outside (`layers.ShardNoise`).
+_STEPS = 65_536
 # Tokens that a program normalises at a time, as many as divide the rows.
 _TOKENS = (256, 128, 64, 32, 16)
 
@@ -411,13 +413,19 @@ def _norm_backward(
     static: _Norm, kept: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[jax.Array | None, ...]:
     x = kept[0]
-    rows, columns = _row_blocks(x)
-    sums = jax.ShapeDtypeStruct((1, x.shape[1]), jnp.float32)
-    outputs = [(rows, x), (rows, x), *[(columns, sums)] * 3]
+    rows, _ = _row_blocks(x)
+    width = x.shape[1]
+    programs = len(x) // rows.block_shape[0]
+    sums = jax.ShapeDtypeStruct((programs, 1, width), jnp.float32)
+    outputs = [
+        (rows, x),
+        (rows, x),
+        *[(pl.BlockSpec((1, 1, width), lambda i: (i, 0, 0)), sums)] * 3,
+    ]
     d_x, d_y, *d_columns = _run_norm(
         static, _norm_backward_kernel, "norm_backward", kept, (gradient,), outputs
     )
-    return d_x, d_y, *(d[0] for d in d_columns), None, None
+    return d_x, d_y, *(d.sum(axis=(0, 1)) for d in d_columns), None, None
 
 
 _residual_norm.defvjp(_norm_forward, _norm_backward)
@@ -493,14 +501,8 @@ def _norm_backward_kernel(rate: float, has_bits: bool, *refs: Any) -> None:
     d_dropped = d_total if keep is None else jnp.where(keep, d_total * _scale(rate), 0.0)
     d_y[...] = d_dropped.astype(d_y.dtype)
     sums = ((d_bias, d_dropped), (d_scale, gradient * normed), (d_shift, gradient))
-
-    @pl.when(pl.program_id(0) == 0)
-    def _() -> None:
-        for ref, _ in sums:
-            ref[...] = jnp.zeros_like(ref)
-
     for ref, values in sums:
-        ref[...] += values.sum(axis=0, keepdims=True)
+        ref[0] = values.sum(axis=0, keepdims=True)
 
 
 # --- a ring's additions ---------------------------------------------------------------------------
@@ -581,13 +583,16 @@ def _run(
         cost_estimate=pl.CostEstimate(
             flops=operations, bytes_accessed=moved, transcendentals=exponentials
         ),
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=kernels.memory),
+        # In any order: on v4 and v5p two cores share the programs.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * len(grid), vmem_limit_bytes=kernels.memory
+        ),
     )
 
 
 def _scale(rate: float) -> float:
     """Returns one over the probability with which something is kept."""
-    return 1.0 / (1.0 - round(rate * 2**32) / 2**32)
+    return _STEPS / (_STEPS - round(rate * _STEPS))
 
 
 def _keep(
@@ -597,7 +602,7 @@ def _keep(
     if bits is None:
         pltpu.prng_seed(*program_seed((seed[0], seed[1]), program))
         bits = pltpu.bitcast(pltpu.prng_random_bits(shape), jnp.uint32)
-    return bits >= jnp.uint32(round(rate * 2**32))
+    return bits >= jnp.uint32(round(rate * _STEPS) * (2**32 // _STEPS))
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:

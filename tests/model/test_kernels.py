@@ -29,7 +29,8 @@ HOW = {"float32": kernels.Kernels(operands="float32"), "bfloat16": kernels.Kerne
 
 def kept(bits: jax.Array, rate: float) -> np.ndarray:
     """What bits are multiplied by: 0 for the lowest of them, else the rest's share made up for."""
-    return (np.asarray(bits) >= round(rate * 2**32)) / (1 - round(rate * 2**32) / 2**32)
+    share = round(rate * 65_536) / 65_536
+    return (np.asarray(bits) >= share * 2**32) / (1 - share)
 
 
 def random_bits(seed: int, shape: tuple[int, ...]) -> jax.Array:
