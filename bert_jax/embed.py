@@ -29,6 +29,7 @@ from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.predict import Trained
+from bert_jax.text import unknown
 from bert_jax.training import mesh as mesh_lib
 
 # Texts that are sorted together, their characters, and the bytes of vectors that are held.
@@ -78,6 +79,7 @@ class Embedder:
       max_length: tokens of a text that are read, [CLS] and [SEP] among them.
       texts: done so far.
       cut: those of them that were longer.
+      unknown: pieces of them that the vocabulary cannot read.
 
     Args:
       trained: whose encoder.
@@ -109,6 +111,7 @@ class Embedder:
         self.width = model.hidden_size * (len(layers) if features.combine == "concat" else 1)
         self.max_length = max_length or most
         self.texts = self.cut = 0
+        self.unknown = unknown.Share(trained.tokenizer)
         self._features, self._mesh, self._tokenizer = features, mesh, trained.tokenizer
         self._row_tokens = max(
             batch_tokens or (_CPU_TOKENS if on_cpu else _OTHER_TOKENS), self.max_length
@@ -147,7 +150,9 @@ class Embedder:
     def _encoded(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns ids with [CLS] and [SEP], not cut."""
         tok = self._tokenizer
-        return [np.array([tok.cls_id, *tok.encode(text), tok.sep_id], np.int32) for text in texts]
+        ids = [np.array([tok.cls_id, *tok.encode(text), tok.sep_id], np.int32) for text in texts]
+        self.unknown.add(ids)
+        return ids
 
     def _embedded(self, texts: list[np.ndarray]) -> Iterator[Embedded]:
         """Yields parts whose vectors are not too many to hold."""
@@ -222,8 +227,11 @@ def write(
     seconds = time.monotonic() - began
     say(
         f"{path}: {embedder.texts} texts, {embedder.width} numbers a vector; {seconds:.1f} s, "
-        f"{embedder.texts / seconds:.0f} texts a second"
+        f"{embedder.texts / seconds:.0f} texts a second; {embedder.unknown.value:.1%} of their "
+        "pieces are unknown"
     )
+    if warning := embedder.unknown.warning("the text"):
+        say(warning)
     if embedder.cut:
         say(f"cut to {embedder.max_length} tokens: {embedder.cut} of {embedder.texts} texts")
 

@@ -40,7 +40,7 @@ from bert_jax.storage.workdir import (
     sealed,
     write_atomic,
 )
-from bert_jax.text import documents, tokenizer
+from bert_jax.text import documents, tokenizer, unknown
 
 FORMAT_VERSION = 3
 COUNTS = "plans.json"
@@ -48,9 +48,6 @@ COUNTS = "plans.json"
 # Whole parts from which on bad input was met after long work, which is kept: of a small text
 # there is one that was read, and one that was written.
 _LONG_WORK = 3
-
-# Of the pieces of a text: more of them unknown is no accident of spelling.
-MOST_UNKNOWN = 0.02
 
 # Up to this many bytes a file is read in full at every opening: a few hundredths of a second.
 _SMALL = 1 << 25
@@ -394,11 +391,11 @@ def _build(
             for name in ("documents", "sentences", "tokens")
         )
         counts = manifest["splits"][split]
-        unknown = counts["unknown_tokens"] / counts["tokens"]
-        say(f"prepare: {split}: {numbers}, {unknown:.1%} of them unknown")
-        if unknown > MOST_UNKNOWN and not corpus.unknown_word:
+        share = counts["unknown_tokens"] / counts["tokens"]
+        say(f"prepare: {split}: {numbers}, {share:.1%} of them unknown")
+        if share > unknown.MOST and not corpus.unknown_word:
             say(
-                f"prepare: warning: {unknown:.0%} of {split} is [UNK], and is lost: the vocabulary "
+                f"prepare: warning: {share:.0%} of {split} is [UNK], and is lost: the vocabulary "
                 "is of other text or another script, or too small for its letters "
                 "(`bert-jax doctor` names some); corpus.tokenizer=train makes one of this text"
             )

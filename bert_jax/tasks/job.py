@@ -1,29 +1,34 @@
 """Fine-tuning as the loop is given it."""
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from bert_jax import config
-from bert_jax.config import Finetuning
+from bert_jax.config import SCORES, Finetuning, Task
 from bert_jax.errors import InputError
 from bert_jax.model import flops
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import rows
+from bert_jax.tasks import rows, scores
 from bert_jax.tasks.adapted import Forward, LoadedBase, kind_of
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.objective import TaskObjective, require_parallelism
+from bert_jax.text import unknown
 from bert_jax.training import feed, session, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.job import Evaluator, Job, PhaseBatches, every
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Progress
+
+# Labels whose counts are shown.
+_LABELS = 10
 
 
 def finetune(
@@ -160,13 +165,26 @@ class FinetuningSetup:
             f"finetune: {len(self._train)} examples, {len(self._held_out)} held out, "
             f"{self.total_steps} steps; {experiment.init_from} {self._base.sha256[:12]}"
         )
+        guessing = guess(experiment.task, self.labels, self._held_out)
+        if guessing:
+            self._say(f"finetune: {_counted(experiment.task, self.labels, self._train)}{guessing}")
+        tokenizer = self._base.tokenizer
+        shares = {
+            "train": unknown.Share(tokenizer).add(self._rows.ids),
+            "validation": unknown.Share(tokenizer).add(self._eval_rows.ids),
+        }
+        values = ", ".join(f"{share.value:.1%} of {name}" for name, share in shares.items())
+        self._say(f"finetune: unknown pieces: {values}")
+        for name, share in shares.items():
+            if warning := share.warning(name):
+                self._say(warning)
         size = experiment.batch_size * self._rows.rows_per_example
         phase = PhaseBatches(0, 0, self.total_steps, size, self._batches.batch)
-        scores = Evaluator(
+        evaluator = Evaluator(
             "scores",
             every(experiment.run.eval_every, self.total_steps),
             lambda params: self._evaluate(params, forward, fixed),
-            summary,
+            lambda line: summary(line) + guessing,
         )
         return Job(
             experiment=experiment,
@@ -175,7 +193,7 @@ class FinetuningSetup:
             total_steps=self.total_steps,
             batches=lambda done: phase,
             initial_state=self.initial_state,
-            evaluators=(scores,),
+            evaluators=(evaluator,),
             data_sha256=self.sha256,
             require_same=self._require_same,
             operations=self._operations,
@@ -220,13 +238,41 @@ class FinetuningSetup:
     def _evaluate(self, params: Any, forward: Forward, fixed: Any) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
         outputs, loss = forward.predict_rows(params, fixed, self.eval_batches, self._eval_rows)
-        scores = self.scores(outputs)
-        score = scores[self.experiment.task.main_score]
-        return {"loss": loss, "score": score, "examples": len(self._held_out), **scores}
+        by_name = self.scores(outputs)
+        score = by_name[self.experiment.task.main_score]
+        return {"loss": loss, "score": score, "examples": len(self._held_out), **by_name}
 
     def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
         """Returns all scores of the head's outputs for each validation row."""
         return self._kind.scores(outputs, self._eval_rows, self._held_out)
+
+
+def guess(task: Task, labels: Sequence[str], held_out: Sequence[Any]) -> str:
+    """Returns what the best guess without reading scores, in words; "" where labels are not one a
+    text.
+
+    The guess is one label for all validation examples, that of the best main score.
+    """
+    if task.kind not in ("classify", "pair", "choice"):
+        return ""
+    truth = np.array([labels.index(str(example.label)) for example in held_out])
+    by_label = {
+        name: scores.score(task.main_score, truth, np.full_like(truth, number))
+        for number, name in enumerate(labels)
+    }
+    best = max(labels, key=lambda name: by_label[name])
+    return f"; always {best!r}: {task.main_score} {by_label[best]:.4f}"
+
+
+def _counted(task: Task, labels: Sequence[str], train: Sequence[Any]) -> str:
+    """Returns how often each label is trained on, and which one F1 is of."""
+    counts = collections.Counter(str(example.label) for example in train)
+    shown = ", ".join(f"{name} {counts[name]:,}" for name in labels[:_LABELS])
+    more = f" and {len(labels) - _LABELS} more" if len(labels) > _LABELS else ""
+    positive = ""
+    if len(labels) == 2 and "f1" in SCORES[task.kind]:
+        positive = f"; f1 is of {labels[1]!r}"
+    return f"labels {shown}{more}{positive}"
 
 
 def summary(line: dict[str, Any]) -> str:

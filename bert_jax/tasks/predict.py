@@ -17,6 +17,7 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows
 from bert_jax.tasks.adapted import Forward, LoadedBase, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence
+from bert_jax.text import unknown
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints, Restored
@@ -72,6 +73,7 @@ class TaskModel:
             self._fixed = feed.put(loaded.read_by(self._kind), mesh_lib.replicated(mesh))
         self._forward = Forward(objective, parallelism, mesh)
         self._pad_id = loaded.tokenizer.pad_id
+        self.unknown = unknown.Share(loaded.tokenizer)
         self._shards, self._batch_rows = mesh_lib.data_shards(mesh), 0
 
     def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
@@ -105,6 +107,7 @@ class TaskModel:
 
     def _run(self, examples: Sequence[Example]) -> tuple[list[Any], float, rows.Rows]:
         made = self._kind.rows(examples)
+        self.unknown.add(made.ids)
         if not self._batch_rows:  # of the first window: few texts make a small batch
             per_example = made.rows_per_example
             most = min(self.experiment.run.eval_batch_size, len(made.ids) // per_example)
@@ -206,6 +209,8 @@ def predict(
         yield _json(scores)
     elif out is None:
         yield from map(_json, answers)
+    if warning := model.unknown.warning("the text"):
+        print(warning, file=sys.stderr)
 
 
 def _json(value: dict[str, Any]) -> str:
