@@ -42,7 +42,10 @@ def table() -> Table:
     return Table(
         name="ladder",
         rows=tuple(rows),
-        columns=("loss", "accuracy", "next_sentence", "steps", "cpu_seconds", "real_tokens"),
+        columns=(
+            *("loss", "below_unigrams", "accuracy", "next_sentence"),
+            *("steps", "cpu_seconds", "real_tokens"),
+        ),
         seeds=(0, 1),
         cpu_seconds=300.0,
     )

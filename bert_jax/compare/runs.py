@@ -184,6 +184,8 @@ def _measured(name: str, workdir: Workdir, experiment: Experiment) -> float | No
     if name == "real_tokens":
         return _real_tokens(experiment, lines)
     last = [line for line in lines if line["kind"] == "evaluation"][-1]
+    if name == "below_unigrams":
+        return last["unigram_loss"] - last["masked_lm_loss"]
     return last.get(_OF_LINE[name])
 
 

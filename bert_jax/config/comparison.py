@@ -11,13 +11,14 @@ from bert_jax.errors import InputError
 # What is measured of each run (`compare.runs`), and in which unit; of HELD_OUT on held-out text.
 COLUMNS = {
     "loss": "held-out masked LM, nat",
+    "below_unigrams": "nat below the unigram line",
     "accuracy": "masked LM accuracy",
     "next_sentence": "next-sentence accuracy",
     "cpu_seconds": "seconds of CPU",
     "steps": "steps",
     "real_tokens": "tokens without padding",
 }
-HELD_OUT = ("loss", "accuracy", "next_sentence")
+HELD_OUT = ("loss", "below_unigrams", "accuracy", "next_sentence")
 # What is asked of each run: the file of a task follows a colon. `probe` reads off the encoder what
 # `run.probes` does, or asks for minimal pairs; `finetune` learns the task.
 TASKS = ("probe", "finetune")

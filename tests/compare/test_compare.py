@@ -47,7 +47,15 @@ def experiment():
         run=Run(log_every=4, eval_every=4, checkpoint_every=4, eval_batch_size=8),
     )
 """
-COLUMNS = ("loss", "accuracy", "next_sentence", "cpu_seconds", "steps", "real_tokens")
+COLUMNS = (
+    "loss",
+    "below_unigrams",
+    "accuracy",
+    "next_sentence",
+    "cpu_seconds",
+    "steps",
+    "real_tokens",
+)
 
 
 @pytest.fixture
@@ -202,7 +210,7 @@ def fake_runs(monkeypatch, ends=None):
         workdir.root.mkdir(parents=True, exist_ok=True)
         steps = experiment.total_steps
         loss = 4.0 + (experiment.name == "wide") + 0.01 * experiment.seed
-        evaluation = {"masked_lm_loss": loss, "masked_lm_accuracy": 0.25}
+        evaluation = {"masked_lm_loss": loss, "masked_lm_accuracy": 0.25, "unigram_loss": 6.5}
         lines = [
             {"step": 2, "kind": "train", "filled": 0.5},
             {"step": steps, "kind": "train", "filled": 0.75},
@@ -232,6 +240,7 @@ def test_what_is_missing_is_run_and_measured_and_means_are_written(here, capsys,
     rows = table_csv()
     assert float(rows[1]["loss"]) == pytest.approx(5.035)
     assert float(rows[1]["loss_error"]) == pytest.approx(error)
+    assert float(rows[0]["below_unigrams"]) == pytest.approx(6.5 - 4.035)
     assert rows[1]["loss_runs"] == "2" and float(rows[0]["cpu_seconds"]) == 2.5
     # Two steps of phase 0 of 8 x 16 half filled, a third of phase 1 of 4 x 24.
     assert float(rows[0]["real_tokens"]) == 2 * 128 * 0.5 + 96 * 0.75
