@@ -151,7 +151,8 @@ class Checkpoints:
           step: steps done.
           state: of training.step.
           metadata: JSON that is kept with it.
-          held_out_loss: the lowest are the best; None if it was not evaluated at this step.
+          held_out_loss: of masked LM, or of a task; the lowest are the best; None if it was not
+            evaluated at this step.
 
         Raises:
           InputError: it cannot be written; DiskFull of a full disk.

@@ -489,7 +489,8 @@ class Trainer:
             self._flush_lines()
             self._send()
             metadata["lines"] = {n: lines.written() for n, lines in self._lasting.items()}
-            loss = evaluated.get("loss")
+            # Next-sentence loss would decide with its noise, which is that of a few documents.
+            loss = evaluated.get("masked_lm_loss", evaluated.get("loss"))
             self._outlast(lambda: self.saved.save(self.done, self.state, metadata, loss))
             self.saved_step, self.unsaved = self.done, None
         except DiskFull as error:

@@ -366,7 +366,7 @@ def test_checkpoints_are_listed_and_verified(finished, run, capsys):
     assert [line.split()[0] for line in out[1:4]] == ["22", "20", "16"]
     assert out[1].endswith("newest, best") and "finished" in out[4]
     loss = next(
-        line["loss"]
+        line["masked_lm_loss"]
         for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         if line["kind"] == "evaluation" and line["step"] == 22
     )
