@@ -13,7 +13,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from etils import epath
 from bert_jax import base, config
 from bert_jax.config import Experiment, Optimizer, Phase
 from bert_jax.data import corpus
-from bert_jax.interop import huggingface, importing
+from bert_jax.interop import huggingface, importing, names
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
@@ -175,19 +175,20 @@ def training(trained: Trained, prepared: Prepared, experiment: Experiment) -> di
     return stacked | {"losses": np.array(losses), "learning_rates": np.array(rates)}
 
 
-def returned(trained: Trained, architectures: Iterable[str], folder: pathlib.Path) -> int:
+def returned(trained: Trained, architectures: dict[str, str], folder: pathlib.Path) -> int:
     """Imports what transformers has saved: 1 if a bit of it differs."""
     wrong = 0
-    ours = base.flat(trained.params)
-    for kind in architectures:
+    for kind, architecture in architectures.items():
         said: list[str] = []
         target = epath.Path(folder / f"back_{kind}")
         importing.import_weights(epath.Path(folder / f"saved_{kind}"), target, None, said.append)
         found = base.read(target)
         same = found.tokenizer.sha256 == trained.tokenizer.sha256
-        for name, value in base.flat(found.params).items():
-            if name.split("/")[0] not in found.fresh:
-                same = same and np.array_equal(value, np.asarray(ours[name]))
+        came, went = (
+            names.to_theirs(params, trained.model, architecture)
+            for params in (found.params, trained.params)
+        )
+        same = same and all(np.array_equal(came[name], value) for name, value in went.items())
         wrong += not same
         fresh = ", ".join(found.fresh) or "none"
         print(f"saved by transformers, imported as {kind}: bits equal: {same}; fresh: {fresh}")
