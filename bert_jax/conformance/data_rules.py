@@ -212,8 +212,8 @@ def _mask(
     ids[np.arange(len(lengths)), lengths - 1] = 3
     return masking.mask(
         ids,
-        np.ones(len(lengths), np.int64),
-        lengths - 4,
+        (ids > 3) & (np.arange(ids.shape[1]) < lengths[:, None] - 1),
+        lengths,
         counter,
         masking.Policy.of(Data(masking=units), 0, 1),
         max_predictions=most,

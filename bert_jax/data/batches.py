@@ -105,8 +105,8 @@ def execute(
         raise stream.damaged("ids")  # a device would take another id without a word
     masked = masking.mask(
         input_ids,
-        pair.a_length,
-        pair.b_length,
+        real & (column > 0) & (column != a_end) & (column != b_end),
+        pair.a_length + pair.b_length + pairs.SPECIAL_TOKENS,
         array_draws,
         policy,
         max_predictions=max_predictions,

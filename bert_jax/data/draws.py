@@ -22,7 +22,7 @@ MASK, KEEP, RANDOM = 0, 1, 2
 # Purposes: the last word of the counter.
 _FRONT_CUTS_A, _FRONT_CUTS_B, _CANDIDATES, _REPLACEMENTS, _PERMUTATION = range(5)
 _TARGET, _CHUNK, _RANDOM_NEXT = range(5, 8)
-_SPANS = 8
+_SPANS, _FIRST_LENGTH = range(8, 10)
 
 # Words of a span: geometric with this p, no longer than the longest (Joshi et al. 2020, SpanBERT).
 LONGEST_SPAN = 10
@@ -237,6 +237,10 @@ class Counter:
         """Draws a word."""
         del asked
         return _below(self._next_words[:, 0], sentences)
+
+    def first_length(self, most: int) -> np.ndarray:
+        """Draws a word for how many tokens the first row of an epoch holds, from 1; int64 [B]."""
+        return 1 + _below(self._words(_FIRST_LENGTH, 1)[:, 0], most)
 
     @functools.cached_property
     def _chunk_words(self) -> np.ndarray:

@@ -74,8 +74,8 @@ def number_to_predict(
 
 def mask(
     input_ids: np.ndarray,
-    a_length: np.ndarray,
-    b_length: np.ndarray,
+    text: np.ndarray,
+    length: np.ndarray,
     draws: ArrayDraws,
     policy: Policy,
     *,
@@ -84,12 +84,13 @@ def mask(
     vocab_size: int,
     continues: np.ndarray,
 ) -> Masked:
-    """Masks rows `[CLS] A [SEP] B [SEP]`.
+    """Masks rows: pairs, or sentences of one document after another.
 
     Args:
       input_ids: int32 [B, S]; not changed.
-      a_length: int64 [B], ids of A.
-      b_length: int64 [B], ids of B.
+      text: bool [B, S], what may be predicted: neither specials nor padding, and as many stretches
+        as there are texts.
+      length: int64 [B], specials counted.
       draws: the random choices.
       policy: how much, and what it becomes.
       max_predictions: P.
@@ -97,11 +98,11 @@ def mask(
       vocab_size: random replacements are below it.
       continues: bool [vocabulary], pieces that go on a word.
     """
-    count = a_length + b_length
-    wanted = number_to_predict(count + 3, policy.share, max_predictions)
-    # Candidates are numbered through A and B; the [SEP] between them is none. (row, chosen) lists
-    # those of each row in the order in which they were accepted, `slot` numbers them from 0, and
-    # what becomes of one is drawn for the slot `like`.
+    count = np.count_nonzero(text, axis=1)
+    wanted = number_to_predict(length, policy.share, max_predictions)
+    # Candidates are numbered through a row's texts. (row, chosen) lists those of each row in the
+    # order in which they were accepted, `slot` numbers them from 0, and what becomes of one is
+    # drawn for the slot `like`.
     if policy.units == "piece":
         order = draws.candidate_order(count)
         num = np.minimum(wanted, count)
@@ -109,18 +110,19 @@ def mask(
         chosen = order[row, slot].astype(np.int64)
         like = slot
     else:
-        words = _words(input_ids, a_length, count, continues)
+        words = _words(input_ids, text, count, continues)
         if policy.units == "whole_word":
             row, chosen = _whole_words(words, wanted, draws)
         else:
-            row, chosen, first = _spans(words, a_length, wanted, draws)
+            row, chosen, first = _spans(words, wanted, draws)
         num = np.bincount(row, minlength=len(count))
         row, slot = _entries(num)
         like = slot if policy.units == "whole_word" else first
     kinds, random_ids = draws.replacements(num, vocab_size, policy.mask_share, policy.random_share)
     kind, random_id = kinds[row, like], random_ids[row, slot]
     row_start = row * input_ids.shape[1]
-    place = row_start + chosen + 1 + (chosen >= a_length[row])  # in all rows one after another
+    # In all rows one after another.
+    place = np.flatnonzero(text)[(np.cumsum(count) - count)[row] + chosen]
     original = input_ids.ravel()
     new = np.where(kind == draws_lib.MASK, mask_id, original[place])
     new = np.where(kind == draws_lib.RANDOM, random_id, new)
@@ -142,30 +144,34 @@ def _entries(num: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Words(NamedTuple):
-    """The words of rows: `count` int64 [B], and `first` int64 [B, G + 1], where each starts.
+    """The words of rows.
 
-    Behind a row's last word `first` is the number of its candidates.
+    Attributes:
+      count: int64 [B].
+      first: int64 [B, G + 1], the candidate that each starts with; behind a row's last word the
+        number of its candidates.
+      text: int64 [B, G], the number of the text in which it starts, rising; behind the last word
+        without meaning.
     """
 
     count: np.ndarray
     first: np.ndarray
+    text: np.ndarray
 
 
 def _words(
-    input_ids: np.ndarray, a_length: np.ndarray, count: np.ndarray, continues: np.ndarray
+    input_ids: np.ndarray, text: np.ndarray, count: np.ndarray, continues: np.ndarray
 ) -> _Words:
-    position = np.arange(input_ids.shape[1])
-    # [B, S]: specials and padding start no word, and the first candidate always does.
-    starts = ~np.take(continues, input_ids) & (position < count[:, None] + 2)
-    starts[:, 0] = False
-    starts[:, 1] = True
-    np.put_along_axis(starts, a_length[:, None] + 1, False, 1)
-    candidate = position - 1 - (position > a_length[:, None])
+    starts = ~np.take(continues, input_ids) & text
+    np.put_along_axis(starts, np.argmax(text, axis=1)[:, None], True, 1)  # the first always does
     groups = np.count_nonzero(starts, axis=1)
     most = int(groups.max())
+    there = np.arange(most + 1) < groups[:, None]
     first = np.repeat(count[:, None], most + 1, axis=1)
-    first[np.arange(most + 1) < groups[:, None]] = candidate[starts]
-    return _Words(groups, first)
+    first[there] = (np.cumsum(text, axis=1) - text)[starts]
+    number = np.zeros((len(count), most), np.int64)
+    number[there[:, :-1]] = np.cumsum(~text, axis=1)[starts]
+    return _Words(groups, first, number)
 
 
 def _whole_words(
@@ -175,7 +181,7 @@ def _whole_words(
 
     A word that would exceed the number to predict is passed over, and a later one may still fit.
     """
-    groups, first = words
+    groups, first, _ = words
     most = first.shape[1] - 1
     order = draws.candidate_order(groups)
     in_order = np.arange(len(order))[:, None] * most + order
@@ -196,20 +202,19 @@ def _whole_words(
 
 
 def _spans(
-    words: _Words, a_length: np.ndarray, wanted: np.ndarray, draws: ArrayDraws
+    words: _Words, wanted: np.ndarray, draws: ArrayDraws
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns (row, candidate, slot of its span's first) of the chosen pieces, span after span.
 
     Words are taken in a random order. From one that is not masked yet a span begins, of as many
-    words as are drawn for it; it ends with A or B, or where the next word would exceed the number
+    words as are drawn for it; it ends with its text, or where the next word would exceed the number
     to predict, and goes over words that are masked already. Where the reference cuts a span within
     a word to mask just as many pieces as it wants, here words stay whole.
     """
-    groups, first = words
+    groups, first, text = words
     most = first.shape[1] - 1
     size = np.diff(first)
-    in_a = first[:, :-1] < a_length[:, None]
-    end = np.where(in_a, np.count_nonzero(in_a, axis=1)[:, None], groups[:, None])
+    end = _ends(text, groups)
     order = draws.candidate_order(groups)
     length = draws.span_lengths(groups)
     reach = np.arange(draws_lib.LONGEST_SPAN)
@@ -240,3 +245,13 @@ def _spans(
     begins[1:] = (row[1:] != row[:-1]) | (number[1:] != number[:-1])
     entry = np.maximum.accumulate(np.where(begins, np.arange(len(row)), 0))
     return row, start + _entries(sizes)[1], slot[entry]
+
+
+def _ends(text: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Returns for each word the number of the first that starts in a later text, int64 [B, G]."""
+    word = np.arange(text.shape[1])
+    last = np.ones(text.shape, bool)  # of its text
+    last[:, :-1] = text[:, 1:] != text[:, :-1]
+    last |= word >= groups[:, None] - 1
+    ends = np.where(last, word + 1, text.shape[1])
+    return np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]

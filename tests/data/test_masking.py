@@ -35,11 +35,12 @@ def rows_of(lengths, seed=0):
 
 
 def mask(input_ids, lengths, units="piece", seed=0, width=9, rows=None, **policy):
-    a_length, b_length = np.array(lengths, np.int64).T
+    a, b = np.array(lengths, np.int64).T[..., None]
+    column = np.arange(input_ids.shape[1])
     return masking.mask(
         input_ids,
-        a_length,
-        b_length,
+        (column > 0) & (column != a + 1) & (column < a + b + 2),
+        (a + b + 3)[:, 0],
         draws.Counter((7, seed), np.arange(len(input_ids)) if rows is None else rows),
         masking.HELD_OUT._replace(units=units, **policy),
         max_predictions=width,

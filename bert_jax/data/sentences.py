@@ -1,0 +1,138 @@
+"""Rows of full sentences, one document after another (Liu et al. 2019, RoBERTa, FULL-SENTENCES).
+
+A row is `[CLS] text [SEP] text ... [SEP]`: as many sentences as fit, in their order, from as many
+documents as they come from, with a [SEP] where a document ends. The next row begins with the
+sentence after it. An epoch's first row is cut short at a random length, so that every epoch cuts
+the text elsewhere. Of a sentence longer than a row what fits is kept.
+
+Rows are planned like pairs: from the sentence that a row begins with follows the one that the next
+begins with, which is computed for all sentences of a block at once.
+
+Shape letters: B rows, S sequence.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from bert_jax.data import draws, pairs
+from bert_jax.data.stream import Stream
+
+# [CLS] and the last [SEP]; those between documents take the place of text.
+SPECIAL_TOKENS = 2
+
+# Sentences looked at at once: few enough for the cache.
+_BLOCK = 1 << 15
+
+
+class Rows(NamedTuple):
+    """Rows before they are masked.
+
+    Attributes:
+      input_ids: int32 [B, S].
+      text: bool [B, S], neither specials nor padding.
+      length: int64 [B], specials counted.
+      document: int32 [B, S], which of the row's documents, from 1; 0 of padding. [CLS] is of the
+        first, a [SEP] of the one that it ends.
+      positions: int32 [B, S], counted from 0 within each document; 0 of padding.
+    """
+
+    input_ids: np.ndarray
+    text: np.ndarray
+    length: np.ndarray
+    document: np.ndarray
+    positions: np.ndarray
+
+
+def plan(stream: Stream, sequence_length: int, key: tuple[int, int]) -> np.ndarray:
+    """Plans one pass over the documents, in their order; `pairs.chunk_dtype` [rows].
+
+    `of_a` is how many sentences a row has; `of_b` and `target` are 0.
+
+    Args:
+      stream: the split.
+      sequence_length: of the rows, specials included.
+      key: of the draws.
+    """
+    most = sequence_length - SPECIAL_TOKENS
+    total = len(stream.sentence_offsets) - 1
+    row_first = draws.Counter(key, np.zeros(1, np.int64)).first_length(most)
+    result, begin = [], 0
+    for start in range(0, total, _BLOCK):
+        stop = min(start + _BLOCK, total)
+        # A sentence has a token at least, so that a row ends in what is seen.
+        offsets = stream.sentence_offsets[start : stop + most + 1].astype(np.int64)
+        document = _documents(stream, np.arange(start, start + len(offsets) - 1))
+        # The tokens from here to a sentence's end, with a [SEP] for every document that ended
+        # before it; and the same to its start.
+        ends, starts = offsets[1:] + document, offsets[:-1] + document
+        here = np.arange(stop - start)
+        room = np.where(here + start == 0, row_first, most)
+        following = np.searchsorted(ends, starts[here] + room, "right")
+        following = np.minimum(np.maximum(following, here + 1), len(ends)).tolist()
+        met = []
+        while begin < len(following):
+            met.append(begin)
+            begin = following[begin]
+        chunks = np.zeros(len(met), pairs.chunk_dtype(stream))
+        chunks["sentence"] = np.array(met) + start
+        chunks["of_a"] = np.array(following)[met] - met
+        begin -= stop - start
+        result.append(chunks)
+    return np.concatenate(result)
+
+
+def _documents(stream: Stream, sentence: np.ndarray) -> np.ndarray:
+    """Returns the documents of sentences, int64."""
+    bounds = np.asarray(stream.document_offsets)
+    return np.searchsorted(bounds, sentence.astype(bounds.dtype), "right") - 1
+
+
+def rows(
+    stream: Stream, chunks: np.ndarray, sequence_length: int, pad: int, cls: int, sep: int
+) -> Rows:
+    """Returns planned rows.
+
+    Args:
+      stream: the split.
+      chunks: of `plan`, [B].
+      sequence_length: S.
+      pad: the ids of the specials.
+      cls: see pad.
+      sep: see pad.
+    """
+    most = sequence_length - SPECIAL_TOKENS
+    offsets, bounds = np.asarray(stream.sentence_offsets), np.asarray(stream.document_offsets)
+    first = chunks["sentence"].astype(np.int64)
+    after = first + chunks["of_a"]
+    start, end = offsets[first].astype(np.int64), offsets[after].astype(np.int64)
+    document = _documents(stream, first)
+    borders = _documents(stream, after - 1) - document
+    length = np.minimum(end - start + borders, most)
+    # A [SEP] for each document that ends within the row: (row, which of its borders).
+    row = np.repeat(np.arange(len(chunks)), borders)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(borders) - borders, borders)
+    ends = offsets[bounds[document[row] + number + 1].astype(np.int64)].astype(np.int64)
+    is_border = np.zeros((len(chunks), sequence_length), bool)
+    is_border[row, 1 + ends - start[row] + number] = True
+
+    column = np.arange(sequence_length)
+    last = 1 + length[:, None]  # where the last [SEP] stands
+    real = column <= last
+    before = np.cumsum(is_border, axis=1) - is_border
+    source = start[:, None] + column - 1 - before
+    # Clipped: specials and padding, which are put over what is read there, may lie outside.
+    input_ids = np.take(np.asarray(stream.ids), source, mode="clip").astype(np.int32)
+    np.copyto(input_ids, pad, where=~real)
+    np.copyto(input_ids, sep, where=is_border | (column == last))
+    input_ids[:, 0] = cls
+    begins = np.zeros(real.shape, np.int64)
+    begins[:, 1:] = np.where(is_border[:, :-1], column[1:], 0)
+    positions = column - np.maximum.accumulate(begins, axis=1)
+    return Rows(
+        input_ids,
+        real & (column > 0) & ~is_border & (column < last),
+        length + SPECIAL_TOKENS,
+        ((before + 1) * real).astype(np.int32),
+        (positions * real).astype(np.int32),
+    )
