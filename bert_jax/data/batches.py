@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from bert_jax.config import Data
-from bert_jax.data import draws, masking, packing, pairs
-from bert_jax.data.plans import Packed, Plans
+from bert_jax.data import draws, masking, packing, pairs, sentences
+from bert_jax.data.plans import Packed, Plans, Units
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 from bert_jax.text.tokenizer import Tokenizer
@@ -125,6 +125,48 @@ def execute(
     }
 
 
+def execute_sentences(
+    stream: Stream,
+    chunks: np.ndarray,
+    array_draws: draws.ArrayDraws,
+    ids: Ids,
+    policy: masking.Policy,
+    sequence_length: int,
+    max_predictions: int,
+) -> Batch:
+    """Turns planned rows of full sentences into examples.
+
+    Args:
+      chunks: of `sentences.plan`, [B].
+      stream, array_draws, ids, policy, sequence_length, max_predictions: see `execute`.
+
+    Returns:
+      What `execute` gives, without labels of next sentences; segment_ids are 0.
+    """
+    rows = sentences.rows(stream, chunks, sequence_length, ids.pad, ids.cls, ids.sep)
+    if rows.input_ids.size and rows.input_ids.max() >= ids.vocab_size:
+        raise stream.damaged("ids")
+    masked = masking.mask(
+        rows.input_ids,
+        rows.text,
+        rows.length,
+        array_draws,
+        policy,
+        max_predictions=max_predictions,
+        mask_id=ids.mask,
+        vocab_size=ids.vocab_size,
+        continues=ids.continues,
+    )
+    return {
+        "input_ids": masked.input_ids,
+        "segment_ids": np.zeros_like(masked.input_ids),
+        "input_mask": (rows.document > 0).astype(np.int32),
+        "masked_lm_positions": masked.positions,
+        "masked_lm_ids": masked.ids,
+        "masked_lm_weights": masked.weights,
+    }
+
+
 class TrainBatches:
     """Training batches of one phase. May be pickled.
 
@@ -212,11 +254,14 @@ class TrainBatches:
         self, epochs: np.ndarray, slots: np.ndarray, per_epoch: int, policy: masking.Policy
     ) -> Batch:
         """Returns some examples by themselves; of each int64 [B] an epoch and its slot there."""
-        planned = np.empty(len(epochs), pairs.ROW_DTYPE)
+        of_pairs = self.plans.units == "pairs"
+        kind = pairs.ROW_DTYPE if of_pairs else pairs.chunk_dtype(self.plans.stream)
+        planned = np.empty(len(epochs), kind)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            planned[here] = self._pairs(epoch, slots[here])
-        return execute(
+            of_epoch = self._pairs if of_pairs else self._chunks
+            planned[here] = of_epoch(epoch, slots[here])
+        return (execute if of_pairs else execute_sentences)(
             self.plans.stream,
             planned,
             draws.Counter(self._key, self._epoch_drawn(epochs) * per_epoch + slots),
@@ -243,12 +288,15 @@ class TrainBatches:
         examples = self._examples(its_epochs, slots[there], per_epoch, policy)
         return {"examples": numbers, **packing.share(examples, there, packed.predictions)}
 
+    def _chunks(self, epoch: int, slots: np.ndarray) -> np.ndarray:
+        """Returns the chunks in some slots of an epoch."""
+        plan = self.plans.wait(self._epoch_drawn(epoch))
+        return plan[slots % len(plan)]
+
     def _pairs(self, epoch: int, slots: np.ndarray) -> np.ndarray:
         """Returns the pairs in some slots of an epoch, ROW_DTYPE."""
-        drawn = self._epoch_drawn(epoch)
-        plan = self.plans.wait(drawn)
-        chunks = plan[slots % len(plan)]
-        counter = draws.Counter(self.plans.key(drawn), chunks["sentence"])
+        chunks = self._chunks(epoch, slots)
+        counter = draws.Counter(self.plans.key(self._epoch_drawn(epoch)), chunks["sentence"])
         return pairs.rows(self.plans.stream, chunks, counter)
 
     def _epoch_drawn(self, epoch: Any) -> Any:
@@ -262,7 +310,7 @@ class TrainBatches:
 
 
 def eval_batches(
-    stream: Stream, ids: Ids, data: Data, seed: int, batch_size: int
+    stream: Stream, ids: Ids, data: Data, seed: int, batch_size: int, units: Units = "pairs"
 ) -> tuple[list[Batch], int]:
     """Returns the frozen held-out examples, the same at every evaluation, batch size and mesh.
 
@@ -275,13 +323,12 @@ def eval_batches(
       The batches, and the number of real rows.
     """
     names = (seed, "validation", "eval")
-    plan = pairs.sample(
-        stream,
-        data.eval_sequence_length,
-        data.short_seq_prob,
-        draws.key_of(*names, 0),
-        data.eval_rows,
-    )
+    first, length = draws.key_of(*names, 0), data.eval_sequence_length
+    if units == "pairs":
+        plan = pairs.sample(stream, length, data.short_seq_prob, first, data.eval_rows)
+    else:
+        plan = sentences.plan(stream, length, first)
+        plan = plan[draws.permutation(first, 0, len(plan))[: data.eval_rows]]
     if not len(plan):
         raise InputError("data.eval_rows: the validation split gives no row")
     key = draws.key_of(*names)
@@ -289,7 +336,7 @@ def eval_batches(
     for start in range(0, len(plan), batch_size):
         row = np.arange(start, start + batch_size)
         real = row < len(plan)
-        batch = execute(
+        batch = (execute if units == "pairs" else execute_sentences)(
             stream,
             plan[np.where(real, row, 0)],
             draws.Counter(key, row),

@@ -23,14 +23,14 @@ import subprocess
 import sys
 import threading
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from etils import epath
 
 from bert_jax import errors
 from bert_jax.config import Data, Phase
-from bert_jax.data import draws, masking, packing, pairs
+from bert_jax.data import draws, masking, packing, pairs, sentences
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import mirror
@@ -41,6 +41,8 @@ from bert_jax.storage.workdir import (
     parse_json,
     sealed,
 )
+
+Units = Literal["pairs", "sentences"]
 
 # Of the file of counts, and of the rules by which a plan is drawn.
 COUNTS_VERSION, PLAN_VERSION = 2, 2
@@ -115,6 +117,8 @@ class Plans:
       shared: that file in the bucket of the corpus, for the one process of a run that sends what
         was counted; None: nothing is sent.
       packed: how examples share rows; None: each has one of its own.
+      units: what is planned: pairs, or rows of full sentences (`data.sentences`), of which
+        `short_seq_prob` shortens none and which `packed` does not take.
     """
 
     def __init__(
@@ -127,8 +131,9 @@ class Plans:
         counts: epath.Path | None = None,
         shared: epath.Path | None = None,
         packed: Packed | None = None,
+        units: Units = "pairs",
     ):
-        self.stream, self.names, self.packed = stream, names, packed
+        self.stream, self.names, self.packed, self.units = stream, names, packed, units
         self._length, self._short, self._corpus = sequence_length, short_seq_prob, corpus
         self._counts, self._shared = counts, shared
         self._counted: tuple[int, int] | None = None
@@ -270,6 +275,7 @@ class Plans:
             "short_seq_prob": self._short,
             "packed": self.packed,
             "examples": examples,
+            "units": self.units,
         }
 
     def _open_or_begin(self, epoch: int) -> _Plan | None:
@@ -284,6 +290,7 @@ class Plans:
     def _path(self, epoch: int) -> str:
         output = (PLAN_VERSION, self._corpus, *self.names, epoch, self._length, self._short)
         output += self.packed or ()
+        output += (self.units,) * (self.units != "pairs")
         name = hashlib.sha256("/".join(map(str, output)).encode()).hexdigest()[:32]
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
 
@@ -331,6 +338,7 @@ class Plans:
         """Returns under what names examples and rows are counted: one, unless they are packed."""
         names = "/".join(map(str, (self._corpus[:16], *self.names)))
         examples = f"{names}/length={self._length}/short_seq_prob={self._short}"
+        examples += f"/units={self.units}" * (self.units != "pairs")
         if self.packed is None:
             return examples, examples
         limits = (f"{name}={value}" for name, value in self.packed._asdict().items())
@@ -373,7 +381,10 @@ def _planned(stream: Stream, task: dict[str, Any]) -> tuple[np.ndarray, np.ndarr
     """Returns an epoch's chunks in the order of the documents, and the order it takes them in."""
     names, epoch = task["names"], task["epoch"]
     key = draws.key_of(*names, epoch)
-    plan = pairs.plan(stream, task["sequence_length"], task["short_seq_prob"], key)
+    if task["units"] == "sentences":
+        plan = sentences.plan(stream, task["sequence_length"], key)
+    else:
+        plan = pairs.plan(stream, task["sequence_length"], task["short_seq_prob"], key)
     return plan, _order(names, epoch, len(plan))
 
 

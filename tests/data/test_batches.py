@@ -40,6 +40,7 @@ def make_stream(documents=30, seed=0):
 
 
 SMALL = make_stream()
+EVAL = Data(eval_sequence_length=LENGTH, eval_max_predictions_per_seq=PREDICTIONS)
 
 
 def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, length=LENGTH):
@@ -270,9 +271,61 @@ def test_a_pickled_source_gives_the_same_batch_in_another_process(tmp_path):
     assert len(pickle.dumps(make(small=stream.Stream.open(on_disk)))) < 10_000
 
 
-# --- Held-out rows ---
+# --- Rows of full sentences ---
 
-EVAL = Data(eval_sequence_length=LENGTH, eval_max_predictions_per_seq=PREDICTIONS)
+
+def sentence_batches(batch_size=16, seed=0, small=SMALL, data=None):
+    source = plans.Plans(small, (seed, "train", 0), LENGTH, 0.0, units="sentences")
+    return batches.TrainBatches(
+        source, IDS, data or Data(), batches.Shape(LENGTH, PREDICTIONS, batch_size)
+    )
+
+
+def test_rows_of_sentences_hold_every_sentence_once_an_epoch():
+    train = sentence_batches()
+    rows = train.rows_per_epoch
+    parts = [whole(train, step, 16) for step in range(-(-rows // 16))]
+    epoch = {n: np.concatenate([part[n] for part in parts])[:rows] for n in parts[0]}
+    assert "next_sentence_labels" not in epoch and not epoch["segment_ids"].any()
+    ids, weights = epoch["input_ids"].copy(), epoch["masked_lm_weights"] > 0
+    row, _ = np.nonzero(weights)
+    ids[row, epoch["masked_lm_positions"][weights]] = epoch["masked_lm_ids"][weights]
+    assert (ids[:, 0] == IDS.cls).all()
+    length = epoch["input_mask"].sum(axis=1)
+    assert (ids[np.arange(rows), length - 1] == IDS.sep).all()
+    # Sentences are shorter than a row, so that none is cut; [CLS], [SEP] and padding come next.
+    assert np.sort(ids[ids > IDS.mask]).tolist() == np.sort(np.asarray(SMALL.ids)).tolist()
+    expected = np.maximum(1, np.rint(length * 0.15)).tolist()
+    assert epoch["masked_lm_weights"].sum(axis=1).tolist() == expected
+
+
+@pytest.mark.parametrize("masking", ["piece", "span"])
+def test_rows_of_sentences_are_the_same_for_any_host_count(masking):
+    train = sentence_batches(64, data=Data(masking=masking))
+    for step in (0, 3):
+        full = whole(train, step, 64)
+        for part in ([5], np.arange(32, 64), np.random.default_rng(0).permutation(64)[:9]):
+            assert_equal(train.batch(step, np.asarray(part)), take(full, part))
+
+
+def test_held_out_rows_of_sentences_are_the_same_at_every_batch_size():
+    def made(size, data=EVAL):
+        found, count = batches.eval_batches(SMALL, IDS, data, 0, size, "sentences")
+        real = [b["row_weights"] == 1 for b in found]
+        rows = list(zip(found, real, strict=True))
+        names = found[0].keys() - {"rows"}
+        return count, {n: np.concatenate([b[n][r] for b, r in rows]) for n in names}
+
+    count, expected = made(1)
+    for size in (7, 1000):
+        assert made(size)[0] == count
+        assert_equal(made(size)[1], expected)
+    few = dataclasses.replace(EVAL, eval_rows=5)
+    assert made(4, few)[0] == 5
+    assert_equal(made(4, few)[1], take(expected, np.arange(5)))
+
+
+# --- Held-out rows ---
 
 
 def real_rows(found):
