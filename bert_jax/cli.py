@@ -339,7 +339,7 @@ def evaluate(args: argparse.Namespace) -> int:
     metrics = evaluators.evaluate(
         prepared.held_out(experiment, mesh),
         params,
-        step.make_eval_step(Pretraining(experiment.model), parallelism, mesh),
+        step.make_eval_step(Pretraining.of(experiment.model, experiment.data), parallelism, mesh),
         mesh,
     )
     print(f"step {done}: {evaluators.summary(metrics)}")

@@ -171,7 +171,10 @@ def _restored(
                 f"{workdir.named}: was trained with other settings ({'; '.join(changed)})"
             )
         abstract = step.abstract_state(
-            Pretraining(experiment.model), experiment.optimizer, Parallelism(), mesh
+            Pretraining.of(experiment.model, experiment.data),
+            experiment.optimizer,
+            Parallelism(),
+            mesh,
         )
         wanted = ("params",) if what == "params" else ("params", "optimizer")
         part = {name: abstract[name] for name in wanted}
@@ -215,10 +218,13 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
             note = f"{-change} of {planned} planned rows repeated"
         yield Text(f"epoch {epoch}: {train.rows_per_epoch} rows, {note}")
     for i in range(min(rows, spec.batch_size)):
-        # Of each example that stands there.
-        labels = batch["next_sentence_labels"][i][batch["row_weights"][i] > 0]
-        label = ", ".join("is random" if label else "follows" for label in labels.ravel())
-        yield Text(f"\nrow {batch['rows'][i]} (epoch {epochs[i]}, slot {slots[i]}): B {label}")
+        where = f"row {batch['rows'][i]} (epoch {epochs[i]}, slot {slots[i]})"
+        if "next_sentence_labels" in batch:
+            # Of each example that stands there.
+            labels = batch["next_sentence_labels"][i][batch["row_weights"][i] > 0]
+            label = ", ".join("is random" if label else "follows" for label in labels.ravel())
+            where += f": B {label}"
+        yield Text(f"\n{where}")
         yield row_text(batch, i, prepared.tokenizer)
 
 

@@ -73,6 +73,7 @@ def test_set_changes_fields_of_every_type():
             ["phases.0.max_predictions_per_seq=20", "0.3 of 128", "set it to 38"],
         ),
         ("data.final_masked_lm_prob=0.16", ["phases.1.max_predictions_per_seq=77", "set it to 82"]),
+        ("data.objective=mlm data.packing=pairs", ["data.packing='pairs'", "no pairs"]),
         ("data.mask_share=1.1", ["data.mask_share", "[0, 1]"]),
         ("data.mask_share=0.95", ["data.random_share=0.1", "data.mask_share=0.95"]),
         ("optimizer.eps=nan", ["finite"]),
@@ -103,7 +104,7 @@ def test_set_changes_fields_of_every_type():
 )
 def test_bad_settings_are_named_in_one_line(setting, words):
     with pytest.raises(InputError) as caught:
-        config.override(EXPERIMENT, [setting])
+        config.override(EXPERIMENT, setting.split())
     message = str(caught.value)
     assert "\n" not in message
     for word in words:

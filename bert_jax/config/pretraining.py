@@ -245,7 +245,10 @@ class Data(Section):
     role = "identity"
     label = "data"
 
-    # Share of examples that aim at a random, shorter length.
+    # What is learned: masked pieces of pairs and whether B follows A; or masked pieces alone, of
+    # rows of full sentences that go on from one document to the next (RoBERTa).
+    objective: Literal["mlm_nsp", "mlm"] = "mlm_nsp"
+    # Share of examples that aim at a random, shorter length; of pairs alone.
     short_seq_prob: float = 0.1
     # Share of an example's tokens that are to be predicted.
     masked_lm_prob: float = 0.15
@@ -282,6 +285,11 @@ class Data(Section):
         self._require_at_least(8, "eval_sequence_length")
         self._require_at_least(1, "eval_max_predictions_per_seq", "eval_rows")
         self._require_at_least(0, "dupe_factor")
+        self._require(
+            self.objective == "mlm_nsp" or self.packing == "none",
+            "packing",
+            f"data.objective={self.objective} has no pairs, and fills its rows already",
+        )
         if self.dupe_factor:
             self._require(
                 self.final_masked_lm_prob == 0.0,
@@ -289,6 +297,11 @@ class Data(Section):
                 f"masks that come again (data.dupe_factor={self.dupe_factor}) stay as they are; "
                 "set data.dupe_factor=0",
             )
+
+    @property
+    def units(self) -> Literal["pairs", "sentences"]:
+        """Returns what a row is made of."""
+        return "pairs" if self.objective == "mlm_nsp" else "sentences"
 
     @property
     def largest_masked_share(self) -> float:

@@ -56,6 +56,7 @@ _FIELDS: dict[str, tuple[object, str]] = {
     "corpus.encoding_errors": ("stop", "wrong bytes are replaced; the reference drops them"),
     "corpus.unknown_word": ("", "a word of the text is [UNK]; the reference spells it"),
     "corpus.repeated_documents": ("keep", "the reference keeps documents that repeat"),
+    "data.objective": ("mlm_nsp", "rows of full sentences, and no next sentences to tell apart"),
     "data.short_seq_prob": (0.1, "the reference cuts 0.1 of all documents short"),
     "data.masked_lm_prob": (0.15, "the paper predicts 15 % of all pieces"),
     "data.final_masked_lm_prob": (0.0, "the share that is predicted changes; the paper's stays"),

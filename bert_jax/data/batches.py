@@ -21,7 +21,7 @@ import numpy as np
 
 from bert_jax.config import Data
 from bert_jax.data import draws, masking, packing, pairs, sentences
-from bert_jax.data.plans import Packed, Plans, Units
+from bert_jax.data.plans import Packed, Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 from bert_jax.text.tokenizer import Tokenizer
@@ -310,7 +310,7 @@ class TrainBatches:
 
 
 def eval_batches(
-    stream: Stream, ids: Ids, data: Data, seed: int, batch_size: int, units: Units = "pairs"
+    stream: Stream, ids: Ids, data: Data, seed: int, batch_size: int
 ) -> tuple[list[Batch], int]:
     """Returns the frozen held-out examples, the same at every evaluation, batch size and mesh.
 
@@ -324,7 +324,7 @@ def eval_batches(
     """
     names = (seed, "validation", "eval")
     first, length = draws.key_of(*names, 0), data.eval_sequence_length
-    if units == "pairs":
+    if data.units == "pairs":
         plan = pairs.sample(stream, length, data.short_seq_prob, first, data.eval_rows)
     else:
         plan = sentences.plan(stream, length, first)
@@ -336,7 +336,7 @@ def eval_batches(
     for start in range(0, len(plan), batch_size):
         row = np.arange(start, start + batch_size)
         real = row < len(plan)
-        batch = (execute if units == "pairs" else execute_sentences)(
+        batch = (execute if data.units == "pairs" else execute_sentences)(
             stream,
             plan[np.where(real, row, 0)],
             draws.Counter(key, row),

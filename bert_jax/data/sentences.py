@@ -17,6 +17,7 @@ import numpy as np
 
 from bert_jax.data import draws, pairs
 from bert_jax.data.stream import Stream
+from bert_jax.errors import InputError
 
 # [CLS] and the last [SEP]; those between documents take the place of text.
 SPECIAL_TOKENS = 2
@@ -44,7 +45,9 @@ class Rows(NamedTuple):
     positions: np.ndarray
 
 
-def plan(stream: Stream, sequence_length: int, key: tuple[int, int]) -> np.ndarray:
+def plan(
+    stream: Stream, sequence_length: int, key: tuple[int, int], most_rows: int | None = None
+) -> np.ndarray:
     """Plans one pass over the documents, in their order; `pairs.chunk_dtype` [rows].
 
     `of_a` is how many sentences a row has; `of_b` and `target` are 0.
@@ -53,7 +56,16 @@ def plan(stream: Stream, sequence_length: int, key: tuple[int, int]) -> np.ndarr
       stream: the split.
       sequence_length: of the rows, specials included.
       key: of the draws.
+      most_rows: of the pass; None: all of it.
+
+    Raises:
+      InputError: the text does not fill one row.
     """
+    if len(stream.ids) < sequence_length - SPECIAL_TOKENS:
+        raise InputError(
+            f"data.objective=mlm: {len(stream.ids)} tokens do not fill a row of {sequence_length}; "
+            "give more text or shorter rows"
+        )
     most = sequence_length - SPECIAL_TOKENS
     total = len(stream.sentence_offsets) - 1
     row_first = draws.Counter(key, np.zeros(1, np.int64)).first_length(most)
@@ -79,7 +91,22 @@ def plan(stream: Stream, sequence_length: int, key: tuple[int, int]) -> np.ndarr
         chunks["of_a"] = np.array(following)[met] - met
         begin -= stop - start
         result.append(chunks)
-    return np.concatenate(result)
+        if most_rows is not None and sum(map(len, result)) >= most_rows:
+            break
+    return np.concatenate(result)[:most_rows]
+
+
+def sizes(
+    stream: Stream, chunks: np.ndarray, sequence_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how many tokens of planned rows are kept, [SEP]s between documents among them, and
+    how many there are; int64 [B] each."""
+    first = chunks["sentence"].astype(np.int64)
+    after = first + chunks["of_a"]
+    tokens = np.asarray(stream.sentence_offsets).astype(np.int64)
+    borders = _documents(stream, after - 1) - _documents(stream, first)
+    wanted = tokens[after] - tokens[first] + borders
+    return np.minimum(wanted, sequence_length - SPECIAL_TOKENS), wanted
 
 
 def _documents(stream: Stream, sentence: np.ndarray) -> np.ndarray:

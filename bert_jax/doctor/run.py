@@ -364,6 +364,8 @@ def _unigram(experiment: Experiment, newest: list[Line], done: int) -> list[Find
 def _next_sentence(
     experiment: Experiment, train: list[Line], last: Line, done: int
 ) -> list[Finding]:
+    if "next_sentence_accuracy" not in last:
+        return []
     accuracy, majority = last["next_sentence_accuracy"], last["next_sentence_majority"]
     error = last["next_sentence_error"]
     if accuracy > majority + _CHANCE * error or last["step"] < _LEAST_STEPS:

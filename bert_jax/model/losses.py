@@ -18,6 +18,9 @@ NAMES = (
     "next_sentence_accuracy",
 )
 
+# Without next sentences.
+MASKED_LM_NAMES = NAMES[:2]
+
 # The reference's guard against a batch without predictions (run_pretraining.py).
 MASKED_LM_EPS = 1e-5
 
@@ -60,3 +63,9 @@ def pretraining(
         next_sentence, batch["next_sentence_labels"], batch["row_weights"]
     )
     return dict(zip(NAMES, (mlm_loss, mlm_accuracy, nsp_loss, nsp_accuracy), strict=True))
+
+
+def masked_lm(logits: jax.Array, batch: dict[str, jax.Array]) -> Metrics:
+    """Computes loss and accuracy of masked pieces alone; see `pretraining`."""
+    pairs = classification(logits, batch["masked_lm_ids"], batch["masked_lm_weights"])
+    return dict(zip(MASKED_LM_NAMES, pairs, strict=True))

@@ -346,7 +346,7 @@ def compile_step(
     """
     mesh = mesh_lib.make_mesh(experiment.parallelism, devices)
     require_runnable(experiment, mesh)
-    objective = Pretraining(experiment.model)
+    objective = Pretraining.of(experiment.model, experiment.data)
     state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     lowered = lower_step(experiment, number, mesh, state)
     if dump is None and schedule.KERNEL in lowered.as_text():
@@ -394,7 +394,7 @@ def lower_step(
 ) -> jax.stages.Lowered:
     """Traces the training step of a phase for a mesh and an abstract state."""
     replicated = mesh_lib.replicated(mesh)
-    objective = Pretraining(experiment.model)
+    objective = Pretraining.of(experiment.model, experiment.data)
     train_step = step.make_train_step(
         objective,
         experiment.optimizer,
@@ -447,8 +447,9 @@ def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
         "masked_lm_positions": ((rows, masked), np.int32),
         "masked_lm_ids": ((rows, masked), np.int32),
         "masked_lm_weights": ((rows, masked), np.float32),
-        "next_sentence_labels": (pairs, np.int32),
     }
+    if data.objective == "mlm_nsp":
+        shapes["next_sentence_labels"] = pairs, np.int32
     return {name: jax.ShapeDtypeStruct(*value) for name, value in shapes.items()}
 
 

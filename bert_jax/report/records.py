@@ -13,7 +13,7 @@ import numpy as np
 
 from bert_jax import config
 from bert_jax.config import Data, Experiment, Phase
-from bert_jax.data import batches, corpus, draws, masking, pairs
+from bert_jax.data import batches, corpus, draws, masking, pairs, sentences
 from bert_jax.data.plans import Packed
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
@@ -173,22 +173,22 @@ class Planned:
 
     Attributes:
       sequence_length: of the phase.
-      random_next: share of pairs whose B is random.
+      random_next: share of pairs whose B is random; None: there are no pairs.
       filled: share of positions that are no padding.
       truncated: share of the pairs' tokens that are cut off.
     """
 
     sequence_length: int
-    random_next: float
+    random_next: float | None
     filled: float
     truncated: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A pair as the model is given it, decoded."""
+    """A row as the model is given it, decoded; `is_random_next` is None where it is no pair."""
 
-    is_random_next: bool
+    is_random_next: bool | None
     pieces: list[Piece]
 
 
@@ -244,7 +244,9 @@ class CorpusStatistics:
             ],
             unused=float((counts[_no_specials(prepared.tokenizer)] == 0).mean()),
             looked_at=int(counts.sum()),
-            planned=[_planned(r, experiment.data, p) for r, p in zip(rows, phases, strict=True)],
+            planned=[
+                _planned(stream, r, experiment.data, p) for r, p in zip(rows, phases, strict=True)
+            ],
             examples=[
                 _examples(stream, r, experiment, prepared, number) for number, r in enumerate(rows)
             ],
@@ -273,20 +275,26 @@ def _histogram(lengths: np.ndarray) -> Histogram:
 
 
 def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
-    """Returns pairs of a phase's first plan, some: a whole one takes long on billions of tokens."""
+    """Returns rows of a phase's first plan, some: a whole one takes long on billions of tokens."""
     key = draws.key_of(experiment.seed, "train", phase, 0)
+    if experiment.data.units == "sentences":
+        return sentences.plan(stream, length, key, _ROWS)
     return pairs.sample(stream, length, experiment.data.short_seq_prob, key, _ROWS)
 
 
-def _planned(pairs_of: np.ndarray, data: Data, phase: Phase) -> Planned:
-    length, packed, rows = phase.sequence_length, Packed.of(data, phase), len(pairs_of)
-    wanted = pairs_of["a_length"].astype(np.int64) + pairs_of["b_length"]
-    lengths = pairs.truncated_lengths(pairs_of, length)
+def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> Planned:
+    length, packed, rows = phase.sequence_length, Packed.of(data, phase), len(made)
+    if data.units == "sentences":
+        kept, wanted = sentences.sizes(stream, made, length)
+        filled = float((kept + sentences.SPECIAL_TOKENS).mean() / length)
+        return Planned(length, None, filled, float(1 - kept.sum() / wanted.sum()))
+    wanted = made["a_length"].astype(np.int64) + made["b_length"]
+    lengths = pairs.truncated_lengths(made, length)
     if packed is not None:
         rows = len(packed.pack(lengths.astype(np.uint32), length, (0, 0), 0))
     return Planned(
         length,
-        float(pairs_of["is_random_next"].mean()),
+        float(made["is_random_next"].mean()),
         float(lengths.sum() / (rows * length)),
         float(1 - (lengths - pairs.SPECIAL_TOKENS).sum() / wanted.sum()),
     )
@@ -300,7 +308,8 @@ def _examples(
     first = sum(before.steps for before in experiment.phases[:number])
     chosen = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
     key = draws.key_of(experiment.seed, "train", number)
-    batch = batches.execute(
+    of_pairs = experiment.data.units == "pairs"
+    batch = (batches.execute if of_pairs else batches.execute_sentences)(
         stream,
         chosen,
         draws.Counter(key, np.arange(len(chosen))),
@@ -310,6 +319,9 @@ def _examples(
         phase.max_predictions_per_seq,
     )
     return [
-        Example(bool(row["is_random_next"]), row_pieces(batch, i, prepared.tokenizer))
+        Example(
+            bool(row["is_random_next"]) if of_pairs else None,
+            row_pieces(batch, i, prepared.tokenizer),
+        )
         for i, row in enumerate(chosen)
     ]

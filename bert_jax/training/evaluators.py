@@ -35,13 +35,13 @@ class HeldOut:
       batches: as data.batches.eval_batches gives them.
       rows: how many rows are real.
       unigram_loss: nats a masked piece, with the training split's frequencies (one added to each).
-      majority: share of the commoner next-sentence label.
+      majority: share of the commoner next-sentence label; None: rows have none.
     """
 
     batches: list[batches_lib.Batch]
     rows: int
     unigram_loss: float
-    majority: float
+    majority: float | None
 
     @classmethod
     def of(
@@ -62,12 +62,16 @@ class HeldOut:
         nats = -np.log(counts / counts.sum())
         weights = np.concatenate([b["masked_lm_weights"].ravel() for b in batches])
         labels = np.concatenate([b["masked_lm_ids"].ravel() for b in batches])
-        random = sum(float((b["next_sentence_labels"] * b["row_weights"]).sum()) for b in batches)
+        majority = None
+        if "next_sentence_labels" in batches[0]:
+            ones = (b["next_sentence_labels"] * b["row_weights"] for b in batches)
+            random = sum(float(each.sum()) for each in ones)
+            majority = max(random / rows, 1 - random / rows)
         return cls(
             batches,
             rows,
             float((nats[labels] * weights).sum() / weights.sum()),
-            max(random / rows, 1 - random / rows),
+            majority,
         )
 
 
@@ -91,12 +95,21 @@ def evaluate(
     eval_step: Callable[..., losses.Metrics],
     mesh: jax.sharding.Mesh,
 ) -> dict[str, float]:
-    """Returns means over the held-out rows, the two baselines, and the standard error of NSP."""
-    sums = {name: np.zeros(2, np.float32) for name in losses.NAMES}
+    """Returns means over the held-out rows and a baseline; of next sentences, where rows have
+    them, another, and the standard error."""
+    names = losses.MASKED_LM_NAMES if held_out.majority is None else losses.NAMES
+    sums = {name: np.zeros(2, np.float32) for name in names}
     sums = feed.put(sums, mesh_lib.replicated(mesh))
     for batch in feed.place_all(held_out.batches, mesh_lib.batch_sharding(mesh)):
         sums = eval_step(params, sums, batch)
     scores = lines_lib.means(lines_lib.fetch(sums))
+    if held_out.majority is None:
+        return {
+            **scores,
+            "loss": scores["masked_lm_loss"],
+            "unigram_loss": held_out.unigram_loss,
+            "rows": held_out.rows,
+        }
     return {
         **scores,
         "loss": scores["masked_lm_loss"] + scores["next_sentence_loss"],
@@ -115,9 +128,16 @@ def summary(line: dict[str, Any]) -> str:
     return (
         f"held-out masked LM {line['masked_lm_loss']:.3f} nat, {abs(below):.3f} "
         f"{'below' if below >= 0 else 'above'} the unigram line {line['unigram_loss']:.3f}; "
-        f"accuracy {line['masked_lm_accuracy']:.3f}; next sentence "
-        f"{line['next_sentence_accuracy']:.3f} +- {line['next_sentence_error']:.3f}, "
-        f"majority {line['next_sentence_majority']:.3f} ({line['rows']} rows)"
+        f"accuracy {line['masked_lm_accuracy']:.3f}{_next_sentence(line)} ({line['rows']} rows)"
+    )
+
+
+def _next_sentence(line: dict[str, Any]) -> str:
+    if "next_sentence_accuracy" not in line:
+        return ""
+    return (
+        f"; next sentence {line['next_sentence_accuracy']:.3f} +- "
+        f"{line['next_sentence_error']:.3f}, majority {line['next_sentence_majority']:.3f}"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
-from bert_jax.config import Model
+from bert_jax.config import Data, Model
 from bert_jax.model import heads, layers
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop
@@ -55,11 +55,21 @@ class Objective(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Pretraining:
-    """Masked pieces and the next sentence (Devlin et al. 2018, section 3.1)."""
+    """Masked pieces and the next sentence (Devlin et al. 2018, section 3.1), or the first alone.
+
+    Of the first alone the head of the second has parameters too, which learn nothing.
+    """
 
     model: Model
     metrics: tuple[str, ...] = losses_lib.NAMES
     losses: tuple[str, ...] = ("masked_lm_loss", "next_sentence_loss")
+
+    @classmethod
+    def of(cls, model: Model, data: Data) -> "Pretraining":
+        """Returns what `data.objective` names."""
+        if data.objective == "mlm_nsp":
+            return cls(model)
+        return cls(model, losses_lib.MASKED_LM_NAMES, ("masked_lm_loss",))
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
@@ -76,14 +86,19 @@ class Pretraining:
         """Computes the metrics of some rows; nothing is fixed."""
         del fixed
         logits = heads.pretraining_logits(self.model, params, batch, noise, loop)
+        if self.metrics == losses_lib.MASKED_LM_NAMES:
+            return losses_lib.masked_lm(logits[0], batch)
         return losses_lib.pretraining(*logits, batch)
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
         """Counts masked pieces and pairs, by which the two losses are divided."""
-        return batch["masked_lm_weights"].sum(), batch["row_weights"].sum()
+        sums = batch["masked_lm_weights"].sum(), batch["row_weights"].sum()
+        return sums[: len(self.losses)]
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
         """Returns the two losses' sums of some rows over the counts of all."""
-        predictions, rows = counts
+        predictions, *rows = counts
         masked_lm = metrics["masked_lm_loss"][0] / (predictions + losses_lib.MASKED_LM_EPS)
-        return masked_lm + metrics["next_sentence_loss"][0] / rows
+        if "next_sentence_loss" not in self.losses:
+            return masked_lm
+        return masked_lm + metrics["next_sentence_loss"][0] / rows[0]

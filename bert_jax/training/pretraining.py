@@ -114,6 +114,7 @@ class Prepared:
             self.folder / corpus.COUNTS,
             self.named / corpus.COUNTS if sends_counts and self.named != self.folder else None,
             Packed.of(data, spec),
+            data.units,
         )
         shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
         return batches.TrainBatches(
@@ -213,7 +214,7 @@ def pretrain(
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError if the batches or the state cannot be laid over these devices."""
-    objective = Pretraining(experiment.model)
+    objective = Pretraining.of(experiment.model, experiment.data)
     step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     replicas = experiment.optimizer.reference_replicas
     shards = mesh_lib.data_shards(mesh)
@@ -322,7 +323,7 @@ class PretrainingSetup:
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
         """Opens what was prepared."""
         experiment = self.experiment
-        objective, model = Pretraining(experiment.model), experiment.model
+        objective, model = Pretraining.of(experiment.model, experiment.data), experiment.model
         prepared = Prepared.open(self._workdir.corpus)
         peers.require_same(
             "corpus",

@@ -176,7 +176,7 @@ def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[st
     """Returns the last state of a workdir, on the host, and the JSON next to it."""
     here = mesh_lib.make_mesh(Parallelism(), jax.local_devices(backend="cpu")[:1])
     abstract = step.abstract_state(
-        Pretraining(experiment.model), experiment.optimizer, Parallelism(), here
+        Pretraining.of(experiment.model, experiment.data), experiment.optimizer, Parallelism(), here
     )
     with Checkpoints(Workdir(root).checkpoints, experiment.run, "read") as saved:
         restored = saved.restore(experiment.total_steps, abstract)

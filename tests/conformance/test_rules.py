@@ -154,6 +154,7 @@ CERTIFIED = config.load(BASE)
         ("corpus.tokenizer_kind=unigram", "unigram"),
         ("corpus.tokenizer=some.model", "SentencePiece"),
         ("data.masking=whole_word", "whole words"),
+        ("data.objective=mlm", "no next sentences"),
         ("data.dupe_factor=0", "dynamic"),
         ("data.dupe_factor=5", "5 static passes"),
         ("data.short_seq_prob=0.2", "0.1"),

@@ -309,8 +309,10 @@ def test_rows_of_sentences_are_the_same_for_any_host_count(masking):
 
 
 def test_held_out_rows_of_sentences_are_the_same_at_every_batch_size():
-    def made(size, data=EVAL):
-        found, count = batches.eval_batches(SMALL, IDS, data, 0, size, "sentences")
+    of_sentences = dataclasses.replace(EVAL, objective="mlm")
+
+    def made(size, data=of_sentences):
+        found, count = batches.eval_batches(SMALL, IDS, data, 0, size)
         real = [b["row_weights"] == 1 for b in found]
         rows = list(zip(found, real, strict=True))
         names = found[0].keys() - {"rows"}
@@ -320,7 +322,7 @@ def test_held_out_rows_of_sentences_are_the_same_at_every_batch_size():
     for size in (7, 1000):
         assert made(size)[0] == count
         assert_equal(made(size)[1], expected)
-    few = dataclasses.replace(EVAL, eval_rows=5)
+    few = dataclasses.replace(of_sentences, eval_rows=5)
     assert made(4, few)[0] == 5
     assert_equal(made(4, few)[1], take(expected, np.arange(5)))
 

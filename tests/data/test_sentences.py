@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax.data import draws, sentences, stream
+from bert_jax.errors import InputError
 
 PAD, CLS, SEP = 0, 2, 3
 documents = st.lists(
-    st.lists(st.integers(1, 20), min_size=1, max_size=6), min_size=1, max_size=12
+    st.lists(st.integers(1, 20), min_size=4, max_size=6), min_size=10, max_size=16
 )  # lengths of their sentences
 
 
@@ -87,3 +88,20 @@ def test_the_first_row_is_of_any_length(most):
     counts = np.bincount(lengths, minlength=most + 1)[1:]
     assert len(counts) == most
     assert ((counts - n / most) ** 2 / (n / most)).sum() < most - 1 + 4 * np.sqrt(2 * (most - 1))
+
+
+def test_a_text_that_fills_no_row_is_named():
+    small, _ = made([[3, 4], [5]])
+    with pytest.raises(InputError, match="12 tokens do not fill a row of 32"):
+        sentences.plan(small, 32, draws.key_of(0))
+
+
+def test_sizes_are_those_of_the_rows():
+    rng = np.random.default_rng(0)
+    small, _ = made([rng.integers(1, 40, 5).tolist() for _ in range(20)])
+    plan = sentences.plan(small, 32, draws.key_of(0))
+    kept, wanted = sentences.sizes(small, plan, 32)
+    rows = sentences.rows(small, plan, 32, PAD, CLS, SEP)
+    assert (kept + 2).tolist() == rows.length.tolist()
+    assert (wanted >= kept).all() and (wanted > kept).any()
+    assert sentences.plan(small, 32, draws.key_of(0), 3).tolist() == plan[:3].tolist()
