@@ -26,12 +26,16 @@ GOLDEN = ROOT / "tests" / "golden" / "plans"
 PLANS = (
     ("bert_base", "v3:4x4", ()),
     ("bert_large", "v3:8x8", ()),
-    ("bert_base_pod", "v3:4x4", ("parallelism.accumulation=1",)),
+    ("bert_base_pod", "v3:4x4", ()),
     ("bert_base_pod", "v5e:4x4", ()),
     ("bert_base_pod", "v5e:4x4", ("run.check_every=100",)),  # two programs, one of them checked
+    ("bert_base_pod", "v5p:2x2x4", ()),
     ("bert_large_pod", "v3:8x8", ()),
     ("bert_large_pod", "v5e:8x8", ()),
     ("bert_large_pod", "v5p:4x4x4", ()),
+    # Rows a chip as in MLPerf v0.7, and a batch for few chips.
+    ("bert_large_pod", "v3:4x4", ("phases.0.batch_size=448", "phases.1.batch_size=448")),
+    ("bert_large_pod", "v6e:4x4", ("phases.0.batch_size=64", "phases.1.batch_size=64")),
 )
 MATRIX = {
     "bert_base_pod": ("v2:4x4", "v3:4x4", "v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4"),

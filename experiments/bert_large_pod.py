@@ -3,7 +3,7 @@
     bert-jax pretrain experiments/bert_large_pod.py --workdir gs://BUCKET/bert_large_pod
 
 Source: bert_large.py with the departures of bert_base_pod.py.
-Hardware: 64 TPU chips; 4 sequences of 512 on a chip are 2,048 tokens, so nothing is accumulated.
+Hardware: 64 TPU chips; 4 sequences of 512 on a chip.
 Expected: as bert_large.py.
 """
 
@@ -24,5 +24,4 @@ def experiment() -> Experiment:
         model=dataclasses.replace(
             bert_large.experiment().model, compute_dtype="bfloat16", dropout_rng="in_kernel"
         ),
-        parallelism=dataclasses.replace(pod.parallelism, accumulation=(1,)),
     )
