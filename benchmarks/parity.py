@@ -37,7 +37,7 @@ from bert_jax.training.objective import Pretraining
 from bert_jax.training.pretraining import Prepared
 
 STEPS = 50
-# By `model.kind`, what of tiny.py is otherwise. A window is shorter than a row.
+# By `model.kind`, what of tiny_paper.py is otherwise. A window is shorter than a row.
 MODELS = {
     "bert": (),
     "modern": (
@@ -98,9 +98,9 @@ def compare(model: str, folder: pathlib.Path, python: str) -> int:
 def make_model(
     folder: pathlib.Path, settings: Sequence[str]
 ) -> tuple[Trained, Prepared, Experiment]:
-    """tiny.py's model on its corpus without dropout; no parameter is zero or one."""
+    """tiny_paper.py's model on its corpus without dropout; no parameter is zero or one."""
     experiment = config.override(
-        config.load("experiments/tiny.py"),
+        config.load("experiments/tiny_paper.py"),
         ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0", *settings],
     )
     experiment = dataclasses.replace(

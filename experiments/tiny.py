@@ -2,9 +2,9 @@
 
     bert-jax pretrain experiments/tiny.py
 
-Source: ModernBERT's encoder (Warner et al. 2024), begun as docs/learning.md says; 30 % of the tokens
-masked (Wettig et al. 2023); AdamW at a high rate and no dropout, as the run is short. The paper's
-recipe at the same size is tiny_paper.py.
+Source: ModernBERT's encoder (Warner et al. 2024), with a base of rotary positions for short rows
+and scaled fresh weights (docs/learning.md); 30 % masked (Wettig et al. 2023); AdamW at
+a high rate and no dropout, as the run is short. The paper's recipe at this size is tiny_paper.py.
 Hardware: any CPU; about five minutes on two cores.
 Expected: held-out masked LM loss 2.5 nat below the unigram line; next sentence above its majority.
 """
@@ -39,9 +39,7 @@ def experiment() -> Experiment:
             eval_sequence_length=64,
             eval_max_predictions_per_seq=10,
         ),
-        phases=(
-            Phase(steps=1_600, sequence_length=64, max_predictions_per_seq=20, batch_size=64),
-        ),
+        phases=(Phase(steps=1_600, sequence_length=64, max_predictions_per_seq=20, batch_size=64),),
         optimizer=Optimizer(
             name="adamw", peak_learning_rate=4e-3, warmup_steps=200, schedule="linear"
         ),

@@ -8,7 +8,7 @@ work and kernels in between leave, and each stretch of work hides one transfer a
     compute       cycles / clock; the compiler's cycles are close for matrix products (3 to 14 % too
                   high) and up to three times too high for element-wise work that is not fused
     kernels       the larger of cycles as the compiler schedules them / clock, and bytes / memory
-                  bandwidth; those whose cycles are not known take no time here and are named
+                  bandwidth; of those whose cycles are not known the latter, and they are named
     random bits   bytes drawn / (RANDOM_BYTES_PER_CYCLE x cores x clock)
     collectives   waits, less latency. A transfer takes (N-1)/N of a gather's or scatter's whole
                   array, twice that of an all-reduce's, over the links of the axes that the group
@@ -172,11 +172,12 @@ class _Timeline:
 
 
 def kernel_seconds(kernel: Kernel, tpu: hardware.Tpu) -> float:
-    """Returns the seconds of one run of a kernel on a device; 0 where its cycles are not known."""
-    if kernel.cycles is None:
-        return 0.0
+    """Returns the seconds of one run of a kernel on a device.
+
+    Where its cycles are not known it is those that its bytes take at least.
+    """
     bandwidth = tpu.memory_bandwidth / tpu.devices_per_chip
-    return max(kernel.cycles / tpu.clock_hz, kernel.bytes / bandwidth)
+    return max((kernel.cycles or 0) / tpu.clock_hz, kernel.bytes / bandwidth)
 
 
 def collective_seconds(

@@ -407,7 +407,7 @@ def _time_lines(phase: Entry) -> Iterator[str]:
             yield f"      {name.replace('_', ' '):<12}{1e3 * seconds[name]:8.2f} ms  {reason}"
     uncounted = [f"{one['count']} x {one['name']}" for one in kernels if one["cycles"] is None]
     if uncounted:
-        yield f"      NOT COUNTED, kernels of unknown cycles: {', '.join(uncounted)}"
+        yield f"      BY THEIR BYTES ALONE, kernels of unknown cycles: {', '.join(uncounted)}"
     busy = ", ".join(f"{axis} {1e3 * time:.2f} ms" for axis, time in links["busy"].items())
     if busy:
         yield (

@@ -23,10 +23,10 @@ FILE = ROOT / "Dockerfile"
 ENGINE_ONLY = ("groupadd", "useradd")
 
 SHRUNK = (
-    *("--set", "phases.0.steps=3", "--set", "phases.1.steps=2"),
+    *("--set", "phases.0.steps=5"),
     *("--set", "optimizer.warmup_steps=1", "--set", "data.eval_rows=8"),
     *("--set", "model.vocab_size=1000", "--set", "phases.0.batch_size=8"),
-    *("--set", "phases.1.batch_size=8", "--set", "run.eval_batch_size=8"),
+    *("--set", "run.eval_batch_size=8"),
 )
 
 

@@ -58,7 +58,7 @@ def test_random_bits_cost_cycles_of_every_core_of_a_device():
     [
         (MS, 1, 1e-3),
         (1, 819 * MB, 1e-3),  # of 819 GB/s
-        (None, 819 * MB, 0),  # and is named in the plan
+        (None, 819 * MB, 1e-3),  # and is named in the plan
     ],
 )
 def test_a_kernel_takes_the_longer_of_its_schedule_and_its_traffic(cycles, bytes_, expected):
