@@ -39,10 +39,16 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt $(VENV)/made-with
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# What the tiny model is asked when it is done.
+ASKED := "My fellow [MASK], we meet here today." "The united [MASK] of America." \
+  "I ask the [MASK] to pass this bill."
+
 # Pre-trains experiments/tiny.py on the sample text; run again, it goes on where it stopped.
 pretrain: $(STAMP)
 	$(BIN)/bert-jax pretrain experiments/tiny.py
 	$(BIN)/bert-jax report runs/tiny
+	$(BIN)/bert-jax predict --workdir runs/tiny --top 4 $(ASKED)
+	@echo 'Ask your own: $(BIN)/bert-jax predict --workdir runs/tiny "We the [MASK] of the United States"'
 
 test: lint
 	$(BIN)/python -m pytest

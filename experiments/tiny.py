@@ -39,10 +39,20 @@ def experiment() -> Experiment:
             eval_sequence_length=64,
             eval_max_predictions_per_seq=10,
         ),
-        phases=(Phase(steps=1_600, sequence_length=64, max_predictions_per_seq=20, batch_size=64),),
+        phases=(Phase(steps=1_750, sequence_length=64, max_predictions_per_seq=20, batch_size=64),),
         optimizer=Optimizer(
             name="adamw", peak_learning_rate=4e-3, warmup_steps=200, schedule="linear"
         ),
         parallelism=Parallelism(layer_loop="unroll"),
-        run=Run(log_every=50, eval_every=400, checkpoint_every=200),
+        run=Run(
+            log_every=50,
+            eval_every=400,
+            checkpoint_every=200,
+            watch=(
+                "My fellow [MASK], we meet here today.",
+                "The united [MASK] of America.",
+                "I ask the [MASK] to pass this bill.",
+                "We must defend the [MASK] of the people.",
+            ),
+        ),
     )
