@@ -132,6 +132,8 @@ def test_a_refused_start_leaves_an_existing_run_to_go_on(copy_of_run):
 def test_a_model_that_does_not_fit_into_memory_is_named(copy_of_run):
     before = tree(copy_of_run)
     code, err = call("pretrain small.py --workdir new --set model.intermediate_size=4000000000")
+    assert (code, err.count("\n")) == (2, 1) and "model.intermediate_size=4000000000" in err
+    code, err = call("pretrain small.py --workdir new --set model.intermediate_size=2000000000")
     assert (code, err.count("\n")) == (2, 1), err
     assert "memory" in err and "batch_size" in err
     assert tree(copy_of_run) == before

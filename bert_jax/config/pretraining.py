@@ -88,6 +88,9 @@ class Model(Section):
             "num_attention_heads",
             "intermediate_size",
         )
+        # XLA's compiler for CPUs ends the process at a matrix with a longer side.
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
+            self._require(getattr(self, name) < 2**31, name, "must be below 2**31")
         # [PAD] [UNK] [CLS] [SEP] [MASK] and one piece to predict.
         self._require_at_least(6, "vocab_size")
         self._require_at_least(8, "max_position_embeddings")
