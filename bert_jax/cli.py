@@ -174,6 +174,7 @@ def prepare(args: argparse.Namespace) -> int:
 )
 def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
+    system.use_one_memory_pool()
     from bert_jax.tasks.probes import Probes
     from bert_jax.training import branch as branch_lib
     from bert_jax.training import pretraining
@@ -206,6 +207,7 @@ def pretrain(args: argparse.Namespace) -> int:
 )
 def compare(args: argparse.Namespace) -> int:
     """Run what a table names at equal budgets, and compare; run again to go on where it stopped."""
+    system.use_one_memory_pool()
     from bert_jax.compare.results import Results
     from bert_jax.compare.runs import Comparison
     from bert_jax.storage.workdir import lock
@@ -269,6 +271,7 @@ def compare(args: argparse.Namespace) -> int:
 )
 def finetune(args: argparse.Namespace) -> int:
     """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
+    system.use_one_memory_pool()
     from bert_jax.tasks import job, sweep
     from bert_jax.training.progress import LineConsole, Progress
 

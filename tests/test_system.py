@@ -1,7 +1,10 @@
 import os
+import platform
 import subprocess
 import sys
 import time
+
+import pytest
 
 from bert_jax import system
 
@@ -41,3 +44,38 @@ def test_where_linux_is_not(monkeypatch):
     monkeypatch.setattr(system, "_LIBC", object())
     assert system.cores() == os.cpu_count()
     system.die_with_parent()
+    system.use_one_memory_pool()
+
+
+KEEPING = """
+import resource, sys, threading
+import numpy as np
+from bert_jax import system
+
+system.use_one_memory_pool()
+pages = []
+
+
+def use_and_free():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.empty(100 * 2**20, np.uint8).fill(1)
+    pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+def twice():
+    system.keep_freed_memory()
+    use_and_free()
+    use_and_free()
+
+
+thread = threading.Thread(target=twice)
+thread.start()
+thread.join()
+sys.exit(pages[1] > pages[0] / 10)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of the GNU C library alone")
+def test_memory_that_a_thread_has_freed_is_used_again():
+    """A hundred megabytes, as of logits: without one pool they are faulted in again each time."""
+    assert subprocess.run([sys.executable, "-c", KEEPING], check=False).returncode == 0

@@ -1,7 +1,6 @@
 """Starting, going on with and extending a run in its workdir."""
 
 import contextlib
-import ctypes
 import hashlib
 import pathlib
 import platform
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import jax
 
 import bert_jax
-from bert_jax import config, hardware
+from bert_jax import config, hardware, system
 from bert_jax.config import Run
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror as mirror_lib
@@ -30,9 +29,6 @@ from bert_jax.training.runner import Context, Result, Trainer, in_words
 from bert_jax.training.watchdog import StopRequest, Watchdog
 
 Outcome = Literal["finished", "stopped", "failed"]
-
-# M_MMAP_MAX: no mappings of their own; M_TRIM_THRESHOLD: two GiB are kept; M_ARENA_MAX: one pool.
-_MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
 
 
 def run(
@@ -85,7 +81,7 @@ def _run(
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     setup.require_runnable(mesh)
     _require_checkable(experiment.run, mesh)
-    _keep_freed_memory()
+    system.keep_freed_memory()
     keep_compiled_programs(workdir.remote / "compiled" if workdir.remote else None)
     peers.connect(mesh)
     clock = Clock(hardware.peak_flops(setup.compute_dtype))
@@ -208,18 +204,6 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
         {f"{workdir.named}/{mirror_lib.OWNER}": mirror.token[:12]},
         "start all of them with the same bucket, and once",
     )
-
-
-def _keep_freed_memory() -> None:
-    """Tells the C library to keep what is freed instead of giving it back to the system.
-
-    XLA on a CPU asks for every buffer of a step again; returned pages are faulted in again at each,
-    a fifth of the time of a small model's step.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        for option, value in _MALLOPT:
-            libc.mallopt(option, value)
 
 
 def _extend_hint(changed: list[str], saved: Any) -> str:
