@@ -91,7 +91,7 @@ BROKEN = [
     (data_rules, np, "rint", np.floor, "15 % of the length"),
     (data_rules, tokenizer, "_UNACCENTED", {}, "uncased"),
     (optimizer_rules, optimizer, "scale_by_bert_adam", optax.scale_by_adam, "bias correction"),
-    (model_rules, attention, "_MASKED_SCORE", 0.0, "post-norm"),
+    (model_rules, attention, "MASKED_SCORE", 0.0, "post-norm"),
     (optimizer_rules, losses, "MASKED_LM_EPS", 0.0, "each core divides"),
 ]
 
