@@ -5,7 +5,7 @@
 Source: ModernBERT's encoder (Warner et al. 2024), with a base of rotary positions for short rows
 and scaled fresh weights (docs/learning.md); 30 % masked (Wettig et al. 2023); AdamW at
 a high rate and no dropout, as the run is short. The paper's recipe at this size is tiny_paper.py.
-Hardware: any CPU; about five minutes on two cores.
+Hardware: any CPU; three to five minutes on two cores.
 Expected: held-out masked LM loss 2.5 nat below the unigram line; next sentence above its majority.
 """
 
