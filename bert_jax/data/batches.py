@@ -101,26 +101,12 @@ def execute(
     input_ids[:, 0] = ids.cls
     np.put_along_axis(input_ids, a_end, ids.sep, 1)
     np.put_along_axis(input_ids, b_end, ids.sep, 1)
-    if input_ids.size and input_ids.max() >= ids.vocab_size:
-        raise stream.damaged("ids")  # a device would take another id without a word
-    masked = masking.mask(
-        input_ids,
-        real & (column > 0) & (column != a_end) & (column != b_end),
-        pair.a_length + pair.b_length + pairs.SPECIAL_TOKENS,
-        array_draws,
-        policy,
-        max_predictions=max_predictions,
-        mask_id=ids.mask,
-        vocab_size=ids.vocab_size,
-        continues=ids.continues,
-    )
+    text = real & (column > 0) & (column != a_end) & (column != b_end)
+    lengths = pair.a_length + pair.b_length + pairs.SPECIAL_TOKENS
     return {
-        "input_ids": masked.input_ids,
+        **_masked(stream, input_ids, text, lengths, array_draws, ids, policy, max_predictions),
         "segment_ids": in_b.astype(np.int32),
         "input_mask": real.astype(np.int32),
-        "masked_lm_positions": masked.positions,
-        "masked_lm_ids": masked.ids,
-        "masked_lm_weights": masked.weights,
         "next_sentence_labels": rows["is_random_next"].astype(np.int32),
     }
 
@@ -144,12 +130,41 @@ def execute_sentences(
       What `execute` gives, without labels of next sentences; segment_ids are 0.
     """
     rows = sentences.rows(stream, chunks, sequence_length, ids.pad, ids.cls, ids.sep)
-    if rows.input_ids.size and rows.input_ids.max() >= ids.vocab_size:
-        raise stream.damaged("ids")
+    which = stream, rows.input_ids, rows.text, rows.length
+    return {
+        **_masked(*which, array_draws, ids, policy, max_predictions),
+        "segment_ids": np.zeros_like(rows.input_ids),
+        "input_mask": (rows.document > 0).astype(np.int32),
+    }
+
+
+def _masked(
+    stream: Stream,
+    input_ids: np.ndarray,
+    text: np.ndarray,
+    lengths: np.ndarray,
+    array_draws: draws.ArrayDraws,
+    ids: Ids,
+    policy: masking.Policy,
+    max_predictions: int,
+) -> Batch:
+    """Masks rows; returns `input_ids` and `masked_lm_*`, see `execute`.
+
+    Args:
+      input_ids: int32 [B, S].
+      text: bool [B, S], False for specials and padding.
+      lengths: int64 [B], of the rows without padding.
+      stream, array_draws, ids, policy, max_predictions: see `execute`.
+
+    Raises:
+      InputError: the stream holds ids that the vocabulary has not.
+    """
+    if input_ids.size and input_ids.max() >= ids.vocab_size:
+        raise stream.damaged("ids")  # a device would take another id without a word
     masked = masking.mask(
-        rows.input_ids,
-        rows.text,
-        rows.length,
+        input_ids,
+        text,
+        lengths,
         array_draws,
         policy,
         max_predictions=max_predictions,
@@ -159,8 +174,6 @@ def execute_sentences(
     )
     return {
         "input_ids": masked.input_ids,
-        "segment_ids": np.zeros_like(masked.input_ids),
-        "input_mask": (rows.document > 0).astype(np.int32),
         "masked_lm_positions": masked.positions,
         "masked_lm_ids": masked.ids,
         "masked_lm_weights": masked.weights,

@@ -37,6 +37,8 @@ _EPS = 1e-12
 _ADDED_BYTES = 2**20
 # Rows of a block are a multiple of this, which no type's tile exceeds.
 _TILE_ROWS = 32
+# Numbers of an array that a norm holds at a time: float32, and some eight arrays of them.
+_AT_ONCE = 256 * 1_024
 # Rates are multiples of one over it, as where bits are drawn outside (`layers.ShardNoise`).
 _STEPS = 65_536
 # Tokens that a program normalises at a time, as many as divide the rows.
@@ -433,8 +435,10 @@ _residual_norm.defvjp(_norm_forward, _norm_backward)
 
 def _row_blocks(x: jax.Array) -> tuple[pl.BlockSpec, pl.BlockSpec]:
     """Returns the blocks of rows of tokens, and that of a row of columns."""
-    height = next(height for height in _TOKENS if x.shape[0] % height == 0)
-    width = x.shape[1]
+    rows, width = x.shape
+    height = next(
+        h for h in _TOKENS if (rows % h == 0 and h * width <= _AT_ONCE) or h == _TOKENS[-1]
+    )
     return pl.BlockSpec((height, width), lambda i: (i, 0)), pl.BlockSpec(
         (1, width), lambda i: (0, 0)
     )

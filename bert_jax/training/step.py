@@ -408,7 +408,7 @@ def _kernels(
     """
     if model.dropout_rng != "in_kernel" or parallelism.tensor > 1:
         return None
-    return kernels_lib.BY_DEVICE.get(mesh.devices.flat[0].device_kind)
+    return kernels_lib.BY_DEVICE.get(mesh_lib.device_kind(mesh))
 
 
 def _filled(micro: Batch) -> jax.Array:

@@ -217,6 +217,15 @@ def test_attention_as_xla_computes_it(packed):
 # --- layer norm ---
 
 
+@pytest.mark.parametrize(
+    ("width", "height"), [(768, 256), (1_024, 256), (2_048, 128), (16_384, 16)]
+)
+def test_wide_rows_are_normed_fewer_at_a_time(width, height):
+    """Twenty megabytes of a program are more than the cores of v2 to v4 have."""
+    rows, _ = kernels._row_blocks(jnp.zeros((1_024, width), jnp.bfloat16))
+    assert rows.block_shape == (height, width)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rate", [0.0, RATE])
 def test_layer_norm_and_its_gradients(dtype, rate):
