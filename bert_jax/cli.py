@@ -25,6 +25,7 @@ _CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 
 # --- Commands and their arguments ---
 
+T = typing.TypeVar("T", bound=Section)
 # Adds an argument to a command's parser.
 _Argument = Callable[[argparse.ArgumentParser], Any]
 
@@ -176,27 +177,33 @@ def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
     system.use_one_memory_pool()
     from bert_jax.tasks.probes import Probes
-    from bert_jax.training import branch as branch_lib
     from bert_jax.training import pretraining
     from bert_jax.training.progress import LineConsole, Progress
 
-    branch = None
-    if args.decay_from is not None:
-        if args.extend or not args.workdir:
-            raise InputError("--decay-from: needs a --workdir of its own, and no --extend")
-        experiment, branch = branch_lib.opened(args.decay_from, args.experiment, args.set)
-        workdir, origin = _workdir(args, experiment, "write"), None
-    elif args.experiment is None:
-        experiment, workdir = _experiment(args, "write")
-        origin = None  # the run's own stays
-    else:
-        experiment, origin = config.load_with_origin(args.experiment, args.set)
-        workdir = _workdir(args, experiment, "write")
+    experiment, origin, branch = _pretraining(args)
+    workdir = _workdir(args, experiment, "write")
     progress = Progress(LineConsole())
     extend = "extend" if args.extend else "keep"
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
     outcome = pretraining.pretrain(experiment, workdir, extend, progress, origin, probes, branch)
     return _CODES[outcome]
+
+
+def _pretraining(args: argparse.Namespace):
+    """The experiment, its origin for the record, and the checkpoint it branches off, if it does.
+
+    The origin is None of a branch, and of a run that goes on and has its record already.
+    """
+    from bert_jax.training import branch
+
+    if args.decay_from is not None:
+        if args.extend or not args.workdir:
+            raise InputError("--decay-from: needs a --workdir of its own, and no --extend")
+        experiment, begins = branch.opened(args.decay_from, args.experiment, args.set)
+        return experiment, None, begins
+    if args.experiment is None:
+        return _saved_experiment(args, Experiment), None, None
+    return *config.load_with_origin(args.experiment, args.set), None
 
 
 @_command(
@@ -290,9 +297,6 @@ def _finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | 
 
     Of a run that goes on the record of that stays, and None is returned.
     """
-    from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import load_experiment
-
     names = ("kind", "train", "validation", "text", "second", "label")
     described = {f"--{name}": getattr(args, name) for name in names}
     described = {flag: value for flag, value in described.items() if value is not None}
@@ -302,8 +306,7 @@ def _finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | 
         return config.load_with_origin(args.task, args.set, Finetuning)
     if described or not args.workdir:
         return config.finetuning_of(described, args.workdir, args.set)
-    saved = load_experiment(mirror.opened(args.workdir), Finetuning)
-    return config.override(saved, args.set), None
+    return _saved_experiment(args, Finetuning), None
 
 
 @_command(
@@ -890,17 +893,21 @@ def tokenize(args: argparse.Namespace) -> int:
 
 def _experiment(args: argparse.Namespace, access: Literal["read", "write"] = "read"):
     """The experiment that the arguments name, and its workdir; see mirror.opened."""
+    if args.experiment is None:
+        experiment = _saved_experiment(args, Experiment)
+    else:
+        experiment = config.override(config.load(args.experiment), args.set)
+    return experiment, _workdir(args, experiment, access)
+
+
+def _saved_experiment(args: argparse.Namespace, kind: type[T]) -> T:
+    """The experiment that the run in --workdir was started with, and what --set says."""
     from bert_jax.storage import mirror
     from bert_jax.storage.workdir import load_experiment
 
-    if args.experiment is not None:
-        experiment: Experiment = config.load(args.experiment)
-    elif args.workdir:
-        experiment = load_experiment(mirror.opened(args.workdir))
-    else:
+    if not args.workdir:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
-    experiment = config.override(experiment, args.set)
-    return experiment, _workdir(args, experiment, access)
+    return config.override(load_experiment(mirror.opened(args.workdir), kind), args.set)
 
 
 def _workdir(args: argparse.Namespace, experiment: Experiment, access: Literal["read", "write"]):
