@@ -45,7 +45,7 @@ def test_data_prints_its_figures(tmp_path):
 
 @pytest.mark.long
 def test_packing_prints_its_figures(tmp_path):
-    arguments = ("--seconds", 2, "--layers", 1, "--length", 64, "--rows", 2, "--steps", 20)
+    arguments = ("--seconds", 2, "--layers", 1, "--length", 256, "--rows", 2, "--steps", 20)
     found = figures("packing", tmp_path, *arguments)
     assert 0.5 < found["unpacked_share_of_real_tokens"] < found["packed_share_of_real_tokens"]
 
