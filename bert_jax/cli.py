@@ -345,7 +345,9 @@ def evaluate(args: argparse.Namespace) -> int:
     metrics = evaluators.evaluate(
         prepared.held_out(experiment, mesh),
         params,
-        step.make_eval_step(Pretraining.of(experiment.model, experiment.data), parallelism, mesh),
+        step.make_eval_step(
+            Pretraining.of(experiment.model_after(done), experiment.data), parallelism, mesh
+        ),
         mesh,
     )
     print(f"step {done}: {evaluators.summary(metrics)}")

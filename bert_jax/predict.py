@@ -107,7 +107,7 @@ class Trained:
         of_step = [x for x in lines if x.get("kind") == "evaluation" and x["step"] == done]
         return cls(
             experiment.name,
-            experiment.model,
+            experiment.model_after(done),
             state["params"],
             prepared.tokenizer,
             step=done,

@@ -6,7 +6,7 @@ say where and how; they may. Each module of the library is given its own section
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bert_jax.config.fields import Section
@@ -331,6 +331,9 @@ class Phase(Section):
     examples_per_row: int = 8
     # And masked tokens of a row at most; 0: as one example may have, and one more an example.
     predictions_per_row: int = 0
+    # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
+    # rows; 0: model.global_rotary_base.
+    global_rotary_base: float = 0.0
 
     @property
     def row_predictions(self) -> int:
@@ -340,6 +343,11 @@ class Phase(Section):
     def _validate(self) -> None:
         self._require_at_least(1, "steps", "batch_size", "max_predictions_per_seq")
         self._require_at_least(1, "examples_per_row")
+        self._require(
+            self.global_rotary_base == 0 or self.global_rotary_base > 1,
+            "global_rotary_base",
+            "must be over 1, or 0",
+        )
         self._require(
             self.predictions_per_row == 0
             or self.predictions_per_row >= self.max_predictions_per_seq,
@@ -569,6 +577,15 @@ class Experiment(Section):
             first += phase.steps
         raise ValueError(f"{done} steps are all of them")
 
+    def model_of(self, phase: int) -> Model:
+        """Returns the model as a phase trains it, with the phase's own base of rotary positions."""
+        base = self.phases[phase].global_rotary_base or self.model.global_rotary_base
+        return replace(self.model, global_rotary_base=base)
+
+    def model_after(self, done: int) -> Model:
+        """Returns the model as the last of `done` steps computed it; of none: as the first will."""
+        return self.model_of(self.phase_at(max(done - 1, 0))[0])
+
     def _validate(self) -> None:
         self._require_folder_name("name")
         self._require(0 <= self.seed < 2**32, "seed", "must be in [0, 2**32)")
@@ -615,6 +632,11 @@ class Experiment(Section):
             if phase.steps * phase.batch_size >= 2**32:
                 raise InputError(f"phases.{i}.steps={phase.steps}: over 2**32 rows in one phase")
             self._validate_packing(i, phase)
+            if phase.global_rotary_base and self.model.kind != "modern":
+                raise InputError(
+                    f"phases.{i}.global_rotary_base={phase.global_rotary_base}: has a meaning with "
+                    "model.kind=modern only"
+                )
         if self.model.num_attention_heads % self.parallelism.tensor:
             raise InputError(
                 f"parallelism.tensor={self.parallelism.tensor}: does not divide "

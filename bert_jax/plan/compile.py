@@ -394,7 +394,7 @@ def lower_step(
 ) -> jax.stages.Lowered:
     """Traces the training step of a phase for a mesh and an abstract state."""
     replicated = mesh_lib.replicated(mesh)
-    objective = Pretraining.of(experiment.model, experiment.data)
+    objective = Pretraining.of(experiment.model_of(number), experiment.data)
     train_step = step.make_train_step(
         objective,
         experiment.optimizer,

@@ -25,6 +25,7 @@ class PhaseBatches(NamedTuple):
       batch: (step of the phase, rows) to these rows of its batch, on the host.
       ready: whether a step's batch can be made at once; if not, what it waits for is under way.
       close: ends what is under way.
+      objective: what is learned in this phase; None: the job's.
     """
 
     number: int
@@ -34,6 +35,7 @@ class PhaseBatches(NamedTuple):
     batch: MakeBatch
     ready: Callable[[int], bool] = lambda step: True
     close: Callable[[], None] = lambda: None
+    objective: Objective | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -138,11 +138,11 @@ class Prepared:
             mesh,
         )
 
-    def watched(self, experiment: Experiment) -> Watched:
-        """Returns the sentences whose predictions are followed."""
+    def watched(self, texts: tuple[str, ...], model: Model) -> Watched:
+        """Returns the sentences whose predictions are followed; see `Watched`."""
         return Watched(
-            experiment.run.watch,
-            experiment.model,
+            texts,
+            model,
             self.tokenizer,
             corpus.open_stream(self.folder, "validation"),
         )
@@ -330,16 +330,14 @@ class PretrainingSetup:
             {"corpus.manifest": prepared.sha256[:16]},
             "give all of them the corpus that one of them prepared",
         )
-        is_due = every(experiment.run.eval_every, experiment.total_steps)
         held_out = prepared.held_out(experiment, mesh)
-        watched = prepared.watched(experiment)
-        eval_step = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
-        asked = [
-            evaluators.of_held_out(held_out, eval_step, mesh, is_due),
-            evaluators.of_watched(watched, mesh, is_due),
-        ]
+        # The model of a phase has a base of rotary positions of its own, and is asked with it.
+        models = [*dict.fromkeys(map(experiment.model_of, range(len(experiment.phases))))]
+        asked: list[Evaluator] = []
+        for one in models:
+            asked += self._evaluators(one, prepared, held_out, mesh)
         if self._probes is not None:
-            asked.append(self._open_probes(self._probes, prepared, mesh, peers))
+            asked += self._open_probes(self._probes, models, prepared, mesh, peers)
 
         self._say(_summary(experiment, objective, mesh))
 
@@ -348,7 +346,8 @@ class PretrainingSetup:
             phase = experiment.phases[number]
             of = prepared.train_batches(experiment, number, peers.is_primary)
             return PhaseBatches(
-                number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close
+                *(number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close),
+                objective=Pretraining.of(experiment.model_of(number), experiment.data),
             )
 
         def operations(batch: Batch) -> int:
@@ -398,9 +397,34 @@ class PretrainingSetup:
             state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *placed)
         return state, base.sha256
 
+    def _evaluators(
+        self,
+        model: Model,
+        prepared: "Prepared",
+        held_out: evaluators.HeldOut,
+        mesh: jax.sharding.Mesh,
+    ) -> Iterator[Evaluator]:
+        """Yields those that are asked while the model is this one."""
+        experiment = self.experiment
+        often = every(experiment.run.eval_every, experiment.total_steps)
+
+        def is_due(done: int) -> bool:
+            return often(done) and experiment.model_after(done) == model
+
+        objective = Pretraining.of(model, experiment.data)
+        eval_step = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
+        yield evaluators.of_held_out(held_out, eval_step, mesh, is_due)
+        watched = prepared.watched(experiment.run.watch, model)
+        yield evaluators.of_watched(watched, mesh, is_due)
+
     def _open_probes(
-        self, probes: Probes, prepared: "Prepared", mesh: jax.sharding.Mesh, peers: Peers
-    ) -> Evaluator:
+        self,
+        probes: Probes,
+        models: Sequence[Model],
+        prepared: "Prepared",
+        mesh: jax.sharding.Mesh,
+        peers: Peers,
+    ) -> list[Evaluator]:
         """Probes are due before the first step, after the last, and as `run.probe_share` allows."""
         experiment, run = self.experiment, self.experiment.run
         peers.require_same(
@@ -408,13 +432,8 @@ class PretrainingSetup:
             {"examples": probes.sha256[:16]},
             "give all of them the same files of run.probes",
         )
-        operations = probes.open(
-            experiment.model,
-            prepared.tokenizer,
-            experiment.parallelism,
-            mesh,
-            run.eval_batch_size,
-        )
+        more = prepared.tokenizer, experiment.parallelism, mesh, run.eval_batch_size
+        opened, operations = [models[0]], probes.open(models[0], *more)
         self._say(f"probes: {probes.describe()}")
 
         def allowed(done: int) -> int:
@@ -437,4 +456,16 @@ class PretrainingSetup:
             scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
             return f"probes: {', '.join(scores)}"
 
-        return Evaluator("probes", is_due, probes.ask, describe, wait="probes")
+        def evaluator(model: Model) -> Evaluator:
+            def ask(params: Any) -> dict[str, dict[str, Any]]:
+                if opened[0] != model:
+                    probes.open(model, *more)
+                    opened[0] = model
+                return probes.ask(params)
+
+            def is_its(done: int) -> bool:
+                return is_due(done) and experiment.model_after(done) == model
+
+            return Evaluator("probes", is_its, ask, describe, wait="probes")
+
+        return [evaluator(model) for model in models]

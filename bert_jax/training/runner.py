@@ -351,7 +351,7 @@ class Trainer:
         """Returns the step, and the one in which a TPU checks itself if there is to be one."""
         parallelism = self.experiment.parallelism
         spec = (
-            *(self.job.objective, self.job.optimizer, parallelism),
+            *(phase.objective or self.job.objective, self.job.optimizer, parallelism),
             *(parallelism.accumulation_of(phase.number), self.job.total_steps, self.mesh),
         )
         train_step = step.make_train_step(*spec)
