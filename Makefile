@@ -96,9 +96,10 @@ bench-torch: $(STAMP) $(TORCH)/installed
 bench-embed: $(STAMP) $(TORCH)/embed
 	$(BIN)/python -m benchmarks.embed --python $(TORCH)/bin/python
 
-# The same numbers as PyTorch and transformers, through exported folders; two minutes.
+# The same numbers as PyTorch, transformers and PEFT, through exported folders; three minutes.
 parity: $(STAMP) $(TORCH)/parity
 	$(BIN)/python -m benchmarks.parity --python $(TORCH)/bin/python
+	$(BIN)/python -m benchmarks.parity_tasks --python $(TORCH)/bin/python
 
 # What the TPU compiler makes of the pod experiments, against what was reviewed, and of both sizes
 # on every generation of TPU; an hour and more. WORKSPACE.md says how to write the files again.
@@ -115,7 +116,7 @@ $(PLANS)/installed: setup.cfg constraints.txt $(wildcard tests/golden/plans/*.js
 
 $(TORCH)/parity: $(TORCH)/installed
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  sentence-transformers torch==2.13.0 transformers==5.23.0
+	  peft==0.21.2 sentence-transformers torch==2.13.0 transformers==5.23.0
 	@touch $@
 
 # A small encoder that people use, as a package.

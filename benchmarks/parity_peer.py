@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from sentence_transformers import SentenceTransformer
 
 LOGITS = 2e-5
 FIRST, EARLY, WHOLE = 20, 1e-4, 1e-3
@@ -116,6 +115,8 @@ def compare_tokens(says: dict[str, Any], folder: pathlib.Path, checks: Checks) -
 
 def compare_sentences(says: dict[str, Any], folder: pathlib.Path, checks: Checks) -> None:
     """sentence-transformers gives the mean over a text's pieces."""
+    from sentence_transformers import SentenceTransformer
+
     encoder = SentenceTransformer(str(folder / "encoder"), device="cpu")
     text = "We the people of the United States"
     batch = encoder.tokenizer(text, return_tensors="pt")

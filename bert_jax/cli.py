@@ -109,6 +109,12 @@ _CHECKPOINT = _argument(
     metavar="STEP",
     help="of a run: newest, best (by held-out loss), or a step [newest]",
 )
+_TUNED_BASE = _argument(
+    "--from",
+    dest="base",
+    metavar="BASE",
+    help="of a fine-tuned run: where its base lies now [where it lay]",
+)
 _PRICE = _argument(
     "--price-per-chip-hour", type=float, metavar="X", help="what a chip costs, to show the cost"
 )
@@ -574,12 +580,7 @@ def checkpoints(args: argparse.Namespace) -> int:
         metavar="FILE",
         help="of a fine-tuned run: where answers go as JSON lines [they are printed]",
     ),
-    _argument(
-        "--from",
-        dest="base",
-        metavar="BASE",
-        help="of a fine-tuned run: where its base lies now [where it lay]",
-    ),
+    _TUNED_BASE,
 )
 def predict(args: argparse.Namespace) -> int:
     """Do the task of a fine-tuned run; else fill [MASK], and say whether B follows A."""
@@ -779,10 +780,11 @@ def import_(args: argparse.Namespace) -> int:
     _argument(
         "--as",
         dest="kind",
-        choices=("pretraining", "masked_lm", "encoder"),
-        required=True,
+        choices=("pretraining", "masked_lm", "encoder", "task", "adapter"),
         help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers; of "
-        "model.kind=modern for ModernBertForMaskedLM or ModernBertModel",
+        "model.kind=modern for ModernBertForMaskedLM or ModernBertModel. Of a fine-tuned run task, "
+        "for BertForSequenceClassification and the like [task], or adapter, what adapt.how=lora "
+        "learned, for PEFT",
     ),
     _argument("--out", metavar="FOLDER", required=True, help="where it goes"),
     _argument(
@@ -792,19 +794,39 @@ def import_(args: argparse.Namespace) -> int:
         help="of the weights [float32, which loses nothing]",
     ),
     _CHECKPOINT,
+    _TUNED_BASE,
 )
 def export(args: argparse.Namespace) -> int:
-    """Write a run or a base for transformers."""
+    """Write a run, a fine-tuned run or a base for transformers."""
     from etils import epath
 
-    from bert_jax.interop import huggingface
+    from bert_jax.interop import finetuned, huggingface
     from bert_jax.predict import Trained
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning
+    from bert_jax.tasks.predict import TaskModel
 
-    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
-    huggingface.export_weights(trained, args.kind, args.dtype, epath.Path(args.out))
-    architecture = huggingface.architecture_of(trained.model, args.kind)
+    of_run = ("pretraining", "masked_lm", "encoder")
+    tuned = holds_finetuning(mirror.opened(args.workdir))
+    if tuned and args.kind not in of_run:
+        model = TaskModel(args.workdir, args.base, args.checkpoint)
+        form = args.kind or "task"
+        architecture = finetuned.export(model, form, args.dtype, epath.Path(args.out))
+        name, step = model.experiment.name, model.step
+        if form == "adapter":
+            architecture = f"adapter over {architecture}"
+    else:
+        if args.kind not in of_run:
+            given = "" if args.kind is None else f" {args.kind}: {args.workdir} is not fine-tuned"
+            raise InputError(f"--as{given or ':'} choose {', '.join(of_run[:-1])} or {of_run[-1]}")
+        if args.base is not None and not tuned:
+            raise InputError(f"--from: {args.workdir}: only a fine-tuned run takes this")
+        trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+        huggingface.export_weights(trained, args.kind, args.dtype, epath.Path(args.out))
+        architecture = huggingface.architecture_of(trained.model, args.kind)
+        name, step = trained.name, trained.step
     _say(
-        f"exported {printable(trained.name)}, step {trained.step}: {architecture}, {args.dtype}, "
+        f"exported {printable(name)}, step {step}: {architecture}, {args.dtype}, "
         f"in {printable(args.out)}"
     )
     return FINISHED

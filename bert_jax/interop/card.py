@@ -2,11 +2,12 @@
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import bert_jax
 from bert_jax import config
+from bert_jax.config import Finetuning, Model, Section
 from bert_jax.errors import printable
 from bert_jax.interop.names import PARTS
 from bert_jax.predict import Trained
@@ -19,10 +20,22 @@ _USE = {
     "ModernBertForMaskedLM": "the masked LM head",
     "ModernBertModel": "the encoder without heads, for fine-tuning or sentence-transformers",
 }
+# The library that a hub shows a class under, and its task there.
+_HUB = {
+    "BertForPreTraining": ("transformers", "fill-mask"),
+    "BertForMaskedLM": ("transformers", "fill-mask"),
+    "BertModel": ("sentence-transformers", "feature-extraction"),
+    "ModernBertForMaskedLM": ("transformers", "fill-mask"),
+    "ModernBertModel": ("sentence-transformers", "feature-extraction"),
+    "BertForSequenceClassification": ("transformers", "text-classification"),
+    "BertForTokenClassification": ("transformers", "token-classification"),
+    "BertForQuestionAnswering": ("transformers", "question-answering"),
+    "BertForMultipleChoice": ("transformers", "multiple-choice"),
+}
 _FAMILIES = {"bert": "BERT", "modern": "ModernBERT"}
 # Sources beyond these are counted, not named.
 _NAMED = 50
-_PATHS = ("corpus.sources", "corpus.tokenizer", "init_from")
+_PATHS = ("corpus.sources", "corpus.tokenizer", "init_from", "task.train", "task.validation")
 _PARTS = {"pooler": "pooler", "masked_lm": "masked LM head", "next_sentence": "NSP head"}
 
 
@@ -37,7 +50,7 @@ def write(trained: Trained, architecture: str, dtype: str, folder: str) -> str:
     """
     family = _FAMILIES[trained.model.kind]
     parts = [
-        *_front(trained, architecture),
+        *_front(trained.model, *_HUB[architecture]),
         f"# {code(trained.name)}",
         "",
         # What was imported was trained by others, or by a run that its source names.
@@ -55,23 +68,64 @@ def write(trained: Trained, architecture: str, dtype: str, folder: str) -> str:
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
+def write_task(
+    trained: Trained,
+    experiment: Finetuning,
+    labels: Sequence[str],
+    architecture: str,
+    dtype: str,
+    how_to: Sequence[str],
+) -> str:
+    """Returns the text of README.md of a fine-tuned model.
+
+    Args:
+      trained: what is exported; its `evaluation` is the line of scores of its step.
+      experiment: the fine-tuning.
+      labels: their names, by number.
+      architecture: the class that reads it.
+      dtype: of the weights.
+      how_to: Python that loads it.
+    """
+    parts = [
+        *_front(trained.model, *_HUB[architecture]),
+        f"# {code(trained.name)}",
+        "",
+        f"A {_FAMILIES[trained.model.kind]} fine-tuned with bert_jax {bert_jax.__version__}: "
+        f"`{architecture}`, for texts as task.kind={experiment.task.kind} has them.",
+        f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
+        *(["", f"Labels: {', '.join(map(code, labels))}."] if labels else []),
+        "",
+        "```python",
+        *how_to,
+        "```",
+        "",
+        *_model(trained),
+    ]
+    if trained.evaluation is not None:
+        parts += [f"## Held-out scores at step {trained.step}", ""]
+        parts += [
+            f"- {name}: {value:.6g}"
+            for name, value in trained.evaluation.items()
+            if isinstance(value, float)
+        ]
+        parts.append("")
+    parts += ["## Recipe", "", f"- step: {trained.step}", *_fields(experiment)]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
 def code(text: str) -> str:
     """Returns text as an inline code span, whatever it holds."""
     return f"`{printable(text).replace('`', chr(39)) or ' '}`"
 
 
-def _front(trained: Trained, architecture: str) -> list[str]:
+def _front(model: Model, library: str, task: str) -> list[str]:
     """Returns what model hubs read; fixed words alone."""
-    if "masked_lm" not in PARTS[architecture]:
-        library, task = "sentence-transformers", "feature-extraction"
-    else:
-        library, task = "transformers", "fill-mask"
     return [
         "---",
         f"library_name: {library}",
         f"pipeline_tag: {task}",
         "tags:",
-        f"- {_FAMILIES[trained.model.kind].lower()}",
+        f"- {_FAMILIES[model.kind].lower()}",
         "---",
         "",
     ]
@@ -144,11 +198,15 @@ def _recipe(trained: Trained) -> Iterator[str]:
     yield "## Recipe"
     yield ""
     yield f"- step: {trained.step} of {trained.experiment.total_steps}"
-    for path, value in config.flatten(trained.experiment, "identity"):
+    yield from _fields(trained.experiment)
+    yield ""
+
+
+def _fields(experiment: Section) -> Iterator[str]:
+    for path, value in config.flatten(experiment, "identity"):
         if path in _PATHS:
             # A card is made public, and where its author's files lie is nobody's concern.
             values = value if isinstance(value, tuple) else (value,)
             value = ", ".join(pathlib.PurePath(str(one)).name for one in values)
-        if not path.startswith("model.") and value != "":
+        if not path.startswith("model.") and value not in ("", ()):
             yield f"- {path}: {code(str(value))}"
-    yield ""

@@ -1,6 +1,7 @@
 """config.json as transformers writes it, of either kind of model, and our Model section."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
@@ -181,6 +182,29 @@ def fields_of(trained: Trained, architecture: str, dtype: str) -> dict[str, Any]
         "dtype": dtype,
         "torch_dtype": dtype,  # what versions before 4.56 call it
     }
+
+
+def task_fields(
+    kind: str, labels: Sequence[str], column: str, head_dropout_prob: float
+) -> dict[str, Any]:
+    """Returns what a config.json has next to `fields_of` for the head of a task.
+
+    Args:
+      kind: of the task.
+      labels: their names, by number.
+      column: what a regression's one number is called.
+      head_dropout_prob: of what the head reads.
+    """
+    fields: dict[str, Any] = {"classifier_dropout": head_dropout_prob}
+    names = [column] if kind == "regress" else labels
+    if names:  # a span has none
+        fields["id2label"] = {str(i): name for i, name in enumerate(names)}
+        fields["label2id"] = {name: i for i, name in enumerate(names)}
+    if kind in ("classify", "pair"):
+        fields["problem_type"] = "single_label_classification"
+    elif kind == "regress":
+        fields["problem_type"] = "regression"
+    return fields
 
 
 def _bert_fields(trained: Trained) -> dict[str, Any]:

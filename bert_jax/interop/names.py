@@ -36,6 +36,13 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "ModernBertForMaskedLM": ("encoder", "masked_lm"),
     "ModernBertModel": ("encoder",),
 }
+# Of classes for tasks, what stands under the head, and what that is called.
+HEADS: dict[str, tuple[tuple[Part, ...], str]] = {
+    "BertForSequenceClassification": (("encoder", "pooler"), "classifier"),
+    "BertForMultipleChoice": (("encoder", "pooler"), "classifier"),
+    "BertForTokenClassification": (("encoder",), "classifier"),
+    "BertForQuestionAnswering": (("encoder",), "qa_outputs"),
+}
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
 _MODERN_WORD_EMBEDDINGS = "model.embeddings.tok_embeddings.weight"
@@ -313,10 +320,27 @@ def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:
 
 def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[str, np.ndarray]:
     """Returns their tensors, float32, as the class `architecture` names them, without padding."""
+    if architecture not in HEADS:
+        prefix = "as_under_a_head" if "masked_lm" in PARTS[architecture] else "left_out"
+        return _held(params, cfg, PARTS[architecture], prefix)
+    parts, name = HEADS[architecture]
+    head = jax.device_get(params["head"])
+    return _held(params, cfg, parts, "as_under_a_head") | {
+        f"{name}.weight": head["kernel"].T,
+        f"{name}.bias": head["bias"],
+    }
+
+
+def _held(
+    params: Mapping[str, Any],
+    cfg: Model,
+    parts: tuple[Part, ...],
+    prefix: Literal["as_under_a_head", "left_out"],
+) -> dict[str, np.ndarray]:
     theirs: dict[str, np.ndarray] = {}
     naming = HUGGING_FACE[cfg.kind]
     for tensor in naming.tensors(cfg):
-        if tensor.part not in PARTS[architecture]:
+        if tensor.part not in parts:
             continue
         value: Any = params
         for key in tensor.path:
@@ -326,10 +350,42 @@ def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[
             value = value[tensor.layer]
         if tensor.is_vocabulary:
             value = value[: cfg.vocab_size]
-        alone = "masked_lm" not in PARTS[architecture]
-        name = tensor.name.removeprefix(naming.prefix) if alone else tensor.name
+        name = tensor.name.removeprefix(naming.prefix) if prefix == "left_out" else tensor.name
         value = value.T if tensor.is_kernel else value
         theirs[name] = np.concatenate([theirs[name], value]) if tensor.share[0] else value
+    return theirs
+
+
+def thin_to_theirs(thin: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]:
+    """Returns thin matrices next to kernels as PEFT names them next to theirs, lora_A and lora_B.
+
+    Where their tensor holds several of our kernels, its matrices are those of all, one under the
+    other and block by block, and so of as many times the rank.
+
+    Args:
+      thin: by the name of the kernel, `down` float32 [L, inputs, rank] and `up` [L, rank, outputs].
+      cfg: the shape.
+
+    Returns:
+      float32 [ranks, inputs] and [outputs, ranks].
+    """
+    theirs: dict[str, np.ndarray] = {}
+    for tensor in HUGGING_FACE[cfg.kind].tensors(cfg):
+        if tensor.layer is None or not tensor.is_kernel or tensor.path[-2] not in thin:
+            continue
+        module, (number, count) = tensor.name.removesuffix(".weight"), tensor.share
+        down, up = (
+            np.asarray(thin[tensor.path[-2]][name][tensor.layer]) for name in ("down", "up")
+        )
+        outputs = up.shape[1]
+        block = np.zeros((outputs * count, up.shape[0]), np.float32)
+        block[number * outputs : (number + 1) * outputs] = up.T
+        for name, value, axis in (
+            (f"{module}.lora_A.weight", down.T, 0),
+            (f"{module}.lora_B.weight", block, 1),
+        ):
+            there = [theirs[name]] if name in theirs else []
+            theirs[name] = np.concatenate([*there, value], axis)
     return theirs
 
 

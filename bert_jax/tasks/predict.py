@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+import numpy as np
 from etils import epath
 
 from bert_jax.config import Finetuning, Parallelism
@@ -19,6 +20,7 @@ from bert_jax.tasks.adapted import Forward, LoadedBase, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence
 from bert_jax.text import unknown
 from bert_jax.training import feed, step
+from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints, Restored
 
@@ -38,6 +40,11 @@ class TaskModel:
       experiment: of the run.
       labels: in the order of the head's outputs; empty of regressions and spans.
       step: of the checkpoint.
+      model: of the base, with the dropout and the type of the run.
+      tokenizer: of the base.
+      params: those that learned, on the devices.
+      fixed: those of the base that did not; None if all did.
+      evaluation: the line of scores of this step; None if there is none.
 
     Raises:
       InputError: no fine-tuned run here, no such checkpoint, a base that is not there or is not the
@@ -65,12 +72,16 @@ class TaskModel:
             objective = loaded.objective(self.experiment, self._kind, self.labels)
             abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
             restored = _restored(saved, which, {"params": abstract["params"]})
-        self.step, self._params = restored.step, restored.state["params"]
+        self.step, self.params = restored.step, restored.state["params"]
+        self.model, self.tokenizer = objective.model, loaded.tokenizer
+        lines = lines_lib.Lines(workdir.metrics).read()
+        of_step = [x for x in lines if x.get("kind") == "scores" and x["step"] == self.step]
+        self.evaluation = of_step[-1] if of_step else None
         if task.kind == "span" and task.no_answer == "possible":
             self._kind = kind_of(task, self.labels, loaded.tokenizer, _threshold(restored))
-        self._fixed: Any = None
+        self.fixed: Any = None
         if self.experiment.adapt.how != "full":
-            self._fixed = feed.put(loaded.read_by(self._kind), mesh_lib.replicated(mesh))
+            self.fixed = feed.put(loaded.read_by(self._kind), mesh_lib.replicated(mesh))
         self._forward = Forward(objective, parallelism, mesh)
         self._pad_id = loaded.tokenizer.pad_id
         self.unknown = unknown.Share(loaded.tokenizer)
@@ -85,7 +96,7 @@ class TaskModel:
         """
         examples = iter(examples)
         while window := list(itertools.islice(examples, WINDOW)):
-            outputs, _, of_window = self._run(window)
+            outputs, _, of_window = self.outputs(window)
             yield from _with_inputs(window, self._kind.answers(outputs, of_window, window))
 
     def score(self, examples: Sequence[Example]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
@@ -99,13 +110,18 @@ class TaskModel:
           InputError: a label that the run did not learn.
         """
         examples_lib.require_known(self.labels, examples)
-        outputs, loss, of_all = self._run(examples)
+        outputs, loss, of_all = self.outputs(examples)
         scores = self._kind.scores(outputs, of_all, examples)
         line = {"step": self.step, "loss": loss, "score": scores[self.experiment.task.main_score]}
         answers = self._kind.answers(outputs, of_all, examples)
         return line | {"examples": len(examples)} | scores, _with_inputs(examples, answers)
 
-    def _run(self, examples: Sequence[Example]) -> tuple[list[Any], float, rows.Rows]:
+    def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.Rows]:
+        """Returns what the head gives for each row, the mean loss, and the rows.
+
+        Returns:
+          As `Forward.predict_rows` does, and `TaskKind.rows`.
+        """
         made = self._kind.rows(examples)
         self.unknown.add(made.ids)
         if not self._batch_rows:  # of the first window: few texts make a small batch
@@ -113,7 +129,7 @@ class TaskModel:
             most = min(self.experiment.run.eval_batch_size, len(made.ids) // per_example)
             self._batch_rows = -(-most // self._shards) * self._shards * per_example
         batches = rows.eval_batches(made, self._pad_id, self._batch_rows)
-        return *self._forward.predict_rows(self._params, self._fixed, batches, made), made
+        return *self._forward.predict_rows(self.params, self.fixed, batches, made), made
 
 
 def _with_inputs(

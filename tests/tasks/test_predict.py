@@ -9,11 +9,15 @@ import sys
 import numpy as np
 import pytest
 import tuned
+from safetensors.numpy import load_file
 
 from bert_jax import cli
 from bert_jax.errors import InputError
-from bert_jax.tasks import examples, predict
+from bert_jax.tasks import examples, objective, predict
 from bert_jax.tasks.predict import TaskModel
+
+# Written by transformers; see tests/interop/make_task_classes.py.
+TASK_CLASSES = pathlib.Path(__file__).parents[1] / "interop" / "task_classes"
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +249,72 @@ def test_checkpoints_of_a_task_are_listed_and_verified(run, capsys):
     assert cli.main(["checkpoints", "run", "--verify"]) == 0
     out = capsys.readouterr().out
     assert "the run is finished" in out and "step 32: every array is what was saved" in out
+
+
+@pytest.mark.parametrize("kind", ["classify", "tag", "span"])
+def test_an_exported_run_holds_what_transformers_writes(finished, kind, monkeypatch, tmp_path):
+    monkeypatch.chdir(finished(kind))
+    says = json.loads((TASK_CLASSES / "says.json").read_text())[kind]
+    out = tmp_path / "hf"
+    assert cli.main(["export", "--workdir", "run", "--out", str(out)]) == 0
+    found = load_file(out / "model.safetensors")
+    assert {n: list(value.shape) for n, value in found.items()} == says["shapes"]
+    written = json.loads((out / "config.json").read_text())
+    for name, value in says["config"].items():
+        # Ours are of training, and the version is that of transformers.
+        if not name.endswith(("dropout_prob", "dropout", "transformers_version")):
+            assert written.get(name, value) == value, name
+    model = TaskModel("run")
+    adapt = model.experiment.adapt
+    merged = objective.merged_params(adapt, model.params, model.fixed)
+    head = "qa_outputs" if kind == "span" else "classifier"
+    np.testing.assert_array_equal(found[f"{head}.weight"].T, merged["head"]["kernel"])
+    value = merged["encoder"]["layers"]["value"]["kernel"][0]
+    np.testing.assert_array_equal(
+        found["bert.encoder.layer.0.attention.self.value.weight"].T, value
+    )
+    says = json.loads((out / "tokenizer_config.json").read_text())
+    assert says["model_max_length"] == 32
+    card = (out / "README.md").read_text()
+    assert f"`{written['architectures'][0]}`" in card and str(finished(kind)) not in card
+
+
+def test_an_adapter_over_its_base_is_the_whole_model(run, capsys):
+    for form in ("task", "adapter"):
+        assert cli.main(["export", "--workdir", "run", "--as", form, "--out", form]) == 0
+    whole = load_file("task/model.safetensors")
+    base, adapter = (
+        load_file("adapter/base/model.safetensors"),
+        load_file("adapter/adapter_model.safetensors"),
+    )
+    says = json.loads(pathlib.Path("adapter/adapter_config.json").read_text())
+    assert says["base_model_name_or_path"] == "adapter/base" and says["task_type"] == "SEQ_CLS"
+    assert not base["classifier.weight"].any() and says["modules_to_save"] == ["classifier"]
+    for module in says["target_modules"]:
+        a, b = (adapter.pop(f"base_model.model.{module}.lora_{x}.weight") for x in "AB")
+        assert b.any()
+        base[f"{module}.weight"] += says["lora_alpha"] / says["r"] * (b @ a)
+    base |= {name.removeprefix("base_model.model."): value for name, value in adapter.items()}
+    assert base.keys() == whole.keys()
+    for name, value in whole.items():
+        np.testing.assert_allclose(base[name], value, atol=1e-6, err_msg=name)
+
+
+def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, run, capsys, monkeypatch):
+    (pathlib.Path("there")).mkdir()
+    for words, code, what in (
+        (["--out", "there"], 2, "there"),
+        (["--as", "adapter", "--out", "new", "--from", "test"], 2, "test"),
+    ):
+        assert cli.main(["export", "--workdir", "run", *words]) == code
+        assert what in capsys.readouterr().err
+    monkeypatch.chdir(finished("tag"))
+    assert cli.main(["export", "--workdir", "run", "--as", "adapter", "--out", "new"]) == 2
+    assert "--as adapter: small learned with adapt.how=frozen" in capsys.readouterr().err
+    for words, what in ((["--as", "task"], "--as task: base is not"), ([], "--as: choose")):
+        assert cli.main(["export", "--workdir", "base", *words, "--out", "new"]) == 2
+        assert what in capsys.readouterr().err
+    assert not pathlib.Path("new").exists()
 
 
 @pytest.mark.parametrize(

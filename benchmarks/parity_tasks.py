@@ -1,0 +1,180 @@
+"""Fine-tuned runs against transformers and PEFT, through folders that `export` writes.
+
+The second half of `make parity`. Fine-tunes a small model of random weights to a task of each
+kind, exports it whole and, where it learned one, as an adapter; `parity_tasks_peer` then loads the
+folders in its own environment, warnings being errors, and says how far logits, ids and pipelines
+are off. The exit code is 1 if one is beyond its bound.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from bert_jax import base
+from bert_jax.config import Adapt, Finetuning, Model, Optimizer, Run, Task
+from bert_jax.interop import finetuned
+from bert_jax.model import heads
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks.job import finetune
+from bert_jax.tasks.predict import TaskModel
+from bert_jax.text.tokenizer import WordPiece
+from bert_jax.training.progress import LineConsole, Progress
+
+EXAMPLES, LENGTH = 24, 48
+WORDS = [f"w{a}{b}" for a in "abcdefgh" for b in "abcdefgh"]
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "?", ".", *WORDS]
+MODELS = {
+    "bert": Model(
+        vocab_size=len(PIECES),
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+    ),
+}
+_EVERYWHERE = ("query", "key", "value", "attention_output", "intermediate", "output")
+# Of a task, the fields it needs, what learns, and what of the base was never trained.
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    ("classify", {}, {"how": "lora"}, ()),
+    ("classify", {}, {"how": "lora", "lora_targets": _EVERYWHERE, "lora_rank": 3}, ("pooler",)),
+    ("pair", {"second_column": "b"}, {"how": "full"}, ()),
+    ("regress", {"second_column": "b", "label_column": "value"}, {"how": "lora"}, ()),
+    (
+        "choice",
+        {"choice_columns": ("b", "c", "d"), "label_column": "right"},
+        {"how": "lora", "lora_targets": ("output", "value")},
+        (),
+    ),
+    ("tag", {"text_column": "words", "label_column": "tags"}, {"how": "lora"}, ()),
+    ("span", {"document_stride": 16, "max_query_length": 8}, {"how": "lora"}, ()),
+    ("classify", {}, {"how": "frozen"}, ()),
+]
+
+
+def main() -> int:
+    """Makes the folders, and asks the peer."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", default=".venv-torch/bin/python", help="with torch and peft")
+    parser.add_argument("--folder", help="where they are made and stay [a temporary one]")
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        root = pathlib.Path(flags.folder or name)
+        places = [str(place) for place in make(root)]
+        command = [flags.python, "-m", "benchmarks.parity_tasks_peer", *places]
+        return subprocess.run(command, check=False).returncode
+
+
+def make(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a folder for each model and case: `task`, perhaps `adapter`, and what ours says."""
+    for model, (number, case) in ((m, c) for m in MODELS for c in enumerate(CASES)):
+        kind, fields, adapt, fresh = case
+        place = root / f"{model}-{number}-{kind}"
+        write_base(MODELS[model], fresh, place / "base")
+        write_examples(kind, place)
+        source = f"{'squad' if kind == 'span' else 'jsonl'}:{place / 'examples'}"
+        task = Task(
+            kind=kind, train=(source,), validation=(source,), max_sequence_length=LENGTH, **fields
+        )
+        experiment = Finetuning(
+            name=f"{model}_{kind}",
+            task=task,
+            adapt=Adapt(**adapt),
+            epochs=2,
+            batch_size=8,
+            optimizer=Optimizer(name="adamw", peak_learning_rate=2e-2, warmup_steps=0),
+            run=Run(eval_batch_size=8),
+        )
+        finetune(
+            experiment, str(place / "base"), str(place / "run"), Progress(LineConsole(quiet=True))
+        )
+        tuned = TaskModel(str(place / "run"))
+        forms = ["task", "adapter"] if adapt["how"] == "lora" else ["task"]
+        architectures = [
+            finetuned.export(tuned, form, "float32", epath.Path(place / form)) for form in forms
+        ]
+        write_answers(tuned, architectures[0], forms, place)
+        yield place
+
+
+def write_base(cfg: Model, fresh: tuple[str, ...], folder: pathlib.Path) -> None:
+    """A base none of whose parameters is zero or one."""
+    rng = np.random.default_rng(0)
+    params = jax.device_get(heads.init_params(cfg, jax.random.key(0)))
+    params = jax.tree.map(
+        lambda x: x + 0.05 * rng.standard_normal(x.shape).astype(np.float32), params
+    )
+    for part, name in (("encoder", "word"), ("masked_lm", "output_bias")):
+        of = params[part]["embeddings"][name]["embedding"] if name == "word" else params[part][name]
+        of[cfg.vocab_size :] = 0
+    made = base.Base(cfg, params, WordPiece(PIECES, "uncased"), "benchmarks.parity_tasks", fresh)
+    base.write(made, epath.Path(folder))
+
+
+def write_examples(kind: str, folder: pathlib.Path) -> None:
+    """Random words with random labels, in a form that the kind is read from."""
+    draw = random.Random(0)
+
+    def text(most: int = 14) -> str:
+        return " ".join(draw.choice(WORDS) for _ in range(draw.randint(2, most)))
+
+    if kind == "span":
+        paragraphs = []
+        for number in range(EXAMPLES):
+            context = text(60)
+            word = draw.choice(context.split())
+            answer = {"text": word, "answer_start": context.index(word)}
+            question = {"id": f"q{number}", "question": text(5) + "?", "answers": [answer]}
+            paragraphs.append({"context": context, "qas": [question]})
+        (folder / "examples").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+        return
+    with (folder / "examples").open("w") as file:
+        for number in range(EXAMPLES):
+            words = text().split()
+            row: dict[str, Any] = {name: text() for name in ("sentence", "b", "c", "d")}
+            row |= {"label": ("no", "perhaps", "yes")[number % 3], "value": draw.uniform(-2, 2)}
+            row |= {"right": draw.randrange(3), "words": words}
+            row["tags"] = [draw.choice(["O", "B-X", "I-X"]) for _ in words]
+            if kind == "choice":
+                row["sentence"], row["right"] = text(), draw.randrange(3)
+            file.write(json.dumps(row) + "\n")
+
+
+def write_answers(
+    tuned: TaskModel, architecture: str, forms: Sequence[str], folder: pathlib.Path
+) -> None:
+    """says.json: rows of ids, their segments and logits; texts, and what ours answers to them."""
+    task = tuned.experiment.task
+    examples = examples_lib.read(task, task.validation, "unlabelled")
+    outputs, _, rows = tuned.outputs(examples)
+    answers = list(tuned.predict(examples))
+    says = {
+        "kind": task.kind,
+        "architecture": architecture,
+        "forms": forms,
+        "labels": tuned.labels,
+        "rows_per_example": rows.rows_per_example,
+        "ids": [row.tolist() for row in rows.ids],
+        "first": rows.first.tolist(),
+        "logits": [values.tolist() for values in outputs],
+        "examples": [dataclasses.asdict(example) for example in examples],
+        "answers": answers,
+        "length": task.max_sequence_length,
+    }
+    (folder / "says.json").write_text(json.dumps(says))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The side of `parity_tasks` that runs in PyTorch's environment: loads the folders and compares."""
+
+import inspect
+import json
+import logging
+import pathlib
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+import transformers
+
+from benchmarks.parity_peer import Checks
+
+LOGITS, CHANCES = 1e-5, 1e-5
+_AUTO = {
+    "BertForSequenceClassification": "AutoPeftModelForSequenceClassification",
+    "BertForTokenClassification": "AutoPeftModelForTokenClassification",
+}
+
+
+class Heard(logging.Handler):
+    """Keeps what libraries log as a warning or worse."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps one."""
+        self.lines.append(record.getMessage())
+
+
+def main() -> int:
+    """Compares the folders that the arguments name."""
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(2)
+    print(f"transformers {transformers.__version__}, peft {peft.__version__}")
+    heard, checks = Heard(), Checks()
+    for name in ("transformers", "peft"):
+        logging.getLogger(name).addHandler(heard)
+    warnings.simplefilter("error")
+    # What PEFT asks of any model of transformers 5.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+    for folder in map(pathlib.Path, sys.argv[1:]):
+        says = json.loads((folder / "says.json").read_text())
+        for form in says["forms"]:
+            compare(folder, form, says, checks)
+    checks.holds(f"no warning is logged {heard.lines[:3] or ''}", not heard.lines)
+    return int(checks.failed > 0)
+
+
+def compare(folder: pathlib.Path, form: str, says: dict[str, Any], checks: Checks) -> None:
+    """Keys, logits, ids, and the pipeline if there is one of the kind."""
+    what = f"{folder.name}, {form}"
+    model = load(folder, form, says["architecture"], what, checks)
+    model.eval()
+    off = max(np.abs(logits - row).max() for logits, row in logits_of(model, says))
+    checks.below(f"{what}: logits, largest difference", float(off), LOGITS)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / form)
+    if says["kind"] != "span":  # whose windows go on otherwise
+        same = list(ids_of(tokenizer, says)) == says["ids"]
+        checks.holds(f"{what}: AutoTokenizer's ids equal ours", same)
+    if form == "task":
+        pipeline(model, tokenizer, says, what, checks)
+
+
+def load(folder: pathlib.Path, form: str, architecture: str, what: str, checks: Checks) -> Any:
+    """The model, as the card says."""
+    cls = getattr(transformers, architecture)
+    place = folder / form if form == "task" else folder / form / "base"
+    model, info = cls.from_pretrained(place, output_loading_info=True)
+    for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        checks.holds(f"{what}: no {keys}", not info[keys])
+    if form == "task":
+        return model
+    # Its own way to the base, which the configuration names.
+    getattr(peft, _AUTO.get(architecture, "AutoPeftModel")).from_pretrained(folder / form)
+    adapted = peft.PeftModel.from_pretrained(model, folder / form)
+    merged = peft.PeftModel.from_pretrained(cls.from_pretrained(place), folder / form)
+    merged = merged.merge_and_unload()
+    whole = cls.from_pretrained(folder / "task").state_dict()
+    apart = max(
+        float((value - whole[name]).abs().max()) for name, value in merged.state_dict().items()
+    )
+    checks.below(f"{what}: PEFT's merged weights and ours, largest difference", apart, 1e-6)
+    return adapted
+
+
+def logits_of(model: Any, says: dict[str, Any]):
+    """Yields (theirs, ours) of each row, or of a choice each example."""
+    reads = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
+    together = says["rows_per_example"]
+    for start in range(0, len(says["ids"]), together):
+        rows = says["ids"][start : start + together]
+        longest = max(map(len, rows))
+        ids, segments, mask = np.zeros((3, together, longest), np.int64)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)], mask[i, : len(row)] = row, 1
+            segments[i, says["first"][start + i] : len(row)] = 1
+        batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": segments}
+        named = {name: torch.from_numpy(value) for name, value in batch.items() if name in reads}
+        ours = np.array(says["logits"][start : start + together], np.float64)
+        if says["kind"] == "choice":
+            named = {name: value[None] for name, value in named.items()}
+            ours = ours.reshape(1, -1)
+        with torch.no_grad():
+            found = model(**named)
+        if says["kind"] == "span":
+            theirs = torch.stack([found.start_logits, found.end_logits], -1)
+        else:
+            theirs = found.logits
+        yield theirs.numpy(), ours
+
+
+def ids_of(tokenizer: Any, says: dict[str, Any]):
+    """Yields ids of AutoTokenizer, cut as ours are."""
+    for example in says["examples"]:
+        if says["kind"] == "tag":
+            yield tokenizer(list(example["words"]), is_split_into_words=True)["input_ids"]
+            continue
+        first, *others = example["texts"]
+        for pair in [(first, other) for other in others] or [(first,)]:
+            yield tokenizer(*pair, truncation=True)["input_ids"]
+
+
+def pipeline(model: Any, tokenizer: Any, says: dict[str, Any], what: str, checks: Checks) -> None:
+    """What a pipeline answers, against our own answers."""
+    tasks = {
+        "classify": "text-classification",
+        "pair": "text-classification",
+        "regress": "text-classification",
+        "tag": "token-classification",
+    }
+    if says["kind"] not in tasks:
+        return
+    ask = transformers.pipeline(tasks[says["kind"]], model=model, tokenizer=tokenizer)
+    off, same = 0.0, True
+    for example, ours in zip(says["examples"], says["answers"], strict=True):
+        if says["kind"] == "tag":
+            found = ask(" ".join(example["words"]), ignore_labels=[])
+            words = [word["entity"] for word in found if not word["word"].startswith("##")]
+            same &= words == ours["tags"]
+            continue
+        text, *second = example["texts"]
+        found = ask({"text": text, "text_pair": second[0]} if second else text)
+        found = found[0] if isinstance(found, list) else found
+        if says["kind"] == "regress":
+            off = max(off, abs(found["score"] - ours["value"]))
+        else:
+            same &= found["label"] == ours["label"]
+            off = max(off, abs(found["score"] - ours["probabilities"][ours["label"]]))
+    if says["kind"] != "regress":
+        checks.holds(f"{what}: the pipeline's labels are ours", same)
+    if says["kind"] != "tag":
+        checks.below(f"{what}: the pipeline's numbers, largest difference", off, CHANCES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Fine-tuned runs as transformers has them: a whole model, or an adapter of PEFT over its base.
+
+Of a run that learned thin matrices (`adapt.how=lora`) the whole model has their products added to
+its kernels, while the adapter's folder keeps them apart: adapter_config.json,
+adapter_model.safetensors, and in `base` the class without them, whose head is zero until the
+adapter brings its own.
+"""
+
+import json
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from etils import epath
+
+from bert_jax import base as base_lib
+from bert_jax.errors import InputError, printable
+from bert_jax.interop import card, configs, names, vocabularies
+from bert_jax.interop.huggingface import DTYPES, INPUTS
+from bert_jax.predict import Trained
+from bert_jax.storage.workdir import new_folder
+from bert_jax.tasks.objective import merged_params
+from bert_jax.tasks.predict import TaskModel
+
+# By `model.kind`, and by the task's.
+ARCHITECTURES = {
+    "bert": {
+        "classify": "BertForSequenceClassification",
+        "pair": "BertForSequenceClassification",
+        "regress": "BertForSequenceClassification",
+        "choice": "BertForMultipleChoice",
+        "tag": "BertForTokenClassification",
+        "span": "BertForQuestionAnswering",
+    },
+}
+# What PEFT calls tasks. It has no word for a choice, and its class for questions drops
+# token_type_ids (0.21): such adapters name their base's class instead.
+_TASK_TYPES = {
+    "classify": "SEQ_CLS",
+    "pair": "SEQ_CLS",
+    "regress": "SEQ_CLS",
+    "tag": "TOKEN_CLS",
+}
+# Their name of our pooler.
+_POOLER = "pooler"
+
+Form = Literal["task", "adapter"]
+
+
+def export(
+    model: TaskModel, form: Form, dtype: Literal["float32", "bfloat16"], target: epath.Path
+) -> str:
+    """Writes a folder that transformers reads, or PEFT, whole or not at all.
+
+    Args:
+      model: the run.
+      form: `task` the whole model, `adapter` what was learned next to its base.
+      dtype: of the weights; bfloat16 rounds them.
+      target: where it goes; nothing may be there.
+
+    Returns:
+      The class that reads it.
+
+    Raises:
+      InputError: something is there, it cannot be written, the vocabulary is no WordPiece, they
+        have no such class, or the run learned no adapter.
+    """
+    architecture = architecture_of(model)
+    adapt = model.experiment.adapt
+    if form == "adapter" and adapt.how != "lora":
+        raise InputError(
+            f"--as adapter: {model.experiment.name} learned with adapt.how={adapt.how}, and only "
+            "lora makes adapters; leave it out, which exports the whole model"
+        )
+    with new_folder(target) as folder:
+        if form == "task":
+            params = merged_params(adapt, model.params, model.fixed)
+            _write_model(model, params, architecture, dtype, folder)
+        else:
+            fresh = {name: tree for name, tree in model.params.items() if name != "lora"}
+            params = {**fresh, **model.fixed, "head": jax.tree.map(np.zeros_like, fresh["head"])}
+            (folder / "base").mkdir()
+            _write_model(model, params, architecture, dtype, folder / "base")
+            _write_adapter(model, architecture, dtype, target, folder)
+        _write_tokenizer(model, folder)
+        text = card.write_task(
+            _as_trained(model, {}),
+            model.experiment,
+            model.labels,
+            architecture,
+            dtype,
+            list(_how_to(architecture, form, target.name)),
+        )
+        (folder / "README.md").write_text(text, encoding="utf-8")
+    return architecture
+
+
+def architecture_of(model: TaskModel) -> str:
+    """Returns the class of theirs that holds a run.
+
+    Raises:
+      InputError: there is none.
+    """
+    if model.model.kind not in ARCHITECTURES:
+        raise InputError(
+            f"--as task: {model.experiment.name} adapts a base of model.kind={model.model.kind}, "
+            "and under their heads transformers' ModernBERT classes have a layer and a norm that "
+            "ours have not; only fine-tunings of model.kind=bert are exported"
+        )
+    return ARCHITECTURES[model.model.kind][model.experiment.task.kind]
+
+
+def _as_trained(model: TaskModel, params: dict[str, Any]) -> Trained:
+    return Trained(
+        model.experiment.name,
+        model.model,
+        params,
+        model.tokenizer,
+        step=model.step,
+        evaluation=model.evaluation,
+    )
+
+
+def _write_model(
+    model: TaskModel, params: dict[str, Any], architecture: str, dtype: str, folder: epath.Path
+) -> None:
+    """Writes config.json and weights."""
+    task, adapt = model.experiment.task, model.experiment.adapt
+    fields = configs.fields_of(_as_trained(model, params), architecture, dtype)
+    fields |= configs.task_fields(
+        task.kind, model.labels, task.label_column, adapt.head_dropout_prob
+    )
+    vocabularies.write_json(folder / "config.json", fields)
+    tensors = names.to_theirs(jax.device_get(params), model.model, architecture)
+    _write_tensors(folder / "model.safetensors", tensors, dtype)
+
+
+def _write_tokenizer(model: TaskModel, folder: epath.Path) -> None:
+    # What is longer was cut when this was learned.
+    longest = model.experiment.task.max_sequence_length
+    vocabularies.write(model.tokenizer, longest, INPUTS[model.model.kind], folder)
+
+
+def _write_tensors(path: epath.Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
+    rounded = {
+        name: np.ascontiguousarray(tensor).astype(DTYPES[dtype]) for name, tensor in tensors.items()
+    }
+    base_lib.write_tensors(path, rounded, {"format": "pt"})
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def _write_adapter(
+    model: TaskModel, architecture: str, dtype: str, target: epath.Path, folder: epath.Path
+) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors.
+
+    Hu et al. 2021 add alpha / rank * up down to a kernel that lies as [out, in]; ours lie
+    transposed.
+    """
+    task, adapt = model.experiment.task, model.experiment.adapt
+    _, head = names.HEADS[architecture]
+    learned = jax.device_get(model.params)
+    tensors = names.thin_to_theirs(learned["lora"], model.model)
+    ranks = {
+        name.removesuffix(".lora_A.weight"): len(value)
+        for name, value in tensors.items()
+        if name.endswith(".lora_A.weight")
+    }
+    # Of several of our kernels in one of theirs.
+    more = {module: rank for module, rank in ranks.items() if rank != adapt.lora_rank}
+    scale = adapt.lora_alpha / adapt.lora_rank
+    whole = names.to_theirs(
+        jax.device_get(merged_params(adapt, model.params, model.fixed)), model.model, architecture
+    )
+    saved = [head, *([_POOLER] if _POOLER in learned else [])]
+    for name, value in whole.items():
+        if any(f".{module}." in f".{name}" for module in saved):
+            tensors[name] = value
+    vocabularies.write_json(
+        folder / "adapter_config.json",
+        {
+            "peft_type": "LORA",
+            "task_type": _TASK_TYPES.get(task.kind),
+            "auto_mapping": {
+                "base_model_class": architecture,
+                "parent_library": "transformers",
+            },
+            "base_model_name_or_path": str(target / "base"),
+            "r": adapt.lora_rank,
+            "lora_alpha": adapt.lora_alpha,
+            "lora_dropout": 0.0,
+            "rank_pattern": more,
+            "alpha_pattern": {module: scale * rank for module, rank in more.items()},
+            "target_modules": sorted(ranks),
+            "modules_to_save": saved,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "use_rslora": False,
+            "inference_mode": True,
+        },
+    )
+    prefixed = {f"base_model.model.{name}": value for name, value in tensors.items()}
+    _write_tensors(folder / "adapter_model.safetensors", prefixed, dtype)
+
+
+def _how_to(architecture: str, form: Form, folder: str) -> list[str]:
+    """Returns Python that loads the folder."""
+
+    def quoted(name: str) -> str:
+        return json.dumps(printable(name).replace("`", "'"))
+
+    load = f"{architecture}.from_pretrained({quoted(folder + '/base' * (form == 'adapter'))})"
+    lines = [f"from transformers import AutoTokenizer, {architecture}"]
+    if form == "adapter":
+        lines.insert(0, "from peft import PeftModel")
+        load = f"PeftModel.from_pretrained({load}, {quoted(folder)})"
+    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({quoted(folder)})"
+    return [*lines, "", tokenizer, f"model = {load}"]
