@@ -10,7 +10,7 @@ import numpy as np
 
 from bert_jax import config
 from bert_jax.compare.results import Column, Member, Results
-from bert_jax.report import figures
+from bert_jax.report import figures, times
 from bert_jax.report.figures import Curve, Figure, Plot
 from bert_jax.report.page import template
 from bert_jax.storage.workdir import Workdir, write_atomic
@@ -116,11 +116,10 @@ def _held_out(member: Member) -> tuple[list[float], list[float], list[float]]:
     workdir = Workdir(member.folder)
     lines = [line for line in Lines(workdir.metrics).read() if line["kind"] == "evaluation"]
     laps = {x["step"]: x for x in Lines(workdir.timings).read() if x["kind"] == "train"}
-    at, seconds, total, before = [0], [0.0], 0.0, 0
-    for step in sorted(laps):
-        # A lap after a resume has fewer steps than there are since the line before.
-        total += laps[step].get("cpu_seconds", 0.0) / max(laps[step]["steps"], 1) * (step - before)
-        at, seconds, before = [*at, step], [*seconds, total], step
+    at, seconds = times.totals(
+        [laps[step] for step in sorted(laps)],
+        lambda lap: lap.get("cpu_seconds", 0.0) / max(lap["steps"], 1),
+    )
     steps = [line["step"] for line in lines]
     losses = [line["masked_lm_loss"] for line in lines]
     return steps, np.interp(steps, at, seconds).tolist(), losses

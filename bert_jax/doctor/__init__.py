@@ -15,7 +15,7 @@ from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import Finding
 from bert_jax.errors import InputError, printable
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import COMPLETE
+from bert_jax.storage.workdir import COMPLETE, holds_finetuning
 from bert_jax.text import documents
 
 __all__ = ["Finding", "examine", "print_findings"]
@@ -25,9 +25,9 @@ def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
     """Examines what lies at a path; returns findings, problems first.
 
     Args:
-      path: a run's workdir (its corpus is looked at too), a corpus folder, an experiment file (its
-        sources are looked at), or text: a file or folder of .txt or .jsonl, which may be .gz or
-        .zst.
+      path: a run's workdir (its corpus or its examples are looked at, too), a corpus folder, an
+        experiment file (its sources are looked at), or text: a file or folder of .txt or .jsonl,
+        which may be .gz or .zst.
       settings: changes to an experiment, as `--set` takes them.
 
     Raises:
@@ -44,9 +44,9 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
     workdir = mirror.opened(path)
     if workdir.experiment.exists():
         # Here, since it loads jax.
-        from bert_jax.doctor import run
+        from bert_jax.doctor import run, tuned
 
-        return run.examine(workdir)
+        return (tuned if holds_finetuning(workdir) else run).examine(workdir)
     for folder in (workdir.named, workdir.corpus):
         if mirror.exists(folder / COMPLETE):
             return corpus.examine(folder)

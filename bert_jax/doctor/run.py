@@ -5,7 +5,7 @@ import math
 import statistics
 from typing import Any
 
-from bert_jax.config import Experiment
+from bert_jax.config import Experiment, Finetuning
 from bert_jax.doctor import corpus
 from bert_jax.doctor.finding import Finding, Rule, share
 from bert_jax.errors import reading
@@ -25,7 +25,7 @@ def examine(workdir: Workdir) -> list[Finding]:
     """
     experiment = load_experiment(workdir)
     workdir = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote)
-    findings = _damaged_lines(experiment, workdir) + examine_lines(experiment, workdir)
+    findings = damaged_lines(experiment, workdir) + examine_lines(experiment, workdir)
     if mirror.exists(workdir.corpus / COMPLETE):
         lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
         return findings + corpus.examine(workdir.corpus, lengths)
@@ -51,10 +51,21 @@ def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
         steps += [int(name) for name in mirror.names(workdir.checkpoints) if name.isdecimal()]
         done = max(steps, default=0)
         findings = _warmup(experiment, done) + _curves(experiment, train, evaluations, done)
-        findings += _skipped(train) + _jumps(train)
+        findings += in_steps(train)
     with reading(workdir.timings):
-        unfinished = _unfinished(experiment, workdir, timings, done)
-        return unfinished + findings + _rolled_back(timings) + _time(timings) + _done_twice(timings)
+        return (
+            unfinished(experiment.total_steps, workdir, timings, done) + findings + in_time(timings)
+        )
+
+
+def in_steps(train: list[Line]) -> list[Finding]:
+    """Examines lines of training for steps that went wrong."""
+    return _skipped(train) + _jumps(train)
+
+
+def in_time(timings: list[Line]) -> list[Finding]:
+    """Examines timings for what was no training."""
+    return _rolled_back(timings) + _time(timings) + _done_twice(timings)
 
 
 def _read(workdir: Workdir) -> tuple[list[Line], list[Line]]:
@@ -115,7 +126,7 @@ _JUMPS = Rule(
 )  # fmt: skip
 
 
-def _damaged_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
+def damaged_lines(experiment: Experiment | Finetuning, workdir: Workdir) -> list[Finding]:
     """Looks for lines that are not those that the newest checkpoint was saved with."""
     if not mirror.names(workdir.checkpoints):
         return []
@@ -131,14 +142,13 @@ def _damaged_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
     return findings
 
 
-def _unfinished(
-    experiment: Experiment, workdir: Workdir, timings: list[Line], done: int
-) -> list[Finding]:
-    if done >= experiment.total_steps or mirror.is_going_on(workdir):
+def unfinished(total: int, workdir: Workdir, timings: list[Line], done: int) -> list[Finding]:
+    """Reports a run that has not done all of its steps, and does not go on."""
+    if done >= total or mirror.is_going_on(workdir):
         return []
     outcomes = [line["outcome"] for line in timings[-1:] if line.get("kind") == "end"]
     ended = f"has {outcomes[0]}" if outcomes else "was killed"
-    return [_UNFINISHED.finding("note", ended=ended, done=done, total=experiment.total_steps)]
+    return [_UNFINISHED.finding("note", ended=ended, done=done, total=total)]
 
 
 def _warmup(experiment: Experiment, done: int) -> list[Finding]:
@@ -307,7 +317,7 @@ def _quarters(experiment: Experiment, train: list[Line]) -> list[list[float]]:
     return [losses[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def _error(*quarters: list[float]) -> float:
+def error_of_means(*quarters: list[float]) -> float:
     """Returns the standard error of a difference of means, from line to line: no slope counts."""
     variance = 0.0
     for quarter in quarters:
@@ -321,7 +331,7 @@ def _risen(quarters: list[list[float]], train: list[Line]) -> list[Finding]:
         return []
     best, last = min(quarters, key=statistics.fmean), quarters[-1]
     low, high = statistics.fmean(best), statistics.fmean(last)
-    if high - low <= _CHANCE * _error(last, best):
+    if high - low <= _CHANCE * error_of_means(last, best):
         return []
     where = (
         f"metrics.jsonl: masked LM {low:.3f} at its best, {high:.3f} at step {train[-1]['step']}"
@@ -335,7 +345,7 @@ def _flat(experiment: Experiment, quarters: list[list[float]], train: list[Line]
         return []
     before, last = quarters[-2:]
     high, low = statistics.fmean(before), statistics.fmean(last)
-    if high - low > _CHANCE * _error(before, last):
+    if high - low > _CHANCE * error_of_means(before, last):
         return []
     where = f"metrics.jsonl: masked LM {high:.3f}, then {low:.3f} up to step {step}"
     return [_FLAT.finding("note", where, lines=len(before) + len(last))]

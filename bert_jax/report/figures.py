@@ -6,6 +6,7 @@ picture serves a light and a dark page.
 """
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Curve:
       y: as many.
       label: in the legend; "" for none.
       colour: index into COLOURS.
-      style: `line`, `points` (joined, each marked) or `dashes`.
+      style: `line`, `points` (joined, each marked), `dots` (not joined) or `dashes`.
       errors: half-lengths of error bars, or none.
     """
 
@@ -82,6 +83,7 @@ class Plot:
       levels: horizontal lines, (height, label).
       scale: of y, `linear`, `log` or `percent`.
       x_label: under the picture.
+      x_scale: `whole` numbers, as steps are, `linear` or `percent`.
     """
 
     title: str
@@ -89,6 +91,7 @@ class Plot:
     levels: list[tuple[float, str]] = field(default_factory=list)
     scale: str = "linear"
     x_label: str = "step"
+    x_scale: str = "whole"
 
     @property
     def empty(self) -> bool:
@@ -113,19 +116,19 @@ def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
             axes.axvline(at, color=_FAINT, linewidth=1)
         for height, label in plot.levels:
             axes.axhline(height, color=_INK, linewidth=1, linestyle=(0, (3, 3)), label=label)
-        for curve in plot.curves:
-            _draw_curve(axes, curve)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        for one in plot.curves:
+            _draw_curve(axes, one)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=plot.x_scale == "whole"))
+        axes.xaxis.set_major_formatter(_PERCENT if plot.x_scale == "percent" else _NUMBER)
         if plot.scale == "log":
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axes.yaxis.set_minor_locator(NullLocator())
-            axes.yaxis.set_major_formatter(FuncFormatter(_short))
+            axes.yaxis.set_major_formatter(_NUMBER)
         elif plot.scale == "percent":
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g} %"))
+            axes.yaxis.set_major_formatter(_PERCENT)
         else:
-            axes.yaxis.set_major_formatter(FuncFormatter(_short))
+            axes.yaxis.set_major_formatter(_NUMBER)
         axes.set_xlabel(plot.x_label)
         if any(curve.label for curve in plot.curves) or plot.levels:
             axes.legend(fontsize=8, handlelength=1.6, loc="best")
@@ -141,8 +144,8 @@ def draw_histogram(histogram: Histogram, x_label: str, name: str) -> str:
         axes.set_axisbelow(True)
         axes.stairs(histogram.shares, histogram.edges, fill=True, color=COLOURS[0])
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(_short))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g} %"))
+        axes.xaxis.set_major_formatter(_NUMBER)
+        axes.yaxis.set_major_formatter(_PERCENT)
         axes.set_xlabel(x_label)
         return _svg(figure, name)
 
@@ -163,7 +166,7 @@ def draw_dots(
         axes.set_yticks(places, names)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        axes.xaxis.set_major_formatter(_NUMBER)
         return _svg(figure, name)
 
 
@@ -187,21 +190,29 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
             marker="o", markersize=3, linewidth=1.4, elinewidth=1,
         )  # fmt: skip
         return
+    if curve.style == "dots":
+        axes.plot(curve.x, curve.y, "o", color=colour, label=label, markersize=2.5, alpha=0.5)
+        return
     x, y = thin(curve.x, curve.y)
     look = {"points": {"marker": "o", "markersize": 3}, "dashes": {"linestyle": "--"}}
     axes.plot(x, y, color=colour, label=label, **look.get(curve.style, {}))
 
 
-def _short(value: float, _: object = None) -> str:
+def short(value: float, _: object = None) -> str:
     """Formats a number: 12000 as 12k, 0.0001 as 1e-4."""
     if value == 0:
         return "0"
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, letter in _LETTERS:
         if abs(value) >= limit:
             return f"{value / limit:.4g}{letter}"
     if abs(value) < 1e-3:
         return f"{value:.2g}".replace("e-0", "e-")
     return f"{value:.4g}"
+
+
+_LETTERS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_NUMBER = FuncFormatter(short)
+_PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g} %")
 
 
 def _svg(figure: Canvas, name: str) -> str:
@@ -237,14 +248,20 @@ class Figure:
     svg: str
 
 
+# Of two labels that are as common, guessing has this loss.
+COIN = [(math.log(2), "ln 2")]
+GUESSING = (
+    "At ln 2 = 0.693, dashed, a model says no more than that both answers are as likely; it stays "
+    "there until it has learned what follows, which is late."
+)
+
+
 def of_run(record: Record) -> list[Figure]:
     """Returns the pictures of one run."""
     newest = record.evaluation[-1] if record.evaluation else {}
     unigram = _level(newest, "unigram_loss", "unigrams")
     majority = _level(newest, "next_sentence_majority", "majority")
-    clip = record.experiment.optimizer
-    clipped = [] if clip.clip != "global" else [(clip.clip_norm, "clip")]
-    both = _train_and_held_out
+    both = train_and_held_out
     plots = [
         (
             Plot("Masked LM loss, nat", both(record, "masked_lm_loss"), unigram),
@@ -261,25 +278,36 @@ def of_run(record: Record) -> list[Figure]:
             "Bars are one standard error if held-out pairs were independent; dashed, always "
             "saying the commoner label.",
         ),
-        (Plot("Next-sentence loss, nat", both(record, "next_sentence_loss")), ""),
+        (
+            Plot("Next-sentence loss, nat", both(record, "next_sentence_loss"), COIN),
+            GUESSING,
+        ),
         (
             _probes(record),
             "What a linear layer reads off the encoder as it is; dashed, without it.",
         ),
         *_minimal_pairs(record),
-        (Plot("Learning rate", [_curve(record.train, "learning_rate", "")]), ""),
+        *of_steps(record),
+    ]
+    return drawn(plots, _phase_starts(record))
+
+
+def of_steps(record: Record) -> list[tuple[Plot, str]]:
+    """Returns plots of how steps went, with a note each: of what is learned nothing."""
+    clip = record.experiment.optimizer
+    clipped = [] if clip.clip != "global" else [(clip.clip_norm, "clip")]
+    return [
+        (Plot("Learning rate", [curve(record.train, "learning_rate", "")]), ""),
         (
-            Plot(
-                "Gradient norm", [_curve(record.train, "gradient_norm", "")], clipped, scale="log"
-            ),
+            Plot("Gradient norm", [curve(record.train, "gradient_norm", "")], clipped, scale="log"),
             "Mean of the steps' norms before the clip.",
         ),
         (
             Plot(
                 "Tokens a second",
                 [
-                    _curve(record.laps, "real_tokens_per_second", "without padding"),
-                    _curve(record.laps, "tokens_per_second", "with padding", 1),
+                    curve(record.laps, "real_tokens_per_second", "without padding"),
+                    curve(record.laps, "tokens_per_second", "with padding", 1),
                 ],
             ),
             "Over training steps and their waits for data.",
@@ -288,8 +316,8 @@ def of_run(record: Record) -> list[Figure]:
             Plot(
                 "Utilisation",
                 [
-                    _curve(record.laps, "real_utilisation", "without padding"),
-                    _curve(record.laps, "utilisation", "with padding", 1),
+                    curve(record.laps, "real_utilisation", "without padding"),
+                    curve(record.laps, "utilisation", "with padding", 1),
                 ],
                 scale="percent",
             ),
@@ -297,49 +325,6 @@ def of_run(record: Record) -> list[Figure]:
             "timed at the start.",
         ),
     ]
-    return _drawn(plots, _phase_starts(record))
-
-
-def of_comparison(records: Sequence[Record]) -> list[Figure]:
-    """Returns the same curves of several runs, one colour a run; held-out where there is any."""
-
-    def each(lines: Callable[[Record], list[Line]], name: str, style: str = "line") -> list[Curve]:
-        return [
-            _curve(lines(record), name, record.label, i, style) for i, record in enumerate(records)
-        ]
-
-    def evaluation(record: Record) -> list[Line]:
-        return record.evaluation
-
-    plots = [
-        (Plot("Held-out masked LM loss, nat", each(evaluation, "masked_lm_loss", "points")), ""),
-        (
-            Plot(
-                "Held-out masked LM accuracy",
-                each(evaluation, "masked_lm_accuracy", "points"),
-                scale="percent",
-            ),
-            "",
-        ),
-        (
-            Plot(
-                "Held-out next-sentence accuracy",
-                each(evaluation, "next_sentence_accuracy", "points"),
-                scale="percent",
-            ),
-            "",
-        ),
-        *_probes_of_each(records),
-        (Plot("Masked LM loss in training, nat", each(lambda r: r.train, "masked_lm_loss")), ""),
-        (Plot("Learning rate", each(lambda r: r.train, "learning_rate")), ""),
-        (Plot("Gradient norm", each(lambda r: r.train, "gradient_norm"), scale="log"), ""),
-        (Plot("Tokens a second", each(lambda r: r.laps, "real_tokens_per_second")), ""),
-        (
-            Plot("Utilisation", each(lambda r: r.laps, "utilisation"), scale="percent"),
-            "With padding.",
-        ),
-    ]
-    return _drawn(plots, [])
 
 
 def of_corpus(statistics: CorpusStatistics) -> list[Figure]:
@@ -358,20 +343,30 @@ def _lengths(title: str, lengths: Histogram, name: str) -> Figure:
     return Figure(title, note, draw_histogram(lengths, "pieces", name))
 
 
-def _drawn(plots: list[tuple[Plot, str]], marks: list[int]) -> list[Figure]:
+def drawn(
+    plots: Sequence[tuple[Plot, str]], marks: Sequence[int], name: str = "plot"
+) -> list[Figure]:
+    """Draws those plots that are not empty, with their notes; see `draw`."""
     return [
-        Figure(plot.title, note, draw(plot, f"plot-{number}", marks))
+        Figure(plot.title, note, draw(plot, f"{name}-{number}", marks))
         for number, (plot, note) in enumerate(plots)
         if not plot.empty
     ]
 
 
-def _curve(
-    lines: list[Line], name: str, label: str, colour: int = 0, style: str = "line", error: str = ""
+def curve(
+    lines: list[Line],
+    name: str,
+    label: str,
+    colour: int = 0,
+    style: str = "line",
+    error: str = "",
+    x: Callable[[list[int]], Sequence[float]] = lambda steps: steps,
 ) -> Curve:
+    """Returns the values of a name in those lines that hold it, over what `x` makes of steps."""
     there = [line for line in lines if name in line]
     return Curve(
-        [line["step"] for line in there],
+        x([line["step"] for line in there]),
         [line[name] for line in there],
         label,
         colour,
@@ -380,10 +375,11 @@ def _curve(
     )
 
 
-def _train_and_held_out(record: Record, name: str, error: str = "") -> list[Curve]:
+def train_and_held_out(record: Record, name: str, error: str = "") -> list[Curve]:
+    """Returns curves of a name in training and on held-out text."""
     return [
-        _curve(record.train, name, "training"),
-        _curve(record.evaluation, name, "held-out", 1, "points", error),
+        curve(record.train, name, "training"),
+        curve(record.evaluation, name, "held-out", 1, "points", error),
     ]
 
 
@@ -391,7 +387,7 @@ def _probes(record: Record) -> Plot:
     """Returns a plot of the scores of all probes of a run."""
     newest = record.probes[-1] if record.probes else {"scores": {}, "majority": {}}
     curves = [
-        _curve(_of_probe(record, name), "score", name, number, "points")
+        curve(of_probe(record, name), "score", name, number, "points")
         for number, name in enumerate(newest["scores"])
     ]
     levels = [(value, f"{name}: commonest") for name, value in newest["majority"].items()]
@@ -407,36 +403,17 @@ def _minimal_pairs(record: Record) -> list[tuple[Plot, str]]:
         there = [line for line in lines if task in line["minimal_pairs"]]
         answers = [{"step": x["step"]} | x["minimal_pairs"][task] for x in there]
         fields = dict.fromkeys(name for answer in answers for name in answer["fields"])
-        curves = [_curve(answers, "accuracy", "all" if fields else "", 0, "points", "error")]
+        curves = [curve(answers, "accuracy", "all" if fields else "", 0, "points", "error")]
         for colour, name in enumerate(fields, 1):
             ours = [{"step": a["step"]} | a["fields"].get(name, {}) for a in answers]
-            curves.append(_curve(ours, "accuracy", name, colour, "points", "error"))
+            curves.append(curve(ours, "accuracy", name, colour, "points", "error"))
         plot = Plot(f"Minimal pairs {task}", curves, [(0.5, "chance")], "percent")
         plots.append((plot, "How often the acceptable text is the likelier one; bars are errors."))
     return plots
 
 
-def _probes_of_each(records: Sequence[Record]) -> list[tuple[Plot, str]]:
-    """Returns a plot for each probe of any run."""
-    names = dict.fromkeys(
-        name for record in records for line in record.probes for name in line["scores"]
-    )
-    return [
-        (
-            Plot(
-                f"Probe {name}",
-                [
-                    _curve(_of_probe(record, name), "score", record.label, number, "points")
-                    for number, record in enumerate(records)
-                ],
-            ),
-            "",
-        )
-        for name in names
-    ]
-
-
-def _of_probe(record: Record, name: str) -> list[Line]:
+def of_probe(record: Record, name: str) -> list[Line]:
+    """Returns the `score` of a probe by step."""
     return [
         {"step": line["step"], "score": line["scores"][name]}
         for line in record.probes

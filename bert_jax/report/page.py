@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jinja2
@@ -18,12 +18,15 @@ import markupsafe
 from etils import epath
 
 from bert_jax import config
+from bert_jax.config import Experiment, Finetuning
 from bert_jax.doctor import run
+from bert_jax.doctor import tuned as doctor_tuned
 from bert_jax.errors import InputError, printable, reading
-from bert_jax.report import figures, times
+from bert_jax.report import comparison, figures, times, tuned
+from bert_jax.report.figures import Figure
 from bert_jax.report.records import CorpusStatistics, Line, Record
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import named_errors
+from bert_jax.storage.workdir import Workdir, named_errors
 from bert_jax.training.pretraining import Prepared
 
 # Evaluations that stand in the tables, spread over the run.
@@ -135,8 +138,14 @@ def render(
                 title=" · ".join(record.label for record in records),
                 now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
                 refresh=refresh_seconds,
-                runs=[_summary(record, price_per_chip_hour) for record in records],
-                figures=figures.of_comparison(records) if several else figures.of_run(records[0]),
+                runs=[
+                    _summary(record)
+                    | {"tiles": [] if several else _tiles(record, price_per_chip_hour)}
+                    for record in records
+                ],
+                table=comparison.table(records) if several else None,
+                learning=comparison.of_learning(records) if several else _curves(records[0]),
+                steps=comparison.of_steps(records) if several else [],
                 differing=_differing(records) if several else [],
                 detail=None if several else _detail(records[0], price_per_chip_hour),
             )
@@ -157,40 +166,92 @@ def template(name: str, package: str = "bert_jax.report") -> jinja2.Template:
     )
     environment.filters |= {
         "duration": times.duration,
-        "percent": lambda share: f"{100 * share:.1f} %",
+        "percent": _percent,
         "svg": markupsafe.Markup,
         "shown": printable,
     }
     return environment.get_template(name)
 
 
-def _summary(record: Record, price: float | None) -> dict[str, Any]:
+def _curves(record: Record) -> list[tuple[str, list[Figure]]]:
+    """Returns a run's pictures, over steps."""
+    tuned_run = isinstance(record.experiment, Finetuning)
+    pictures = tuned.of_run(record) if tuned_run else figures.of_run(record)
+    return [("steps", pictures)] if pictures else []
+
+
+def _summary(record: Record) -> dict[str, Any]:
     """Returns what stands at the top about each run."""
-    goodput = times.goodput(record.timings)
     return {
         "label": record.label,
         "name": record.experiment.name,
         "state": record.state,
         "done": record.done,
-        "total": record.experiment.total_steps,
+        "total": record.total_steps,
         "left": record.seconds_left,
-        "evaluation": record.evaluation[-1] if record.evaluation else None,
-        **{
-            name: record.recent(name)
-            for name in ("real_tokens_per_second", "padding", "utilisation", "real_utilisation")
-        },
-        "seconds": goodput.seconds,
-        "goodput": goodput.share,
-        "chip_hours": goodput.chip_hours,
-        "cost": None if price is None else goodput.cost(price),
+        "seconds": times.goodput(record.timings).seconds,
     }
+
+
+def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
+    """Yields the newest figures of a run, and what they are."""
+    if record.evaluation:
+        tuned_run = isinstance(record.experiment, Finetuning)
+        yield from (_scores if tuned_run else _losses)(record, record.evaluation[-1])
+    rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
+    if rate is not None:
+        more = "" if padding is None else f"; padding is {_percent(padding)}"
+        yield f"{rate:,.0f}", f"tokens a second{more}"
+    used, real = record.recent("utilisation"), record.recent("real_utilisation")
+    if used is not None:
+        more = "" if real is None else f"; {_percent(real)} without padding"
+        yield _percent(used), f"utilisation of the devices{more}"
+    goodput = times.goodput(record.timings)
+    if goodput.share is not None:
+        yield _percent(goodput.share), "goodput: of all time, in steps that counted"
+    cost = None if price is None else goodput.cost(price)
+    if cost is not None:
+        yield f"{cost:,.2f}", f"cost so far, of {goodput.chip_hours:,.2f} chip-hours"
+
+
+def _losses(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
+    below = newest["unigram_loss"] - newest["masked_lm_loss"]
+    where = f"{abs(below):.3f} {'below' if below >= 0 else 'above'} unigrams"
+    yield f"{newest['masked_lm_loss']:.3f} nat", f"held-out masked LM; {where}"
+    yield _percent(newest["masked_lm_accuracy"]), "of masked pieces right, held out"
+    if "next_sentence_accuracy" in newest:
+        error, majority = newest["next_sentence_error"], newest["next_sentence_majority"]
+        words = f"next sentence ± {_percent(error)}; majority {_percent(majority)}"
+        yield _percent(newest["next_sentence_accuracy"]), words
+
+
+def _scores(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
+    task, guess = record.written("task"), ""
+    if task.get("guess"):
+        guess = f"; {task['guess'][0]}: {task['guess'][1]:.4f}"
+    names = tuned.score_names(record)
+    yield f"{newest['score']:.4f}", f"{names[0]} of {newest['examples']:,} examples{guess}"
+    yield f"{newest['loss']:.3f}", "held-out loss"
+    if task:
+        unknown = task["unknown"]
+        yield f"{task['examples']['train']:,}", "examples to learn from"
+        words = f"unknown pieces in training; {_percent(unknown['validation'])} in validation"
+        yield _percent(unknown["train"]), words
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _detail(record: Record, price: float | None) -> dict[str, Any]:
     """Returns what stands below the curves of a single run."""
     goodput = times.goodput(record.timings)
-    statistics, why = _statistics(record)
-    findings = run.examine_lines(record.experiment, record.workdir)
+    if isinstance(record.experiment, Finetuning):
+        findings = doctor_tuned.examine_lines(record.experiment, record.workdir)
+        of_its_own = _of_tuning(record)
+    else:
+        findings = run.examine_lines(record.experiment, record.workdir)
+        of_its_own = _of_pretraining(record, record.experiment)
     return {
         "findings": sorted(findings, key=lambda finding: finding.severity != "problem"),
         "parts": [
@@ -201,15 +262,31 @@ def _detail(record: Record, price: float | None) -> dict[str, Any]:
         "starts": sum(line.get("kind") == "start" for line in record.timings),
         "goodput": goodput.line(price),
         "evaluations": _spread(record.evaluation, _ROWS),
+        "origin": record.origin,
+        "config": [(path, _text(value)) for path, value in config.flatten(record.experiment)],
+        "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
+    } | of_its_own
+
+
+def _of_pretraining(record: Record, experiment: Experiment) -> dict[str, Any]:
+    statistics, why = _statistics(record.workdir, experiment)
+    return {
+        "own": "pretraining.html",
         "predictions": _predictions(record),
         "statistics": statistics,
         "no_statistics": why,
         "corpus_figures": figures.of_corpus(statistics) if statistics else [],
-        "phases": record.experiment.phases,
+        "phases": experiment.phases,
         "plan": _plan(record.plan) if record.plan.get("slices") else None,
-        "origin": record.origin,
-        "config": [(path, _text(value)) for path, value in config.flatten(record.experiment)],
-        "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
+    }
+
+
+def _of_tuning(record: Record) -> dict[str, Any]:
+    return {
+        "own": "tuned.html",
+        "scores": tuned.score_names(record),
+        "task": {"guess": None} | record.written("task"),
+        "answers": tuned.answers(record),
     }
 
 
@@ -242,10 +319,10 @@ def _opened(folder: os.PathLike, experiment: str) -> CorpusStatistics:
     return CorpusStatistics.of(config.from_json(experiment, "the run"), Prepared.open(folder))
 
 
-def _statistics(record: Record) -> tuple[CorpusStatistics | None, str]:
+def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[CorpusStatistics | None, str]:
     """Returns those of the corpus, made once a process; or why there are none."""
     try:
-        return _opened(record.workdir.corpus, config.to_json(record.experiment)), ""
+        return _opened(workdir.corpus, config.to_json(experiment)), ""
     except InputError as error:
         return None, str(error)
 
@@ -269,9 +346,14 @@ def _predictions(record: Record) -> list[dict[str, Any]]:
 
 
 def _differing(records: list[Record]) -> list[tuple[str, list[str]]]:
-    """Returns fields that are not the same in all experiments, with each one's value."""
+    """Returns fields that are not the same in all experiments, with each one's value.
+
+    Of pre-trainings and fine-tunings together, those that both have.
+    """
     tables = [dict(config.flatten(record.experiment)) for record in records]
     paths = dict.fromkeys(path for table in tables for path in table)
+    if len({type(record.experiment) for record in records}) > 1:
+        paths = [path for path in paths if all(path in table for table in tables)]
     rows = [(path, [_text(table.get(path, "absent")) for table in tables]) for path in paths]
     return [row for row in rows if len(set(row[1])) > 1]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bert_jax import config
-from bert_jax.config import Data, Experiment, Phase
+from bert_jax.config import Data, Experiment, Finetuning, Phase
 from bert_jax.data import batches, corpus, draws, masking, pairs, sentences
 from bert_jax.data.plans import Packed
 from bert_jax.data.stream import Stream
@@ -20,9 +20,9 @@ from bert_jax.errors import printable, reading
 from bert_jax.plan import report as plan_report
 from bert_jax.predict import Piece, row_pieces
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, load_experiment, read_json
+from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, read_json
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training.lines import Lines
+from bert_jax.training.lines import EVALUATIONS, Lines
 from bert_jax.training.pretraining import Prepared
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
@@ -39,7 +39,7 @@ _RECENT = 10
 
 @dataclasses.dataclass
 class Record:
-    """One run.
+    """One run, a pre-training or a fine-tuning.
 
     Attributes:
       label: how it is called on the page.
@@ -48,7 +48,7 @@ class Record:
       origin: where that comes from (config.load_with_origin); empty if it was not noted.
       state: how it stands.
       train: training lines of metrics.jsonl.
-      evaluation: evaluation lines.
+      evaluation: evaluation lines; of a fine-tuning those of scores.
       probes: lines of probes.
       predictions: lines of predictions.jsonl.
       timings: lines of timings.jsonl.
@@ -57,7 +57,7 @@ class Record:
 
     label: str
     workdir: Workdir
-    experiment: Experiment
+    experiment: Experiment | Finetuning
     origin: dict[str, Any]
     state: State
     train: list[Line]
@@ -75,7 +75,8 @@ class Record:
           InputError: no run here, or a damaged file.
         """
         opened = mirror.opened(root)
-        experiment = load_experiment(opened)
+        tuned = holds_finetuning(opened)
+        experiment = load_experiment(opened, Finetuning if tuned else Experiment)
         workdir = Workdir(opened.root, experiment.run.corpus_dir, opened.remote)
         going_on = mirror.is_going_on(workdir)  # before its lines: a run may end meanwhile
         lines = Lines(workdir.metrics).read()
@@ -89,12 +90,27 @@ class Record:
             origin=_json(workdir.origin, config.FORMAT_VERSION, _WRITTEN_AGAIN),
             state=state,
             train=[line for line in lines if line.get("kind") == "train"],
-            evaluation=[line for line in lines if line.get("kind") == "evaluation"],
+            evaluation=[line for line in lines if line.get("kind") in EVALUATIONS],
             probes=[line for line in lines if line.get("kind") == "probes"],
             predictions=Lines(workdir.predictions).read(),
             timings=timings,
             plan=_json(workdir.plan, plan_report.FORMAT_VERSION, _PLANNED_AGAIN),
         )
+
+    def written(self, kind: str) -> Line:
+        """Returns the newest line of predictions.jsonl of a kind; empty if there is none.
+
+        A fine-tuning has a `task`, and at its end `mistakes`; see tasks.job and tasks.mistakes.
+        """
+        lines = [line for line in self.predictions if line.get("kind") == kind]
+        return lines[-1] if lines else {}
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None of a fine-tuning that has not begun."""
+        if isinstance(self.experiment, Finetuning):
+            return self.written("task").get("total_steps")
+        return self.experiment.total_steps
 
     @property
     def done(self) -> int:
@@ -126,12 +142,12 @@ class Record:
         if self.state != "running" or not starts or self.timings[-1].get("kind") == "end":
             return None
         start, newest = self.timings[starts[-1]], self.timings[-1]
-        steps = newest["step"] - start["step"]
-        if steps <= 0:
+        steps, total = newest["step"] - start["step"], self.total_steps
+        if steps <= 0 or total is None:
             return None
         pace = (newest["time"] - start["time"]) / steps
         behind = time.time() - newest["time"]
-        return max(pace * (self.experiment.total_steps - newest["step"]) - behind, 0.0)
+        return max(pace * (total - newest["step"]) - behind, 0.0)
 
 
 def _json(path: Any, format_version: int, mend: str) -> dict[str, Any]:

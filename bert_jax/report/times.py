@@ -1,7 +1,7 @@
 """Where a run's time went since its first start, over all restarts, and what it costs."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bert_jax import hardware
@@ -57,6 +57,23 @@ def cpu_seconds(timings: list[dict[str, Any]]) -> float:
         for index, line in enumerate(timings)
         if line.get("kind") in ("train", "end")
     )
+
+
+def totals(
+    laps: Sequence[dict[str, Any]], of_step: Callable[[dict[str, Any]], float]
+) -> tuple[list[int], list[float]]:
+    """Returns steps, from 0, and what all steps up to each have taken together.
+
+    Args:
+      laps: timings of steps, one for each step at which a line was written, in their order.
+      of_step: what a lap says that one of its steps took.
+    """
+    at, spent = [0], [0.0]
+    for lap in laps:
+        # A lap after a resume has fewer steps than there are since the line before.
+        spent.append(spent[-1] + of_step(lap) * (lap["step"] - at[-1]))
+        at.append(lap["step"])
+    return at, spent
 
 
 @dataclasses.dataclass(frozen=True)

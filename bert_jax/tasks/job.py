@@ -16,7 +16,7 @@ from bert_jax.model import flops
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import rows, scores
+from bert_jax.tasks import mistakes, rows
 from bert_jax.tasks.adapted import Forward, LoadedBase, kind_of
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.objective import TaskObjective, require_parallelism
@@ -165,8 +165,9 @@ class FinetuningSetup:
             f"finetune: {len(self._train)} examples, {len(self._held_out)} held out, "
             f"{self.total_steps} steps; {experiment.init_from} {self._base.sha256[:12]}"
         )
-        guessing = guess(experiment.task, self.labels, self._held_out)
-        if guessing:
+        self._guess = mistakes.guess(experiment.task, self.labels, self._held_out)
+        guessing = _guessing(experiment.task, self._guess)
+        if experiment.task.kind in ("classify", "pair", "choice"):
             self._say(f"finetune: {_counted(experiment.task, self.labels, self._train)}{guessing}")
         tokenizer = self._base.tokenizer
         shares = {
@@ -186,6 +187,27 @@ class FinetuningSetup:
             lambda params: self._evaluate(params, forward, fixed),
             lambda line: summary(line) + guessing,
         )
+        what_is_learned = {
+            "total_steps": self.total_steps,
+            "examples": {"train": len(self._train), "validation": len(self._held_out)},
+            "unknown": {name: share.value for name, share in shares.items()},
+            "cut": {"train": _cut(self._rows), "validation": _cut(self._eval_rows)},
+            "guess": self._guess,
+        }
+        at_first = Evaluator(
+            "task",
+            lambda done: done == 0,
+            lambda params: what_is_learned,
+            lambda line: "",
+            file="predictions",
+        )
+        at_the_end = Evaluator(
+            "mistakes",
+            lambda done: done == self.total_steps,
+            lambda params: self._mistakes(),
+            lambda line: "",
+            file="predictions",
+        )
         return Job(
             experiment=experiment,
             objective=self.objective,
@@ -193,11 +215,13 @@ class FinetuningSetup:
             total_steps=self.total_steps,
             batches=lambda done: phase,
             initial_state=self.initial_state,
-            evaluators=(evaluator,),
+            evaluators=(at_first, evaluator, at_the_end),
             data_sha256=self.sha256,
             require_same=self._require_same,
             operations=self._operations,
-            how_to_see=lambda step: "its examples are among those of task.train",
+            how_to_see=lambda step: (
+                f"`bert-jax show --workdir {self._workdir.named} --step {step}`"
+            ),
             notes=self._notes,
             fixed=fixed,
         )
@@ -239,29 +263,33 @@ class FinetuningSetup:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
         outputs, loss = forward.predict_rows(params, fixed, self.eval_batches, self._eval_rows)
         by_name = self.scores(outputs)
+        self._newest = outputs, by_name.get("no_answer_threshold")
         score = by_name[self.experiment.task.main_score]
         return {"loss": loss, "score": score, "examples": len(self._held_out), **by_name}
+
+    def _mistakes(self) -> dict[str, Any]:
+        """Returns what is wrong in the newest evaluation, which is of the same step."""
+        outputs, threshold = self._newest
+        answers = self._kind.answers(outputs, self._eval_rows, self._held_out)
+        task = self.experiment.task
+        return mistakes.of_answers(task, self.labels, answers, self._held_out, threshold)
 
     def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
         """Returns all scores of the head's outputs for each validation row."""
         return self._kind.scores(outputs, self._eval_rows, self._held_out)
 
 
-def guess(task: Task, labels: Sequence[str], held_out: Sequence[Any]) -> str:
-    """Returns what the best guess without reading scores, in words; "" where labels are not one a
-    text.
+def _cut(made: rows.Rows) -> float:
+    """Returns the share of rows that hold as much as they may, as texts do that are cut.
 
-    The guess is one label for all validation examples, that of the best main score.
+    Tags and spans go on in another row, and are not cut.
     """
-    if task.kind not in ("classify", "pair", "choice"):
-        return ""
-    truth = np.array([labels.index(str(example.label)) for example in held_out])
-    by_label = {
-        name: scores.score(task.main_score, truth, np.full_like(truth, number))
-        for number, name in enumerate(labels)
-    }
-    best = max(labels, key=lambda name: by_label[name])
-    return f"; always {best!r}: {task.main_score} {by_label[best]:.4f}"
+    return 0.0 if made.notes else float((made.lengths >= made.limit).mean())
+
+
+def _guessing(task: Task, guess: tuple[str, float] | None) -> str:
+    """Returns in words what the best guess without reading scores; "" where it scores nothing."""
+    return "" if guess is None else f"; {guess[0]}: {task.main_score} {guess[1]:.4f}"
 
 
 def _counted(task: Task, labels: Sequence[str], train: Sequence[Any]) -> str:

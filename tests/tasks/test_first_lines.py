@@ -9,7 +9,7 @@ from sklearn import metrics
 
 from bert_jax import cli
 from bert_jax.config import Task
-from bert_jax.tasks import job
+from bert_jax.tasks import mistakes
 from bert_jax.tasks.examples import Sentence
 from bert_jax.text import unknown
 from bert_jax.text.tokenizer import WordPiece
@@ -33,8 +33,8 @@ def test_guessing_is_the_best_single_label(score, best):
         "f1": metrics.f1_score(truth, guess, pos_label=1),
         "macro_f1": metrics.f1_score(truth, guess, average="macro"),
     }[score]
-    found = job.guess(task(score), ("no", "yes"), examples)
-    assert found == f"; always {best!r}: {score} {want:.4f}"
+    words, value = mistakes.guess(task(score), ("no", "yes"), examples)
+    assert words == f"always {best!r}" and value == pytest.approx(want)
 
 
 def test_the_share_of_unknown_pieces_leaves_out_what_stands_around():
@@ -63,6 +63,10 @@ def test_text_that_the_vocabulary_cannot_read_and_guessing_are_said(tmp_path, mo
     assert "warning: 100% of validation is [UNK]" in printed
     assert printed.count("; always 'good': accuracy 0.5455") >= 3  # at first, and at each score
     assert "guess" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    first, last = tuned.lines("run/predictions.jsonl")
+    assert first["kind"] == "task" and first["guess"] == ["always 'good'", 6 / 11]
+    assert first["unknown"] == {"train": 0.0, "validation": 1.0} and first["total_steps"] == 4
+    assert last["kind"] == "mistakes" and sum(map(sum, last["confusion"]["counts"])) == 11
     assert tuned.predict(capsys, "wa")
     capsys.readouterr()
     assert cli.main(["predict", "--workdir", "run", "很好"]) == 0

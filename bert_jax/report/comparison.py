@@ -1,0 +1,284 @@
+"""Several runs on one page: a table of where each has come to, and their curves over one axis.
+
+What cannot be compared is not drawn as if it could: losses in nats are of the same held-out pieces
+alone, and where those differ each run is shown against its own unigram line.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bert_jax.config import Experiment, Finetuning
+from bert_jax.config.comparison import of_held_out
+from bert_jax.model import flops
+from bert_jax.report import figures, times
+from bert_jax.report.figures import COIN, GUESSING, Curve, Figure, Plot, curve
+from bert_jax.report.records import Line, Record
+
+# Unigram lines of the same text that differ by more are not of the same rows; other seeds' do less.
+_SAME_LINE = 0.01
+
+# From steps to what was spent up to each.
+_Spent = Callable[[Sequence[int]], Sequence[float]]
+
+
+# --- what curves run over -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A quantity that learning is drawn over.
+
+    Attributes:
+      name: of a button, and under each picture.
+      of: gives what a run has spent up to its steps; None where that is not known.
+      text: an amount of it for people.
+    """
+
+    name: str
+    of: Callable[[Record], _Spent | None]
+    text: Callable[[float], str] = figures.short
+
+
+def _measured(amount: Callable[[Line], float]) -> Callable[[Record], _Spent | None]:
+    """Returns an `Axis.of` that adds up what a lap says of one of its steps."""
+
+    def of(record: Record) -> _Spent | None:
+        try:
+            at, spent = times.totals(record.laps, amount)
+        except KeyError:  # written by an earlier version, or by steps that were not counted
+            return None
+        return (lambda steps: np.interp(steps, at, spent).tolist()) if len(at) > 1 else None
+
+    return of
+
+
+def _operations(record: Record) -> _Spent | None:
+    """Returns operations up to steps; of a fine-tuning, whose rows have all lengths, None."""
+    if not isinstance(record.experiment, Experiment):
+        return None
+    model, data, phases = (getattr(record.experiment, n) for n in ("model", "data", "phases"))
+    ends = [0, *itertools.accumulate(phase.steps for phase in phases)]
+    of_phases = [
+        phase.steps * flops.train_step_flops(model, *flops.shape_of(phase, data))
+        for phase in phases
+    ]
+    spent = [0, *itertools.accumulate(of_phases)]
+    return lambda steps: np.interp(steps, ends, spent).tolist()
+
+
+AXES = (
+    Axis("steps", lambda record: list),
+    Axis("tokens", _measured(lambda x: x["real_tokens_per_second"] / x["steps_per_second"])),
+    Axis("seconds", _measured(lambda x: 1 / x["steps_per_second"]), times.duration),
+    Axis("CPU seconds", _measured(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), times.duration),
+    Axis("FLOPs", _operations),
+)
+
+
+# --- what can be compared -----------------------------------------------------------------------
+
+
+def no_nats(records: Sequence[Record]) -> str:
+    """Returns why losses of these pre-trainings do not compare, in words; "" where they do."""
+    fields = [
+        of_held_out(record.experiment) | {"data.objective": record.experiment.data.objective}
+        for record in records
+        if isinstance(record.experiment, Experiment)
+    ]
+    differing = [name for name in (fields[0] if fields else ()) if _several(fields, name)]
+    lines = [
+        record.evaluation[-1]["unigram_loss"]
+        for record in records
+        if record.evaluation and "unigram_loss" in record.evaluation[-1]
+    ]
+    why = ", ".join(differing)
+    if not why and lines and max(lines) > (1 + _SAME_LINE) * min(lines):
+        why = "the text, whose unigram lines are not the same"
+    if not why:
+        return ""
+    return (
+        f"Held-out rows differ ({why}), so that losses in nat do not compare: how far each run is "
+        "below its own unigram line does roughly, and so does the share of pieces that is right."
+    )
+
+
+def _several(fields: Sequence[dict[str, Any]], name: str) -> bool:
+    return any(of_run[name] != fields[0][name] for of_run in fields)
+
+
+def _no_scores(records: Sequence[Record]) -> str:
+    """Returns why scores of these fine-tunings do not compare, in words; "" where they do."""
+    tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
+    names = ("kind", "validation", "label_column", "main_score")
+    differing = [name for name in names if len({getattr(task, name) for task in tasks}) > 1]
+    if not differing:
+        return ""
+    differing = ["score" if name == "main_score" else name for name in differing]
+    return f"Scores are not of the same task ({', '.join(f'task.{n}' for n in differing)} differ)."
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def table(records: Sequence[Record]) -> dict[str, Any]:
+    """Returns the newest figures of each run, as text: `columns`, `rows` and `notes`.
+
+    Columns that no run has are left out.
+    """
+    tables = [_figures(record) for record in records]
+    columns = list(dict.fromkeys(name for of_run in tables for name in of_run))
+    rows = [
+        {"label": record.label, "cells": [of_run.get(name, "") for name in columns]}
+        for record, of_run in zip(records, tables, strict=True)
+    ]
+    notes = [note for note in (no_nats(records), _no_scores(records)) if note]
+    return {"columns": columns, "rows": rows, "notes": notes}
+
+
+def _figures(record: Record) -> dict[str, str]:
+    newest = record.evaluation[-1] if record.evaluation else {}
+    texts = {"steps": f"{record.done:,}"}
+    for axis in AXES[1:]:
+        spent = axis.of(record)
+        if spent is not None:
+            texts[axis.name] = axis.text(spent([record.done])[0])
+    if isinstance(record.experiment, Finetuning):
+        return texts | _scores(record.experiment, newest, record.written("task"))
+    if not newest:
+        return texts
+    texts["masked LM, nat"] = f"{newest['masked_lm_loss']:.3f}"
+    texts["below unigrams"] = f"{newest['unigram_loss'] - newest['masked_lm_loss']:.3f}"
+    texts["pieces right"] = f"{100 * newest['masked_lm_accuracy']:.1f} %"
+    if "next_sentence_accuracy" in newest:
+        accuracy, error = newest["next_sentence_accuracy"], newest["next_sentence_error"]
+        majority = newest["next_sentence_majority"]
+        texts["next sentence"] = f"{100 * accuracy:.1f} ± {100 * error:.1f} %"
+        texts["majority"] = f"{100 * majority:.1f} %"
+    return texts
+
+
+def _scores(experiment: Finetuning, newest: Line, task: Line) -> dict[str, str]:
+    if not newest:
+        return {}
+    texts = {experiment.task.main_score: f"{newest['score']:.4f}"}
+    if task.get("guess"):
+        texts["guessing"] = f"{task['guess'][1]:.4f}"
+    return texts | {"held-out loss": f"{newest['loss']:.4f}", "examples": f"{newest['examples']:,}"}
+
+
+# --- curves -------------------------------------------------------------------------------------
+
+
+def of_learning(records: Sequence[Record]) -> list[tuple[str, list[Figure]]]:
+    """Returns for each axis that all runs have its name, and what was learned over it."""
+    drawn = []
+    for number, axis in enumerate(AXES):
+        spent = [axis.of(record) for record in records]
+        known = [one for one in spent if one is not None]
+        if len(known) == len(records):
+            plots = plots_of_learning(records, known, axis.name)
+            pictures = figures.drawn(plots, (), f"axis{number}")
+            if pictures:
+                drawn.append((axis.name, pictures))
+    return drawn
+
+
+def plots_of_learning(
+    records: Sequence[Record], spent: Sequence[_Spent], x_label: str
+) -> list[tuple[Plot, str]]:
+    """Returns what was learned over one axis, with a note each; some plots may be empty.
+
+    Args:
+      records: of the runs.
+      spent: of each run, from steps to what it had spent up to them.
+      x_label: of the axis.
+    """
+
+    def plot(
+        title: str,
+        lines: Callable[[Record], list[Line]],
+        name: str,
+        note: str = "",
+        style: str = "points",
+        **options: Any,
+    ) -> tuple[Plot, str]:
+        curves = [
+            curve(lines(record), name, record.label, i, style, x=x)
+            for i, (record, x) in enumerate(zip(records, spent, strict=True))
+        ]
+        there = [one for one in curves if len(one.x)]
+        return Plot(title, there, x_label=x_label, **options), note
+
+    def held_out(record: Record) -> list[Line]:
+        return [] if isinstance(record.experiment, Finetuning) else record.evaluation
+
+    def scores(record: Record) -> list[Line]:
+        return record.evaluation if isinstance(record.experiment, Finetuning) else []
+
+    def below(record: Record) -> list[Line]:
+        return [
+            {"step": x["step"], "nats": x["unigram_loss"] - x["masked_lm_loss"]}
+            for x in held_out(record)
+        ]
+
+    def of_tuning(record: Record) -> list[Line]:
+        return record.train if isinstance(record.experiment, Finetuning) else []
+
+    nats, why, percent = "masked_lm_loss", no_nats(records), {"scale": "percent"}
+    held_out_nats = plot("Held-out masked LM loss, nat", held_out, nats)
+    in_training = [plot("Masked LM loss in training, nat", lambda r: r.train, nats, style="line")]
+    if why:
+        held_out_nats = plot("Nats below its own unigram line", below, "nats", why)
+    if why or _other_masks(records):
+        in_training = []
+    coin = {"levels": COIN}
+    return [
+        held_out_nats,
+        plot("Held-out masked LM accuracy", held_out, "masked_lm_accuracy", **percent),
+        plot("Held-out next-sentence accuracy", held_out, "next_sentence_accuracy", **percent),
+        plot("Held-out next-sentence loss, nat", held_out, "next_sentence_loss", GUESSING, **coin),
+        plot("Score on validation examples", scores, "score", _no_scores(records)),
+        plot("Loss on validation examples, nat", scores, "loss"),
+        *(
+            plot(f"Probe {name}", functools.partial(figures.of_probe, name=name), "score")
+            for name in dict.fromkeys(
+                x for r in records for line in r.probes for x in line["scores"]
+            )
+        ),
+        *in_training,
+        plot("Loss in training, nat", of_tuning, "loss", style="line"),
+    ]
+
+
+def _other_masks(records: Sequence[Record]) -> bool:
+    """Tells whether pre-trainings mask their training text in several ways."""
+    names = ("masked_lm_prob", "final_masked_lm_prob", "mask_share", "random_share", "masking")
+    of_runs = {
+        tuple(getattr(record.experiment.data, name) for name in names)
+        for record in records
+        if isinstance(record.experiment, Experiment)
+    }
+    return len(of_runs) > 1
+
+
+def of_steps(records: Sequence[Record]) -> list[Figure]:
+    """Returns pictures of how each run's steps went."""
+
+    def each(lines: Callable[[Record], list[Line]], name: str) -> list[Curve]:
+        return [curve(lines(record), name, record.label, i) for i, record in enumerate(records)]
+
+    plots = [
+        (Plot("Learning rate", each(lambda r: r.train, "learning_rate")), ""),
+        (Plot("Gradient norm", each(lambda r: r.train, "gradient_norm"), scale="log"), ""),
+        (Plot("Tokens a second", each(lambda r: r.laps, "real_tokens_per_second")), ""),
+        (
+            Plot("Utilisation", each(lambda r: r.laps, "utilisation"), scale="percent"),
+            "With padding.",
+        ),
+    ]
+    return figures.drawn(plots, ())

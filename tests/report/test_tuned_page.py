@@ -1,0 +1,147 @@
+"""The pages of fine-tunings, and of runs that are compared."""
+
+import json
+import shutil
+
+import pytest
+from test_page import HOSTILE, Tags
+from tuned_lines import SCORES, Run
+
+from bert_jax import cli
+from bert_jax.report import comparison, page
+from bert_jax.report.records import Record
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("classify", ["Confusion", "Calibration", "Expected calibration error 0.0", "recall"]),
+        ("regress", ["Predicted by true value", "off in the mean", "400 of the validation"]),
+        ("tag", ["By type", "precision", "words are answered wrongly"]),
+        ("span", ["What became of the questions", "elsewhere", "examples are answered wrongly"]),
+    ],
+)
+def test_a_fine_tuning_shows_its_scores_and_its_mistakes(kind, words, tmp_path):
+    record = Record.read(Run(kind).write(tmp_path / "run"))
+    text = Tags(page.render([record])).text
+    main, value = next(iter(SCORES[kind].items()))
+    newest = f"{record.evaluation[-1]['score']:.4f}{main} of 400 examples"
+    assert value - 0.03 < record.evaluation[-1]["score"] < value
+    for word in (f"Validation score: {main}", newest, "step 400 of 400", *words):
+        assert word in text, word
+    assert "task.kind" in text and "Where the time went" in text
+
+
+def test_hostile_examples_are_shown_as_text(tmp_path):
+    for kind in ("classify", "tag", "span"):
+        run = Run(kind)
+        for one in run.mistakes["worst"]:
+            for name, value in one.items():
+                if isinstance(value, str) and name != "outcome":
+                    one[name] = HOSTILE
+                elif isinstance(value, list):
+                    one[name] = [HOSTILE] * len(value)
+        if kind == "classify":
+            run.mistakes["confusion"]["labels"][0] = run.task["guess"][0] = HOSTILE
+        text = page.render([Record.read(run.write(tmp_path / kind))])
+        tags = Tags(text)
+        assert not tags.tags & {"script", "img"} and "onerror" not in tags.attributes
+        assert "<script>alert(1)</script> \\x1b[31mred" in tags.text and "{{ 7*7 }}" in tags.text
+
+
+def test_a_fine_tuning_that_has_only_begun_has_a_page(tmp_path):
+    run = Run()
+    run.train, run.scored, run.mistakes, run.timings = [], [], None, run.timings[:1]
+    text = Tags(page.render([Record.read(run.write(tmp_path / "run"))])).text
+    assert "No line is written yet" in text and "kept at the end of the run" in text
+
+
+# --- comparisons ---
+
+
+@pytest.fixture
+def several(finished_run, tmp_path):
+    """Makes copies of a pre-training, of which these have changed."""
+
+    def make(*changes):
+        for number, change in enumerate(changes):
+            folder = tmp_path / f"run{number}"
+            shutil.copytree(finished_run / "run", folder)
+            tree = json.loads((folder / "experiment.json").read_text())
+            for path, value in change.items():
+                section, name = path.split(".")
+                tree[section][name] = value
+            (folder / "experiment.json").write_text(json.dumps(tree))
+        return [Record.read(str(tmp_path / f"run{i}")) for i in range(len(changes))]
+
+    return make
+
+
+def titles_of(records):
+    """Of the plots that have a curve."""
+    plots = comparison.plots_of_learning(records, [list] * len(records), "steps")
+    return [plot.title for plot, _ in plots if not plot.empty]
+
+
+def test_runs_of_the_same_held_out_rows_are_compared_in_nats(several):
+    records = several({}, {"optimizer.peak_learning_rate": 1e-3})
+    assert comparison.table(records)["notes"] == []
+    titles = titles_of(records)
+    assert "Held-out masked LM loss, nat" in titles and "Masked LM loss in training, nat" in titles
+
+
+@pytest.mark.parametrize(
+    "change", [{"data.eval_sequence_length": 24}, {"corpus.sources": ["text:elsewhere"]}]
+)
+def test_runs_of_other_held_out_rows_are_compared_with_their_unigrams(change, several):
+    records = several({}, change)
+    (note,) = comparison.table(records)["notes"]
+    assert f"Held-out rows differ ({next(iter(change))})" in note
+    titles = titles_of(records)
+    assert "Nats below its own unigram line" in titles
+    assert not any("loss in training" in title or "masked LM loss" in title for title in titles)
+
+
+def test_text_that_changed_under_the_same_settings_is_seen(several):
+    records = several({}, {})
+    for line in records[1].evaluation:
+        line["unigram_loss"] *= 1.05
+    assert "the text, whose unigram lines are not the same" in comparison.no_nats(records)
+
+
+def test_training_losses_under_other_masks_are_not_compared(several):
+    records = several({}, {"data.masking": "whole_word"})
+    titles = titles_of(records)
+    assert "Held-out masked LM loss, nat" in titles
+    assert "Masked LM loss in training, nat" not in titles
+
+
+def test_what_a_run_has_spent_is_added_up(several):
+    """A lap of 3 steps a line, as it was logged."""
+    (record,) = several({})
+    by_name = {axis.name: axis.of(record) for axis in comparison.AXES}
+    laps = record.laps
+    tokens = sum(x["real_tokens_per_second"] / x["steps_per_second"] * x["steps"] for x in laps)
+    assert by_name["tokens"]([0, record.done]) == pytest.approx([0, tokens])
+    cpu = sum(x["cpu_seconds"] for x in laps)
+    assert by_name["CPU seconds"]([record.done])[0] == pytest.approx(cpu)
+    positions = 14 * 8 * 16 + 8 * 4 * 24  # of both phases
+    assert 0.5 * positions < tokens <= positions
+    first, all_ = by_name["FLOPs"]([14, 22])
+    assert 0 < first < all_ and by_name["FLOPs"]([7])[0] == pytest.approx(first / 2)
+
+
+def test_a_page_of_runs_of_both_kinds(several, tmp_path, monkeypatch):
+    several({})
+    Run().write(tmp_path / "tuned")
+    Run("regress").write(tmp_path / "numbers")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "run0", "tuned", "numbers"]) == 0
+    text = (tmp_path / "comparison.html").read_text()
+    tags = Tags(text)
+    for words in ("Where each has come to", "over tokens", "over CPU seconds", "below unigrams"):
+        assert words in tags.text, words
+    # What only one of them has is no axis, and no difference.
+    assert "over FLOPs" not in tags.text and "model.hidden_size" not in tags.text
+    assert "Scores are not of the same task (task.kind, task.score differ)" in (tags.text)
+    assert not tags.tags & {"script", "img"} and tags.text.count("ln 2") >= 1
