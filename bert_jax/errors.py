@@ -92,6 +92,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def quantity(count: int, one: str, many: str = "") -> str:
+    """Returns a number and its noun: 1 file, 2,000 files.
+
+    Args:
+      count: how many.
+      one: the noun of one.
+      many: of any other number; "": `one` with an s.
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 def of_error(error: BaseException) -> tuple[str, int]:
     """Returns the line that is printed for an error, and the exit code."""
     if isinstance(error, InputError):

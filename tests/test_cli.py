@@ -10,7 +10,7 @@ from small_run import write_text
 from bert_jax import cli, config, predict
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer
-from bert_jax.training import evaluators
+from bert_jax.training import environment, evaluators
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.pretraining import Prepared
 
@@ -64,6 +64,50 @@ def test_a_run_goes_on_by_its_workdir_alone(run, capsys):
     code, _, err = call(capsys, "pretrain", "--workdir", workdir, *more, "--set", "seed=3")
     assert code == 2 and "--extend" not in err
     assert (workdir / "origin.json").read_bytes() == origin
+
+
+def test_a_run_that_goes_on_under_other_code_says_so(run, capsys, monkeypatch):
+    _, _, workdir = run
+    before = environment.environment()
+    start = json.loads((workdir / "timings.jsonl").read_text().split("\n")[0])
+    assert start["environment"] == json.loads(json.dumps(before))
+    _, out, _ = call(capsys, "pretrain", "--workdir", workdir)
+    assert " -> " not in out
+    monkeypatch.setattr(environment, "code", lambda: "0" * 12)
+    _, out, _ = call(capsys, "pretrain", "--workdir", workdir)
+    (line,) = [line for line in out.splitlines() if " -> " in line]
+    assert line == (
+        f"resume: code {before['code']} -> {'0' * 12}: batches and arithmetic are those of the "
+        "code that runs now"
+    )
+
+
+def test_changes_of_an_environment_are_one_line_and_what_was_not_saved_is_none(monkeypatch):
+    saved = json.loads(json.dumps(environment.environment()))
+    assert environment.changes(saved) == ""
+    assert environment.changes(saved | {"commit": "f" * 12}) == ""
+    older = saved | {"versions": saved["versions"] | {"jax": "0.1"}, "devices": ["cpu", 77]}
+    del older["code"], older["commit"]
+    now = saved["versions"]["jax"]
+    assert environment.changes(older) == (
+        f"jax 0.1 -> {now}, devices cpu x 77 -> {' x '.join(map(str, saved['devices']))}: "
+        "batches exact, arithmetic to rounding"
+    )
+
+
+def test_the_hash_of_the_code_is_of_names_and_bytes(tmp_path, monkeypatch):
+    """A launcher and experiments, which a wheel holds within the package, are none of it."""
+    hashes = {}
+    for name, text in (("a.py", "x"), ("a.py", "y"), ("b.py", "y"), ("launch/b.py", "x")):
+        package = tmp_path / str(len(hashes))
+        for file, content in (("__init__.py", ""), (name, text)):
+            (package / file).parent.mkdir(parents=True, exist_ok=True)
+            (package / file).write_text(content)
+        monkeypatch.setattr(environment.bert_jax, "__file__", str(package / "__init__.py"))
+        hashes[name, text] = environment.code.__wrapped__()
+    (package / "launch" / "b.py").unlink()
+    alone = environment.code.__wrapped__()
+    assert len({*hashes.values()}) == 4 and hashes["launch/b.py", "x"] == alone
 
 
 def test_a_folder_of_transformers_is_to_be_imported_first(capsys, tmp_path):
@@ -270,7 +314,7 @@ def test_doctor_tells_its_findings_and_exits_1_if_one_is_a_problem(run, capsys, 
     code, out, _ = call(capsys, "doctor", file, "--set", one_a_document)
     assert code == 1
     lines = out.splitlines()
-    assert lines[0] == "problem: 1 different documents, and `prepare` needs 16"
+    assert lines[0] == "problem: 1 different document, and `prepare` needs 16"
     assert [line.split()[0] for line in lines[1:4]] == ["example", "effect", "remedy"]
     assert lines[-1] == "1 problem, no notes"
     (tmp_path / "\x1b[31m.txt").write_text("\x1b[31m" + (folder / "text" / "all.txt").read_text())

@@ -21,7 +21,7 @@ from bert_jax.config import Corpus
 from bert_jax.data import beam, dataset, parts, stream, workers
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.workers import Progress
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, quantity
 from bert_jax.storage import mirror
 from bert_jax.text import documents, tokenizer, vocabulary, words
 
@@ -83,7 +83,7 @@ class Survey:
         wanted = max(LEAST_VALIDATION_DOCUMENTS, round(corpus.validation_share * len(unique)))
         if len(unique) < 2 * LEAST_VALIDATION_DOCUMENTS:
             raise InputError(
-                f"corpus.sources: {len(unique)} different documents, but "
+                f"corpus.sources: {quantity(len(unique), 'different document')}, but "
                 f"{2 * LEAST_VALIDATION_DOCUMENTS} are needed, to hold out "
                 f"{LEAST_VALIDATION_DOCUMENTS}. {ONE_FILE}"
             )
@@ -131,12 +131,14 @@ def build(
     place = run.place(scratch)
     sources = documents.fingerprint(corpus)
     planned = parts.plan(corpus)
-    say(f"prepare: reading {len(sources)} files, in {len(planned)} parts")
+    say(f"prepare: reading {quantity(len(sources), 'file')}, in {quantity(len(planned), 'part')}")
     if corpus.tokenizer_kind == "wordpiece" if given is None else given.kind == "wordpiece":
         # Words do not depend on the vocabulary, so the text is read once.
         tasks = [parts.Read(place, corpus, part) for part in planned]
         _drop_others(scratch, tasks, say)
         records = run("reading", tasks, say)
+        # Parts that an earlier version made do not say.
+        _say_long(sum(record.get("long_words", 0) for record in records), given, say)
         chosen = given or _train(corpus, vocab_size, _counted(tasks, records, place, scratch), say)
         shared = _share(chosen, folder, place)
     else:
@@ -159,14 +161,15 @@ def build(
         for name, count in record["layouts"].items():
             layouts[name] = layouts.get(name, 0) + count
     read_as = ", ".join(f"{name} ({count})" for name, count in layouts.items())
-    say(f"prepare: {survey.count} documents, {survey.repeated} repeated; read as {read_as}")
-
+    say(
+        f"prepare: {quantity(survey.count, 'document')}, {survey.repeated:,} repeated; read as "
+        f"{read_as}"
+    )
     if replaced := sum(record["replaced"] for record in records):
         say(
-            f"prepare: {replaced:,} replacement characters stand where bytes are not "
+            f"prepare: {quantity(replaced, 'replacement character')} where bytes are not "
             f"{corpus.encoding} (corpus.encoding_errors=replace)"
         )
-
     splits = np.split(survey.splits(corpus), np.cumsum([len(table) for table in tables])[:-1])
     writing = [
         parts.WriteShards(place, task.name, shared, chosen.sha256, split.tobytes(), task.bytes)
@@ -219,6 +222,16 @@ def _counted(
             for task, record in zip(tasks, records, strict=True)
         ]
     )
+
+
+def _say_long(count: int, given: tokenizer.Tokenizer | None, say: Say) -> None:
+    """Says how many words have no pieces for their length: base64, DNA, scripts without blanks."""
+    if count:
+        untrained = "" if given else " and train no vocabulary"
+        say(
+            f"prepare: {quantity(count, 'word')} of over {tokenizer.MAX_WORD} characters: "
+            f"[UNK]{untrained}; `bert-jax doctor EXPERIMENT` looks at the text"
+        )
 
 
 def _share(chosen: tokenizer.Tokenizer, folder: epath.Path, place: str) -> str:

@@ -233,7 +233,7 @@ class Read:
                 table["sentences"] = np.diff(before[np.cumsum([0, *map(len, split)])])
                 documents_file.write(table.tobytes())
         writer.close()
-        return {**record, "offsets": writer.offsets}
+        return {**record, "offsets": writer.offsets, "long_words": writer.long_words}
 
 
 class _IdWriter:
@@ -243,6 +243,7 @@ class _IdWriter:
         self._tokenizer, self._unknown_word = tokenizer, unknown_word
         self._file = open(folder / "tokens.bin", "wb")  # noqa: SIM115
         self.offsets: list[list[int]] = []  # of no counts
+        self.long_words = 0  # SentencePiece has pieces for any
 
     def add(self, pieces: Iterable[str]) -> np.ndarray:
         """Writes sentences; returns how many ids each has, int64."""

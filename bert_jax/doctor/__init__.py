@@ -13,7 +13,7 @@ from bert_jax import config
 from bert_jax.config import Corpus
 from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import Finding
-from bert_jax.errors import InputError, printable
+from bert_jax.errors import InputError, printable, quantity
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE, holds_finetuning
 from bert_jax.text import documents
@@ -83,7 +83,7 @@ def print_findings(findings: Sequence[Finding]) -> int:
     problems = sum(finding.severity == "problem" for finding in findings)
     notes = len(findings) - problems
     print(
-        f"{problems or 'no'} problem{'s' if problems > 1 else ''}, "
-        f"{notes or 'no'} note{'s' if notes != 1 else ''}"
+        f"{quantity(problems, 'problem') if problems else 'no problem'}, "
+        f"{quantity(notes, 'note') if notes else 'no notes'}"
     )
     return problems

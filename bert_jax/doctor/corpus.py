@@ -15,6 +15,7 @@ from bert_jax.data import draws, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.doctor import finding
 from bert_jax.doctor.finding import Finding, Rule, example, share
+from bert_jax.errors import quantity
 from bert_jax.text.tokenizer import Tokenizer
 
 TextAt = Callable[[int], str]  # the text from a piece of the stream on
@@ -72,8 +73,7 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
 # A sentence longer than the longest example is none: a splitter's failure, or no prose.
 _LONG = 512
 _LONG_SENTENCES = Rule(
-    "{count:,} sentences are longer than 512 pieces and hold {value} of the text (the longest "
-    "{longest:,})",
+    "{count} of over 512 pieces, {value} of the text (the longest {longest:,})",
     0.01, 0.1,
     "no example holds them: most of each is cut off",
     "if they are several sentences, the splitter did not see it: is corpus.language right, do "
@@ -117,7 +117,9 @@ def _long_sentences(train: Stream, text_at: TextAt) -> list[Finding]:
         if len(long) and long.max() > longest:
             longest, at = int(long.max()), int(offsets[lengths.argmax()])
     where = example("the longest", text_at(at))
-    return _LONG_SENTENCES.check(pieces / len(train.ids), where, count=count, longest=longest)
+    return _LONG_SENTENCES.check(
+        pieces / len(train.ids), where, count=quantity(count, "sentence"), longest=longest
+    )
 
 
 def _dominating(train: Stream, text_at: TextAt) -> list[Finding]:

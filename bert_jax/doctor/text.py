@@ -20,7 +20,7 @@ from bert_jax.config import Corpus
 from bert_jax.data.build import LEAST_VALIDATION_DOCUMENTS, ONE_FILE
 from bert_jax.doctor import encoding, finding
 from bert_jax.doctor.finding import Finding, Rule, example, share
-from bert_jax.errors import InputError, printable
+from bert_jax.errors import InputError, printable, quantity
 from bert_jax.text import documents, encodings, sentences
 from bert_jax.text.documents import Document
 
@@ -69,12 +69,13 @@ _SENTENCES_A_LINE = 1.2
 _SPLIT_DOCUMENTS = 5_000
 
 _LONG_SENTENCES = Rule(
-    "{count:,} sentences{scope} are longer than 2,000 characters and hold {value} of the text (the "
-    "longest {longest:,})",
+    "{count}{scope} of over 2,000 characters, {value} of the text (the longest {longest:,})",
     0.01, 0.1,
     "no example holds them: most of each is cut off",
     "{remedy}",
 )  # fmt: skip
+# No word, but what excerpts begin with that are none.
+_NO_PROSE = re.compile(r': "[\x21-\x7e]{60}')
 # Splitters differ on a few sentences; paragraphs have several.
 _PARAGRAPHS = Rule(
     "lines hold {sentences:.1f} sentences each{scope}, and are read as one",
@@ -146,10 +147,13 @@ class Lines:
         findings = _LONG_SENTENCES.check(
             self._long_characters / self._characters,
             where,
-            count=self._long,
+            count=quantity(self._long, "sentence"),
             scope=scope,
             longest=longest,
-            remedy="--set corpus.layout=paragraphs_by_line, if lines are paragraphs"
+            remedy="take out what is no prose, such as this string without blanks (base64, DNA, "
+            "minified code): to WordPiece it is one word, and [UNK]"
+            if _NO_PROSE.search(where)
+            else "--set corpus.layout=paragraphs_by_line, if lines are paragraphs"
             if by_line
             else "is corpus.language right, do quotation marks match, is it prose? "
             "corpus.layout=sentences_by_line takes sentences as they are",
@@ -265,16 +269,15 @@ _LINE = 30
 _HEADER = 0.5
 
 _REFUSED = Rule(
-    "`prepare` refuses {count:,} files",
+    "`prepare` refuses {count}",
     0, 0,
     "there is no training before they are mended",
     "mend them, or change the setting it names",
 )  # fmt: skip
 _TOO_FEW = Rule(
-    "{count} different documents, and `prepare` needs {least}",
+    "{count}, and `prepare` needs {least}",
     0, 0,
-    f"{LEAST_VALIDATION_DOCUMENTS} documents are held out; next-sentence pairs need others to draw "
-    "from",
+    f"`prepare` stops: it holds out {LEAST_VALIDATION_DOCUMENTS}, and learns from as many others",
     ONE_FILE,
 )  # fmt: skip
 # Boilerplate in every tenth character stands in every example.
@@ -355,7 +358,9 @@ class _Survey:
     def findings(self) -> list[Finding]:
         """Returns the findings."""
         refused = self._refused
-        findings = _REFUSED.check(len(refused), printable("".join(refused[:1])), count=len(refused))
+        findings = _REFUSED.check(
+            len(refused), printable("".join(refused[:1])), count=quantity(len(refused), "file")
+        )
         count = len(self._lengths)
         if not count:
             return findings
@@ -385,7 +390,12 @@ class _Survey:
         least, different = 2 * LEAST_VALIDATION_DOCUMENTS, texts - repeats
         if self._refused or self._is_sample or self._texts.sampled > 1:
             return []
-        return _TOO_FEW.check(least - different, self._longest[1], count=different, least=least)
+        return _TOO_FEW.check(
+            least - different,
+            self._longest[1],
+            count=quantity(different, "different document"),
+            least=least,
+        )
 
     def _boilerplate(self) -> list[Finding]:
         texts, repeats, repeated = self._repeats.total()

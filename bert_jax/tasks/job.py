@@ -11,7 +11,7 @@ import numpy as np
 
 from bert_jax import config
 from bert_jax.config import SCORES, Finetuning, Task
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
@@ -162,8 +162,8 @@ class FinetuningSetup:
             size * mesh_lib.data_shards(mesh) * self._eval_rows.rows_per_example,
         )
         self._say(
-            f"finetune: {len(self._train)} examples, {len(self._held_out)} held out, "
-            f"{self.total_steps} steps; {experiment.init_from} {self._base.sha256[:12]}"
+            f"finetune: {quantity(len(self._train), 'example')}, {len(self._held_out):,} held out, "
+            f"{quantity(self.total_steps, 'step')}; {experiment.init_from} {self._base.sha256[:12]}"
         )
         self._guess = mistakes.guess(experiment.task, self.labels, self._held_out)
         guessing = _guessing(experiment.task, self._guess)

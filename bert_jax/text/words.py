@@ -64,13 +64,18 @@ class NumberWriter:
         self._tokens, self._words, self._sections = files
         # Where the sections begin and the last one ends, for each time they were written.
         self.offsets: list[list[int]] = []
+        # Words of over MAX_WORD characters: all are [UNK], and none trains a vocabulary.
+        self.long_words = 0
 
     def add(self, sentences: Iterable[str]) -> np.ndarray:
         """Writes sentences; returns how many words each has, int64."""
         if self._unknown_word:
+            sentences = list(sentences)
+            self.long_words -= sum(s.count(self._unknown_word) for s in sentences)
             sentences = (s.replace(self._unknown_word, _UNKNOWN) for s in sentences)
         words = self._splitter.words(sentences)
         numbers = np.fromiter(map(self._numbers.__getitem__, words), np.uint32, len(words))
+        self.long_words += int((numbers == self._first + 1).sum())
         is_end = numbers == self._first
         ends = np.flatnonzero(is_end)
         numbers = numbers[~is_end]

@@ -1,32 +1,69 @@
-"""The machine and libraries that arithmetic depends on; compiled programs, kept for each."""
+"""The code, machine and libraries that arithmetic depends on; compiled programs, kept for each."""
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
+import pathlib
 import platform
 import re
+import subprocess
 import time
 from typing import Any
 
 import jax
 from etils import epath
 
+import bert_jax
 from bert_jax import system
 from bert_jax.storage.workdir import cache_folder
 
-_PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that a step is made of."""
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+    # The metadata of a checkout says what it was when it was installed.
+    of_others = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"bert-jax": bert_jax.__version__, **of_others}
+
+
+# Of the package, what no run depends on: a launcher and experiments, which a wheel holds, too.
+_NOT_CODE = ("launch", "experiments")
+
+
+@functools.cache
+def code() -> str:
+    """Returns a hash of this package's sources, names and bytes."""
+    digest = hashlib.sha256()
+    folder = pathlib.Path(bert_jax.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder)
+        if name.parts[0] not in _NOT_CODE:
+            digest.update(name.as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@functools.cache
+def commit() -> str:
+    """Returns the commit of the checkout that this package lies in; "" if it lies in none."""
+    root = pathlib.Path(bert_jax.__file__).resolve().parents[1]
+    if not (root / ".git").exists():  # installed, perhaps in somebody's checkout of something else
+        return ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        words = ["git", "-C", os.fspath(root), "rev-parse", "--short=12", "HEAD"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() if not done.returncode else ""
+    return ""
 
 
 def environment() -> dict[str, Any]:
     """Returns what arithmetic depends on except the run: equal environments give equal bits."""
     return {
+        "code": code(),
+        "commit": commit(),
         "versions": versions(),
         "python": platform.python_version(),
         "devices": [jax.devices()[0].device_kind, jax.device_count()],
@@ -39,6 +76,35 @@ def environment() -> dict[str, Any]:
             "jax_default_matmul_precision": str(jax.config.jax_default_matmul_precision),
         },
     }
+
+
+def changes(saved: dict[str, Any]) -> str:
+    """Returns in one line how the environment differs from a saved one; "" if it does not.
+
+    What an earlier version has not saved is passed over, and so is a commit of the same code.
+    """
+    now, then = _flat(environment()), _flat(saved)
+    changed = [name for name, value in now.items() if name in then and then[name] != value]
+    if "code" not in changed:
+        changed = [name for name in changed if name != "commit"]
+    if not changed:
+        return ""
+    words = (f"{name} {then[name] or 'none'} -> {now[name] or 'none'}" for name in changed)
+    effect = "batches exact, arithmetic to rounding"
+    if "code" in changed:
+        effect = "batches and arithmetic are those of the code that runs now"
+    return f"{', '.join(words)}: {effect}"
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, str]:
+    """Returns the values of nested objects as text, by their own names."""
+    rows: dict[str, str] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            rows |= _flat(value)
+        else:
+            rows[name] = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return rows
 
 
 def _cpu_model() -> str:
@@ -72,7 +138,8 @@ def keep_compiled_programs(shared: epath.Path | None = None) -> None:
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    of = environment()
+    # What a program is jax knows by itself, whichever code has built it.
+    of = {name: value for name, value in environment().items() if name not in ("code", "commit")}
     if jax.default_backend() == "cpu":
         _share_between_cpus()
     else:

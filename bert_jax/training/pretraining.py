@@ -16,7 +16,7 @@ from bert_jax.config import Experiment, Model, Parallelism
 from bert_jax.data import batches, corpus
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.plans import Packed, Plans
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
@@ -235,10 +235,10 @@ def _summary(experiment: Experiment, objective: Pretraining, mesh: jax.sharding.
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     kind = mesh.devices.flat[0].device_kind
     phases = ", then ".join(
-        f"{phase.steps:,} steps of {phase.batch_size} x {phase.sequence_length} tokens"
+        f"{quantity(phase.steps, 'step')} of {phase.batch_size} x {phase.sequence_length} tokens"
         for phase in experiment.phases
     )
-    devices = f"{mesh.size} {kind} device{'s' * (mesh.size > 1)}"
+    devices = quantity(mesh.size, f"{kind} device")
     return (
         f"{experiment.name}: {count / 1e6:.1f}M parameters, {experiment.model.compute_dtype}, on "
         f"{devices}; {phases}; the first step is compiled before it runs"

@@ -20,7 +20,7 @@ from bert_jax.storage import retry
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints, Restored
-from bert_jax.training.environment import environment
+from bert_jax.training.environment import changes
 from bert_jax.training.job import Job
 from bert_jax.training.peers import Peers
 
@@ -127,12 +127,8 @@ def _restore(
     metadata = restored.metadata
     job.require_same(metadata)
     _put_aside(peers, saved, restored, say)
-    for name, value in environment().items():
-        if metadata["environment"].get(name) != value:
-            say(
-                f"resume: {name} differs from the saved run's: batches exact, arithmetic to "
-                "rounding"
-            )
+    if changed := changes(metadata["environment"]):
+        say(f"resume: {changed}")
     window = {k: np.array(v, np.float32) for k, v in metadata["window"].items()}
     window = feed.put(window, mesh_lib.replicated(mesh))
     skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)

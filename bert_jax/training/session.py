@@ -1,8 +1,6 @@
 """Starting, going on with and extending a run in its workdir."""
 
 import contextlib
-import hashlib
-import pathlib
 import platform
 import re
 from collections.abc import Callable, Iterator
@@ -10,7 +8,6 @@ from typing import Any, Literal
 
 import jax
 
-import bert_jax
 from bert_jax import config, hardware, system
 from bert_jax.config import Run
 from bert_jax.errors import InputError
@@ -20,7 +17,7 @@ from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.environment import keep_compiled_programs, versions
+from bert_jax.training.environment import code, keep_compiled_programs, versions
 from bert_jax.training.job import Job, Setup
 from bert_jax.training.lines import EVALUATIONS
 from bert_jax.training.peers import Peers
@@ -140,15 +137,11 @@ def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
 
 def _facts(experiment: Any, length: str) -> dict[str, str]:
     """Returns what all processes must have alike, by name."""
-    code = hashlib.sha256()
-    folder = pathlib.Path(bert_jax.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        code.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return {
         **{name: repr(value) for name, value in config.flatten(experiment)},
         **versions(),
         "python": platform.python_version(),
-        "code of bert_jax": code.hexdigest()[:12],
+        "code of bert_jax": code(),
         "length": length,
     }
 

@@ -25,7 +25,7 @@ from etils import epath
 
 from bert_jax import config, errors
 from bert_jax.config import Experiment
-from bert_jax.errors import InputError, printable
+from bert_jax.errors import InputError, printable, quantity
 from bert_jax.storage.workdir import Workdir, lock, named_errors, require_local, write_atomic
 from bert_jax.training.lines import Lines
 from bert_jax.verify import compare, resume
@@ -301,5 +301,5 @@ def _report(outcomes: list[Outcome], ends: list[Comparison], seconds: float, say
     say("")
     differences = sum(len(x.differences) for x in (*(killed for _, killed in outcomes), *ends))
     say(f"{seconds / 60:.1f} minutes")
-    say(f"verify-resume: {len(outcomes)} kills, {differences} differences")
+    say(f"verify-resume: {quantity(len(outcomes), 'kill')}, {quantity(differences, 'difference')}")
     return differences

@@ -105,7 +105,7 @@ FAULTS = [
     (one_sentence_documents, "documents (90%) have one sentence", "train document "),
     (
         endless_sentences,
-        "sentences are longer than 512 pieces and hold 100% of the text",
+        "sentences of over 512 pieces, 100% of the text",
         "the lon",
     ),
     (sentences_as_long_as_an_example, "of next sentences are random at length 128", ""),

@@ -93,6 +93,11 @@ def paragraphs_as_sentences(folder):
     return {"layout": "sentences_by_line"}
 
 
+def a_word_without_end(folder):
+    """Not prose: base64, DNA, code without blanks."""
+    files(folder, [*paragraphs(), "ACGT" * 1_500])
+
+
 def no_sentence_ends(folder):
     """Words without end; long lines, so that they are not taken for wrapped."""
     files(folder, [p.replace(".", "").lower() for p in paragraphs(documents(sentences=60))])
@@ -175,8 +180,9 @@ FAULTS = [
     (documents_of_one_sentence, "18 of 24 documents (75%) have one sentence", "all.jsonl:7:"),
     (repeated_documents, "6 of 30 documents (20%) repeat", "2 times, first in"),
     (boilerplate, "one stands in 24 of 24 documents", "24 times, first in"),
-    (paragraphs_as_sentences, "longer than 2,000 characters and hold 100%", "00.txt:"),
-    (no_sentence_ends, "longer than 2,000 characters", ".txt:"),
+    (paragraphs_as_sentences, "of over 2,000 characters, 100%", "00.txt:"),
+    (a_word_without_end, "1 sentence of over 2,000 characters", "24.txt:1"),
+    (no_sentence_ends, "of over 2,000 characters", ".txt:"),
     (some_files_in_windows_1252, "1 of 24 files are not utf-8", "07.txt:3, byte "),
     (all_files_in_windows_1252, "24 of 24 files are not utf-8", "00.txt:3, byte "),
     (utf8_read_as_latin1, "24 of 24 files with characters beyond ASCII are UTF-8", "00.txt"),
@@ -191,7 +197,7 @@ FAULTS = [
     (wrapped_with_one_long_line, "24 of 24 documents are wrapped", "00.txt:1"),
     (two_documents, "2 different documents, and `prepare` needs 16", ".txt:1"),
     (one_long_document, "the longest of 25 documents holds 5", "24.txt:1"),
-    (a_broken_record, "`prepare` refuses 1 files", "all.jsonl:25: not JSON"),
+    (a_broken_record, "`prepare` refuses 1 file", "all.jsonl:25: not JSON"),
 ]
 
 
@@ -415,4 +421,4 @@ def test_one_file_of_text_is_examined_whatever_its_name(tmp_path):
     path = tmp_path / "a[1].txt"
     path.write_text(blocks(documents()))
     (found,) = problems(doctor.examine(str(path)))
-    assert "1 different documents" in found.what and "a[1].txt:1" in found.example
+    assert "1 different document," in found.what and "a[1].txt:1" in found.example

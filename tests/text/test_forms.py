@@ -348,3 +348,31 @@ def test_prepare_says_how_much_is_unknown_and_warns(tmp_path):
     (line,) = [line for line in said if line.startswith("prepare: train")]
     assert f", {share:.1f}% of them unknown" in line
     assert any(f"warning: {share:.0f}% of train is [UNK]" in line for line in said)
+
+
+def test_words_too_long_for_pieces_train_no_vocabulary_and_are_counted(tmp_path):
+    """A pair of letters of such a word is merged again and again: training would stand still."""
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text(
+            f"{words(number)} <unk> {words(99 - number)}."
+        )
+    prepared = {}
+    for name, more in (("plain", ""), ("long", f" {'ab' * 200_000} {'c' * 201} {'d' * 200}")):
+        (tmp_path / "text" / "x.txt").write_text(f"{words(77)}.{more}")
+        settings = Corpus(
+            sources=(f"text:{tmp_path}/text",), unknown_word="<unk>", validation_share=0.4
+        )
+        said = []
+        made = corpus.prepare(settings, 26, epath.Path(tmp_path / name), said.append)
+        prepared[name] = [line for line in said if "characters" in line]
+        opened = corpus.open_tokenizer(epath.Path(tmp_path / name), made)
+        assert "##ab" not in {opened.piece(i) for i in range(opened.size)}
+    assert prepared == {
+        "plain": [],
+        "long": [
+            "prepare: 2 words of over 200 characters: [UNK] and train no vocabulary; "
+            "`bert-jax doctor EXPERIMENT` looks at the text"
+        ],
+    }
+    assert said[0] == "prepare: reading 21 files, in 1 part"
