@@ -240,7 +240,7 @@ class _Blocks:
         b, s, w = self._shape
         operations = 2 * products * b * s * s * w
         exponentials = b * s * s * w // self._static.size
-        return _run(
+        return launch(
             self._static.kernels,
             kernel,
             name,
@@ -294,7 +294,7 @@ class _Read:
 
     def scores(self, query: jax.Array) -> jax.Array:
         """Returns float32 [K, Q]."""
-        scores = _dot(self.key, query, 1, 1)
+        scores = dot(self.key, query, 1, 1)
         return (scores if self.after == 1.0 else scores * self.after) + self.lowered
 
     def keep(self, head: int) -> jax.Array:
@@ -320,7 +320,7 @@ def _forward_kernel(static: _Attention, *refs: Any) -> None:
         sums_ref[0, 0, head : head + 1, :] = highest + jnp.log(sums)
         if static.rate:
             weights = jnp.where(row.keep(head), weights, 0.0)
-        product = _dot(row.own(head, value, 0), weights.astype(row.operand), 1, 0)
+        product = dot(row.own(head, value, 0), weights.astype(row.operand), 1, 0)
         context += product * (_scale(static.rate) / sums)
     context_ref[0] = context.T.astype(context_ref.dtype)
 
@@ -340,14 +340,14 @@ def _backward_kernel(static: _Attention, *refs: Any) -> None:
         query, upper = row.own_query(head), row.own(head, scaled, 1)
         probs = jnp.exp(row.scores(query) - sums_ref[0, 0, head : head + 1, :])
         inner = row.own(head, products, 0).sum(axis=0, keepdims=True)
-        d_probs, dropped = _dot(row.value, upper, 1, 1), probs
+        d_probs, dropped = dot(row.value, upper, 1, 1), probs
         if static.rate:
             keep = row.keep(head)
             d_probs, dropped = jnp.where(keep, d_probs, 0.0), jnp.where(keep, probs, 0.0)
         d_scores = (probs * (d_probs - inner)).astype(row.operand)
-        d_value += _dot(dropped.astype(row.operand), upper, 1, 0)
-        d_key += _dot(d_scores, query, 1, 0)
-        d_query += _dot(row.own(head, key, 0), d_scores, 1, 0)
+        d_value += dot(dropped.astype(row.operand), upper, 1, 0)
+        d_key += dot(d_scores, query, 1, 0)
+        d_query += dot(row.own(head, key, 0), d_scores, 1, 0)
     d_query = d_query.T * (row.before * row.after)
     d_key = d_key * row.after
     for i, (ref, d) in enumerate(
@@ -462,7 +462,7 @@ def _run_norm(
     has_bits = bits is not None
     grid = (x.shape[0] // rows.block_shape[0],)
     run = functools.partial(kernel, static.rate, has_bits)
-    return _run(static.kernels, run, name, grid, inputs, outputs, 0, x.shape[0])
+    return launch(static.kernels, run, name, grid, inputs, outputs, 0, x.shape[0])
 
 
 def _sum_of(rate: float, refs: Sequence[Any], bits: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -563,7 +563,7 @@ def _add_part_kernel(index_ref: Any, parts_ref: Any, received_ref: Any, total_re
 _SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
-def _run(
+def launch(
     kernels: Kernels,
     kernel: Callable[..., None],
     name: str,
@@ -572,8 +572,12 @@ def _run(
     outputs: list[tuple[pl.BlockSpec, Any]],
     operations: int,
     exponentials: int,
+    scratch: Sequence[Any] = (),
 ) -> list[jax.Array]:
-    """Runs a kernel over a grid; of `outputs` the shapes and types are read alone."""
+    """Runs a kernel over a grid; of `outputs` the shapes and types are read alone.
+
+    `scratch` is memory of each core's own, which no other program sees.
+    """
     arrays = [array for _, array in inputs + outputs]
     moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     return _call(
@@ -584,6 +588,7 @@ def _run(
         in_specs=[spec for spec, _ in inputs],
         out_specs=[spec for spec, _ in outputs],
         out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for _, like in outputs],
+        scratch_shapes=scratch,
         cost_estimate=pl.CostEstimate(
             flops=operations, bytes_accessed=moved, transcendentals=exponentials
         ),
@@ -609,7 +614,7 @@ def _keep(
     return bits >= jnp.uint32(round(rate * _STEPS) * (2**32 // _STEPS))
 
 
-def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Multiplies over one axis of each, with sums in float32."""
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)

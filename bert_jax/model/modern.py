@@ -20,7 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.config import Model
-from bert_jax.model import attention, layers
+from bert_jax.model import attention, layers, rotary_kernels
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import (
     PRODUCT,
@@ -33,6 +33,7 @@ from bert_jax.model.encoder import (
     padded_vocab_size,
     run_layers,
 )
+from bert_jax.model.kernels import Kernels
 
 
 class Embeddings(nnx.Module):
@@ -156,8 +157,12 @@ def run_layer(
     rotations: jax.Array,
     noise: layers.Noise | None,
     scores: Scores,
+    kernels: Kernels | None = None,
 ) -> jax.Array:
-    """Runs one layer, the `number`-th from 0: [B, S, D] in the compute type -> the same."""
+    """Runs one layer, the `number`-th from 0: [B, S, D] in the compute type -> the same.
+
+    With `kernels` attention runs in them, and `rotations` are laid out for them.
+    """
     at = (lambda site: None) if noise is None else noise.at
     b, s, d = x.shape
     heads = (b, s, cfg.num_attention_heads, d // cfg.num_attention_heads)
@@ -166,20 +171,37 @@ def run_layer(
         return checkpoint_name(linear(x).astype(x.dtype).reshape(shape), PRODUCT)
 
     is_global = number % cfg.global_every == 0
-    rotation = jnp.where(is_global, rotations[0], rotations[1])
     before = jnp.where(number == 0, x, layer.attention_layer_norm(x).astype(x.dtype))
-    query, key = (
-        rotate(product(linear, before, heads), rotation) for linear in (layer.query, layer.key)
-    )
-    value = product(layer.value, before, heads)
-    if isinstance(input_mask, Packing):
-        window = _window(cfg, is_global, input_mask.tokens.shape[1])
-        context = attention.attend_packed(query, key, value, input_mask, window)
+    if kernels is not None:
+        projected = (
+            product(linear, before, x.shape) for linear in (layer.query, layer.key, layer.value)
+        )
+        shared = isinstance(input_mask, Shared)
+        context = rotary_kernels.attention(
+            kernels,
+            *projected,
+            rotations,
+            input_mask.numbers if shared else input_mask,
+            is_global,
+            cfg.num_attention_heads,
+            "shared" if shared else "alone",
+            _half(cfg),
+            (_wholes(cfg), cfg.num_hidden_layers),
+        )
     else:
-        attend = attention.attend if scores == "kept" else attention.attend_recomputed
-        rate = cfg.attention_probs_dropout_prob
-        window = _window(cfg, is_global, s)
-        context = attend(query, key, value, input_mask, at(0), rate, window)
+        rotation = jnp.where(is_global, rotations[0], rotations[1])
+        query, key = (
+            rotate(product(linear, before, heads), rotation) for linear in (layer.query, layer.key)
+        )
+        value = product(layer.value, before, heads)
+        longest = input_mask.tokens.shape[1] if isinstance(input_mask, Packing) else s
+        window = _window(cfg, is_global, longest)
+        if isinstance(input_mask, Packing):
+            context = attention.attend_packed(query, key, value, input_mask, window)
+        else:
+            attend = attention.attend if scores == "kept" else attention.attend_recomputed
+            rate = cfg.attention_probs_dropout_prob
+            context = attend(query, key, value, input_mask, at(0), rate, window)
     attended = product(layer.attention_output, context.reshape(b, s, d), x.shape)
     attended = layers.dropout(attended.astype(jnp.float32), at(1), cfg.hidden_dropout_prob)
     x = (x + attended).astype(x.dtype)
@@ -191,10 +213,20 @@ def run_layer(
     return (x + layers.dropout(outer, at(2), cfg.hidden_dropout_prob)).astype(x.dtype)
 
 
+def _wholes(cfg: Model) -> int:
+    """Returns how many layers attend to whole rows."""
+    return -(-cfg.num_hidden_layers // cfg.global_every)
+
+
+def _half(cfg: Model) -> int:
+    """Returns how far a window reaches on each side; 0 if every layer attends to whole rows."""
+    return 0 if cfg.global_every == 1 else cfg.local_window // 2
+
+
 def _window(cfg: Model, is_global: jax.Array, length: int) -> jax.Array | None:
     """Returns which keys a query attends to, bool [S, S]; None if every layer attends to all."""
-    half = cfg.local_window // 2
-    if cfg.global_every == 1 or length <= half + 1:
+    half = _half(cfg)
+    if not half or length <= half + 1:
         return None
     place = jnp.arange(length)
     return is_global | (jnp.abs(place[:, None] - place) <= half)
@@ -222,17 +254,39 @@ def encode(
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
     turns = rotations(cfg, positions)
+    kernels = _kernels(cfg, x.shape, input_mask, noise, loop)
+    if kernels is not None:
+        turns = rotary_kernels.turns(turns, x.shape[-1] // cfg.num_attention_heads)
 
     def run(
         layer: Layer, number: jax.Array, x: jax.Array, noise: layers.Noise | None, scores: Scores
     ) -> jax.Array:
-        return run_layer(layer, cfg, number, x, input_mask, turns, noise, scores)
+        return run_layer(layer, cfg, number, x, input_mask, turns, noise, scores, kernels)
 
     last, every = run_layers(run, encoder.layers, x, noise, loop, outputs)
     if len(jax.tree.leaves(encoder.layers)[0]) == cfg.num_hidden_layers:
         last = encoder.final_layer_norm(last).astype(dtype)
         every = None if every is None else every.at[-1].set(last)
     return last if every is None else every
+
+
+def _kernels(
+    cfg: Model,
+    shape: tuple[int, ...],
+    input_mask: jax.Array | Shared | Packing,
+    noise: layers.Noise | None,
+    loop: Loop,
+) -> Kernels | None:
+    """Returns how kernels are made for attention; None if XLA's form is to compute it.
+
+    They drop no probabilities. Without noise nothing is gained, and texts that are by themselves
+    are no rows.
+    """
+    if loop.kernels is None or noise is None or isinstance(input_mask, Packing):
+        return None
+    sizes = cfg.num_attention_heads, *shape[1:], _half(cfg)
+    fits = not cfg.attention_probs_dropout_prob and rotary_kernels.fits(loop.kernels, *sizes)
+    return loop.kernels if fits else None
 
 
 def attention_probabilities(encoder: Encoder, cfg: Model, hidden: jax.Array) -> jax.Array:
@@ -260,7 +314,7 @@ def attention_probabilities(encoder: Encoder, cfg: Model, hidden: jax.Array) -> 
 def token_flops(cfg: Model, sequence_length: int) -> int:
     """Counts the operations of a forward pass through all layers, a token of so long a row."""
     width, inner, count = cfg.hidden_size, cfg.intermediate_size, cfg.num_hidden_layers
-    wholes = -(-count // cfg.global_every)
+    wholes = _wholes(cfg)
     half = min(cfg.local_window // 2, sequence_length - 1)
     # A window is cut off at both ends of a row: half (half + 1) keys are missing in all.
     near = 2 * half + 1 - half * (half + 1) / sequence_length

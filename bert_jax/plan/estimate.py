@@ -128,7 +128,7 @@ class _Timeline:
         self.waits = [0.0] * len(program.collectives)
         self.busy: collections.Counter[int] = collections.Counter()
 
-    def run(self, steps: Sequence[Step], times: int) -> None:
+    def run(self, steps: Sequence[Step], times: float) -> None:
         """Follows steps once that occur so often."""
         for step in steps:
             match step:
@@ -148,12 +148,18 @@ class _Timeline:
                     self._spend("latency", latency, times)
                 case "loop", rounds, body:
                     self._loop(rounds, body, times)
+                case "either", share, first, second:
+                    began = self.now
+                    self.run(first, times * share)
+                    after, self.now = self.now, began
+                    self.run(second, times * (1 - share))
+                    self.now = share * after + (1 - share) * self.now
 
-    def _spend(self, term: str, seconds: float, times: int) -> None:
+    def _spend(self, term: str, seconds: float, times: float) -> None:
         self.now += seconds
         self.terms[term] += times * seconds
 
-    def _start(self, number: int, name: str, times: int) -> None:
+    def _start(self, number: int, name: str, times: float) -> None:
         transfer, latency = self.costs[number]
         begin = max([self.now, *(self.free.get(axis, 0.0) for axis in self.axes[number])])
         for axis in self.axes[number]:
@@ -161,7 +167,7 @@ class _Timeline:
             self.busy[axis] += times * transfer
         self.under_way[name] = number, begin + transfer + latency
 
-    def _loop(self, rounds: int, body: Sequence[Step], times: int) -> None:
+    def _loop(self, rounds: int, body: Sequence[Step], times: float) -> None:
         """Follows rounds until the links are free at the start of one; all after it are alike."""
         while rounds > 0:
             alike = 1 if max(self.free.values(), default=0.0) > self.now else rounds

@@ -32,12 +32,17 @@ KERNEL = "tpu_custom_call"
 # An array in the memory of the chip itself (VMEM), which its layout says.
 _ON_CHIP = re.compile(r"\w+\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
 
+# How often the condition of a `lax.cond` holds, in a name scope around it that says so: of 22
+# times 8, held_8_of_22.
+_HELD = re.compile(r'op_name="[^"]*\bheld_(\d+)_of_(\d+)\b')
+
 # What a device does next: a word, and what goes with it, as JSON keeps it.
 #   "work", cycles, bytes of random bits    ordinary instructions
 #   "kernel", place in `Program.kernels`
 #   "start", place in `Program.collectives`, name of the instruction
 #   "done", name                            the collective of that start is waited for
 #   "loop", rounds, steps
+#   "either", share, steps, other steps      the former in so large a share of its runs
 Step = tuple[Any, ...]
 
 
@@ -122,6 +127,10 @@ def _work(steps: Sequence[Step]) -> tuple[int, int]:
                 rounds = 1
             case "loop", rounds, body:
                 some, drawn = _work(body)
+            case "either", share, first, second:
+                rounds = 1
+                pairs = zip(_work(first), _work(second), strict=True)
+                some, drawn = (round(share * a + (1 - share) * b) for a, b in pairs)
             case _:
                 continue
         cycles += rounds * some
@@ -204,10 +213,19 @@ class _Walk:
                 return self.run(instruction.called("to_apply") or "", times, where)
             case "async-start":
                 return self.run(instruction.called("calls") or "", times, where)
-            case "conditional":  # the compiler does not know which; the longest is meant
+            case "conditional":
                 branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-                names = [instruction.called(f"{word}_computation") for word in ("true", "false")]
+                names = [instruction.called(f"{word}_computation") for word in ("false", "true")]
                 names = re.findall(r"[\w.\-]+", branches[1]) if branches else names
+                if (held := _HELD.search(instruction.attributes)) and len(names) == 2:
+                    share = int(held[1]) / int(held[2])
+                    counts = times - round(times * share), round(times * share)
+                    second, first = (
+                        tuple(self.run(name or "", count, where))
+                        for name, count in zip(names, counts, strict=True)
+                    )
+                    return [("either", share, first, second)]
+                # Nothing says which; the longest is meant.
                 return max((self.run(name or "", times, where) for name in names), key=_work)
             case "fusion":
                 inside = self.module.computations[instruction.called("calls") or ""]

@@ -51,6 +51,14 @@ def test_packing_prints_its_figures(tmp_path):
 
 
 @pytest.mark.long
+def test_long_rows_prints_its_figures(tmp_path):
+    arguments = ("--steps", 8, "--length", 128, "--rows", 2, "--set", "data.eval_rows=16")
+    found = figures("long_rows", tmp_path, *arguments)
+    assert {"loss_64", "loss_128", "unigram_loss"} == found.keys()
+    assert 0 < found["loss_128"] < 2 * found["unigram_loss"]
+
+
+@pytest.mark.long
 def test_loop_prints_its_figures(tmp_path):
     arguments = ("--rounds", 1, "--laps", 1, "--state", "micro")
     assert 0 < figures("loop", tmp_path, *arguments)["save_blocking_share"] < 1

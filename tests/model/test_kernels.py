@@ -49,12 +49,12 @@ def assert_near(ours, reference, dtype):
 @pytest.fixture(autouse=True)
 def products_that_a_cpu_computes(monkeypatch):
     """Some of bfloat16 it does not; as float32 their terms are exact, as in a TPU's matrix unit."""
-    product = kernels._dot
+    product = kernels.dot
 
     def wide(a, b, *axes):
         return product(a.astype(jnp.float32), b.astype(jnp.float32), *axes)
 
-    monkeypatch.setattr(kernels, "_dot", wide)
+    monkeypatch.setattr(kernels, "dot", wide)
 
 
 # --- dropout ---

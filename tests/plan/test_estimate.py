@@ -67,6 +67,13 @@ def test_a_kernel_takes_the_longer_of_its_schedule_and_its_traffic(cycles, bytes
     assert result.kernels == result.total == pytest.approx(3 * expected)
 
 
+def test_of_two_ways_each_takes_its_share():
+    kernel = Kernel(name="k", count=1, cycles=900 * MS // 1_000, bytes=0)
+    body = (("either", 1 / 3, (("kernel", 0),), (("work", MS, 0),)),)
+    result = step(("loop", 6, body), kernels=(kernel,))
+    assert (result.kernels, result.compute) == pytest.approx((2 * 0.9e-3, 4 * 1e-3))
+
+
 # --- links as queues ---
 
 # Of 45 GB/s a transfer of 7/8 of this takes 2 ms along either axis, and it is 7 us to the far end.

@@ -237,3 +237,34 @@ ENTRY %main (p: bf16[16,8]) -> bf16[4,8] {
 def test_a_sum_of_which_a_slice_alone_is_made_is_a_scatter():
     (one,) = read(SCATTER).collectives
     assert (one.kind, one.payload) == ("reduce-scatter", 2 * 16 * 8)
+
+
+CONDITIONAL = """HloModule step, is_scheduled=true
+
+%near (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %b = f32[8]{0} negate(%a), backend_config={"estimated_cycles":"100"}
+}
+
+%whole (c: f32[8]) -> f32[8] {
+  %c = f32[8]{0} parameter(0)
+  ROOT %d = f32[8]{0} negate(%c), backend_config={"estimated_cycles":"700"}
+}
+
+ENTRY %main (e: f32[8], f: s32[]) -> f32[8] {
+  %e = f32[8]{0} parameter(0)
+  %f = s32[] parameter(1)
+  ROOT %g = f32[8]{0} conditional(%f, %e, %e), branch_computations={%near, %whole}METADATA
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "cycles"),
+    [
+        (', metadata={op_name="jit(f)/held_1_of_3/cond"}', 300),  # 100 and 100, and 700 once
+        (', metadata={op_name="jit(f)/cond"}', 700),
+    ],
+)
+def test_a_condition_counts_as_often_as_the_program_says_or_as_the_longest(metadata, cycles):
+    assert read(CONDITIONAL.replace("METADATA", metadata)).cycles == cycles

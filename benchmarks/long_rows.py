@@ -1,0 +1,132 @@
+"""What context brings in long documents: held-out loss of the same pieces, with ever more around.
+
+`python -m benchmarks.long_rows`. A small encoder of ModernBERT's kind, with windows in two of its
+four layers, is trained on rows of full sentences of the speeches next to the experiments. Then the
+masked pieces in the middle of held-out rows are predicted from 64 tokens around, from 128, and so
+on up to the whole row: the loss must fall.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import tempfile
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks import measure
+from bert_jax import config
+from bert_jax.config import Data, Experiment, Phase
+from bert_jax.data import batches
+from bert_jax.predict import load_params
+from bert_jax.storage.workdir import Workdir
+from bert_jax.training import evaluators, pretraining, step
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.objective import Pretraining
+from bert_jax.training.pretraining import Prepared
+from bert_jax.training.progress import Progress
+
+# Tokens around, and those in the middle of a row whose masked pieces are scored.
+SHORTEST, MIDDLE = 64, 48
+# Of a row's places, those that hold tokens: it ends with a whole sentence.
+FILLED = 0.8
+
+
+def main() -> None:
+    """Trains, then scores."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1_200)
+    parser.add_argument("--length", type=int, default=1_024, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=4, help="of a step")
+    parser.add_argument("--set", action="append", default=[], help="a field of the experiment")
+    parser.add_argument("--out", default="", help="folder of the result; default: results/")
+    flags = parser.parse_args()
+    measure.restart_with(threads=len(os.sched_getaffinity(0)))
+    of = config.override(experiment(flags), flags.set)
+    with tempfile.TemporaryDirectory() as folder:
+        workdir = Workdir(pathlib.Path(folder) / "run", of.run.corpus_dir)
+        trained = pretraining.pretrain(of, workdir, "keep", Progress(Console(stderr=True)))
+        assert trained == "finished", trained
+        found = losses(of, workdir)
+    figures = {f"loss_{tokens}": line["masked_lm_loss"] for tokens, line in found.items()}
+    figures |= {"unigram_loss": next(iter(found.values()))["unigram_loss"]}
+    details = {"steps": flags.steps, "rows": flags.rows, "length": flags.length, "lines": found}
+    measure.report("long_rows", figures, details, flags.out)
+
+
+def experiment(flags: argparse.Namespace) -> Experiment:
+    """The experiment `tiny` with four layers, for long rows of masked pieces alone."""
+    tiny = config.load(str(measure.ROOT / "experiments" / "tiny.py"))
+    share = tiny.data.masked_lm_prob
+    return dataclasses.replace(
+        tiny,
+        model=dataclasses.replace(
+            tiny.model,
+            num_hidden_layers=4,
+            global_every=3,
+            global_rotary_base=10_000.0,
+            max_position_embeddings=flags.length,
+        ),
+        data=Data(
+            objective="mlm",
+            masked_lm_prob=share,
+            eval_rows=2_000,
+            eval_sequence_length=flags.length,
+            eval_max_predictions_per_seq=round(0.15 * flags.length) + 1,
+        ),
+        phases=(
+            Phase(
+                steps=flags.steps,
+                sequence_length=flags.length,
+                max_predictions_per_seq=round(share * flags.length),
+                batch_size=flags.rows,
+            ),
+        ),
+        optimizer=dataclasses.replace(tiny.optimizer, warmup_steps=flags.steps // 8),
+        run=dataclasses.replace(
+            tiny.run, eval_every=flags.steps, eval_batch_size=8, checkpoint_every=flags.steps
+        ),
+    )
+
+
+def losses(of: Experiment, workdir: Workdir) -> dict[int, dict[str, float]]:
+    """Returns the scores of the pieces in the middle, by tokens around."""
+    prepared, mesh = Prepared.open(workdir.corpus), mesh_lib.one_device()
+    params, _ = load_params(of, workdir, prepared, mesh)
+    held_out = prepared.held_out(of, mesh)
+    score = step.make_eval_step(Pretraining.of(of.model, of.data), of.parallelism, mesh)
+    tokens, found = SHORTEST, {}
+    while tokens <= of.data.eval_sequence_length:
+        rows = [cut(batch, tokens, prepared.ids) for batch in held_out.batches]
+        cut_out = dataclasses.replace(held_out, batches=rows)
+        found[tokens] = evaluators.evaluate(cut_out, params, score, mesh)
+        tokens *= 2
+    return found
+
+
+def cut(batch: batches.Batch, tokens: int, ids: batches.Ids) -> batches.Batch:
+    """Returns the middle of the rows, with [CLS] and [SEP] around it, to score the same pieces.
+
+    Those of the last row of a text, which is filled in part, count nothing.
+    """
+    length = batch["input_ids"].shape[1]
+    first = (length - tokens) // 2
+    middle = slice(first, first + tokens)
+    input_ids = batch["input_ids"][:, middle].copy()
+    if tokens < length:
+        input_ids[:, 0], input_ids[:, -1] = ids.cls, ids.sep
+    places = batch["masked_lm_positions"]
+    counted = np.abs(places - length // 2) < MIDDLE // 2
+    counted &= batch["input_mask"].mean(axis=1, keepdims=True) >= FILLED
+    return batch | {
+        "input_ids": input_ids,
+        "input_mask": batch["input_mask"][:, middle],
+        "segment_ids": batch["segment_ids"][:, middle],
+        "masked_lm_positions": np.clip(places - first, 0, tokens - 1),
+        "masked_lm_weights": batch["masked_lm_weights"] * counted,
+    }
+
+
+if __name__ == "__main__":
+    main()

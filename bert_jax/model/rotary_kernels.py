@@ -1,0 +1,402 @@
+"""Kernels for TPUs: attention with rotary positions, to whole rows or to a window.
+
+They compute what `modern.rotate` and `attention.attend_recomputed` compute, in the same types. A
+program holds a row's keys and values of as many heads as fill its lanes, and goes through its
+queries block by block: of a layer with a window it looks at the keys near the block alone.
+
+Shape letters: B batch, S sequence, W width, H heads; of one block K keys and Q queries. Scores lie
+[K, Q], as in `model.kernels`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from bert_jax.model import kernels as kernels_lib
+from bert_jax.model.attention import KEPT, MASKED_SCORE
+from bert_jax.model.kernels import LANES, Kernels
+
+_LOG_SUMS, _CONTEXT = KEPT
+# Rows that a program holds whole, with their gradients.
+LONGEST = 2_048
+# A core's own memory that such a program is given at least; v2 to v4 have less.
+_MEMORY = 64 * 2**20
+# Queries of a block: of layers that attend to whole rows, and of those with a window.
+_QUERIES, _NEAR_QUERIES = 256, 128
+# Places of the first key near a block are a multiple of this, which no type's tile exceeds.
+_STEP = 64
+
+
+class _Static(NamedTuple):
+    """What is known of attention before it runs.
+
+    Attributes:
+      kernels: how they are made.
+      size: W / H.
+      rows: see `attention`.
+      half: of the window, places on each side; 0: every layer attends to whole rows.
+      held: how many layers of all attend to whole rows, as `plan.schedule` reads it.
+    """
+
+    kernels: Kernels
+    size: int
+    rows: Literal["alone", "shared"]
+    half: int
+    held: str
+
+
+def fits(kernels: Kernels, heads: int, length: int, width: int, half: int) -> bool:
+    """Returns whether kernels can be used for such rows; `half` of a window, 0 if there is none."""
+    size = width // heads
+    lanes = (LANES % size == 0 or size % LANES == 0) and width % LANES == 0
+    rows = length % _QUERIES == 0 and _near(half) <= length <= LONGEST
+    return lanes and rows and size % 2 == 0 and kernels.memory >= _MEMORY
+
+
+def _near(half: int) -> int:
+    """Returns how many keys a block of queries with a window looks at."""
+    return _NEAR_QUERIES + 2 * -(-half // _STEP) * _STEP if half else 0
+
+
+def turns(rotations: jax.Array, size: int) -> jax.Array:
+    """Lays cosines and sines out as kernels read them: for each lane of the heads that share them.
+
+    Args:
+      rotations: float32 [2, 2, ..., S, 1, W / H / 2], of `modern.rotations`.
+      size: W / H.
+
+    Returns:
+      float32 [2, 2, B or 1, S, lanes]: of layers that attend to whole rows, and of the others,
+      cosines, and sines with the sign that a lane's other half is added with.
+    """
+    cosine, sine = rotations[:, 0], rotations[:, 1]
+    laid = jnp.stack(
+        [jnp.concatenate([cosine, cosine], -1), jnp.concatenate([-sine, sine], -1)], axis=1
+    )[..., 0, :]
+    laid = laid if laid.ndim == 5 else laid[:, :, None]
+    return jnp.tile(laid, max(LANES, size) // size)
+
+
+def attention(
+    kernels: Kernels,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    turns: jax.Array,
+    numbers: jax.Array,
+    is_global: jax.Array,
+    heads: int,
+    rows: Literal["alone", "shared"],
+    half: int,
+    layers: tuple[int, int],
+) -> jax.Array:
+    """Computes scaled dot-product attention of queries and keys after they are turned.
+
+    The backward pass finds the context and the logarithms of the softmax's sums under the names of
+    `attention.KEPT`.
+
+    Args:
+      kernels: how they are made.
+      query: [B, S, W], all heads, one behind the other.
+      key: as query.
+      value: as query.
+      turns: see the function of this name.
+      numbers: int32 [B, S], see `rows`.
+      is_global: bool [], whether the layer attends to whole rows.
+      heads: H.
+      rows: `alone`: numbers are 1 for tokens and 0 for padding, which no query sees; `shared`: a
+        query sees the tokens that have its own number.
+      half: of the window of the other layers, places on each side; 0: there are none.
+      layers: how many attend to whole rows, of how many.
+
+    Returns:
+      [B, S, W], in the type of value.
+    """
+    static = _Static(kernels, query.shape[-1] // heads, rows, half, "held_{}_of_{}".format(*layers))
+    return _attention(static, query, key, value, turns, numbers, is_global)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, *arrays: jax.Array) -> jax.Array:
+    return _attention_forward(static, *arrays)[0]
+
+
+def _attention_forward(
+    static: _Static, *arrays: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    context, log_sums = _by_layer(static, _forward, arrays)
+    context = checkpoint_name(context, _CONTEXT)
+    log_sums = checkpoint_name(log_sums, _LOG_SUMS)
+    return context, (*arrays, context, log_sums)
+
+
+def _attention_backward(
+    static: _Static, kept: tuple[jax.Array, ...], gradient: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    return *_by_layer(static, _backward, kept[:6], *kept[6:], gradient), None, None, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _by_layer(
+    static: _Static,
+    run: Callable[..., list[jax.Array]],
+    arrays: tuple[jax.Array, ...],
+    *more: jax.Array,
+) -> list[jax.Array]:
+    """Runs a pass over whole rows or near each query, as the layer is."""
+    *read, turns, numbers, is_global = arrays
+
+    def whole() -> list[jax.Array]:
+        return run(static._replace(half=0), *read, turns[0], numbers, *more)
+
+    def near() -> list[jax.Array]:
+        return run(static, *read, turns[1], numbers, *more)
+
+    if not static.half:
+        return whole()
+    # A plan reads there how often which is run.
+    with jax.named_scope(static.held):
+        return lax.cond(is_global, whole, near)
+
+
+class _Blocks:
+    """Which part of each array a program works on: a row, and the heads that fill its lanes."""
+
+    def __init__(self, static: _Static, like: jax.Array, turns: jax.Array):
+        self._static, self._shape, self._like = static, like.shape, like
+        b, s, w = like.shape
+        self.lanes = max(LANES, static.size)
+        heads = self.lanes // static.size
+        self._grid = (b, w // self.lanes)
+        self.row = pl.BlockSpec((1, s, self.lanes), lambda b, p: (b, 0, p))
+        self.sums = pl.BlockSpec((1, 1, heads, s), lambda b, p: (b, p, 0, 0))
+        self.sums_shape = jax.ShapeDtypeStruct((*self._grid, heads, s), jnp.float32)
+        own = turns.shape[1] > 1
+        self._turns = pl.BlockSpec((2, 1, s, self.lanes), lambda b, p: (0, b if own else 0, 0, 0))
+        self._keys = pl.BlockSpec((1, s, 1), lambda b, p: (b, 0, 0))
+        self._queries = pl.BlockSpec((1, 1, s), lambda b, p: (b, 0, 0))
+
+    def inputs(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, turns: jax.Array, numbers: Any
+    ) -> list[tuple[pl.BlockSpec, Any]]:
+        """Returns what both passes read, in the order of `_Row`."""
+        given = [(self.row, query), (self.row, key), (self.row, value), (self._turns, turns)]
+        return [
+            *given,
+            (self._keys, numbers[:, :, None]),
+            (self._queries, numbers[:, None, :]),
+        ]
+
+    def call(
+        self,
+        kernel: Callable[..., None],
+        name: str,
+        inputs: list[tuple[pl.BlockSpec, Any]],
+        outputs: list[tuple[pl.BlockSpec, Any]],
+        scratch: Sequence[jnp.dtype],
+        products: int,
+    ) -> list[jax.Array]:
+        """Runs a kernel with arrays [S, lanes] of these types of its own.
+
+        `products` counts those of a block of scores with a head's [K, W / H].
+        """
+        b, s, w = self._shape
+        keys = _near(self._static.half) or s
+        return kernels_lib.launch(
+            self._static.kernels,
+            functools.partial(kernel, self._static),
+            f"{name}_{'window' if self._static.half else 'rows'}",
+            self._grid,
+            inputs,
+            outputs,
+            2 * products * b * s * keys * w,
+            b * s * keys * w // self._static.size,
+            [pltpu.VMEM((s, self.lanes), dtype) for dtype in scratch],
+        )
+
+
+def _forward(
+    static: _Static,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    turns: jax.Array,
+    numbers: jax.Array,
+) -> list[jax.Array]:
+    blocks = _Blocks(static, query, turns)
+    return blocks.call(
+        _forward_kernel,
+        "rotary_forward",
+        blocks.inputs(query, key, value, turns, numbers),
+        [(blocks.row, query), (blocks.sums, blocks.sums_shape)],
+        [query.dtype],
+        products=2,
+    )
+
+
+def _backward(
+    static: _Static,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    turns: jax.Array,
+    numbers: jax.Array,
+    *more: jax.Array,
+) -> list[jax.Array]:
+    blocks = _Blocks(static, query, turns)
+    specs = (blocks.row, blocks.sums, blocks.row)
+    return blocks.call(
+        _backward_kernel,
+        "rotary_backward",
+        [*blocks.inputs(query, key, value, turns, numbers), *zip(specs, more, strict=True)],
+        [(blocks.row, query)] * 3,
+        [query.dtype, jnp.float32, jnp.float32],
+        products=5,
+    )
+
+
+class _Row:
+    """What both passes read, a program's heads in lanes of their own.
+
+    A product over all lanes is one over a head's own if the others are zero in one operand.
+
+    Attributes:
+      key_ref: where the turned keys are kept, [S, lanes].
+    """
+
+    def __init__(self, static: _Static, refs: Sequence[Any], key_ref: Any):
+        self._query, key, self.value_ref, self._turns, self._keys, self._queries = refs
+        self._static, self.key_ref = static, key_ref
+        self.dtype, (_, self.length, self.lanes) = key.dtype, key.shape
+        self.size = static.size
+        factor = 1.0 / math.sqrt(self.size)
+        # A power of two changes no bit of a query; another factor would be rounded with it.
+        is_exact = math.frexp(factor)[0] == 0.5
+        self.before, self.after = (factor, 1.0) if is_exact else (1.0, factor)
+        every = pl.ds(0, self.length)
+        key_ref[...] = self.turned(key[0], every, 1.0).astype(self.dtype)
+        self.queries = _NEAR_QUERIES if static.half else _QUERIES
+        self.keys = _near(static.half) or self.length
+
+    @property
+    def heads(self) -> range:
+        return range(self.lanes // self.size)
+
+    def turned(self, x: jax.Array, places: Any, sign: float) -> jax.Array:
+        """Turns x, [n, lanes] of so many places, back if the sign is -1; float32."""
+        x = x.astype(jnp.float32)
+        half = self.size // 2
+        lane = lax.broadcasted_iota(jnp.int32, x.shape, 1) % self.size
+        from_right = pltpu.roll(x, self.lanes - half, 1)
+        other = jnp.where(lane < half, from_right, pltpu.roll(x, half, 1))
+        return x * self._turns[0, 0, places, :] + other * (sign * self._turns[1, 0, places, :])
+
+    def own(self, head: int, x: jax.Array, axis: int) -> jax.Array:
+        """Returns x with zeros in the lanes, along `axis`, of other heads."""
+        lane = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        mine = (lane >= head * self.size) & (lane < (head + 1) * self.size)
+        return jnp.where(mine, x, jnp.zeros_like(x))
+
+    def each(self, run: Callable[[Any, Any], None]) -> None:
+        """Runs something for each block: it is given the block's queries and their keys."""
+
+        def body(number: jax.Array, nothing: None) -> None:
+            first = pl.multiple_of(number * self.queries, self.queries)
+            start = 0
+            if self._static.half:
+                reach = (self.keys - self.queries) // 2
+                start = jnp.clip(first - reach, 0, self.length - self.keys)
+                start = pl.multiple_of(start, _STEP)
+            run(pl.ds(first, self.queries), pl.ds(start, self.keys))
+
+        lax.fori_loop(0, self.length // self.queries, body, None)
+
+    def query(self, queries: Any) -> jax.Array:
+        """Returns a block's queries, turned and scaled, [Q, lanes]."""
+        turned = self.turned(self._query[0, queries, :], queries, 1.0).astype(self.dtype)
+        return turned * jnp.asarray(self.before, self.dtype)
+
+    def lowered(self, queries: Any, keys: Any) -> jax.Array:
+        """Returns what is added to the scores of a block, [K, Q] or [K, 1]."""
+        numbers = self._keys[0, keys, :]
+        seen = numbers != 0
+        if self._static.rows == "shared":
+            seen = numbers == self._queries[0, :, queries]
+        if self._static.half:
+            shape = self.keys, self.queries
+            place = lax.broadcasted_iota(jnp.int32, shape, 0) + keys.start
+            place -= lax.broadcasted_iota(jnp.int32, shape, 1) + queries.start
+            seen &= jnp.abs(place) <= self._static.half
+        return jnp.where(seen, 0.0, MASKED_SCORE)
+
+    def scores(self, key: jax.Array, query: jax.Array, lowered: jax.Array) -> jax.Array:
+        """Returns float32 [K, Q]."""
+        scores = kernels_lib.dot(key, query, 1, 1)
+        return (scores if self.after == 1.0 else scores * self.after) + lowered
+
+
+def _forward_kernel(static: _Static, *refs: Any) -> None:
+    *read, context_ref, sums_ref, key_ref = refs
+    row = _Row(static, read, key_ref)
+
+    def block(queries: Any, keys: Any) -> None:
+        query, key, lowered = row.query(queries), key_ref[keys, :], row.lowered(queries, keys)
+        value = row.value_ref[0, keys, :].T
+        context = jnp.zeros((row.lanes, row.queries), jnp.float32)
+        for head in row.heads:
+            scores = row.scores(key, row.own(head, query, 1), lowered)
+            highest = scores.max(axis=0, keepdims=True)
+            weights = jnp.exp(scores - highest)
+            sums = weights.sum(axis=0, keepdims=True)  # [1, Q]
+            sums_ref[0, 0, head : head + 1, queries] = highest + jnp.log(sums)
+            product = kernels_lib.dot(row.own(head, value, 0), weights.astype(row.dtype), 1, 0)
+            context += product / sums
+        context_ref[0, queries, :] = context.T.astype(context_ref.dtype)
+
+    row.each(block)
+
+
+def _backward_kernel(static: _Static, *refs: Any) -> None:
+    *read, context_ref, sums_ref, gradient_ref = refs[:-6]
+    d_query_ref, d_key_ref, d_value_ref, key_ref, d_key, d_value = refs[-6:]
+    row = _Row(static, read, key_ref)
+    d_key[...], d_value[...] = jnp.zeros_like(d_key), jnp.zeros_like(d_value)
+
+    def block(queries: Any, keys: Any) -> None:
+        query, key, lowered = row.query(queries), key_ref[keys, :], row.lowered(queries, keys)
+        value, turned_key = row.value_ref[0, keys, :], key.T
+        gradient = gradient_ref[0, queries, :]
+        # The softmax's gradient subtracts sum(p * dp) over keys: sum(context * gradient).
+        products = gradient.astype(jnp.float32) * context_ref[0, queries, :].astype(jnp.float32)
+        products = products.T  # [lanes, Q]
+        of_query = jnp.zeros((row.lanes, row.queries), jnp.float32)
+        of_key, of_value = (jnp.zeros((row.keys, row.lanes), jnp.float32) for _ in range(2))
+        for head in row.heads:
+            own_query, upper = row.own(head, query, 1), row.own(head, gradient, 1)
+            sums = sums_ref[0, 0, head : head + 1, queries]
+            probs = jnp.exp(row.scores(key, own_query, lowered) - sums)
+            inner = row.own(head, products, 0).sum(axis=0, keepdims=True)
+            d_probs = kernels_lib.dot(value, upper, 1, 1)
+            d_scores = (probs * (d_probs - inner)).astype(row.dtype)
+            of_value += kernels_lib.dot(probs.astype(row.dtype), upper, 1, 0)
+            of_key += kernels_lib.dot(d_scores, own_query, 1, 0)
+            of_query += kernels_lib.dot(row.own(head, turned_key, 0), d_scores, 1, 0)
+        d_key[keys, :] += of_key
+        d_value[keys, :] += of_value
+        of_query = of_query.T * (row.before * row.after)
+        d_query_ref[0, queries, :] = row.turned(of_query, queries, -1.0).astype(row.dtype)
+
+    row.each(block)
+    every = pl.ds(0, row.length)
+    d_key_ref[0] = row.turned(d_key[...] * row.after, every, -1.0).astype(row.dtype)
+    d_value_ref[0] = d_value[...].astype(row.dtype)

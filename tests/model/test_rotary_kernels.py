@@ -1,0 +1,179 @@
+"""Attention with rotary positions in the TPU's kernels, in Pallas's interpreter."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bert_jax.config import Model
+from bert_jax.model import kernels, layers, modern, rotary_kernels
+from bert_jax.model.attention import Shared
+from bert_jax.model.encoder import Loop
+
+# Of the largest number of an array, as in test_kernels.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
+HOW = kernels.Kernels()
+LENGTH, WIDTH, HEADS, HALF = 512, 128, 2, 40
+CFG = Model(
+    kind="modern",
+    vocab_size=64,
+    hidden_size=WIDTH,
+    num_hidden_layers=4,
+    num_attention_heads=HEADS,
+    intermediate_size=64,
+    max_position_embeddings=LENGTH,
+    local_window=2 * HALF,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    dropout_rng="in_kernel",
+)
+
+
+@pytest.fixture(autouse=True)
+def products_that_a_cpu_computes(monkeypatch):
+    """Some of bfloat16 it does not; as float32 their terms are exact, as in a TPU's matrix unit."""
+    product = kernels.dot
+
+    def wide(a, b, *axes):
+        return product(a.astype(jnp.float32), b.astype(jnp.float32), *axes)
+
+    monkeypatch.setattr(kernels, "dot", wide)
+
+
+def numpy_rotated(x, positions, base, sign=1.0):
+    """Turns pairs half a head apart as complex numbers: [B, S, H, N], float64.
+
+    By the angles that float32 has: what is tested is not how exact they are.
+    """
+    half = x.shape[-1] // 2
+    steps = (base ** (-np.arange(half) / half)).astype(np.float32)
+    angles = (positions[..., None].astype(np.float32) * steps).astype(np.float64)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * sign * angles)[:, :, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def numpy_attention(inputs, gradient, seen, positions, base):
+    """Context and the gradients of query, key and value, float64."""
+    b, s, w = gradient.shape
+    query, key, value, do = (
+        np.asarray(x, np.float64).reshape(b, s, HEADS, -1) for x in (*inputs, gradient)
+    )
+    query, key = (numpy_rotated(x, positions, base) for x in (query, key))
+    q, k, v, do = (x.swapaxes(1, 2) for x in (query, key, value, do))
+    factor = (w // HEADS) ** -0.5
+    scores = np.where(seen[:, None], q @ k.swapaxes(2, 3) * factor, -np.inf)
+    probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    probs /= probs.sum(axis=-1, keepdims=True)
+    dp = do @ v.swapaxes(2, 3)
+    ds = probs * (dp - (probs * dp).sum(axis=-1, keepdims=True)) * factor
+    parts = [x.swapaxes(1, 2) for x in (probs @ v, ds @ k, ds.swapaxes(2, 3) @ q)]
+    for i in (1, 2):
+        parts[i] = numpy_rotated(parts[i], positions, base, -1.0)
+    parts.append((probs.swapaxes(2, 3) @ do).swapaxes(1, 2))
+    return [x.reshape(b, s, w) for x in parts]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layer"),
+    [
+        ("bfloat16", "global"),
+        ("float32", "local"),
+        pytest.param("float32", "global", marks=pytest.mark.long),
+        pytest.param("bfloat16", "local", marks=pytest.mark.long),
+    ],
+)
+def test_attention_and_its_gradients(dtype, layer):
+    """A full row, and one of three texts and padding: positions are those of each text."""
+    rng = np.random.default_rng(3)
+    arrays = [jnp.asarray(rng.standard_normal((2, LENGTH, WIDTH)), dtype) for _ in range(4)]
+    *inputs, gradient = arrays
+    numbers = np.ones((2, LENGTH), np.int32)
+    numbers[1, 140:400], numbers[1, 400:415], numbers[1, 415:] = 2, 3, 0
+    place = np.arange(LENGTH)
+    firsts = np.array([np.flatnonzero(row == n)[0] for row in numbers for n in row])
+    positions = place - firsts.reshape(2, LENGTH)
+    turns = rotary_kernels.turns(modern.rotations(CFG, jnp.asarray(positions)), WIDTH // HEADS)
+    context, pullback = jax.vjp(
+        lambda *x: rotary_kernels.attention(
+            HOW,
+            *x,
+            turns,
+            jnp.asarray(numbers),
+            jnp.asarray(layer == "global"),
+            HEADS,
+            "shared",
+            HALF,
+            (2, 4),
+        ),
+        *inputs,
+    )
+    assert context.dtype == dtype
+    seen = numbers[:, :, None] == numbers[:, None, :]
+    base = CFG.global_rotary_base
+    if layer == "local":
+        seen, base = seen & (np.abs(place[:, None] - place) <= HALF), CFG.local_rotary_base
+    expected = numpy_attention(inputs, gradient, seen, positions, base)
+    for mine, theirs in zip((context, *pullback(gradient)), expected, strict=True):
+        atol = TOLERANCE[dtype] * np.abs(theirs).max()
+        np.testing.assert_allclose(np.asarray(mine, np.float64), theirs, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("rows", ["alone", pytest.param("shared", marks=pytest.mark.long)])
+def test_an_encoder_of_kernels_computes_what_xla_computes(rows):
+    """Four layers, the first and the last of which attend to whole rows; its gradients, too."""
+    graph, params = nnx.split(modern.Encoder(CFG, rngs=nnx.Rngs(0)))
+    params = jax.tree.map(lambda x: 3 * x, params)  # else every token is attended to alike
+    rng = np.random.default_rng(6)
+    ids = jnp.asarray(rng.integers(0, 64, (2, LENGTH)), jnp.int32)
+    real = np.arange(LENGTH) < np.array([[390], [LENGTH]])
+    mask = jnp.asarray(real, jnp.int32)
+    if rows == "shared":
+        place = np.arange(LENGTH)
+        numbers = jnp.asarray(real * (1 + place // 200), jnp.int32)
+        positions = jnp.broadcast_to(jnp.asarray(place % 200), numbers.shape)
+        mask = Shared(numbers, positions, positions)
+    noise = layers.ShardNoise(jax.random.key(1, impl="rbg"))
+    weights = jnp.asarray(rng.standard_normal((2, LENGTH, WIDTH)), jnp.float32) * real[:, :, None]
+
+    def value(params, loop):
+        hidden = modern.encode(nnx.merge(graph, params), CFG, ids, ids, mask, noise, loop)
+        return (hidden * weights).sum(), hidden * real[:, :, None]
+
+    run = jax.jit(jax.value_and_grad(value, has_aux=True), static_argnums=1)
+    (_, expected), theirs = run(params, Loop("dots"))
+    (_, found), ours = run(params, Loop("dots", kernels=HOW))
+    assert "rotary_backward_window" in str(run.trace(params, Loop("dots", kernels=HOW)).jaxpr)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    for mine, reference in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        atol = 2e-5 * max(np.abs(reference).max(), 1.0)
+        np.testing.assert_allclose(mine, reference, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "heads", "half", "memory", "fit"),
+    [
+        (1_024, 768, 12, 64, 64, True),
+        (2_048, 1_024, 16, 64, 64, True),
+        (512, 768, 12, 0, 64, True),
+        (256, 768, 12, 64, 64, True),
+        (256, 768, 12, 128, 64, False),  # a window as long as the row
+        (384, 768, 12, 64, 64, False),
+        (8_192, 768, 12, 64, 64, False),
+        (1_024, 192, 3, 64, 64, False),
+        (1_024, 768, 12, 64, 14, False),
+    ],
+)
+def test_what_does_not_tile_runs_no_kernels(length, width, heads, half, memory, fit):
+    how = kernels.Kernels(memory=memory * 2**20)
+    assert rotary_kernels.fits(how, heads, length, width, half) is fit
+
+
+def test_dropped_probabilities_are_xlas():
+    cfg = dataclasses.replace(CFG, attention_probs_dropout_prob=0.1)
+    noise = layers.ShardNoise(jax.random.key(1, impl="rbg"))
+    for model, kernel in ((CFG, HOW), (cfg, None)):
+        given = (2, LENGTH, WIDTH), jnp.ones((2, LENGTH), jnp.int32), noise, Loop(kernels=HOW)
+        assert modern._kernels(model, *given) is kernel
