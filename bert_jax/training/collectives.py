@@ -49,6 +49,18 @@ _AT_ONCE = Method(
     order="balanced",
     compiler_options=(("xla_tpu_prefer_async_allgather_to_allreduce", True),),
 )
+# A gather along all axes is an all-reduce whatever the options; along one, these make the larger
+# ones asynchronous.
+_RINGS = Method(
+    scatter="ring",
+    order="balanced",
+    compiler_options=(
+        ("xla_enable_async_all_gather", True),
+        ("xla_tpu_enable_async_collective_fusion", True),
+        ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True),
+        ("xla_tpu_enable_async_collective_fusion_multiple_steps", True),
+    ),
+)
 # By `device_kind`; all others, CPUs and GPUs among them, do as `Method()` says.
 METHODS = {
     hardware.TPUS["v2"].kind: _TWO_CORES,
@@ -58,18 +70,8 @@ METHODS = {
     hardware.TPUS["v5e"].kind: _AT_ONCE,
     # Here it is not asynchronous, but of all links.
     hardware.TPUS["v6e"].kind: _AT_ONCE,
-    # A gather along all axes is an all-reduce whatever the options; along one, these make the
-    # larger ones asynchronous.
-    hardware.TPUS["v5p"].kind: Method(
-        scatter="ring",
-        order="balanced",
-        compiler_options=(
-            ("xla_enable_async_all_gather", True),
-            ("xla_tpu_enable_async_collective_fusion", True),
-            ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True),
-            ("xla_tpu_enable_async_collective_fusion_multiple_steps", True),
-        ),
-    ),
+    hardware.TPUS["v4"].kind: _RINGS,
+    hardware.TPUS["v5p"].kind: _RINGS,
 }
 
 
