@@ -65,12 +65,12 @@ _RINGS = Method(
 METHODS = {
     hardware.TPUS["v2"].kind: _TWO_CORES,
     hardware.TPUS["v3"].kind: _TWO_CORES,
+    hardware.TPUS["v4"].kind: _RINGS,
     # No option makes a reduce-scatter asynchronous, permutations always are. Without this option a
     # gather along all axes becomes an all-reduce; with it, it is asynchronous and uses all links.
     hardware.TPUS["v5e"].kind: _AT_ONCE,
     # Here it is not asynchronous, but of all links.
     hardware.TPUS["v6e"].kind: _AT_ONCE,
-    hardware.TPUS["v4"].kind: _RINGS,
     hardware.TPUS["v5p"].kind: _RINGS,
 }
 
