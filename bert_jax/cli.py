@@ -398,17 +398,26 @@ def show(args: argparse.Namespace) -> int:
     """Decode the batch of a step: text, masks, labels."""
     from rich.console import Console
 
-    from bert_jax import predict
-    from bert_jax.training.pretraining import Prepared
-
-    experiment, workdir = _experiment(args)
     if args.rows < 1:
         raise InputError(f"--rows {args.rows}: must be at least 1")
     console = Console()
-    prepared = Prepared.open(workdir.corpus)
-    for line in predict.show(experiment, prepared, args.step, args.rows):
+    for line in _shown(args):
         console.print(line, soft_wrap=not console.is_terminal)
     return FINISHED
+
+
+def _shown(args: argparse.Namespace) -> Iterator[Any]:
+    """Lines about a step of a pre-training, or of the fine-tuned run in --workdir."""
+    from bert_jax import predict
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning
+    from bert_jax.tasks import shown
+    from bert_jax.training.pretraining import Prepared
+
+    if args.experiment is None and args.workdir and holds_finetuning(mirror.opened(args.workdir)):
+        return shown.show(_saved_experiment(args, Finetuning), args.step, args.rows)
+    experiment, workdir = _experiment(args)
+    return predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
 
 
 @_command(

@@ -81,8 +81,8 @@ _GUESSING = Rule(
     "{name} {score:.4f} is no better than guessing ({guess})",
     0, 0,
     "nothing was learned, or not what is asked",
-    "another optimizer.peak_learning_rate, more epochs, or another base; are the labels those of "
-    "their texts?",
+    "look at the examples with `bert-jax show`; another optimizer.peak_learning_rate, more epochs, "
+    "or another base",
 )  # fmt: skip
 _PAST_ITS_BEST = Rule(
     "{name} was {best:.4f} at step {at:,}, and is {last:.4f} at step {step:,}",

@@ -141,30 +141,35 @@ def table(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _figures(record: Record) -> dict[str, str]:
+    """Returns what a run has come to, and then what it has spent."""
     newest = record.evaluation[-1] if record.evaluation else {}
-    texts = {"steps": f"{record.done:,}"}
+    texts: dict[str, str] = {}
+    if newest and isinstance(record.experiment, Finetuning):
+        texts = _scores(record.experiment, newest, record.written("task"))
+    elif newest:
+        texts = _losses(newest)
+    texts["steps"] = f"{record.done:,}"
     for axis in AXES[1:]:
         spent = axis.of(record)
         if spent is not None:
             texts[axis.name] = axis.text(spent([record.done])[0])
-    if isinstance(record.experiment, Finetuning):
-        return texts | _scores(record.experiment, newest, record.written("task"))
-    if not newest:
-        return texts
-    texts["masked LM, nat"] = f"{newest['masked_lm_loss']:.3f}"
-    texts["below unigrams"] = f"{newest['unigram_loss'] - newest['masked_lm_loss']:.3f}"
-    texts["pieces right"] = f"{100 * newest['masked_lm_accuracy']:.1f} %"
+    return texts
+
+
+def _losses(newest: Line) -> dict[str, str]:
+    texts = {
+        "masked LM, nat": f"{newest['masked_lm_loss']:.3f}",
+        "below unigrams": f"{newest['unigram_loss'] - newest['masked_lm_loss']:.3f}",
+        "pieces right": f"{100 * newest['masked_lm_accuracy']:.1f} %",
+    }
     if "next_sentence_accuracy" in newest:
         accuracy, error = newest["next_sentence_accuracy"], newest["next_sentence_error"]
-        majority = newest["next_sentence_majority"]
         texts["next sentence"] = f"{100 * accuracy:.1f} ± {100 * error:.1f} %"
-        texts["majority"] = f"{100 * majority:.1f} %"
+        texts["majority"] = f"{100 * newest['next_sentence_majority']:.1f} %"
     return texts
 
 
 def _scores(experiment: Finetuning, newest: Line, task: Line) -> dict[str, str]:
-    if not newest:
-        return {}
     texts = {experiment.task.main_score: f"{newest['score']:.4f}"}
     if task.get("guess"):
         texts["guessing"] = f"{task['guess'][1]:.4f}"
@@ -233,7 +238,8 @@ def plots_of_learning(
     held_out_nats = plot("Held-out masked LM loss, nat", held_out, nats)
     in_training = [plot("Masked LM loss in training, nat", lambda r: r.train, nats, style="line")]
     if why:
-        held_out_nats = plot("Nats below its own unigram line", below, "nats", why)
+        note = "Held-out rows differ, so that losses in nat do not compare: see above."
+        held_out_nats = plot("Nats below its own unigram line", below, "nats", note)
     if why or _other_masks(records):
         in_training = []
     coin = {"levels": COIN}

@@ -135,7 +135,7 @@ class TrainBatches:
           What `Rows.batch` does, `rows` uint32 [B], numbered through the run, and `row_weights`
           float32 [B], all 1.
         """
-        every = self._of_step(step)
+        every = self.of_step(step)
         which = every[indices]
         row = step * len(every) + np.asarray(indices, np.int64)
         return {
@@ -144,7 +144,7 @@ class TrainBatches:
             **self._rows.batch(which, self._rows.padded_length(every), self._pad_id),
         }
 
-    def _of_step(self, step: int) -> np.ndarray:
+    def of_step(self, step: int) -> np.ndarray:
         """Returns the numbers of all rows of a step."""
         per_example = self._rows.rows_per_example
         total = len(self._rows.ids) // per_example

@@ -1,0 +1,92 @@
+"""What a step of a fine-tuning learns from, as text: pieces, and what is to be answered."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from rich.text import Text
+
+from bert_jax.config import Finetuning
+from bert_jax.errors import InputError, printable
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks.adapted import LoadedBase, kind_of
+from bert_jax.tasks.rows import Rows, TrainBatches
+
+
+def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
+    """Yields lines about the first rows of the step after `done` steps.
+
+    A piece with a tag, and the first and the last of an answer, are written {piece|what it is}.
+
+    Args:
+      experiment: with `init_from`, whose tokenizer and examples are read.
+      done: steps.
+      most: rows.
+
+    Raises:
+      InputError: the run has no such step, or its base or its examples cannot be read.
+    """
+    task = experiment.task
+    train = examples_lib.read(task, task.train, "labelled")
+    labels = examples_lib.labels_of(task, train)
+    total = math.ceil(experiment.epochs * len(train) / experiment.batch_size)
+    if not 0 <= done < total:
+        raise InputError(f"--step {done}: the run has steps 0 to {total - 1}")
+    tokenizer = LoadedBase.of(experiment).tokenizer
+    rows = kind_of(task, labels, tokenizer).rows(train)
+    batches = TrainBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
+    which = batches.of_step(done)
+    length = rows.padded_length(which)
+    filled = rows.lengths[which].sum() / (len(which) * length)
+    epoch = done * experiment.batch_size * rows.rows_per_example // len(rows.ids)
+    yield Text(
+        f"step {done} of {total}, epoch {epoch}: {len(which)} rows of {length}, {filled:.0%} filled"
+    )
+    for row in which[:most]:
+        example = train[_example(rows, int(row))]
+        yield Text(f"\n{printable(example.place)}{_answer(rows, int(row), labels)}")
+        pieces = [printable(tokenizer.piece(int(i))) for i in rows.ids[row]]
+        yield _marked(pieces, dict(_marks(rows, int(row), labels)))
+
+
+def _example(rows: Rows, row: int) -> int:
+    if not rows.notes:
+        return row // rows.rows_per_example
+    note = rows.notes[row]
+    return note[0] if isinstance(note, tuple) else note.question
+
+
+def _answer(rows: Rows, row: int, labels: Sequence[str]) -> str:
+    """Returns what is to be answered about a whole row, in words."""
+    if "targets" not in rows.numbers:
+        spans = "starts" in rows.numbers and not rows.numbers["ends"][row]
+        return ": not answered here" if spans else ""
+    target = rows.numbers["targets"][row]
+    if not labels:
+        return f": {target:g}"
+    if rows.rows_per_example > 1:
+        place = row % rows.rows_per_example
+        return f", {printable(labels[place])}: {'right' if place == target else 'wrong'}"
+    return f": {printable(labels[int(target)])}"
+
+
+def _marks(rows: Rows, row: int, labels: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yields places of pieces that are to be answered, and as what."""
+    if rows.tokens:
+        tags, weights = rows.tokens["targets"][row], rows.tokens["target_weights"][row]
+        for place in np.flatnonzero(weights):
+            yield int(place), printable(labels[int(tags[place])])
+    elif "starts" in rows.numbers and rows.numbers["ends"][row]:
+        start, end = int(rows.numbers["starts"][row]), int(rows.numbers["ends"][row])
+        yield from {end: "last", start: "first" if start != end else "answer"}.items()
+
+
+def _marked(pieces: Sequence[str], marks: dict[int, str]) -> Text:
+    text = Text()
+    for place, piece in enumerate(pieces):
+        if place in marks:
+            text.append(f"{{{piece}|{marks[place]}}}", style="bold")
+            text.append(" ")
+        else:
+            text.append(f"{piece} ")
+    return text

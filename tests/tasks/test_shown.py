@@ -1,0 +1,85 @@
+"""A step of a fine-tuning as text, against the batch that the step is given."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tuned
+
+from bert_jax import cli, config
+from bert_jax.config import Finetuning
+from bert_jax.storage.workdir import Workdir
+from bert_jax.tasks.job import FinetuningSetup
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    """Makes a run that has not begun: a base, examples, and the folder with what was asked."""
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base(tmp_path / "base")
+
+    def make(kind):
+        tuned.write_task(tmp_path, kind)
+        experiment = config.load("task.py", Finetuning)
+        experiment = dataclasses.replace(experiment, init_from="base")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "experiment.json").write_text(config.to_json(experiment))
+        return FinetuningSetup(experiment, Workdir("run"), lambda line: None)
+
+    return make
+
+
+def show(capsys, *words, code=0):
+    assert cli.main(["show", "--workdir", "run", *words]) == code
+    out, err = capsys.readouterr()
+    return [line for line in out.splitlines() if line] if code == 0 else err
+
+
+@pytest.mark.parametrize("kind", tuned.TASKS)
+def test_the_pieces_of_a_step_are_those_of_its_batch(kind, task, capsys):
+    setup = task(kind)
+    head, *lines = show(capsys, "--step", "2", "--rows", "99")
+    size = len(lines) // 2
+    batch = setup._batches.batch(2, np.arange(size))
+    assert head.startswith(f"step 2 of 4, epoch 0: {size} rows of {batch['input_ids'].shape[1]}, ")
+    for shown, ids, mask in zip(lines[1::2], batch["input_ids"], batch["input_mask"], strict=True):
+        words = [word.strip("{}").split("|")[0] for word in shown.split()]
+        assert words == [tuned.PIECES[i] for i in ids[: mask.sum()]]
+
+
+def test_labels_stand_with_their_rows(task, capsys):
+    setup = task("classify")
+    _, *lines = show(capsys, "--rows", "4")
+    targets = setup._batches.batch(0, np.arange(4))["targets"]
+    assert [line.rpartition(": ")[2] for line in lines[::2]] == [
+        setup.labels[target] for target in targets
+    ]
+    good, bad = (set(words) for words in (tuned.GOOD, tuned.BAD))
+    for place, text in zip(lines[::2], lines[1::2], strict=True):
+        assert place.startswith("train:") and set(text.split()[1:-1]) <= (
+            good if place.endswith("good") else bad
+        )
+
+
+def test_tags_and_answers_stand_with_their_pieces(task, tmp_path, capsys):
+    task("tag")
+    _, _, text, *_ = show(capsys)
+    first, second = (word.strip("{}").split("|") for word in text.split()[1:3])
+    assert {first[1], second[1]} == {"0", "1"}
+    assert (first[0] in tuned.BAD) == (first[1] == "1")
+
+    (tmp_path / "run" / "experiment.json").unlink()
+    (tmp_path / "run").rmdir()
+    setup = task("span")
+    _, *lines = show(capsys, "--rows", "16")
+    answers = {q.id: q.answers[0].text if q.answers else None for q in setup._train}
+    for place, text in zip(lines[::2], lines[1::2], strict=True):
+        there = [word.strip("{}") for word in text.split() if word.startswith("{")]
+        id_ = place.removesuffix(": not answered here").rpartition(" ")[2]
+        assert there in ([], [f"{answers[id_]}|answer"])
+        assert place.endswith("not answered here") == (not there)
+
+
+def test_a_step_that_is_not_there_is_named(task, capsys):
+    task("classify")
+    assert "--step 4: the run has steps 0 to 3" in show(capsys, "--step", "4", code=2)
