@@ -71,11 +71,15 @@ def _operations(record: Record) -> _Spent | None:
     return lambda steps: np.interp(steps, ends, spent).tolist()
 
 
+def _whole(amount: float) -> str:
+    return f"{amount:,.0f}"
+
+
 AXES = (
     Axis("steps", lambda record: list),
     Axis("tokens", _measured(lambda x: x["real_tokens_per_second"] / x["steps_per_second"])),
-    Axis("seconds", _measured(lambda x: 1 / x["steps_per_second"]), times.duration),
-    Axis("CPU seconds", _measured(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), times.duration),
+    Axis("seconds", _measured(lambda x: 1 / x["steps_per_second"]), _whole),
+    Axis("CPU seconds", _measured(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), _whole),
     Axis("FLOPs", _operations),
 )
 
