@@ -109,7 +109,7 @@ class Arm:
         self.lines: list[dict[str, float]] = []
         self._size = of.phases[0].batch_size
         self._mesh = mesh_lib.make_mesh(of.parallelism, jax.devices()[:1])
-        objective = Pretraining(of.model)
+        self._objective = objective = Pretraining(of.model)
         everywhere = mesh_lib.replicated(self._mesh)
         state = step.init_state(objective, of.optimizer, of.seed)
         self._state = jax.device_put(state, everywhere)
@@ -144,7 +144,9 @@ class Arm:
 
     def evaluate(self) -> dict[str, float]:
         """Returns the line of an evaluation, and keeps it."""
-        scores = evaluators.evaluate(self._held_out, self._state["params"], self._score, self._mesh)
+        scores = evaluators.evaluate(
+            self._held_out, self._state["params"], self._objective, self._score, self._mesh
+        )
         line = {"steps": self.steps, "cpu_seconds": self.seconds, "tokens": self.tokens, **scores}
         self.lines.append({name: float(f"{value:.6g}") for name, value in line.items()})
         return self.lines[-1]

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 
 from bert_jax import __version__, config, errors, system
 from bert_jax.config import Experiment, Finetuning, Kind, Parallelism, Section, explain
+from bert_jax.config.code import name_file
 from bert_jax.conformance import command as conformance_command
 from bert_jax.errors import FAILED, FINISHED, STOPPED, InputError, printable
 
@@ -103,6 +104,11 @@ _CACHE = _argument(
     help="where this machine keeps compiled programs and its copies of corpora that lie in buckets "
     "[$BERT_JAX_CACHE_DIR, or bert_jax in the user's cache folder]",
 )
+_CODE = _argument(
+    "--code",
+    metavar="FILE",
+    help="the file of a run's own objective or encoder, which runs if its hash is that of the run",
+)
 _CHECKPOINT = _argument(
     "--checkpoint",
     default="newest",
@@ -165,6 +171,7 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 @_command(
+    _CODE,
     _SAVED_EXPERIMENT,
     _WORKDIR,
     _set(),
@@ -239,6 +246,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 @_command(
+    _CODE,
     _argument(
         "task",
         metavar="TASKFILE",
@@ -316,6 +324,7 @@ def _finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | 
 
 
 @_command(
+    _CODE,
     _SAVED_EXPERIMENT,
     _WORKDIR,
     _set(),
@@ -338,8 +347,8 @@ def evaluate(args: argparse.Namespace) -> int:
     from bert_jax.predict import load_params
     from bert_jax.training import evaluators, step
     from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training import objective as objective_lib
     from bert_jax.training.environment import keep_compiled_programs
-    from bert_jax.training.objective import Pretraining
     from bert_jax.training.pretraining import Prepared
 
     keep_compiled_programs()
@@ -348,12 +357,12 @@ def evaluate(args: argparse.Namespace) -> int:
     parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
     mesh = mesh_lib.make_mesh(parallelism)
     params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
+    objective = objective_lib.of(experiment.model_after(done), experiment.data)
     metrics = evaluators.evaluate(
         prepared.held_out(experiment, mesh),
         params,
-        step.make_eval_step(
-            Pretraining.of(experiment.model_after(done), experiment.data), parallelism, mesh
-        ),
+        objective,
+        step.make_eval_step(objective, parallelism, mesh),
         mesh,
     )
     print(f"step {done}: {evaluators.summary(metrics)}")
@@ -463,6 +472,7 @@ def _plan_mode(parser: argparse.ArgumentParser) -> None:
 
 
 @_command(
+    _CODE,
     _SAVED_EXPERIMENT,
     _WORKDIR,
     _set(),
@@ -560,6 +570,7 @@ def checkpoints(args: argparse.Namespace) -> int:
 
 
 @_command(
+    _CODE,
     _argument("--workdir", metavar="W", required=True, help="a run"),
     _CACHE,
     _argument(
@@ -647,6 +658,11 @@ def _fill_masks(args: argparse.Namespace) -> int:
         raise InputError(f"--top {top}: must be at least 1")
     keep_compiled_programs()
     trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    if trained.experiment is not None and "masked_lm" in trained.fresh:
+        raise InputError(
+            f"{args.workdir}: its objective ({trained.experiment.data.code}) trained no masked_lm "
+            "head; `bert-jax embed` and `finetune` take its encoder"
+        )
     predictor = Predictor(trained.model, trained.tokenizer)
     asked = [("TEXT", text, args.next) for text in args.text]
     for where, a, b in asked or _asked_lines():
@@ -674,6 +690,7 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 @_command(
+    _CODE,
     _argument(
         "texts",
         metavar="TEXT_FILE",
@@ -753,6 +770,7 @@ def embed(args: argparse.Namespace) -> int:
 
 
 @_command(
+    _CODE,
     _argument(
         "source",
         metavar="SOURCE",
@@ -784,6 +802,7 @@ def import_(args: argparse.Namespace) -> int:
 
 
 @_command(
+    _CODE,
     _argument("--workdir", metavar="W", required=True, help="a run or a base"),
     _CACHE,
     _argument(
@@ -1053,6 +1072,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(args, "cache_dir", None):
             # For this process and those it starts: where things lie here is no part of a config.
             os.environ["BERT_JAX_CACHE_DIR"] = os.path.abspath(args.cache_dir)
+        if getattr(args, "code", None):
+            name_file(args.code)
         code = args.command(args)
         sys.stdout.flush()
         return code

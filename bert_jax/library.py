@@ -20,6 +20,7 @@ from bert_jax import base as base_lib
 from bert_jax import config
 from bert_jax import embed as embed_lib
 from bert_jax.config import Experiment, Model, Parallelism
+from bert_jax.config.code import name_file
 from bert_jax.data import corpus
 from bert_jax.data.batches import Batch
 from bert_jax.embed import Embedder, Features
@@ -180,16 +181,19 @@ class LoadedModel:
         return self._hidden(self.params, row[None], (np.arange(length) < len(ids))[None])
 
 
-def load(place: Path, checkpoint: str = "newest") -> LoadedModel:
+def load(place: Path, checkpoint: str = "newest", code: Path | None = None) -> LoadedModel:
     """Loads a model from a run, a base, or a folder that transformers wrote.
 
     Args:
       place: the folder; of a run or a base it may lie in a bucket.
       checkpoint: of a run: `newest`, `best` (by held-out loss), or a step.
+      code: the file of a run's own objective or encoder, which runs if its hash is the run's.
 
     Raises:
       InputError: nothing of these is there, or it is damaged.
     """
+    if code is not None:
+        name_file(os.fspath(code))
     folder = epath.Path(place)
     run = mirror.opened(folder)
     theirs = (run.root / "config.json").exists() and not run.experiment.exists()

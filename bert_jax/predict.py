@@ -16,15 +16,15 @@ from bert_jax.base import Moments
 from bert_jax.config import Experiment, Model, Parallelism
 from bert_jax.data.batches import Batch
 from bert_jax.errors import InputError, printable
+from bert_jax.model import heads
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import objective, step
 from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.objective import Pretraining
 from bert_jax.training.pretraining import Prepared
 
 What = Literal["params", "with_moments"]
@@ -103,13 +103,15 @@ class Trained:
         if what == "with_moments":
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, kept.mu, kept.nu)
+        params, fresh = heads.completed(experiment.model, state["params"])
         lines = lines_lib.Lines(workdir.metrics).read()
         of_step = [x for x in lines if x.get("kind") == "evaluation" and x["step"] == done]
         return cls(
             experiment.name,
             experiment.model_after(done),
-            state["params"],
+            params,
             prepared.tokenizer,
+            fresh,
             step=done,
             experiment=experiment,
             manifest=prepared.manifest,
@@ -171,7 +173,7 @@ def _restored(
                 f"{workdir.named}: was trained with other settings ({'; '.join(changed)})"
             )
         abstract = step.abstract_state(
-            Pretraining.of(experiment.model, experiment.data),
+            objective.of(experiment.model, experiment.data),
             experiment.optimizer,
             Parallelism(),
             mesh,

@@ -136,6 +136,7 @@ def files(spec: Spec, wheel: str) -> dict[str, str]:
     constraints = shlex.quote(CONSTRAINTS)
     return {
         EXPERIMENT: spec.config,
+        **spec.code,
         "install.sh": _INSTALL.format(
             wheel=shlex.quote(wheel), constraints=constraints, uv=shlex.quote(_UV)
         ),

@@ -87,7 +87,7 @@ def objects(spec: Spec, pods: Pods) -> list[dict[str, Any]]:
     Raises:
       InputError: GKE has no such slice, or the experiment is too large.
     """
-    if len(spec.config.encode()) > _LARGEST_CONFIG:
+    if len("".join([spec.config, *spec.code.values()]).encode()) > _LARGEST_CONFIG:
         raise InputError(f"{spec.experiment.name}: as JSON it is larger than a ConfigMap may be")
     metadata = {
         "name": spec.name,
@@ -100,7 +100,7 @@ def objects(spec: Spec, pods: Pods) -> list[dict[str, Any]]:
         "kind": "ConfigMap",
         "metadata": metadata,
         "immutable": True,
-        "data": {EXPERIMENT: spec.config},
+        "data": {EXPERIMENT: spec.config, **spec.code},
     }
     return [config, _jobset(spec, pods, metadata)]
 

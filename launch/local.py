@@ -52,7 +52,8 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
         return errors.FINISHED
     with named_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, spec.config)
+        for name, text in {EXPERIMENT: spec.config, **spec.code}.items():
+            write_atomic(file.with_name(name), text)
     for left in range(spec.retries, -1, -1):
         ended = _pod(spec.command(os.fspath(file)), args)
         if is_final(ended.code) or ended.asked or not left:
@@ -86,6 +87,7 @@ def _script(spec: Spec, file: pathlib.Path) -> Iterator[str]:
     yield f"# config sha256 {spec.sha256}; {spec.retries} retries."
     yield "set -eu"
     yield shlex.join(["mkdir", "-p", os.fspath(file.parent)])
-    yield from script_that_writes(file, spec.config)
+    for name, text in {EXPERIMENT: spec.config, **spec.code}.items():
+        yield from script_that_writes(file.with_name(name), text)
     start = [sys.executable, "-m", "launch", "local", "--processes", str(spec.hosts), "--"]
     yield shlex.join([*start, *spec.command(os.fspath(file))])

@@ -7,6 +7,7 @@ EXPERIMENT, with its environment. How the processes find each other is the place
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from etils import epath
 
 from bert_jax import config, errors
-from bert_jax.config import Experiment
+from bert_jax.config import Experiment, code
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import cache_folder, parse_json, sealed
@@ -48,6 +49,7 @@ class Spec:
       extend: whether a run that finished may go on to more steps.
       environment: variables of each process.
       retries: how many times it may be started again after a preemption or the loss of a host.
+      code: {name: text} of the file of its own objective or encoder, next to EXPERIMENT.
     """
 
     name: str
@@ -60,14 +62,17 @@ class Spec:
     extend: bool
     environment: Mapping[str, str]
     retries: int
+    code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def command(self, experiment: str = EXPERIMENT) -> tuple[str, ...]:
         """Returns the command of each host.
 
         Args:
-          experiment: the path of the resolved experiment there.
+          experiment: the path of the resolved experiment there; its code lies next to it.
         """
         more = ("--extend",) if self.extend else ()
+        for name in self.code:
+            more += ("--code", os.path.join(os.path.dirname(experiment), name))
         return ("bert-jax", "pretrain", experiment, "--workdir", self.workdir, *more)
 
 
@@ -120,6 +125,7 @@ def specify(
         extend=extend,
         environment=dict(environment or {}),
         retries=retries,
+        code=code.files(resolved),
     )
 
 

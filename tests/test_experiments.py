@@ -12,6 +12,7 @@ from bert_jax import config
 from bert_jax.data import batches
 from bert_jax.training import feed, sharding, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import objective as objective_lib
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.pretraining import require_runnable
 
@@ -24,13 +25,10 @@ MODERN = ("modern_17m", "modern_32m", "modern_base_pod", "modern_large_pod")
 def describe(experiment) -> str:
     """The resolved config, and every parameter with its shape, type and place."""
     lines = [f"{path} = {value!r}" for path, value in config.flatten(experiment)]
-    shapes = jax.eval_shape(
-        lambda: step.init_state(Pretraining(experiment.model), experiment.optimizer, 0)["params"]
-    )
+    objective = objective_lib.of(experiment.model, experiment.data)
+    shapes = jax.eval_shape(lambda: step.init_state(objective, experiment.optimizer, 0)["params"])
     mesh = mesh_lib.make_mesh(experiment.parallelism, jax.devices()[:1])
-    cuts = sharding.partitions(
-        shapes, experiment.parallelism, mesh, sharding.RULES[experiment.model.kind]
-    )
+    cuts = sharding.partitions(shapes, experiment.parallelism, mesh, objective.rules)
     lines += ["", "parameters"]
     total = 0
     for path, leaf in jax.tree.leaves_with_path(shapes):
@@ -80,7 +78,7 @@ def test_experiments_run_a_shrunk_step_a_phase(name):
     require_runnable(experiment, mesh)
     state = step.init_state(Pretraining(experiment.model), experiment.optimizer, experiment.seed)
     for number, phase in enumerate(experiment.phases):
-        objective = Pretraining.of(experiment.model_of(number), experiment.data)
+        objective = objective_lib.of(experiment.model_of(number), experiment.data)
         shape = batches.Shape(
             phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size
         )

@@ -3,6 +3,7 @@
 An experiment file returns an `Experiment` or a `Finetuning`; it is saved with the run as JSON.
 """
 
+from bert_jax.config.code import own
 from bert_jax.config.comparison import Row, Table
 from bert_jax.config.fields import Section
 from bert_jax.config.files import (
@@ -68,6 +69,7 @@ __all__ = [
     "load_table",
     "load_with_origin",
     "override",
+    "own",
     "section",
     "to_json",
 ]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from bert_jax.errors import InputError
@@ -10,6 +11,8 @@ from bert_jax.errors import InputError
 _INTEGERS = 2**32
 # Bytes of a folder's name, as file systems allow them.
 _LONGEST_NAME = 255
+# A function of a file, and the file's hash; see `config.code`.
+CODE = re.compile(r"([\w.-]+\.py):([A-Za-z_]\w*):([0-9a-f]{64})")
 
 
 class Section:
@@ -58,6 +61,14 @@ class Section:
             and len(value.encode()) <= _LONGEST_NAME,
             name,
             "must be usable as a folder name, short, without blanks or slashes",
+        )
+
+    def _require_code(self, name: str) -> None:
+        value = getattr(self, name)
+        self._require(
+            value == "" or CODE.fullmatch(value) is not None,
+            name,
+            "must be FILE:FUNCTION:SHA256, as bert_jax.config.own(FUNCTION) gives it",
         )
 
     def _require_share(self, *names: str) -> None:

@@ -1,20 +1,16 @@
 """Experiments from and to text: experiment files, `--set` strings, JSON, lists of differences."""
 
-import contextlib
 import dataclasses
 import difflib
-import importlib
 import json
 import pathlib
 import re
-import runpy
-import sys
-import traceback
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bert_jax.config import explain
+from bert_jax.config.code import run_file
 from bert_jax.config.comparison import Table
 from bert_jax.config.fields import Section
 from bert_jax.config.finetuning import SOURCES, Finetuning, Task
@@ -47,7 +43,7 @@ def load_table(path: str) -> Table:
     file = pathlib.Path(path)
     if not file.is_file() or file.suffix != ".py":
         raise InputError(f"{path}: no such table; name a .py file that defines table()")
-    table = _run_file(file, "table")[0]
+    table = run_file(file, "table")[0]
     if not isinstance(table, Table):
         raise InputError(f"{path}: table() returned {type(table).__name__}, not a Table")
     return table
@@ -139,7 +135,7 @@ def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
     if not file.is_file():
         raise InputError(f"{path}: no such experiment file")
     if file.suffix == ".py":
-        experiment, parent = _run_file(file, "experiment")
+        experiment, parent = run_file(file, "experiment")
         if not isinstance(experiment, Experiment | Finetuning):
             raise InputError(
                 f"{path}: experiment() returned {type(experiment).__name__}, not "
@@ -150,65 +146,6 @@ def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
     if file.suffix == ".json":
         return from_json(decode(file.read_bytes(), path), path, kind), None
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
-
-
-def _run_file(path: pathlib.Path, function: str) -> tuple[Any, tuple[str, Section] | None]:
-    folder = path.parent.resolve()
-    try:
-        with _importing_from(folder) as imported:
-            names = runpy.run_path(str(path), run_name=path.stem)
-            if function not in names:
-                raise InputError(f"defines no {function}() -> {function.capitalize()}")
-            value = names[function]()
-            varied = _varied(imported(), type(value))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    except (Exception, SystemExit) as error:
-        places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-        if isinstance(error, SyntaxError) and error.filename:
-            places.append((error.filename, error.lineno))
-        own = [p for p in places if pathlib.Path(p[0]).resolve().parent == folder]
-        name, line = own[-1] if own else (str(path), None)
-        where = str(path.parent / pathlib.Path(name).name) + (f":{line}" if line else "")
-        raise InputError(f"{where}: {type(error).__name__}: {error}") from error
-    return value, varied
-
-
-def _varied(modules: list[Any], kind: type) -> tuple[str, Section] | None:
-    """Returns the file and the experiment of the first module that gives one of this kind.
-
-    Other modules help an experiment file in ways of their own, and fail where it uses them.
-    """
-    for module in modules:
-        with contextlib.suppress(Exception):
-            experiment = module.experiment()
-            if type(experiment) is kind:
-                return f"{module.__name__}.py", experiment
-    return None
-
-
-@contextlib.contextmanager
-def _importing_from(folder: pathlib.Path) -> Iterator[typing.Callable[[], list[Any]]]:
-    """Lets `import` find the files of a folder first, afresh; yields what lists those imported.
-
-    `sys.path`, and `sys.modules` as far as it names files of the folder, are left as they
-    were: another folder may have a file of the same name.
-    """
-    names = {file.stem for file in folder.glob("*.py")} - sys.stdlib_module_names
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    path, quiet = list(sys.path), sys.dont_write_bytecode
-    # Compiled files are believed by time and size: too coarse for a file that was just edited.
-    sys.dont_write_bytecode = True
-    sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    try:
-        # In the order in which their imports began: the first is what the file itself names first.
-        yield lambda: [module for name, module in sys.modules.items() if name in names]
-    finally:
-        sys.path[:], sys.dont_write_bytecode = path, quiet
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
 
 
 def _require_kind(kind: type, wanted: type, where: str) -> None:

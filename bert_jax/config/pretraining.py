@@ -38,6 +38,9 @@ class Model(Section):
     # bert: Devlin et al. 2018; modern: ModernBERT.
     kind: Literal["bert", "modern"] = "bert"
 
+    # An encoder of the experiment file's own instead of the kind's, FILE:FUNCTION:SHA256, which
+    # bert_jax.config.own(FUNCTION) gives; empty: the kind's.
+    code: str = ""
     # Pieces of the tokenizer, specials included; one that is trained on too little text has some
     # [unused]. The table is stored padded to 1,024s.
     vocab_size: int = 30_522
@@ -81,6 +84,7 @@ class Model(Section):
     dropout_rng: Literal["threefry8", "rbg16", "in_kernel"] = "threefry8"
 
     def _validate(self) -> None:
+        self._require_code("code")
         self._require_at_least(
             1,
             "hidden_size",
@@ -251,6 +255,9 @@ class Data(Section):
     # What is learned: masked pieces of pairs and whether B follows A; or masked pieces alone, of
     # rows of full sentences that go on from one document to the next (RoBERTa).
     objective: Literal["mlm_nsp", "mlm"] = "mlm_nsp"
+    # Something else that is learned of the same rows: an objective of the experiment file's own,
+    # FILE:FUNCTION:SHA256, which bert_jax.config.own(FUNCTION) gives; empty: nothing else.
+    code: str = ""
     # Share of examples that aim at a random, shorter length; of pairs alone.
     short_seq_prob: float = 0.1
     # Share of an example's tokens that are to be predicted.
@@ -277,6 +284,7 @@ class Data(Section):
     eval_rows: int = 10_000
 
     def _validate(self) -> None:
+        self._require_code("code")
         self._require_share("short_seq_prob", "masked_lm_prob", "final_masked_lm_prob")
         for name in ("mask_share", "random_share"):
             self._require(0.0 <= getattr(self, name) <= 1.0, name, "must be in [0, 1]")
@@ -609,6 +617,11 @@ class Experiment(Section):
             raise InputError(
                 f"parallelism.accumulation={self.parallelism.accumulation}: give one number, or "
                 f"one for each of the {len(self.phases)} phases"
+            )
+        if self.data.code and self.run.probes:
+            raise InputError(
+                "run.probes: are for the objectives that come with bert-jax, and data.code is "
+                "another; leave them out, and ask the run later with `bert-jax evaluate --task`"
             )
         share = self.data.largest_masked_share
         for i, phase in enumerate(self.phases):

@@ -30,6 +30,7 @@ _FIELDS: dict[str, tuple[object, str]] = {
         "another encoder, ModernBERT's: rotary positions, layer norms before each part, gated "
         "feed-forward parts, windows, no biases and no segments",
     ),
+    "model.code": ("", "an encoder of the experiment's own"),
     "model.vocab_size": (30_522, "the released uncased vocabulary has 30,522 pieces"),
     "model.max_position_embeddings": (512, "the paper's table has 512 positions"),
     "model.type_vocab_size": (2, "the released models have two segments"),
@@ -57,6 +58,7 @@ _FIELDS: dict[str, tuple[object, str]] = {
     "corpus.unknown_word": ("", "a word of the text is [UNK]; the reference spells it"),
     "corpus.repeated_documents": ("keep", "the reference keeps documents that repeat"),
     "data.objective": ("mlm_nsp", "rows of full sentences, and no next sentences to tell apart"),
+    "data.code": ("", "something else is learned: an objective of the experiment's own"),
     "data.short_seq_prob": (0.1, "the reference cuts 0.1 of all documents short"),
     "data.masked_lm_prob": (0.15, "the paper predicts 15 % of all pieces"),
     "data.final_masked_lm_prob": (0.0, "the share that is predicted changes; the paper's stays"),

@@ -155,6 +155,11 @@ def architecture_of(model: Model, kind: Kind) -> str:
     Raises:
       InputError: there is none.
     """
+    if model.code:
+        raise InputError(
+            f"--as {kind}: transformers has no class for an encoder of the run's own "
+            f"(model.code={model.code}); `bert-jax embed` and `bert_jax.load` take it"
+        )
     if kind not in ARCHITECTURES[model.kind]:
         raise InputError(
             f"--as {kind}: transformers has no such class for model.kind={model.kind}; choose "

@@ -38,13 +38,27 @@ def init_params(cfg: Model, key: jax.Array) -> Params:
 
 
 def merge(cfg: Model, params: Params) -> Pretrainer:
-    """Returns the module that holds these parameters."""
+    """Returns the module that holds these parameters, except for those that it has no place for.
+
+    A head that they do not have cannot be used.
+    """
     graph, state = nnx.split(
         nnx.eval_shape(lambda: Pretrainer(cfg, rngs=nnx.Rngs(params=jax.random.key(0)))),
         nnx.Param,
     )
-    nnx.replace_by_pure_dict(state, params)
+    nnx.replace_by_pure_dict(state, {name: params[name] for name in params if name in state})
     return nnx.merge(graph, state)
+
+
+def completed(cfg: Model, params: Params) -> tuple[Params, tuple[str, ...]]:
+    """Returns an encoder with all heads, and which of them are fresh, since `params` lack them.
+
+    What an objective of its own has next to them is left out.
+    """
+    shapes = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
+    fresh = tuple(sorted(shapes.keys() - params.keys()))
+    drawn = init_params(cfg, jax.random.key(0)) if fresh else {}
+    return {name: (drawn if name in fresh else params)[name] for name in shapes}, fresh
 
 
 def masked_lm_logits(

@@ -1,12 +1,15 @@
-"""What differs between kinds of encoders: `model.kind` is a key of one table."""
+"""What differs between kinds of encoders: `model.kind` is a key of one table.
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+An experiment may bring an encoder of its own (`model.code`), which is then used instead.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
 
-from bert_jax.config import Model
+from bert_jax.config import Model, code
 from bert_jax.model import encoder as bert
 from bert_jax.model import layers, modern
 from bert_jax.model.attention import Packing, Shared
@@ -32,6 +35,27 @@ class Kind(NamedTuple):
     token_flops: Callable[[Model, int], int]
 
 
+class OwnEncoder(NamedTuple):
+    """An encoder of an experiment's own: what the function that `model.code` names returns.
+
+    It takes no arguments. Heads, and how operations are counted, stay those of `model.kind`.
+
+    Attributes:
+      encoder: a module with its parameters, made from a `Model` and `rngs`: `embeddings` with a
+        `word.embedding` [V, D], V padded, and stacked `layers`, whose parameters carry a first
+        dimension L.
+      encode: see the function of this name; the layers are run by `model.encoder.run_layers`.
+      attention_probabilities: see the function of this name.
+      rules: where its parameters are cut (`training.sharding.Rule`), one for each path, which
+        begins with `encoder/`.
+    """
+
+    encoder: Callable[..., nnx.Module]
+    encode: Callable[..., jax.Array]
+    attention_probabilities: Callable[..., jax.Array]
+    rules: Sequence[Any]
+
+
 KINDS = {
     "bert": Kind(
         bert.Encoder, bert.encode, bert.attention_probabilities, bert.MaskedLM, bert.token_flops
@@ -46,9 +70,18 @@ KINDS = {
 }
 
 
+def encoder_of(cfg: Model) -> Kind | OwnEncoder:
+    """Returns the encoder's functions: the kind's, or those of the experiment's own code.
+
+    Raises:
+      InputError: the code is not at hand, or fails.
+    """
+    return code.function(cfg.code)() if cfg.code else KINDS[cfg.kind]
+
+
 def make_encoder(cfg: Model, *, rngs: nnx.Rngs) -> nnx.Module:
     """Returns the parameters of an encoder, freshly drawn."""
-    return KINDS[cfg.kind].encoder(cfg, rngs=rngs)
+    return encoder_of(cfg).encoder(cfg, rngs=rngs)
 
 
 def encode(
@@ -77,7 +110,7 @@ def encode(
     Returns:
       [B, S, D] or [L + 1, B, S, D], in the compute type.
     """
-    run = KINDS[cfg.kind].encode
+    run = encoder_of(cfg).encode
     return run(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs)
 
 
@@ -93,4 +126,4 @@ def attention_probabilities(encoder: nnx.Module, cfg: Model, hidden: jax.Array) 
     Returns:
       float32 [L, H, S, S], of each piece over all pieces; rows add up to 1.
     """
-    return KINDS[cfg.kind].attention_probabilities(encoder, cfg, hidden)
+    return encoder_of(cfg).attention_probabilities(encoder, cfg, hidden)

@@ -32,22 +32,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from etils import epath
 from jax.experimental import topologies
 
 from bert_jax import config, system
-from bert_jax.config import Data, Experiment, Phase
+from bert_jax.config import Experiment
 from bert_jax.errors import InputError
-from bert_jax.model import flops
 from bert_jax.plan import hlo, schedule
 from bert_jax.plan import topology as topology_lib
 from bert_jax.plan.topology import Topology, layout_of
 from bert_jax.storage.workdir import cache_folder, made, named_errors, write_atomic
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import objective as objective_lib
 from bert_jax.training import step
 from bert_jax.training.collectives import CompilerOptions
-from bert_jax.training.objective import Pretraining
 from bert_jax.training.pretraining import require_runnable
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -346,7 +344,7 @@ def compile_step(
     """
     mesh = mesh_lib.make_mesh(experiment.parallelism, devices)
     require_runnable(experiment, mesh)
-    objective = Pretraining.of(experiment.model, experiment.data)
+    objective = objective_lib.of(experiment.model, experiment.data)
     state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     lowered = lower_step(experiment, number, mesh, state)
     if dump is None and schedule.KERNEL in lowered.as_text():
@@ -394,7 +392,7 @@ def lower_step(
 ) -> jax.stages.Lowered:
     """Traces the training step of a phase for a mesh and an abstract state."""
     replicated = mesh_lib.replicated(mesh)
-    objective = Pretraining.of(experiment.model_of(number), experiment.data)
+    objective = objective_lib.of(experiment.model_of(number), experiment.data)
     train_step = step.make_train_step(
         objective,
         experiment.optimizer,
@@ -409,7 +407,7 @@ def lower_step(
         state,
         _placed(jax.eval_shape(lambda: step.empty_window(objective)), replicated),
         _placed(
-            abstract_batch(experiment.phases[number], experiment.data),
+            objective_lib.abstract_batch(experiment.phases[number], experiment.data),
             mesh_lib.batch_sharding(mesh),
         ),
         _placed(phase_key, replicated),
@@ -424,33 +422,6 @@ def parameter_table(params: Any) -> list[str]:
         mine = leaf.sharding.shard_shape(leaf.shape)
         lines.append(f"{name} {list(leaf.shape)} {leaf.dtype}, on a device {list(mine)}")
     return lines
-
-
-def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of what `data.batches` gives for a step of the phase."""
-    rows, length, masked, examples = flops.shape_of(phase, data)
-    pairs: tuple[int, ...] = (rows,)
-    shapes: dict[str, tuple[tuple[int, ...], type]] = {"rows": ((rows,), np.uint32)}
-    if data.packing == "pairs":
-        pairs = (rows, examples)
-        shapes |= {
-            "examples": (pairs, np.uint32),
-            "example_starts": (pairs, np.int32),
-            "example_numbers": ((rows, length), np.int32),
-            "positions": ((rows, length), np.int32),
-        }
-    shapes |= {
-        "row_weights": (pairs, np.float32),
-        "input_ids": ((rows, length), np.int32),
-        "segment_ids": ((rows, length), np.int32),
-        "input_mask": ((rows, length), np.int32),
-        "masked_lm_positions": ((rows, masked), np.int32),
-        "masked_lm_ids": ((rows, masked), np.int32),
-        "masked_lm_weights": ((rows, masked), np.float32),
-    }
-    if data.objective == "mlm_nsp":
-        shapes["next_sentence_labels"] = pairs, np.int32
-    return {name: jax.ShapeDtypeStruct(*value) for name, value in shapes.items()}
 
 
 def _placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:

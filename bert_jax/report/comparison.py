@@ -161,6 +161,8 @@ def _figures(record: Record) -> dict[str, str]:
 
 
 def _losses(newest: Line) -> dict[str, str]:
+    if "masked_lm_loss" not in newest:  # of an objective of the experiment's own
+        return {"held-out loss": f"{newest['loss']:.3f}"}
     texts = {
         "masked LM, nat": f"{newest['masked_lm_loss']:.3f}",
         "below unigrams": f"{newest['unigram_loss'] - newest['masked_lm_loss']:.3f}",
@@ -233,6 +235,7 @@ def plots_of_learning(
         return [
             {"step": x["step"], "nats": x["unigram_loss"] - x["masked_lm_loss"]}
             for x in held_out(record)
+            if "unigram_loss" in x
         ]
 
     def of_tuning(record: Record) -> list[Line]:

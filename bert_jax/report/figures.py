@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from bert_jax.model.losses import NAMES
 from bert_jax.report.records import CorpusStatistics, Histogram, Line, Record
 
 # --- drawing ---
@@ -282,6 +283,7 @@ def of_run(record: Record) -> list[Figure]:
             Plot("Next-sentence loss, nat", both(record, "next_sentence_loss"), COIN),
             GUESSING,
         ),
+        *((Plot(name.replace("_", " "), both(record, name)), "") for name in _own(newest)),
         (
             _probes(record),
             "What a linear layer reads off the encoder as it is; dashed, without it.",
@@ -381,6 +383,13 @@ def train_and_held_out(record: Record, name: str, error: str = "") -> list[Curve
         curve(record.train, name, "training"),
         curve(record.evaluation, name, "held-out", 1, "points", error),
     ]
+
+
+def _own(line: Line) -> list[str]:
+    """Returns what of an evaluation an objective of the experiment's own has brought."""
+    known = (*NAMES, "step", "kind", "unigram_loss", "rows")
+    names = [name for name in line if name not in known and not name.startswith("next_sentence")]
+    return names if len(names) > 1 else []  # the loss alone is that of the others
 
 
 def _probes(record: Record) -> Plot:

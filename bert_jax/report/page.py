@@ -215,6 +215,9 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
 
 
 def _losses(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
+    if "masked_lm_loss" not in newest:  # of an objective of the experiment's own
+        yield f"{newest['loss']:.3f}", "held-out loss"
+        return
     below = newest["unigram_loss"] - newest["masked_lm_loss"]
     where = f"{abs(below):.3f} {'below' if below >= 0 else 'above'} unigrams"
     yield f"{newest['masked_lm_loss']:.3f} nat", f"held-out masked LM; {where}"

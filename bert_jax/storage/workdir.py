@@ -5,6 +5,7 @@ folder counts only once it holds COMPLETE, which is written last; one without is
 bucket is written here, too: `mirror` sends it there.
 
     W/experiment.json       the resolved experiment
+    W/experiment_code.py    the file of its objective or encoder, if it has one of its own
     W/corpus/               the prepared corpus (see data.corpus)
     W/checkpoints/          one folder a step (see training.checkpoint)
     W/metrics.jsonl         what was computed: a function of experiment, corpus and step alone
@@ -34,7 +35,7 @@ from typing import IO, Any, Literal, TypeVar
 
 from etils import epath
 
-from bert_jax.config import Experiment, Finetuning, Section, files
+from bert_jax.config import Experiment, Finetuning, Section, code, files
 from bert_jax.errors import DiskFull, InputError, Unavailable, reading
 from bert_jax.storage import retry
 
@@ -45,6 +46,7 @@ COMPLETE = "COMPLETE"
 # What a run writes into its folder, except its corpus, its checkpoints and its traces.
 RUN_FILES = (
     "experiment.json",
+    code.COPY,
     "origin.json",
     "metrics.jsonl",
     "predictions.jsonl",

@@ -188,7 +188,7 @@ class TaskObjective:
         """Returns where the parameters that learn are cut."""
         pooled = self.reads == "pooled"
         if self.adapt.how == "full":
-            encoder = sharding.ENCODERS[self.model.kind]
+            encoder = sharding.encoder_rules(self.model)
             return [*encoder, *(sharding.POOLER if pooled else ()), _HEAD_RULE]
         fresh_pooler = pooled and "pooler" in self.fresh_parts
         lora = self.adapt.how == "lora"

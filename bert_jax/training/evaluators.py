@@ -25,6 +25,7 @@ from bert_jax.training import feed
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.job import Evaluator
+from bert_jax.training.objective import Objective
 
 
 @dataclasses.dataclass
@@ -77,6 +78,7 @@ class HeldOut:
 
 def of_held_out(
     held_out: HeldOut,
+    objective: Objective,
     eval_step: Callable[..., losses.Metrics],
     mesh: jax.sharding.Mesh,
     is_due: Callable[[int], bool],
@@ -84,7 +86,7 @@ def of_held_out(
     """Returns the evaluator of the held-out rows."""
 
     def ask(params: Any) -> dict[str, float]:
-        return evaluate(held_out, params, eval_step, mesh)
+        return evaluate(held_out, params, objective, eval_step, mesh)
 
     return Evaluator("evaluation", is_due, ask, summary)
 
@@ -92,43 +94,46 @@ def of_held_out(
 def evaluate(
     held_out: HeldOut,
     params: Any,
+    objective: Objective,
     eval_step: Callable[..., losses.Metrics],
     mesh: jax.sharding.Mesh,
 ) -> dict[str, float]:
-    """Returns means over the held-out rows and a baseline; of next sentences, where rows have
-    them, another, and the standard error."""
-    names = losses.MASKED_LM_NAMES if held_out.majority is None else losses.NAMES
-    sums = {name: np.zeros(2, np.float32) for name in names}
+    """Returns an objective's means over the held-out rows, and their `loss`.
+
+    Next to masked pieces stands the unigram line; next to next sentences the commoner label's
+    share, and the standard error.
+    """
+    sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
     sums = feed.put(sums, mesh_lib.replicated(mesh))
     for batch in feed.place_all(held_out.batches, mesh_lib.batch_sharding(mesh)):
         sums = eval_step(params, sums, batch)
     scores = lines_lib.means(lines_lib.fetch(sums))
-    if held_out.majority is None:
-        return {
-            **scores,
-            "loss": scores["masked_lm_loss"],
-            "unigram_loss": held_out.unigram_loss,
-            "rows": held_out.rows,
-        }
-    return {
-        **scores,
-        "loss": scores["masked_lm_loss"] + scores["next_sentence_loss"],
-        "unigram_loss": held_out.unigram_loss,
-        "next_sentence_majority": held_out.majority,
-        "next_sentence_error": lines_lib.next_sentence_error(
-            scores["next_sentence_accuracy"], held_out.rows
-        ),
-        "rows": held_out.rows,
-    }
+    line = {**scores, "loss": sum(scores[name] for name in objective.losses)}
+    if "masked_lm_loss" in scores:
+        line["unigram_loss"] = held_out.unigram_loss
+    if "next_sentence_accuracy" in scores and held_out.majority is not None:
+        accuracy = scores["next_sentence_accuracy"]
+        line["next_sentence_majority"] = held_out.majority
+        line["next_sentence_error"] = lines_lib.next_sentence_error(accuracy, held_out.rows)
+    return line | {"rows": held_out.rows}
 
 
 def summary(line: dict[str, Any]) -> str:
     """Returns an evaluation in words."""
+    known = (*losses.NAMES, "loss", "unigram_loss", "rows", "step", "kind")
+    others = "; ".join(
+        f"{name.replace('_', ' ')} {value:.3f}"
+        for name, value in line.items()
+        if name not in known and not name.startswith("next_sentence")
+    )
+    if "masked_lm_loss" not in line:
+        return f"held-out loss {line['loss']:.3f}; {others} ({line['rows']} rows)"
     below = line["unigram_loss"] - line["masked_lm_loss"]
     return (
         f"held-out masked LM {line['masked_lm_loss']:.3f} nat, {abs(below):.3f} "
         f"{'below' if below >= 0 else 'above'} the unigram line {line['unigram_loss']:.3f}; "
-        f"accuracy {line['masked_lm_accuracy']:.3f}{_next_sentence(line)} ({line['rows']} rows)"
+        f"accuracy {line['masked_lm_accuracy']:.3f}{_next_sentence(line)}"
+        f"{f'; {others}' * bool(others)} ({line['rows']} rows)"
     )
 
 
@@ -306,6 +311,8 @@ def of_watched(
     """Returns the evaluator of the watched sentences."""
 
     def ask(params: Any) -> dict[str, Any]:
+        if "masked_lm" not in params:  # learned by code that has no use for it
+            return {}
         params = on_one_device(params, mesh)
         sentences = [] if params is None else watched.predict(params)
         return {"sentences": sentences} if sentences else {}

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
-from bert_jax.config import Data, Model
-from bert_jax.model import heads, layers
+from bert_jax.config import Data, Model, Phase, code
+from bert_jax.model import flops, heads, layers
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop
 from bert_jax.training import sharding
@@ -18,11 +19,14 @@ Batch = dict[str, jax.Array]
 class Objective(Protocol):
     """The mathematics of a step: it knows no devices, no optimizer and no files.
 
+    Two that compute the same are equal and hashable, as frozen dataclasses are: compiled steps are
+    found by them. An experiment's own (`data.code`) is what a function of (model, data) returns.
+
     Attributes:
       model: the encoder's shape and numerics.
       metrics: names of what `forward` returns.
       losses: those of them whose means are added up to the loss.
-      rules: where the parameters are cut.
+      rules: where the parameters are cut: exactly one for each, by its path.
     """
 
     model: Model
@@ -31,12 +35,17 @@ class Objective(Protocol):
     rules: Sequence[sharding.Rule]
 
     def init_params(self, key: jax.Array) -> Any:
-        """Returns fresh parameters, those that learn alone: nested dicts of float32 arrays."""
+        """Returns fresh parameters, those that learn alone: nested dicts of float32 arrays.
+
+        In pre-training `encoder` is one of `model.kinds.make_encoder`. Those under `pooler`,
+        `masked_lm` and `next_sentence` are taken for the heads of `model.heads`; what has other
+        names stays the objective's own.
+        """
 
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> losses_lib.Metrics:
-        """Computes the metrics of some rows.
+        """Computes the metrics of some rows: {name: float32 [2], a sum and a count}.
 
         Args:
           params: those that learn, whole except for what `loop` gathers.
@@ -64,17 +73,10 @@ class Pretraining:
     metrics: tuple[str, ...] = losses_lib.NAMES
     losses: tuple[str, ...] = ("masked_lm_loss", "next_sentence_loss")
 
-    @classmethod
-    def of(cls, model: Model, data: Data) -> "Pretraining":
-        """Returns what `data.objective` names."""
-        if data.objective == "mlm_nsp":
-            return cls(model)
-        return cls(model, losses_lib.MASKED_LM_NAMES, ("masked_lm_loss",))
-
     @property
     def rules(self) -> Sequence[sharding.Rule]:
         """Returns where the parameters are cut."""
-        return sharding.RULES[self.model.kind]
+        return sharding.pretraining_rules(self.model)
 
     def init_params(self, key: jax.Array) -> heads.Params:
         """Returns fresh parameters."""
@@ -102,3 +104,43 @@ class Pretraining:
         if "next_sentence_loss" not in self.losses:
             return masked_lm
         return masked_lm + metrics["next_sentence_loss"][0] / rows[0]
+
+
+def of(model: Model, data: Data) -> Objective:
+    """Returns what is learned in pre-training: what `data.objective` names, or own code.
+
+    Raises:
+      InputError: the code is not at hand.
+    """
+    if data.code:
+        return code.function(data.code)(model, data)
+    if data.objective == "mlm_nsp":
+        return Pretraining(model)
+    return Pretraining(model, losses_lib.MASKED_LM_NAMES, ("masked_lm_loss",))
+
+
+def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of what `data.batches` gives for a step of the phase."""
+    rows, length, masked, examples = flops.shape_of(phase, data)
+    pairs: tuple[int, ...] = (rows,)
+    shapes: dict[str, tuple[tuple[int, ...], type]] = {"rows": ((rows,), np.uint32)}
+    if data.packing == "pairs":
+        pairs = (rows, examples)
+        shapes |= {
+            "examples": (pairs, np.uint32),
+            "example_starts": (pairs, np.int32),
+            "example_numbers": ((rows, length), np.int32),
+            "positions": ((rows, length), np.int32),
+        }
+    shapes |= {
+        "row_weights": (pairs, np.float32),
+        "input_ids": ((rows, length), np.int32),
+        "segment_ids": ((rows, length), np.int32),
+        "input_mask": ((rows, length), np.int32),
+        "masked_lm_positions": ((rows, masked), np.int32),
+        "masked_lm_ids": ((rows, masked), np.int32),
+        "masked_lm_weights": ((rows, masked), np.float32),
+    }
+    if data.objective == "mlm_nsp":
+        shapes["next_sentence_labels"] = pairs, np.int32
+    return {name: jax.ShapeDtypeStruct(*value) for name, value in shapes.items()}

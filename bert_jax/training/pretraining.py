@@ -21,14 +21,15 @@ from bert_jax.model import flops
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training import evaluators, feed, session
+from bert_jax.training import evaluators, feed, own, session
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import objective as objective_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import step as step_lib
 from bert_jax.training.branch import Branch
 from bert_jax.training.evaluators import Watched
 from bert_jax.training.job import Evaluator, Job, PhaseBatches, every
-from bert_jax.training.objective import Batch, Pretraining
+from bert_jax.training.objective import Batch, Objective
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Progress
 
@@ -214,7 +215,8 @@ def pretrain(
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError if the batches or the state cannot be laid over these devices."""
-    objective = Pretraining.of(experiment.model, experiment.data)
+    own.require_sound(experiment, mesh)
+    objective = objective_lib.of(experiment.model, experiment.data)
     step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     replicas = experiment.optimizer.reference_replicas
     shards = mesh_lib.data_shards(mesh)
@@ -229,7 +231,7 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
         mesh_lib.require_divisible(phase.batch_size, where, mesh, parts)
 
 
-def _summary(experiment: Experiment, objective: Pretraining, mesh: jax.sharding.Mesh) -> str:
+def _summary(experiment: Experiment, objective: Objective, mesh: jax.sharding.Mesh) -> str:
     """Returns what is shown before the first step: the model, the devices and the work."""
     shapes = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -323,7 +325,8 @@ class PretrainingSetup:
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
         """Opens what was prepared."""
         experiment = self.experiment
-        objective, model = Pretraining.of(experiment.model, experiment.data), experiment.model
+        model = experiment.model
+        objective = objective_lib.of(model, experiment.data)
         prepared = Prepared.open(self._workdir.corpus)
         peers.require_same(
             "corpus",
@@ -347,7 +350,7 @@ class PretrainingSetup:
             of = prepared.train_batches(experiment, number, peers.is_primary)
             return PhaseBatches(
                 *(number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close),
-                objective=Pretraining.of(experiment.model_of(number), experiment.data),
+                objective=objective_lib.of(experiment.model_of(number), experiment.data),
             )
 
         def operations(batch: Batch) -> int:
@@ -411,9 +414,9 @@ class PretrainingSetup:
         def is_due(done: int) -> bool:
             return often(done) and experiment.model_after(done) == model
 
-        objective = Pretraining.of(model, experiment.data)
+        objective = objective_lib.of(model, experiment.data)
         eval_step = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
-        yield evaluators.of_held_out(held_out, eval_step, mesh, is_due)
+        yield evaluators.of_held_out(held_out, objective, eval_step, mesh, is_due)
         watched = prepared.watched(experiment.run.watch, model)
         yield evaluators.of_watched(watched, mesh, is_due)
 

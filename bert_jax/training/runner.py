@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from bert_jax import config
-from bert_jax.config import SKIPPED_STEPS
+from bert_jax.config import SKIPPED_STEPS, code
 from bert_jax.errors import Unavailable
 from bert_jax.storage import retry
 from bert_jax.storage.mirror import Mirror
@@ -330,6 +330,8 @@ class Trainer:
         if not self.peers.is_primary:
             return
         write_atomic(self.workdir.experiment, config.to_json(self.experiment))
+        for name, source in code.files(self.experiment).items():
+            write_atomic(self.workdir.root / name, source)
         if self.origin is not None:
             write_atomic(self.workdir.origin, json.dumps(sealed(self.origin), indent=2) + "\n")
 

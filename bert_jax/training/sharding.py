@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bert_jax.config import Parallelism
+from bert_jax.config import Model, Parallelism
 from bert_jax.errors import InputError
+from bert_jax.model.kinds import encoder_of
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.collectives import Collectives, gather, method_of, scatter
 
@@ -74,17 +75,26 @@ _MASKED_LM = {
         Rule("masked_lm/layer_norm/scale"),
     ),
 }
-# Of pre-training, by `model.kind`.
-RULES = {
+# Of pre-training's heads, by `model.kind`.
+HEADS = {
     kind: (
-        *encoder,
         *POOLER,
-        *_MASKED_LM[kind],
+        *masked_lm,
         Rule("masked_lm/output_bias", tensor=0),
         Rule("next_sentence/(kernel|bias)"),
     )
-    for kind, encoder in ENCODERS.items()
+    for kind, masked_lm in _MASKED_LM.items()
 }
+
+
+def encoder_rules(model: Model) -> Sequence[Rule]:
+    """Returns the rules of an encoder's parameters: the kind's, or those of code of its own."""
+    return encoder_of(model).rules if model.code else ENCODERS[model.kind]
+
+
+def pretraining_rules(model: Model) -> Sequence[Rule]:
+    """Returns the rules of an encoder and both heads."""
+    return (*encoder_rules(model), *HEADS[model.kind])
 
 
 class Partition(NamedTuple):

@@ -389,14 +389,19 @@ def _noise(
 ) -> layers.Noise:
     """Returns the noise of a micro-batch."""
     if model.dropout_rng == "threefry8":
-        if "examples" in micro:
-            return layers.PackedNoise.of(
-                key, micro["examples"], micro["example_numbers"], micro["positions"]
-            )
-        return layers.RowNoise.of(key, micro["rows"])
+        return row_noise(micro, key)
     for value in (step, number, lax.axis_index(axes)):
         key = jax.random.fold_in(key, value)
     return layers.ShardNoise(key)
+
+
+def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
+    """Returns the noise of `dropout_rng=threefry8`, a function of the rows' numbers."""
+    if "examples" in micro:
+        return layers.PackedNoise.of(
+            key, micro["examples"], micro["example_numbers"], micro["positions"]
+        )
+    return layers.RowNoise.of(key, micro["rows"])
 
 
 def _kernels(

@@ -15,11 +15,10 @@ from bert_jax.config import Experiment, Parallelism
 from bert_jax.errors import printable
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import step
+from bert_jax.training import objective, step
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.checksums import path_of
 from bert_jax.training.lines import Lines
-from bert_jax.training.objective import Pretraining
 
 
 @dataclasses.dataclass
@@ -176,7 +175,7 @@ def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[st
     """Returns the last state of a workdir, on the host, and the JSON next to it."""
     here = mesh_lib.make_mesh(Parallelism(), jax.local_devices(backend="cpu")[:1])
     abstract = step.abstract_state(
-        Pretraining.of(experiment.model, experiment.data), experiment.optimizer, Parallelism(), here
+        objective.of(experiment.model, experiment.data), experiment.optimizer, Parallelism(), here
     )
     with Checkpoints(Workdir(root).checkpoints, experiment.run, "read") as saved:
         restored = saved.restore(experiment.total_steps, abstract)

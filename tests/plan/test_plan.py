@@ -25,7 +25,7 @@ from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.schedule import Kernel
 from bert_jax.plan.topology import Layout, with_layout
 from bert_jax.training import collectives, step
-from bert_jax.training.objective import Pretraining
+from bert_jax.training.objective import Pretraining, abstract_batch
 
 POD = "experiments/bert_large_pod.py"
 
@@ -326,7 +326,7 @@ def test_the_abstract_batch_is_what_training_is_fed():
     shape = batches.Shape(phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size)
     real = samples.train_batches(shape).batch(0, np.arange(phase.batch_size))
     assert {k: (v.shape, v.dtype) for k, v in real.items()} == {
-        k: (v.shape, v.dtype) for k, v in compile_lib.abstract_batch(phase, experiment.data).items()
+        k: (v.shape, v.dtype) for k, v in abstract_batch(phase, experiment.data).items()
     }
 
 

@@ -233,7 +233,7 @@ def test_pmap_gives_the_same_step():
 # --- the table ---------------------------------------------------------------------------------
 
 
-RULES = sharding.RULES[samples.MODEL.kind]
+RULES = sharding.pretraining_rules(samples.MODEL)
 
 
 def _cuts(parallelism, rules=RULES, model=samples.MODEL, devices=4):
