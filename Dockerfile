@@ -11,6 +11,8 @@ ARG EXTRAS=tpu,gcs
 WORKDIR /source
 COPY constraints.txt pyproject.toml setup.cfg README.md LICENSE ./
 COPY bert_jax ./bert_jax
+COPY launch ./launch
+COPY experiments ./experiments
 RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
  && python -m venv /opt/bert_jax \
  && /opt/bert_jax/bin/python -m pip install --no-cache-dir --constraint constraints.txt \

@@ -88,14 +88,14 @@ def _set(of: str = "experiment", example: str = "phases.0.steps=100") -> _Argume
 _EXPERIMENT = _argument(
     "experiment",
     metavar="EXPERIMENT",
-    help="a .py file that defines experiment(), or a resolved config as .json",
+    help="a .py file that defines experiment(), the name of one that is shipped (tiny, bert_base), "
+    "or a resolved config as .json",
 )
 _SAVED_EXPERIMENT = _argument(
     "experiment",
     metavar="EXPERIMENT",
     nargs="?",
-    help="a .py file that defines experiment(), or a resolved config as .json; left out: the "
-    "config saved in --workdir",
+    help="as for pretrain; left out: the config saved in --workdir",
 )
 _WORKDIR = _argument("--workdir", metavar="W", help="where the run lives [runs/NAME]")
 _CACHE = _argument(
@@ -940,6 +940,14 @@ def tokenize(args: argparse.Namespace) -> int:
     return FINISHED
 
 
+@_command(_argument("words", metavar="NAME ...", nargs="*", help="see bert-jax launch --help"))
+def launch(args: argparse.Namespace) -> int:
+    """Start a run in several processes, here or on rented machines."""
+    from bert_jax.launch.__main__ import main as launch_main
+
+    return launch_main(args.words)
+
+
 # --- What commands share ---
 
 
@@ -1065,7 +1073,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal speaks UTF-8
     debug = False
     try:
-        args, unknown = parser().parse_known_args(_words(sys.argv[1:] if argv is None else argv))
+        words = _words(sys.argv[1:] if argv is None else argv)
+        if words[:1] == ["launch"]:  # which has a parser of its own
+            return launch(argparse.Namespace(words=words[1:]))
+        args, unknown = parser().parse_known_args(words)
         if unknown:
             args.usage_error(f"unrecognized arguments: {' '.join(unknown)}")
         debug = args.debug

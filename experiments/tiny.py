@@ -30,9 +30,7 @@ def experiment() -> Experiment:
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         ),
-        corpus=Corpus(
-            sources=("jsonl:experiments/sample_text/speeches.jsonl.gz",), validation_share=0.1
-        ),
+        corpus=Corpus(sources=("jsonl:./sample_text/speeches.jsonl.gz",), validation_share=0.1),
         data=Data(
             masked_lm_prob=0.3,
             eval_rows=2_000,

@@ -23,9 +23,7 @@ def experiment() -> Experiment:
             intermediate_size=512,
             max_position_embeddings=128,
         ),
-        corpus=Corpus(
-            sources=("jsonl:experiments/sample_text/speeches.jsonl.gz",), validation_share=0.1
-        ),
+        corpus=Corpus(sources=("jsonl:./sample_text/speeches.jsonl.gz",), validation_share=0.1),
         data=Data(eval_rows=2_000),
         phases=(
             Phase(steps=1_400, sequence_length=64, max_predictions_per_seq=10, batch_size=64),

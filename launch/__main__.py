@@ -5,13 +5,15 @@ import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from bert_jax import errors
 from bert_jax.errors import InputError, Unavailable
-from launch.commands import say
 
-# Each launcher's module; imported when it is named, since checks take the whole library.
-LAUNCHERS = {"local": "launch.local", "gke": "launch.gke", "tpu_vm": "launch.tpu_vm"}
+from .commands import PROGRAM, say
+
+# Each is a module; imported when it is named, since checks take the whole library.
+LAUNCHERS = ("local", "gke", "tpu_vm")
 
 # Preemptions of a run of days on machines that may be taken back.
 _RETRIES = 10
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _module(launcher: str) -> ModuleType:
-    return importlib.import_module(LAUNCHERS[launcher])
+    return importlib.import_module(f".{launcher}", __package__)
 
 
 def _local_problem(args: argparse.Namespace, command: Sequence[str] | None) -> str:
@@ -68,7 +70,8 @@ def _specified(args: argparse.Namespace) -> object:
       InputError: one of them cannot be used.
     """
     from bert_jax.plan import topology
-    from launch import checks, spec
+
+    from . import checks, spec
 
     checks.forced(args.force)  # before anything takes time
     if not args.workdir.startswith("gs://"):
@@ -94,7 +97,7 @@ def _asked(args: argparse.Namespace) -> int:
     Raises:
       InputError: nothing was launched, or the place cannot be asked.
     """
-    from launch import spec
+    from . import spec
 
     record = spec.find_record(args.workdir)
     if record is None:
@@ -129,16 +132,25 @@ def _progress(workdir: str, price_per_chip_hour: float | None) -> list[str]:
 # --- Flags --------------------------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leaves with exit code 2."""
+        self.exit(
+            errors.BAD_INPUT, f"launch: {errors.printable(message)}; see {self.prog} --help\n"
+        )
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch", description="Start a run in several processes, here or elsewhere."
+    parser = _Parser(
+        prog=PROGRAM, description="Start a run in several processes, here or elsewhere."
     )
     commands = parser.add_subparsers(dest="launcher", required=True, metavar="NAME")
     _add_local(
         commands.add_parser(
             "local",
-            usage="python -m launch local [FLAGS] EXPERIMENT\n"
-            "       python -m launch local [FLAGS] -- COMMAND",
+            usage=f"{PROGRAM} local [FLAGS] EXPERIMENT\n       {PROGRAM} local [FLAGS] -- COMMAND",
             help="several processes on this machine that are one run",
             epilog="exit code: 0 finished; 75 stopped on request, run again to go on; 74 the "
             "machine or the network failed, run again to go on; else that of the process that "

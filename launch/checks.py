@@ -10,8 +10,9 @@ from bert_jax.errors import InputError, printable
 from bert_jax.plan import report
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE
-from launch.commands import run, say
-from launch.spec import Spec
+
+from .commands import run, say
+from .spec import Spec
 
 # In the order in which they are done: the quick ones first.
 NAMES = ("commit", "workdir", "doctor", "plan")
@@ -68,6 +69,11 @@ def head() -> str:
     Raises:
       InputError: this is no git checkout.
     """
+    if not (ROOT / ".git").exists():  # installed, perhaps in somebody's checkout of something else
+        raise InputError(
+            f"{ROOT}: no git checkout, and what is shipped is a commit of one; clone bert_jax, and "
+            "use `python -m launch` there"
+        )
     done = run(["git", "-C", os.fspath(ROOT), "rev-parse", "HEAD"], _GIT_SECONDS)
     if done.code:
         raise InputError(

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from bert_jax.errors import InputError, printable
 
+# How people start this package: in a checkout, or as part of what is installed.
+PROGRAM = "python -m launch" if __package__ == "launch" else "bert-jax launch"
+
 TIMED_OUT = 124  # as timeout(1) ends
 
 # Where to get what is not installed.

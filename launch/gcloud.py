@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from bert_jax import errors
 from bert_jax.errors import InputError
-from launch import hosts
-from launch.commands import run, say
-from launch.spec import ending, verdict
+
+from . import hosts
+from .commands import run, say
+from .spec import ending, verdict
 
 # States of a queued resource: there; refused; taken away, or being; deleted by somebody, or being.
 ACTIVE, FAILED = "ACTIVE", "FAILED"

@@ -17,9 +17,10 @@ from typing import Any
 from bert_jax import errors
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, write_atomic
-from launch import checks, jobset
-from launch.commands import Done, run, say, show
-from launch.spec import FINAL, Record, Spec, find_record, script_that_writes, staging
+
+from . import checks, jobset
+from .commands import PROGRAM, Done, run, say, show
+from .spec import FINAL, Record, Spec, find_record, script_that_writes, staging
 
 _MANIFEST = "manifest.yaml"
 # For a command of kubectl's with an answer of its own, and one that waits for pods to save.
@@ -182,7 +183,7 @@ def launch(args: argparse.Namespace, spec: Spec) -> int:
             raise InputError(f"{str(error) or 'interrupted'}; {another}") from error
         raise
     say(
-        f"{spec.name} is launched: {spec.hosts} pods on {spec.topology.name}; `python -m launch "
+        f"{spec.name} is launched: {spec.hosts} pods on {spec.topology.name}; `{PROGRAM} "
         f"status {spec.workdir}` shows them, `logs` their output"
     )
     return errors.FINISHED
@@ -207,7 +208,7 @@ def _is_under_way(spec: Spec, kubectl: Kubectl) -> bool:
         return False
     if there["metadata"].get("annotations", {}).get(jobset.SHA256) != spec.sha256:
         raise InputError(
-            f"{spec.name}: is there already, with another experiment; `python -m launch stop` ends "
+            f"{spec.name}: is there already, with another experiment; `{PROGRAM} stop` ends "
             "it, or name another with --name"
         )
     before = find_record(spec.workdir)
@@ -283,6 +284,6 @@ def _script(
     final = ", ".join(map(str, FINAL))
     yield f"# A pod that ends with exit code {final} is the end. Any other end but 0 (75 is a"
     yield f"# preemption) starts all pods again, {spec.retries} times at most."
-    yield "# `python -m launch status`, `logs` and `stop` of the workdir do:"
+    yield f"# `{PROGRAM} status`, `logs` and `stop` of the workdir do:"
     for words in (kubectl.pods(), kubectl.logs(0, True), kubectl.delete()):
         yield f"#   {shlex.join(words)}"

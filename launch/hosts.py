@@ -24,9 +24,10 @@ from collections.abc import Mapping
 import bert_jax
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, write_atomic
-from launch import checks
-from launch.commands import run, say
-from launch.spec import EXPERIMENT, Spec, staging
+
+from . import checks
+from .commands import run, say
+from .spec import EXPERIMENT, Spec, staging
 
 CONSTRAINTS = "constraints.txt"
 # In the staging folder, while the wheel is built.

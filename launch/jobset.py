@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from bert_jax.errors import InputError
-from launch.spec import EXPERIMENT, FINAL, Spec, gke_names, slice_names
+
+from .spec import EXPERIMENT, FINAL, Spec, gke_names, slice_names
 
 CONTAINER = "run"
 # Of the one group of pods; the pod of host 3 of NAME is NAME-hosts-0-3-XXXXX.

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from bert_jax import errors, pod
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, write_atomic
-from launch.commands import say
-from launch.spec import EXPERIMENT, Spec, ending, is_final, script_that_writes, specify, staging
+
+from .commands import say
+from .spec import EXPERIMENT, Spec, ending, is_final, script_that_writes, specify, staging
 
 
 def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
@@ -89,5 +90,5 @@ def _script(spec: Spec, file: pathlib.Path) -> Iterator[str]:
     yield shlex.join(["mkdir", "-p", os.fspath(file.parent)])
     for name, text in {EXPERIMENT: spec.config, **spec.code}.items():
         yield from script_that_writes(file.with_name(name), text)
-    start = [sys.executable, "-m", "launch", "local", "--processes", str(spec.hosts), "--"]
+    start = [sys.executable, "-m", __package__, "local", "--processes", str(spec.hosts), "--"]
     yield shlex.join([*start, *spec.command(os.fspath(file))])

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 
 from bert_jax import errors
 from bert_jax.errors import InputError, Unavailable
-from launch import checks, hosts
-from launch.commands import run, say, show, tell
-from launch.gcloud import (
+
+from . import checks, hosts
+from .commands import PROGRAM, run, say, show, tell
+from .gcloud import (
     ACTIVE,
     DELETED,
     FAILED,
@@ -35,7 +36,7 @@ from launch.gcloud import (
     Slice,
     sleep,
 )
-from launch.spec import (
+from .spec import (
     Record,
     Spec,
     ending,
@@ -117,7 +118,7 @@ class Launch:
         """
         if self.keep:
             workdir = self.spec.workdir
-            say(f"{self.spec.name} is kept and costs money; `python -m launch stop {workdir}`")
+            say(f"{self.spec.name} is kept and costs money; `{PROGRAM} stop {workdir}`")
             return errors.INTERRUPTED
         code = self.rented.save(self.spec.hosts) if save else errors.INTERRUPTED
         self.rented.delete()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -64,6 +65,27 @@ def test_a_run_goes_on_by_its_workdir_alone(run, capsys):
     code, _, err = call(capsys, "pretrain", "--workdir", workdir, *more, "--set", "seed=3")
     assert code == 2 and "--extend" not in err
     assert (workdir / "origin.json").read_bytes() == origin
+
+
+def test_a_run_goes_on_where_its_text_was_moved_and_not_on_other_text(run, capsys, tmp_path):
+    _, file, workdir = run
+    (source,) = config.load(str(file)).corpus.sources
+    word, _, folder = source.partition(":")
+    shutil.copytree(folder, tmp_path / "text")
+    moved = (
+        "pretrain",
+        file,
+        "--workdir",
+        workdir,
+        "--set",
+        f"corpus.sources={word}:{tmp_path}/text",
+    )
+    code, out, _ = call(capsys, *moved)
+    assert code == 0 and "holds the finished run" in out
+    (tmp_path / "text" / "another.txt").write_text("Another text.")
+    code, _, err = call(capsys, *moved)
+    assert code == 2 and "started with other settings (corpus.sources: " in err
+    assert call(capsys, "pretrain", file, "--workdir", workdir)[0] == 0
 
 
 def test_a_run_that_goes_on_under_other_code_says_so(run, capsys, monkeypatch):

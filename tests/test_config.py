@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import shutil
 import sys
 
 import pytest
@@ -286,3 +287,50 @@ def test_a_module_next_to_an_experiment_that_is_none_is_no_parent(helper, tmp_pa
     (tmp_path / "base.py").write_text(BASE.format(seed=1))
     (tmp_path / "child.py").write_text("import helper\n" + CHILD)
     assert config.load_with_origin(str(tmp_path / "child.py"), [])[1]["parent"] == "base.py"
+
+
+SOURCE = """
+from bert_jax.config import Corpus, Experiment, Phase
+
+def experiment():
+    return Experiment(
+        name="x",
+        corpus=Corpus(sources=("text:./shelf", "text:../more/*.txt", "text:here", "tfds:x")),
+        phases=(Phase(steps=20_000, sequence_length=8, max_predictions_per_seq=1, batch_size=1),),
+    )
+"""
+
+
+def test_sources_that_begin_with_a_dot_lie_where_the_experiment_s_file_does(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "x.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path / "a")
+    loaded = config.load("b/x.py")
+    folder = tmp_path.resolve() / "a" / "b"
+    assert loaded.corpus.sources == (
+        f"text:{folder}/./shelf",
+        f"text:{folder}/./../more/*.txt",
+        "text:here",
+        "tfds:x",
+    )
+    monkeypatch.chdir(tmp_path)
+    assert config.load("a/b/x.py") == loaded
+    (tmp_path / "saved.json").write_text(config.to_json(loaded))
+    assert config.load("saved.json") == loaded
+    # Where it lies is no part of what it is.
+    (tmp_path / "c").mkdir()
+    shutil.copy("a/b/x.py", "c/y.py")
+    elsewhere = config.load("c/y.py")
+    assert elsewhere != loaded and config.differences(loaded, elsewhere, "all") == []
+    named = dict(config.flatten(loaded))["corpus.sources"]
+    assert named == ("text:./shelf", "text:./../more/*.txt", "text:here", "tfds:x")
+    # What is typed is of the current folder, as ever.
+    typed = config.override(loaded, ["corpus.sources=text:./shelf"])
+    assert typed.corpus.sources == ("text:./shelf",)
+
+
+@pytest.mark.parametrize(
+    "source", ["text:gs://bucket/./x", "gs://bucket/./x", "text:./x", "text:a/./x", "tfds:a/1.0.0"]
+)
+def test_other_sources_are_called_as_they_are_written(source):
+    assert config.named(source) == source

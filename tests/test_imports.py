@@ -16,7 +16,18 @@ MODULES = {
 LAYERS = (
     *("errors", "hardware", "system", "config", "storage", "text", "data", "model"),
     *("base", "training", "predict", "vectors", "tasks", "interop", "plan"),
-    *("doctor", "report", "embed", "library", "conformance", "compare", "pod", "verify", "cli"),
+    *(
+        "doctor",
+        "report",
+        "embed",
+        "library",
+        "conformance",
+        "compare",
+        "pod",
+        "verify",
+        "launch",
+        "cli",
+    ),
 )
 
 

@@ -38,6 +38,7 @@ from bert_jax.config.pretraining import (
     Parallelism,
     Phase,
     Run,
+    named,
 )
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "load",
     "load_table",
     "load_with_origin",
+    "named",
     "override",
     "own",
     "section",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import json
 import pathlib
 import re
@@ -14,11 +15,14 @@ from bert_jax.config.code import run_file
 from bert_jax.config.comparison import Table
 from bert_jax.config.fields import Section
 from bert_jax.config.finetuning import SOURCES, Finetuning, Task
-from bert_jax.config.pretraining import Corpus, Experiment
+from bert_jax.config.pretraining import Corpus, Experiment, named
 from bert_jax.errors import InputError
 
 # 2: the section `parallelism` was `mesh`, and a task's `kind` its `shape`.
 FORMAT_VERSION = 2
+
+# Experiment files that come with the package, which a bare name finds.
+SHIPPED = pathlib.Path(__file__).parents[1] / "experiments"
 
 T = typing.TypeVar("T", bound=Section)
 
@@ -26,7 +30,9 @@ T = typing.TypeVar("T", bound=Section)
 def load(path: str, kind: type[T] = Experiment) -> T:
     """Reads EXPERIMENT: a .py file that defines `experiment()`, or a resolved config as JSON.
 
-    A .py file may `import` others in its folder, to vary what their `experiment()` gives.
+    A bare name is that of a file that comes with the package. In a .py file sources that begin with
+    `./` or `../` lie where the file does, others in the current folder. It may `import` others in
+    its folder, to vary what their `experiment()` gives.
 
     Raises:
       InputError: there is none, it fails, or it is of another kind.
@@ -131,9 +137,7 @@ def _origin(
 
 def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
     """Reads EXPERIMENT, and the name and experiment of the file it varies, if it does."""
-    file = pathlib.Path(path)
-    if not file.is_file():
-        raise InputError(f"{path}: no such experiment file")
+    file = _found(path)
     if file.suffix == ".py":
         experiment, parent = run_file(file, "experiment")
         if not isinstance(experiment, Experiment | Finetuning):
@@ -142,10 +146,49 @@ def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
                 "bert_jax.config.Experiment or Finetuning"
             )
         _require_kind(type(experiment), kind, path)
-        return typing.cast(T, experiment), parent
+        return typing.cast(T, _placed(experiment, file.parent.resolve())), parent
     if file.suffix == ".json":
         return from_json(decode(file.read_bytes(), path), path, kind), None
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
+
+
+def _found(path: str) -> pathlib.Path:
+    """Returns the file of an experiment, which a bare name finds among those that are shipped."""
+    file = pathlib.Path(path)
+    if file.is_file():
+        return file
+    shipped = {one.stem: one for one in sorted((*SHIPPED.glob("*.py"), *SHIPPED.glob("*/*.py")))}
+    if path in shipped:
+        return shipped[path]
+    near = difflib.get_close_matches(file.stem, shipped, n=1, cutoff=0.8)
+    hint = f"did you mean {near[0]}?" if near else f"by name there are {', '.join(shipped)}"
+    raise InputError(f"{path}: no such experiment file; {hint}")
+
+
+def _placed(experiment: Section, folder: pathlib.Path) -> Section:
+    """Returns an experiment whose sources that begin with `./` lie in a folder.
+
+    What lies before `/./` is where this machine has it, and no part of what a source is called.
+    """
+    tree, changed = _plain(experiment), False
+    for path, _ in flatten(experiment):
+        *sections, name = path.split(".")
+        if name in _SOURCES:
+            section_ = functools.reduce(dict.__getitem__, sections, tree)
+            given, section_[name] = section_[name], [_place(one, folder) for one in section_[name]]
+            changed |= section_[name] != given
+    return _build(type(experiment), tree, "") if changed else experiment
+
+
+def _place(source: str, folder: pathlib.Path) -> str:
+    word, colon, place = source.partition(":")
+    if not place.startswith(("./", "../")):
+        return source
+    return f"{word}{colon}{folder}/./{place.removeprefix('./')}"
+
+
+# Fields that hold sources.
+_SOURCES = ("sources", "train", "validation")
 
 
 def _require_kind(kind: type, wanted: type, where: str) -> None:
@@ -312,7 +355,10 @@ def differences(old: Section, new: Section, role: str) -> list[str]:
 
 
 def flatten(section: Any, role: str = "all", path: str = "") -> list[tuple[str, object]]:
-    """Lists (path, value) of every field, in order; `role` keeps identity or placement alone."""
+    """Lists (path, value) of every field, in order; `role` keeps identity or placement alone.
+
+    Sources are as `named` has them.
+    """
     rows: list[tuple[str, object]] = []
     for f in dataclasses.fields(section):
         value, where = getattr(section, f.name), f"{path}{f.name}"
@@ -322,7 +368,7 @@ def flatten(section: Any, role: str = "all", path: str = "") -> list[tuple[str, 
             for i, item in enumerate(value):
                 rows += flatten(item, role, f"{where}.{i}.")
         elif role in ("all", section.role):
-            rows.append((where, value))
+            rows.append((where, tuple(map(named, value)) if f.name in _SOURCES else value))
     return rows
 
 

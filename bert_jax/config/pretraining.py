@@ -165,12 +165,25 @@ class Model(Section):
         )
 
 
+# What stands before a path that an experiment's file gave as relative to its own folder.
+_FOLDER = re.compile(r"(?:(?<=\w:)|^)/(?!/).*/\./")
+
+
+def named(source: str) -> str:
+    """Returns what a source, or a file of one, is called wherever it lies.
+
+    `text:/home/me/experiments/./shelf`, which a file in that folder spells `text:./shelf`, is that
+    again.
+    """
+    return _FOLDER.sub("./", source, count=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus(Section):
     """The text and how it becomes ids.
 
     A source is WORD:PLACE: a word of `TEXT_FILES`, tfds or tfds_dir, and a file, folder, pattern or
-    dataset; relative paths are relative to the current directory. `tokenizer` is "train", or a
+    dataset; see `named`. `tokenizer` is "train", or a
     `vocab.txt`, a `.model`, or a tokenizer folder of an earlier run.
     """
 
@@ -178,7 +191,8 @@ class Corpus(Section):
     label = "corpus"
 
     # text:, jsonl:, csv:, tsv: or parquet:FOLDER_OR_GLOB, relative to the current directory or at
-    # an address that fsspec knows (gs://, hf://); tfds:NAME or tfds_dir:PATH.
+    # an address that fsspec knows (gs://, hf://); tfds:NAME or tfds_dir:PATH. What begins with ./
+    # or ../ in an experiment's .py file lies where that file does.
     sources: tuple[str, ...]
     # How a file falls into documents and paragraphs; per_file decides by its longest line.
     layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"

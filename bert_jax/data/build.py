@@ -8,6 +8,7 @@ constant in the corpus, except 12 bytes a document.
 
 import dataclasses
 import importlib.metadata
+import json
 import os
 import pathlib
 import shutil
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from bert_jax.config import Corpus
+from bert_jax.config import Corpus, named
 from bert_jax.data import beam, dataset, parts, stream, workers
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.workers import Progress
@@ -187,8 +188,9 @@ def build(
     hashes = {path: sha for record in records for path, sha in record["sources"].items()}
     for row in sources:
         row["sha256"] = hashes.get(row["file"]) or documents.sha256(row["file"])
+        row["file"] = named(row["file"])
     return {
-        "settings": {**dataclasses.asdict(corpus), "vocab_size": vocab_size},
+        "settings": {**settings_of(corpus), "vocab_size": vocab_size},
         "sources": sources,
         "tokenizer": {"kind": chosen.kind, "case": chosen.case, "sha256": chosen.sha256},
         "documents_repeated": survey.repeated,
@@ -200,6 +202,12 @@ def build(
             for name in ("bert-jax", "sentencex", "sentencepiece", "numpy")
         },
     }
+
+
+def settings_of(corpus: Corpus) -> dict[str, Any]:
+    """Returns the settings of a corpus as JSON holds them, sources as any machine calls them."""
+    settings = dataclasses.asdict(corpus) | {"sources": [named(one) for one in corpus.sources]}
+    return json.loads(json.dumps(settings))
 
 
 def listed(folder: epath.Path) -> dict[str, list[Any]]:

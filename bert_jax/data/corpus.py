@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from etils import epath
 
-from bert_jax.config import Corpus
+from bert_jax.config import Corpus, named
 from bert_jax.data import build, dataset, plans, stream
 from bert_jax.data.dataset import SPLITS
 from bert_jax.errors import InputError, Unavailable
@@ -289,12 +289,13 @@ def _require_same(
 ) -> None:
     """Raises InputError if the folder was made from other text, settings or another tokenizer."""
     mend = f"choose another --workdir, or remove {folder} to prepare it again"
-    settings = json.loads(json.dumps(dataclasses.asdict(corpus)))
+    settings = build.settings_of(corpus)
     # What a corpus made by an earlier version has no word of was as it is by default.
     earlier = dataclasses.asdict(Corpus(sources=corpus.sources)) | manifest["settings"]
+    elsewhere = earlier["sources"] != settings["sources"] and _holds(manifest, corpus)
     for name, value in {**settings, "vocab_size": vocab_size}.items():
         old = earlier.get(name)
-        if old != value:
+        if old != value and not (name == "sources" and elsewhere):
             raise InputError(f"{folder}: prepared with {name}={old!r}, now {value!r}; {mend}")
     if corpus.tokenizer != "train" and not epath.Path(corpus.tokenizer).exists():
         # A corpus may be carried to a machine that has neither its text nor its vocabulary file.
@@ -303,6 +304,8 @@ def _require_same(
         now = tokenizer.load(corpus.tokenizer, corpus.case).sha256
         if now != manifest["tokenizer"].get("sha256"):
             raise InputError(f"{folder}: {corpus.tokenizer} has changed since; {mend}")
+    if elsewhere:
+        return
     try:
         sources = documents.fingerprint(corpus)
     except InputError as error:
@@ -310,7 +313,7 @@ def _require_same(
         say(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
     old_files = {row["file"]: row for row in manifest["sources"]}
-    new_files = {row["file"]: row for row in sources}
+    new_files = {named(row["file"]): row for row in sources}
     for file in sorted(old_files.keys() | new_files.keys()):
         if not _is_same_file(old_files.get(file), new_files.get(file)):
             change = "has changed"
@@ -319,6 +322,22 @@ def _require_same(
             elif file not in new_files:
                 change = "is gone"
             raise InputError(f"{folder}: {file} {change} since this corpus was prepared; {mend}")
+
+
+def is_made_of(folder: epath.Path, corpus: Corpus) -> bool:
+    """Returns whether a corpus was made of what sources hold, file by file, wherever it lay."""
+    return mirror.exists(folder / COMPLETE) and _holds(open_manifest(folder), corpus)
+
+
+def _holds(manifest: dict[str, Any], corpus: Corpus) -> bool:
+    old, words = manifest["sources"], [source.partition(":")[0] for source in corpus.sources]
+    if words != [source.partition(":")[0] for source in manifest["settings"]["sources"]]:
+        return False
+    try:
+        new = documents.fingerprint(corpus)
+    except InputError:
+        return False
+    return len(old) == len(new) and all(map(_is_same_file, old, new))
 
 
 def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> bool:

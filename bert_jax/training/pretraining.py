@@ -299,6 +299,9 @@ class PretrainingSetup:
             if any(line.startswith(last) for line in changed):
                 self._say("extend: the schedules now end later, and so change")
             changed = [line for line in changed if not line.startswith(last)]
+        moved = [line for line in changed if line.startswith("corpus.sources:")]
+        if moved and corpus.is_made_of(self._workdir.corpus, experiment.corpus):
+            changed = [line for line in changed if line not in moved]
         if experiment.init_from and not changed:
             if base_lib.is_base(epath.Path(experiment.init_from)):
                 base_lib.require_same_weights(experiment.init_from, metadata["init_sha256"])

@@ -345,6 +345,38 @@ def test_a_corpus_whose_text_is_gone_is_used_as_prepared(prepared):
     assert all("used as prepared" in line for line in lines)
 
 
+def test_text_that_was_moved_is_the_same_and_other_text_is_not(prepared):
+    """A corpus is made of what its sources hold."""
+    before = state(prepared.folder)
+    moved = prepared.root / "moved"
+    shutil.copytree(prepared.text, moved)
+    lines = []
+    prepared.prepare(say=lines.append, sources=(f"text:{moved}",))
+    assert state(prepared.folder) == before and lines == []
+    here = f"text:{prepared.root}/./moved"
+    manifest = prepared.prepare(sources=(here,))
+    assert corpus.is_made_of(prepared.folder, Corpus(sources=(here,)))
+    assert manifest["settings"]["sources"] == [f"text:{prepared.text}"]
+    (moved / "003.txt").write_text("other text.\n")
+    for source in (here, f"jsonl:{prepared.text}", f"text:{prepared.root}/nowhere"):
+        with pytest.raises(InputError, match="prepared with sources="):
+            prepared.prepare(sources=(source,))
+
+
+def test_files_are_called_as_they_would_be_on_any_machine(place):
+    manifest = place.prepare(sources=(f"text:{place.root}/./text",))
+    assert manifest["settings"]["sources"] == ["text:./text"]
+    assert manifest["sources"][0]["file"] == "./text/000.txt"
+    before = state(place.folder)
+    (place.root / "b").mkdir()
+    shutil.move(place.root / "text", place.root / "b")
+    place.prepare(sources=(f"text:{place.root}/b/./text",))
+    (place.root / "b" / "text" / "003.txt").write_text("other text.\n")
+    with pytest.raises(InputError, match=r"\./text/003\.txt has changed since"):
+        place.prepare(sources=(f"text:{place.root}/b/./text",))
+    assert state(place.folder) == before
+
+
 # --- Killed in the middle ---
 
 KILLED = """
