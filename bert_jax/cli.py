@@ -596,9 +596,16 @@ def checkpoints(args: argparse.Namespace) -> int:
         "--source",
     ),
     _argument(
+        "--input",
+        metavar="FILE",
+        help="of a fine-tuned run: .csv, .tsv or .jsonl, whose rows go to --out with columns "
+        "`predicted` and `probability`",
+    ),
+    _argument(
         "--out",
         metavar="FILE",
-        help="of a fine-tuned run: where answers go as JSON lines [they are printed]",
+        help="of a fine-tuned run: where answers go as JSON lines [they are printed]; with "
+        "--input a .csv, .tsv or .jsonl",
     ),
     _TUNED_BASE,
 )
@@ -614,6 +621,7 @@ def predict(args: argparse.Namespace) -> int:
         given = {
             "--source": args.source or None,
             "--score": args.score or None,
+            "--input": args.input,
             "--out": args.out,
             "--from": args.base,
         }
@@ -630,6 +638,15 @@ def _do_task(args: argparse.Namespace) -> int:
 
     if args.text and (args.source or args.score):
         raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
+    if args.input is not None:
+        if args.text or args.source or args.score or args.out is None:
+            raise InputError("--input: needs --out, and no TEXT, --source or --score")
+        keep_compiled_programs()
+        said = predict_lib.predict_table(
+            args.workdir, args.base, args.checkpoint, args.input, args.out
+        )
+        _say(f"{printable(args.out)}: {printable(said)}")
+        return FINISHED
     keep_compiled_programs()
     for line in predict_lib.predict(
         args.workdir,

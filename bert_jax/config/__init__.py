@@ -17,6 +17,7 @@ from bert_jax.config.files import (
     load_with_origin,
     override,
     section,
+    source_of,
     to_json,
 )
 from bert_jax.config.finetuning import (
@@ -73,5 +74,6 @@ __all__ = [
     "override",
     "own",
     "section",
+    "source_of",
     "to_json",
 ]

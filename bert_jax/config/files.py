@@ -86,7 +86,7 @@ def finetuning_of(
         if flag not in described:
             raise InputError(f"{flag}: name a TASKFILE, or all of --kind, --train and --validation")
     sources = {
-        flag: tuple(_source(flag, described["--kind"], file) for file in described[flag])
+        flag: tuple(source_of(flag, described["--kind"], file) for file in described[flag])
         for flag in ("--train", "--validation")
     }
     columns = {"--text": "text_column", "--second": "second_column", "--label": "label_column"}
@@ -104,8 +104,12 @@ def finetuning_of(
     return experiment, _origin("the command line", settings, experiment, None)
 
 
-def _source(flag: str, kind: str, file: str) -> str:
-    """Returns a source as `task.train` has it, by the end of the file's name."""
+def source_of(flag: str, kind: str, file: str) -> str:
+    """Returns a source as `task.train` has it, by the end of the file's name.
+
+    Raises:
+      InputError: which names the flag, if that does not say how the file is read for this kind.
+    """
     if file.partition(":")[0] in SOURCES[kind]:
         return file
     ending = pathlib.PurePath(file).suffix.lower()

@@ -73,6 +73,8 @@ class Task(Section):
     train: tuple[str, ...] = ()
     # Sources of examples to score on.
     validation: tuple[str, ...]
+    # Whether an example with a blank text or label is an error, or left out.
+    blank_cells: Literal["stop", "skip"] = "stop"
     # Whether a TSV or CSV file's first line names its columns.
     header: Literal["first_line", "none"] = "first_line"
     # The text, or the first of two; of minimal pairs the acceptable one.
@@ -156,6 +158,9 @@ class Task(Section):
         self._require_at_least(8, "max_sequence_length")
         self._require_at_least(1, "document_stride", "max_query_length", "max_answer_length")
         if self.kind == "span":
+            self._require(
+                self.blank_cells == "stop", "blank_cells", "task.kind=span has no cells; leave it"
+            )
             self._validate_windows()
 
     def _validate_windows(self) -> None:
@@ -296,6 +301,11 @@ class Finetuning(Section):
     adapt: Adapt = field(default_factory=Adapt)
     # Times that each example is learned from.
     epochs: float = 3.0
+    # Evaluations in a row without a lower held-out loss after which the run ends; 0: none are too
+    # many.
+    patience: int = 0
+    # Of the loss: none counts all examples alike; balanced all labels, however often they come.
+    class_weights: Literal["none", "balanced"] = "none"
     # Examples a step, over all devices.
     batch_size: int = 32
     # Of all steps, those in which the learning rate rises.
@@ -309,6 +319,12 @@ class Finetuning(Section):
         self._require(0 <= self.seed < 2**32, "seed", "must be in [0, 2**32)")
         self._require(self.epochs > 0, "epochs", "must be positive")
         self._require_at_least(1, "batch_size")
+        self._require_at_least(0, "patience")
+        self._require(
+            self.class_weights == "none" or self.task.kind in ("classify", "pair", "tag"),
+            "class_weights",
+            f"task.kind={self.task.kind} has no labels that come more or less often; leave it",
+        )
         self._require_share("warmup_share")
         for name in ("watch", "probes", "corpus_dir"):
             if getattr(self.run, name):

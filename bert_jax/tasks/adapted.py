@@ -94,7 +94,11 @@ class LoadedBase:
         return cls(model, params, fresh, trained.tokenizer, digest.hexdigest())
 
     def objective(
-        self, experiment: Finetuning, kind: TaskKind, labels: Sequence[str]
+        self,
+        experiment: Finetuning,
+        kind: TaskKind,
+        labels: Sequence[str],
+        class_weights: Sequence[float] = (),
     ) -> TaskObjective:
         """Returns the loss of the experiment's task over this base."""
         return TaskObjective(
@@ -105,6 +109,7 @@ class LoadedBase:
             len(labels) if experiment.task.kind == "choice" else 1,
             experiment.adapt,
             self.fresh_parts,
+            tuple(class_weights),
         )
 
     def read_by(self, kind: TaskKind) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +25,8 @@ NoAnswer = Literal["never", "possible"]
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 # Outside an entity, at its beginning, inside. A type may be missing.
 _ENTITY_TAG = re.compile(r"O|[BI](-.+)?", re.DOTALL)
+# What to do about a blank cell.
+_CELL = "fill it in, leave the example out, or set task.blank_cells=skip"
 # What a typed line holds; tabs separate its texts.
 _LINE_FORMS = {
     "classify": "TEXT",
@@ -115,12 +117,16 @@ class MinimalPair:
 Example = Sentence | Tagged | Question | MinimalPair
 
 
-def read(task: Task, sources: tuple[str, ...], labelled: Labelled) -> list[Example]:
+def read(
+    task: Task, sources: tuple[str, ...], labelled: Labelled, blank: list[str] | None = None
+) -> list[Example]:
     """Returns the examples of all sources, in order; see `each`."""
-    return list(each(task, sources, labelled))
+    return list(each(task, sources, labelled, blank))
 
 
-def each(task: Task, sources: tuple[str, ...], labelled: Labelled) -> Iterator[Example]:
+def each(
+    task: Task, sources: tuple[str, ...], labelled: Labelled, blank: list[str] | None = None
+) -> Iterator[Example]:
     """Yields the examples of all sources in order: `Question` for `span`, `Tagged` for `tag`,
     `MinimalPair` for `minimal_pairs`, else `Sentence`.
 
@@ -129,6 +135,7 @@ def each(task: Task, sources: tuple[str, ...], labelled: Labelled) -> Iterator[E
       sources: as `Task` has them.
       labelled: whether every example must have a label, or labels are not read and their column
         may be missing.
+      blank: is given the places of those that are left out by `task.blank_cells`.
 
     Raises:
       InputError: a source that cannot be read for this kind or has no examples, a column that is
@@ -139,7 +146,7 @@ def each(task: Task, sources: tuple[str, ...], labelled: Labelled) -> Iterator[E
     places: dict[str, str] = {}  # of questions, by id
     for source in sources:
         count = 0
-        for example in _of_source(task, source, labelled):
+        for example in _of_source(task, source, labelled, [] if blank is None else blank):
             if isinstance(example, Question):
                 if example.id in places:
                     raise InputError(
@@ -153,22 +160,48 @@ def each(task: Task, sources: tuple[str, ...], labelled: Labelled) -> Iterator[E
             raise InputError(f"{source}: holds no examples")
 
 
-def _of_source(task: Task, source: str, labelled: Labelled) -> Iterator[Example]:
+def _of_source(task: Task, source: str, labelled: Labelled, blank: list[str]) -> Iterator[Example]:
     if task.kind == "span":
         yield from _questions(source, task.no_answer, labelled)
         return
-    make = {"tag": _tagged, "minimal_pairs": _minimal_pair}.get(task.kind, _sentence)
     label_columns = (task.label_column,) if labelled == "labelled" else ()
     if task.field_column:
         label_columns += (task.field_column,)
     for place, values in formats.rows(source, task.header, (*task.text_columns, *label_columns)):
-        count = len(task.text_columns)
-        yield make(task, place, values[:count], values[count:])
+        if task.blank_cells == "skip" and any(map(is_blank, values)):
+            blank.append(place)
+        else:
+            yield of_values(task, place, values)
+
+
+def is_blank(value: Any) -> bool:
+    """Tells whether a cell holds nothing: JSON's null, or white space at most."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def of_values(task: Task, place: str, values: list[Any]) -> Example:
+    """Returns an example of its cells: of `task.text_columns`, then those of labels, if any.
+
+    Raises:
+      InputError: see `each`.
+    """
+    make = {"tag": _tagged, "minimal_pairs": _minimal_pair}.get(task.kind, _sentence)
+    count = len(task.text_columns)
+    return make(task, place, values[:count], values[count:])
+
+
+def in_words(blank: Mapping[str, Sequence[str]]) -> str:
+    """Returns how many were left out of what, and where the first stood."""
+    shown = [
+        f"{len(places)} of {name}" + (f" (the first at {places[0]})" if places else "")
+        for name, places in blank.items()
+    ]
+    return ", ".join(shown)
 
 
 def _sentence(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Sentence:
     columns = zip(task.text_columns, texts, strict=True)
-    checked = tuple(text_of(value, f"column {column!r}", place) for column, value in columns)
+    checked = tuple(text_of(value, f"column {column!r}", place, _CELL) for column, value in columns)
     label: str | float | None = None
     for value in labels:
         what = f"column {task.label_column!r}"
@@ -249,7 +282,7 @@ def _name(value: Any, what: str, place: str) -> str:
         raise InputError(f"{place}: {what} is missing: the example has no label")
     if isinstance(value, bool | int):
         return json.dumps(value)
-    return text_of(value, what, place).strip()
+    return text_of(value, what, place, _CELL).strip()
 
 
 def _number(value: Any, what: str, place: str) -> float:

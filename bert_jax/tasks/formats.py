@@ -75,6 +75,41 @@ def rows(source: str, header: str, columns: Sequence[str]) -> Iterator[Row]:
     return _records(_json_lines(path) if word == "jsonl" else _dataset(source), columns)
 
 
+def records(source: str, header: str) -> Iterator[tuple[str, list[str], list[Any]]]:
+    """Yields all of each example of a table: its place, the names of its columns, their values.
+
+    Args:
+      source: `tsv`, `csv` or `jsonl`.
+      header: as of `rows`.
+
+    Raises:
+      InputError: as `rows`.
+    """
+    word, _, path = source.partition(":")
+    if word == "jsonl":
+        for place, record in _json_lines(path):
+            yield place, list(record), list(record.values())
+        return
+    first, names, lines = _begun(_tsv(path) if word == "tsv" else _csv(path), header)
+    for number, cells in lines:
+        place = f"{path}:{number}"
+        _require_as_many(cells, len(names), place, first)
+        yield place, names, cells
+
+
+def chosen(columns: Sequence[str], names: list[str], place: str) -> list[int]:
+    """Returns where columns stand among those that there are.
+
+    Raises:
+      InputError: which names the place, if one is not there, or more than once.
+    """
+    _require_columns(columns, names, place)
+    for column in columns:
+        if names.count(column) > 1:
+            raise InputError(f"{place}: more than one column {column!r}; rename the others")
+    return [names.index(column) for column in columns]
+
+
 def _lines(path: str) -> Iterator[str]:
     """Yields a text file's lines without their ends; .gz and .zst are uncompressed."""
     return (line.removesuffix("\r") for _, line in text_lines.of_file(path))
@@ -108,22 +143,29 @@ def _csv(path: str) -> Iterator[tuple[int, list[str]]]:
 def _table(
     path: str, lines: Iterator[tuple[int, list[str]]], header: str, columns: Sequence[str]
 ) -> Iterator[Row]:
-    first, names = next(lines, (0, []))
+    first, names, lines = _begun(lines, header)
     if not names:
         return
-    if header == "none":
-        lines = itertools.chain([(first, names)], lines)
-        names = [str(i) for i in range(len(names))]
-    chosen = _chosen(columns, names, f"{path}:{first}")
+    which = chosen(columns, names, f"{path}:{first}")
     for number, cells in lines:
         place = f"{path}:{number}"
         _require_as_many(cells, len(names), place, first)
-        yield place, [cells[i] for i in chosen]
+        yield place, [cells[i] for i in which]
+
+
+def _begun(
+    lines: Iterator[tuple[int, list[str]]], header: str
+) -> tuple[int, list[str], Iterator[tuple[int, list[str]]]]:
+    """Returns the number of a table's first line, the names of its columns, and its examples."""
+    first, names = next(lines, (0, []))
+    if header == "first_line" or not names:
+        return first, names, lines
+    return first, [str(i) for i in range(len(names))], itertools.chain([(first, names)], lines)
 
 
 def _conll(path: str, columns: Sequence[str]) -> Iterator[Row]:
     first = start = width = 0
-    chosen: list[int] = []
+    which: list[int] = []
     words: list[list[str]] = []
     # The file's end ends a sentence, too.
     for number, line in enumerate(itertools.chain(_lines(path), [""]), 1):
@@ -131,13 +173,13 @@ def _conll(path: str, columns: Sequence[str]) -> Iterator[Row]:
         cells = re.split(r"[ \t]+", line.strip(" \t"))
         if cells == [""] or cells[0] == "-DOCSTART-":
             if words:
-                yield f"{path}:{start}", [[cells[i] for cells in words] for i in chosen]
+                yield f"{path}:{start}", [[cells[i] for cells in words] for i in which]
             words = []
             continue
         place = f"{path}:{number}"
         if not first:
             first, width = number, len(cells)
-            chosen = _chosen(columns, [str(i) for i in range(width)], place)
+            which = chosen(columns, [str(i) for i in range(width)], place)
         _require_as_many(cells, width, place, first)
         start = start if words else number
         words.append(cells)
@@ -149,15 +191,6 @@ def _require_as_many(cells: list[str], count: int, place: str, first: int) -> No
             f"{place}: {len(cells)} columns, but line {first} has {count}; mend the line, or leave "
             "it out"
         )
-
-
-def _chosen(columns: Sequence[str], names: list[str], place: str) -> list[int]:
-    """Returns where the columns stand among those that there are."""
-    _require_columns(columns, names, place)
-    for column in columns:
-        if names.count(column) > 1:
-            raise InputError(f"{place}: more than one column {column!r}; rename the others")
-    return [names.index(column) for column in columns]
 
 
 def _require_columns(columns: Sequence[str], names: Collection[str], place: str) -> None:
@@ -286,7 +319,9 @@ def field(node: Any, key: str, of: type, where: str) -> Any:
     return node[key]
 
 
-def text_of(value: object, name: str, place: str) -> str:
+def text_of(
+    value: object, name: str, place: str, remedy: str = "fill it in, or leave the example out"
+) -> str:
     """Returns a text that any tokenizer takes, not a blank one.
 
     Halves of surrogate pairs, which JSON can spell and no encoding can, become U+FFFD.
@@ -294,7 +329,7 @@ def text_of(value: object, name: str, place: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"{place}: {name} is {type_name(value)}, not a text")
     if not value.strip():
-        raise InputError(f"{place}: {name} is blank; fill it in, or leave the example out")
+        raise InputError(f"{place}: {name} is blank; {remedy}")
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -89,8 +89,14 @@ class FinetuningSetup:
         self.experiment, self.compute_dtype = experiment, experiment.adapt.compute_dtype
         self._workdir, self._say = workdir, say
         self._base = LoadedBase.of(experiment)
-        self._train = examples_lib.read(experiment.task, experiment.task.train, "labelled")
-        self._held_out = examples_lib.read(experiment.task, experiment.task.validation, "labelled")
+        self._blank: dict[str, list[str]] = {"train": [], "validation": []}
+        self._train, self._held_out = (
+            examples_lib.read(experiment.task, sources, "labelled", self._blank[name])
+            for name, sources in (
+                ("train", experiment.task.train),
+                ("validation", experiment.task.validation),
+            )
+        )
         self.labels = examples_lib.labels_of(experiment.task, self._train)
         examples_lib.require_known(self.labels, self._held_out)
         self.sha256 = examples_lib.sha256([*self._train, *self._held_out], self.labels)
@@ -100,7 +106,12 @@ class FinetuningSetup:
         )
         self._kind = kind_of(experiment.task, self.labels, self._base.tokenizer)
         self._rows = self._kind.rows(self._train)
-        self.objective: TaskObjective = self._base.objective(experiment, self._kind, self.labels)
+        weights: tuple[float, ...] = ()
+        if experiment.class_weights == "balanced":
+            weights = rows.balanced_weights(self._rows, len(self.labels))
+        self.objective: TaskObjective = self._base.objective(
+            experiment, self._kind, self.labels, weights
+        )
         self._batches = rows.TrainBatches(
             self._rows, self._base.tokenizer.pad_id, experiment.batch_size, experiment.seed
         )
@@ -169,6 +180,12 @@ class FinetuningSetup:
         guessing = _guessing(experiment.task, self._guess)
         if experiment.task.kind in ("classify", "pair", "choice"):
             self._say(f"finetune: {_counted(experiment.task, self.labels, self._train)}{guessing}")
+        if self.objective.class_weights:
+            by_label = zip(self.labels[:_LABELS], self.objective.class_weights, strict=False)
+            shown = ", ".join(f"{name} {weight:.3g}" for name, weight in by_label)
+            self._say(f"finetune: class weights {shown}{_more(self.labels)}")
+        if experiment.task.blank_cells == "skip":
+            self._say(f"finetune: left out for blank cells: {examples_lib.in_words(self._blank)}")
         tokenizer = self._base.tokenizer
         shares = {
             "train": unknown.Share(tokenizer).add(self._rows.ids),
@@ -224,6 +241,7 @@ class FinetuningSetup:
             ),
             notes=self._notes,
             fixed=fixed,
+            patience=experiment.patience,
         )
 
     def _operations(self, batch: dict[str, jax.Array]) -> int:
@@ -257,6 +275,7 @@ class FinetuningSetup:
             "labels": list(self.labels),
             "no_answer_threshold": evaluation.get("no_answer_threshold"),
             "total_steps": self.total_steps,
+            "class_weights": list(self.objective.class_weights),
         }
 
     def _evaluate(self, params: Any, forward: Forward, fixed: Any) -> dict[str, Any]:
@@ -296,11 +315,14 @@ def _counted(task: Task, labels: Sequence[str], train: Sequence[Any]) -> str:
     """Returns how often each label is trained on, and which one F1 is of."""
     counts = collections.Counter(str(example.label) for example in train)
     shown = ", ".join(f"{name} {counts[name]:,}" for name in labels[:_LABELS])
-    more = f" and {len(labels) - _LABELS} more" if len(labels) > _LABELS else ""
     positive = ""
     if len(labels) == 2 and "f1" in SCORES[task.kind]:
         positive = f"; f1 is of {labels[1]!r}"
-    return f"labels {shown}{more}{positive}"
+    return f"labels {shown}{_more(labels)}{positive}"
+
+
+def _more(labels: Sequence[str]) -> str:
+    return f" and {len(labels) - _LABELS} more" if len(labels) > _LABELS else ""
 
 
 def summary(line: dict[str, Any]) -> str:

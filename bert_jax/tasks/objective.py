@@ -166,6 +166,7 @@ class TaskObjective:
       rows_per_example: rows that make one example.
       adapt: how the base is adapted.
       fresh_parts: parts that the base never learned.
+      class_weights: of each label in the loss; empty: they are alike.
     """
 
     model: Model
@@ -175,6 +176,7 @@ class TaskObjective:
     rows_per_example: int
     adapt: Adapt
     fresh_parts: tuple[str, ...] = ()
+    class_weights: tuple[float, ...] = ()
 
     losses: tuple[str, ...] = ("loss",)
 
@@ -243,6 +245,10 @@ class TaskObjective:
             targets = targets[:: self.rows_per_example]
             weights = weights[:: self.rows_per_example]
         loss, hits = losses_lib.classification(logits, targets, weights)
+        if self.class_weights:
+            of_labels = jnp.array(self.class_weights, jnp.float32)[targets]
+            weighted, _ = losses_lib.classification(logits, targets, weights * of_labels)
+            loss = jnp.stack([weighted[0], loss[1]])
         return {"loss": loss, "accuracy": hits}
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:

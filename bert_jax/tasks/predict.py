@@ -1,6 +1,9 @@
 """Predictions of a fine-tuned run for examples, and their scores."""
 
+import collections
+import csv
 import dataclasses
+import io
 import itertools
 import json
 import sys
@@ -10,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 from etils import epath
 
+from bert_jax import config
 from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment, write_atomic
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import rows
+from bert_jax.tasks import formats, rows
 from bert_jax.tasks.adapted import Forward, LoadedBase, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence
 from bert_jax.text import unknown
@@ -69,7 +73,9 @@ class TaskModel:
             loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
             task, self.labels = self.experiment.task, tuple(metadata["notes"]["labels"])
             self._kind = kind_of(task, self.labels, loaded.tokenizer)
-            objective = loaded.objective(self.experiment, self._kind, self.labels)
+            # Runs of the time before there were any have none.
+            weights = metadata["notes"].get("class_weights", ())
+            objective = loaded.objective(self.experiment, self._kind, self.labels, weights)
             abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
             restored = _restored(saved, which, {"params": abstract["params"]})
         self.step, self.params = restored.step, restored.state["params"]
@@ -209,12 +215,12 @@ def predict(
     """
     model = TaskModel(root, base, which)
     task = model.experiment.task
-    scores = None
+    scores, blank = None, list[str]()
     if what == "score":
-        examples = examples_lib.read(task, sources or task.validation, "labelled")
+        examples = examples_lib.read(task, sources or task.validation, "labelled", blank)
         scores, answers = model.score(examples)
     elif sources:
-        answers = model.predict(examples_lib.each(task, sources, "unlabelled"))
+        answers = model.predict(examples_lib.each(task, sources, "unlabelled", blank))
     elif isinstance(texts, Sequence):
         answers = model.predict(examples_lib.parse_arguments(task, texts))
     else:
@@ -225,8 +231,138 @@ def predict(
         yield _json(scores)
     elif out is None:
         yield from map(_json, answers)
+    if blank:
+        left_out = examples_lib.in_words({"the examples": blank})
+        print(f"left out for blank cells: {left_out}", file=sys.stderr)
+    _warn_of_unknown(model)
+
+
+def _warn_of_unknown(model: TaskModel) -> None:
     if warning := model.unknown.warning("the text"):
         print(warning, file=sys.stderr)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+# What is written next to the columns of a file.
+_PREDICTED, _PROBABILITY = "predicted", "probability"
+_WRITTEN = (".csv", ".tsv", ".jsonl")
+
+
+def predict_table(root: str, base: str | None, which: str, file: str, out: str) -> str:
+    """Writes a file's rows with what a fine-tuned run predicts for each in columns of its own.
+
+    `predicted` is a label, a regression's number or a list of tags; `probability` is the label's.
+    A row with a blank text has neither, and is counted; labels are not read.
+
+    Args:
+      root: of the run.
+      base: where its base lies now; None: where it lay.
+      which: of its checkpoints.
+      file: .csv, .tsv or .jsonl, or a source of one.
+      out: .csv, .tsv or .jsonl.
+
+    Returns:
+      How many rows were written, and how often each label was predicted, in words.
+
+    Raises:
+      InputError: see `TaskModel`; or a file that is no such, or has a column of these names.
+    """
+    model = TaskModel(root, base, which)
+    task = model.experiment.task
+    source, ending = file, epath.Path(out).suffix
+    if task.kind != "span":
+        source = config.source_of("--input", task.kind, file)
+    if source.partition(":")[0] not in ("csv", "tsv", "jsonl"):
+        raise InputError(
+            f"--input {file}: a file of columns is needed, and task.kind={task.kind} reads no "
+            "such; --source and --out FILE write its answers as JSON lines"
+        )
+    if ending not in _WRITTEN:
+        raise InputError(f"--out {out}: end its name in {', '.join(_WRITTEN)}")
+    counts, blank = collections.Counter[str](), list[str]()
+    rows_ = _predicted_rows(model, source, counts, blank)
+    write_atomic(epath.Path(out), _written(rows_, ending, task.header))
+    _warn_of_unknown(model)
+    shown = ", ".join(f"{label} {counts[label]:,}" for label in model.labels if counts[label])
+    parts = [f"{counts.total() + len(blank):,} rows of {file}"]
+    parts += [f"predicted {shown}"] if shown and task.kind != "tag" else []
+    if blank:
+        left_out = examples_lib.in_words({"them": blank})
+        parts.append(f"no prediction, since a text is blank, for {left_out}")
+    return "; ".join(parts)
+
+
+def _predicted_rows(
+    model: TaskModel, source: str, counts: collections.Counter[str], blank: list[str]
+) -> Iterator[tuple[str, list[str], list[Any]]]:
+    """Yields place, names and values of each row, with the predicted ones; counts labels."""
+    task = model.experiment.task
+    records = formats.records(source, task.header)
+    more = [_PREDICTED] if task.kind in ("regress", "tag") else [_PREDICTED, _PROBABILITY]
+    none = True
+    while window := list(itertools.islice(records, WINDOW)):
+        none, examples = False, list[Example]()
+        for place, names, values in window:
+            for name in more:
+                if name in names:
+                    raise InputError(f"{place}: has a column {name!r} already; rename it")
+            cells = [values[i] for i in formats.chosen(task.text_columns, names, place)]
+            if any(map(examples_lib.is_blank, cells)):
+                blank.append(place)
+            else:
+                examples.append(examples_lib.of_values(task, place, cells))
+        answers = iter(list(model.predict(examples)) if examples else [])
+        left_out = set(blank)
+        for place, names, values in window:
+            found: list[Any] = [None] * len(more)
+            if place not in left_out:
+                found = _columns_of(next(answers))
+                counts[str(found[0])] += 1
+            yield place, [*names, *more], [*values, *found]
+    if none:
+        raise InputError(f"{source}: holds no examples")
+
+
+def _columns_of(answer: dict[str, Any]) -> list[Any]:
+    if "tags" in answer:
+        return [answer["tags"]]
+    if "value" in answer:
+        return [answer["value"]]
+    return [answer["label"], answer["probabilities"][answer["label"]]]
+
+
+def _written(
+    rows_: Iterable[tuple[str, list[str], list[Any]]], ending: str, header: str
+) -> Iterator[str]:
+    """Yields lines of a file that ends so; .csv and .tsv begin with names if `header` says so.
+
+    Raises:
+      InputError: rows of other columns than the first in a .csv or .tsv, or a tab in a .tsv.
+    """
+    first: list[str] | None = None
+    for place, names, values in rows_:
+        if ending == ".jsonl":
+            yield json.dumps(dict(zip(names, values, strict=True)), ensure_ascii=False) + "\n"
+            continue
+        if first is None:
+            first = names
+            if header == "first_line":
+                yield _line(names, ending, place)
+        if names != first:
+            raise InputError(f"{place}: has other columns than the first row; write it as .jsonl")
+        yield _line(values, ending, place)
+
+
+def _line(values: list[Any], ending: str, place: str) -> str:
+    cells = ["" if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
+    if ending == ".csv":
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow(cells)
+        return text.getvalue()
+    if any("\t" in cell or "\n" in cell for cell in cells):
+        raise InputError(f"{place}: a cell holds a tab or a newline; write it as .csv or .jsonl")
+    return "\t".join(cells) + "\n"
 
 
 def _json(value: dict[str, Any]) -> str:

@@ -190,6 +190,28 @@ def eval_batches(rows: Rows, pad_id: int, size: int) -> list[tuple[np.ndarray, B
     return batches
 
 
+def balanced_weights(rows: Rows, labels: int) -> tuple[float, ...]:
+    """Returns for each label how much one of it weighs if all labels weigh the same together.
+
+    That is examples / (labels that occur * examples of this label), 1 on average over all examples;
+    a label that does not occur weighs 1.
+
+    Args:
+      rows: with targets that are labels: of each row, or of the words in it.
+      labels: how many there are.
+    """
+    if "targets" in rows.numbers:
+        targets = rows.numbers["targets"]
+    else:
+        there = zip(rows.tokens["targets"], rows.tokens["target_weights"], strict=True)
+        targets = np.concatenate([values[weights > 0] for values, weights in there])
+    counts = np.bincount(targets, minlength=labels)
+    shares = len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))
+    return tuple(
+        float(share) if count else 1.0 for share, count in zip(shares, counts, strict=True)
+    )
+
+
 def joined(
     tokenizer: Tokenizer, first: list[int], second: list[int] | None
 ) -> tuple[np.ndarray, int]:

@@ -40,6 +40,7 @@ from bert_jax.storage.workdir import (
     load_experiment,
     named_errors,
 )
+from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums, path_of
 
@@ -634,7 +635,9 @@ def _is_finished(experiment: Experiment | Finetuning, saved: Checkpoints, newest
     if isinstance(experiment, Experiment):
         return newest == experiment.total_steps
     with contextlib.suppress(Damaged):
-        return newest == saved.metadata(newest)["notes"]["total_steps"]
+        metadata = saved.metadata(newest)
+        whole = newest == metadata["notes"]["total_steps"]
+        return whole or lines_lib.in_vain(metadata.get("held_out", []), experiment.patience)
     return False
 
 

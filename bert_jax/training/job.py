@@ -88,6 +88,7 @@ class Job:
       require_unchanged: raises InputError if what is learned from was changed since it was opened.
       branch: the checkpoint of another run that stands before the first of this one; None: none.
       fixed: arrays that the steps read and do not change, on the devices; None: there are none.
+      patience: evaluations in a row without a lower `loss` after which the run ends; 0: it goes on.
     """
 
     experiment: Any
@@ -105,6 +106,7 @@ class Job:
     require_unchanged: Callable[[], None] = lambda: None
     branch: Branch | None = None
     fixed: Any = None
+    patience: int = 0
 
 
 class Setup(Protocol):

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -45,6 +45,17 @@ def means(sums: Sums) -> dict[str, float]:
 def next_sentence_error(accuracy: float, count: float) -> float:
     """Returns the standard error of an accuracy over `count` independent pairs."""
     return math.sqrt(max(accuracy * (1 - accuracy), 0.0) / count)
+
+
+def in_vain(held_out: Sequence[tuple[int, float]], patience: int) -> bool:
+    """Tells whether the last `patience` evaluations have no loss below all those before them.
+
+    Args:
+      held_out: (step, loss) of all evaluations, in order.
+      patience: 0: it is never in vain.
+    """
+    losses = [loss for _, loss in held_out]
+    return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
 
 class Lines:

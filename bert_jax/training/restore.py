@@ -40,6 +40,7 @@ class Start:
       init_sha256: of the weights the first step began with; "" of fresh ones.
       lines: what the run's files of lines held up to here (see lines.Lines.written); empty before
         the first step.
+      held_out: (step, loss) of each evaluation up to here, of a job with patience.
     """
 
     done: int
@@ -48,6 +49,7 @@ class Start:
     skipped: tuple[int, ...]
     init_sha256: str
     lines: dict[str, Any]
+    held_out: list[tuple[int, float]]
 
 
 def restore_or_initialize(
@@ -132,8 +134,9 @@ def _restore(
     window = {k: np.array(v, np.float32) for k, v in metadata["window"].items()}
     window = feed.put(window, mesh_lib.replicated(mesh))
     skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)
-    lines = metadata.get("lines", {})
-    return Start(restored.step, restored.state, window, skipped, metadata["init_sha256"], lines)
+    lines, held_out = metadata.get("lines", {}), metadata.get("held_out", [])
+    init_sha256 = metadata["init_sha256"]
+    return Start(restored.step, restored.state, window, skipped, init_sha256, lines, held_out)
 
 
 def _initialize(job: Job, mesh: jax.sharding.Mesh, shardings: Any) -> Start:
@@ -146,7 +149,7 @@ def _initialize(job: Job, mesh: jax.sharding.Mesh, shardings: Any) -> Start:
         lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(mesh)
     )
     state, sha256 = job.initial_state(make())
-    return Start(0, state, window(), (), sha256, {})
+    return Start(0, state, window(), (), sha256, {}, [])
 
 
 def _agree_on_steps(peers: Peers, saved: Checkpoints) -> None:

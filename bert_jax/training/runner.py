@@ -157,6 +157,7 @@ class Trainer:
         self.under_way: collections.deque[jax.Array] = collections.deque()
         self.spikes = Spikes()
         self.evaluation: dict[str, Any] = {}  # the last line with a held-out loss
+        self.held_out: list[tuple[int, float]] = []  # (step, held-out loss) of all, with patience
         self.bad_steps: range | None = None  # that the run is to roll back over
         self.failure: Failure | None = None
         self.saved_step = 0  # of the newest checkpoint, perhaps still on its way
@@ -184,7 +185,7 @@ class Trainer:
             del start  # whose arrays are given away step by step
             # Only now: an experiment that was refused must not stand in the workdir.
             self._write_experiment()
-            if self.done == total:
+            if self._is_whole:
                 return Result("finished", self.done)
             begun = {} if self.job.branch is None else {"branch": str(self.job.branch)}
             self._note("start", self._lap() | {"environment": environment()} | begun)
@@ -195,7 +196,7 @@ class Trainer:
                     while not (stop.requested or self.failure):
                         if self.bad_steps is not None:
                             self._roll_back(self.bad_steps)
-                        elif self.done < total:
+                        elif not self._is_whole:
                             self._phase(stop)
                         else:
                             break
@@ -212,7 +213,7 @@ class Trainer:
                     self.profile.end()
                     self._note("end", self._lap() | {"outcome": "failed", "why": str(error)})
                 raise
-        whole = self.done == total and self.unsaved is None
+        whole = self._is_whole and self.unsaved is None
         outcome = "failed" if self.failure else "finished" if whole else "stopped"
         self._note("end", self._lap() | {"outcome": outcome})
         return Result(outcome, self.done, self.failure, self.unsaved)
@@ -231,7 +232,7 @@ class Trainer:
         called: set[Any] = set()
         self.watchdog.reset(times=2)
         with self._feed(phase) as feed:
-            while self.done < last and not (stop.requested or self._went_wrong):
+            while self.done < last and not (stop.requested or self._went_wrong or self._is_in_vain):
                 with self.profile.step(self.done, self.state):
                     with self.clock.waiting("data"):
                         if not self._await_rows(phase, stop):
@@ -317,7 +318,7 @@ class Trainer:
         self.state, self.window = start.state, start.window
         self.done = self.saved_step = start.done
         self.skipped, self.init_sha256 = start.skipped, start.init_sha256
-        self.evaluation, self.unsaved = {}, None
+        self.evaluation, self.unsaved, self.held_out = {}, None, [*start.held_out]
         for name, lines in self._lasting.items():
             lines.forget_after(self.done or -1, start.lines.get(name))
         self.spikes = Spikes.of(self.metrics.read())
@@ -407,6 +408,14 @@ class Trainer:
             )
 
     @property
+    def _is_in_vain(self) -> bool:
+        return lines_lib.in_vain(self.held_out, self.job.patience)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.done == self.job.total_steps or self._is_in_vain
+
+    @property
     def _went_wrong(self) -> bool:
         return self.failure is not None or self.bad_steps is not None
 
@@ -456,6 +465,17 @@ class Trainer:
             (self.metrics if evaluator.file == "metrics" else self.predictions).append(line)
             if words := evaluator.describe(line):
                 self.say(f"step {self.done}: {words}")
+            if "loss" in values and self.job.patience:
+                self.held_out.append((self.done, values["loss"]))
+                self._say_if_in_vain()
+
+    def _say_if_in_vain(self) -> None:
+        if self._is_in_vain and self.done < self.job.total_steps:
+            best, loss = min(self.held_out, key=lambda evaluated: evaluated[1])
+            self.say(
+                f"step {self.done}: ends here, since of {self.job.patience} evaluations none is "
+                f"below the held-out loss {loss:.4f} of step {best} (patience)"
+            )
 
     # --- save -----------------------------------------------------------------------------------
 
@@ -467,7 +487,7 @@ class Trainer:
             return
         self.job.require_unchanged()
         sums, bad = lines_lib.fetch((self.window, self.state["bad_in_a_row"]))
-        if bad and self.done < self.job.total_steps:
+        if bad and not self._is_whole:
             # A roll-back needs one from before, and those that are kept are few.
             self._not_saved(Unsaved(self.saved_step, bad=int(bad)))
             return
@@ -480,6 +500,8 @@ class Trainer:
             "environment": environment(),
             "notes": self.job.notes(evaluated),
         }
+        if self.job.patience:
+            metadata["held_out"] = [*self.held_out]  # it is written while the run goes on
         try:
             self.saved.finish()
         except DiskFull as error:  # the one before; what it took is free again

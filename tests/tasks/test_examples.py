@@ -417,3 +417,31 @@ def test_too_few_too_many_or_blank_texts_are_refused(kind, line, what):
     with pytest.raises(InputError) as caught:
         parsed(task(kind, "squad:x" if kind == "span" else "jsonl:x"), line)
     assert what in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["csv", "jsonl"])
+def test_examples_with_blank_cells_are_left_out_by_choice_alone(tmp_path, word):
+    content = {
+        "csv": "sentence,label\nwa,1\n ,0\nwb,\nwc,0\n",
+        "jsonl": lines_of(
+            {"sentence": text, "label": label}
+            for text, label in (("wa", "1"), (None, "0"), ("wb", " "), ("wc", "0"))
+        ),
+    }[word]
+    with pytest.raises(InputError, match=r"(blank; .* set task\.blank_cells=skip|null)"):
+        read(tmp_path, word, content)
+    source, places = f"{word}:{tmp_path / f'x.{word}'}", []
+    skipping = task("classify", source, blank_cells="skip")
+    found = examples.read(skipping, (source,), "labelled", places)
+    assert [(example.texts, example.label) for example in found] == [(("wa",), "1"), (("wc",), "0")]
+    first = PLACES[word][0]
+    path = tmp_path / f"x.{word}"
+    assert places == [f"{path}:{first + 1}", f"{path}:{first + 2}"]
+    assert examples.in_words({"train": places, "more": []}) == (
+        f"2 of train (the first at {path}:{first + 1}), 0 of more"
+    )
+    only = write(tmp_path / f"only.{word}", "".join(content.splitlines(True)[:1]))
+    if word == "jsonl":
+        only.write_text('{"sentence": "", "label": "1"}\n')
+    with pytest.raises(InputError, match="holds no examples"):
+        examples.read(skipping, (f"{word}:{only}",), "labelled")

@@ -9,13 +9,17 @@ import kinds
 import numpy as np
 import pytest
 import samples
+import scipy.special
 from compare import assert_close, assert_identical
 from kinds import LABELS, MODEL, base_params, kind_of, objective, without_dropout
+from sklearn.metrics import log_loss
+from sklearn.utils.class_weight import compute_class_weight
 
 from bert_jax.config import Adapt, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective as objective_lib
+from bert_jax.tasks import rows
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding
 
@@ -267,3 +271,39 @@ def test_decay_by_layer_is_of_the_whole_update():
     assert_close(ours, expected, 1e-6)
     kernels = [tree["encoder"]["layers"]["query"]["kernel"] for tree in (ours, theirs)]
     np.testing.assert_allclose(kernels[0][0], kernels[1][0] / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["classify", "tag"])
+def test_balanced_weights_are_those_of_scikit_learn_in_the_loss_alone(kind):
+    labelled = kinds.examples(kind, 12)
+    if kind == "classify":  # twelve, of which `a` is ten
+        labelled = [
+            dataclasses.replace(example, label="b" if number in (3, 7) else "a")
+            for number, example in enumerate(labelled)
+        ]
+    of = kind_of(kind).rows(labelled)
+    weights = rows.balanced_weights(of, 3)
+    if kind == "classify":
+        there = of.numbers["targets"]
+    else:
+        there = [x for t, w in zip(*of.tokens.values(), strict=True) for x in t[w > 0]]
+    classes = np.unique(there)
+    expected = compute_class_weight("balanced", classes=classes, y=there)
+    np.testing.assert_allclose([weights[i] for i in classes], expected)
+    assert [weights[i] for i in range(3) if i not in classes] == [1.0] * (3 - len(classes))
+
+    ((which, batch),) = rows.eval_batches(of, 0, len(of.ids))
+    plain = objective(kind)
+    weighted = dataclasses.replace(plain, class_weights=weights)
+    shape = batch["input_ids"].shape if kind == "tag" else (len(which),)
+    logits = np.random.default_rng(0).normal(size=(*shape, 3)).astype(np.float32)
+    found, before = weighted.measure(logits, batch), plain.measure(logits, batch)
+    np.testing.assert_array_equal(found["accuracy"], before["accuracy"])
+    chances = scipy.special.softmax(logits.astype(np.float64), axis=-1)
+    counted = batch["target_weights"] > 0 if kind == "tag" else np.ones(shape, bool)
+    truth = batch["targets"][counted]
+    sum_ = log_loss(
+        truth, chances[counted], labels=[0, 1, 2], normalize=False,
+        sample_weight=np.array(weights)[truth],
+    )  # fmt: skip
+    np.testing.assert_allclose(found["loss"], [sum_, counted.sum()], rtol=1e-5)

@@ -1,5 +1,6 @@
 """A fine-tuned run does its task: of typed texts, of sources, over its own base alone."""
 
+import csv
 import io
 import json
 import pathlib
@@ -337,3 +338,67 @@ def test_what_takes_no_fine_tuning_names_what_does(run, capsys, words):
     (line,) = capsys.readouterr().err.splitlines()
     assert "a fine-tuning; `bert-jax finetune` takes it" in line
     assert not pathlib.Path("there").exists()
+
+
+def table(name, ending, rows_):
+    """Writes a file with these columns, the first row their names."""
+    if ending == "jsonl":
+        text = "".join(
+            json.dumps(dict(zip(rows_[0], row, strict=True))) + "\n" for row in rows_[1:]
+        )
+    else:
+        mark = {"csv": ",", "tsv": "\t"}[ending]
+        text = "".join(mark.join(row) + "\n" for row in rows_)
+    pathlib.Path(f"{name}.{ending}").write_text(text)
+    return f"{name}.{ending}"
+
+
+@pytest.mark.parametrize(("ending", "other"), [("csv", "csv"), ("tsv", "jsonl"), ("jsonl", "tsv")])
+def test_rows_of_a_file_keep_their_columns_and_get_two_more(run, capsys, ending, other):
+    rows_ = [["id", "sentence", "note"], ["7", "wa wb", "x y"], ["8", "xb xa", "é"]]
+    file = table("asked", ending, rows_)
+    answers = tuned.predict(capsys, "wa wb", "xb xa")
+    words = ["--workdir", "run", "--input", file, "--out", f"found.{other}"]
+    assert cli.main(["predict", *words]) == 0
+    said = capsys.readouterr().out
+    assert f"found.{other}: 2 rows of {file}; predicted bad 1, good 1" in said
+    text = pathlib.Path(f"found.{other}").read_text()
+    if other == "jsonl":
+        found = [json.loads(line) for line in text.splitlines()]
+    else:
+        found = list(csv.DictReader(text.splitlines(), delimiter="," if other == "csv" else "\t"))
+    for row, answer, given in zip(found, answers, rows_[1:], strict=True):
+        assert list(row) == [*rows_[0], "predicted", "probability"]
+        assert list(row.values())[:3] == given and row["predicted"] == answer["label"]
+        expected = answer["probabilities"][answer["label"]]
+        assert float(row["probability"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run, capsys):
+    file = table("asked", "csv", [["sentence", "id"], ["wa", "1"], [" ", "2"], ["xa", "3"]])
+    words = ["predict", "--workdir", "run", "--input", file, "--out", "found.csv"]
+    assert cli.main(words) == 0
+    assert "for 1 of them (the first at asked.csv:3)" in capsys.readouterr().out
+    _, *rows_ = csv.reader(pathlib.Path("found.csv").read_text().splitlines())
+    assert [row[:3] for row in rows_] == [["wa", "1", "good"], [" ", "2", ""], ["xa", "3", "bad"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--input", "test", "--out", "a.csv"], "--input test: how to read it"),
+        (["--input", "jsonl:test", "--out", "a.xls"], "--out a.xls: end its name in .csv"),
+        (["--input", "jsonl:test"], "--input: needs --out"),
+        (["--input", "jsonl:test", "--out", "a.csv", "wa"], "--input: needs --out"),
+        (["--input", "had.csv", "--out", "a.csv"], "has a column 'predicted' already"),
+        (["--input", "none.csv", "--out", "a.csv"], "holds no examples"),
+        (["--input", "odd.jsonl", "--out", "a.csv"], "odd.jsonl:2: has other columns"),
+    ],
+)
+def test_tables_that_cannot_be_written_are_refused_and_nothing_is_left(run, capsys, words, what):
+    table("had", "csv", [["sentence", "predicted"], ["wa", "1"]])
+    table("none", "csv", [["sentence"]])
+    pathlib.Path("odd.jsonl").write_text('{"sentence": "wa"}\n{"sentence": "wa", "id": 1}\n')
+    (line,) = tuned.predict(capsys, *words, code=2)
+    assert what in line
+    assert not pathlib.Path("a.csv").exists()

@@ -1,5 +1,6 @@
 """Fine-tunings from end to end: what is learned, kept, gone on with and refused."""
 
+import collections
 import contextlib
 import json
 import os
@@ -18,6 +19,7 @@ import small_run
 from compare import assert_identical
 from etils import epath
 
+from bert_jax import cli
 from bert_jax.config import Finetuning
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks.job import FinetuningSetup
@@ -25,6 +27,7 @@ from bert_jax.tasks.rows import TrainBatches
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.lines import in_vain
 
 TASKFILE = """
 from bert_jax.config import Finetuning, Optimizer, Run, Task
@@ -377,3 +380,73 @@ def test_each_command_takes_its_own_kind_of_file(full):
     # And a workdir of the other kind is not gone on with.
     refuses("run", "run")
     broken.refuses(broken.Case("", f"pretrain small.py --workdir {full}", (full,)))
+
+
+PATIENT = ("patience=2", "run.eval_every=5", "run.checkpoint_every=5", "run.keep_checkpoints=9")
+
+
+def test_a_run_whose_evaluations_are_in_vain_ends_and_so_does_one_that_goes_on(capsys):
+    """With so small a learning rate no float32 moves: 5 is the best, 10 and 15 are in vain."""
+
+    def said(command):
+        capsys.readouterr()
+        assert cli.main(command.split()) == 0
+        return capsys.readouterr().out
+
+    settings = (*PATIENT, "optimizer.peak_learning_rate=1e-30", "class_weights=balanced")
+    finetune_ = " ".join(
+        [
+            "finetune classify.py --from run --workdir patient",
+            *(f"--set {setting}" for setting in settings),
+        ]
+    )
+    out = said(finetune_)
+    assert "step 15: ends here, since of 2 evaluations none is below the held-out loss" in out
+    assert "of step 5 (patience)" in out and "finished: step 15" in out
+    counts = collections.Counter(
+        line.split("\t")[1] for line in pathlib.Path("train.tsv").read_text().splitlines()[1:]
+    )
+    shown = ", ".join(f"{name} {64 / 2 / counts[name]:.3g}" for name in ("no", "yes"))
+    assert f"finetune: class weights {shown}" in out
+    done = lines("patient")
+    assert done[-1]["step"] == 15 and done[-1]["kind"] == "scores"
+    assert "the run is finished" in said("checkpoints patient")
+    # What was killed before its end comes to the same.
+    for number in (10, 15):
+        shutil.rmtree(f"patient/checkpoints/{number}")
+    assert "resume: from step 5" in said(finetune_) and lines("patient") == done
+
+
+@pytest.mark.long
+def test_a_run_that_has_ended_early_is_whole_and_its_loss_counts_labels_alike(capsys):
+    done = finished("weighed", *PATIENT, "class_weights=balanced", "patience=1", "epochs=8")
+    assert finished("weighed", *PATIENT, "class_weights=balanced", "patience=1", "epochs=8") == done
+    capsys.readouterr()
+    assert cli.main("predict --workdir weighed --score".split()) == 0
+    scored = json.loads(capsys.readouterr().out)
+    assert scored["loss"] == pytest.approx(done[-1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "expected"),
+    [
+        ([3, 2, 1], 1, False),
+        ([3, 2, 2], 1, True),
+        ([1, 3, 2], 2, True),
+        ([1, 3, 0.9], 2, False),
+        ([1, 3], 2, False),
+        ([1, 3, 3, 3], 0, False),
+    ],
+)
+def test_evaluations_are_in_vain_if_none_of_the_last_is_the_lowest(losses, patience, expected):
+    assert in_vain(list(enumerate(losses)), patience) is expected
+
+
+def test_settings_that_have_no_meaning_for_a_task_are_refused_by_name():
+    for settings, kind, words in (
+        (["class_weights=balanced"], "span", "class_weights='balanced': task.kind=span"),
+        (["task.blank_cells=skip"], "span", "task.blank_cells='skip': task.kind=span"),
+        (["patience=-1"], "classify", "patience=-1"),
+    ):
+        code, err = finetune("new", *settings, kind=kind)
+        assert code == 2 and words in err
