@@ -642,10 +642,10 @@ def _do_task(args: argparse.Namespace) -> int:
         if args.text or args.source or args.score or args.out is None:
             raise InputError("--input: needs --out, and no TEXT, --source or --score")
         keep_compiled_programs()
-        said = predict_lib.predict_table(
+        written = predict_lib.predict_table(
             args.workdir, args.base, args.checkpoint, args.input, args.out
         )
-        _say(f"{printable(args.out)}: {printable(said)}")
+        _say(f"{printable(args.out)}: {printable(written)}")
         return FINISHED
     keep_compiled_programs()
     for line in predict_lib.predict(

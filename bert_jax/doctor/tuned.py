@@ -14,7 +14,7 @@ from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.examples import Question, Sentence, Tagged
 from bert_jax.text import unknown
-from bert_jax.training.lines import Lines
+from bert_jax.training.lines import Lines, in_vain
 
 Line = dict[str, Any]
 
@@ -54,11 +54,13 @@ def examine_lines(experiment: Finetuning, workdir: Workdir) -> list[Finding]:
         train = [line for line in lines if line.get("kind") == "train"]
         scored = [line for line in lines if line.get("kind") == "scores"]
         done = max((line["step"] for line in (*train, *scored)), default=0)
+        losses = [(line["step"], line["loss"]) for line in scored]
+        whole = done >= total or in_vain(losses, experiment.patience)
         warmup = experiment.warmup_share * total if task else 0
         findings += _risen([line for line in train if line["step"] > warmup])
-        findings += _scores(experiment, scored, task, done >= total) + run.in_steps(train)
+        findings += _scores(experiment, scored, task, whole) + run.in_steps(train)
     with reading(workdir.timings):
-        if task:
+        if task and not whole:
             findings = run.unfinished(int(total), workdir, timings, done) + findings
         return findings + run.in_time(timings)
 

@@ -315,11 +315,11 @@ def _predicted_rows(
         answers = iter(list(model.predict(examples)) if examples else [])
         left_out = set(blank)
         for place, names, values in window:
-            found: list[Any] = [None] * len(more)
+            predicted: list[Any] = [None] * len(more)
             if place not in left_out:
-                found = _columns_of(next(answers))
-                counts[str(found[0])] += 1
-            yield place, [*names, *more], [*values, *found]
+                predicted = _columns_of(next(answers))
+                counts[str(predicted[0])] += 1
+            yield place, [*names, *more], [*values, *predicted]
     if none:
         raise InputError(f"{source}: holds no examples")
 

@@ -277,6 +277,12 @@ class Trainer:
             jax.block_until_ready(self.state["step"])
         if evaluators:
             self._evaluate(evaluators)
+            if self._is_in_vain and not last:
+                # What is asked after the last step alone.
+                total = self.job.total_steps
+                self._evaluate(
+                    [e for e in self.job.evaluators if e.is_due(total) and not e.is_due(self.done)]
+                )
             self.watchdog.reset()
         if saves:
             with self.clock.waiting("checkpoint"):

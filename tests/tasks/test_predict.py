@@ -324,8 +324,6 @@ def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, run, capsys
         ["evaluate", "--workdir", "run"],
         ["show", "--workdir", "run"],
         ["plan", "--workdir", "run", "--topology", "v5e:2x2"],
-        ["report", "run"],
-        ["doctor", "run"],
         ["export", "--workdir", "run", "--as", "encoder", "--out", "there"],
         ["import", "run", "--workdir", "there"],
         ["finetune", "task.py", "--from", "run", "--workdir", "there"],

@@ -107,8 +107,8 @@ def finished(workdir, *settings, **options):
     return lines(workdir)
 
 
-def lines(workdir):
-    return [json.loads(line) for line in pathlib.Path(workdir, "metrics.jsonl").open()]
+def lines(workdir, name="metrics"):
+    return [json.loads(line) for line in pathlib.Path(workdir, f"{name}.jsonl").open()]
 
 
 def setup_of(workdir):
@@ -411,6 +411,10 @@ def test_a_run_whose_evaluations_are_in_vain_ends_and_so_does_one_that_goes_on(c
     done = lines("patient")
     assert done[-1]["step"] == 15 and done[-1]["kind"] == "scores"
     assert "the run is finished" in said("checkpoints patient")
+    cli.main(["doctor", "patient"])  # which has learned nothing
+    assert "guessing" in (out := capsys.readouterr().out) and "of 80" not in out
+    (end,) = (x for x in lines("patient", "predictions") if x["kind"] == "mistakes")
+    assert end["step"] == 15
     # What was killed before its end comes to the same.
     for number in (10, 15):
         shutil.rmtree(f"patient/checkpoints/{number}")
@@ -422,7 +426,7 @@ def test_a_run_that_has_ended_early_is_whole_and_its_loss_counts_labels_alike(ca
     done = finished("weighed", *PATIENT, "class_weights=balanced", "patience=1", "epochs=8")
     assert finished("weighed", *PATIENT, "class_weights=balanced", "patience=1", "epochs=8") == done
     capsys.readouterr()
-    assert cli.main("predict --workdir weighed --score".split()) == 0
+    assert cli.main(["predict", "--workdir", "weighed", "--score"]) == 0
     scored = json.loads(capsys.readouterr().out)
     assert scored["loss"] == pytest.approx(done[-1]["loss"], rel=1e-5)
 
