@@ -322,7 +322,6 @@ def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, run, capsys
     "words",
     [
         ["evaluate", "--workdir", "run"],
-        ["show", "--workdir", "run"],
         ["plan", "--workdir", "run", "--topology", "v5e:2x2"],
         ["export", "--workdir", "run", "--as", "encoder", "--out", "there"],
         ["import", "run", "--workdir", "there"],
