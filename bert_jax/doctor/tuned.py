@@ -116,6 +116,8 @@ _NEVER = Rule(
 _LINES, _CHANCE, _RISE = 8, 2.0, 0.1
 # Entities and spans that nobody guesses: a score of nothing.
 _NOTHING = 0.01
+# Of fewer answers the error is mostly noise, which only adds to it.
+_CALIBRATED = 200
 _CORRELATIONS = ("pearson", "spearman")
 
 
@@ -128,7 +130,9 @@ def _texts(task: Line) -> list[Finding]:
 
 
 def _answers(mistakes: Line) -> list[Finding]:
-    findings = _TOO_SURE.check(mistakes.get("calibration_error", 0.0))
+    counted = sum(one["count"] for one in mistakes.get("calibration", ()))
+    error = mistakes["calibration_error"] if counted >= _CALIBRATED else 0.0
+    findings = _TOO_SURE.check(error)
     if "confusion" in mistakes:
         labels, counts = mistakes["confusion"]["labels"], mistakes["confusion"]["counts"]
         answered = [sum(column) for column in zip(*counts, strict=True)]

@@ -76,7 +76,7 @@ def _whole(amount: float) -> str:
 
 
 AXES = (
-    Axis("steps", lambda record: list),
+    Axis("steps", lambda record: list, _whole),
     Axis("tokens", _measured(lambda x: x["real_tokens_per_second"] / x["steps_per_second"])),
     Axis("seconds", _measured(lambda x: 1 / x["steps_per_second"]), _whole),
     Axis("CPU seconds", _measured(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), _whole),
@@ -134,30 +134,28 @@ def table(records: Sequence[Record]) -> dict[str, Any]:
 
     Columns that no run has are left out.
     """
-    tables = [_figures(record) for record in records]
-    columns = list(dict.fromkeys(name for of_run in tables for name in of_run))
+    texts = [(_come_to(record), _spent_by(record)) for record in records]
+    columns = list(dict.fromkeys(n for part in zip(*texts, strict=True) for of in part for n in of))
     rows = [
-        {"label": record.label, "cells": [of_run.get(name, "") for name in columns]}
-        for record, of_run in zip(records, tables, strict=True)
+        {"label": record.label, "cells": [(newest | spent).get(name, "") for name in columns]}
+        for record, (newest, spent) in zip(records, texts, strict=True)
     ]
     notes = [note for note in (no_nats(records), _no_scores(records)) if note]
     return {"columns": columns, "rows": rows, "notes": notes}
 
 
-def _figures(record: Record) -> dict[str, str]:
-    """Returns what a run has come to, and then what it has spent."""
-    newest = record.evaluation[-1] if record.evaluation else {}
-    texts: dict[str, str] = {}
-    if newest and isinstance(record.experiment, Finetuning):
-        texts = _scores(record.experiment, newest, record.written("task"))
-    elif newest:
-        texts = _losses(newest)
-    texts["steps"] = f"{record.done:,}"
-    for axis in AXES[1:]:
-        spent = axis.of(record)
-        if spent is not None:
-            texts[axis.name] = axis.text(spent([record.done])[0])
-    return texts
+def _come_to(record: Record) -> dict[str, str]:
+    newest = record.evaluation[-1] if record.evaluation else None
+    if newest is None:
+        return {}
+    if isinstance(record.experiment, Finetuning):
+        return _scores(record.experiment, newest, record.written("task"))
+    return _losses(newest)
+
+
+def _spent_by(record: Record) -> dict[str, str]:
+    known = {axis: axis.of(record) for axis in AXES}
+    return {axis.name: axis.text(of([record.done])[0]) for axis, of in known.items() if of}
 
 
 def _losses(newest: Line) -> dict[str, str]:
@@ -256,7 +254,7 @@ def plots_of_learning(
         plot("Held-out next-sentence accuracy", held_out, "next_sentence_accuracy", **percent),
         plot("Held-out next-sentence loss, nat", held_out, "next_sentence_loss", GUESSING, **coin),
         plot("Score on validation examples", scores, "score", _no_scores(records)),
-        plot("Loss on validation examples, nat", scores, "loss"),
+        plot("Loss on validation examples", scores, "loss"),
         *(
             plot(f"Probe {name}", functools.partial(figures.of_probe, name=name), "score")
             for name in dict.fromkeys(
@@ -264,7 +262,7 @@ def plots_of_learning(
             )
         ),
         *in_training,
-        plot("Loss in training, nat", of_tuning, "loss", style="line"),
+        plot("Loss in training", of_tuning, "loss", style="line"),
     ]
 
 

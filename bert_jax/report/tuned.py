@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bert_jax.config import Finetuning
+from bert_jax.config import Finetuning, Task
 from bert_jax.report import figures
 from bert_jax.report.figures import Curve, Figure, Plot, curve, train_and_held_out
 from bert_jax.report.records import Line, Record
@@ -61,7 +61,7 @@ def score_names(record: Record) -> list[str]:
     return sorted((name for name in newest if name not in _NO_SCORES), key=lambda n: n != main)
 
 
-def _task(record: Record):
+def _task(record: Record) -> Task:
     assert isinstance(record.experiment, Finetuning)
     return record.experiment.task
 

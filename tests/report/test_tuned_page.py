@@ -131,6 +131,18 @@ def test_what_a_run_has_spent_is_added_up(several):
     assert 0 < first < all_ and by_name["FLOPs"]([7])[0] == pytest.approx(first / 2)
 
 
+def test_the_table_has_scores_first_and_then_what_they_took(tmp_path):
+    """400 steps of which each takes 1,200 tokens, 0.2 seconds and 0.3 of CPU."""
+    runs = [Run(kind).write(tmp_path / kind) for kind in ("classify", "regress")]
+    made = comparison.table([Record.read(run) for run in runs])
+    spent = ["steps", "tokens", "seconds", "CPU seconds"]
+    scores = ["accuracy", "guessing", "held-out loss", "examples"]
+    assert made["columns"] == [*scores, "spearman", *spent]
+    first, second = (row["cells"] for row in made["rows"])
+    assert first[1] == "0.4000" and first[4] == second[0] == ""
+    assert first[5:] == second[5:] == ["400", "480k", "80", "120"]
+
+
 def test_a_page_of_runs_of_both_kinds(several, tmp_path, monkeypatch):
     several({})
     Run().write(tmp_path / "tuned")
