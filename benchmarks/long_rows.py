@@ -61,6 +61,7 @@ def experiment(flags: argparse.Namespace) -> Experiment:
     share = tiny.data.masked_lm_prob
     return dataclasses.replace(
         tiny,
+        name="long_rows",
         model=dataclasses.replace(
             tiny.model,
             num_hidden_layers=4,

@@ -2,7 +2,8 @@
 
 They compute what `modern.rotate` and `attention.attend_recomputed` compute, in the same types. A
 program holds a row's keys and values of as many heads as fill its lanes, and goes through its
-queries block by block: of a layer with a window it looks at the keys near the block alone.
+queries block by block: of a layer with a window it looks at the keys near the block alone, of
+another at all, of long rows part by part (Dao et al. 2022, FlashAttention, section 3.1).
 
 Shape letters: B batch, S sequence, W width, H heads; of one block K keys and Q queries. Scores lie
 [K, Q], as in `model.kernels`.
@@ -26,7 +27,9 @@ from bert_jax.model.kernels import LANES, Kernels
 
 _LOG_SUMS, _CONTEXT = KEPT
 # Rows that a program holds whole, with their gradients.
-LONGEST = 2_048
+LONGEST = 8_192
+# Keys whose scores with a block are there at a time, of all or a part of a longer row's.
+_AT_ONCE, _PART = 2_048, 1_024
 # A core's own memory that such a program is given at least; v2 to v4 have less.
 _MEMORY = 64 * 2**20
 # Queries of a block: of layers that attend to whole rows, and of those with a window.
@@ -57,7 +60,8 @@ def fits(kernels: Kernels, heads: int, length: int, width: int, half: int) -> bo
     """Returns whether kernels can be used for such rows; `half` of a window, 0 if there is none."""
     size = width // heads
     lanes = (LANES % size == 0 or size % LANES == 0) and width % LANES == 0
-    rows = length % _QUERIES == 0 and _near(half) <= length <= LONGEST
+    rows = length % _QUERIES == 0 and _near(half) <= min(length, _AT_ONCE) and length <= LONGEST
+    rows &= length <= _AT_ONCE or length % _PART == 0
     return lanes and rows and size % 2 == 0 and kernels.memory >= _MEMORY
 
 
@@ -182,8 +186,12 @@ class _Blocks:
         self.sums = pl.BlockSpec((1, 1, heads, s), lambda b, p: (b, p, 0, 0))
         self.sums_shape = jax.ShapeDtypeStruct((*self._grid, heads, s), jnp.float32)
         own = turns.shape[1] > 1
-        self._turns = pl.BlockSpec((2, 1, s, self.lanes), lambda b, p: (0, b if own else 0, 0, 0))
-        self._keys = pl.BlockSpec((1, s, 1), lambda b, p: (b, 0, 0))
+        # Once, not once more for the next program: they are large, and change with the row at most.
+        once = pl.Buffered(1)
+        self._turns = pl.BlockSpec(
+            (2, 1, s, self.lanes), lambda b, p: (0, b if own else 0, 0, 0), pipeline_mode=once
+        )
+        self._keys = pl.BlockSpec((1, s, 1), lambda b, p: (b, 0, 0), pipeline_mode=once)
         self._queries = pl.BlockSpec((1, 1, s), lambda b, p: (b, 0, 0))
 
     def inputs(
@@ -321,6 +329,19 @@ class _Row:
 
         lax.fori_loop(0, self.length // self.queries, body, None)
 
+    def parts(self, keys: Any, run: Callable[[Any, Any], Any], start: Any) -> Any:
+        """Runs something for the keys of a block: at once, after None; or for each part of them.
+
+        It is given the keys and what it returned for the part before, `start` at the first.
+        """
+        if self.keys <= _AT_ONCE:
+            return run(keys, None)
+
+        def body(number: jax.Array, state: Any) -> Any:
+            return run(pl.ds(pl.multiple_of(number * _PART, _PART), _PART), state)
+
+        return lax.fori_loop(0, self.keys // _PART, body, start)
+
     def query(self, queries: Any) -> jax.Array:
         """Returns a block's queries, turned and scaled, [Q, lanes]."""
         turned = self.turned(self._query[0, queries, :], queries, 1.0).astype(self.dtype)
@@ -333,7 +354,7 @@ class _Row:
         if self._static.rows == "shared":
             seen = numbers == self._queries[0, :, queries]
         if self._static.half:
-            shape = self.keys, self.queries
+            shape = keys.size, self.queries
             place = lax.broadcasted_iota(jnp.int32, shape, 0) + keys.start
             place -= lax.broadcasted_iota(jnp.int32, shape, 1) + queries.start
             seen &= jnp.abs(place) <= self._static.half
@@ -350,16 +371,34 @@ def _forward_kernel(static: _Static, *refs: Any) -> None:
     row = _Row(static, read, key_ref)
 
     def block(queries: Any, keys: Any) -> None:
-        query, key, lowered = row.query(queries), key_ref[keys, :], row.lowered(queries, keys)
-        value = row.value_ref[0, keys, :].T
-        context = jnp.zeros((row.lanes, row.queries), jnp.float32)
-        for head in row.heads:
-            scores = row.scores(key, row.own(head, query, 1), lowered)
-            highest = scores.max(axis=0, keepdims=True)
-            weights = jnp.exp(scores - highest)
-            sums = weights.sum(axis=0, keepdims=True)  # [1, Q]
+        query = row.query(queries)
+
+        def part(keys: Any, before: Any) -> Any:
+            key, lowered = key_ref[keys, :], row.lowered(queries, keys)
+            value = row.value_ref[0, keys, :].T
+            after = []
+            for head in row.heads:
+                scores = row.scores(key, row.own(head, query, 1), lowered)
+                highest = scores.max(axis=0, keepdims=True)
+                if before is not None:
+                    highest = jnp.maximum(highest, before[head][0])
+                weights = jnp.exp(scores - highest)
+                sums = weights.sum(axis=0, keepdims=True)  # [1, Q]
+                product = kernels_lib.dot(row.own(head, value, 0), weights.astype(row.dtype), 1, 0)
+                if before is not None:
+                    factor = jnp.exp(before[head][0] - highest)
+                    sums += factor * before[head][1]
+                    product += factor * before[head][2]
+                after.append((highest, sums, product))
+            return after
+
+        line, whole = (1, row.queries), (row.lanes, row.queries)
+        start = jnp.full(line, 2 * MASKED_SCORE), jnp.zeros(line), jnp.zeros(whole)
+        context = jnp.zeros(whole, jnp.float32)
+        for head, (highest, sums, product) in enumerate(
+            row.parts(keys, part, [start] * len(row.heads))
+        ):
             sums_ref[0, 0, head : head + 1, queries] = highest + jnp.log(sums)
-            product = kernels_lib.dot(row.own(head, value, 0), weights.astype(row.dtype), 1, 0)
             context += product / sums
         context_ref[0, queries, :] = context.T.astype(context_ref.dtype)
 
@@ -373,27 +412,32 @@ def _backward_kernel(static: _Static, *refs: Any) -> None:
     d_key[...], d_value[...] = jnp.zeros_like(d_key), jnp.zeros_like(d_value)
 
     def block(queries: Any, keys: Any) -> None:
-        query, key, lowered = row.query(queries), key_ref[keys, :], row.lowered(queries, keys)
-        value, turned_key = row.value_ref[0, keys, :], key.T
-        gradient = gradient_ref[0, queries, :]
+        query, gradient = row.query(queries), gradient_ref[0, queries, :]
         # The softmax's gradient subtracts sum(p * dp) over keys: sum(context * gradient).
         products = gradient.astype(jnp.float32) * context_ref[0, queries, :].astype(jnp.float32)
         products = products.T  # [lanes, Q]
-        of_query = jnp.zeros((row.lanes, row.queries), jnp.float32)
-        of_key, of_value = (jnp.zeros((row.keys, row.lanes), jnp.float32) for _ in range(2))
-        for head in row.heads:
-            own_query, upper = row.own(head, query, 1), row.own(head, gradient, 1)
-            sums = sums_ref[0, 0, head : head + 1, queries]
-            probs = jnp.exp(row.scores(key, own_query, lowered) - sums)
-            inner = row.own(head, products, 0).sum(axis=0, keepdims=True)
-            d_probs = kernels_lib.dot(value, upper, 1, 1)
-            d_scores = (probs * (d_probs - inner)).astype(row.dtype)
-            of_value += kernels_lib.dot(probs.astype(row.dtype), upper, 1, 0)
-            of_key += kernels_lib.dot(d_scores, own_query, 1, 0)
-            of_query += kernels_lib.dot(row.own(head, turned_key, 0), d_scores, 1, 0)
-        d_key[keys, :] += of_key
-        d_value[keys, :] += of_value
-        of_query = of_query.T * (row.before * row.after)
+        nothing = jnp.zeros((row.lanes, row.queries), jnp.float32)
+
+        def part(keys: Any, of_query: Any) -> jax.Array:
+            key, lowered = key_ref[keys, :], row.lowered(queries, keys)
+            value, turned_key = row.value_ref[0, keys, :], key.T
+            of_query = nothing if of_query is None else of_query
+            of_key, of_value = (jnp.zeros((keys.size, row.lanes), jnp.float32) for _ in range(2))
+            for head in row.heads:
+                own_query, upper = row.own(head, query, 1), row.own(head, gradient, 1)
+                sums = sums_ref[0, 0, head : head + 1, queries]
+                probs = jnp.exp(row.scores(key, own_query, lowered) - sums)
+                inner = row.own(head, products, 0).sum(axis=0, keepdims=True)
+                d_probs = kernels_lib.dot(value, upper, 1, 1)
+                d_scores = (probs * (d_probs - inner)).astype(row.dtype)
+                of_value += kernels_lib.dot(probs.astype(row.dtype), upper, 1, 0)
+                of_key += kernels_lib.dot(d_scores, own_query, 1, 0)
+                of_query += kernels_lib.dot(row.own(head, turned_key, 0), d_scores, 1, 0)
+            d_key[keys, :] += of_key
+            d_value[keys, :] += of_value
+            return of_query
+
+        of_query = row.parts(keys, part, nothing).T * (row.before * row.after)
         d_query_ref[0, queries, :] = row.turned(of_query, queries, -1.0).astype(row.dtype)
 
     row.each(block)

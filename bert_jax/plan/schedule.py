@@ -447,7 +447,8 @@ def _constant(instruction: Instruction, computation: Computation) -> int | None:
 # --- what the compiler schedules for a kernel ---
 
 _BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+ +([A-Z]{2})? *: *(>*) *\{")
-_EXIT = re.compile(r"scmp\.ge\.s32\S* %\S+ (\d+) /\* loop exit test")
+# A test that is made on one condition names it first.
+_EXIT = re.compile(r"scmp\.ge\.s32\S* (?:\(\S+\), )?%\S+ (\d+) /\* loop exit test")
 # A kernel's grid is a loop of two rounds more than it has programs: one fetches what the next
 # computes on, and another writes what the last one computed.
 _GRID, _MORE = "iteration index", 2
@@ -496,7 +497,12 @@ def scheduled_cycles(text: str) -> int | None:
         loops[-1].bundles += 1
         last = _EXIT.search(line)
         if last:
-            loops[-1].rounds = int(last[1]) - (_MORE if loops[-1].is_grid else 0)
+            # That of an outer loop may stand within an inner one, behind its own.
+            place = min(max(len(match[2]), 1), len(loops) - 1)
+            while place > 1 and not math.isnan(loops[place].rounds):
+                place -= 1
+            of = loops[place]
+            of.rounds = int(last[1]) - (_MORE if of.is_grid else 0)
     while len(loops) > 1:
         close()
     return None if math.isnan(loops[0].bundles) else round(loops[0].bundles)

@@ -77,16 +77,23 @@ def numpy_attention(inputs, gradient, seen, positions, base):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layer"),
+    ("dtype", "layer", "part"),
     [
-        ("bfloat16", "global"),
-        ("float32", "local"),
-        pytest.param("float32", "global", marks=pytest.mark.long),
-        pytest.param("bfloat16", "local", marks=pytest.mark.long),
+        ("bfloat16", "global", None),
+        ("float32", "local", None),
+        ("float32", "global", 128),
+        pytest.param("float32", "global", None, marks=pytest.mark.long),
+        pytest.param("bfloat16", "local", None, marks=pytest.mark.long),
     ],
 )
-def test_attention_and_its_gradients(dtype, layer):
-    """A full row, and one of three texts and padding: positions are those of each text."""
+def test_attention_and_its_gradients(dtype, layer, part, monkeypatch):
+    """A full row, and one of three texts and padding: positions are those of each text.
+
+    With `part` keys are taken in so many at a time, as those of long rows are.
+    """
+    if part is not None:
+        monkeypatch.setattr(rotary_kernels, "_AT_ONCE", part)
+        monkeypatch.setattr(rotary_kernels, "_PART", part)
     rng = np.random.default_rng(3)
     arrays = [jnp.asarray(rng.standard_normal((2, LENGTH, WIDTH)), dtype) for _ in range(4)]
     *inputs, gradient = arrays
@@ -161,7 +168,9 @@ def test_an_encoder_of_kernels_computes_what_xla_computes(rows):
         (256, 768, 12, 64, 64, True),
         (256, 768, 12, 128, 64, False),  # a window as long as the row
         (384, 768, 12, 64, 64, False),
-        (8_192, 768, 12, 64, 64, False),
+        (8_192, 768, 12, 64, 64, True),
+        (2_304, 768, 12, 64, 64, False),
+        (16_384, 768, 12, 64, 64, False),
         (1_024, 192, 3, 64, 64, False),
         (1_024, 768, 12, 64, 14, False),
     ],

@@ -134,6 +134,23 @@ def test_loops_of_a_kernel_that_follow_on_each_other():
     assert schedule.scheduled_cycles(BUNDLES.replace("LIMIT", "10")) == 1 + 10 * 4 + 2 * 2 + 1
 
 
+NESTED = """     0   :  { %s1 = smov 0 }
+   0x1 LB: > { %s2 = sadd.s32 1, %s2 }
+   0x2 LB: >> { %s3 = sadd.s32 1, %s3 }
+   0x3   : >> { %p1 = scmp.ge.s32.totalorder %s3, 8 /* loop exit test */ }
+   0x4   : > { %p2 = scmp.ge.s32.totalorder (%p1), %s2, 32 /* loop exit test */ }
+   0x5   : >> { %9 = sbr.rel (!%p1) target = $region2 }
+   0x6   : > { %7 = sbr.rel (!%p2) target = $region1 }
+   0x7   :  {}
+"""
+
+
+@pytest.mark.parametrize("mark", [">", ">>"])
+def test_the_end_of_a_loop_may_be_found_out_within_one_inside_it(mark):
+    text = NESTED.replace("0x4   : >", f"0x4   : {mark}")
+    assert schedule.scheduled_cycles(text) == 2 + 32 * (2 + 8 * 4)
+
+
 def test_a_kernel_whose_loops_end_by_what_it_reads_has_no_known_cycles():
     assert schedule.scheduled_cycles(BUNDLES.replace("LIMIT", "%s9")) is None
 
