@@ -14,6 +14,8 @@ from bert_jax.errors import InputError
 
 # Words of sources whose text lies in files.
 TEXT_FILES = ("text", "jsonl", "csv", "tsv", "parquet")
+# Words of `run.trackers`: modules, and extras of the same name.
+TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow")
 # How many steps of a run may be left out.
 SKIPPED_STEPS = 64
 # Of a row's tokens, those that are predicted (Devlin et al. 2018, section 3.1).
@@ -537,6 +539,9 @@ class Run(Section):
     probes: tuple[str, ...] = ()
     # Of the run's operations, the share that probes may take.
     probe_share: float = 0.05
+    # What lines are sent on to while the run goes on: tensorboard, trackio, wandb, mlflow, each an
+    # extra; they keep them in the workdir unless their own variables name a server.
+    trackers: tuple[str, ...] = ()
     # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
     corpus_dir: str = ""
 
@@ -546,6 +551,9 @@ class Run(Section):
         self._require_at_least(0, "data_workers", "keep_best", "keep_every", "hang_after_seconds")
         self._require_at_least(0, "check_every")
         self._require(0 < self.probe_share <= 1, "probe_share", "must be in (0, 1]")
+        self._require(
+            set(self.trackers) <= set(TRACKERS), "trackers", f"choose of {', '.join(TRACKERS)}"
+        )
         self._require(
             self.keep_checkpoints >= 2,
             "keep_checkpoints",

@@ -2,6 +2,7 @@
 
     corpus/manifest.json    what went in (sources with hashes), what came out (counts, files with
                             hashes), versions
+    corpus/croissant.json   the same for catalogues (see data.croissant)
     corpus/tokenizer/       the tokenizer, trained here or copied
     corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
@@ -25,7 +26,7 @@ from typing import Any, Literal
 from etils import epath
 
 from bert_jax.config import Corpus, named
-from bert_jax.data import build, dataset, plans, stream
+from bert_jax.data import build, croissant, dataset, plans, stream
 from bert_jax.data.dataset import SPLITS
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import copies, mirror
@@ -350,8 +351,9 @@ def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> boo
 
 
 # What `prepare` writes; `write_atomic` adds temporary files.
-_OURS = {"manifest.json", "tokenizer", "dataset", "stream", COUNTS, "lock", build.PARTS}
-_BESIDE = re.compile(r"\.(manifest\.json|plans\.json|COMPLETE)\.\d+\.tmp")
+_CROISSANT = "croissant.json"
+_OURS = {"manifest.json", _CROISSANT, "tokenizer", "dataset", "stream", COUNTS, "lock", build.PARTS}
+_BESIDE = re.compile(r"\.((manifest|croissant)\.json|plans\.json|COMPLETE)\.\d+\.tmp")
 
 
 def _require_ours(folder: epath.Path) -> None:
@@ -402,6 +404,8 @@ def _build(
     made = build.build(corpus, vocab_size, folder, given, run, say)
     manifest = sealed({"format_version": FORMAT_VERSION, **made})
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    described = json.dumps(croissant.describe(manifest), indent=2) + "\n"
+    write_atomic(folder / _CROISSANT, described)
     mark_complete(folder)
     (folder / build.PARTS).rmtree()
     for split in SPLITS:
@@ -450,6 +454,8 @@ def _prepare_there(
             if name.split("/")[0] in ("tokenizer", "dataset", "stream", COUNTS)
             and name not in manifest["files"]
         )
+        described = json.dumps(croissant.describe(manifest), indent=2) + "\n"
+        mirror.write(folder / _CROISSANT, described)
         mirror.write(folder / "manifest.json", (made / "manifest.json").read_text())
         mirror.write(folder / COMPLETE, "")
         (made / "dataset").rmtree()  # only now that there is another

@@ -48,6 +48,7 @@ RUN_FILES = (
     "experiment.json",
     code.COPY,
     "origin.json",
+    "trackers.json",
     "metrics.jsonl",
     "predictions.jsonl",
     "timings.jsonl",

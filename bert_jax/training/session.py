@@ -16,6 +16,7 @@ from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import peers as peers_lib
+from bert_jax.training import trackers
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.environment import code, keep_compiled_programs, versions
 from bert_jax.training.job import Job, Setup
@@ -78,6 +79,7 @@ def _run(
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     setup.require_runnable(mesh)
     _require_checkable(experiment.run, mesh)
+    trackers.require_installed(experiment.run.trackers)
     system.keep_freed_memory()
     keep_compiled_programs(workdir.remote / "compiled" if workdir.remote else None)
     peers.connect(mesh)
@@ -96,7 +98,9 @@ def _run(
             job = setup.open(mesh, peers)
             context = Context(workdir, mesh, peers, watchdog, mirror, progress, clock)
             trainer = Trainer(job, context, origin)
-            result = trainer.run(stop, forget)
+            names = experiment.run.trackers if peers.is_primary else ()
+            with trackers.following(names, workdir, experiment, progress.say):
+                result = trainer.run(stop, forget)
         watchdog.pause()
         mirror.flush()
     _show(result, setup, workdir, job, trainer.metrics.read(), progress)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import hashlib
 import itertools
 import json
 import os
@@ -142,6 +143,25 @@ def test_prepare_makes_both_splits_of_all_documents(prepared_once):
     }
     assert manifest["layouts"] == {"sentences_by_line": 24}
     assert len(manifest["sources"]) == 24
+
+
+def test_croissant_names_every_file_with_its_hash_and_the_fields_of_a_record(prepared_once):
+    folder = pathlib.Path(prepared_once.folder)
+    described = json.loads((folder / "croissant.json").read_text())
+    assert described["conformsTo"] == "http://mlcommons.org/croissant/1.0"
+    *files, records = described["distribution"]
+    for file in files:
+        content = (folder / file["contentUrl"]).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == file["sha256"]
+        assert file["contentSize"] == f"{len(content)} B"
+    there = [p for p in folder.rglob("*") if p.is_file() and p.parent != folder]
+    assert len(files) == len([p for p in there if p.stat().st_size])
+    assert len(list(folder.glob(records["includes"]))) == 2
+    (record,) = described["recordSet"]
+    example = json.loads(next(folder.rglob("features.json")).read_text())
+    wanted = set(example["featuresDict"]["features"])
+    assert {field["source"]["extract"]["column"] for field in record["field"]} == wanted
+    assert len({x["@id"] for x in [*files, records, record, *record["field"]]}) == len(files) + 4
 
 
 def test_documents_stand_in_the_order_of_the_text(prepared_once):
@@ -418,7 +438,8 @@ def assert_finishes(place, undisturbed):
     ours = {name: text.replace(here, there) for name, text in content(place.folder).items()}
     assert ours == content(undisturbed.folder)
     left = {path.name for path in place.folder.iterdir()}
-    assert left == {"manifest.json", "tokenizer", "dataset", "stream", "lock", "COMPLETE"}
+    folders = {"tokenizer", "dataset", "stream"}
+    assert left == {*folders, "manifest.json", "croissant.json", "lock", "COMPLETE"}
     assert not list(pathlib.Path(place.folder).rglob("*incomplete*"))
 
 

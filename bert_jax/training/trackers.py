@@ -1,0 +1,323 @@
+"""Trackers of experiments: a thread reads what a run writes, and sends it on (`run.trackers`).
+
+The loop knows nothing of it: metrics.jsonl and timings.jsonl are read as anyone may read them. Each
+tracker is an extra, imported only where it is named, and stays on this machine unless its own
+variables say otherwise (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID). One that fails is one
+line; the run goes on.
+
+    W/trackers.json     which tracked run each goes on with, and up to which step it was sent what
+    W/tensorboard/      event files: train, evaluation, probes, timings
+    W/wandb/, W/trackio/, W/mlflow/
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from bert_jax import config
+from bert_jax.errors import InputError, printable
+from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
+
+_FORMAT_VERSION = 1
+# Seconds between two looks at the files, and for what is under way when the run ends.
+_SECONDS, _LAST = 2.0, 60.0
+# What a project is called where runs of several kinds lie together.
+_PROJECT = "bert_jax"
+# Neither is a value of a step.
+_NO_VALUES = ("step", "kind", "time")
+
+
+class Place(NamedTuple):
+    """A run as trackers are shown it.
+
+    Attributes:
+      folder: of the run, on this machine.
+      name: of the experiment.
+      settings: all fields of it, by their paths.
+    """
+
+    folder: str
+    name: str
+    settings: dict[str, Any]
+
+
+class Tracker(Protocol):
+    """One tracked run.
+
+    Attributes:
+      id: by which it is found again after a resume.
+    """
+
+    id: str
+
+    def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        """Takes the numbers of one line; `group` is train, evaluation, probes or timings, say."""
+
+    def close(self) -> None:
+        """Ends it; a resumed run opens it again by its id."""
+
+
+class TensorBoard:
+    """Event files in W/tensorboard, one folder a group."""
+
+    id = ""
+
+    def __init__(self, place: Place, known: str):
+        from tensorboard.summary import Writer
+
+        self._make = lambda group: Writer(os.path.join(place.folder, "tensorboard", group))
+        self._writers: dict[str, Any] = {}
+
+    def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        """Adds a line, and has it be on the disk."""
+        if group not in self._writers:
+            self._writers[group] = self._make(group)
+        for name, value in values.items():
+            self._writers[group].add_scalar(name, value, step)
+        self._writers[group].flush()
+
+    def close(self) -> None:
+        """Ends the files."""
+        for writer in self._writers.values():
+            writer.close()
+
+
+class Trackio:
+    """A run of trackio, in W/trackio."""
+
+    def __init__(self, place: Place, known: str):
+        os.environ.setdefault("TRACKIO_DIR", os.path.join(place.folder, "trackio"))
+        import trackio
+
+        self.id = known or f"{place.name}-{uuid.uuid4().hex[:8]}"
+        self._run = trackio.init(
+            project=_PROJECT, name=self.id, config=place.settings, resume="allow", embed=False
+        )
+
+    def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        """Adds a line."""
+        self._run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()
+
+
+class WandB:
+    """A run of Weights & Biases, in W/wandb; `wandb sync` sends it."""
+
+    def __init__(self, place: Place, known: str):
+        os.environ.setdefault("WANDB_MODE", "offline")
+        import wandb
+
+        self.id = known or uuid.uuid4().hex
+        self._run = wandb.init(
+            project=_PROJECT,
+            name=place.name,
+            id=self.id,
+            resume="allow",
+            dir=place.folder,
+            config=place.settings,
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        """Adds a line."""
+        self._run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, in W/mlflow."""
+
+    def __init__(self, place: Place, known: str):
+        from mlflow.entities import Metric
+        from mlflow.tracking import MlflowClient
+
+        folder = os.path.abspath(os.path.join(place.folder, "mlflow"))
+        os.makedirs(folder, exist_ok=True)
+        # Its plain files are no longer written: a file of SQLite.
+        here = f"sqlite:///{folder}/mlflow.db"
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or here)
+        self._metric, self.id = Metric, known
+        if self.id:
+            self._client.update_run(self.id, status="RUNNING")
+            return
+        project = self._client.get_experiment_by_name(_PROJECT)
+        if project is None:
+            number = self._client.create_experiment(_PROJECT, f"file://{folder}/artifacts")
+        else:
+            number = project.experiment_id
+        self.id = self._client.create_run(number, run_name=place.name).info.run_id
+        for name, value in place.settings.items():
+            self._client.log_param(self.id, name, value)
+
+    def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        """Adds a line."""
+        now = round(time.time() * 1000)
+        metrics = [
+            self._metric(f"{group}/{name}", value, now, step) for name, value in values.items()
+        ]
+        self._client.log_batch(self.id, metrics=metrics)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._client.set_terminated(self.id)
+
+
+_OPENED: dict[str, Callable[[Place, str], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
+
+
+def require_installed(names: tuple[str, ...]) -> None:
+    """Raises InputError if a tracker that is named is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(
+                f"run.trackers={name}: needs the [{name}] extra: pip install 'bert-jax[{name}]'"
+            )
+
+
+@contextlib.contextmanager
+def following(
+    names: tuple[str, ...], workdir: Workdir, experiment: Any, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Sends lines on while entered, and what is left at the end.
+
+    Args:
+      names: of trackers; none: nothing is done.
+      workdir: of the run, whose files are read.
+      experiment: an `Experiment` or a `Finetuning`.
+      say: shows a line.
+    """
+    if not names:
+        yield
+        return
+    follower = _Follower(names, workdir, experiment, say)
+    thread = threading.Thread(target=follower.run, name="trackers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        follower.ends.set()
+        thread.join(_LAST)
+        if thread.is_alive():
+            say(f"trackers: not done after {_LAST:.0f} s more; what they did not take is left out")
+
+
+class _Follower:
+    """Reads the run's files, and sends each tracker what it has not been sent."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        workdir: Workdir,
+        experiment: Any,
+        say: Callable[[str], None],
+    ):
+        self.ends = threading.Event()
+        self._names, self._say = names, say
+        settings = {
+            path: value if isinstance(value, int | float | str) else str(value)
+            for path, value in config.flatten(experiment)
+        }
+        self._place = Place(os.fspath(workdir.root), experiment.name, settings)
+        self._state = workdir.root / "trackers.json"
+        # First the timings: no metrics of a later step are read before those of an earlier one.
+        self._files = (_Tail(os.fspath(workdir.timings)), _Tail(os.fspath(workdir.metrics)))
+        self._known: dict[str, dict[str, Any]] = {}
+        self._trackers: dict[str, Tracker] = {}
+        self._lines: list[tuple[str, int, dict[str, float]]] = []
+
+    def run(self) -> None:
+        """Opens the trackers, sends until the run ends, and closes them."""
+        with self._without_on_failure("trackers.json"):
+            if self._state.exists():
+                self._known = read_json(self._state, _FORMAT_VERSION)["trackers"]
+        for name in self._names:
+            with self._without_on_failure(name):
+                known = self._known.setdefault(name, {"id": "", "sent": {}})
+                self._trackers[name] = _OPENED[name](self._place, known["id"])
+                known["id"] = self._trackers[name].id
+        while self._trackers and not self.ends.wait(_SECONDS):
+            self._send()
+        self._send()
+        for name, tracker in list(self._trackers.items()):
+            with self._without_on_failure(name):
+                tracker.close()
+
+    def _send(self) -> None:
+        lines = sorted((line for file in self._files for line in file.new()), key=lambda x: x[1])
+        if not lines:
+            return
+        for name, tracker in list(self._trackers.items()):
+            with self._without_on_failure(name):
+                sent = self._known[name]["sent"]
+                for group, step, values in lines:
+                    if step > sent.get(group, -1):
+                        tracker.log(group, step, values)
+                        sent[group] = step
+        with self._without_on_failure("trackers.json"):
+            record = {"format_version": _FORMAT_VERSION, "trackers": self._known}
+            write_atomic(self._state, json.dumps(sealed(record), indent=2) + "\n")
+
+    @contextlib.contextmanager
+    def _without_on_failure(self, name: str) -> Iterator[None]:
+        """Goes on without a tracker that fails, and says so in a line."""
+        try:
+            yield
+        except Exception as error:
+            self._trackers.pop(name, None)
+            why = (str(error).splitlines() or [""])[0]
+            self._say(
+                f"trackers: {name}: {type(error).__name__}: {printable(why)}; the run goes on "
+                "without it"
+            )
+
+
+class _Tail:
+    """What is added to a file of lines; all of it again once it was written again."""
+
+    def __init__(self, path: str):
+        self._path, self._inode, self._read = path, -1, 0
+        self._is_timings = os.path.basename(path).startswith("timings")
+
+    def new(self) -> list[tuple[str, int, dict[str, float]]]:
+        """Returns (group, step, numbers) of whole lines that were not read yet."""
+        try:
+            with open(self._path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._read:
+                    self._inode, self._read = status.st_ino, 0
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        data = data[: data.rfind(b"\n") + 1]
+        self._read += len(data)
+        lines = [json.loads(line) for line in data.splitlines()]
+        if self._is_timings:
+            lines = [line | {"kind": "timings"} for line in lines if line["kind"] == "train"]
+        return [(line["kind"], line["step"], dict(_numbers(line))) for line in lines]
+
+
+def _numbers(line: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+    """Yields the numbers of a line by their names, those of objects in it by their paths."""
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{above}{name}/")
+        elif isinstance(value, int | float) and (above or name not in _NO_VALUES):
+            yield f"{above}{name}", float(value)
