@@ -825,10 +825,11 @@ def import_(args: argparse.Namespace) -> int:
     _argument(
         "--as",
         dest="kind",
-        choices=("pretraining", "masked_lm", "encoder", "task", "adapter"),
+        choices=("pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"),
         help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers; of "
-        "model.kind=modern for ModernBertForMaskedLM or ModernBertModel. Of a fine-tuned run task, "
-        "for BertForSequenceClassification and the like [task], or adapter, what adapt.how=lora "
+        "model.kind=modern for ModernBertForMaskedLM or ModernBertModel; of data.objective=causal "
+        "for BertLMHeadModel or ModernBertDecoderForCausalLM. Of a fine-tuned run task, for "
+        "BertForSequenceClassification and the like [task], or adapter, what adapt.how=lora "
         "learned, for PEFT",
     ),
     _argument("--out", metavar="FOLDER", required=True, help="where it goes"),

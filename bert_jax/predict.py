@@ -13,7 +13,7 @@ from rich.text import Text
 from bert_jax import base as base_lib
 from bert_jax import config
 from bert_jax.base import Moments
-from bert_jax.config import Experiment, Model, Parallelism
+from bert_jax.config import Data, Experiment, Model, Parallelism
 from bert_jax.data.batches import Batch
 from bert_jax.errors import InputError, printable
 from bert_jax.model import heads
@@ -224,10 +224,17 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
         if "next_sentence_labels" in batch:
             # Of each example that stands there.
             labels = batch["next_sentence_labels"][i][batch["row_weights"][i] > 0]
-            label = ", ".join("is random" if label else "follows" for label in labels.ravel())
-            where += f": B {label}"
+            words = LABELS[experiment.data.units]
+            where += f": B {', '.join(words[label] for label in labels.ravel())}"
         yield Text(f"\n{where}")
-        yield row_text(batch, i, prepared.tokenizer)
+        yield row_text(batch, i, prepared.tokenizer, experiment.data)
+
+
+# What B is to A, by `data.units` and the label.
+LABELS = {
+    "pairs": ("follows", "is random"),
+    "swapped_pairs": ("follows", "comes before A"),
+}
 
 
 class Piece(NamedTuple):
@@ -242,8 +249,8 @@ class Piece(NamedTuple):
     stood: str | None
 
 
-def row_pieces(batch: Batch, i: int, tokenizer: Tokenizer) -> list[Piece]:
-    """Returns the pieces of one row, without padding."""
+def row_pieces(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> list[Piece]:
+    """Returns the pieces of one row, without padding; of next pieces none is marked."""
     truth = {
         int(p): printable(tokenizer.piece(int(label)))
         for p, label, w in zip(
@@ -252,7 +259,7 @@ def row_pieces(batch: Batch, i: int, tokenizer: Tokenizer) -> list[Piece]:
             batch["masked_lm_weights"][i],
             strict=True,
         )
-        if w
+        if w and data.objective != "causal"
     }
     ids = batch["input_ids"][i, : int(batch["input_mask"][i].sum())].tolist()
     return [
@@ -261,10 +268,10 @@ def row_pieces(batch: Batch, i: int, tokenizer: Tokenizer) -> list[Piece]:
     ]
 
 
-def row_text(batch: Batch, i: int, tokenizer: Tokenizer) -> Text:
+def row_text(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> Text:
     """Returns one row's pieces; one to be predicted is written {what the model is given|truth}."""
     text = Text()
-    for piece in row_pieces(batch, i, tokenizer):
+    for piece in row_pieces(batch, i, tokenizer, data):
         if piece.stood is None:
             text.append(f"{piece.text} ")
         else:

@@ -10,6 +10,7 @@ import numpy as np
 
 from bert_jax import config
 from bert_jax.compare.results import Column, Member, Results
+from bert_jax.model import losses
 from bert_jax.report import figures, times
 from bert_jax.report.figures import Curve, Figure, Plot
 from bert_jax.report.page import template
@@ -96,13 +97,13 @@ def _curves(results: Results) -> list[Figure]:
     for member in results.members:
         label = "" if member.row in named else member.row
         colour = named.setdefault(member.row, len(named))
-        steps, seconds, losses = _held_out(member)
+        steps, seconds, nats = _held_out(member)
         style = "points" if colour < len(figures.COLOURS) else "dashes"
-        over_steps.append(Curve(steps, losses, label, colour, style))
-        over_seconds.append(Curve(seconds, losses, label, colour, style))
+        over_steps.append(Curve(steps, nats, label, colour, style))
+        over_seconds.append(Curve(seconds, nats, label, colour, style))
     plots = [
-        Plot("Held-out masked LM loss, nat", over_steps),
-        Plot("Held-out masked LM loss, nat", over_seconds, x_label="seconds of CPU in steps"),
+        Plot("Held-out loss, nat a piece", over_steps),
+        Plot("Held-out loss, nat a piece", over_seconds, x_label="seconds of CPU in steps"),
     ]
     return [
         Figure(plot.title, "", figures.draw(plot, f"curve-{number}"))
@@ -121,5 +122,5 @@ def _held_out(member: Member) -> tuple[list[float], list[float], list[float]]:
         lambda lap: lap.get("cpu_seconds", 0.0) / max(lap["steps"], 1),
     )
     steps = [line["step"] for line in lines]
-    losses = [line["masked_lm_loss"] for line in lines]
-    return steps, np.interp(steps, at, seconds).tolist(), losses
+    nats = [line[f"{losses.learned(line, losses.PIECES)}_loss"] for line in lines]
+    return steps, np.interp(steps, at, seconds).tolist(), nats

@@ -19,6 +19,7 @@ from bert_jax.compare.results import PAIRS, Column, Member, Results, hash_of, sh
 from bert_jax.config import Experiment, Row
 from bert_jax.config.comparison import COLUMNS
 from bert_jax.errors import InputError
+from bert_jax.model import losses
 from bert_jax.predict import Trained
 from bert_jax.report import times
 from bert_jax.storage.workdir import Workdir
@@ -185,14 +186,16 @@ def _measured(name: str, workdir: Workdir, experiment: Experiment) -> float | No
         return _real_tokens(experiment, lines)
     last = [line for line in lines if line["kind"] == "evaluation"][-1]
     if name == "below_unigrams":
-        return last["unigram_loss"] - last["masked_lm_loss"]
-    return last.get(_OF_LINE[name])
+        return last["unigram_loss"] - last[f"{losses.learned(last, losses.PIECES)}_loss"]
+    tasks, what = _OF_LINE[name]
+    return last.get(f"{losses.learned(last, tasks)}_{what}")
 
 
+# Of what is learned, and what of it.
 _OF_LINE = {
-    "loss": "masked_lm_loss",
-    "accuracy": "masked_lm_accuracy",
-    "next_sentence": "next_sentence_accuracy",
+    "loss": (losses.PIECES, "loss"),
+    "accuracy": (losses.PIECES, "accuracy"),
+    "next_sentence": ({"next_sentence": ""}, "accuracy"),
 }
 
 

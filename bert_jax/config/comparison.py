@@ -10,9 +10,9 @@ from bert_jax.errors import InputError
 
 # What is measured of each run (`compare.runs`), and in which unit; of HELD_OUT on held-out text.
 COLUMNS = {
-    "loss": "held-out masked LM, nat",
+    "loss": "held-out loss, nat a piece",
     "below_unigrams": "nat below the unigram line",
-    "accuracy": "masked LM accuracy",
+    "accuracy": "accuracy of pieces",
     "next_sentence": "next-sentence accuracy",
     "cpu_seconds": "seconds of CPU",
     "steps": "steps",

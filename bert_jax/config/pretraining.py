@@ -54,6 +54,8 @@ class Model(Section):
     num_attention_heads: int = 12
     # Width of each layer's feed-forward part.
     intermediate_size: int = 3_072
+    # What a token attends to: the text on both sides, or up to itself (data.objective=causal).
+    direction: Literal["both", "left_to_right"] = "both"
     # The longest row; with kind=bert there are position embeddings for so many places.
     max_position_embeddings: int = 512
     # Segments that a token can be of, A and B; of kind=modern no token knows its own.
@@ -268,12 +270,17 @@ class Data(Section):
     role = "identity"
     label = "data"
 
-    # What is learned: masked pieces of pairs and whether B follows A; or masked pieces alone, of
-    # rows of full sentences that go on from one document to the next (RoBERTa).
-    objective: Literal["mlm_nsp", "mlm"] = "mlm_nsp"
+    # What is learned. mlm_nsp: masked pieces of pairs, and whether B follows A; mlm_sop: masked
+    # pieces of pairs that follow each other, and whether they were swapped (ALBERT); mlm: masked
+    # pieces alone, of rows of full sentences that go on from one document to the next (RoBERTa);
+    # causal: of such rows the next piece at every place, from what is left of it (GPT).
+    objective: Literal["mlm_nsp", "mlm_sop", "mlm", "causal"] = "mlm_nsp"
     # Something else that is learned of the same rows: an objective of the experiment file's own,
     # FILE:FUNCTION:SHA256, which bert_jax.config.own(FUNCTION) gives; empty: nothing else.
     code: str = ""
+    # Of rows of full sentences: whether a token attends to all documents of its row, or to its own
+    # alone, in which positions begin at 0 again, as they do for a text by itself.
+    attention: Literal["whole_row", "per_document"] = "whole_row"
     # Share of examples that aim at a random, shorter length; of pairs alone.
     short_seq_prob: float = 0.1
     # Share of an example's tokens that are to be predicted.
@@ -313,10 +320,23 @@ class Data(Section):
         self._require_at_least(1, "eval_max_predictions_per_seq", "eval_rows")
         self._require_at_least(0, "dupe_factor")
         self._require(
-            self.objective == "mlm_nsp" or self.packing == "none",
+            self.units != "sentences" or self.packing == "none",
             "packing",
             f"data.objective={self.objective} has no pairs, and fills its rows already",
         )
+        self._require(
+            self.units == "sentences" or self.attention == "whole_row",
+            "attention",
+            f"rows of data.objective={self.objective} are pairs; it has a meaning with mlm and "
+            "causal",
+        )
+        if self.objective == "causal":
+            self._require(
+                self.eval_max_predictions_per_seq == self.eval_sequence_length - 1,
+                "eval_max_predictions_per_seq",
+                "data.objective=causal predicts all pieces; set it to "
+                f"{self.eval_sequence_length - 1}, one less than the length",
+            )
         if self.dupe_factor:
             self._require(
                 self.final_masked_lm_prob == 0.0,
@@ -326,9 +346,11 @@ class Data(Section):
             )
 
     @property
-    def units(self) -> Literal["pairs", "sentences"]:
+    def units(self) -> Literal["pairs", "swapped_pairs", "sentences"]:
         """Returns what a row is made of."""
-        return "pairs" if self.objective == "mlm_nsp" else "sentences"
+        if self.objective == "mlm_nsp":
+            return "pairs"
+        return "swapped_pairs" if self.objective == "mlm_sop" else "sentences"
 
     @property
     def largest_masked_share(self) -> float:
@@ -635,6 +657,7 @@ class Experiment(Section):
                     f"{where}={length}: longer than the position table, "
                     f"model.max_position_embeddings={self.model.max_position_embeddings}"
                 )
+        self._validate_direction()
         if len(self.parallelism.accumulation) not in (1, len(self.phases)):
             raise InputError(
                 f"parallelism.accumulation={self.parallelism.accumulation}: give one number, or "
@@ -699,6 +722,28 @@ class Experiment(Section):
                 f"optimizer.decay_steps={self.optimizer.decay_steps}: with the warm-up they are "
                 f"more than the {self.total_steps} steps of all phases"
             )
+
+    def _validate_direction(self) -> None:
+        is_causal = self.data.objective == "causal"
+        if is_causal != (self.model.direction == "left_to_right"):
+            wanted = "left_to_right" if is_causal else "both"
+            raise InputError(
+                f"data.objective={self.data.objective}: set model.direction={wanted}"
+                + (", or each piece would see the one it predicts" if is_causal else "")
+            )
+        if is_causal and self.model.code:
+            raise InputError(
+                "data.objective=causal: an encoder of the experiment's own (model.code) attends as "
+                "it likes; leave one of them out"
+            )
+        for i, phase in enumerate(self.phases):
+            most = phase.sequence_length - 1
+            if is_causal and phase.max_predictions_per_seq != most:
+                raise InputError(
+                    f"phases.{i}.max_predictions_per_seq={phase.max_predictions_per_seq}: "
+                    f"data.objective=causal predicts all pieces; set it to {most}, one less than "
+                    "the length"
+                )
 
     def _validate_packing(self, number: int, phase: Phase) -> None:
         where = f"phases.{number}"

@@ -32,6 +32,7 @@ _FIELDS: dict[str, tuple[object, str]] = {
     ),
     "model.code": ("", "an encoder of the experiment's own"),
     "model.vocab_size": (30_522, "the released uncased vocabulary has 30,522 pieces"),
+    "model.direction": ("both", "the paper's encoder attends to both sides"),
     "model.max_position_embeddings": (512, "the paper's table has 512 positions"),
     "model.type_vocab_size": (2, "the released models have two segments"),
     "model.hidden_act": (
@@ -57,8 +58,8 @@ _FIELDS: dict[str, tuple[object, str]] = {
     "corpus.encoding_errors": ("stop", "wrong bytes are replaced; the reference drops them"),
     "corpus.unknown_word": ("", "a word of the text is [UNK]; the reference spells it"),
     "corpus.repeated_documents": ("keep", "the reference keeps documents that repeat"),
-    "data.objective": ("mlm_nsp", "rows of full sentences, and no next sentences to tell apart"),
     "data.code": ("", "something else is learned: an objective of the experiment's own"),
+    "data.attention": ("whole_row", "documents of a row do not see each other; a pair is a row"),
     "data.short_seq_prob": (0.1, "the reference cuts 0.1 of all documents short"),
     "data.masked_lm_prob": (0.15, "the paper predicts 15 % of all pieces"),
     "data.final_masked_lm_prob": (0.0, "the share that is predicted changes; the paper's stays"),
@@ -81,6 +82,13 @@ _FIELDS: dict[str, tuple[object, str]] = {
         "gradients are rounded to bfloat16 before cores add them; the reference adds float32",
     ),
     "optimizer.layer_decay": (1.0, "lower layers learn slower; the reference's learn alike"),
+}
+
+_OBJECTIVES = {
+    "mlm": "rows of full sentences, and no next sentences to tell apart",
+    "mlm_sop": "B follows A always, and is swapped with it in half of the pairs (ALBERT); the "
+    "paper's is random in half of them",
+    "causal": "rows of full sentences, of which the next piece is predicted, from left to right",
 }
 
 _OPTIMIZERS = {
@@ -197,6 +205,9 @@ def _text(experiment: Experiment) -> Iterator[Deviation]:
 
 
 def _masks(experiment: Experiment) -> Iterator[Deviation]:
+    objective = experiment.data.objective
+    if objective in _OBJECTIVES:
+        yield Deviation(_setting(experiment, "data.objective"), _OBJECTIVES[objective])
     masking = experiment.data.masking
     if masking in _MASKINGS:
         yield Deviation(_setting(experiment, "data.masking"), _MASKINGS[masking])

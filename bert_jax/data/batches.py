@@ -85,7 +85,7 @@ def execute(
     Returns:
       input_ids, segment_ids, input_mask int32 [B, S]; masked_lm_positions, masked_lm_ids int32
       [B, P]; masked_lm_weights float32 [B, P]; next_sentence_labels int32 [B], 1 for a random
-      next.
+      next, or of swapped pairs for those that were swapped.
     """
     pair = pairs.truncate(rows, sequence_length, array_draws)
     a_end = 1 + pair.a_length[:, None]  # where the first [SEP] stands
@@ -119,23 +119,71 @@ def execute_sentences(
     policy: masking.Policy,
     sequence_length: int,
     max_predictions: int,
+    data: Data,
 ) -> Batch:
     """Turns planned rows of full sentences into examples.
 
     Args:
       chunks: of `sentences.plan`, [B].
-      stream, array_draws, ids, policy, sequence_length, max_predictions: see `execute`.
+      stream, array_draws, ids, policy, sequence_length, max_predictions: see `execute`; with
+        data.objective=causal nothing is masked, and P is S - 1.
+      data: what is predicted, and whether documents see each other.
 
     Returns:
-      What `execute` gives, without labels of next sentences; segment_ids are 0.
+      What `execute` gives, without labels of next sentences; segment_ids are 0. With
+      data.attention=per_document `example_numbers`, of the document that each token is of, from 1,
+      and `positions` within it, int32 [B, S], 0 for padding.
     """
     rows = sentences.rows(stream, chunks, sequence_length, ids.pad, ids.cls, ids.sep)
-    which = stream, rows.input_ids, rows.text, rows.length
+    apart = {"example_numbers": rows.document, "positions": rows.positions}
+    if data.objective == "causal":
+        _require_known(stream, rows.input_ids, ids)
+        batch = _next_pieces(rows, data)
+    else:
+        which = stream, rows.input_ids, rows.text, rows.length
+        batch = _masked(*which, array_draws, ids, policy, max_predictions)
     return {
-        **_masked(*which, array_draws, ids, policy, max_predictions),
+        **batch,
         "segment_ids": np.zeros_like(rows.input_ids),
         "input_mask": (rows.document > 0).astype(np.int32),
+        **(apart if data.attention == "per_document" else {}),
     }
+
+
+def _next_pieces(rows: sentences.Rows, data: Data) -> Batch:
+    """Returns rows as they are, and after every token the one to predict: see `_masked`.
+
+    Of documents that do not see each other the first piece of the next is not predicted.
+    """
+    batch, length = rows.input_ids.shape
+    document = rows.document
+    predicted = document[:, 1:] > 0
+    if data.attention == "per_document":
+        predicted &= document[:, 1:] == document[:, :-1]
+    places = np.broadcast_to(np.arange(length - 1, dtype=np.int32), (batch, length - 1))
+    return {
+        "input_ids": rows.input_ids,
+        "masked_lm_positions": places * predicted,
+        "masked_lm_ids": rows.input_ids[:, 1:] * predicted,
+        "masked_lm_weights": predicted.astype(np.float32),
+    }
+
+
+def execute_planned(
+    data: Data,
+    stream: Stream,
+    planned: np.ndarray,
+    array_draws: draws.ArrayDraws,
+    ids: Ids,
+    policy: masking.Policy,
+    sequence_length: int,
+    max_predictions: int,
+) -> Batch:
+    """Turns what is planned for an objective into examples: see `execute`, `execute_sentences`."""
+    how = array_draws, ids, policy, sequence_length, max_predictions
+    if data.units == "sentences":
+        return execute_sentences(stream, planned, *how, data)
+    return execute(stream, planned, *how)
 
 
 def _masked(
@@ -159,8 +207,7 @@ def _masked(
     Raises:
       InputError: the stream holds ids that the vocabulary has not.
     """
-    if input_ids.size and input_ids.max() >= ids.vocab_size:
-        raise stream.damaged("ids")  # a device would take another id without a word
+    _require_known(stream, input_ids, ids)
     masked = masking.mask(
         input_ids,
         text,
@@ -178,6 +225,12 @@ def _masked(
         "masked_lm_ids": masked.ids,
         "masked_lm_weights": masked.weights,
     }
+
+
+def _require_known(stream: Stream, input_ids: np.ndarray, ids: Ids) -> None:
+    """Raises InputError if the stream holds ids that the vocabulary has not."""
+    if input_ids.size and input_ids.max() >= ids.vocab_size:
+        raise stream.damaged("ids")  # a device would take another id without a word
 
 
 class TrainBatches:
@@ -267,14 +320,15 @@ class TrainBatches:
         self, epochs: np.ndarray, slots: np.ndarray, per_epoch: int, policy: masking.Policy
     ) -> Batch:
         """Returns some examples by themselves; of each int64 [B] an epoch and its slot there."""
-        of_pairs = self.plans.units == "pairs"
+        of_pairs = self.plans.units != "sentences"
         kind = pairs.ROW_DTYPE if of_pairs else pairs.chunk_dtype(self.plans.stream)
         planned = np.empty(len(epochs), kind)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             of_epoch = self._pairs if of_pairs else self._chunks
             planned[here] = of_epoch(epoch, slots[here])
-        return (execute if of_pairs else execute_sentences)(
+        return execute_planned(
+            self._data,
             self.plans.stream,
             planned,
             draws.Counter(self._key, self._epoch_drawn(epochs) * per_epoch + slots),
@@ -310,7 +364,7 @@ class TrainBatches:
         """Returns the pairs in some slots of an epoch, ROW_DTYPE."""
         chunks = self._chunks(epoch, slots)
         counter = draws.Counter(self.plans.key(self._epoch_drawn(epoch)), chunks["sentence"])
-        return pairs.rows(self.plans.stream, chunks, counter)
+        return pairs.rows(self.plans.stream, chunks, counter, self._data.units)
 
     def _epoch_drawn(self, epoch: Any) -> Any:
         """Returns the epoch whose plan serves: itself, or with static masks one of the first."""
@@ -337,8 +391,9 @@ def eval_batches(
     """
     names = (seed, "validation", "eval")
     first, length = draws.key_of(*names, 0), data.eval_sequence_length
-    if data.units == "pairs":
-        plan = pairs.sample(stream, length, data.short_seq_prob, first, data.eval_rows)
+    if data.units != "sentences":
+        how = data.short_seq_prob, first, data.eval_rows, data.units
+        plan = pairs.sample(stream, length, *how)
     else:
         plan = sentences.plan(stream, length, first)
         plan = plan[draws.permutation(first, 0, len(plan))[: data.eval_rows]]
@@ -349,7 +404,8 @@ def eval_batches(
     for start in range(0, len(plan), batch_size):
         row = np.arange(start, start + batch_size)
         real = row < len(plan)
-        batch = (execute if data.units == "pairs" else execute_sentences)(
+        batch = execute_planned(
+            data,
             stream,
             plan[np.where(real, row, 0)],
             draws.Counter(key, row),

@@ -5,6 +5,12 @@ The algorithm is that of google-research/bert, create_pretraining_data.py
 one example is a piece of text A and, half of the time, what follows it (Devlin et al. 2018,
 section 3.1, task 2). Its random choices are those of `draws`; it never looks at an id.
 
+With swapped pairs (Lan et al. 2019, ALBERT, section 3.1) B is what follows A always, and in half of
+the pairs the two change places. Nothing else is drawn: a chunk has two sentences at least, one that
+would be left alone at the end of its document joins the chunk before it, and a document of one
+sentence gives no pair. ALBERT's code gives a chunk of one sentence a random B, as if it were
+swapped.
+
 A chunk is the sentences from which one pair is made. All its draws hang on the sentence it begins
 with, and therefore so does the sentence that the next chunk begins with. That one is computed for
 all sentences of a block at once, and a plan is the chunks that are met on the way from the first
@@ -14,16 +20,21 @@ is asked for.
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from bert_jax.data.draws import ArrayDraws, Counter, PairDraws, Removals, Sequential, permutation
 from bert_jax.data.stream import Stream
+from bert_jax.errors import InputError
 
 # [CLS] A [SEP] B [SEP]
 SPECIAL_TOKENS = 3
 
+# What becomes of half of the pairs: B is of another document, or A and B change places.
+Units = Literal["pairs", "swapped_pairs"]
+
+# `is_random_next` is the label: of swapped pairs, that they were swapped.
 ROW_DTYPE = np.dtype(
     [
         ("a_offset", np.uint64),
@@ -61,7 +72,11 @@ def chunk_dtype(stream: Stream) -> np.dtype:
 
 
 def plan(
-    stream: Stream, sequence_length: int, short_seq_prob: float, key: tuple[int, int]
+    stream: Stream,
+    sequence_length: int,
+    short_seq_prob: float,
+    key: tuple[int, int],
+    units: Units = "pairs",
 ) -> np.ndarray:
     """Plans one pass over the documents, in their order.
 
@@ -70,9 +85,13 @@ def plan(
       sequence_length: of the examples, specials included.
       short_seq_prob: share of documents cut into shorter pairs.
       key: of the draws.
+      units: what pairs are made.
 
     Returns:
       `chunk_dtype` [chunks].
+
+    Raises:
+      InputError: no document has two sentences to be swapped.
     """
     most = sequence_length - SPECIAL_TOKENS
     document_offsets, total = stream.document_offsets, len(stream.sentence_offsets) - 1
@@ -89,14 +108,24 @@ def plan(
         size = np.diff(np.clip(bounds, start, stop))
         sentence, target = np.arange(start, stop), np.repeat(target, size)
         end = np.repeat(bounds[1:], size) - start
-        chunks, begin = _chunks(stream, sentence, offsets, end, target, key, begin)
+        chunks, begin = _chunks(stream, sentence, offsets, end, target, key, begin, units)
         begin -= stop - start
         result.append(chunks)
-    return np.concatenate(result)
+    chunks = np.concatenate(result)
+    if not len(chunks):
+        raise InputError(
+            "data.objective=mlm_sop: no document has two sentences; give longer ones, or take mlm"
+        )
+    return chunks
 
 
 def sample(
-    stream: Stream, sequence_length: int, short_seq_prob: float, key: tuple[int, int], most: int
+    stream: Stream,
+    sequence_length: int,
+    short_seq_prob: float,
+    key: tuple[int, int],
+    most: int,
+    units: Units = "pairs",
 ) -> np.ndarray:
     """Draws pairs of whole documents at random, at most so many; ROW_DTYPE [rows].
 
@@ -106,6 +135,7 @@ def sample(
       short_seq_prob: see `plan`.
       key: see `plan`.
       most: rows.
+      units: see `plan`.
     """
     order = permutation(key, 0, len(stream.document_offsets) - 1)
     result, count = [np.empty(0, chunk_dtype(stream))], 0
@@ -121,11 +151,11 @@ def sample(
             sequence_length - SPECIAL_TOKENS, short_seq_prob
         )
         end, target = np.repeat(ends, size), np.repeat(wanted, size)
-        chunks, _ = _chunks(stream, sentence, offsets, end, target, key, 0)
+        chunks, _ = _chunks(stream, sentence, offsets, end, target, key, 0, units)
         result.append(chunks)
         count += len(chunks)
     chunks = np.concatenate(result)[:most]
-    return rows(stream, chunks, Counter(key, chunks["sentence"]))
+    return rows(stream, chunks, Counter(key, chunks["sentence"]), units)
 
 
 def _chunks(
@@ -136,6 +166,7 @@ def _chunks(
     target: np.ndarray,
     key: tuple[int, int],
     begin: int,
+    units: Units,
 ) -> tuple[np.ndarray, int]:
     """Returns the chunks that are met from a sentence on, and the sentence after them.
 
@@ -147,9 +178,10 @@ def _chunks(
       target: int64 [N].
       key: of the draws.
       begin: the first chunk's first sentence, counted from here.
+      units: what pairs are made.
     """
     here = np.arange(len(sentence))
-    of_a, of_b = _cut(offsets, here, document_end, target, Counter(key, sentence))
+    of_a, of_b = _cut(offsets, here, document_end, target, Counter(key, sentence), units)
     # The sentences that a random B displaces are put back.
     following = (here + of_a + of_b).tolist()
     met = []
@@ -159,6 +191,8 @@ def _chunks(
     chunks = np.empty(len(met), chunk_dtype(stream))
     chunks["sentence"], chunks["target"] = sentence[met], target[met]
     chunks["of_a"], chunks["of_b"] = of_a[met], of_b[met]
+    if units == "swapped_pairs":
+        chunks = chunks[chunks["of_b"] > 0]
     return chunks, begin
 
 
@@ -168,8 +202,11 @@ def _cut(
     document_end: np.ndarray,
     target: np.ndarray,
     draws: PairDraws,
+    units: Units = "pairs",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how many sentences of each chunk make A and B; 0 where B is of another document.
+    """Returns how many sentences of each chunk make A and B.
+
+    B has 0 where it is of another document; of swapped pairs, where the document has one alone.
 
     Args:
       offsets: int64 [N], where sentences start.
@@ -177,22 +214,31 @@ def _cut(
       document_end: int64 [B], one past the last of its document.
       target: int64 [B].
       draws: of the chunks.
+      units: what pairs are made.
     """
     # A chunk closes with the sentence that brings it to the target, or with the document's last.
     end = np.minimum(np.searchsorted(offsets, offsets[first] + target), document_end)
+    if units == "swapped_pairs":
+        end = np.maximum(end, np.minimum(first + 2, document_end))
+        end = np.where(document_end - end == 1, document_end, end)
+        of_a = draws.split_point(end - first)
+        return of_a, end - first - of_a
     sentences = end - first
     of_a = draws.split_point(sentences)
     alone = sentences == 1
     return of_a, np.where(alone | draws.is_random(~alone), 0, sentences - of_a)
 
 
-def rows(stream: Stream, chunks: np.ndarray, draws: PairDraws) -> np.ndarray:
+def rows(
+    stream: Stream, chunks: np.ndarray, draws: PairDraws, units: Units = "pairs"
+) -> np.ndarray:
     """Returns the pairs of chunks, before truncation: two runs of ids in the stream each.
 
     Args:
       stream: the split.
       chunks: `chunk_dtype` [B].
       draws: of the sentences with which the chunks begin.
+      units: what pairs are made.
 
     Returns:
       ROW_DTYPE [B].
@@ -205,6 +251,15 @@ def rows(stream: Stream, chunks: np.ndarray, draws: PairDraws) -> np.ndarray:
     result["is_random_next"] = is_random
     result["a_offset"] = offsets[sentence]
     result["a_length"] = offsets[b_first] - result["a_offset"]
+    if units == "swapped_pairs":
+        result["b_offset"] = offsets[b_first]
+        result["b_length"] = offsets[b_last] - result["b_offset"]
+        swapped = draws.is_random(np.ones(len(chunks), bool))
+        for a, b in (("a_offset", "b_offset"), ("a_length", "b_length")):
+            one, other = result[a].copy(), result[b].copy()
+            result[a], result[b] = np.where(swapped, other, one), np.where(swapped, one, other)
+        result["is_random_next"] = swapped
+        return result
     wanted = np.maximum(chunks["target"] - result["a_length"].astype(np.int64), 1)
     first, last = _random_runs(stream, sentence, wanted, is_random, draws)
     result["b_offset"] = offsets[np.where(is_random, first, b_first)]

@@ -42,7 +42,7 @@ from bert_jax.storage.workdir import (
     sealed,
 )
 
-Units = Literal["pairs", "sentences"]
+Units = Literal["pairs", "swapped_pairs", "sentences"]
 
 # Of the file of counts, and of the rules by which a plan is drawn.
 COUNTS_VERSION, PLAN_VERSION = 2, 2
@@ -117,8 +117,8 @@ class Plans:
       shared: that file in the bucket of the corpus, for the one process of a run that sends what
         was counted; None: nothing is sent.
       packed: how examples share rows; None: each has one of its own.
-      units: what is planned: pairs, or rows of full sentences (`data.sentences`), of which
-        `short_seq_prob` shortens none and which `packed` does not take.
+      units: what is planned: pairs, of either kind, or rows of full sentences (`data.sentences`),
+        of which `short_seq_prob` shortens none and which `packed` does not take.
     """
 
     def __init__(
@@ -384,7 +384,8 @@ def _planned(stream: Stream, task: dict[str, Any]) -> tuple[np.ndarray, np.ndarr
     if task["units"] == "sentences":
         plan = sentences.plan(stream, task["sequence_length"], key)
     else:
-        plan = pairs.plan(stream, task["sequence_length"], task["short_seq_prob"], key)
+        how = task["short_seq_prob"], key, task["units"]
+        plan = pairs.plan(stream, task["sequence_length"], *how)
     return plan, _order(names, epoch, len(plan))
 
 
@@ -400,7 +401,7 @@ def _packs(
     lengths = np.empty(len(plan), np.min_scalar_type(length))
     for start in range(0, len(plan), _WRITTEN):
         chunks = plan[start : start + _WRITTEN]
-        rows = pairs.rows(stream, chunks, draws.Counter(key, chunks["sentence"]))
+        rows = pairs.rows(stream, chunks, draws.Counter(key, chunks["sentence"]), task["units"])
         lengths[start : start + _WRITTEN] = pairs.truncated_lengths(rows, length)
     examples = task["examples"] or len(plan)
     by_slot = lengths[np.resize(order, examples)]

@@ -63,7 +63,7 @@ def plan(
     """
     if len(stream.ids) < sequence_length - SPECIAL_TOKENS:
         raise InputError(
-            f"data.objective=mlm: {len(stream.ids)} tokens do not fill a row of {sequence_length}; "
+            f"data.objective: {len(stream.ids)} tokens do not fill a row of {sequence_length}; "
             "give more text or shorter rows"
         )
     most = sequence_length - SPECIAL_TOKENS

@@ -9,6 +9,7 @@ from bert_jax.config import Experiment, Finetuning
 from bert_jax.doctor import corpus
 from bert_jax.doctor.finding import Finding, Rule, share
 from bert_jax.errors import reading
+from bert_jax.model import losses
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE, Workdir, load_experiment
 from bert_jax.training.checkpoint import Checkpoints
@@ -236,14 +237,14 @@ _FLAT = Rule(
     "a larger model",
 )  # fmt: skip
 _UNIGRAM = Rule(
-    "held-out masked LM is no better than counting words ({nats:.3f} nat {side} the unigram line)",
+    "held-out {what} is no better than counting words ({nats:.3f} nat {side} the unigram line)",
     0, 0,
     "the model has not learned from context yet{few}",
     "another optimizer.peak_learning_rate, a longer warm-up, or more steps; and look at the "
     "examples with `bert-jax show`",
 )  # fmt: skip
 _CHANCE_WORDS = (
-    "held-out next sentence is within chance of the majority ({accuracy:.3f} +- {error:.3f}, "
+    "held-out {what} is within chance of the majority ({accuracy:.3f} +- {error:.3f}, "
     "majority {majority:.3f})"
 )
 _NEVER_LEARNED = Rule(
@@ -255,7 +256,7 @@ _NEVER_LEARNED = Rule(
 _NOT_YET_LEARNED = Rule(
     _CHANCE_WORDS,
     0, math.inf,
-    "next sentence is learned late, and from much text",
+    "it is learned late, and from much text",
     "more steps or more documents; masked words are learned all the same",
 )  # fmt: skip
 _LONGER_THAN_TRAINED = Rule(
@@ -285,7 +286,7 @@ _CLIPPED = Rule(
 def _curves(
     experiment: Experiment, train: list[Line], evaluations: list[Line], done: int
 ) -> list[Finding]:
-    train = [line for line in train if "masked_lm_loss" in line]
+    train = [line for line in train if losses.learned(line, losses.PIECES)]
     if not train:
         return []
     quarters = _quarters(experiment, train)
@@ -296,25 +297,34 @@ def _curves(
         or _flat(experiment, quarters, train)
     )
     if evaluations:
-        findings += _next_sentence(experiment, train, evaluations[-1], done)
+        findings += _pairs(experiment, train, evaluations[-1], done)
         findings += _overfitting(experiment, train, evaluations)
     return findings + _clipped(experiment, train)
 
 
 def _quarters(experiment: Experiment, train: list[Line]) -> list[list[float]]:
-    """Returns masked LM losses of the last phase that has a curve, after warm-up, in four parts."""
+    """Returns losses of pieces of the last phase that has a curve, after warm-up, in four parts."""
     warmup = experiment.optimizer.warmup_steps
     by_phase: dict[int, list[float]] = {}
     for line in train:
         if line["step"] > warmup:
             phase, _ = experiment.phase_at(min(line["step"], experiment.total_steps) - 1)
-            by_phase.setdefault(phase, []).append(line["masked_lm_loss"])
-    curves = [losses for losses in by_phase.values() if len(losses) >= _LINES]
+            by_phase.setdefault(phase, []).append(_nats(line))
+    curves = [curve for curve in by_phase.values() if len(curve) >= _LINES]
     if not curves:
         return []
-    losses = curves[-1]
-    cuts = [round(i * len(losses) / 4) for i in range(5)]
-    return [losses[a:b] for a, b in itertools.pairwise(cuts)]
+    curve = curves[-1]
+    cuts = [round(i * len(curve) / 4) for i in range(5)]
+    return [curve[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def _nats(line: Line) -> float:
+    """Returns the loss of a piece."""
+    return line[f"{losses.learned(line, losses.PIECES)}_loss"]
+
+
+def _words(line: Line) -> str:
+    return losses.PIECES[losses.learned(line, losses.PIECES)]
 
 
 def error_of_means(*quarters: list[float]) -> float:
@@ -334,7 +344,8 @@ def _risen(quarters: list[list[float]], train: list[Line]) -> list[Finding]:
     if high - low <= _CHANCE * error_of_means(last, best):
         return []
     where = (
-        f"metrics.jsonl: masked LM {low:.3f} at its best, {high:.3f} at step {train[-1]['step']}"
+        f"metrics.jsonl: {_words(train[-1])} {low:.3f} at its best, {high:.3f} at step "
+        f"{train[-1]['step']}"
     )
     return _RISEN.check(high - low, where, rise=high - low)
 
@@ -347,7 +358,8 @@ def _flat(experiment: Experiment, quarters: list[list[float]], train: list[Line]
     high, low = statistics.fmean(before), statistics.fmean(last)
     if high - low > _CHANCE * error_of_means(before, last):
         return []
-    where = f"metrics.jsonl: masked LM {high:.3f}, then {low:.3f} up to step {step}"
+    words = _words(train[-1])
+    where = f"metrics.jsonl: {words} {high:.3f}, then {low:.3f} up to step {step}"
     return [_FLAT.finding("note", where, lines=len(before) + len(last))]
 
 
@@ -355,7 +367,7 @@ def _unigram(experiment: Experiment, newest: list[Line], done: int) -> list[Find
     if not newest:
         return []
     last, total = newest[0], experiment.total_steps
-    loss, unigram = last["masked_lm_loss"], last["unigram_loss"]
+    loss, unigram = _nats(last), last["unigram_loss"]
     warmup = experiment.optimizer.warmup_steps
     late = last["step"] >= max(_LEAST_STEPS, _TAKEN_OFF * total, 2 * warmup)
     if unigram - loss > _BELOW or not (late or done >= total):
@@ -364,6 +376,7 @@ def _unigram(experiment: Experiment, newest: list[Line], done: int) -> list[Find
         _UNIGRAM.finding(
             "problem" if late else "note",
             f"metrics.jsonl: step {last['step']}: {loss:.3f}, unigram line {unigram:.3f}",
+            what=_words(last),
             nats=abs(unigram - loss),
             side="below" if unigram >= loss else "above",
             few="" if late else f"; {done:,} steps are few for that",
@@ -371,24 +384,27 @@ def _unigram(experiment: Experiment, newest: list[Line], done: int) -> list[Find
     ]
 
 
-def _next_sentence(
-    experiment: Experiment, train: list[Line], last: Line, done: int
-) -> list[Finding]:
-    if "next_sentence_accuracy" not in last:
+def _pairs(experiment: Experiment, train: list[Line], last: Line, done: int) -> list[Finding]:
+    task = losses.learned(last, losses.PAIRS)
+    if not task:
         return []
-    accuracy, majority = last["next_sentence_accuracy"], last["next_sentence_majority"]
-    error = last["next_sentence_error"]
+    accuracy, error, majority = (last[f"{task}_{x}"] for x in ("accuracy", "error", "majority"))
     if accuracy > majority + _CHANCE * error or last["step"] < _LEAST_STEPS:
         return []
     guessing = -sum(p * math.log(p) for p in (majority, 1 - majority) if p)
     lines = train[-max(len(train) // 4, 1) :]
-    loss = statistics.fmean(line["next_sentence_loss"] for line in lines)
+    loss = statistics.fmean(line[f"{task}_loss"] for line in lines)
     late = done >= max(_LEAST_STEPS_NEXT_SENTENCE, _TAKEN_OFF * experiment.total_steps)
     where = (
         f"metrics.jsonl: step {last['step']}; in training the loss is {loss:.3f}, guessing "
         f"{guessing:.3f}"
     )
-    values = {"accuracy": accuracy, "error": error, "majority": majority}
+    values = {
+        "what": losses.PAIRS[task],
+        "accuracy": accuracy,
+        "error": error,
+        "majority": majority,
+    }
     if late and loss > _GUESSING * guessing:
         return [_NEVER_LEARNED.finding("problem", where, **values)]
     return [_NOT_YET_LEARNED.finding("note", where, **values)]
@@ -407,18 +423,18 @@ def _overfitting(
     lines = [line for line in train if first < line["step"] <= last["step"]]
     if not lines:
         return []
-    loss = last["masked_lm_loss"]
+    loss = _nats(last)
     lines = lines[-max(len(lines) // 4, 1) :]
-    gap = loss - statistics.fmean(line["masked_lm_loss"] for line in lines)
-    best = min(evaluations, key=lambda line: line["masked_lm_loss"])
-    worse = loss - best["masked_lm_loss"]
+    gap = loss - statistics.fmean(map(_nats, lines))
+    best = min(evaluations, key=_nats)
+    worse = loss - _nats(best)
     overfitted = worse > _WORSE and gap > _GAP
     if not overfitted and gap <= _GAP_NOTE:
         return []
     return [
         _OVERFITTING.finding(
             "problem" if overfitted else "note",
-            f"{where}: held-out masked LM {loss:.3f}",
+            f"{where}: held-out {_words(last)} {loss:.3f}",
             gap=gap,
             since=f", and {worse:.2f} worse than at step {best['step']}" if overfitted else "",
         )

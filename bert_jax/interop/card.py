@@ -19,6 +19,8 @@ _USE = {
     "BertModel": "the encoder without heads, for fine-tuning or sentence-transformers",
     "ModernBertForMaskedLM": "the masked LM head",
     "ModernBertModel": "the encoder without heads, for fine-tuning or sentence-transformers",
+    "BertLMHeadModel": "which reads from left to right, and its head",
+    "ModernBertDecoderForCausalLM": "which reads from left to right, and its head",
 }
 # The library that a hub shows a class under, and its task there.
 _HUB = {
@@ -27,6 +29,8 @@ _HUB = {
     "BertModel": ("sentence-transformers", "feature-extraction"),
     "ModernBertForMaskedLM": ("transformers", "fill-mask"),
     "ModernBertModel": ("sentence-transformers", "feature-extraction"),
+    "BertLMHeadModel": ("transformers", "text-generation"),
+    "ModernBertDecoderForCausalLM": ("transformers", "text-generation"),
     "BertForSequenceClassification": ("transformers", "text-classification"),
     "BertForTokenClassification": ("transformers", "token-classification"),
     "BertForQuestionAnswering": ("transformers", "question-answering"),

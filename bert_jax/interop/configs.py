@@ -35,7 +35,6 @@ _THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 _BERT_FIXED = {
     "layer_norm_eps": 1e-12,
     "position_embedding_type": "absolute",
-    "is_decoder": False,
     "add_cross_attention": False,
     "tie_word_embeddings": True,
     "chunk_size_feed_forward": 0,
@@ -58,6 +57,10 @@ _MODERN_DEFAULTS = {
     "intermediate_size": 1_152,
     "max_position_embeddings": 8_192,
 }
+# Half of a decoder's window counts the token itself, half of an encoder's does not.
+_ITSELF = 2
+# Of ModernBERT's that reads from left to right.
+_DECODER = "modernbert-decoder"
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _EVERY = 3
 _BASES = {_GLOBAL: 160_000.0, _LOCAL: 10_000.0}
@@ -70,7 +73,11 @@ def read(path: epath.Path) -> Model:
       InputError: another architecture, or a field whose value is not supported.
     """
     fields = vocabularies.read_object(path)
-    readers = {"bert": (model_of, _BERT_FIXED), "modernbert": (_modern, _MODERN_FIXED)}
+    readers = {
+        "bert": (_bert, _BERT_FIXED),
+        "modernbert": (_modern, _MODERN_FIXED),
+        _DECODER: (_modern, _MODERN_FIXED),
+    }
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in readers:
         raise InputError(
@@ -85,6 +92,14 @@ def read(path: epath.Path) -> Model:
         if fields.get(name) not in (None, value):
             raise InputError(f"{path}: {name}={fields[name]!r}: only {value!r} is supported")
     return reader(path, fields)
+
+
+def _bert(path: epath.Path, fields: dict[str, Any]) -> Model:
+    decodes = fields.get("is_decoder") or False
+    if not isinstance(decodes, bool):
+        raise InputError(f"{path}: is_decoder={decodes!r}: must be true or false")
+    direction = "left_to_right" if decodes else "both"
+    return dataclasses.replace(model_of(path, fields), direction=direction)
 
 
 def model_of(path: epath.Path, fields: dict[str, Any]) -> Model:
@@ -117,6 +132,10 @@ def _modern(path: epath.Path, fields: dict[str, Any]) -> Model:
             "local_window": fields.get("local_attention", 128),
             "local_rotary_base": _base(path, fields, _LOCAL, "local_rope_theta"),
         }
+    if fields.get("model_type") == _DECODER:
+        ours["direction"] = "left_to_right"
+        if isinstance(window := ours.get("local_window"), int):
+            ours["local_window"] = window // 2 * 2 - _ITSELF
     return config.section(Model, ours, str(path))
 
 
@@ -214,6 +233,7 @@ def _bert_fields(trained: Trained) -> dict[str, Any]:
         **{name: ours[name] for name in _BERT},
         "hidden_act": _THEIR_ACTIVATIONS[ours["hidden_act"]],
         **{name: value for name, value in _BERT_FIXED.items() if name != "chunk_size_feed_forward"},
+        "is_decoder": trained.model.direction == "left_to_right",
     }
 
 
@@ -221,8 +241,9 @@ def _modern_fields(trained: Trained) -> dict[str, Any]:
     cfg, tok = trained.model, trained.tokenizer
     ours, act = dataclasses.asdict(cfg), _THEIR_ACTIVATIONS[cfg.hidden_act]
     bases = {_GLOBAL: cfg.global_rotary_base, _LOCAL: cfg.local_rotary_base}
+    is_decoder = cfg.direction == "left_to_right"
     return {
-        "model_type": "modernbert",
+        "model_type": _DECODER if is_decoder else "modernbert",
         **{name: ours[name] for name in _SIZES},
         "hidden_activation": act,
         "classifier_activation": act,
@@ -233,7 +254,7 @@ def _modern_fields(trained: Trained) -> dict[str, Any]:
         "rope_parameters": {
             name: {"rope_type": "default", "rope_theta": base} for name, base in bases.items()
         },
-        "local_attention": cfg.local_window,
+        "local_attention": cfg.local_window + _ITSELF * is_decoder,
         # What versions before 5 read.
         "global_attn_every_n_layers": cfg.global_every,
         "global_rope_theta": cfg.global_rotary_base,

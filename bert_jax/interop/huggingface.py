@@ -23,8 +23,13 @@ ARCHITECTURES = {
         "pretraining": "BertForPreTraining",
         "masked_lm": "BertForMaskedLM",
         "encoder": "BertModel",
+        "causal_lm": "BertLMHeadModel",
     },
-    "modern": {"masked_lm": "ModernBertForMaskedLM", "encoder": "ModernBertModel"},
+    "modern": {
+        "masked_lm": "ModernBertForMaskedLM",
+        "encoder": "ModernBertModel",
+        "causal_lm": "ModernBertDecoderForCausalLM",
+    },
 }
 # What their models read of a text.
 INPUTS = {
@@ -33,7 +38,7 @@ INPUTS = {
 }
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
-Kind = Literal["pretraining", "masked_lm", "encoder"]
+Kind = Literal["pretraining", "masked_lm", "encoder", "causal_lm"]
 
 
 # --- folders --------------------------------------------------------------------------------------
@@ -160,10 +165,12 @@ def architecture_of(model: Model, kind: Kind) -> str:
             f"--as {kind}: transformers has no class for an encoder of the run's own "
             f"(model.code={model.code}); `bert-jax embed` and `bert_jax.load` take it"
         )
-    if kind not in ARCHITECTURES[model.kind]:
+    is_causal = model.direction == "left_to_right"
+    there = [name for name in ARCHITECTURES[model.kind] if (name == "causal_lm") == is_causal]
+    if kind not in there:
         raise InputError(
-            f"--as {kind}: transformers has no such class for model.kind={model.kind}; choose "
-            f"{' or '.join(ARCHITECTURES[model.kind])}"
+            f"--as {kind}: transformers has no such class for model.kind={model.kind} and "
+            f"model.direction={model.direction}; choose {' or '.join(there)}"
         )
     return ARCHITECTURES[model.kind][kind]
 

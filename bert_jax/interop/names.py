@@ -33,8 +33,10 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "BertForPreTraining": ("encoder", "pooler", "masked_lm", "next_sentence"),
     "BertForMaskedLM": ("encoder", "masked_lm"),
     "BertModel": ("encoder", "pooler"),
+    "BertLMHeadModel": ("encoder", "masked_lm"),
     "ModernBertForMaskedLM": ("encoder", "masked_lm"),
     "ModernBertModel": ("encoder",),
+    "ModernBertDecoderForCausalLM": ("encoder", "masked_lm"),
 }
 # Of classes for tasks, what stands under the head, and what that is called.
 HEADS: dict[str, tuple[tuple[Part, ...], str]] = {
@@ -64,6 +66,12 @@ _MODERN_LAYER = {
     "attn.Wo": ("attention_output",),
     "mlp.Wi": ("intermediate", "gate"),
     "mlp.Wo": ("output",),
+}
+_DECODER_LAYER = {
+    "attn.q_proj": ("query",),
+    "attn.k_proj": ("key",),
+    "attn.v_proj": ("value",),
+    **{name: ours for name, ours in _MODERN_LAYER.items() if name != "attn.Wqkv"},
 }
 
 
@@ -173,8 +181,10 @@ def _norm(
 
 
 def modern_tensors(cfg: Model) -> Iterator[Tensor]:
-    """Yields all tensors of ModernBertForMaskedLM except copies."""
+    """Yields all tensors of ModernBertForMaskedLM, or its decoder, except copies."""
     width, inner = cfg.hidden_size, cfg.intermediate_size
+    is_decoder = cfg.direction == "left_to_right"
+    of_layer, head = (_DECODER_LAYER, "lm_head") if is_decoder else (_MODERN_LAYER, "head")
 
     def norm(
         name: str, path: tuple[str, ...], layer: int | None = None, part: Part = "encoder"
@@ -191,7 +201,7 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
         if layer > 0:  # the first has none before its attention
             yield norm(f"{above}.attn_norm", (*path, "attention_layer_norm"), layer)
         yield norm(f"{above}.mlp_norm", (*path, "output_layer_norm"), layer)
-        for theirs, ours in _MODERN_LAYER.items():
+        for theirs, ours in of_layer.items():
             out, into = sizes.get(theirs, (width, width))
             for number, name in enumerate(ours):
                 yield Tensor(
@@ -205,8 +215,8 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
                 )
     yield norm("model.final_norm", ("encoder", "final_layer_norm"))
     transform = ("masked_lm", "transform", "kernel")
-    yield Tensor("head.dense.weight", (width, width), transform, "masked_lm", is_kernel=True)
-    yield norm("head.norm", ("masked_lm", "layer_norm"), None, "masked_lm")
+    yield Tensor(f"{head}.dense.weight", (width, width), transform, "masked_lm", is_kernel=True)
+    yield norm(f"{head}.norm", ("masked_lm", "layer_norm"), None, "masked_lm")
     bias = ("masked_lm", "output_bias")
     yield Tensor(_MODERN_OUTPUT_BIAS, (cfg.vocab_size,), bias, "masked_lm", is_vocabulary=True)
 

@@ -33,12 +33,10 @@ class Shared(NamedTuple):
     Attributes:
       numbers: int32 [B, S], of the example that each token is of, from 1; 0 for padding.
       positions: int32 [B, S], of each token in its example.
-      starts: int32 [B, E], where each example begins; any where there is none.
     """
 
     numbers: jax.Array
     positions: jax.Array
-    starts: jax.Array
 
 
 class Packing(NamedTuple):
@@ -71,6 +69,12 @@ class Packing(NamedTuple):
     def pack(self, x: jax.Array) -> jax.Array:
         """Returns rows as they were before `unpack`: [N, K, ...] -> [B, S, ...]."""
         return jnp.take(x.reshape(self.tokens.size, *x.shape[2:]), self.places, axis=0, mode="clip")
+
+
+def to_the_left(length: int) -> jax.Array:
+    """Returns bool [S, S], True for keys that stand no further right than the query."""
+    place = jnp.arange(length)
+    return place <= place[:, None]
 
 
 def attend(

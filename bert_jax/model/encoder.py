@@ -189,10 +189,11 @@ def run_layer(
     )
     attend = attention.attend if scores == "kept" else attention.attend_recomputed
     if isinstance(input_mask, Packing):
-        context = attention.attend_packed(query, key, value, input_mask)
+        window = _window(cfg, input_mask.tokens.shape[1])
+        context = attention.attend_packed(query, key, value, input_mask, window)
     else:
         rate = cfg.attention_probs_dropout_prob
-        context = attend(query, key, value, input_mask, at(0), rate)
+        context = attend(query, key, value, input_mask, at(0), rate, _window(cfg, s))
     attended = product(layer.attention_output, context.reshape(b, s, d), x.shape).astype(
         jnp.float32
     )
@@ -203,6 +204,11 @@ def run_layer(
     outer = product(layer.output, inner, x.shape)
     outer = layers.dropout(outer.astype(jnp.float32), at(2), cfg.hidden_dropout_prob)
     return layer.output_layer_norm(x + outer).astype(x.dtype)
+
+
+def _window(cfg: Model, length: int) -> jax.Array | None:
+    """Returns which keys a query attends to, bool [S, S]; None: to all."""
+    return attention.to_the_left(length) if cfg.direction == "left_to_right" else None
 
 
 def run_layer_in_kernels(
@@ -279,8 +285,9 @@ def encode(
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
 
-    # Without noise nothing is gained, and texts that are by themselves are no rows.
-    fits = kernels_lib.fits(cfg.num_attention_heads, *x.shape)
+    # Without noise nothing is gained, and texts that are by themselves are no rows. Kernels attend
+    # to both sides.
+    fits = kernels_lib.fits(cfg.num_attention_heads, *x.shape) and cfg.direction == "both"
     gains = noise is not None and not isinstance(input_mask, Packing)
     kernels = loop.kernels if fits and gains else None
 
@@ -351,7 +358,9 @@ def attention_probabilities(encoder: Encoder, cfg: Model, hidden: jax.Array) -> 
 
     query, key = project(encoder.layers.query), project(encoder.layers.key)
     scores = jnp.einsum("lqhd,lkhd->lhqk", query, key) / heads[-1] ** 0.5
-    return jax.nn.softmax(scores, axis=-1)
+    window = _window(cfg, hidden.shape[1])
+    seen = scores if window is None else jnp.where(window, scores, -jnp.inf)
+    return jax.nn.softmax(seen, axis=-1)
 
 
 class MaskedLM(nnx.Module):

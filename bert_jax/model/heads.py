@@ -64,7 +64,7 @@ def completed(cfg: Model, params: Params) -> tuple[Params, tuple[str, ...]]:
 def masked_lm_logits(
     model: Pretrainer, cfg: Model, hidden: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Computes scores of all pieces at the masked positions, and nowhere else.
+    """Computes scores of all pieces at the positions of which one is predicted, nowhere else.
 
     Args:
       model: its parameters.
@@ -87,7 +87,7 @@ def masked_lm_logits(
 def next_sentence_logits(
     model: Pretrainer, hidden: jax.Array, starts: jax.Array | None = None
 ) -> jax.Array:
-    """Scores "B follows A" and "B is random" from [CLS].
+    """Scores "B follows A" and "B is random", or "they were swapped", from [CLS].
 
     Args:
       model: its parameters.
@@ -118,8 +118,8 @@ def pretraining_logits(
     """
     model = merge(cfg, params)
     input_mask, starts = batch["input_mask"], batch.get("example_starts")
-    if starts is not None:
-        input_mask = Shared(batch["example_numbers"], batch["positions"], starts)
+    if "example_numbers" in batch:
+        input_mask = Shared(batch["example_numbers"], batch["positions"])
     hidden = encode(
         model.encoder,
         cfg,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from bert_jax.config import Model, code
@@ -112,6 +113,22 @@ def encode(
     """
     run = encoder_of(cfg).encode
     return run(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs)
+
+
+def of_text(cfg: Model, hidden: jax.Array, input_mask: jax.Array) -> jax.Array:
+    """Returns the vector that has seen a whole text: [B, S, D] -> [B, D].
+
+    It is that of [CLS]; read from left to right, that of the last [SEP] (Radford et al. 2018).
+
+    Args:
+      cfg: of the encoder.
+      hidden: what it gives.
+      input_mask: int32 [B, S], 0 for padding, which comes last.
+    """
+    if cfg.direction == "both":
+        return hidden[:, 0]
+    last = jnp.maximum(input_mask.sum(axis=1) - 1, 0)
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
 def attention_probabilities(encoder: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:

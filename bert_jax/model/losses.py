@@ -3,6 +3,9 @@
 Shape letters: B batch, P predictions, V vocabulary rows, C classes.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,15 +14,16 @@ from jax import lax
 # and steps; divided once, by those who read them.
 Metrics = dict[str, jax.Array]
 
-NAMES = (
-    "masked_lm_loss",
-    "masked_lm_accuracy",
-    "next_sentence_loss",
-    "next_sentence_accuracy",
-)
-
-# Without next sentences.
-MASKED_LM_NAMES = NAMES[:2]
+# What is learned of pieces and of pairs, in words, by what the names of its metrics begin with.
+PIECES = {"masked_lm": "masked LM", "next_piece": "next piece"}
+PAIRS = {"next_sentence": "next sentence", "sentence_order": "sentence order"}
+# By `data.objective`.
+LEARNED = {
+    "mlm_nsp": ("masked_lm", "next_sentence"),
+    "mlm_sop": ("masked_lm", "sentence_order"),
+    "mlm": ("masked_lm",),
+    "causal": ("next_piece",),
+}
 
 # The reference's guard against a batch without predictions (run_pretraining.py).
 MASKED_LM_EPS = 1e-5
@@ -46,26 +50,39 @@ def classification(
     return jnp.stack([(weights * nll).sum(), count]), jnp.stack([(weights * hits).sum(), count])
 
 
+def names(objective: str) -> tuple[str, ...]:
+    """Returns the names of an objective's metrics: loss and accuracy of what is learned."""
+    return tuple(f"{task}_{what}" for task in LEARNED[objective] for what in ("loss", "accuracy"))
+
+
+def learned(line: Mapping[str, Any], tasks: Mapping[str, str]) -> str:
+    """Returns which of `PIECES` or `PAIRS` a line of metrics.jsonl has a loss of; "" if none."""
+    return next((task for task in tasks if f"{task}_loss" in line), "")
+
+
+def is_known(name: str) -> bool:
+    """Returns whether a metric is of `PIECES` or `PAIRS`, and of no experiment's own."""
+    return name.startswith(tuple(f"{task}_" for task in (*PIECES, *PAIRS)))
+
+
+def of_pieces(line: Mapping[str, Any]) -> tuple[float, float]:
+    """Returns loss and accuracy of pieces that a line of metrics.jsonl has."""
+    task = learned(line, PIECES)
+    return line[f"{task}_loss"], line[f"{task}_accuracy"]
+
+
 def pretraining(
-    masked_lm: jax.Array, next_sentence: jax.Array, batch: dict[str, jax.Array]
+    pieces: jax.Array, pairs: jax.Array, batch: dict[str, jax.Array], objective: str = "mlm_nsp"
 ) -> Metrics:
-    """Computes losses and accuracies of both tasks (Devlin et al. 2018, section 3.1).
+    """Computes losses and accuracies of what is learned (Devlin et al. 2018, section 3.1).
 
     Args:
-      masked_lm: float32 [B, P, V].
-      next_sentence: float32 [B, 2].
+      pieces: float32 [B, P, V].
+      pairs: float32 [B, 2].
       batch: as data.batches makes it.
+      objective: `data.objective`.
     """
-    mlm_loss, mlm_accuracy = classification(
-        masked_lm, batch["masked_lm_ids"], batch["masked_lm_weights"]
-    )
-    nsp_loss, nsp_accuracy = classification(
-        next_sentence, batch["next_sentence_labels"], batch["row_weights"]
-    )
-    return dict(zip(NAMES, (mlm_loss, mlm_accuracy, nsp_loss, nsp_accuracy), strict=True))
-
-
-def masked_lm(logits: jax.Array, batch: dict[str, jax.Array]) -> Metrics:
-    """Computes loss and accuracy of masked pieces alone; see `pretraining`."""
-    pairs = classification(logits, batch["masked_lm_ids"], batch["masked_lm_weights"])
-    return dict(zip(MASKED_LM_NAMES, pairs, strict=True))
+    found = classification(pieces, batch["masked_lm_ids"], batch["masked_lm_weights"])
+    if len(LEARNED[objective]) > 1:
+        found += classification(pairs, batch["next_sentence_labels"], batch["row_weights"])
+    return dict(zip(names(objective), found, strict=True))

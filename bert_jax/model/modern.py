@@ -226,10 +226,12 @@ def _half(cfg: Model) -> int:
 def _window(cfg: Model, is_global: jax.Array, length: int) -> jax.Array | None:
     """Returns which keys a query attends to, bool [S, S]; None if every layer attends to all."""
     half = _half(cfg)
+    left = attention.to_the_left(length) if cfg.direction == "left_to_right" else None
     if not half or length <= half + 1:
-        return None
+        return left
     place = jnp.arange(length)
-    return is_global | (jnp.abs(place[:, None] - place) <= half)
+    near = is_global | (jnp.abs(place[:, None] - place) <= half)
+    return near if left is None else near & left
 
 
 def encode(
@@ -279,10 +281,12 @@ def _kernels(
 ) -> Kernels | None:
     """Returns how kernels are made for attention; None if XLA's form is to compute it.
 
-    They drop no probabilities. Without noise nothing is gained, and texts that are by themselves
-    are no rows.
+    They drop no probabilities and attend to both sides. Without noise nothing is gained, and texts
+    that are by themselves are no rows.
     """
     if loop.kernels is None or noise is None or isinstance(input_mask, Packing):
+        return None
+    if cfg.direction == "left_to_right":
         return None
     sizes = cfg.num_attention_heads, *shape[1:], _half(cfg)
     fits = not cfg.attention_probs_dropout_prob and rotary_kernels.fits(loop.kernels, *sizes)

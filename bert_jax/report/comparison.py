@@ -14,7 +14,7 @@ import numpy as np
 
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.config.comparison import of_held_out
-from bert_jax.model import flops
+from bert_jax.model import flops, losses
 from bert_jax.report import figures, times
 from bert_jax.report.figures import COIN, GUESSING, Curve, Figure, Plot, curve
 from bert_jax.report.records import Line, Record
@@ -159,17 +159,19 @@ def _spent_by(record: Record) -> dict[str, str]:
 
 
 def _losses(newest: Line) -> dict[str, str]:
-    if "masked_lm_loss" not in newest:  # of an objective of the experiment's own
+    if not losses.learned(newest, losses.PIECES):  # of an objective of the experiment's own
         return {"held-out loss": f"{newest['loss']:.3f}"}
+    nats, right = losses.of_pieces(newest)
     texts = {
-        "masked LM, nat": f"{newest['masked_lm_loss']:.3f}",
-        "below unigrams": f"{newest['unigram_loss'] - newest['masked_lm_loss']:.3f}",
-        "pieces right": f"{100 * newest['masked_lm_accuracy']:.1f} %",
+        f"{losses.PIECES[losses.learned(newest, losses.PIECES)]}, nat": f"{nats:.3f}",
+        "below unigrams": f"{newest['unigram_loss'] - nats:.3f}",
+        "pieces right": f"{100 * right:.1f} %",
     }
-    if "next_sentence_accuracy" in newest:
-        accuracy, error = newest["next_sentence_accuracy"], newest["next_sentence_error"]
-        texts["next sentence"] = f"{100 * accuracy:.1f} ± {100 * error:.1f} %"
-        texts["majority"] = f"{100 * newest['next_sentence_majority']:.1f} %"
+    pairs = losses.learned(newest, losses.PAIRS)
+    if pairs:
+        accuracy, error = newest[f"{pairs}_accuracy"], newest[f"{pairs}_error"]
+        texts[losses.PAIRS[pairs]] = f"{100 * accuracy:.1f} ± {100 * error:.1f} %"
+        texts["majority"] = f"{100 * newest[f'{pairs}_majority']:.1f} %"
     return texts
 
 
@@ -231,7 +233,7 @@ def plots_of_learning(
 
     def below(record: Record) -> list[Line]:
         return [
-            {"step": x["step"], "nats": x["unigram_loss"] - x["masked_lm_loss"]}
+            {"step": x["step"], "nats": x["unigram_loss"] - losses.of_pieces(x)[0]}
             for x in held_out(record)
             if "unigram_loss" in x
         ]
@@ -239,9 +241,22 @@ def plots_of_learning(
     def of_tuning(record: Record) -> list[Line]:
         return record.train if isinstance(record.experiment, Finetuning) else []
 
-    nats, why, percent = "masked_lm_loss", no_nats(records), {"scale": "percent"}
-    held_out_nats = plot("Held-out masked LM loss, nat", held_out, nats)
-    in_training = [plot("Masked LM loss in training, nat", lambda r: r.train, nats, style="line")]
+    def right(record: Record) -> list[Line]:
+        return [
+            {"step": x["step"], "right": losses.of_pieces(x)[1]}
+            for x in held_out(record)
+            if losses.learned(x, losses.PIECES)
+        ]
+
+    newest = [r.evaluation[-1] for r in records if held_out(r)]
+    task = losses.learned(newest[0], losses.PIECES) if newest else ""
+    task = task or "masked_lm"
+    words, nats = losses.PIECES[task], f"{task}_loss"
+    pairs = [t for t in losses.PAIRS if any(losses.learned(x, losses.PAIRS) == t for x in newest)]
+    why, percent = no_nats(records), {"scale": "percent"}
+    held_out_nats = plot(f"Held-out {words} loss, nat", held_out, nats)
+    title = f"{words[0].upper()}{words[1:]} loss in training, nat"
+    in_training = [plot(title, lambda r: r.train, nats, style="line")]
     if why:
         note = "Held-out rows differ, so that losses in nat do not compare: see above."
         held_out_nats = plot("Nats below its own unigram line", below, "nats", note)
@@ -250,9 +265,15 @@ def plots_of_learning(
     coin = {"levels": COIN}
     return [
         held_out_nats,
-        plot("Held-out masked LM accuracy", held_out, "masked_lm_accuracy", **percent),
-        plot("Held-out next-sentence accuracy", held_out, "next_sentence_accuracy", **percent),
-        plot("Held-out next-sentence loss, nat", held_out, "next_sentence_loss", GUESSING, **coin),
+        plot(f"Held-out {'piece' if why else words} accuracy", right, "right", **percent),
+        *(
+            plot(f"Held-out {losses.PAIRS[name].replace(' ', '-')} {what}", held_out, *how, **more)
+            for name in pairs
+            for what, how, more in (
+                ("accuracy", (f"{name}_accuracy",), percent),
+                ("loss, nat", (f"{name}_loss", GUESSING), coin),
+            )
+        ),
         plot("Score on validation examples", scores, "score", _no_scores(records)),
         plot("Loss on validation examples", scores, "loss"),
         *(

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from bert_jax.model.losses import NAMES
+from bert_jax.model import losses
 from bert_jax.report.records import CorpusStatistics, Histogram, Line, Record
 
 # --- drawing ---
@@ -261,18 +261,22 @@ def of_run(record: Record) -> list[Figure]:
     """Returns the pictures of one run."""
     newest = record.evaluation[-1] if record.evaluation else {}
     unigram = _level(newest, "unigram_loss", "unigrams")
-    majority = _level(newest, "next_sentence_majority", "majority")
+    pieces = losses.learned(newest, losses.PIECES) or "masked_lm"
+    pairs = losses.learned(newest, losses.PAIRS) or "next_sentence"
+    of_pieces, of_pairs = losses.PIECES[pieces].capitalize(), losses.PAIRS[pairs].capitalize()
+    of_pieces, of_pairs = of_pieces.replace(" lm", " LM"), of_pairs.replace(" ", "-")
+    majority = _level(newest, f"{pairs}_majority", "majority")
     both = train_and_held_out
     plots = [
         (
-            Plot("Masked LM loss, nat", both(record, "masked_lm_loss"), unigram),
+            Plot(f"{of_pieces} loss, nat", both(record, f"{pieces}_loss"), unigram),
             "Below the dashed line the model knows more than how often each piece occurs.",
         ),
-        (Plot("Masked LM accuracy", both(record, "masked_lm_accuracy"), scale="percent"), ""),
+        (Plot(f"{of_pieces} accuracy", both(record, f"{pieces}_accuracy"), scale="percent"), ""),
         (
             Plot(
-                "Next-sentence accuracy",
-                both(record, "next_sentence_accuracy", "next_sentence_error"),
+                f"{of_pairs} accuracy",
+                both(record, f"{pairs}_accuracy", f"{pairs}_error"),
                 majority,
                 scale="percent",
             ),
@@ -280,7 +284,7 @@ def of_run(record: Record) -> list[Figure]:
             "saying the commoner label.",
         ),
         (
-            Plot("Next-sentence loss, nat", both(record, "next_sentence_loss"), COIN),
+            Plot(f"{of_pairs} loss, nat", both(record, f"{pairs}_loss"), COIN),
             GUESSING,
         ),
         *((Plot(name.replace("_", " "), both(record, name)), "") for name in _own(newest)),
@@ -387,8 +391,8 @@ def train_and_held_out(record: Record, name: str, error: str = "") -> list[Curve
 
 def _own(line: Line) -> list[str]:
     """Returns what of an evaluation an objective of the experiment's own has brought."""
-    known = (*NAMES, "step", "kind", "unigram_loss", "rows")
-    names = [name for name in line if name not in known and not name.startswith("next_sentence")]
+    known = ("step", "kind", "unigram_loss", "perplexity", "rows")
+    names = [name for name in line if name not in known and not losses.is_known(name)]
     return names if len(names) > 1 else []  # the loss alone is that of the others
 
 

@@ -22,6 +22,7 @@ from bert_jax.config import Experiment, Finetuning
 from bert_jax.doctor import run
 from bert_jax.doctor import tuned as doctor_tuned
 from bert_jax.errors import InputError, printable, reading
+from bert_jax.model import losses
 from bert_jax.report import comparison, figures, times, tuned
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import CorpusStatistics, Line, Record
@@ -29,6 +30,8 @@ from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, named_errors
 from bert_jax.training.pretraining import Prepared
 
+# What an evaluation has of pairs.
+_OF_PAIRS = ("accuracy", "error", "majority")
 # Evaluations that stand in the tables, spread over the run.
 _ROWS = 8
 _PREDICTIONS = 5
@@ -215,17 +218,44 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
 
 
 def _losses(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
-    if "masked_lm_loss" not in newest:  # of an objective of the experiment's own
+    if not losses.learned(newest, losses.PIECES):  # of an objective of the experiment's own
         yield f"{newest['loss']:.3f}", "held-out loss"
         return
-    below = newest["unigram_loss"] - newest["masked_lm_loss"]
+    (nats, right), below = losses.of_pieces(newest), _below(newest)
     where = f"{abs(below):.3f} {'below' if below >= 0 else 'above'} unigrams"
-    yield f"{newest['masked_lm_loss']:.3f} nat", f"held-out masked LM; {where}"
-    yield _percent(newest["masked_lm_accuracy"]), "of masked pieces right, held out"
-    if "next_sentence_accuracy" in newest:
-        error, majority = newest["next_sentence_error"], newest["next_sentence_majority"]
-        words = f"next sentence ± {_percent(error)}; majority {_percent(majority)}"
-        yield _percent(newest["next_sentence_accuracy"]), words
+    words = losses.PIECES[losses.learned(newest, losses.PIECES)]
+    yield f"{nats:.3f} nat", f"held-out {words}; {where}"
+    yield _percent(right), "of predicted pieces right, held out"
+    pairs = losses.learned(newest, losses.PAIRS)
+    if pairs:
+        accuracy, error, majority = (_percent(newest[f"{pairs}_{x}"]) for x in _OF_PAIRS)
+        yield accuracy, f"{losses.PAIRS[pairs]} ± {error}; majority {majority}"
+
+
+def _below(line: Line) -> float:
+    """Returns how many nats a piece an evaluation is below the unigram line."""
+    return line["unigram_loss"] - losses.of_pieces(line)[0]
+
+
+def _evaluation(line: Line) -> dict[str, Any]:
+    """Returns an evaluation by names that are the same for all objectives, and in words.
+
+    Those of the experiment's own are as they are.
+    """
+    if not losses.learned(line, losses.PIECES):
+        return line
+    nats, right = losses.of_pieces(line)
+    pairs = losses.learned(line, losses.PAIRS)
+    return {
+        "step": line["step"],
+        "rows": line["rows"],
+        "pieces": losses.PIECES[losses.learned(line, losses.PIECES)],
+        "loss": nats,
+        "below": _below(line),
+        "accuracy": right,
+        "pairs": losses.PAIRS.get(pairs, ""),
+        "of_pairs": {name: line[f"{pairs}_{name}"] for name in _OF_PAIRS if pairs},
+    }
 
 
 def _scores(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
@@ -275,6 +305,7 @@ def _of_pretraining(record: Record, experiment: Experiment) -> dict[str, Any]:
     statistics, why = _statistics(record.workdir, experiment)
     return {
         "own": "pretraining.html",
+        "evaluations": [_evaluation(line) for line in _spread(record.evaluation, _ROWS)],
         "predictions": _predictions(record),
         "statistics": statistics,
         "no_statistics": why,

@@ -18,7 +18,7 @@ from bert_jax.data.plans import Packed
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
 from bert_jax.plan import report as plan_report
-from bert_jax.predict import Piece, row_pieces
+from bert_jax.predict import LABELS, Piece, row_pieces
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, read_json
 from bert_jax.text.tokenizer import Tokenizer
@@ -189,7 +189,7 @@ class Planned:
 
     Attributes:
       sequence_length: of the phase.
-      random_next: share of pairs whose B is random; None: there are no pairs.
+      random_next: share of pairs whose B is random; None: none is.
       filled: share of positions that are no padding.
       truncated: share of the pairs' tokens that are cut off.
     """
@@ -202,9 +202,9 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A row as the model is given it, decoded; `is_random_next` is None where it is no pair."""
+    """A row as the model is given it, decoded; what B is to A, "" where the row is no pair."""
 
-    is_random_next: bool | None
+    label: str
     pieces: list[Piece]
 
 
@@ -295,7 +295,8 @@ def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np
     key = draws.key_of(experiment.seed, "train", phase, 0)
     if experiment.data.units == "sentences":
         return sentences.plan(stream, length, key, _ROWS)
-    return pairs.sample(stream, length, experiment.data.short_seq_prob, key, _ROWS)
+    how = experiment.data.short_seq_prob, key, _ROWS, experiment.data.units
+    return pairs.sample(stream, length, *how)
 
 
 def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> Planned:
@@ -310,7 +311,7 @@ def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> Plan
         rows = len(packed.pack(lengths.astype(np.uint32), length, (0, 0), 0))
     return Planned(
         length,
-        float(made["is_random_next"].mean()),
+        float(made["is_random_next"].mean()) if data.units == "pairs" else None,
         float(lengths.sum() / (rows * length)),
         float(1 - (lengths - pairs.SPECIAL_TOKENS).sum() / wanted.sum()),
     )
@@ -324,8 +325,9 @@ def _examples(
     first = sum(before.steps for before in experiment.phases[:number])
     chosen = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
     key = draws.key_of(experiment.seed, "train", number)
-    of_pairs = experiment.data.units == "pairs"
-    batch = (batches.execute if of_pairs else batches.execute_sentences)(
+    words = LABELS.get(experiment.data.units)
+    batch = batches.execute_planned(
+        experiment.data,
         stream,
         chosen,
         draws.Counter(key, np.arange(len(chosen))),
@@ -336,8 +338,8 @@ def _examples(
     )
     return [
         Example(
-            bool(row["is_random_next"]) if of_pairs else None,
-            row_pieces(batch, i, prepared.tokenizer),
+            "" if words is None else words[int(row["is_random_next"])],
+            row_pieces(batch, i, prepared.tokenizer, experiment.data),
         )
         for i, row in enumerate(chosen)
     ]

@@ -2,7 +2,9 @@
 
 A masked model gives a text no probability of its own. It is scored by its pseudo-log-likelihood
 (Salazar et al. 2020, section 2): each piece is masked alone, and the log probabilities of all
-pieces, given the rest of the text, are added. [CLS] and [SEP] stand around the text and are not
+pieces, given the rest of the text, are added. A model that reads from left to right
+(`model.direction`) does give one: the sum of the log probabilities of its pieces, each given those
+before it, and each text is asked for once. [CLS] and [SEP] stand around the text and are not
 counted. Nothing is learned, and nothing but the text is looked at: no length, no frequency.
 
 Shape letters: B rows, S sequence, U texts.
@@ -84,15 +86,20 @@ class MinimalPairs:
             module = heads.merge(model, params)
             ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
             hidden = encode(module.encoder, model, *ids, noise, loop)
-            logits = heads.masked_lm_logits(module, model, hidden, batch["positions"][:, None])
-            logs = jax.nn.log_softmax(logits[:, 0])
-            return jnp.take_along_axis(logs, batch["targets"][:, None], axis=1)[:, 0]  # [B]
+            logits = heads.masked_lm_logits(module, model, hidden, batch["positions"])
+            logs = jax.nn.log_softmax(logits)
+            of_targets = jnp.take_along_axis(logs, batch["targets"][..., None], axis=-1)[..., 0]
+            return (of_targets * batch["target_weights"]).sum(axis=1)  # [B]
 
+        self._is_causal = model.direction == "left_to_right"
         self._log_probabilities = step.make_rows_step(
             Pretraining(model), of_rows, parallelism, mesh
         )
-        lengths = (batch["input_ids"].shape[1] for _, batch in self._batches())
-        return sum(flops.forward_flops(model, size, length, 1) for length in lengths)
+        shapes = (batch for _, batch in self._batches())
+        return sum(
+            flops.forward_flops(model, size, b["input_ids"].shape[1], b["positions"].shape[1])
+            for b in shapes
+        )
 
     def ask(self, params: Any) -> dict[str, Any]:
         """Returns how often the acceptable text is the likelier one; all processes call it.
@@ -107,7 +114,7 @@ class MinimalPairs:
         Raises:
           InputError: the model gives numbers that are not finite.
         """
-        likelihoods = self._pseudo_log_likelihoods(params)
+        likelihoods = self._log_likelihoods(params)
         if not np.isfinite(likelihoods).all():
             raise InputError(
                 f"{self.name}: the model gives numbers that are not finite; begin with other "
@@ -132,11 +139,8 @@ class MinimalPairs:
             raise InputError(f"{place}: {quoted(text)}: {why}; leave the pair out")
         return self._texts.setdefault(ids, len(self._texts))
 
-    # A model that reads from left to right has likelihoods: it is to be asked for each text once,
-    # for the sum of the log probabilities of its pieces, in the place of what follows.
-
-    def _pseudo_log_likelihoods(self, params: Any) -> np.ndarray:
-        """Returns that of each text, float64 [U]."""
+    def _log_likelihoods(self, params: Any) -> np.ndarray:
+        """Returns that of each text, or its pseudo-log-likelihood, float64 [U]."""
         sums = np.zeros(len(self._texts))
         for which, batch in self._batches():
             (placed,) = feed.place_all([batch], mesh_lib.batch_sharding(self._mesh))
@@ -147,10 +151,13 @@ class MinimalPairs:
     def _batches(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """Yields rows with one mask each, those of like lengths together, the longest first.
 
+        For a model that reads from left to right a text has one row, without a mask.
+
         Yields:
           Of a batch's first rows the numbers of their texts, and its arrays: those of the encoder
-          int32 [B, S], `positions` of the masks and `targets`, what stood there, int32 [B]. The
-          last is filled up with rows of `row_weights` 0.
+          int32 [B, S], `positions` of predictions and `targets`, what is to stand there, int32
+          [B, P], and float32 `target_weights`, 0 where nothing is. The last is filled up with rows
+          of `row_weights` 0.
         """
         tok, texts = self._tokenizer, list(self._texts)
         lengths = np.array([len(ids) for ids in texts])
@@ -159,7 +166,9 @@ class MinimalPairs:
         ids[:, 0] = tok.cls_id
         for row, text in zip(ids, texts, strict=True):
             row[1 : len(text) + 1], row[len(text) + 1] = text, tok.sep_id
-        ends = np.cumsum(lengths[order])
+        # Rows of a text.
+        asked = np.ones_like(lengths) if self._is_causal else lengths
+        ends = np.cumsum(asked[order])
         for start in range(0, int(ends[-1]), self._size):
             row = np.arange(start, min(start + self._size, int(ends[-1])))
             place = np.searchsorted(ends, row, side="right")
@@ -167,14 +176,21 @@ class MinimalPairs:
             longest = int(lengths[which[0]]) + 2
             filled = np.resize(np.arange(len(row)), self._size)
             text = which[filled]
-            positions = (1 + row - (ends - lengths[order])[place])[filled]
+            positions = (1 + row - (ends - asked[order])[place])[filled]
             padded = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, self._limit)
             batch_ids = np.full((self._size, padded), tok.pad_id, np.int32)
             batch_ids[:, :longest] = ids[text, :longest]
-            at = (np.arange(self._size), positions)
-            targets = batch_ids[at]
-            batch_ids[at] = tok.mask_id
-            mask = np.arange(padded) < lengths[text, None] + 2
+            column = np.arange(padded)
+            mask = column < lengths[text, None] + 2
+            if self._is_causal:
+                # From [CLS] the first piece, and so on up to the last; no [SEP].
+                predicted = column[:-1] < lengths[text, None]
+                positions, targets = column[:-1] * predicted, batch_ids[:, 1:] * predicted
+            else:
+                positions = positions[:, None]
+                predicted = np.ones_like(positions)
+                targets = np.take_along_axis(batch_ids, positions, axis=1)
+                np.put_along_axis(batch_ids, positions, tok.mask_id, axis=1)
             yield (
                 which,
                 {
@@ -182,7 +198,8 @@ class MinimalPairs:
                     "segment_ids": np.zeros_like(batch_ids),
                     "input_mask": mask.astype(np.int32),
                     "positions": positions.astype(np.int32),
-                    "targets": targets,
+                    "targets": targets.astype(np.int32),
+                    "target_weights": predicted.astype(np.float32),
                     "row_weights": (np.arange(self._size) < len(row)).astype(np.float32),
                 },
             )

@@ -20,7 +20,7 @@ from bert_jax.errors import InputError
 from bert_jax.model import layers
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, initializer
-from bert_jax.model.kinds import encode, make_encoder
+from bert_jax.model.kinds import encode, make_encoder, of_text
 from bert_jax.tasks.rows import Reads
 from bert_jax.training import sharding
 
@@ -81,7 +81,8 @@ def task_logits(
     ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
     hidden = encode(tuned.encoder, cfg, *ids, noise, loop)
     if reads == "pooled":
-        hidden = jnp.tanh(tuned.pooler(hidden[:, 0])).astype(hidden.dtype)
+        first = of_text(cfg, hidden, batch["input_mask"])
+        hidden = jnp.tanh(tuned.pooler(first)).astype(hidden.dtype)
     # The layers have the numbers before, the embeddings the next.
     site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
     return tuned.head(layers.dropout(hidden, site, head_dropout_prob).astype(hidden.dtype))

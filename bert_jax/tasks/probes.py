@@ -25,7 +25,7 @@ from bert_jax.data import draws
 from bert_jax.errors import InputError
 from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
-from bert_jax.model.kinds import encode
+from bert_jax.model.kinds import encode, of_text
 from bert_jax.predict import Trained
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows
@@ -173,7 +173,9 @@ class Probes:
             hidden = of_pieces(params, fixed, batch, noise, loop)
             mask = batch["input_mask"].astype(jnp.float32)[..., None]
             mean = (hidden * mask).sum(axis=1) / mask.sum(axis=1)
-            return jnp.concatenate([hidden[:, 0], mean], axis=-1)  # float32 [B, 2 D]
+            return jnp.concatenate(
+                [of_text(model, hidden, batch["input_mask"]), mean], axis=-1
+            )  # float32 [B, 2 D]
 
         def of_pieces(
             params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop

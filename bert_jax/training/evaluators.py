@@ -6,6 +6,7 @@ majority line is what always saying the commoner label scores.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from bert_jax.config import Data, Model, Run
 from bert_jax.data import batches as batches_lib
+from bert_jax.data import sentences
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 from bert_jax.model import heads, losses
@@ -35,8 +37,9 @@ class HeldOut:
     Attributes:
       batches: as data.batches.eval_batches gives them.
       rows: how many rows are real.
-      unigram_loss: nats a masked piece, with the training split's frequencies (one added to each).
-      majority: share of the commoner next-sentence label; None: rows have none.
+      unigram_loss: nats a predicted piece, with the training split's frequencies (one added to
+        each).
+      majority: share of the commoner label of pairs; None: rows have none.
     """
 
     batches: list[batches_lib.Batch]
@@ -60,6 +63,9 @@ class HeldOut:
         size = -(-run.eval_batch_size // shards) * shards
         batches, rows = batches_lib.eval_batches(validation, ids, data, seed, size)
         counts = train.unigrams + 1
+        if data.objective == "causal":  # predicts [SEP], too: where documents end, and rows
+            rows_of_text = len(train.ids) // (data.eval_sequence_length - sentences.SPECIAL_TOKENS)
+            counts[ids.sep] += len(train.document_offsets) - 1 + rows_of_text
         nats = -np.log(counts / counts.sum())
         weights = np.concatenate([b["masked_lm_weights"].ravel() for b in batches])
         labels = np.concatenate([b["masked_lm_ids"].ravel() for b in batches])
@@ -100,8 +106,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns an objective's means over the held-out rows, and their `loss`.
 
-    Next to masked pieces stands the unigram line; next to next sentences the commoner label's
-    share, and the standard error.
+    Next to pieces stands the unigram line, next to next pieces the perplexity, and next to pairs
+    the commoner label's share, and the standard error.
     """
     sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
     sums = feed.put(sums, mesh_lib.replicated(mesh))
@@ -109,43 +115,49 @@ def evaluate(
         sums = eval_step(params, sums, batch)
     scores = lines_lib.means(lines_lib.fetch(sums))
     line = {**scores, "loss": sum(scores[name] for name in objective.losses)}
-    if "masked_lm_loss" in scores:
+    if losses.learned(scores, losses.PIECES):
         line["unigram_loss"] = held_out.unigram_loss
-    if "next_sentence_accuracy" in scores and held_out.majority is not None:
-        accuracy = scores["next_sentence_accuracy"]
-        line["next_sentence_majority"] = held_out.majority
-        line["next_sentence_error"] = lines_lib.next_sentence_error(accuracy, held_out.rows)
+    if "next_piece_loss" in scores:
+        line["perplexity"] = math.exp(min(scores["next_piece_loss"], _HIGHEST_LOSS))
+    pairs = losses.learned(scores, losses.PAIRS)
+    if pairs and held_out.majority is not None:
+        accuracy = scores[f"{pairs}_accuracy"]
+        line[f"{pairs}_majority"] = held_out.majority
+        line[f"{pairs}_error"] = lines_lib.pairs_error(accuracy, held_out.rows)
     return line | {"rows": held_out.rows}
 
 
 def summary(line: dict[str, Any]) -> str:
     """Returns an evaluation in words."""
-    known = (*losses.NAMES, "loss", "unigram_loss", "rows", "step", "kind")
+    known = ("loss", "unigram_loss", "perplexity", "rows", "step", "kind")
     others = "; ".join(
         f"{name.replace('_', ' ')} {value:.3f}"
         for name, value in line.items()
-        if name not in known and not name.startswith("next_sentence")
+        if name not in known and not losses.is_known(name)
     )
-    if "masked_lm_loss" not in line:
+    pieces = losses.learned(line, losses.PIECES)
+    if not pieces:
         return f"held-out loss {line['loss']:.3f}; {others} ({line['rows']} rows)"
-    below = line["unigram_loss"] - line["masked_lm_loss"]
+    (loss, right), unigram = losses.of_pieces(line), line["unigram_loss"]
+    below = unigram - loss
+    perplexity = f"; perplexity {line['perplexity']:.1f}" if "perplexity" in line else ""
     return (
-        f"held-out masked LM {line['masked_lm_loss']:.3f} nat, {abs(below):.3f} "
-        f"{'below' if below >= 0 else 'above'} the unigram line {line['unigram_loss']:.3f}; "
-        f"accuracy {line['masked_lm_accuracy']:.3f}{_next_sentence(line)}"
-        f"{f'; {others}' * bool(others)} ({line['rows']} rows)"
+        f"held-out {losses.PIECES[pieces]} {loss:.3f} nat, {abs(below):.3f} "
+        f"{'below' if below >= 0 else 'above'} the unigram line {unigram:.3f}{perplexity}; "
+        f"accuracy {right:.3f}{_of_pairs(line)}{f'; {others}' * bool(others)} ({line['rows']} rows)"
     )
 
 
-def _next_sentence(line: dict[str, Any]) -> str:
-    if "next_sentence_accuracy" not in line:
+def _of_pairs(line: dict[str, Any]) -> str:
+    pairs = losses.learned(line, losses.PAIRS)
+    if not pairs:
         return ""
-    return (
-        f"; next sentence {line['next_sentence_accuracy']:.3f} +- "
-        f"{line['next_sentence_error']:.3f}, majority {line['next_sentence_majority']:.3f}"
-    )
+    accuracy, error, majority = (line[f"{pairs}_{x}"] for x in ("accuracy", "error", "majority"))
+    return f"; {losses.PAIRS[pairs]} {accuracy:.3f} +- {error:.3f}, majority {majority:.3f}"
 
 
+# Of more nats the perplexity is no float.
+_HIGHEST_LOSS = 700.0
 # Inputs are padded to a multiple of this, so that lengths share compiled programs.
 _LENGTH_STEP = 32
 
@@ -197,8 +209,14 @@ class Predictor:
           B follows A, None without B.
 
         Raises:
-          InputError: longer than the position table.
+          InputError: longer than the position table, or a model that reads from left to right.
         """
+        if self._model.direction == "left_to_right":
+            raise InputError(
+                "model.direction=left_to_right: a model of data.objective=causal sees no text to "
+                "the right of a [MASK] and never met one; ask one trained with mlm_nsp, mlm_sop or "
+                "mlm"
+            )
         tok = self._tokenizer
         first = [tok.cls_id, *a, tok.sep_id]
         second = [] if b is None else [*b, tok.sep_id]
@@ -265,7 +283,7 @@ class Watched:
         self._predictor = Predictor(model, tokenizer)
         self._tokenizer = tokenizer
         self._sentences = [self._given(i, text, model) for i, text in enumerate(texts)]
-        if not texts:
+        if not texts and model.direction == "both":
             longest = model.max_position_embeddings - 2
             self._sentences = held_out_sentences(validation, tokenizer, longest)
 
@@ -294,6 +312,10 @@ class Watched:
 
     def _given(self, number: int, text: str, model: Model) -> Sentence:
         ids = self._predictor.encode(text)
+        if model.direction == "left_to_right":
+            raise InputError(
+                f"run.watch[{number}]={text!r}: data.objective=causal fills no {MASK}; leave it out"
+            )
         if MASK not in text:
             raise InputError(f"run.watch[{number}]={text!r}: write {MASK} where a word is asked")
         # [CLS] and [SEP] stand around it.

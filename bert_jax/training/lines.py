@@ -42,7 +42,7 @@ def means(sums: Sums) -> dict[str, float]:
     return {name: float(s) / float(n) for name, (s, n) in sorted(sums.items()) if n}
 
 
-def next_sentence_error(accuracy: float, count: float) -> float:
+def pairs_error(accuracy: float, count: float) -> float:
     """Returns the standard error of an accuracy over `count` independent pairs."""
     return math.sqrt(max(accuracy * (1 - accuracy), 0.0) / count)
 

@@ -64,14 +64,23 @@ class Objective(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Pretraining:
-    """Masked pieces and the next sentence (Devlin et al. 2018, section 3.1), or the first alone.
+    """Pieces and pairs (Devlin et al. 2018, section 3.1), or the first alone: `losses.LEARNED`.
 
     Of the first alone the head of the second has parameters too, which learn nothing.
     """
 
     model: Model
-    metrics: tuple[str, ...] = losses_lib.NAMES
-    losses: tuple[str, ...] = ("masked_lm_loss", "next_sentence_loss")
+    learns: str = "mlm_nsp"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Returns the names of what `forward` returns."""
+        return losses_lib.names(self.learns)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Returns those whose means are added up to the loss."""
+        return self.metrics[::2]
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
@@ -88,22 +97,20 @@ class Pretraining:
         """Computes the metrics of some rows; nothing is fixed."""
         del fixed
         logits = heads.pretraining_logits(self.model, params, batch, noise, loop)
-        if self.metrics == losses_lib.MASKED_LM_NAMES:
-            return losses_lib.masked_lm(logits[0], batch)
-        return losses_lib.pretraining(*logits, batch)
+        return losses_lib.pretraining(*logits, batch, self.learns)
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """Counts masked pieces and pairs, by which the two losses are divided."""
+        """Counts predicted pieces and pairs, by which the two losses are divided."""
         sums = batch["masked_lm_weights"].sum(), batch["row_weights"].sum()
         return sums[: len(self.losses)]
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
         """Returns the two losses' sums of some rows over the counts of all."""
-        predictions, *rows = counts
-        masked_lm = metrics["masked_lm_loss"][0] / (predictions + losses_lib.MASKED_LM_EPS)
-        if "next_sentence_loss" not in self.losses:
-            return masked_lm
-        return masked_lm + metrics["next_sentence_loss"][0] / rows[0]
+        of_pieces, *of_pairs = self.losses
+        loss = metrics[of_pieces][0] / (counts[0] + losses_lib.MASKED_LM_EPS)
+        for name in of_pairs:
+            loss = loss + metrics[name][0] / counts[1]
+        return loss
 
 
 def of(model: Model, data: Data) -> Objective:
@@ -114,9 +121,7 @@ def of(model: Model, data: Data) -> Objective:
     """
     if data.code:
         return code.function(data.code)(model, data)
-    if data.objective == "mlm_nsp":
-        return Pretraining(model)
-    return Pretraining(model, losses_lib.MASKED_LM_NAMES, ("masked_lm_loss",))
+    return Pretraining(model, data.objective)
 
 
 def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
@@ -124,6 +129,9 @@ def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
     rows, length, masked, examples = flops.shape_of(phase, data)
     pairs: tuple[int, ...] = (rows,)
     shapes: dict[str, tuple[tuple[int, ...], type]] = {"rows": ((rows,), np.uint32)}
+    if data.attention == "per_document":
+        of_tokens = (rows, length), np.int32
+        shapes |= {"example_numbers": of_tokens, "positions": of_tokens}
     if data.packing == "pairs":
         pairs = (rows, examples)
         shapes |= {
@@ -141,6 +149,6 @@ def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
         "masked_lm_ids": ((rows, masked), np.int32),
         "masked_lm_weights": ((rows, masked), np.float32),
     }
-    if data.objective == "mlm_nsp":
+    if data.units != "sentences":
         shapes["next_sentence_labels"] = pairs, np.int32
     return {name: jax.ShapeDtypeStruct(*value) for name, value in shapes.items()}

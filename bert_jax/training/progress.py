@@ -18,8 +18,12 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from bert_jax.model import losses
+
 # What is shown of a training line, and its label.
-_PRETRAINING = (("masked LM", "masked_lm_loss"), ("next sentence", "next_sentence_loss"))
+_PRETRAINING = tuple(
+    (label, f"{task}_loss") for task, label in (losses.PIECES | losses.PAIRS).items()
+)
 _TASK = (("loss", "loss"), ("accuracy", "accuracy"))
 
 
@@ -75,7 +79,7 @@ class Progress:
     def train(self, line: dict[str, float], seconds: dict[str, float]) -> None:
         """Shows a training line of metrics.jsonl and its timings."""
         bad = line.get("bad_steps", 0.0)
-        shown = _PRETRAINING if "masked_lm_loss" in line else _TASK
+        shown = _PRETRAINING if losses.learned(line, losses.PIECES) else _TASK
         words = [
             f"step {line['step']}/{self._total}",
             *(f"{label} {line[name]:.3f}" for label, name in shown if name in line),

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from bert_jax import config
 from bert_jax.config import SKIPPED_STEPS, code
 from bert_jax.errors import Unavailable
+from bert_jax.model import losses
 from bert_jax.storage import retry
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import DiskFull, Workdir, sealed, write_atomic
@@ -399,9 +400,9 @@ class Trainer:
             self._diverged(bad)
             return
         line = {"step": done, "kind": "train", **means}
-        losses = [line[name] for name in self.job.objective.losses if name in line]
-        if losses:
-            line["loss"] = sum(losses)
+        terms = [line[name] for name in self.job.objective.losses if name in line]
+        if terms:
+            line["loss"] = sum(terms)
             line |= {"worst_step": int(worst_step), "worst_step_loss": worst_loss}
         self.metrics.append(line)
         self.timings.append({"step": done, "kind": "train", "time": time.time(), **seconds})
@@ -519,8 +520,9 @@ class Trainer:
             self._flush_lines()
             self._send()
             metadata["lines"] = {n: lines.written() for n, lines in self._lasting.items()}
-            # Next-sentence loss would decide with its noise, which is that of a few documents.
-            loss = evaluated.get("masked_lm_loss", evaluated.get("loss"))
+            # A loss of pairs would decide with its noise, which is that of a few documents.
+            pieces = losses.learned(evaluated, losses.PIECES)
+            loss = evaluated.get(f"{pieces}_loss", evaluated.get("loss"))
             self._outlast(lambda: self.saved.save(self.done, self.state, metadata, loss))
             self.saved_step, self.unsaved = self.done, None
         except DiskFull as error:

@@ -45,7 +45,8 @@ EVAL = Data(eval_sequence_length=LENGTH, eval_max_predictions_per_seq=PREDICTION
 
 def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, length=LENGTH):
     data = data or Data()
-    source = plans.Plans(small, (seed, "train", phase), length, data.short_seq_prob)
+    names = (seed, "train", phase)
+    source = plans.Plans(small, names, length, data.short_seq_prob, units=data.units)
     shape = batches.Shape(length, PREDICTIONS, batch_size)
     return batches.TrainBatches(source, IDS, data, shape, rows)
 
@@ -274,11 +275,17 @@ def test_a_pickled_source_gives_the_same_batch_in_another_process(tmp_path):
 # --- Rows of full sentences ---
 
 
-def sentence_batches(batch_size=16, seed=0, small=SMALL, data=None):
+MLM = Data(objective="mlm")
+CAUSAL = Data(
+    objective="causal", eval_sequence_length=LENGTH, eval_max_predictions_per_seq=LENGTH - 1
+)
+APART = dataclasses.replace(CAUSAL, attention="per_document")
+
+
+def sentence_batches(batch_size=16, seed=0, small=SMALL, data=MLM):
     source = plans.Plans(small, (seed, "train", 0), LENGTH, 0.0, units="sentences")
-    return batches.TrainBatches(
-        source, IDS, data or Data(), batches.Shape(LENGTH, PREDICTIONS, batch_size)
-    )
+    most = LENGTH - 1 if data.objective == "causal" else PREDICTIONS
+    return batches.TrainBatches(source, IDS, data, batches.Shape(LENGTH, most, batch_size))
 
 
 def test_rows_of_sentences_hold_every_sentence_once_an_epoch():
@@ -299,17 +306,64 @@ def test_rows_of_sentences_hold_every_sentence_once_an_epoch():
     assert epoch["masked_lm_weights"].sum(axis=1).tolist() == expected
 
 
-@pytest.mark.parametrize("masking", ["piece", "span"])
-def test_rows_of_sentences_are_the_same_for_any_host_count(masking):
-    train = sentence_batches(64, data=Data(masking=masking))
+@pytest.mark.parametrize(
+    "data",
+    [MLM, Data(objective="mlm", masking="span", attention="per_document"), CAUSAL, APART],
+    ids=["piece", "span apart", "causal", "causal apart"],
+)
+def test_rows_of_sentences_are_the_same_for_any_host_count(data):
+    train = sentence_batches(64, data=data)
     for step in (0, 3):
         full = whole(train, step, 64)
         for part in ([5], np.arange(32, 64), np.random.default_rng(0).permutation(64)[:9]):
             assert_equal(train.batch(step, np.asarray(part)), take(full, part))
 
 
-def test_held_out_rows_of_sentences_are_the_same_at_every_batch_size():
-    of_sentences = dataclasses.replace(EVAL, objective="mlm")
+def test_documents_of_a_row_are_numbered_where_they_are_apart():
+    """The rest of the batch is the same; a document ends with its [SEP]."""
+    whole_row = whole(sentence_batches(data=MLM), 2, 16)
+    apart = whole(sentence_batches(data=Data(objective="mlm", attention="per_document")), 2, 16)
+    numbers, positions = apart.pop("example_numbers"), apart.pop("positions")
+    assert_equal(apart, whole_row)
+    np.testing.assert_array_equal(numbers > 0, apart["input_mask"] > 0)
+    ended = np.cumsum(apart["input_ids"] == IDS.sep, axis=1) - (apart["input_ids"] == IDS.sep)
+    np.testing.assert_array_equal(numbers, (ended + 1) * apart["input_mask"])
+    assert numbers.max() > 1
+    for row in range(16):
+        for number in range(1, numbers[row].max() + 1):
+            here = positions[row][numbers[row] == number]
+            np.testing.assert_array_equal(here, np.arange(len(here)))
+
+
+@pytest.mark.parametrize("data", [CAUSAL, APART], ids=["whole row", "apart"])
+def test_every_next_piece_is_predicted_and_nothing_is_masked(data):
+    """Where documents are apart, all but the first piece of each."""
+    train = sentence_batches(data=data)
+    batch = whole(train, 1, 16)
+    masked = whole(sentence_batches(), 1, 16)
+    plain = masked["input_ids"].copy()
+    row, place = np.nonzero(masked["masked_lm_weights"])
+    plain[row, masked["masked_lm_positions"][row, place]] = masked["masked_lm_ids"][row, place]
+    np.testing.assert_array_equal(batch["input_ids"], plain)
+    for i, ids in enumerate(plain.tolist()):
+        real = int(batch["input_mask"][i].sum())
+        expected = [
+            (at, ids[at + 1])
+            for at in range(real - 1)
+            if data.attention == "whole_row" or ids[at] != IDS.sep
+        ]
+        there = batch["masked_lm_weights"][i] > 0
+        places = batch["masked_lm_positions"][i][there].tolist()
+        assert list(zip(places, batch["masked_lm_ids"][i][there].tolist(), strict=True)) == expected
+        assert not batch["masked_lm_positions"][i][~there].any()
+    assert set(batch) - set(masked) == (
+        set() if data.attention == "whole_row" else {"example_numbers", "positions"}
+    )
+
+
+@pytest.mark.parametrize("objective", ["mlm", "causal"])
+def test_held_out_rows_of_sentences_are_the_same_at_every_batch_size(objective):
+    of_sentences = CAUSAL if objective == "causal" else dataclasses.replace(EVAL, objective="mlm")
 
     def made(size, data=of_sentences):
         found, count = batches.eval_batches(SMALL, IDS, data, 0, size)

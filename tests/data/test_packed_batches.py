@@ -22,7 +22,8 @@ MIXED = stream.from_documents(
 def make(batch_size=8, limits=(4, 9), data=None, small=MIXED, seed=0):
     data = data or Data()
     packed = plans.Packed(*limits, data.masked_lm_prob, PREDICTIONS)
-    source = plans.Plans(small, (seed, "train", 0), LENGTH, data.short_seq_prob, packed=packed)
+    names, how = (seed, "train", 0), {"packed": packed, "units": data.units}
+    source = plans.Plans(small, names, LENGTH, data.short_seq_prob, **how)
     shape = batches.Shape(LENGTH, PREDICTIONS, batch_size)
     return batches.TrainBatches(source, alone.IDS, data, shape)
 
@@ -63,7 +64,9 @@ def unpacked(number, data=None, small=MIXED):
 
 
 @pytest.mark.parametrize(
-    "data", [Data(), Data(masking="whole_word"), Data(dupe_factor=1)], ids=["piece", "word", "dupe"]
+    "data",
+    [Data(), Data(masking="whole_word"), Data(dupe_factor=1), Data(objective="mlm_sop")],
+    ids=["piece", "word", "dupe", "order"],
 )
 def test_a_packed_example_is_the_one_that_has_the_row_of_its_number(data):
     """Of any epoch, masks and all; an epoch's come once each."""

@@ -193,7 +193,7 @@ def test_attention_as_xla_computes_it(packed):
     inputs, gradient = attention_inputs("bfloat16")
     real = np.arange(128) < np.array([[100], [128]])
     numbers = jnp.asarray(real * (1 + np.arange(128) // 50 * packed), jnp.int32)
-    mask = attention.Shared(numbers, numbers, numbers) if packed else numbers
+    mask = attention.Shared(numbers, numbers) if packed else numbers
 
     def xla(query, key, value, biases):
         heads = [

@@ -112,7 +112,7 @@ def test_texts_that_share_rows_are_each_by_itself(params, batch, way):
     numbers = np.repeat(np.arange(len(lengths)), lengths)[None]
     starts = np.cumsum(lengths) - lengths
     if way == "shared":
-        sharing = Shared(jnp.asarray(numbers + 1, jnp.int32), positions, starts[None])
+        sharing = Shared(jnp.asarray(numbers + 1, jnp.int32), positions)
     else:
         longest = lengths.max()
         place = np.arange(longest)

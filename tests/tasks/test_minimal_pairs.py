@@ -15,6 +15,7 @@ from bert_jax import cli
 from bert_jax.config import Parallelism, Task
 from bert_jax.conformance import golden
 from bert_jax.errors import InputError
+from bert_jax.model.encoder import Loop
 from bert_jax.tasks import minimal_pairs, probes
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.minimal_pairs import MinimalPairs
@@ -80,12 +81,12 @@ def opened(folder, records, model, tokenizer, size=8):
     return pairs, mesh
 
 
-def test_pseudo_log_likelihoods_equal_pytorchs(tmp_path):
+def test_log_likelihoods_equal_pytorchs(tmp_path):
     one, two, *others = map(words, BY_PYTORCH)
     records = [record(one, two), *(record(other, one) for other in others)]
     pairs, mesh = opened(tmp_path, records, golden.CONFIG, NUMBERED)
     params = jax.device_put(golden.params(), mesh_lib.replicated(mesh))
-    found = dict(zip(pairs._texts, pairs._pseudo_log_likelihoods(params), strict=True))
+    found = dict(zip(pairs._texts, pairs._log_likelihoods(params), strict=True))
     assert found.keys() == BY_PYTORCH.keys()
     for ids, wanted in BY_PYTORCH.items():
         assert found[ids] == pytest.approx(wanted, rel=2e-6)
@@ -105,7 +106,7 @@ def test_texts_of_all_lengths_equal_one_mask_at_a_time(tmp_path, kind, size):
     texts = [" ".join(rng.choice(tuned.PIECES[6:], n)) for n in (1, 5, 7, 30, 6, 6, 2, 14, 62, 9)]
     records = [record(a, b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
     pairs, mesh = opened(tmp_path, records, model, tokenizer, size)
-    found = pairs._pseudo_log_likelihoods(jax.device_put(params, mesh_lib.replicated(mesh)))
+    found = pairs._log_likelihoods(jax.device_put(params, mesh_lib.replicated(mesh)))
     predictor = evaluators.Predictor(model, tokenizer)
     for ids, value in zip(pairs._texts, found, strict=True):
         wanted = 0.0
@@ -114,6 +115,39 @@ def test_texts_of_all_lengths_equal_one_mask_at_a_time(tmp_path, kind, size):
             probabilities, _ = predictor.probabilities(params, masked, None)
             wanted += float(np.log(probabilities[0, token]))
         assert value == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "modern"])
+def test_a_model_that_reads_from_left_to_right_gives_likelihoods(tmp_path, kind):
+    """Against the pieces one at a time, each after those before it, in a row of their own."""
+    of_modern = {"global_every": 1} if kind == "modern" else {}
+    model = dataclasses.replace(tuned.MODEL, kind=kind, direction="left_to_right", **of_modern)
+    params = tuned.heads.init_params(model, jax.random.key(3))
+    tokenizer = WordPiece(tuned.PIECES, "uncased")
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(tuned.PIECES[6:], n)) for n in (1, 5, 7, 11, 6, 2)]
+    records = [record(a, b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
+    pairs, mesh = opened(tmp_path, records, model, tokenizer, 4)
+    found = pairs._log_likelihoods(jax.device_put(params, mesh_lib.replicated(mesh)))
+    begun = [
+        ([tokenizer.cls_id, *ids[:i]], ids[i]) for ids in pairs._texts for i in range(len(ids))
+    ]
+    lengths = np.array([len(before) for before, _ in begun])
+    rows = np.full((len(begun), 12), tokenizer.pad_id)
+    for row, (before, _) in zip(rows, begun, strict=True):
+        row[: len(before)] = before
+    batch = {
+        "input_ids": rows,
+        "segment_ids": np.zeros_like(rows),
+        "input_mask": (np.arange(12) < lengths[:, None]).astype(int),
+        "masked_lm_positions": lengths[:, None] - 1,
+    }
+    logits, _ = tuned.heads.pretraining_logits(model, params, batch, None, Loop())
+    logs = np.asarray(jax.nn.log_softmax(logits[:, 0]))[
+        np.arange(len(begun)), [x for _, x in begun]
+    ]
+    of_text = np.repeat(np.arange(len(pairs._texts)), [len(ids) for ids in pairs._texts])
+    assert found == pytest.approx(np.bincount(of_text, logs), rel=1e-5)
 
 
 def test_ties_count_half_and_errors_are_of_means(tmp_path, monkeypatch):
@@ -128,7 +162,7 @@ def test_ties_count_half_and_errors_are_of_means(tmp_path, monkeypatch):
     pairs, _ = opened(tmp_path, records, golden.CONFIG, NUMBERED)
     monkeypatch.setattr(
         pairs,
-        "_pseudo_log_likelihoods",
+        "_log_likelihoods",
         lambda params: np.array([by_id[ids] for ids in pairs._texts]),
     )
     answer = pairs.ask(None)

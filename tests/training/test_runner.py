@@ -85,7 +85,7 @@ def test_the_host_reads_the_device_once_a_log_interval(text, tmp_path, monkeypat
     # Before step i the loop has dispatched steps 1 to i; lines are due at 3, 6, 9, 12.
     assert steps_with_reads == [4, 7, 10, 13]
     # Beside the metrics the worst step, and two counters of the state.
-    window = len(losses.NAMES) + len(step.OWN_METRICS) + 3
+    window = len(losses.names("mlm_nsp")) + len(step.OWN_METRICS) + 3
     assert all(in_phase[i] - in_phase[i - 1] == window for i in steps_with_reads)
 
 

@@ -106,7 +106,7 @@ def test_rows_of_weight_zero_change_nothing():
     evaluate = step.make_eval_step(Pretraining(model), Parallelism(), mesh)
     params = heads.init_params(model, jax.random.key(0))
     batch = samples.train_batches().batch(0, np.arange(8))
-    zero = {name: jnp.zeros(2) for name in losses.NAMES}
+    zero = {name: jnp.zeros(2) for name in losses.names("mlm_nsp")}
     alone = evaluate(params, zero, {k: v[:5] for k, v in batch.items()})
     batch["row_weights"][5:] = 0
     batch["masked_lm_weights"][5:] = 0

@@ -1,0 +1,79 @@
+"""Pre-training with each objective, from text to its lines and what looks at them."""
+
+import json
+import math
+
+import pytest
+from broken import call
+from small_run import pretrain, write_text
+
+# The most that is predicted of a row, of both phases and of held-out rows.
+CAUSAL = (
+    "data.objective=causal",
+    "model.direction=left_to_right",
+    "phases.0.max_predictions_per_seq=15",
+    "phases.1.max_predictions_per_seq=23",
+    "data.eval_max_predictions_per_seq=15",
+)
+MODERN = ("model.kind=modern", "model.global_every=1")
+OBJECTIVES = {
+    "mlm": ("data.objective=mlm",),
+    "mlm_sop": ("data.objective=mlm_sop", "data.packing=pairs"),
+    "causal": (*CAUSAL, "data.attention=per_document", *MODERN),
+}
+# What names in its lines begin with.
+LEARNED = {
+    "mlm": {"masked_lm"},
+    "mlm_sop": {"masked_lm", "sentence_order"},
+    "causal": {"next_piece"},
+}
+WORDS = {"masked_lm": "masked LM", "sentence_order": "sentence order", "next_piece": "next piece"}
+
+
+@pytest.fixture(scope="module", params=OBJECTIVES)
+def run(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    file = write_text(folder)
+    outcome, shown = pretrain(file, folder / "run", *OBJECTIVES[request.param])
+    assert outcome == "finished"
+    return request.param, folder, file, shown
+
+
+def test_lines_speak_of_what_is_learned_alone(run):
+    objective, folder, _, shown = run
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+    assert {line["kind"] for line in lines} == {"train", "evaluation"}
+    losses = {name for line in lines for name in line if name.endswith("_loss")}
+    losses -= {"unigram_loss", "worst_step_loss"}
+    assert losses == {f"{task}_loss" for task in LEARNED[objective]}
+    last = [line for line in lines if line["kind"] == "evaluation"][-1]
+    assert last["loss"] == pytest.approx(sum(last[name] for name in losses))
+    assert last["unigram_loss"] < math.log(45)
+    for task in WORDS:
+        assert (WORDS[task] in shown) == (task in LEARNED[objective]), task
+    if objective == "causal":
+        assert last["perplexity"] == pytest.approx(math.exp(last["next_piece_loss"]))
+
+
+def test_what_looks_at_a_run_speaks_of_that_too(run):
+    objective, folder, file, _ = run
+    place, sets = folder / "run", " ".join(f"--set {s}" for s in OBJECTIVES[objective])
+    for command in (
+        f"show {file} --workdir {place} --step 3 {sets}",
+        f"report {place}",
+        f"evaluate --workdir {place}",
+    ):
+        assert call(command) == (0, ""), command
+    page = (place / "report.html").read_text().split("<table>")[0].lower()
+    for task, words in WORDS.items():
+        words = words.lower().replace(" ", "-") if "sentence" in words else words.lower()
+        assert (f"{words} accuracy" in page) == (task in LEARNED[objective]), task
+    assert call(f"doctor {place}")[0] in (0, 1)
+
+
+def test_a_causal_run_fills_no_mask(run):
+    objective, folder, _, _ = run
+    code, line = call(f"predict --workdir {folder / 'run'} w[MASK]")
+    assert code == (2 if objective == "causal" else 0), line
+    if objective == "causal":
+        assert line.count("\n") == 1 and "sees no text to the right of a [MASK]" in line
