@@ -106,6 +106,11 @@ class Embedder:
             raise InputError(f"--max-length {max_length}: must be from 3 to the model's {most}")
         if not 0 <= batch_tokens <= _MOST_TOKENS:
             raise InputError(f"--batch-tokens {batch_tokens}: must be from 0 to {_MOST_TOKENS}")
+        if features.pooling == "cls" and model.direction == "left_to_right":
+            raise InputError(
+                "--pooling cls: of model.direction=left_to_right [CLS] has seen nothing; take mean "
+                "or tokens"
+            )
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         layers = layer_numbers(features.layers, model)
         self.width = model.hidden_size * (len(layers) if features.combine == "concat" else 1)

@@ -75,6 +75,18 @@ def test_set_changes_fields_of_every_type():
         ),
         ("data.final_masked_lm_prob=0.16", ["phases.1.max_predictions_per_seq=77", "set it to 82"]),
         ("data.objective=mlm data.packing=pairs", ["data.packing='pairs'", "no pairs"]),
+        ("data.objective=causal", ["data.eval_max_predictions_per_seq=20", "set it to 127"]),
+        (
+            "data.objective=causal data.eval_max_predictions_per_seq=127",
+            ["data.objective=causal", "set model.direction=left_to_right"],
+        ),
+        ("model.direction=left_to_right", ["data.objective=mlm_nsp", "model.direction=both"]),
+        (
+            "data.objective=causal data.eval_max_predictions_per_seq=127 "
+            "model.direction=left_to_right",
+            ["phases.0.max_predictions_per_seq=20", "set it to 127"],
+        ),
+        ("data.attention=per_document", ["data.attention", "are pairs", "mlm and causal"]),
         ("data.mask_share=1.1", ["data.mask_share", "[0, 1]"]),
         ("data.mask_share=0.95", ["data.random_share=0.1", "data.mask_share=0.95"]),
         ("optimizer.eps=nan", ["finite"]),

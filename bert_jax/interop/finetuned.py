@@ -107,6 +107,12 @@ def architecture_of(model: TaskModel) -> str:
             "and under their heads transformers' ModernBERT classes have a layer and a norm that "
             "ours have not; only fine-tunings of model.kind=bert are exported"
         )
+    if model.model.direction == "left_to_right":
+        raise InputError(
+            f"--as task: {model.experiment.name} adapts a base of model.direction=left_to_right, "
+            "of which the last [SEP] is read, and transformers' BERT classes read [CLS]; only "
+            "fine-tunings of model.direction=both are exported"
+        )
     return ARCHITECTURES[model.model.kind][model.experiment.task.kind]
 
 

@@ -155,6 +155,14 @@ CERTIFIED = config.load(BASE)
         ("corpus.tokenizer=some.model", "SentencePiece"),
         ("data.masking=whole_word", "whole words"),
         ("data.objective=mlm", "no next sentences"),
+        ("data.objective=mlm data.attention=per_document", "do not see each other"),
+        ("data.objective=mlm_sop", "swapped"),
+        (
+            "data.objective=causal model.direction=left_to_right "
+            "phases.0.max_predictions_per_seq=127 phases.1.max_predictions_per_seq=511 "
+            "data.eval_max_predictions_per_seq=127",
+            "from left to right",
+        ),
         ("data.dupe_factor=0", "dynamic"),
         ("data.dupe_factor=5", "5 static passes"),
         ("data.short_seq_prob=0.2", "0.1"),
@@ -209,7 +217,7 @@ def test_every_field_that_decides_what_is_computed_is_looked_at():
         *(f"model.{n}" for n in ("hidden_size", "num_hidden_layers", "num_attention_heads")),
         *("model.intermediate_size", "model.dropout_rng"),
         *(f"corpus.{n}" for n in ("sources", "layout", "tokenizer", "tokenizer_kind")),
-        *("corpus.validation_share", "data.dupe_factor", "data.masking"),
+        *("corpus.validation_share", "data.objective", "data.dupe_factor", "data.masking"),
         *("optimizer.name", "optimizer.clip", "optimizer.reference_replicas"),
         # The last two are parts of the schedule.
         *(f"optimizer.{n}" for n in ("schedule", "decay_steps", "decay_shape")),
