@@ -30,6 +30,20 @@ def experiment():
 """
 
 
+# Settings of the small run for each objective but the paper's, of both kinds of encoders.
+OBJECTIVES = {
+    "mlm": ("data.objective=mlm",),
+    "mlm_sop": ("data.objective=mlm_sop", "data.packing=pairs"),
+    "causal": (
+        *("data.objective=causal", "data.attention=per_document"),
+        *("model.kind=modern", "model.global_every=1", "model.direction=left_to_right"),
+        # All of a row, of both phases and of held-out rows.
+        *("phases.0.max_predictions_per_seq=15", "phases.1.max_predictions_per_seq=23"),
+        "data.eval_max_predictions_per_seq=15",
+    ),
+}
+
+
 def write_text(folder: pathlib.Path, documents: int = 27) -> pathlib.Path:
     """Text, its vocabulary and the experiment file in `folder`; returns the experiment file."""
     rng = random.Random(0)

@@ -105,9 +105,13 @@ def test_a_row_reads_cls_a_sep_b_sep():
             assert any(text[i : i + len(part)] == part for i in range(len(text)))
 
 
-@pytest.mark.parametrize("masking", ["piece", "whole_word", "span"])
-def test_batch_is_the_same_for_any_host_count(masking):
-    train = make(64, data=Data(masking=masking))
+@pytest.mark.parametrize(
+    "data",
+    [Data(), Data(masking="whole_word"), Data(masking="span"), Data(objective="mlm_sop")],
+    ids=["piece", "whole_word", "span", "order"],
+)
+def test_batch_is_the_same_for_any_host_count(data):
+    train = make(64, data=data)
     rng = np.random.default_rng(0)
     for step in (0, 1, 7):
         full = whole(train, step, 64)

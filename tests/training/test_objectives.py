@@ -5,22 +5,8 @@ import math
 
 import pytest
 from broken import call
-from small_run import pretrain, write_text
+from small_run import OBJECTIVES, pretrain, write_text
 
-# The most that is predicted of a row, of both phases and of held-out rows.
-CAUSAL = (
-    "data.objective=causal",
-    "model.direction=left_to_right",
-    "phases.0.max_predictions_per_seq=15",
-    "phases.1.max_predictions_per_seq=23",
-    "data.eval_max_predictions_per_seq=15",
-)
-MODERN = ("model.kind=modern", "model.global_every=1")
-OBJECTIVES = {
-    "mlm": ("data.objective=mlm",),
-    "mlm_sop": ("data.objective=mlm_sop", "data.packing=pairs"),
-    "causal": (*CAUSAL, "data.attention=per_document", *MODERN),
-}
 # What names in its lines begin with.
 LEARNED = {
     "mlm": {"masked_lm"},

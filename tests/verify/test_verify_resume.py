@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
-from small_run import bert_jax, pretrain, settings, write_text
+from small_run import OBJECTIVES, bert_jax, pretrain, settings, write_text
 
 from bert_jax import cli, config
 from bert_jax.training.checkpoint import Checkpoints
@@ -34,6 +34,19 @@ def verified(tmp_path_factory):
     printed = done.stdout.decode()
     assert done.returncode == 0, printed + done.stderr.decode()
     return folder / "v", printed.splitlines()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_rounds_of_each_objective_find_no_difference(objective, tmp_path):
+    sets = [word for setting in OBJECTIVES[objective] for word in ("--set", setting)]
+    file = write_text(tmp_path)
+    done = bert_jax(
+        "verify-resume", file, "--workdir", tmp_path / "v", "--rounds", 2, *sets, timeout=600
+    )
+    printed = done.stdout.decode()
+    assert done.returncode == 0, printed + done.stderr.decode()
+    assert printed.splitlines()[-1] == "verify-resume: 2 kills, 0 differences"
 
 
 @pytest.fixture(scope="module")
