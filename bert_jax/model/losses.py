@@ -82,7 +82,7 @@ def pretraining(
       batch: as data.batches makes it.
       objective: `data.objective`.
     """
-    found = classification(pieces, batch["masked_lm_ids"], batch["masked_lm_weights"])
+    sums = classification(pieces, batch["masked_lm_ids"], batch["masked_lm_weights"])
     if len(LEARNED[objective]) > 1:
-        found += classification(pairs, batch["next_sentence_labels"], batch["row_weights"])
-    return dict(zip(names(objective), found, strict=True))
+        sums += classification(pairs, batch["next_sentence_labels"], batch["row_weights"])
+    return dict(zip(names(objective), sums, strict=True))
