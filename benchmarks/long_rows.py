@@ -23,7 +23,7 @@ from bert_jax.predict import load_params
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import evaluators, pretraining, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.objective import Pretraining
+from bert_jax.training import objective as objective_lib
 from bert_jax.training.pretraining import Prepared
 from bert_jax.training.progress import Progress
 
@@ -96,12 +96,13 @@ def losses(of: Experiment, workdir: Workdir) -> dict[int, dict[str, float]]:
     prepared, mesh = Prepared.open(workdir.corpus), mesh_lib.one_device()
     params, _ = load_params(of, workdir, prepared, mesh)
     held_out = prepared.held_out(of, mesh)
-    score = step.make_eval_step(Pretraining.of(of.model, of.data), of.parallelism, mesh)
+    objective = objective_lib.of(of.model, of.data)
+    score = step.make_eval_step(objective, of.parallelism, mesh)
     tokens, found = SHORTEST, {}
     while tokens <= of.data.eval_sequence_length:
         rows = [cut(batch, tokens, prepared.ids) for batch in held_out.batches]
         cut_out = dataclasses.replace(held_out, batches=rows)
-        found[tokens] = evaluators.evaluate(cut_out, params, score, mesh)
+        found[tokens] = evaluators.evaluate(cut_out, params, objective, score, mesh)
         tokens *= 2
     return found
 
