@@ -168,22 +168,16 @@ def _write_adapter(
     task, adapt = model.experiment.task, model.experiment.adapt
     _, head = names.HEADS[architecture]
     learned = jax.device_get(model.params)
-    tensors = names.thin_to_theirs(learned["lora"], model.model)
-    ranks = {
-        name.removesuffix(".lora_A.weight"): len(value)
-        for name, value in tensors.items()
-        if name.endswith(".lora_A.weight")
-    }
-    # Of several of our kernels in one of theirs.
-    more = {module: rank for module, rank in ranks.items() if rank != adapt.lora_rank}
-    scale = adapt.lora_alpha / adapt.lora_rank
+    thin = names.thin_to_theirs(learned["lora"], model.model)
     whole = names.to_theirs(
         jax.device_get(merged_params(adapt, model.params, model.fixed)), model.model, architecture
     )
     saved = [head, *([_POOLER] if _POOLER in learned else [])]
-    for name, value in whole.items():
-        if any(f".{module}." in f".{name}" for module in saved):
-            tensors[name] = value
+    tensors = thin | {
+        name: value
+        for name, value in whole.items()
+        if any(f".{module}." in f".{name}" for module in saved)
+    }
     vocabularies.write_json(
         folder / "adapter_config.json",
         {
@@ -197,9 +191,7 @@ def _write_adapter(
             "r": adapt.lora_rank,
             "lora_alpha": adapt.lora_alpha,
             "lora_dropout": 0.0,
-            "rank_pattern": more,
-            "alpha_pattern": {module: scale * rank for module, rank in more.items()},
-            "target_modules": sorted(ranks),
+            "target_modules": sorted({name.rsplit(".", 2)[0] for name in thin}),
             "modules_to_save": saved,
             "bias": "none",
             "fan_in_fan_out": False,

@@ -369,33 +369,19 @@ def _held(
 def thin_to_theirs(thin: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]:
     """Returns thin matrices next to kernels as PEFT names them next to theirs, lora_A and lora_B.
 
-    Where their tensor holds several of our kernels, its matrices are those of all, one under the
-    other and block by block, and so of as many times the rank.
-
     Args:
       thin: by the name of the kernel, `down` float32 [L, inputs, rank] and `up` [L, rank, outputs].
-      cfg: the shape.
+      cfg: the shape, of model.kind=bert: ModernBERT has several of our kernels in one tensor.
 
     Returns:
-      float32 [ranks, inputs] and [outputs, ranks].
+      float32 [rank, inputs] and [outputs, rank].
     """
     theirs: dict[str, np.ndarray] = {}
     for tensor in HUGGING_FACE[cfg.kind].tensors(cfg):
-        if tensor.layer is None or not tensor.is_kernel or tensor.path[-2] not in thin:
-            continue
-        module, (number, count) = tensor.name.removesuffix(".weight"), tensor.share
-        down, up = (
-            np.asarray(thin[tensor.path[-2]][name][tensor.layer]) for name in ("down", "up")
-        )
-        outputs = up.shape[1]
-        block = np.zeros((outputs * count, up.shape[0]), np.float32)
-        block[number * outputs : (number + 1) * outputs] = up.T
-        for name, value, axis in (
-            (f"{module}.lora_A.weight", down.T, 0),
-            (f"{module}.lora_B.weight", block, 1),
-        ):
-            there = [theirs[name]] if name in theirs else []
-            theirs[name] = np.concatenate([*there, value], axis)
+        if tensor.layer is not None and tensor.is_kernel and tensor.path[-2] in thin:
+            module, of = tensor.name.removesuffix(".weight"), thin[tensor.path[-2]]
+            for name, ours in (("lora_A", "down"), ("lora_B", "up")):
+                theirs[f"{module}.{name}.weight"] = np.asarray(of[ours][tensor.layer]).T
     return theirs
 
 

@@ -83,30 +83,3 @@ def test_fields_of_the_head_are_as_the_class_writes_them(kind):
     found = configs.task_fields(kind, list(names_of) if kind != "regress" else [], "value", 0.0)
     for name in ("id2label", "label2id", "problem_type", "classifier_dropout"):
         assert found.get(name) == written.get(name), name
-
-
-def test_adapters_of_kernels_that_share_a_tensor_add_up_to_the_same():
-    """The thin matrices of query and value of one fused tensor, against their products in NumPy."""
-    cfg = Model(
-        kind="modern", vocab_size=14, hidden_size=8, num_hidden_layers=4, num_attention_heads=2,
-        intermediate_size=12, max_position_embeddings=16, local_window=8,
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-
-    def draw(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
-
-    outputs = {"query": 8, "value": 8, "gate": 12}
-    thin = {n: {"down": draw(4, 8, 2), "up": draw(4, 2, out)} for n, out in outputs.items()}
-    found = names.thin_to_theirs(thin, cfg)
-    for layer in range(4):
-        more = {name: (t["down"][layer] @ t["up"][layer]).T for name, t in thin.items()}
-        nothing = {8: np.zeros((8, 8)), 12: np.zeros((12, 8))}
-        fused = {
-            "attn.Wqkv": [more["query"], nothing[8], more["value"]],
-            "mlp.Wi": [nothing[12], more["gate"]],
-        }
-        for name, parts in fused.items():
-            a, b = (found.pop(f"model.layers.{layer}.{name}.lora_{x}.weight") for x in "AB")
-            np.testing.assert_allclose(b @ a, np.concatenate(parts), atol=1e-5)
-    assert not found
