@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
@@ -49,6 +50,20 @@ def test_help_shows_every_field(command, kind, capsys):
 
 def test_the_page_of_settings_is_what_is_generated():
     assert (ROOT / "docs" / "settings.md").read_text() == explain.page()
+
+
+def test_what_people_change_can_be_had_as_it_stands(capsys):
+    """In any of the forms in which it is shown; the guide leads there."""
+    tiny = config.load("tiny")
+    for what, examples, words in explain.GUIDE:
+        changed = config.override(tiny, examples.split())
+        assert changed != tiny, what
+        named = re.findall(r"\b(?:corpus|data|model|optimizer|run)\.\w+", words)
+        assert set(named) <= set(leaves(config.Experiment))
+    with pytest.raises(InputError, match="`bert-jax config --explain` says what fields there are"):
+        config.override(tiny, ["help"])
+    assert cli.main(["config", "--explain"]) == 0
+    assert capsys.readouterr().out.startswith("what people change\n\nyour text\n")
 
 
 def test_defaults_are_as_set_takes_them():

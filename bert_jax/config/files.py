@@ -161,12 +161,22 @@ def _found(path: str) -> pathlib.Path:
     file = pathlib.Path(path)
     if file.is_file():
         return file
-    shipped = {one.stem: one for one in sorted((*SHIPPED.glob("*.py"), *SHIPPED.glob("*/*.py")))}
+    shipped = _shipped()
     if path in shipped:
         return shipped[path]
     near = difflib.get_close_matches(file.stem, shipped, n=1, cutoff=0.8)
     hint = f"did you mean {near[0]}?" if near else f"by name there are {', '.join(shipped)}"
     raise InputError(f"{path}: no such experiment file; {hint}")
+
+
+def is_shipped(name: str) -> bool:
+    """Returns whether an experiment of this name comes with the package."""
+    return name in _shipped()
+
+
+def _shipped() -> dict[str, pathlib.Path]:
+    files = sorted((*SHIPPED.glob("*.py"), *SHIPPED.glob("*/*.py")))
+    return {file.stem: file for file in files}
 
 
 def _placed(experiment: Section, folder: pathlib.Path) -> Section:
@@ -244,7 +254,8 @@ def override(experiment: T, settings: Sequence[str]) -> T:
         path, equals, text = setting.partition("=")
         if not equals:
             raise InputError(
-                f"--set {setting}: write it as FIELD=VALUE, e.g. model.hidden_size=128"
+                f"--set {setting}: write it as FIELD=VALUE, e.g. model.hidden_size=128; "
+                "`bert-jax config --explain` says what fields there are, and which ones matter"
             )
         _assign(type(experiment), tree, path.strip(), text, setting)
     return _build(type(experiment), tree, "")

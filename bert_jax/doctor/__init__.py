@@ -37,7 +37,8 @@ def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
 
 
 def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
-    if os.path.isfile(path) and path.endswith((".py", ".json")):
+    is_file = os.path.isfile(path) and path.endswith((".py", ".json"))
+    if is_file or (not os.path.exists(path) and config.is_shipped(path)):
         return text.examine(config.override(config.load(path), settings).corpus)
     if settings:
         raise InputError(f"--set {settings[0]}: {path} is no experiment, so nothing can be set")

@@ -228,9 +228,9 @@ def predict(
     if out is not None:
         write_atomic(epath.Path(out), (f"{_json(answer)}\n" for answer in answers))
     if scores is not None:
-        yield _json(scores)
+        yield _json(_rounded(scores))
     elif out is None:
-        yield from map(_json, answers)
+        yield from (_json(_rounded(answer)) for answer in answers)
     if blank:
         left_out = examples_lib.in_words({"the examples": blank})
         print(f"left out for blank cells: {left_out}", file=sys.stderr)
@@ -363,6 +363,15 @@ def _line(values: list[Any], ending: str, place: str) -> str:
     if any("\t" in cell or "\n" in cell for cell in cells):
         raise InputError(f"{place}: a cell holds a tab or a newline; write it as .csv or .jsonl")
     return "\t".join(cells) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Returns the value for a person: numbers have the seven digits that float32 holds."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _json(value: dict[str, Any]) -> str:

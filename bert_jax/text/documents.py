@@ -294,6 +294,13 @@ def files(source: str) -> list[str]:
         if os.path.exists(place):
             what = "not a regular file, and text is read more than once"
         raise InputError(f"corpus.sources: {source}: {what} (in {os.getcwd()})")
+    for path in paths if word == "text" else ():
+        for other, suffixes in SUFFIXES.items():
+            if other != "text" and path.endswith(suffixes):
+                raise InputError(
+                    f"corpus.sources: {source}: {path} is no prose by its name; write "
+                    f"{other}:{place}, and corpus.text_field for what of it is text"
+                )
     return paths
 
 

@@ -45,8 +45,8 @@ class Progress:
     def __init__(self, console: Console):
         self._console = console
         self._bar: Bar | None = None
-        self._total = self._first = 0
-        self._since = 0.0
+        self._total = self._steps = 0
+        self._seconds = 0.0  # of so many steps, without what was spent on compiling them
 
     def be_silent(self) -> None:
         """Shows nothing from now on: of several processes one speaks."""
@@ -59,7 +59,7 @@ class Progress:
     @contextlib.contextmanager
     def bar(self, done: int, total: int) -> Iterator[None]:
         """Shows steps `done` to `total` while entered."""
-        self._total, self._first, self._since = total, done, time.monotonic()
+        self._total, self._steps, self._seconds = total, 0, 0.0
         if not self._console.is_terminal:
             yield
             return
@@ -96,10 +96,12 @@ class Progress:
                 self._bar.task_ids[0], completed=line["step"], description="  ".join(words[1:])
             )
         else:
+            self._steps += int(seconds.get("steps", 0))
+            self._seconds += seconds.get("seconds", 0.0) - seconds.get("compilation_seconds", 0.0)
             self.say("  ".join([*words, f"{self._left(line['step'])} left"]))
 
     def _left(self, done: float) -> str:
-        pace = (time.monotonic() - self._since) / max(done - self._first, 1)
+        pace = self._seconds / max(self._steps, 1)
         minutes, seconds = divmod(round(pace * (self._total - done)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

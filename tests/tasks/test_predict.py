@@ -399,3 +399,9 @@ def test_tables_that_cannot_be_written_are_refused_and_nothing_is_left(run, caps
     (line,) = tuned.predict(capsys, *words, code=2)
     assert what in line
     assert not pathlib.Path("a.csv").exists()
+
+
+def test_what_is_printed_has_the_digits_that_float32_holds():
+    value = {"a": [1 / 3, 1e-9 / 3, 2], "b": "1.23456789", "c": {"d": 123456.789012}}
+    shown = {"a": [0.3333333, 3.333333e-10, 2], "b": "1.23456789", "c": {"d": 123456.8}}
+    assert predict._rounded(value) == shown

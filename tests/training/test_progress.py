@@ -29,3 +29,16 @@ def test_where_all_steps_were_skipped_no_rate_is_shown():
     text = io.StringIO()
     Progress(Console(file=text, width=200)).train({"step": 10, "bad_steps": 1.0}, seconds)
     assert "tokens/s" not in text.getvalue() and "100% of steps skipped" in text.getvalue()
+
+
+def test_the_time_left_leaves_out_compilation_and_counts_saves():
+    text = io.StringIO()
+    progress = Progress(Console(file=text, width=200))
+    with progress.bar(50, 110):
+        compiled = {"steps": 10, "seconds": 100.0, "compilation_seconds": 90.0}
+        progress.train({"step": 60, "loss": 1.5}, compiled)
+        saved = {"steps": 10, "seconds": 30.0, "checkpoint_seconds": 20.0}
+        progress.train({"step": 70, "loss": 1.5}, saved)
+    first, second = text.getvalue().splitlines()
+    assert first.endswith("  0:50 left")
+    assert second.endswith("  1:20 left")
