@@ -54,14 +54,14 @@ def test_the_page_of_settings_is_what_is_generated():
 
 def test_what_people_change_can_be_had_as_it_stands(capsys):
     """In any of the forms in which it is shown; the guide leads there."""
-    tiny = config.load("tiny")
+    mini = config.load("mini")
     for what, examples, words in explain.GUIDE:
-        changed = config.override(tiny, examples.split())
-        assert changed != tiny, what
+        changed = config.override(mini, examples.split())
+        assert changed != mini, what
         named = re.findall(r"\b(?:corpus|data|model|optimizer|run)\.\w+", words)
         assert set(named) <= set(leaves(config.Experiment))
     with pytest.raises(InputError, match="`bert-jax config --explain` says what fields there are"):
-        config.override(tiny, ["help"])
+        config.override(mini, ["help"])
     assert cli.main(["config", "--explain"]) == 0
     assert capsys.readouterr().out.startswith("what people change\n\nyour text\n")
 
