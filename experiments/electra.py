@@ -19,6 +19,7 @@ from flax import nnx
 
 from bert_jax import config
 from bert_jax.config import Data, Experiment, Model
+from bert_jax.errors import InputError
 from bert_jax.model import heads, layers
 from bert_jax.model.encoder import Loop, initializer
 from bert_jax.model.kinds import encode
@@ -137,8 +138,9 @@ def _put(batch, pieces: jax.Array) -> jax.Array:
 
 
 def electra(model: Model, data: Data) -> Electra:
-    """The objective of `data.code`."""
-    del data
+    """The objective of `data.code`; `Electra.forward` takes a row to be one example."""
+    if (data.packing, data.attention) != ("none", "whole_row"):
+        raise InputError("data.packing, data.attention: electra takes rows that are one example")
     return Electra(model)
 
 

@@ -86,6 +86,11 @@ def test_set_changes_fields_of_every_type():
             "model.direction=left_to_right",
             ["phases.0.max_predictions_per_seq=20", "set it to 127"],
         ),
+        (
+            "data.objective=causal data.eval_max_predictions_per_seq=127 "
+            "model.direction=left_to_right run.watch=a[MASK]",
+            ["run.watch", "fills no [MASK]", "--set run.watch="],
+        ),
         ("data.attention=per_document", ["data.attention", "are pairs", "mlm and causal"]),
         ("data.mask_share=1.1", ["data.mask_share", "[0, 1]"]),
         ("data.mask_share=0.95", ["data.random_share=0.1", "data.mask_share=0.95"]),

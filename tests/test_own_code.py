@@ -187,6 +187,23 @@ def test_code_is_one_file_that_names_a_function_at_its_top(tmp_path):
         config.Model(code="x")
 
 
+def test_a_file_that_was_named_runs_as_an_experiment_file_does(tmp_path, monkeypatch):
+    """Dataclasses look in `sys.modules` for what annotations that are text mean."""
+    small_run.write_text(tmp_path)
+    future = ('"""ELECTRA', 'from __future__ import annotations\n"""ELECTRA')
+    reference = config.load(str(write(tmp_path, "electra", future))).data.code
+    monkeypatch.setattr(code_lib, "_loaded", {})
+    assert code_lib.function(reference).__name__ == "electra"
+
+
+def test_electra_takes_no_rows_of_several_examples(tmp_path):
+    small_run.write_text(tmp_path)
+    experiment = config.load(str(write(tmp_path, "electra")))
+    packed = config.override(experiment, ["data.packing=pairs"])
+    with pytest.raises(InputError, match=r"data\.packing, data\.attention: electra"):
+        own.require_sound(packed, mesh_lib.make_mesh(packed.parallelism))
+
+
 def test_probes_of_the_objectives_that_come_along_are_refused(tmp_path):
     small_run.write_text(tmp_path)
     experiment = config.load(str(write(tmp_path, "electra")))

@@ -14,6 +14,7 @@ import pathlib
 import runpy
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -153,12 +154,27 @@ def _load(wanted: Reference) -> _Loaded:
                 f"{wanted.file}: {wanted.function}() is needed, of the file with sha256 "
                 f"{wanted.sha256}; name it with --code FILE (a run keeps a copy, {COPY}){others}"
             )
+        module = types.ModuleType(pathlib.Path(path).stem)
+        module.__file__ = path
         # The bytes that were compared, not the file, which may change.
-        names = {"__name__": pathlib.Path(path).stem, "__file__": path}
-        with failures(pathlib.Path(path)):
-            exec(compile(named[path], path, "exec"), names)
-        _loaded[wanted.sha256] = _Loaded(names, named[path].decode())
+        with failures(pathlib.Path(path)), _found_as_module(module):
+            exec(compile(named[path], path, "exec", dont_inherit=True), module.__dict__)
+        _loaded[wanted.sha256] = _Loaded(module.__dict__, named[path].decode())
     return _loaded[wanted.sha256]
+
+
+@contextlib.contextmanager
+def _found_as_module(module: types.ModuleType) -> Iterator[None]:
+    """Has `sys.modules` hold it meanwhile: dataclasses look there for what annotations mean."""
+    before = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[module.__name__]
+        else:
+            sys.modules[module.__name__] = before
 
 
 # --- running ---

@@ -736,6 +736,10 @@ class Experiment(Section):
                 "data.objective=causal: an encoder of the experiment's own (model.code) attends as "
                 "it likes; leave one of them out"
             )
+        if is_causal and self.run.watch:
+            raise InputError(
+                "run.watch: data.objective=causal fills no [MASK]; leave it out, --set run.watch="
+            )
         for i, phase in enumerate(self.phases):
             most = phase.sequence_length - 1
             if is_causal and phase.max_predictions_per_seq != most:

@@ -155,6 +155,11 @@ def sample(
         result.append(chunks)
         count += len(chunks)
     chunks = np.concatenate(result)[:most]
+    if not len(chunks):
+        raise InputError(
+            "data.objective=mlm_sop: no held-out document has two sentences; give longer ones, or "
+            "take mlm"
+        )
     return rows(stream, chunks, Counter(key, chunks["sentence"]), units)
 
 

@@ -240,7 +240,6 @@ class _Follower:
         self._files = (_Tail(os.fspath(workdir.timings)), _Tail(os.fspath(workdir.metrics)))
         self._known: dict[str, dict[str, Any]] = {}
         self._trackers: dict[str, Tracker] = {}
-        self._lines: list[tuple[str, int, dict[str, float]]] = []
 
     def run(self) -> None:
         """Opens the trackers, sends until the run ends, and closes them."""
@@ -252,9 +251,10 @@ class _Follower:
                 known = self._known.setdefault(name, {"id": "", "sent": {}})
                 self._trackers[name] = _OPENED[name](self._place, known["id"])
                 known["id"] = self._trackers[name].id
-        while self._trackers and not self.ends.wait(_SECONDS):
+        with self._without_on_failure("lines"):
+            while self._trackers and not self.ends.wait(_SECONDS):
+                self._send()
             self._send()
-        self._send()
         for name, tracker in list(self._trackers.items()):
             with self._without_on_failure(name):
                 tracker.close()

@@ -76,3 +76,5 @@ def test_a_sample_is_of_whole_documents_of_the_plan():
 def test_documents_of_one_sentence_alone_are_named():
     with pytest.raises(InputError, match="no document has two sentences"):
         plan(of_lengths([[3], [5], [2]]))
+    with pytest.raises(InputError, match="no held-out document has two sentences"):
+        pairs.sample(of_lengths([[3], [5]]), 16, 0.3, draws.key_of(0), 10, "swapped_pairs")
