@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+from hypothesis import settings
 
 TESTS = pathlib.Path(__file__).parent
 sys.path.insert(0, str(TESTS))
@@ -21,6 +22,9 @@ gc.set_threshold(100_000, 20, 50)
 # commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# What a test finds must not depend on how busy the machine is.
+settings.register_profile("patient", deadline=None, database=None)
+settings.load_profile("patient")
 
 
 # The files that take minutes: begun first, so that none is left alone at the end.

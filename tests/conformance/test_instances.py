@@ -14,10 +14,6 @@ from bert_jax import cli
 from bert_jax.conformance import golden, instances
 from bert_jax.errors import InputError
 
-# A busy machine is slow now and then, which is no failure.
-settings.register_profile("patient", deadline=None, database=None)
-settings.load_profile("patient")
-
 
 @pytest.fixture(scope="module")
 def vocab(tmp_path_factory):

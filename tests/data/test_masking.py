@@ -14,10 +14,6 @@ VOCAB = 60
 CONTINUES = (np.arange(VOCAB) % 3 == 0) & (np.arange(VOCAB) >= FIRST)
 SEQUENCE = 64
 
-# A busy machine is slow now and then, which is no failure.
-settings.register_profile("patient", deadline=None, database=None)
-settings.load_profile("patient")
-
 UNITS = ("piece", "whole_word", "span")
 
 lengths = st.lists(

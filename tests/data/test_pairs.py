@@ -9,10 +9,6 @@ from hypothesis import strategies as st
 
 from bert_jax.data import draws, pairs, stream
 
-# A busy machine is slow now and then, which is no failure.
-settings.register_profile("patient", deadline=None, database=None)
-settings.load_profile("patient")
-
 
 # --- The laws of a plan ---
 

@@ -23,10 +23,6 @@ from bert_jax.text import tokenizer, vocabulary
 SAMPLE = golden.FOLDER / "sample_text.txt"
 CASES = ("uncased", "cased")
 
-# A busy machine is slow now and then, which is no failure.
-settings.register_profile("patient", deadline=None, database=None)
-settings.load_profile("patient")
-
 
 @pytest.fixture(scope="module")
 def vocab_file(tmp_path_factory):

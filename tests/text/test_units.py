@@ -4,7 +4,7 @@ import unicodedata
 
 import pytest
 import sentencepiece
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bert_jax.conformance import golden
@@ -19,8 +19,6 @@ characters = st.characters(exclude_categories=["Cs"], exclude_characters=SIGMA) 
     # Words, what stands alone, what goes, what only looks like one of these.
     "aZé\u0301'-/$ß\u0130\u00a0\u2009\u3000\t\n\r\0\u200b\ufeff\ufffd\u4e2d\uf900\u3042\uac00\u2260"
 )
-settings.register_profile("patient", deadline=None, database=None)
-settings.load_profile("patient")
 
 
 @pytest.fixture(scope="module")
