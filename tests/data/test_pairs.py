@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from bert_jax.data import draws, pairs, stream
 
-
 # --- The laws of a plan ---
 
 corpora = st.lists(
