@@ -9,7 +9,6 @@ import os
 import pathlib
 import platform
 import re
-import subprocess
 import time
 from typing import Any
 
@@ -46,24 +45,10 @@ def code() -> str:
     return digest.hexdigest()[:12]
 
 
-@functools.cache
-def commit() -> str:
-    """Returns the commit of the checkout that this package lies in; "" if it lies in none."""
-    root = pathlib.Path(bert_jax.__file__).resolve().parents[1]
-    if not (root / ".git").exists():  # installed, perhaps in somebody's checkout of something else
-        return ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        words = ["git", "-C", os.fspath(root), "rev-parse", "--short=12", "HEAD"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=10)
-        return done.stdout.strip() if not done.returncode else ""
-    return ""
-
-
 def environment() -> dict[str, Any]:
     """Returns what arithmetic depends on except the run: equal environments give equal bits."""
     return {
         "code": code(),
-        "commit": commit(),
         "versions": versions(),
         "python": platform.python_version(),
         "devices": [jax.devices()[0].device_kind, jax.device_count()],
@@ -81,12 +66,10 @@ def environment() -> dict[str, Any]:
 def changes(saved: dict[str, Any]) -> str:
     """Returns in one line how the environment differs from a saved one; "" if it does not.
 
-    What an earlier version has not saved is passed over, and so is a commit of the same code.
+    What an earlier version has not saved is passed over.
     """
     now, then = _flat(environment()), _flat(saved)
     changed = [name for name, value in now.items() if name in then and then[name] != value]
-    if "code" not in changed:
-        changed = [name for name in changed if name != "commit"]
     if not changed:
         return ""
     words = (f"{name} {then[name] or 'none'} -> {now[name] or 'none'}" for name in changed)
@@ -139,7 +122,7 @@ def keep_compiled_programs(shared: epath.Path | None = None) -> None:
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     # What a program is jax knows by itself, whichever code has built it.
-    of = {name: value for name, value in environment().items() if name not in ("code", "commit")}
+    of = {name: value for name, value in environment().items() if name != "code"}
     if jax.default_backend() == "cpu":
         _share_between_cpus()
     else:

@@ -183,8 +183,12 @@ def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[st
 
 
 def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
-    """Compares a file of lines in two workdirs, byte for byte; names the first that differs."""
-    a, b = ((place / name).read_bytes().splitlines() for place in (ours, theirs))
+    """Compares a file of lines in two workdirs, byte for byte; names the first that differs.
+
+    A file that is not there has no lines: a run with nothing to watch writes no predictions.
+    """
+    files = [place / name for place in (ours, theirs)]
+    a, b = (file.read_bytes().splitlines() if file.exists() else [] for file in files)
     differences = []
     if a != b:
         pairs = enumerate(zip(a, b, strict=False))

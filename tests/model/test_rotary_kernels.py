@@ -141,7 +141,7 @@ def test_an_encoder_of_kernels_computes_what_xla_computes(rows):
         place = np.arange(LENGTH)
         numbers = jnp.asarray(real * (1 + place // 200), jnp.int32)
         positions = jnp.broadcast_to(jnp.asarray(place % 200), numbers.shape)
-        mask = Shared(numbers, positions, positions)
+        mask = Shared(numbers, positions)
     noise = layers.ShardNoise(jax.random.key(1, impl="rbg"))
     weights = jnp.asarray(rng.standard_normal((2, LENGTH, WIDTH)), jnp.float32) * real[:, :, None]
 
