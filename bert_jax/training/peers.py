@@ -85,8 +85,9 @@ class Peers:
         self._ending = threading.Lock()
         self._times: collections.Counter[str] = collections.Counter()
         self._clean: Callable[[], None] = lambda: None
+        self._watching = threading.Thread(target=self._watch, name="peers", daemon=True)
         if count > 1:
-            threading.Thread(target=self._watch, name="peers", daemon=True).start()
+            self._watching.start()
 
     @property
     def is_primary(self) -> bool:
@@ -296,6 +297,8 @@ class Peers:
             self.agree("end", "")
             if self.is_primary:
                 self._set("failure", "null")
+            # One that comes back from the store while Python ends aborts the process.
+            self._watching.join(_READ)
 
     # --- the store ------------------------------------------------------------------------------
 

@@ -171,6 +171,23 @@ def together(work, count: int = 3, limit: float = 10.0) -> list:
         return list(pool.map(one, range(count)))
 
 
+def test_no_thread_is_left_in_the_store_when_all_are_done():
+    """Python's end would find it there: `terminate called`, exit 134."""
+
+    class Late(Store):
+        def blocking_key_value_get(self, key, milliseconds):
+            value = super().blocking_key_value_get(key, milliseconds)
+            time.sleep(0.2 * key.endswith("failure"))
+            return value
+
+    store = Late()
+    before = set(threading.enumerate())
+    pair = [peers.Peers(number, 2, store, 10.0) for number in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: one.close(), pair))
+    assert set(threading.enumerate()) <= before
+
+
 def same_error(ended: list, kind: type[Exception]) -> str:
     assert {type(error) for error in ended} == {kind} and len(set(map(str, ended))) == 1
     return str(ended[0])
