@@ -852,7 +852,7 @@ def export(args: argparse.Namespace) -> int:
     from bert_jax.storage.workdir import holds_finetuning
     from bert_jax.tasks.predict import TaskModel
 
-    of_run = ("pretraining", "masked_lm", "encoder")
+    of_run = ("pretraining", "masked_lm", "encoder", "causal_lm")
     tuned = holds_finetuning(mirror.opened(args.workdir))
     if tuned and args.kind not in of_run:
         model = TaskModel(args.workdir, args.base, args.checkpoint)

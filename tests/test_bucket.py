@@ -96,6 +96,7 @@ def assert_can_be_read(objects, tmp_path):
     assert (code, err.count("\n")) == (2, 1) and "which cannot be done in a bucket" in err
 
 
+@pytest.mark.long
 def test_a_failing_network_costs_a_run_nothing(objects, copy_of_run, remote):
     """Each kind of request fails now and then, and what the run sends of itself for a while."""
     count = 0

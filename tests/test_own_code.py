@@ -56,7 +56,9 @@ def experiment():
     return file
 
 
-@pytest.fixture(scope="module", params=["electra", pytest.param("alibi", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.long) for name in USES]
+)
 def run(request, tmp_path_factory):
     """A run of 50 steps with code of its own: (name, file, workdir)."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -338,24 +338,31 @@ def _written(
     """Yields lines of a file that ends so; .csv and .tsv begin with names if `header` says so.
 
     Raises:
-      InputError: rows of other columns than the first in a .csv or .tsv, or a tab in a .tsv.
+      InputError: rows of other columns than the first in a .csv or .tsv, a tab in a .tsv, or two
+        columns of one name in a .jsonl.
     """
     first: list[str] | None = None
     for place, names, values in rows_:
         if ending == ".jsonl":
-            yield json.dumps(dict(zip(names, values, strict=True)), ensure_ascii=False) + "\n"
+            if len(set(names)) < len(names):
+                raise InputError(f"{place}: two columns have one name; rename one, or write .csv")
+            yield _json(dict(zip(names, values, strict=True))) + "\n"
             continue
         if first is None:
             first = names
             if header == "first_line":
                 yield _line(names, ending, place)
-        if names != first:
+        if sorted(names) != sorted(first):
             raise InputError(f"{place}: has other columns than the first row; write it as .jsonl")
+        if names != first:  # JSON has them in any order
+            values = [values[names.index(name)] for name in first]
         yield _line(values, ending, place)
 
 
 def _line(values: list[Any], ending: str, place: str) -> str:
     cells = ["" if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
+    # Half a surrogate pair, which JSON can hold, is no text that can be written.
+    cells = [c.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for c in cells]
     if ending == ".csv":
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerow(cells)

@@ -390,15 +390,30 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run, capsys
         (["--input", "had.csv", "--out", "a.csv"], "has a column 'predicted' already"),
         (["--input", "none.csv", "--out", "a.csv"], "holds no examples"),
         (["--input", "odd.jsonl", "--out", "a.csv"], "odd.jsonl:2: has other columns"),
+        (["--input", "twice.csv", "--out", "a.jsonl"], "twice.csv:2: two columns have one name"),
     ],
 )
 def test_tables_that_cannot_be_written_are_refused_and_nothing_is_left(run, capsys, words, what):
     table("had", "csv", [["sentence", "predicted"], ["wa", "1"]])
     table("none", "csv", [["sentence"]])
+    table("twice", "csv", [["sentence", "", ""], ["wa", "1", "2"]])
     pathlib.Path("odd.jsonl").write_text('{"sentence": "wa"}\n{"sentence": "wa", "id": 1}\n')
     (line,) = tuned.predict(capsys, *words, code=2)
     assert what in line
-    assert not pathlib.Path("a.csv").exists()
+    assert not list(pathlib.Path().glob("a.*"))
+
+
+def test_json_lines_may_have_any_order_and_half_a_character(run, capsys):
+    lines = ['{"sentence": "wa", "id": 1}', '{"id": 2, "sentence": "xa \\ud83d"}']
+    pathlib.Path("asked.jsonl").write_text("\n".join(lines) + "\n")
+    for out in ("found.csv", "found.jsonl"):
+        assert (
+            cli.main(["predict", "--workdir", "run", "--input", "asked.jsonl", "--out", out]) == 0
+        )
+    rows_ = list(csv.DictReader(pathlib.Path("found.csv").read_text().splitlines()))
+    assert [row["id"] for row in rows_] == ["1", "2"]
+    found = [json.loads(line) for line in pathlib.Path("found.jsonl").read_text().splitlines()]
+    assert found[1]["sentence"] == "xa \ud83d"
 
 
 def test_what_is_printed_has_the_digits_that_float32_holds():

@@ -27,6 +27,7 @@ def branch(folder, workdir, *options, step=16):
     return call([*run.split(), "--set", "optimizer.decay_steps=4", *options])
 
 
+@pytest.mark.long
 def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
     assert branch(runs, tmp_path / "w") == (0, "")
     (step, state), (there, expected) = final_state(tmp_path / "w"), final_state(runs / "decayed")

@@ -57,6 +57,14 @@ def test_what_looks_at_a_run_speaks_of_that_too(run):
     assert call(f"doctor {place}")[0] in (0, 1)
 
 
+def test_a_run_is_exported_as_what_it_learned_alone(run):
+    objective, folder, _, _ = run
+    for form in ("causal_lm", "masked_lm"):
+        code, line = call(f"export --workdir {folder / 'run'} --as {form} --out {folder / form}")
+        assert (code == 0) == ((form == "causal_lm") == (objective == "causal")), line
+        assert (folder / form / "config.json").exists() == (code == 0)
+
+
 def test_a_causal_run_fills_no_mask(run):
     objective, folder, _, _ = run
     code, line = call(f"predict --workdir {folder / 'run'} w[MASK]")
