@@ -863,8 +863,8 @@ def export(args: argparse.Namespace) -> int:
             architecture = f"adapter over {architecture}"
     else:
         if args.kind not in of_run:
-            given = "" if args.kind is None else f" {args.kind}: {args.workdir} is not fine-tuned"
-            raise InputError(f"--as{given or ':'} choose {', '.join(of_run[:-1])} or {of_run[-1]}")
+            given = ":" if args.kind is None else f" {args.kind}: {args.workdir} is not fine-tuned;"
+            raise InputError(f"--as{given} choose {', '.join(of_run[:-1])} or {of_run[-1]}")
         if args.base is not None and not tuned:
             raise InputError(f"--from: {args.workdir}: only a fine-tuned run takes this")
         trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)

@@ -404,8 +404,7 @@ def _build(
     made = build.build(corpus, vocab_size, folder, given, run, say)
     manifest = sealed({"format_version": FORMAT_VERSION, **made})
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
-    described = json.dumps(croissant.describe(manifest), indent=2) + "\n"
-    write_atomic(folder / _CROISSANT, described)
+    write_atomic(folder / _CROISSANT, croissant.describe(manifest))
     mark_complete(folder)
     (folder / build.PARTS).rmtree()
     for split in SPLITS:
@@ -454,8 +453,7 @@ def _prepare_there(
             if name.split("/")[0] in ("tokenizer", "dataset", "stream", COUNTS)
             and name not in manifest["files"]
         )
-        described = json.dumps(croissant.describe(manifest), indent=2) + "\n"
-        mirror.write(folder / _CROISSANT, described)
+        mirror.write(folder / _CROISSANT, croissant.describe(manifest))
         mirror.write(folder / "manifest.json", (made / "manifest.json").read_text())
         mirror.write(folder / COMPLETE, "")
         (made / "dataset").rmtree()  # only now that there is another

@@ -4,6 +4,7 @@ It says what catalogues and loaders of data sets ask: the files with their hashe
 holds. Nothing here reads it.
 """
 
+import json
 import posixpath
 from typing import Any
 
@@ -35,8 +36,8 @@ _FIELDS = {
 }
 
 
-def describe(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Returns the description of the corpus that a manifest is of, as JSON-LD.
+def describe(manifest: dict[str, Any]) -> str:
+    """Returns the description of the corpus that a manifest is of, as text of JSON-LD.
 
     Paths are relative to the corpus folder, in which it is to lie.
     """
@@ -58,7 +59,7 @@ def describe(manifest: dict[str, Any]) -> dict[str, Any]:
         "encodingFormat": "application/x-arrayrecord",
         "includes": f"{folder}/*.array_record-*",
     }
-    return {
+    described = {
         "@context": _CONTEXT,
         "@type": "sc:Dataset",
         "conformsTo": _VERSION,
@@ -78,6 +79,7 @@ def describe(manifest: dict[str, Any]) -> dict[str, Any]:
             }
         ],
     }
+    return json.dumps(described, indent=2) + "\n"
 
 
 def _file(name: str, size: int, sha256: str) -> dict[str, Any]:

@@ -472,7 +472,9 @@ class Trainer:
             (self.metrics if evaluator.file == "metrics" else self.predictions).append(line)
             if words := evaluator.describe(line):
                 self.say(f"step {self.done}: {words}")
-            if "loss" in values and self.job.patience:
+            # A state that bad steps left standing is scored as before: a roll-back follows, no end.
+            moves = self.job.patience and not lines_lib.fetch(self.state["bad_in_a_row"])
+            if "loss" in values and moves:
                 self.held_out.append((self.done, values["loss"]))
                 self._say_if_in_vain()
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_kernels import TOLERANCE
+from test_kernels import products_that_a_cpu_computes as products_that_a_cpu_computes
 
 from bert_jax.config import Model
 from bert_jax.model import kernels, layers, modern, rotary_kernels
 from bert_jax.model.attention import Shared
 from bert_jax.model.encoder import Loop
 
-# Of the largest number of an array, as in test_kernels.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
 HOW = kernels.Kernels()
 LENGTH, WIDTH, HEADS, HALF = 512, 128, 2, 40
 CFG = Model(
@@ -30,17 +30,6 @@ CFG = Model(
     attention_probs_dropout_prob=0.0,
     dropout_rng="in_kernel",
 )
-
-
-@pytest.fixture(autouse=True)
-def products_that_a_cpu_computes(monkeypatch):
-    """Some of bfloat16 it does not; as float32 their terms are exact, as in a TPU's matrix unit."""
-    product = kernels.dot
-
-    def wide(a, b, *axes):
-        return product(a.astype(jnp.float32), b.astype(jnp.float32), *axes)
-
-    monkeypatch.setattr(kernels, "dot", wide)
 
 
 def numpy_rotated(x, positions, base, sign=1.0):

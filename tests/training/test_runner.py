@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -29,9 +30,9 @@ from bert_jax.training import evaluators, session, step
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.job import PhaseBatches
+from bert_jax.training.job import Evaluator, PhaseBatches
 from bert_jax.training.pretraining import Prepared
-from bert_jax.training.progress import Progress
+from bert_jax.training.progress import Clock, Progress
 from bert_jax.training.runner import Trainer
 
 
@@ -394,3 +395,20 @@ def test_waiting_for_a_plan_is_no_hang():
     assert seen.calls == ["ready 7", "pause", "ready 7", "ready 7", "ready 7", "reset"]
     assert trainer._await_rows(phase, seen)
     assert seen.calls[6:] == ["ready 7"]
+
+
+@pytest.mark.parametrize(("bad", "in_vain"), [(0, True), (3, False)])
+def test_a_state_that_stands_still_over_bad_steps_is_no_reason_to_end(bad, in_vain):
+    """Its held-out loss stays what it was; what follows is a roll-back."""
+    trainer = Trainer.__new__(Trainer)  # as far as an evaluation needs it
+    trainer.job = types.SimpleNamespace(patience=2, total_steps=99, evaluators=[])
+    trainer.state = {"params": {}, "bad_in_a_row": np.int32(bad)}
+    trainer.clock, trainer.metrics = Clock(None), []
+    trainer.pending = trainer.failure = trainer.bad_steps = None
+    trainer.held_out, said = [(10, 1.0)], []
+    trainer.say = said.append
+    asked = Evaluator("scores", lambda done: True, lambda params: {"loss": 1.0}, lambda line: "")
+    for trainer.done in (20, 30):
+        trainer._evaluate([asked])
+    assert len(trainer.metrics) == 2
+    assert bool(said) == trainer._is_whole == in_vain
