@@ -75,8 +75,8 @@ def main() -> None:
 
 
 def experiment(flags: argparse.Namespace) -> Experiment:
-    """The experiment `mini` in one phase, for a vocabulary that a few megabytes bear."""
-    mini = config.load(str(measure.ROOT / "experiments" / "mini.py"))
+    """The experiment `mini_paper` in one phase, for a vocabulary that a few megabytes bear."""
+    mini = config.load(str(measure.ROOT / "experiments" / "mini_paper.py"))
     predictions = round(0.15 * flags.length)
     return dataclasses.replace(
         mini,
