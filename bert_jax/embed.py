@@ -106,10 +106,10 @@ class Embedder:
             raise InputError(f"--max-length {max_length}: must be from 3 to the model's {most}")
         if not 0 <= batch_tokens <= _MOST_TOKENS:
             raise InputError(f"--batch-tokens {batch_tokens}: must be from 0 to {_MOST_TOKENS}")
-        if features.pooling == "cls" and model.direction == "left_to_right":
+        if features.pooling == "cls" and model.one_sided:
             raise InputError(
-                "--pooling cls: of model.direction=left_to_right [CLS] has seen nothing; take mean "
-                "or tokens"
+                f"--pooling cls: of {model.one_sided} [CLS] has seen nothing to its left; take "
+                "mean or tokens"
             )
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         layers = layer_numbers(features.layers, model)
@@ -320,9 +320,8 @@ def _program(
         return vectors
 
     spec = mesh_lib.batch_spec(mesh)
-    return jax.jit(
-        jax.shard_map(of_shard, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec)
-    )
+    cut = {"in_specs": (PartitionSpec(), spec), "out_specs": spec}
+    return jax.jit(jax.shard_map(of_shard, mesh=mesh, **cut, check_vma=False))
 
 
 def _pooled(hidden: jax.Array, places: Packing, pooling: str) -> jax.Array:

@@ -259,7 +259,7 @@ def row_pieces(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> list[P
             batch["masked_lm_weights"][i],
             strict=True,
         )
-        if w and data.objective != "causal"
+        if w and not data.unpredicted
     }
     ids = batch["input_ids"][i, : int(batch["input_mask"][i].sum())].tolist()
     return [

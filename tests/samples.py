@@ -72,6 +72,7 @@ def run(
     change_state: Callable[[dict], object] = lambda state: None,
     change_batch: Callable[[dict], object] = lambda batch: None,
     packed: Packed | None = None,
+    learns: type[Pretraining] = Pretraining,
 ) -> tuple[dict, list[dict[str, np.ndarray]]]:
     """Trains from seed 0; returns the final state and each step's metric sums.
 
@@ -79,16 +80,14 @@ def run(
     twice finds its program compiled.
     """
     parallelism = parallelism or Parallelism()
-    mesh = mesh_of(devices, parallelism)
-    abstract = step.abstract_state(Pretraining(model), optimizer, parallelism, mesh)
+    mesh, objective = mesh_of(devices, parallelism), learns(model)
+    abstract = step.abstract_state(objective, optimizer, parallelism, mesh)
     places = jax.tree.map(lambda s: s.sharding, abstract)
-    state = step.init_state(Pretraining(model), optimizer, 0)
+    state = step.init_state(objective, optimizer, 0)
     change_state(state)
     state = jax.device_put(state, places)
     parts = parallelism.accumulation_of(0)
-    train_step = step.make_train_step(
-        Pretraining(model), optimizer, parallelism, parts, TOTAL, mesh
-    )
+    train_step = step.make_train_step(objective, optimizer, parallelism, parts, TOTAL, mesh)
     train = train_batches(shape, packed=packed)
     sharding = mesh_lib.batch_sharding(mesh)
     rows = np.arange(shape.batch_size)
@@ -97,7 +96,7 @@ def run(
         batch = train.batch(number, rows)
         change_batch(batch)
         batch = feed.place(batch, rows, shape.batch_size, sharding)
-        window = jax.device_put(step.empty_window(Pretraining(model)), mesh_lib.replicated(mesh))
+        window = jax.device_put(step.empty_window(objective), mesh_lib.replicated(mesh))
         state, window = train_step(state, window, batch, step.phase_key(model, 0, 0))
         seen.append(jax.device_get(window))
     return jax.device_get(state), seen

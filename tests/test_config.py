@@ -23,6 +23,12 @@ EXPERIMENT = Experiment(
     ),
 )
 
+# But for its phases.
+_ELMO = (
+    "model.kind=bilstm model.num_attention_heads=1 data.objective=bidirectional_lm "
+    "data.eval_max_predictions_per_seq=126"
+)
+
 
 def test_json_round_trip():
     assert config.from_json(config.to_json(EXPERIMENT), "f") == EXPERIMENT
@@ -92,6 +98,27 @@ def test_set_changes_fields_of_every_type():
             ["run.watch", "fills no [MASK]", "--set run.watch="],
         ),
         ("data.attention=per_document", ["data.attention", "are pairs", "mlm and causal"]),
+        (
+            "data.objective=bidirectional_lm data.eval_max_predictions_per_seq=127",
+            ["data.eval_max_predictions_per_seq=127", "set it to 126", "two less"],
+        ),
+        (
+            "data.objective=bidirectional_lm data.eval_max_predictions_per_seq=126",
+            ["data.objective=bidirectional_lm", "model.kind=bilstm"],
+        ),
+        (
+            "model.kind=bilstm model.num_attention_heads=1",
+            ["model.kind=bilstm", "data.objective=bidirectional_lm"],
+        ),
+        ("model.kind=bilstm", ["model.num_attention_heads=12", "set it to 1"]),
+        (f"{_ELMO} parallelism.tensor=2", ["parallelism.tensor=2", "bilstm", "data alone"]),
+        (f"{_ELMO} data.attention=per_document", ["data.attention", "bidirectional_lm"]),
+        (f"{_ELMO} data.packing=pairs", ["data.packing", "bidirectional_lm"]),
+        (f"{_ELMO} run.watch=a[MASK]", ["run.watch", "fills no [MASK]"]),
+        (f"{_ELMO} model.direction=left_to_right", ["bidirectional_lm", "model.direction=both"]),
+        (f"{_ELMO} model.initialization=scaled", ["model.initialization", "bilstm"]),
+        (f"{_ELMO} model.global_every=1", ["model.global_every", "model.kind=modern"]),
+        (_ELMO, ["phases.0.max_predictions_per_seq=20", "set it to 126"]),
         ("data.mask_share=1.1", ["data.mask_share", "[0, 1]"]),
         ("data.mask_share=0.95", ["data.random_share=0.1", "data.mask_share=0.95"]),
         ("optimizer.eps=nan", ["finite"]),

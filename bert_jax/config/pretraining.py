@@ -24,6 +24,7 @@ _PAPERS_SHARE = 0.15
 _TRACED_STEPS = 100
 # Fields that kind=bert does not look at.
 _OF_MODERN = ("global_every", "local_window", "global_rotary_base", "local_rotary_base")
+_LESS = {1: "one", 2: "two"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +32,16 @@ class Model(Section):
     """The encoder and its two heads (Devlin et al. 2018, section 3 and appendix A.2).
 
     `modern` is ModernBERT's encoder (Warner et al. 2024): rotary positions, layer norms before
-    each part and not after it, gated feed-forward parts, no biases, windows.
+    each part and not after it, gated feed-forward parts, no biases, windows. `bilstm` is ELMo's
+    (Peters et al. 2018): LSTMs from left to right and from right to left, each half as wide.
     """
 
     role = "identity"
     label = "model"
 
-    # bert: Devlin et al. 2018; modern: ModernBERT.
-    kind: Literal["bert", "modern"] = "bert"
+    # bert: Devlin et al. 2018; modern: ModernBERT; bilstm: ELMo, of pieces
+    # (data.objective=bidirectional_lm).
+    kind: Literal["bert", "modern", "bilstm"] = "bert"
 
     # An encoder of the experiment file's own instead of the kind's, FILE:FUNCTION:SHA256, which
     # bert_jax.config.own(FUNCTION) gives; empty: the kind's.
@@ -46,13 +49,13 @@ class Model(Section):
     # Pieces of the tokenizer, specials included; one that is trained on too little text has some
     # [unused]. The table is stored padded to 1,024s.
     vocab_size: int = 30_522
-    # Width of the encoder, a multiple of the heads.
+    # Width of the encoder, a multiple of the heads; of kind=bilstm both directions' projections.
     hidden_size: int = 768
     # Layers of the encoder.
     num_hidden_layers: int = 12
-    # Heads of each layer.
+    # Heads of each layer; kind=bilstm has none, which is written 1.
     num_attention_heads: int = 12
-    # Width of each layer's feed-forward part.
+    # Width of each layer's feed-forward part; of kind=bilstm cells of each LSTM.
     intermediate_size: int = 3_072
     # What a token attends to: the text on both sides, or up to itself (data.objective=causal).
     direction: Literal["both", "left_to_right"] = "both"
@@ -125,11 +128,31 @@ class Model(Section):
                 "hidden_size",
                 "must be a multiple of 4 with model.dropout_rng=threefry8",
             )
-        (self._validate_modern if self.kind == "modern" else self._validate_bert)()
-
-    def _validate_bert(self) -> None:
+        if self.kind == "modern":
+            self._validate_modern()
+            return
         for name in _OF_MODERN:
             self._require_default(name, "has a meaning with model.kind=modern only")
+        if self.kind == "bilstm":
+            self._validate_bilstm()
+
+    @property
+    def one_sided(self) -> str:
+        """The setting by which no layer sees the text on both sides of a token; "" if all do."""
+        if self.kind == "bilstm":
+            return "model.kind=bilstm"
+        return "" if self.direction == "both" else f"model.direction={self.direction}"
+
+    def _validate_bilstm(self) -> None:
+        self._require(
+            self.num_attention_heads == 1, "num_attention_heads", "model.kind=bilstm: set it to 1"
+        )
+        self._require(
+            self.hidden_size % 2 == 0, "hidden_size", "must be even, half of it each direction's"
+        )
+        for name in ("type_vocab_size", "hidden_act", "initialization"):
+            self._require_default(name, "has no meaning with model.kind=bilstm; leave it out")
+        self._require(not self.code, "code", "model.kind=bilstm has heads of its own encoder alone")
 
     def _validate_modern(self) -> None:
         self._require_default("type_vocab_size", "model.kind=modern has no segment embeddings")
@@ -273,8 +296,10 @@ class Data(Section):
     # What is learned. mlm_nsp: masked pieces of pairs, and whether B follows A; mlm_sop: masked
     # pieces of pairs that follow each other, and whether they were swapped (ALBERT); mlm: masked
     # pieces alone, of rows of full sentences that go on from one document to the next (RoBERTa);
-    # causal: of such rows the next piece at every place, from what is left of it (GPT).
-    objective: Literal["mlm_nsp", "mlm_sop", "mlm", "causal"] = "mlm_nsp"
+    # causal: of such rows the next piece at every place, from what is left of it (GPT);
+    # bidirectional_lm: of such rows each piece twice, from what is left of it and from what is
+    # right of it (ELMo).
+    objective: Literal["mlm_nsp", "mlm_sop", "mlm", "causal", "bidirectional_lm"] = "mlm_nsp"
     # Something else that is learned of the same rows: an objective of the experiment file's own,
     # FILE:FUNCTION:SHA256, which bert_jax.config.own(FUNCTION) gives; empty: nothing else.
     code: str = ""
@@ -330,13 +355,19 @@ class Data(Section):
             f"rows of data.objective={self.objective} are pairs; it has a meaning with mlm and "
             "causal",
         )
-        if self.objective == "causal":
+        if self.unpredicted:
+            most = self.eval_sequence_length - self.unpredicted
             self._require(
-                self.eval_max_predictions_per_seq == self.eval_sequence_length - 1,
+                self.eval_max_predictions_per_seq == most,
                 "eval_max_predictions_per_seq",
-                "data.objective=causal predicts all pieces; set it to "
-                f"{self.eval_sequence_length - 1}, one less than the length",
+                f"data.objective={self.objective} predicts all pieces; set it to {most}, "
+                f"{_LESS[self.unpredicted]} less than the length",
             )
+        self._require(
+            self.objective != "bidirectional_lm" or self.attention == "whole_row",
+            "attention",
+            "data.objective=bidirectional_lm reads rows from end to end; leave it out",
+        )
         if self.dupe_factor:
             self._require(
                 self.final_masked_lm_prob == 0.0,
@@ -351,6 +382,11 @@ class Data(Section):
         if self.objective == "mlm_nsp":
             return "pairs"
         return "swapped_pairs" if self.objective == "mlm_sop" else "sentences"
+
+    @property
+    def unpredicted(self) -> int:
+        """Returns how many places of a row are never predicted; 0: a share of them is masked."""
+        return {"causal": 1, "bidirectional_lm": 2}.get(self.objective, 0)
 
     @property
     def largest_masked_share(self) -> float:
@@ -724,7 +760,17 @@ class Experiment(Section):
             )
 
     def _validate_direction(self) -> None:
-        is_causal = self.data.objective == "causal"
+        objective = self.data.objective
+        is_causal, is_elmo = objective == "causal", objective == "bidirectional_lm"
+        if is_elmo != (self.model.kind == "bilstm"):
+            wanted = "model.kind=bilstm" if is_elmo else "data.objective=bidirectional_lm"
+            given = f"data.objective={objective}" if is_elmo else "model.kind=bilstm"
+            raise InputError(f"{given}: is ELMo's, and goes with {wanted} alone; set that, too")
+        if is_elmo and self.parallelism.tensor > 1:
+            raise InputError(
+                f"parallelism.tensor={self.parallelism.tensor}: model.kind=bilstm is cut over data "
+                "alone; set it to 1"
+            )
         if is_causal != (self.model.direction == "left_to_right"):
             wanted = "left_to_right" if is_causal else "both"
             raise InputError(
@@ -736,17 +782,18 @@ class Experiment(Section):
                 "data.objective=causal: an encoder of the experiment's own (model.code) attends as "
                 "it likes; leave one of them out"
             )
-        if is_causal and self.run.watch:
+        if self.data.unpredicted and self.run.watch:
             raise InputError(
-                "run.watch: data.objective=causal fills no [MASK]; leave it out, --set run.watch="
+                f"run.watch: data.objective={objective} fills no [MASK]; leave it out, --set "
+                "run.watch="
             )
         for i, phase in enumerate(self.phases):
-            most = phase.sequence_length - 1
-            if is_causal and phase.max_predictions_per_seq != most:
+            most = phase.sequence_length - self.data.unpredicted
+            if self.data.unpredicted and phase.max_predictions_per_seq != most:
                 raise InputError(
                     f"phases.{i}.max_predictions_per_seq={phase.max_predictions_per_seq}: "
-                    f"data.objective=causal predicts all pieces; set it to {most}, one less than "
-                    "the length"
+                    f"data.objective={objective} predicts all pieces; set it to {most}, "
+                    f"{_LESS[self.data.unpredicted]} less than the length"
                 )
 
     def _validate_packing(self, number: int, phase: Phase) -> None:

@@ -27,8 +27,8 @@ _FIELDS: dict[str, tuple[object, str]] = {
     "init_from": ("", "it goes on from weights trained before; the paper's are drawn at random"),
     "model.kind": (
         "bert",
-        "another encoder, ModernBERT's: rotary positions, layer norms before each part, gated "
-        "feed-forward parts, windows, no biases and no segments",
+        "another encoder, ModernBERT's (rotary positions, layer norms before each part, gated "
+        "feed-forward parts, windows, no biases and no segments) or ELMo's (LSTMs)",
     ),
     "model.code": ("", "an encoder of the experiment's own"),
     "model.vocab_size": (30_522, "the released uncased vocabulary has 30,522 pieces"),
@@ -89,6 +89,8 @@ _OBJECTIVES = {
     "mlm_sop": "B follows A always, and is swapped with it in half of the pairs (ALBERT); the "
     "paper's is random in half of them",
     "causal": "rows of full sentences, of which the next piece is predicted, from left to right",
+    "bidirectional_lm": "rows of full sentences, of which each piece is predicted from what is "
+    "left of it and from what is right of it",
 }
 
 _OPTIMIZERS = {

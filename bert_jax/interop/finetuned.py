@@ -101,6 +101,11 @@ def architecture_of(model: TaskModel) -> str:
     Raises:
       InputError: there is none.
     """
+    if model.model.kind == "bilstm":
+        raise InputError(
+            f"--as task: {model.experiment.name} adapts a base of model.kind=bilstm, for which "
+            "transformers has no class; `bert-jax predict` takes it"
+        )
     if model.model.kind not in ARCHITECTURES:
         raise InputError(
             f"--as task: {model.experiment.name} adapts a base of model.kind={model.model.kind}, "

@@ -165,6 +165,11 @@ def architecture_of(model: Model, kind: Kind) -> str:
             f"--as {kind}: transformers has no class for an encoder of the run's own "
             f"(model.code={model.code}); `bert-jax embed` and `bert_jax.load` take it"
         )
+    if model.kind not in ARCHITECTURES:
+        raise InputError(
+            f"--as {kind}: transformers has no class for model.kind={model.kind}; `bert-jax embed` "
+            "and `bert_jax.load` take it"
+        )
     is_causal = model.direction == "left_to_right"
     there = [name for name in ARCHITECTURES[model.kind] if (name == "causal_lm") == is_causal]
     if kind not in there:

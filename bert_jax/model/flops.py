@@ -43,7 +43,9 @@ def forward_flops(
         are counted as those of padding are.
     """
     width = model.hidden_size
-    prediction = 2 * (width * width + width * model.vocab_size)
+    # Each direction of kind=bilstm predicts with its own half, as it is.
+    transform = 0 if model.kind == "bilstm" else width * width
+    prediction = 2 * (transform + width * model.vocab_size)
     example = 2 * (width * width + 2 * width)
     return (
         batch_size * sequence_length * KINDS[model.kind].token_flops(model, sequence_length)

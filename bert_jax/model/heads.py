@@ -15,7 +15,7 @@ from bert_jax.model.attention import Shared
 from bert_jax.model.encoder import Loop, initializer
 from bert_jax.model.kinds import KINDS, encode, make_encoder
 
-# Rows of the vocabulary that stand for no piece get no probability.
+# Of rows of the vocabulary that stand for no piece.
 _NO_PIECE = -1e9
 
 Params = dict[str, Any]
@@ -79,9 +79,7 @@ def masked_lm_logits(
     transformed = layers.activation(cfg.hidden_act, model.masked_lm.transform(gathered))
     transformed = model.masked_lm.layer_norm(transformed).astype(hidden.dtype)
     table = model.encoder.embeddings.word.embedding[...]
-    bias = model.masked_lm.output_bias[...]
-    bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _NO_PIECE)
-    return layers.linear(transformed, table, bias, "outputs_inputs")
+    return layers.linear(transformed, table, _output_bias(model, cfg), "outputs_inputs")
 
 
 def next_sentence_logits(
@@ -103,6 +101,41 @@ def next_sentence_logits(
         first = jnp.take_along_axis(hidden, starts[:, :, None], axis=1)
     pooled = jnp.tanh(model.pooler(first)).astype(hidden.dtype)
     return model.next_sentence(pooled)
+
+
+def bidirectional_logits(
+    cfg: Model,
+    params: Params,
+    batch: dict[str, jax.Array],
+    noise: layers.Noise | None,
+    loop: Loop,
+) -> jax.Array:
+    """Scores the pieces at the positions of `batch` by what is on one side of them.
+
+    The weights are the word embeddings, of both directions alike.
+
+    Returns:
+      float32 [2, B, P, V], of kind=bilstm: from what is to their left, and from what is to their
+      right.
+    """
+    model = merge(cfg, params)
+    names = "input_ids", "segment_ids", "input_mask"
+    hidden = encode(model.encoder, cfg, *(batch[name] for name in names), noise, loop)
+    site = None if noise is None else noise.at(cfg.num_hidden_layers)
+    hidden = layers.dropout(hidden, site, cfg.hidden_dropout_prob).astype(hidden.dtype)
+    positions = batch["masked_lm_positions"][:, :, None]
+    seen = [
+        jnp.take_along_axis(half, jnp.maximum(at, 0), axis=1)
+        for half, at in zip(jnp.split(hidden, 2, -1), (positions - 1, positions + 1), strict=True)
+    ]
+    table = model.encoder.embeddings.word.embedding[...]
+    return layers.linear(jnp.stack(seen), table, _output_bias(model, cfg), "outputs_inputs")
+
+
+def _output_bias(model: Pretrainer, cfg: Model) -> jax.Array:
+    """Returns that of each piece; rows that stand for none get no probability."""
+    bias = model.masked_lm.output_bias[...]
+    return jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _NO_PIECE)
 
 
 def pretraining_logits(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bert_jax.config import Model, code
+from bert_jax.model import bilstm, layers, modern
 from bert_jax.model import encoder as bert
-from bert_jax.model import layers, modern
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
 
@@ -24,7 +24,8 @@ class Kind(NamedTuple):
       encoder: a module with its parameters, `embeddings` and stacked `layers` among them; made
         from a `Model`.
       encode, attention_probabilities: see the functions of these names.
-      masked_lm: a module with `transform`, `layer_norm` and `output_bias`.
+      masked_lm: a module with `transform`, `layer_norm` and `output_bias`; of `bilstm`, whose
+        states are those that predict, with the last alone.
       token_flops: operations of a forward pass through all layers, of a `Model` and the length of
         a row, a token.
     """
@@ -67,6 +68,13 @@ KINDS = {
         modern.attention_probabilities,
         modern.MaskedLM,
         modern.token_flops,
+    ),
+    "bilstm": Kind(
+        bilstm.Encoder,
+        bilstm.encode,
+        bilstm.attention_probabilities,
+        bilstm.Softmax,
+        bilstm.token_flops,
     ),
 }
 
@@ -118,17 +126,22 @@ def encode(
 def of_text(cfg: Model, hidden: jax.Array, input_mask: jax.Array) -> jax.Array:
     """Returns the vector that has seen a whole text: [B, S, D] -> [B, D].
 
-    It is that of [CLS]; read from left to right, that of the last [SEP] (Radford et al. 2018).
+    It is that of [CLS]; read from left to right, that of the last [SEP] (Radford et al. 2018). Of
+    `bilstm` each direction has its own end.
 
     Args:
       cfg: of the encoder.
       hidden: what it gives.
       input_mask: int32 [B, S], 0 for padding, which comes last.
     """
-    if cfg.direction == "both":
+    if not cfg.one_sided:
         return hidden[:, 0]
     last = jnp.maximum(input_mask.sum(axis=1) - 1, 0)
-    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    at_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    if cfg.kind != "bilstm":
+        return at_last
+    half = cfg.hidden_size // 2
+    return jnp.concatenate([at_last[:, :half], hidden[:, 0, half:]], axis=-1)
 
 
 def attention_probabilities(encoder: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:

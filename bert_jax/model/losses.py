@@ -15,7 +15,11 @@ from jax import lax
 Metrics = dict[str, jax.Array]
 
 # What is learned of pieces and of pairs, in words, by what the names of its metrics begin with.
-PIECES = {"masked_lm": "masked LM", "next_piece": "next piece"}
+PIECES = {
+    "masked_lm": "masked LM",
+    "next_piece": "next piece",
+    "previous_piece": "previous piece",
+}
 PAIRS = {"next_sentence": "next sentence", "sentence_order": "sentence order"}
 # By `data.objective`.
 LEARNED = {
@@ -23,6 +27,7 @@ LEARNED = {
     "mlm_sop": ("masked_lm", "sentence_order"),
     "mlm": ("masked_lm",),
     "causal": ("next_piece",),
+    "bidirectional_lm": ("next_piece", "previous_piece"),
 }
 
 # The reference's guard against a batch without predictions (run_pretraining.py).
@@ -56,7 +61,10 @@ def names(objective: str) -> tuple[str, ...]:
 
 
 def learned(line: Mapping[str, Any], tasks: Mapping[str, str]) -> str:
-    """Returns which of `PIECES` or `PAIRS` a line of metrics.jsonl has a loss of; "" if none."""
+    """Returns which of `PIECES` or `PAIRS` a line of metrics.jsonl has a loss of; "" if none.
+
+    Of two it is the first.
+    """
     return next((task for task in tasks if f"{task}_loss" in line), "")
 
 

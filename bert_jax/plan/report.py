@@ -11,7 +11,7 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.config import Experiment
-from bert_jax.errors import printable
+from bert_jax.errors import InputError, printable
 from bert_jax.model import flops
 from bert_jax.plan import compile as compile_lib
 from bert_jax.plan import estimate
@@ -52,11 +52,16 @@ def plan_and_write(
       log: gets the lines of the plan.
 
     Raises:
-      InputError: libtpu is not installed, the experiment cannot be laid over a slice, or the plan
-        cannot be written.
+      InputError: libtpu is not installed, the experiment cannot be laid over a slice or is of a
+        kind that is not planned, or the plan cannot be written.
     """
     if path is not None:
         require_plain(path)
+    if experiment.model.kind == "bilstm":
+        raise InputError(
+            "model.kind=bilstm: no plan is made of it; its loop over a row's places is of products "
+            "too small for what is estimated"
+        )
     if mode == "scaling":
         plan = _document(experiment, [], price_per_chip_hour)
         plan["scaling"] = _scaling(search_lib.scale(experiment, topologies, _log_progress))

@@ -273,6 +273,15 @@ def of_run(record: Record) -> list[Figure]:
             "Below the dashed line the model knows more than how often each piece occurs.",
         ),
         (Plot(f"{of_pieces} accuracy", both(record, f"{pieces}_accuracy"), scale="percent"), ""),
+        (Plot("Previous piece loss, nat", both(record, "previous_piece_loss"), unigram), ""),
+        (
+            Plot(
+                "Previous piece accuracy",
+                both(record, "previous_piece_accuracy"),
+                scale="percent",
+            ),
+            "",
+        ),
         (
             Plot(
                 f"{of_pairs} accuracy",

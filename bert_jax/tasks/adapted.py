@@ -77,6 +77,11 @@ class LoadedBase:
                 f"task.max_sequence_length={experiment.task.max_sequence_length}: longer than the "
                 f"position table of {experiment.init_from}, {limit}"
             )
+        if experiment.task.kind == "span" and trained.model.kind == "bilstm":
+            raise InputError(
+                f"task.kind=span: {experiment.init_from} is of model.kind=bilstm, no layer of "
+                "which compares a question with its context; take a base of another kind"
+            )
         params = {name: trained.params[name] for name in ("encoder", "pooler")}
         params = jax.device_get(params)
         for name in experiment.adapt.lora_targets:

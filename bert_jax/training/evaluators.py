@@ -141,10 +141,15 @@ def summary(line: dict[str, Any]) -> str:
     (loss, right), unigram = losses.of_pieces(line), line["unigram_loss"]
     below = unigram - loss
     perplexity = f"; perplexity {line['perplexity']:.1f}" if "perplexity" in line else ""
+    backwards = ""
+    if pieces != "previous_piece" and "previous_piece_loss" in line:
+        loss_and_right = (line[f"previous_piece_{what}"] for what in ("loss", "accuracy"))
+        backwards = "; previous piece {:.3f} nat, accuracy {:.3f}".format(*loss_and_right)
     return (
         f"held-out {losses.PIECES[pieces]} {loss:.3f} nat, {abs(below):.3f} "
         f"{'below' if below >= 0 else 'above'} the unigram line {unigram:.3f}{perplexity}; "
-        f"accuracy {right:.3f}{_of_pairs(line)}{f'; {others}' * bool(others)} ({line['rows']} rows)"
+        f"accuracy {right:.3f}{backwards}{_of_pairs(line)}{f'; {others}' * bool(others)} "
+        f"({line['rows']} rows)"
     )
 
 
@@ -209,13 +214,13 @@ class Predictor:
           B follows A, None without B.
 
         Raises:
-          InputError: longer than the position table, or a model that reads from left to right.
+          InputError: longer than the position table, or a model that reads from one side.
         """
-        if self._model.direction == "left_to_right":
+        if self._model.one_sided:
             raise InputError(
-                "model.direction=left_to_right: a model of data.objective=causal sees no text to "
-                "the right of a [MASK] and never met one; ask one trained with mlm_nsp, mlm_sop or "
-                "mlm"
+                f"{self._model.one_sided}: a model of data.objective=causal or bidirectional_lm "
+                "sees no text to the right of a [MASK] together with that to its left, and never "
+                "met one; ask one trained with mlm_nsp, mlm_sop or mlm"
             )
         tok = self._tokenizer
         first = [tok.cls_id, *a, tok.sep_id]
@@ -283,7 +288,7 @@ class Watched:
         self._predictor = Predictor(model, tokenizer)
         self._tokenizer = tokenizer
         self._sentences = [self._given(i, text, model) for i, text in enumerate(texts)]
-        if not texts and model.direction == "both":
+        if not texts and not model.one_sided:
             longest = model.max_position_embeddings - 2
             self._sentences = held_out_sentences(validation, tokenizer, longest)
 

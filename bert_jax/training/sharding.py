@@ -61,8 +61,14 @@ _MODERN = (
     Rule(_LAYER + "(attention_output|output)/kernel", data=(1, 2), tensor=1),
     Rule(r"encoder/.*layer_norm/scale"),
 )
+# Of layers both directions are stacked, too.
+_BILSTM = (
+    Rule("encoder/embeddings/word/embedding", data=(0, 1)),
+    Rule(_LAYER + "(gates|projection)/kernel", data=(2,)),
+    Rule(_LAYER + "gates/bias"),
+)
 # By `model.kind`.
-ENCODERS = {"bert": _BERT, "modern": _MODERN}
+ENCODERS = {"bert": _BERT, "modern": _MODERN, "bilstm": _BILSTM}
 POOLER = (Rule("pooler/kernel", data=(0,)), Rule("pooler/bias"))
 _MASKED_LM = {
     "bert": (
@@ -74,6 +80,7 @@ _MASKED_LM = {
         Rule("masked_lm/transform/kernel", data=(0,)),
         Rule("masked_lm/layer_norm/scale"),
     ),
+    "bilstm": (),
 }
 # Of pre-training's heads, by `model.kind`.
 HEADS = {
