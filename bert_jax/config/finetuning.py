@@ -14,6 +14,11 @@ from bert_jax.errors import InputError
 
 Kind = Literal["classify", "pair", "regress", "choice", "tag", "span", "minimal_pairs"]
 
+# What a tagger reads of a frozen encoder; empty: nothing, a linear head does.
+Features = Literal[
+    "", "embeddings", "last", "second_to_last", "sum_last_four", "concat_last_four", "mixed"
+]
+
 # What each kind of task can be scored by, the first unless another is named.
 SCORES: dict[str, tuple[str, ...]] = {
     "classify": ("accuracy", "f1", "macro_f1", "micro_f1", "matthews"),
@@ -235,6 +240,10 @@ class Adapt(Section):
 
     `full`: everything. `frozen`: the task's own head alone. `lora`: the head, and for each of
     `lora_targets` in every layer two thin matrices whose product is added to the kernel.
+
+    With `features` two BiLSTM layers, each as wide as the encoder, stand below the head of a tag
+    and learn with it (Devlin et al. 2018, Table 7); `mixed` is ELMo's sum of all layers with
+    weights that learn (Peters et al. 2018).
     """
 
     role = "identity"
@@ -242,6 +251,10 @@ class Adapt(Section):
 
     # What learns: everything, the head alone, or the head and low-rank additions.
     how: Literal["full", "frozen", "lora"] = "full"
+    # With how=frozen and task.kind=tag: what two BiLSTM layers below the head read, which learn as
+    # it does: a layer, several, or all mixed by weights that learn; empty: there are none of these
+    # two, and the head reads the last layer.
+    features: Features = ""
     # Rank of those additions.
     lora_rank: int = 8
     # They are scaled by alpha / rank.
@@ -258,6 +271,11 @@ class Adapt(Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def _validate(self) -> None:
+        self._require(
+            not self.features or self.how == "frozen",
+            "features",
+            f"are those of an encoder that does not learn, and adapt.how={self.how}; set frozen",
+        )
         self._require_at_least(1, "lora_rank")
         self._require(self.lora_alpha > 0, "lora_alpha", "must be positive")
         self._require_share(
@@ -325,6 +343,11 @@ class Finetuning(Section):
             "class_weights",
             f"task.kind={self.task.kind} has no labels that come more or less often; leave it",
         )
+        if self.adapt.features and self.task.kind != "tag":
+            raise InputError(
+                f"adapt.features={self.adapt.features}: what a tagger reads, and "
+                f"task.kind={self.task.kind}; leave it out"
+            )
         self._require_share("warmup_share")
         for name in ("watch", "probes", "corpus_dir"):
             if getattr(self.run, name):

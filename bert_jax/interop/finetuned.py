@@ -106,6 +106,12 @@ def architecture_of(model: TaskModel) -> str:
             f"--as task: {model.experiment.name} adapts a base of model.kind=bilstm, for which "
             "transformers has no class; `bert-jax predict` takes it"
         )
+    if features := model.experiment.adapt.features:
+        raise InputError(
+            f"--as task: {model.experiment.name} has BiLSTM layers on its encoder "
+            f"(adapt.features={features}), and transformers' classes have none; `bert-jax predict` "
+            "takes it"
+        )
     if model.model.kind not in ARCHITECTURES:
         raise InputError(
             f"--as task: {model.experiment.name} adapts a base of model.kind={model.model.kind}, "

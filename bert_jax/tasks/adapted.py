@@ -13,6 +13,7 @@ from bert_jax import base as base_lib
 from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
 from bert_jax.predict import Trained
+from bert_jax.tasks import tagger
 from bert_jax.tasks.objective import TaskObjective
 from bert_jax.tasks.rows import Batch, Rows, TaskKind
 from bert_jax.tasks.sentences import Sentences
@@ -82,9 +83,11 @@ class LoadedBase:
                 f"task.kind=span: {experiment.init_from} is of model.kind=bilstm, no layer of "
                 "which compares a question with its context; take a base of another kind"
             )
+        tagger.require_layers(trained.model, experiment.adapt.features, experiment.init_from)
         params = {name: trained.params[name] for name in ("encoder", "pooler")}
         params = jax.device_get(params)
-        for name in experiment.adapt.lora_targets:
+        lora = experiment.adapt.how == "lora"
+        for name in experiment.adapt.lora_targets if lora else ():
             if name not in params["encoder"]["layers"]:
                 raise InputError(
                     f"adapt.lora_targets: the layers of {experiment.init_from}, "

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bert_jax.config import Adapt, Kind, Model, Parallelism
+from bert_jax.config import Adapt, Features, Kind, Model, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model import layers
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, initializer
 from bert_jax.model.kinds import encode, make_encoder, of_text
+from bert_jax.tasks import tagger
 from bert_jax.tasks.rows import Reads
 from bert_jax.training import sharding
 
@@ -34,19 +35,25 @@ _NO_PLACE = -1e9
 
 
 class Tuned(nnx.Module):
-    """An encoder with the head of a task. The pooler is there only if the head reads it."""
+    """An encoder with the head of a task; of pooler and tagger what the head reads is there."""
 
-    def __init__(self, cfg: Model, reads: Reads, outputs: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self, cfg: Model, reads: Reads, outputs: int, features: Features = "", *, rngs: nnx.Rngs
+    ):
         self.encoder = make_encoder(cfg, rngs=rngs)
+        if features:
+            self.tagger = tagger.Tagger(cfg, features, rngs=rngs)
         if reads == "pooled":
             width = cfg.hidden_size
             self.pooler = layers.Dense(width, width, initializer(cfg), rngs=rngs)
         self.head = layers.Dense(cfg.hidden_size, outputs, initializer(cfg), rngs=rngs)
 
 
-def init_params(cfg: Model, reads: Reads, outputs: int, key: jax.Array) -> Tree:
+def init_params(
+    cfg: Model, reads: Reads, outputs: int, key: jax.Array, features: Features = ""
+) -> Tree:
     """Returns fresh parameters as nested dicts of float32 arrays."""
-    module = Tuned(cfg, reads, outputs, rngs=nnx.Rngs(params=key))
+    module = Tuned(cfg, reads, outputs, features, rngs=nnx.Rngs(params=key))
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
@@ -59,6 +66,7 @@ def task_logits(
     noise: layers.Noise | None,
     head_dropout_prob: float,
     loop: Loop,
+    features: Features = "",
 ) -> jax.Array:
     """Returns scores: float32 [B, O] from what [CLS] comes to, or [B, S, O] from every piece.
 
@@ -71,15 +79,22 @@ def task_logits(
       noise: of dropout; None drops nothing.
       head_dropout_prob: of what the head reads.
       loop: how the layers are run.
+      features: `adapt.features`, what a tagger below the head reads; empty: there is none.
     """
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: Tuned(cfg, reads, outputs, rngs=nnx.Rngs(params=jax.random.key(0)))),
-        nnx.Param,
-    )
+
+    def drawn() -> Tuned:
+        return Tuned(cfg, reads, outputs, features, rngs=nnx.Rngs(params=jax.random.key(0)))
+
+    graph, state = nnx.split(nnx.eval_shape(drawn), nnx.Param)
     nnx.replace_by_pure_dict(state, params)
     tuned = nnx.merge(graph, state)
     ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-    hidden = encode(tuned.encoder, cfg, *ids, noise, loop)
+    hidden = encode(tuned.encoder, cfg, *ids, noise, loop, "all" if features else "last")
+    if features:
+        below = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
+        hidden = tagger.run(
+            tuned.tagger, features, hidden, batch["input_mask"], below, head_dropout_prob
+        )
     if reads == "pooled":
         first = of_text(cfg, hidden, batch["input_mask"])
         hidden = jnp.tanh(tuned.pooler(first)).astype(hidden.dtype)
@@ -104,7 +119,8 @@ def trainable_params(
     """
     if adapt.how == "full":
         return params
-    trainable = {name: params[name] for name in ("head", *fresh_parts) if name in params}
+    learn = ("head", "tagger", *fresh_parts)
+    trainable = {name: params[name] for name in learn if name in params}
     if adapt.how == "lora":
         stacked = params["encoder"]["layers"]
         trainable["lora"] = {
@@ -195,11 +211,15 @@ class TaskObjective:
             return [*encoder, *(sharding.POOLER if pooled else ()), _HEAD_RULE]
         fresh_pooler = pooled and "pooler" in self.fresh_parts
         lora = self.adapt.how == "lora"
-        return [_HEAD_RULE, *(sharding.POOLER if fresh_pooler else ()), *[_LORA_RULE] * lora]
+        of_features = [*tagger.RULES] if self.adapt.features else []
+        of_features += tagger.MIXED_RULES if self.adapt.features == "mixed" else ()
+        pooler = sharding.POOLER if fresh_pooler else ()
+        return [_HEAD_RULE, *of_features, *pooler, *[_LORA_RULE] * lora]
 
     def init_params(self, key: jax.Array) -> Any:
         """Returns those that learn, fresh; an encoder in them is to be replaced by the base's."""
-        params = init_params(self.model, self.reads, self.outputs, key)
+        features = self.adapt.features
+        params = init_params(self.model, self.reads, self.outputs, key, features)
         return trainable_params(self.adapt, params, self.fresh_parts, key)
 
     def logits(
@@ -215,6 +235,7 @@ class TaskObjective:
             noise,
             self.adapt.head_dropout_prob,
             loop,
+            self.adapt.features,
         )
 
     def forward(

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.special import expit, logsumexp
+from lstm import lstm
+from scipy.special import logsumexp
 
 from bert_jax.config import Data, Model
 from bert_jax.errors import InputError
@@ -69,17 +70,6 @@ def hidden_of(params, batch, outputs="all", mask=None, cfg=CFG, noise=None):
     return encode(
         encoder, cfg, batch["input_ids"], batch["segment_ids"], mask, noise, Loop(), outputs
     )
-
-
-def lstm(x, gates, bias, projection):
-    """Sak et al. 2014 without peepholes, place by place: float64 [S, N] -> [S, P]."""
-    state, cell, states = np.zeros(projection.shape[1]), np.zeros(projection.shape[0]), []
-    for vector in x:
-        admit, candidate, keep, give = np.split(np.concatenate([vector, state]) @ gates + bias, 4)
-        cell = np.clip(expit(keep + 1) * cell + expit(admit) * np.tanh(candidate), -3, 3)
-        state = np.clip((expit(give) * np.tanh(cell)) @ projection, -3, 3)
-        states.append(state)
-    return np.array(states)
 
 
 def test_states_and_losses_are_those_of_numpy_in_float64(params, batch):

@@ -90,12 +90,13 @@ def test_a_modern_encoder_sharded_equals_replicated(parallelism):
     assert_same_run(samples.run(3, devices=4, model=model, parallelism=parallelism), alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "parallelism",
     [
         Parallelism(state="zero3"),
-        pytest.param(Parallelism(state="zero1", accumulation=2), marks=pytest.mark.long),
-        pytest.param(Parallelism(layer_loop="unroll", remat="full"), marks=pytest.mark.long),
+        Parallelism(state="zero1", accumulation=2),
+        Parallelism(layer_loop="unroll", remat="full"),
     ],
     ids=lambda m: m.state,
 )

@@ -1,0 +1,108 @@
+"""What stands on a frozen encoder's layers in place of a linear head: two BiLSTM layers.
+
+BERT's feature-based approach (Devlin et al. 2018, section 5.3 and Table 7) reads some of the
+layers; ELMo's (Peters et al. 2018, section 3.3) all of them, mixed by weights that learn. The
+encoder is run at each step: it drops nothing and has no gradient.
+
+Shape letters: B rows, S sequence, D width, L layers of the encoder, N what is read of each piece.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bert_jax.config import Features, Model
+from bert_jax.errors import InputError
+from bert_jax.model import bilstm, layers
+from bert_jax.training.sharding import Rule
+
+_LAST = 4
+# By `adapt.features`, how many layers there must be.
+_NEEDED = {"second_to_last": 2, "sum_last_four": _LAST, "concat_last_four": _LAST}
+RULES = (Rule("tagger/(lower|upper)/gates/(kernel|bias)"),)
+MIXED_RULES = (Rule("tagger/mixture/(weights|scale)"),)
+
+
+class Mixture(nnx.Module):
+    """A sum of all layers with the softmax of `weights` [L + 1], times `scale` [].
+
+    What decays of parameters are kernels, embeddings and, as in the paper, these weights.
+    """
+
+    def __init__(self, count: int):
+        self.weights = nnx.Param(jnp.zeros(count, jnp.float32))
+        self.scale = nnx.Param(jnp.ones([], jnp.float32))
+
+    def __call__(self, every: jax.Array) -> jax.Array:
+        """[L + 1, B, S, D] -> float32 [B, S, D]."""
+        shares = jax.nn.softmax(self.weights[...])
+        return self.scale[...] * jnp.einsum("l,lbsd->bsd", shares, every.astype(jnp.float32))
+
+
+class Tagger(nnx.Module):
+    """Two BiLSTM layers, each as wide as the encoder, over what `features` names of its layers."""
+
+    def __init__(self, cfg: Model, features: Features, *, rngs: nnx.Rngs):
+        width = cfg.hidden_size
+        reads = width * (_LAST if features == "concat_last_four" else 1)
+        if features == "mixed":
+            self.mixture = Mixture(cfg.num_hidden_layers + 1)
+        self.lower = bilstm.both_directions(reads, width // 2, rngs=rngs)
+        self.upper = bilstm.both_directions(width, width // 2, rngs=rngs)
+
+
+def read(tagger: Tagger, features: Features, every: jax.Array) -> jax.Array:
+    """Returns what is read of each piece: [L + 1, B, S, D] of all layers -> float32 [B, S, N]."""
+    every = every.astype(jnp.float32)
+    last = every[-_LAST:]
+    if features == "mixed":
+        return tagger.mixture(every)
+    if features == "sum_last_four":
+        return last.sum(axis=0)
+    if features == "concat_last_four":
+        return jnp.concatenate(list(last), axis=-1)
+    return every[{"embeddings": 0, "second_to_last": -2, "last": -1}[features]]
+
+
+def run(
+    tagger: Tagger,
+    features: Features,
+    every: jax.Array,
+    input_mask: jax.Array,
+    noise: layers.Noise | None,
+    rate: float,
+) -> jax.Array:
+    """Runs the two layers over what is read of the encoder's.
+
+    Args:
+      tagger: their parameters.
+      features: what is read.
+      every: [L + 1, B, S, D], in the compute type.
+      input_mask: int32 [B, S], 0 for padding.
+      noise: of dropout of what each of them reads; None drops nothing.
+      rate: of dropout.
+
+    Returns:
+      [B, S, D], in the compute type.
+    """
+    x = read(tagger, features, every)
+    for number, layer in enumerate((tagger.lower, tagger.upper)):
+        site = None if noise is None else noise.at(number)
+        x = layers.dropout(x, site, rate).astype(every.dtype)
+        x = bilstm.run_both(layer, jnp.stack([x, x]), input_mask)
+    return x.astype(every.dtype)
+
+
+def require_layers(model: Model, features: Features, where: str) -> None:
+    """Raises InputError, which names `where`, unless an encoder has the layers that are read."""
+    needed = _NEEDED.get(features, 1)
+    if model.num_hidden_layers < needed:
+        raise InputError(
+            f"adapt.features={features}: {where} has {model.num_hidden_layers} layers, and "
+            f"{needed} are read; choose embeddings, last or mixed"
+        )
+    if features and model.hidden_size % 2:
+        raise InputError(
+            f"adapt.features={features}: {where} is {model.hidden_size} wide, and half of it is "
+            "each direction's; leave it out"
+        )
