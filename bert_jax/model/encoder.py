@@ -180,10 +180,6 @@ def run_layer(
     at = (lambda site: None) if noise is None else noise.at
     b, s, d = x.shape
     heads = (b, s, cfg.num_attention_heads, d // cfg.num_attention_heads)
-
-    def product(dense: layers.Dense, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), PRODUCT)
-
     query, key, value = (
         product(dense, x, heads) for dense in (layer.query, layer.key, layer.value)
     )
@@ -199,11 +195,25 @@ def run_layer(
     )
     attended = layers.dropout(attended, at(1), cfg.hidden_dropout_prob)
     x = layer.attention_layer_norm(x + attended).astype(x.dtype)
-    inner = product(layer.intermediate, x, (b, s, -1))
+    return feed_forward(layer, cfg, x, noise)
+
+
+def feed_forward(layer: Layer, cfg: Model, x: jax.Array, noise: layers.Noise | None) -> jax.Array:
+    """Runs the second half of a layer: [B, S, D] in the compute type -> the same.
+
+    Of the layer's noise it takes site 2.
+    """
+    at = (lambda site: None) if noise is None else noise.at
+    inner = product(layer.intermediate, x, (*x.shape[:2], -1))
     inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
     outer = product(layer.output, inner, x.shape)
     outer = layers.dropout(outer.astype(jnp.float32), at(2), cfg.hidden_dropout_prob)
     return layer.output_layer_norm(x + outer).astype(x.dtype)
+
+
+def product(dense: layers.Dense, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns W x + b of this shape, in the type of x, which `remat="dots"` keeps."""
+    return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), PRODUCT)
 
 
 def _window(cfg: Model, length: int) -> jax.Array | None:

@@ -75,8 +75,18 @@ def masked_lm_logits(
     Returns:
       float32 [B, P, V].
     """
-    gathered = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)
-    transformed = layers.activation(cfg.hidden_act, model.masked_lm.transform(gathered))
+    return piece_logits(model, cfg, jnp.take_along_axis(hidden, positions[:, :, None], axis=1))
+
+
+def piece_logits(model: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
+    """Computes scores of all pieces: [..., D] -> float32 [..., V].
+
+    Args:
+      model: with `masked_lm` and an `encoder`, whose word embeddings are the output's weights.
+      cfg: its shape.
+      hidden: of a layer.
+    """
+    transformed = layers.activation(cfg.hidden_act, model.masked_lm.transform(hidden))
     transformed = model.masked_lm.layer_norm(transformed).astype(hidden.dtype)
     table = model.encoder.embeddings.word.embedding[...]
     return layers.linear(transformed, table, _output_bias(model, cfg), "outputs_inputs")

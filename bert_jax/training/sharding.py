@@ -67,6 +67,13 @@ _BILSTM = (
     Rule(_LAYER + "(gates|projection)/kernel", data=(2,)),
     Rule(_LAYER + "gates/bias"),
 )
+_DECODER = (
+    Rule("decoder/layers/((cross_)?(query|key|value)|intermediate)/kernel", data=(1,), tensor=2),
+    Rule("decoder/layers/((cross_)?(query|key|value)|intermediate)/bias", tensor=1),
+    Rule("decoder/layers/(attention_output|cross_output|output)/kernel", data=(1, 2), tensor=1),
+    Rule("decoder/layers/(attention_output|cross_output|output)/bias"),
+    Rule(r"decoder/layers/.*layer_norm/(scale|bias)"),
+)
 # By `model.kind`.
 ENCODERS = {"bert": _BERT, "modern": _MODERN, "bilstm": _BILSTM}
 POOLER = (Rule("pooler/kernel", data=(0,)), Rule("pooler/bias"))
@@ -82,12 +89,13 @@ _MASKED_LM = {
     ),
     "bilstm": (),
 }
+_OUTPUT_BIAS = Rule("masked_lm/output_bias", tensor=0)
 # Of pre-training's heads, by `model.kind`.
 HEADS = {
     kind: (
         *POOLER,
         *masked_lm,
-        Rule("masked_lm/output_bias", tensor=0),
+        _OUTPUT_BIAS,
         Rule("next_sentence/(kernel|bias)"),
     )
     for kind, masked_lm in _MASKED_LM.items()
@@ -102,6 +110,11 @@ def encoder_rules(model: Model) -> Sequence[Rule]:
 def pretraining_rules(model: Model) -> Sequence[Rule]:
     """Returns the rules of an encoder and both heads."""
     return (*encoder_rules(model), *HEADS[model.kind])
+
+
+def generator_rules(model: Model) -> Sequence[Rule]:
+    """Returns the rules of an encoder of kind `bert`, its decoder, and the head of pieces."""
+    return (*encoder_rules(model), *_DECODER, *_MASKED_LM["bert"], _OUTPUT_BIAS)
 
 
 class Partition(NamedTuple):

@@ -1,0 +1,356 @@
+"""A decoder over an encoder of kind `bert`, and the text that both write: teacher forcing, search.
+
+Its layers are the encoder's with a causal mask, and each attends to what the encoder gives (Rothe
+et al. 2020, section 2): both may begin with the weights of one pre-trained encoder, of which only
+that cross-attention has none. Embeddings are shared, and are the output's weights too.
+
+Shape letters: B batch, S source, T target, D width, H heads, L layers, V vocabulary rows; N texts
+that are searched for, K beams.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from bert_jax.config import Model
+from bert_jax.model import attention, heads, layers
+from bert_jax.model import encoder as bert
+from bert_jax.model.encoder import Loop, Scores
+from bert_jax.model.kinds import encode
+
+Batch = dict[str, jax.Array]
+# Of the penalty for short texts (Wu et al. 2016, equation 14; Rothe et al. take the same).
+_ALPHA = 0.6
+
+
+class DecoderLayer(bert.Layer):
+    """A layer of the encoder that attends to a source between its two halves."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        width = cfg.hidden_size
+        init, output_init = bert.layer_initializers(cfg, bert.initializer(cfg))
+        self.cross_query = layers.Dense(width, width, init, rngs=rngs)
+        self.cross_key = layers.Dense(width, width, init, rngs=rngs)
+        self.cross_value = layers.Dense(width, width, init, rngs=rngs)
+        self.cross_output = layers.Dense(width, width, output_init, rngs=rngs)
+        self.cross_layer_norm = layers.LayerNorm(width)
+
+
+class Decoder(nnx.Module):
+    """L layers: one `DecoderLayer` whose parameters carry a first dimension L."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
+        self.layers = jax.vmap(lambda key: DecoderLayer(cfg, rngs=nnx.Rngs(params=key)))(keys)
+
+
+class Generator(nnx.Module):
+    """An encoder, a decoder, and what scores pieces."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        self.encoder = bert.Encoder(cfg, rngs=rngs)
+        self.decoder = Decoder(cfg, rngs=rngs)
+        self.masked_lm = bert.MaskedLM(cfg, rngs=rngs)
+
+
+def init_params(cfg: Model, key: jax.Array) -> dict[str, Any]:
+    """Returns fresh parameters as nested dicts of float32 arrays."""
+    module = Generator(cfg, rngs=nnx.Rngs(params=key))
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def merge(cfg: Model, params: dict[str, Any]) -> Generator:
+    """Returns the module that holds these parameters."""
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Generator(cfg, rngs=nnx.Rngs(params=jax.random.key(0)))), nnx.Param
+    )
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+
+def _run_layer(
+    layer: DecoderLayer,
+    cfg: Model,
+    x: jax.Array,
+    attend: Callable[[jax.Array], jax.Array],
+    attend_to_source: Callable[[jax.Array], jax.Array],
+    noise: layers.Noise | None,
+) -> jax.Array:
+    """Runs one layer: [B, T, D] in the compute type -> the same.
+
+    Args:
+      layer: its parameters.
+      cfg: its shape.
+      x: what it reads.
+      attend, attend_to_source: queries [B, T, H, D / H] to what they find in the target, and in
+        the source, of the same shape.
+      noise: of the layer; sites 0 and 3 are those of the two.
+    """
+    at = (lambda site: None) if noise is None else noise.at
+    own = layer.query, layer.attention_output, layer.attention_layer_norm, attend, 1
+    cross = layer.cross_query, layer.cross_output, layer.cross_layer_norm, attend_to_source, 4
+    for query, output, norm, look, site in (own, cross):
+        context = look(bert.product(query, x, _heads(cfg, x))).reshape(x.shape)
+        added = bert.product(output, context, x.shape).astype(jnp.float32)
+        x = norm(x + layers.dropout(added, at(site), cfg.hidden_dropout_prob)).astype(x.dtype)
+    return bert.feed_forward(layer, cfg, x, noise)
+
+
+def _heads(cfg: Model, x: jax.Array) -> tuple[int, ...]:
+    number = cfg.num_attention_heads
+    return *x.shape[:2], number, x.shape[2] // number
+
+
+def _projected(
+    cfg: Model, key: layers.Dense, value: layers.Dense, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values: [B, S, D] -> [B, S, H, D / H] each."""
+    return bert.product(key, x, _heads(cfg, x)), bert.product(value, x, _heads(cfg, x))
+
+
+def target_logits(
+    generator: Generator, cfg: Model, batch: Batch, noise: layers.Noise | None, loop: Loop
+) -> jax.Array:
+    """Scores the piece behind each of a text that is given: float32 [B, T, V].
+
+    Args:
+      generator: its parameters.
+      cfg: of the encoder.
+      batch: `input_ids`, `segment_ids` and `input_mask` of the source, int32 [B, S]; `decoder_ids`
+        int32 [B, T], beginning with [CLS], anything behind the text.
+      noise: of dropout; None drops nothing.
+      loop: how the layers are run.
+    """
+    source, mask = _read(generator, cfg, batch, noise, loop), batch["input_mask"]
+    # Places below are the encoder's and those of heads.
+    noise = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
+    ids, dtype = batch["decoder_ids"], source.dtype
+    x = generator.encoder.embeddings(ids, jnp.zeros_like(ids), dtype)
+    of_embeddings = None if noise is None else noise.at(cfg.num_hidden_layers)
+    x = layers.dropout(x, of_embeddings, cfg.hidden_dropout_prob).astype(dtype)
+    rate, ones = cfg.attention_probs_dropout_prob, jnp.ones_like(ids)
+
+    def run(
+        layer: DecoderLayer,
+        number: jax.Array,
+        x: jax.Array,
+        noise: layers.Noise | None,
+        scores: Scores,
+    ) -> jax.Array:
+        del number
+        at = (lambda site: None) if noise is None else noise.at
+        attend = attention.attend if scores == "kept" else attention.attend_recomputed
+        own = _projected(cfg, layer.key, layer.value, x)
+        cross = _projected(cfg, layer.cross_key, layer.cross_value, source)
+        # Padding stands to the right of what is scored.
+        window = attention.to_the_left(x.shape[1])
+        return _run_layer(
+            layer,
+            cfg,
+            x,
+            lambda query: attend(query, *own, ones, at(0), rate, window),
+            lambda query: attend(query, *cross, mask, at(3), rate),
+            noise,
+        )
+
+    # A decoder's layers are gathered before, kernels attend to both sides.
+    loop = Loop(loop.remat, loop.layers)
+    x, _ = bert.run_layers(run, generator.decoder.layers, x, noise, loop, "last")
+    return heads.piece_logits(generator, cfg, x)
+
+
+def _read(
+    generator: Generator, cfg: Model, batch: Batch, noise: layers.Noise | None, loop: Loop
+) -> jax.Array:
+    """Returns what the encoder gives of the source, [B, S, D]."""
+    ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+    return encode(generator.encoder, cfg, *ids, noise, loop)
+
+
+# --- search -------------------------------------------------------------------------------------
+
+
+class Cache(NamedTuple):
+    """The keys and values that need not be computed again for the next piece.
+
+    Attributes:
+      keys, values: of the pieces so far, [L, N, K, T, H, D / H].
+      source_keys, source_values: [L, N, S, H, D / H].
+      source_mask: int32 [N, S], 0 for padding.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    source_keys: jax.Array
+    source_values: jax.Array
+    source_mask: jax.Array
+
+
+def begin(
+    generator: Generator, cfg: Model, batch: Batch, loop: Loop, beams: int, length: int
+) -> Cache:
+    """Reads the source, and returns a cache with room for texts of so many pieces.
+
+    Args:
+      generator: its parameters.
+      cfg: of the encoder.
+      batch: the source, as of `target_logits`.
+      loop: how the layers are run.
+      beams: K.
+      length: T.
+    """
+    source = _read(generator, cfg, batch, None, loop)
+    stacked = generator.decoder.layers
+    of_source = lax.map(
+        lambda layer: _projected(cfg, layer.cross_key, layer.cross_value, source), stacked
+    )
+    count, number = cfg.num_hidden_layers, cfg.num_attention_heads
+    shape = (count, len(source), beams, length, number, source.shape[2] // number)
+    empty = jnp.zeros(shape, source.dtype)
+    return Cache(empty, empty, *of_source, batch["input_mask"])
+
+
+def next_logits(
+    generator: Generator, cfg: Model, cache: Cache, ids: jax.Array, place: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """Scores the next piece of each beam: float32 [N, K, V], and the cache with this one.
+
+    Args:
+      generator: its parameters.
+      cfg: of the encoder.
+      cache: with all pieces before this one.
+      ids: int32 [N, K], the newest pieces; at first [CLS].
+      place: int32, where they stand, from 0.
+    """
+    dtype, length = cache.keys.dtype, cache.keys.shape[3]
+    positions = jnp.full_like(ids, place)
+    x = generator.encoder.embeddings(ids, jnp.zeros_like(ids), dtype, positions).astype(dtype)
+    ones = jnp.ones((ids.size, length), jnp.int32)
+    window = (jnp.arange(length) <= place)[None]
+
+    def run(x: jax.Array, of_layer: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
+        layer, keys, values, *source = of_layer
+        key, value = _projected(cfg, layer.key, layer.value, x)
+        keys = lax.dynamic_update_index_in_dim(keys, key, place, axis=2)
+        values = lax.dynamic_update_index_in_dim(values, value, place, axis=2)
+
+        def attend(query: jax.Array) -> jax.Array:
+            alone = query.reshape(ids.size, 1, *query.shape[2:])
+            both = (array.reshape(ids.size, *array.shape[2:]) for array in (keys, values))
+            return attention.attend(alone, *both, ones, None, 0.0, window)
+
+        def attend_to_source(query: jax.Array) -> jax.Array:
+            return attention.attend(query, *source, cache.source_mask, None, 0.0)
+
+        return _run_layer(layer, cfg, x, attend, attend_to_source, None), (keys, values)
+
+    of_layers = generator.decoder.layers, *cache[:4]
+    x, (keys, values) = lax.scan(run, x, of_layers)
+    return heads.piece_logits(generator, cfg, x), cache._replace(keys=keys, values=values)
+
+
+class _Best(NamedTuple):
+    """The best beginnings so far of N texts, the best of each first.
+
+    Attributes:
+      place: int32, pieces that were looked for.
+      ids: int32 [N, K, T]; behind the last piece all are the last.
+      total: float32 [N, K], logarithm of the probability.
+      length: int32 [N, K], in pieces.
+      done: bool [N, K], whether the last piece stands there.
+      cache: of all but the newest pieces.
+    """
+
+    place: jax.Array
+    ids: jax.Array
+    total: jax.Array
+    length: jax.Array
+    done: jax.Array
+    cache: Cache
+
+
+def search(
+    generator: Generator,
+    cfg: Model,
+    batch: Batch,
+    loop: Loop,
+    beams: int,
+    length: int,
+    first: int,
+    last: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Looks for the likeliest texts by beam search; with one beam it takes the likeliest piece.
+
+    Beginnings are ranked by their log probability over ((5 + pieces) / 6)^0.6 (Wu et al. 2016);
+    one that has ended keeps its rank, and its place among the K until better ones take it.
+
+    Args:
+      generator: its parameters.
+      cfg: of the encoder.
+      batch: the source, as of `target_logits`.
+      loop: how the encoder's layers are run.
+      beams: K.
+      length: T, of the text at most.
+      first: the piece that texts begin with; it is not of the result.
+      last: the piece that ends them.
+
+    Returns:
+      int32 [N, T], `last` from the end on, and the ranks of these, float32 [N].
+    """
+    count = len(batch["input_ids"])
+    cache = begin(generator, cfg, batch, loop, beams, length)
+    best = _Best(
+        jnp.int32(0),
+        jnp.full((count, beams, length), last, jnp.int32),
+        # All but one are copies at first.
+        jnp.broadcast_to(jnp.where(jnp.arange(beams) > 0, -jnp.inf, 0.0), (count, beams)),
+        jnp.zeros((count, beams), jnp.int32),
+        jnp.zeros((count, beams), bool),
+        cache,
+    )
+
+    def ranks(total: jax.Array, length: jax.Array) -> jax.Array:
+        return total / ((5.0 + length) / 6.0) ** _ALPHA
+
+    def goes_on(best: _Best) -> jax.Array:
+        return (best.place < length) & ~best.done.all()
+
+    def step(best: _Best) -> _Best:
+        before = lax.dynamic_index_in_dim(
+            best.ids, jnp.maximum(best.place - 1, 0), axis=2, keepdims=False
+        )
+        newest = jnp.where(best.place > 0, before, first)
+        logits, cache = next_logits(generator, cfg, best.cache, newest, best.place)
+        pieces = logits.shape[-1]
+        ended = jnp.where(jnp.arange(pieces) == last, 0.0, -jnp.inf)
+        more = jnp.where(best.done[..., None], ended, jax.nn.log_softmax(logits))
+        total = best.total[..., None] + more
+        lengths = best.length + ~best.done
+        _, which = lax.top_k(ranks(total, lengths[..., None]).reshape(count, beams * pieces), beams)
+        parent, piece = which // pieces, which % pieces
+
+        def of_parent(array: jax.Array, axis: int = 1) -> jax.Array:
+            if beams == 1:
+                return array
+            shape = [1] * array.ndim
+            shape[axis - 1 : axis + 1] = parent.shape
+            return jnp.take_along_axis(array, parent.reshape(shape), axis=axis)
+
+        ids = lax.dynamic_update_index_in_dim(of_parent(best.ids), piece, best.place, axis=2)
+        keys, values = of_parent(cache.keys, 2), of_parent(cache.values, 2)
+        return _Best(
+            best.place + 1,
+            ids,
+            jnp.take_along_axis(total.reshape(count, -1), which, axis=1),
+            of_parent(lengths),
+            of_parent(best.done) | (piece == last),
+            cache._replace(keys=keys, values=values),
+        )
+
+    best = lax.while_loop(goes_on, step, best)
+    return best.ids[:, 0], ranks(best.total, best.length)[:, 0]
