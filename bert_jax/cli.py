@@ -602,6 +602,13 @@ def checkpoints(args: argparse.Namespace) -> int:
         "`predicted` and `probability`",
     ),
     _argument(
+        "--beam",
+        type=int,
+        metavar="N",
+        help="of a run of task.kind=generate: so many beginnings of a text are kept while it is "
+        "searched for [1]",
+    ),
+    _argument(
         "--out",
         metavar="FILE",
         help="of a fine-tuned run: where answers go as JSON lines [they are printed]; with "
@@ -623,6 +630,7 @@ def predict(args: argparse.Namespace) -> int:
             "--score": args.score or None,
             "--input": args.input,
             "--out": args.out,
+            "--beam": args.beam,
             "--from": args.base,
         }
         what = "only a fine-tuned run takes this"
@@ -636,6 +644,8 @@ def _do_task(args: argparse.Namespace) -> int:
     from bert_jax.tasks import predict as predict_lib
     from bert_jax.training.environment import keep_compiled_programs
 
+    if args.beam is not None and args.beam < 1:
+        raise InputError(f"--beam {args.beam}: must be 1 or more")
     if args.text and (args.source or args.score):
         raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
     if args.input is not None:
@@ -643,7 +653,7 @@ def _do_task(args: argparse.Namespace) -> int:
             raise InputError("--input: needs --out, and no TEXT, --source or --score")
         keep_compiled_programs()
         written = predict_lib.predict_table(
-            args.workdir, args.base, args.checkpoint, args.input, args.out
+            args.workdir, args.base, args.checkpoint, args.input, args.out, args.beam
         )
         _say(f"{printable(args.out)}: {printable(written)}")
         return FINISHED
@@ -656,6 +666,7 @@ def _do_task(args: argparse.Namespace) -> int:
         tuple(args.source),
         "score" if args.score else "predict",
         args.out,
+        args.beam,
     ):
         print(line)
     return FINISHED

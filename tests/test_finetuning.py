@@ -13,6 +13,7 @@ KINDS = {
     "choice": {"choice_columns": ("b", "c")},
     "tag": {"text_column": "0", "label_column": "1"},
     "span": {"max_sequence_length": 384},
+    "generate": {},
 }
 FORMS = {
     "tsv": "tsv:x",

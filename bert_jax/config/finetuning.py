@@ -12,7 +12,7 @@ from bert_jax.config.fields import Section
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
 from bert_jax.errors import InputError
 
-Kind = Literal["classify", "pair", "regress", "choice", "tag", "span", "minimal_pairs"]
+Kind = Literal["classify", "pair", "regress", "choice", "tag", "span", "generate", "minimal_pairs"]
 
 # What a tagger reads of a frozen encoder; empty: nothing, a linear head does.
 Features = Literal[
@@ -27,6 +27,7 @@ SCORES: dict[str, tuple[str, ...]] = {
     "choice": ("accuracy",),
     "tag": ("entity_f1", "accuracy"),
     "span": ("f1", "exact_match"),
+    "generate": ("chrf", "bleu"),
     "minimal_pairs": ("accuracy",),
 }
 
@@ -38,6 +39,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "choice": ("tsv", "csv", "jsonl", "tfds"),
     "tag": ("conll", "jsonl", "tfds"),
     "span": ("squad", "tfds"),
+    "generate": ("tsv", "csv", "jsonl", "tfds"),
     "minimal_pairs": ("tsv", "csv", "jsonl", "tfds"),
 }
 
@@ -71,7 +73,8 @@ class Task(Section):
     label = "task"
 
     # What is predicted: a label of a text, a label or number of a pair, one of several texts,
-    # a label of each word, a span of a context, or which of two texts is the acceptable one.
+    # a label of each word, a span of a context, another text, or which of two texts is the
+    # acceptable one.
     kind: Kind
     # Sources of examples to learn from: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
     # tfds:NAME:SPLIT; of minimal pairs none.
@@ -89,7 +92,8 @@ class Task(Section):
     second_column: str = ""
     # The texts to choose from, each a column; the first is answer 0.
     choice_columns: tuple[str, ...] = ()
-    # The answer; of minimal pairs the paradigm that they belong to.
+    # The answer; of generate the text that is to be written; of minimal pairs the paradigm that
+    # they belong to.
     label_column: str = "label"
     # Of minimal pairs, what several paradigms belong to, such as syntax; empty: nothing.
     field_column: str = ""
@@ -100,6 +104,8 @@ class Task(Section):
     score: str = ""
     # Tokens a row at most; longer texts are cut, or read in windows.
     max_sequence_length: int = 128
+    # Of a text that is written, pieces at most, its end among them; longer ones are cut.
+    max_target_length: int = 128
     # Of a long context, pieces that windows move on by (SQuAD: 128 with rows of 384).
     document_stride: int = 128
     # Pieces of a question that are kept.
@@ -160,7 +166,7 @@ class Task(Section):
             "score",
             f"task.kind={self.kind} is scored by {', '.join(SCORES[self.kind])}",
         )
-        self._require_at_least(8, "max_sequence_length")
+        self._require_at_least(8, "max_sequence_length", "max_target_length")
         self._require_at_least(1, "document_stride", "max_query_length", "max_answer_length")
         if self.kind == "span":
             self._require(
@@ -217,7 +223,7 @@ class Task(Section):
             "labels",
             "one is empty, or has blanks around it",
         )
-        if self.kind in ("regress", "span", "minimal_pairs"):
+        if self.kind in ("regress", "span", "generate", "minimal_pairs"):
             self._require(not self.labels, "labels", f"task.kind={self.kind} has none")
         elif self.kind == "choice":
             self._require(
@@ -347,6 +353,11 @@ class Finetuning(Section):
             raise InputError(
                 f"adapt.features={self.adapt.features}: what a tagger reads, and "
                 f"task.kind={self.task.kind}; leave it out"
+            )
+        if self.task.kind == "generate" and self.adapt.how != "full":
+            raise InputError(
+                f"adapt.how={self.adapt.how}: task.kind=generate learns everything, since its "
+                "decoder's attention to the source begins with nothing; set it to full"
             )
         self._require_share("warmup_share")
         for name in ("watch", "probes", "corpus_dir"):

@@ -112,6 +112,11 @@ def architecture_of(model: TaskModel) -> str:
             f"(adapt.features={features}), and transformers' classes have none; `bert-jax predict` "
             "takes it"
         )
+    if model.experiment.task.kind == "generate":
+        raise InputError(
+            f"--as task: {model.experiment.name} has learned task.kind=generate, an encoder and a "
+            "decoder, which is not exported; `bert-jax predict` writes with it"
+        )
     if model.model.kind not in ARCHITECTURES:
         raise InputError(
             f"--as task: {model.experiment.name} adapts a base of model.kind={model.model.kind}, "

@@ -1,6 +1,7 @@
 """A base made ready for a task: its weights, its kind of task, its head over rows."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
 from bert_jax.predict import Trained
 from bert_jax.tasks import tagger
+from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective, TargetRows
 from bert_jax.tasks.objective import TaskObjective
 from bert_jax.tasks.rows import Batch, Rows, TaskKind
 from bert_jax.tasks.sentences import Sentences
@@ -41,6 +43,8 @@ def kind_of(
     """
     if task.kind == "span":
         return Spans(task, tokenizer, no_answer_threshold)
+    if task.kind == "generate":
+        return Generate(task, tokenizer)
     return (Tags if task.kind == "tag" else Sentences)(task, labels, tokenizer)
 
 
@@ -50,7 +54,7 @@ class LoadedBase:
 
     Attributes:
       model: of the base, with the dropout and the type of `adapt`.
-      params: `encoder` and `pooler`, on the host.
+      params: `encoder` and `pooler`, or what scores pieces instead, on the host.
       fresh_parts: of these, those that never learned.
       tokenizer: of the base.
       sha256: of the weights and the tokenizer: what trained parameters belong to.
@@ -67,24 +71,30 @@ class LoadedBase:
         """Reads the base that an experiment names.
 
         Raises:
-          InputError: it names none, or there is none, or it does not read such long rows.
+          InputError: it names none, or there is none, or it does not read such long rows, or a
+            decoder is wanted and it is of a kind that has none.
         """
         if not experiment.init_from:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
         trained = Trained.of(epath.Path(experiment.init_from))
         limit = trained.model.max_position_embeddings
-        if experiment.task.max_sequence_length > limit:
-            raise InputError(
-                f"task.max_sequence_length={experiment.task.max_sequence_length}: longer than the "
-                f"position table of {experiment.init_from}, {limit}"
-            )
+        lengths, read = ["max_sequence_length"], ("encoder", "pooler")
+        if experiment.task.kind == "generate":
+            _require_decodable(trained.model, experiment.init_from)
+            lengths, read = [*lengths, "max_target_length"], ("encoder", "masked_lm")
+        for name in lengths:
+            if getattr(experiment.task, name) > limit:
+                raise InputError(
+                    f"task.{name}={getattr(experiment.task, name)}: longer than the "
+                    f"position table of {experiment.init_from}, {limit}"
+                )
         if experiment.task.kind == "span" and trained.model.kind == "bilstm":
             raise InputError(
                 f"task.kind=span: {experiment.init_from} is of model.kind=bilstm, no layer of "
                 "which compares a question with its context; take a base of another kind"
             )
         tagger.require_layers(trained.model, experiment.adapt.features, experiment.init_from)
-        params = {name: trained.params[name] for name in ("encoder", "pooler")}
+        params = {name: trained.params[name] for name in read}
         params = jax.device_get(params)
         lora = experiment.adapt.how == "lora"
         for name in experiment.adapt.lora_targets if lora else ():
@@ -109,6 +119,20 @@ class LoadedBase:
         class_weights: Sequence[float] = (),
     ) -> TaskObjective:
         """Returns the loss of the experiment's task over this base."""
+        if kind.reads == "decoder":
+            task, tokenizer = experiment.task, self.tokenizer
+            return GenerateObjective(
+                self.model,
+                task.kind,
+                kind.reads,
+                kind.outputs,
+                1,
+                experiment.adapt,
+                self.fresh_parts,
+                first=tokenizer.cls_id,
+                last=tokenizer.sep_id,
+                length=task.max_target_length,
+            )
         return TaskObjective(
             self.model,
             experiment.task.kind,
@@ -121,9 +145,24 @@ class LoadedBase:
         )
 
     def read_by(self, kind: TaskKind) -> dict[str, Any]:
-        """Returns the weights that the task's head reads, on the host."""
+        """Returns the weights that the task's head reads, on the host.
+
+        A decoder's layers are the encoder's; what else it has is not there.
+        """
+        if kind.reads == "decoder":
+            return self.params | {"decoder": {"layers": self.params["encoder"]["layers"]}}
         names = ("encoder", "pooler") if kind.reads == "pooled" else ("encoder",)
         return {name: self.params[name] for name in names}
+
+
+def _require_decodable(model: Model, where: str) -> None:
+    """Raises InputError unless a decoder can be made of the layers of an encoder."""
+    if model.kind != "bert" or model.code:
+        this = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
+        raise InputError(
+            f"--from {where}: task.kind=generate makes a decoder of the layers of model.kind=bert, "
+            f"and this encoder has {this}; name another base"
+        )
 
 
 def _adapted_model(model: Model, adapt: Adapt) -> Model:
@@ -192,3 +231,54 @@ class Forward:
 
         outputs = run_rows(run, batches, rows, self._mesh)
         return outputs, float(sums[0] / sums[1]) if labelled else float("nan")
+
+
+class Writing:
+    """An encoder and a decoder, compiled for the devices of a mesh, without noise.
+
+    It is asked as `Forward` is.
+
+    Args:
+      objective: what was learned.
+      parallelism: how the parameters lie.
+      mesh: the devices.
+      beams: of the search.
+    """
+
+    def __init__(
+        self,
+        objective: GenerateObjective,
+        parallelism: Parallelism,
+        mesh: jax.sharding.Mesh,
+        beams: int = 1,
+    ):
+        self._mesh = mesh
+        texts = functools.partial(objective.texts, beams)
+        self._texts = step.make_rows_step(objective, texts, parallelism, mesh)
+        self._add_metrics = step.make_eval_step(objective, parallelism, mesh)
+        self._nothing = {name: np.zeros(2, np.float32) for name in objective.metrics}
+
+    def predict_rows(
+        self, params: Any, fixed: Any, batches: list[tuple[np.ndarray, Batch]], rows: TargetRows
+    ) -> tuple[list[np.ndarray], float]:
+        """Returns the ids that are written for each row, and the mean loss of a target's piece."""
+        sums: Any = self._nothing
+
+        def run(batch: Any) -> jax.Array:
+            nonlocal sums
+            if rows.targets:
+                sums = self._add_metrics(params, sums, batch)
+            return self._texts(params, fixed, {name: batch[name] for name in SOURCE})
+
+        outputs = run_rows(run, batches, rows, self._mesh)
+        total, count = lines_lib.fetch(sums)["loss"]
+        return outputs, float(total / count) if rows.targets else float("nan")
+
+
+def forward_of(
+    objective: TaskObjective, parallelism: Parallelism, mesh: jax.sharding.Mesh, beams: int = 1
+) -> Forward | Writing:
+    """Returns what asks a model of this objective; `beams` are those of its search, if any."""
+    if isinstance(objective, GenerateObjective):
+        return Writing(objective, parallelism, mesh, beams)
+    return Forward(objective, parallelism, mesh)

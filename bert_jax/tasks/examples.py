@@ -34,6 +34,7 @@ _LINE_FORMS = {
     "regress": "A<tab>B",
     "choice": "TEXT<tab>A<tab>B and so on, one for each of task.choice_columns",
     "tag": "words separated by blanks",
+    "generate": "TEXT",
     "span": "QUESTION<tab>CONTEXT",
 }
 
@@ -44,9 +45,9 @@ class Sentence:
 
     Attributes:
       place: see above.
-      texts: one for `classify`; two for `pair` and `regress`; for `choice` what comes first, then
-        the texts to choose from.
-      label: its name; for `regress` a number; None if labels are not read.
+      texts: one for `classify` and `generate`; two for `pair` and `regress`; for `choice` the one
+        that comes first, then the texts to choose from.
+      label: its name; for `regress` a number, for `generate` a text; None if labels are not read.
     """
 
     place: str
@@ -306,7 +307,7 @@ def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Exampl
     Raises:
       InputError: too few or too many texts, or a blank one.
     """
-    several = task.kind not in ("classify", "tag")
+    several = task.kind not in ("classify", "tag", "generate")
     written = ((place, line) for place, line in lines if line.strip())
     for number, (place, line) in enumerate(written, 1):
         yield _typed(task, place, line.split("\t") if several else [line], number)
@@ -350,7 +351,7 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
     examples, sorted.
 
     A choice has those of the task, or 0, 1 and so on, one for each text to choose from;
-    regressions and spans have none.
+    regressions, spans and texts that are generated have none.
 
     Args:
       task: the task.
@@ -360,7 +361,7 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
       InputError: fewer than two labels, one that the task does not name, or, if the score is F1
         of the second, more than two, or of entities, one that is not O, B-TYPE or I-TYPE.
     """
-    if task.kind in ("regress", "span"):
+    if task.kind in ("regress", "span", "generate"):
         return ()
     if task.labels:
         labels = task.labels
@@ -390,9 +391,12 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
 
 
 def require_known(labels: Sequence[str], examples: Sequence[Example]) -> None:
-    """Raises InputError, which names the place, if an example has a label that is not known."""
+    """Raises InputError, which names the place, if an example has a label that is not known.
+
+    Where there are no labels anything may stand.
+    """
     known = set(labels)
-    for example in examples:
+    for example in examples if known else ():
         for number, name in enumerate(_names(example), 1):
             if name not in known:
                 what = "label"

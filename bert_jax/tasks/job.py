@@ -16,9 +16,10 @@ from bert_jax.model import flops
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import mistakes, rows
-from bert_jax.tasks.adapted import Forward, LoadedBase, kind_of
+from bert_jax.tasks import mistakes, rows, scores
+from bert_jax.tasks.adapted import Forward, LoadedBase, Writing, forward_of, kind_of
 from bert_jax.tasks.formats import listed
+from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.objective import TaskObjective, require_parallelism
 from bert_jax.text import unknown
 from bert_jax.training import feed, session, step
@@ -86,6 +87,8 @@ class FinetuningSetup:
     how_to_go_on = "choose another --workdir"
 
     def __init__(self, experiment: Finetuning, workdir: Workdir, say: Callable[[str], None]):
+        if experiment.task.kind == "generate":
+            scores.require_sacrebleu()
         self.experiment, self.compute_dtype = experiment, experiment.adapt.compute_dtype
         self._workdir, self._say = workdir, say
         self._base = LoadedBase.of(experiment)
@@ -164,7 +167,7 @@ class FinetuningSetup:
         if experiment.adapt.how != "full":
             replicated = mesh_lib.replicated(mesh)
             fixed = feed.put(self._base.read_by(self._kind), replicated)
-        forward = Forward(self.objective, experiment.parallelism, mesh)
+        forward = forward_of(self.objective, experiment.parallelism, mesh)
         size = -(-experiment.run.eval_batch_size // mesh_lib.data_shards(mesh))
         self._eval_rows = self._kind.rows(self._held_out)
         self.eval_batches = rows.eval_batches(
@@ -186,6 +189,8 @@ class FinetuningSetup:
             self._say(f"finetune: class weights {shown}{_more(self.labels)}")
         if experiment.task.blank_cells == "skip":
             self._say(f"finetune: left out for blank cells: {examples_lib.in_words(self._blank)}")
+        if isinstance(self._rows, TargetRows) and isinstance(self._eval_rows, TargetRows):
+            self._say(f"finetune: {_cut_in_words(experiment.task, self._rows, self._eval_rows)}")
         tokenizer = self._base.tokenizer
         shares = {
             "train": unknown.Share(tokenizer).add(self._rows.ids),
@@ -246,7 +251,12 @@ class FinetuningSetup:
 
     def _operations(self, batch: dict[str, jax.Array]) -> int:
         # Of `full`, to which others come close, since gradients flow to the bottom.
-        return flops.train_step_flops(self.objective.model, *batch["input_ids"].shape, 0)
+        model, source = self.objective.model, batch["input_ids"].shape
+        operations = flops.train_step_flops(model, *source, 0)
+        if "decoder_ids" in batch:  # without its attention to the source
+            count, length = batch["decoder_ids"].shape
+            operations += flops.train_step_flops(model, count, length, length)
+        return operations
 
     def initial_state(self, state: step.State) -> tuple[step.State, str]:
         """Returns a fresh state with the weights of the base, where they learn, and their hash."""
@@ -254,8 +264,7 @@ class FinetuningSetup:
         if self.experiment.adapt.how == "full":
             for name, tree in self._base.read_by(self._kind).items():
                 if name not in self._base.fresh_parts:
-                    places = jax.tree.map(lambda leaf: leaf.sharding, params[name])
-                    params[name] = feed.put(tree, places)
+                    params[name] = _laid_over(params[name], tree)
         return state | {"params": params}, self._base.sha256
 
     def _require_same(self, metadata: dict[str, Any]) -> None:
@@ -278,7 +287,7 @@ class FinetuningSetup:
             "class_weights": list(self.objective.class_weights),
         }
 
-    def _evaluate(self, params: Any, forward: Forward, fixed: Any) -> dict[str, Any]:
+    def _evaluate(self, params: Any, forward: Forward | Writing, fixed: Any) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
         outputs, loss = forward.predict_rows(params, fixed, self.eval_batches, self._eval_rows)
         by_name = self.scores(outputs)
@@ -296,6 +305,24 @@ class FinetuningSetup:
     def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
         """Returns all scores of the head's outputs for each validation row."""
         return self._kind.scores(outputs, self._eval_rows, self._held_out)
+
+
+def _laid_over(fresh: Any, tree: Any) -> Any:
+    """Returns fresh parameters with those of a base, which may be fewer, in their places."""
+    if not isinstance(tree, dict):
+        return feed.put(tree, fresh.sharding)
+    return fresh | {name: _laid_over(fresh[name], part) for name, part in tree.items()}
+
+
+def _cut_in_words(task: Task, train: TargetRows, held_out: TargetRows) -> str:
+    """Returns how many texts of either side are too long."""
+    names = ("max_sequence_length", "max_target_length")
+    sides = zip(names, ("texts", "targets"), train.cut, held_out.cut, strict=True)
+    shown = (
+        f"{a} {side} of train and {b} of validation at task.{name}={getattr(task, name)}"
+        for name, side, a, b in sides
+    )
+    return f"cut {', '.join(shown)}"
 
 
 def _cut(made: rows.Rows) -> float:

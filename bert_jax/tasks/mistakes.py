@@ -46,12 +46,14 @@ def of_answers(
       `worst`: the worst mistakes, the worst first, with their `place`. Of labels `confusion`
       (counts by truth and prediction), `calibration` (bins) and `calibration_error`; of tags
       `types`; of numbers `points` and `mean_absolute_error`; of spans `outcomes`. `wrong`: how many
-      examples, of tags words, have a wrong answer; of numbers there is none.
+      examples, of tags words, have a wrong answer; of numbers and of texts there is none.
     """
     if task.kind == "regress":
         return _of_numbers(answers, examples)
     if task.kind == "tag":
         return _of_tags(task, answers, examples)
+    if task.kind == "generate":
+        return _of_texts(answers, examples)
     if task.kind == "span":
         return _of_spans(task, answers, examples, no_answer_threshold)
     return _of_labels(labels, answers, examples)
@@ -195,6 +197,24 @@ def _types(
     return [{"type": t, "there": there[t], "predicted": given[t], "hits": hits[t]} for t in types]
 
 
+# --- texts ------------------------------------------------------------------------------------
+
+
+def _of_texts(answers: Sequence[Answer], examples: Sequence[Sentence]) -> dict[str, Any]:
+    pairs = [(str(e.label), a["generated"]) for e, a in zip(examples, answers, strict=True)]
+    by_text = [scores.chrf(truth, written) for truth, written in pairs]
+    worst = [
+        _texts(examples[i])
+        | {
+            "truth": pairs[i][0][:_CHARACTERS],
+            "predicted": pairs[i][1][:_CHARACTERS],
+            "chrf": by_text[i],
+        }
+        for i in np.argsort(by_text, kind="stable")[:_WORST]
+    ]
+    return {"worst": worst}
+
+
 # --- spans ------------------------------------------------------------------------------------
 
 
@@ -261,7 +281,7 @@ def guess(task: Task, labels: Sequence[str], examples: Sequence[Any]) -> tuple[s
     """Returns the best answer that reads no text, in words, and its main score.
 
     One label or tag for all examples, or no answer to any question; None where that scores
-    nothing: of numbers, of entities, and where each question has an answer.
+    nothing: of numbers, of entities, of texts, and where each question has an answer.
 
     Args:
       task: whose examples they are.
@@ -272,7 +292,7 @@ def guess(task: Task, labels: Sequence[str], examples: Sequence[Any]) -> tuple[s
         nothing = {example.id: "" for example in examples}
         by_name = scores.span_scores(examples, nothing, "possible")
         return "never an answer", by_name[task.main_score]
-    if task.kind in ("regress", "span") or task.main_score == "entity_f1":
+    if task.kind in ("regress", "span", "generate") or task.main_score == "entity_f1":
         return None
     truth = np.array([labels.index(name) for example in examples for name in _names(example)])
     by_label = {

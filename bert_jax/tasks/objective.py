@@ -260,7 +260,7 @@ class TaskObjective:
             loss, hits = ((a + b) / 2 for a, b in zip(*parts, strict=True))
             return {"loss": loss, "accuracy": hits}
         targets = batch["targets"]
-        if self.kind == "tag":
+        if self.kind in ("tag", "generate"):
             weights = batch["target_weights"] * weights[:, None]
         elif self.kind == "choice":
             logits = logits.reshape(-1, self.rows_per_example)
@@ -274,9 +274,9 @@ class TaskObjective:
         return {"loss": loss, "accuracy": hits}
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """Counts examples, or words if tags are learned."""
+        """Counts examples, or words if tags are learned, or the pieces of texts."""
         weights = batch["row_weights"]
-        if self.kind == "tag":
+        if self.kind in ("tag", "generate"):
             return ((batch["target_weights"] * weights[:, None]).sum(),)
         return (weights.sum() / self.rows_per_example,)
 

@@ -20,7 +20,8 @@ from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment, write_atomic
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats, rows
-from bert_jax.tasks.adapted import Forward, LoadedBase, kind_of
+from bert_jax.tasks import scores as scores_lib
+from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence
 from bert_jax.text import unknown
 from bert_jax.training import feed, step
@@ -39,6 +40,7 @@ class TaskModel:
       folder: of the run.
       base: where the run's base lies now; None: where it lay then.
       which: of the run's checkpoints: `newest`, `best` (by held-out loss), or a step.
+      beams: with which texts are searched for; None: one, as while it was trained.
 
     Attributes:
       experiment: of the run.
@@ -55,7 +57,13 @@ class TaskModel:
         one that this run adapted.
     """
 
-    def __init__(self, folder: str, base: str | None = None, which: str = "newest"):
+    def __init__(
+        self,
+        folder: str,
+        base: str | None = None,
+        which: str = "newest",
+        beams: int | None = None,
+    ):
         workdir = mirror.opened(folder)
         parallelism = Parallelism()  # the run's own is for the devices it had
         mesh = mesh_lib.make_mesh(parallelism)
@@ -71,6 +79,11 @@ class TaskModel:
                 saved.experiment(number, Finetuning), init_from=base or newest.init_from
             )
             loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
+            if beams is not None and self.experiment.task.kind != "generate":
+                raise InputError(
+                    f"--beam: {folder} has learned task.kind={self.experiment.task.kind}, which "
+                    "writes no texts; leave it out"
+                )
             task, self.labels = self.experiment.task, tuple(metadata["notes"]["labels"])
             self._kind = kind_of(task, self.labels, loaded.tokenizer)
             # Runs of the time before there were any have none.
@@ -88,7 +101,7 @@ class TaskModel:
         self.fixed: Any = None
         if self.experiment.adapt.how != "full":
             self.fixed = feed.put(loaded.read_by(self._kind), mesh_lib.replicated(mesh))
-        self._forward = Forward(objective, parallelism, mesh)
+        self._forward = forward_of(objective, parallelism, mesh, beams or 1)
         self._pad_id = loaded.tokenizer.pad_id
         self.unknown = unknown.Share(loaded.tokenizer)
         self._shards, self._batch_rows = mesh_lib.data_shards(mesh), 0
@@ -115,6 +128,8 @@ class TaskModel:
         Raises:
           InputError: a label that the run did not learn.
         """
+        if self.experiment.task.kind == "generate":
+            scores_lib.require_sacrebleu()
         examples_lib.require_known(self.labels, examples)
         outputs, loss, of_all = self.outputs(examples)
         scores = self._kind.scores(outputs, of_all, examples)
@@ -198,6 +213,7 @@ def predict(
     sources: tuple[str, ...],
     what: Literal["predict", "score"],
     out: str | None,
+    beams: int | None = None,
 ) -> Iterator[str]:
     """Yields lines of JSON: a fine-tuned run's answers, or its scores.
 
@@ -209,11 +225,12 @@ def predict(
       sources: of examples; with `score` none are the run's validation examples.
       what: is wanted.
       out: a file for the answers; None: they are yielded.
+      beams: see `TaskModel`.
 
     Raises:
       InputError: see `TaskModel` and `examples.each`; or a file that cannot be written.
     """
-    model = TaskModel(root, base, which)
+    model = TaskModel(root, base, which, beams)
     task = model.experiment.task
     scores, blank = None, list[str]()
     if what == "score":
@@ -249,10 +266,13 @@ _PREDICTED, _PROBABILITY = "predicted", "probability"
 _WRITTEN = (".csv", ".tsv", ".jsonl")
 
 
-def predict_table(root: str, base: str | None, which: str, file: str, out: str) -> str:
+def predict_table(
+    root: str, base: str | None, which: str, file: str, out: str, beams: int | None = None
+) -> str:
     """Writes a file's rows with what a fine-tuned run predicts for each in columns of its own.
 
-    `predicted` is a label, a regression's number or a list of tags; `probability` is the label's.
+    `predicted` is a label, a regression's number, a list of tags or a text; `probability` is the
+    label's.
     A row with a blank text has neither, and is counted; labels are not read.
 
     Args:
@@ -261,6 +281,7 @@ def predict_table(root: str, base: str | None, which: str, file: str, out: str) 
       which: of its checkpoints.
       file: .csv, .tsv or .jsonl, or a source of one.
       out: .csv, .tsv or .jsonl.
+      beams: see `TaskModel`.
 
     Returns:
       How many rows were written, and how often each label was predicted, in words.
@@ -268,7 +289,7 @@ def predict_table(root: str, base: str | None, which: str, file: str, out: str) 
     Raises:
       InputError: see `TaskModel`; or a file that is no such, or has a column of these names.
     """
-    model = TaskModel(root, base, which)
+    model = TaskModel(root, base, which, beams)
     task = model.experiment.task
     source, ending = file, epath.Path(out).suffix
     if task.kind != "span":
@@ -299,7 +320,9 @@ def _predicted_rows(
     """Yields place, names and values of each row, with the predicted ones; counts labels."""
     task = model.experiment.task
     records = formats.records(source, task.header)
-    more = [_PREDICTED] if task.kind in ("regress", "tag") else [_PREDICTED, _PROBABILITY]
+    more = (
+        [_PREDICTED] if task.kind in ("regress", "tag", "generate") else [_PREDICTED, _PROBABILITY]
+    )
     none = True
     while window := list(itertools.islice(records, WINDOW)):
         none, examples = False, list[Example]()
@@ -325,10 +348,9 @@ def _predicted_rows(
 
 
 def _columns_of(answer: dict[str, Any]) -> list[Any]:
-    if "tags" in answer:
-        return [answer["tags"]]
-    if "value" in answer:
-        return [answer["value"]]
+    for name in ("tags", "value", "generated"):
+        if name in answer:
+            return [answer[name]]
     return [answer["label"], answer["probabilities"][answer["label"]]]
 
 

@@ -15,8 +15,8 @@ from bert_jax.data import draws
 from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
-# What the head of a task reads: what [CLS] comes to, or every piece.
-Reads = Literal["pooled", "tokens"]
+# What the head of a task reads: what [CLS] comes to, every piece, or as a decoder does.
+Reads = Literal["pooled", "tokens", "decoder"]
 
 # Batches are padded to a multiple of this, or to the limit, so that few programs are compiled.
 LENGTH_STEP = 32
@@ -58,7 +58,7 @@ class Rows:
         Returns:
           `input_ids`, `segment_ids`, `input_mask` int32 [B, S]; the targets, [B] or [B, S].
         """
-        batch = {"input_ids": _padded([self.ids[i] for i in which], length, pad_id, np.int32)}
+        batch = {"input_ids": padded([self.ids[i] for i in which], length, pad_id, np.int32)}
         column, lengths = np.arange(length), self.lengths[which, None]
         batch["input_mask"] = (column < lengths).astype(np.int32)
         beyond = (column >= self.first[which, None]) & (column < lengths)
@@ -66,8 +66,12 @@ class Rows:
         for name, values in self.numbers.items():
             batch[name] = values[which]
         for name, arrays in self.tokens.items():
-            batch[name] = _padded([arrays[i] for i in which], length, 0, arrays[0].dtype)
+            batch[name] = padded([arrays[i] for i in which], length, 0, arrays[0].dtype)
         return batch
+
+    def batch_like(self, which: np.ndarray, like: np.ndarray, pad_id: int) -> Batch:
+        """Returns some rows as `batch` does, padded as all of `like` need it."""
+        return self.batch(which, self.padded_length(like), pad_id)
 
     def padded_length(self, which: np.ndarray) -> int:
         """Returns the length to which rows are padded in one batch."""
@@ -75,17 +79,18 @@ class Rows:
         return min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.limit)
 
 
-def _padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.ndarray:
-    padded = np.full((len(rows), length), value, dtype)
-    for row, values in zip(padded, rows, strict=True):
+def padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.ndarray:
+    """Returns rows of any lengths as one array, [rows, length], `value` behind each."""
+    array = np.full((len(rows), length), value, dtype)
+    for row, values in zip(array, rows, strict=True):
         row[: len(values)] = values
-    return padded
+    return array
 
 
 class TaskKind(Protocol):
     """A kind of task, for one tokenizer and one set of labels.
 
-    `sentences`, `tags` and `spans` have the three there are.
+    `sentences`, `tags`, `spans` and `generate` have the four there are.
 
     Attributes:
       reads: what the head reads.
@@ -141,7 +146,7 @@ class TrainBatches:
         return {
             "rows": row.astype(np.uint32),
             "row_weights": np.ones(len(which), np.float32),
-            **self._rows.batch(which, self._rows.padded_length(every), self._pad_id),
+            **self._rows.batch_like(which, every, self._pad_id),
         }
 
     def of_step(self, step: int) -> np.ndarray:
@@ -184,7 +189,7 @@ def eval_batches(rows: Rows, pad_id: int, size: int) -> list[tuple[np.ndarray, B
     for start in range(0, len(order), size):
         which = order[start : start + size]
         filled = np.concatenate([which, np.resize(which, size - len(which))])
-        batch = rows.batch(filled, rows.padded_length(which), pad_id)
+        batch = rows.batch_like(filled, which, pad_id)
         weights = (np.arange(size) < len(which)).astype(np.float32)
         batches.append((which, {"rows": filled.astype(np.uint32), "row_weights": weights, **batch}))
     return batches

@@ -10,13 +10,15 @@ from bert_jax.config import Finetuning
 from bert_jax.errors import InputError, printable
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.adapted import LoadedBase, kind_of
+from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.rows import Rows, TrainBatches
 
 
 def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     """Yields lines about the first rows of the step after `done` steps.
 
-    A piece with a tag, and the first and the last of an answer, are written {piece|what it is}.
+    A piece with a tag, and the first and the last of an answer, are written {piece|what it is};
+    behind `->` stands a text that is to be generated.
 
     Args:
       experiment: with `init_from`, whose tokenizer and examples are read.
@@ -46,7 +48,11 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
         example = train[_example(rows, int(row))]
         yield Text(f"\n{printable(example.place)}{_answer(rows, int(row), labels)}")
         pieces = [printable(tokenizer.piece(int(i))) for i in rows.ids[row]]
-        yield _marked(pieces, dict(_marks(rows, int(row), labels)))
+        text = _marked(pieces, dict(_marks(rows, int(row), labels)))
+        if isinstance(rows, TargetRows):
+            target = (printable(tokenizer.piece(int(i))) for i in rows.targets[row])
+            text.append(f"-> {' '.join(target)}")
+        yield text
 
 
 def _example(rows: Rows, row: int) -> int:

@@ -43,7 +43,8 @@ def test_the_pieces_of_a_step_are_those_of_its_batch(kind, task, capsys):
     batch = setup._batches.batch(2, np.arange(size))
     assert head.startswith(f"step 2 of 4, epoch 0: {size} rows of {batch['input_ids'].shape[1]}, ")
     for shown, ids, mask in zip(lines[1::2], batch["input_ids"], batch["input_mask"], strict=True):
-        words = [word.strip("{}").split("|")[0] for word in shown.split()]
+        source = shown.partition(" -> ")[0]
+        words = [word.strip("{}").split("|")[0] for word in source.split()]
         assert words == [tuned.PIECES[i] for i in ids[: mask.sum()]]
 
 

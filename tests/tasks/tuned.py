@@ -31,6 +31,7 @@ TASKS = {
     "choice": 'choice_columns=("b", "c"), label_column="right",',
     "tag": 'text_column="words", label_column="tags", score="accuracy",',
     "span": 'no_answer="possible", document_stride=8, max_query_length=8,',
+    "generate": 'label_column="b", max_target_length=16,',
 }
 FILE = """
 from bert_jax.config import Adapt, Finetuning, Optimizer, Run, Task

@@ -1,0 +1,276 @@
+"""Texts that are written: rows, scores, steps over devices, and a run from end to end."""
+
+import dataclasses
+import functools
+import pathlib
+import subprocess
+import sys
+
+import jax
+import kinds
+import numpy as np
+import pytest
+import samples
+import tuned
+from compare import assert_close, assert_identical
+
+from bert_jax import base as base_lib
+from bert_jax import cli
+from bert_jax.config import Finetuning, Parallelism, Task
+from bert_jax.errors import InputError
+from bert_jax.model.encoder import Loop
+from bert_jax.storage.workdir import Workdir, load_experiment
+from bert_jax.tasks import adapted, examples, job, scores
+from bert_jax.tasks.generate import Generate, GenerateObjective
+from bert_jax.tasks.rows import TrainBatches, eval_batches
+from bert_jax.training import feed, step
+from bert_jax.training import mesh as mesh_lib
+
+TASK = Task(
+    kind="generate",
+    train=("jsonl:x",),
+    validation=("jsonl:x",),
+    max_sequence_length=8,
+    max_target_length=8,
+)
+KIND = Generate(TASK, kinds.TOKENIZER)
+
+
+def pairs(*texts):
+    return [kinds.sentence(source, label=target) for source, target in texts]
+
+
+def some(count, seed=0):
+    """The target is the source, turned around."""
+    rng = np.random.default_rng(seed)
+    drawn = [rng.choice(kinds.WORDS, rng.integers(1, 6)) for _ in range(count)]
+    return pairs(*((" ".join(words), " ".join(words[::-1])) for words in drawn))
+
+
+# --- rows ---
+
+
+def test_a_target_begins_with_cls_and_ends_with_sep_and_what_is_too_long_is_counted():
+    long = " ".join(kinds.WORDS[:9])
+    rows = KIND.rows(pairs(("wa wb", "wc"), (long, "wd wa"), ("wa", long)))
+    assert rows.ids[0].tolist() == kinds.ids("[CLS] wa wb [SEP]")
+    assert rows.targets[0].tolist() == kinds.ids("[CLS] wc [SEP]")
+    assert rows.ids[1].tolist() == kinds.ids("[CLS] wa wb wc wd we wf [SEP]")
+    assert rows.targets[2].tolist() == kinds.ids("[CLS] wa wb wc wd we wf wg [SEP]")
+    assert rows.cut == (1, 1)
+
+
+def test_each_piece_is_given_those_before_it():
+    rows = KIND.rows(pairs(("wa wb", "wc"), ("wa", "wd we")))
+    batch = rows.batch_like(np.array([0, 1]), np.array([0, 1]), 0)
+    pad = ["[PAD]"] * 5
+    shown = [" ".join(row) for row in (["[CLS] wc [PAD]", *pad], ["[CLS] wd we", *pad])]
+    assert batch["decoder_ids"].tolist() == [kinds.ids(row) for row in shown]
+    shown = [" ".join(row) for row in (["wc [SEP] [PAD]", *pad], ["wd we [SEP]", *pad])]
+    assert batch["targets"].tolist() == [kinds.ids(row) for row in shown]
+    assert batch["target_weights"].sum(axis=1).tolist() == [2, 3]
+
+
+def test_any_rows_of_a_step_are_padded_as_all_of_them():
+    task = Task(kind="generate", train=("jsonl:x",), validation=("jsonl:x",))
+    long = " ".join(kinds.WORDS * 2)
+    rows = Generate(task, kinds.TOKENIZER).rows(pairs(("wa", "wb"), ("wb", long)))
+    batches = TrainBatches(rows, 0, 2, 0)
+    whole, parts = (
+        batches.batch(0, np.arange(2)),
+        [batches.batch(0, np.array([number])) for number in range(2)],
+    )
+    assert whole["targets"].shape == (2, 64)
+    for name in whole:
+        np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), whole[name])
+
+
+def test_texts_end_where_sep_stands_and_hold_no_other_special_piece():
+    outputs = ["wa [CLS] ##s [SEP] wb", "[SEP] wa", "wa wb", "[PAD] wc [UNK] [MASK]"]
+    found = KIND.answers([np.array(kinds.ids(text)) for text in outputs], None, None)
+    assert [answer["generated"] for answer in found] == ["was", "", "wa wb", "wc [UNK]"]
+
+
+# --- scores ---
+
+
+def test_scores_are_those_of_sacrebleu_s_command(tmp_path):
+    truth = ["Le chat est sur le tapis.", "Il pleut depuis hier soir à Paris.", "Oui."]
+    written = ["Le chat est sous le tapis.", "Il pleut à Paris depuis hier.", ""]
+    for name, texts in (("truth", truth), ("written", written)):
+        (tmp_path / name).write_text("\n".join(texts) + "\n")
+    command = [sys.executable, "-m", "sacrebleu", tmp_path / "truth", "-i", tmp_path / "written"]
+    command += ["-m", "chrf", "bleu", "-b", "-w", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    theirs = [float(number) for number in done.stdout.replace(",", " ").split() if "." in number]
+    found = scores.of_texts(truth, written)
+    assert [found["bleu"] * 100, found["chrf"] * 100] == pytest.approx(theirs, abs=1e-5)
+    assert 0.2 < found["bleu"] < found["chrf"] < 0.9
+
+
+# --- steps ---
+
+
+def objective():
+    made = kinds.objective("tag")
+    return GenerateObjective(
+        made.model,
+        "generate",
+        "decoder",
+        0,
+        1,
+        made.adapt,
+        first=kinds.TOKENIZER.cls_id,
+        last=kinds.TOKENIZER.sep_id,
+        length=TASK.max_target_length,
+    )
+
+
+@functools.cache
+def trained(devices, parallelism=Parallelism(), steps=3):  # noqa: B008
+    """The state after some steps with dropout, and what is written then."""
+    task, optimizer, rows = objective(), kinds.OPTIMIZER, KIND.rows(some(11))
+    batches = TrainBatches(rows, kinds.TOKENIZER.pad_id, 8, 3)
+    mesh = samples.mesh_of(devices, parallelism)
+    abstract = step.abstract_state(task, optimizer, parallelism, mesh)
+    places = jax.tree.map(lambda s: s.sharding, abstract)
+    state = feed.put(jax.device_get(step.init_state(task, optimizer, 0)), places)
+    parts = parallelism.accumulation_of(0)
+    make = step.make_train_step(task, optimizer, parallelism, parts, 9, mesh)
+    everything, window = np.arange(8), step.empty_window(task)
+    for number in range(steps):
+        batch = batches.batch(number, everything)
+        batch = feed.place(batch, everything, 8, mesh_lib.batch_sharding(mesh))
+        window = jax.device_put(window, mesh_lib.replicated(mesh))
+        key = step.phase_key(task.model, 0, 0)
+        state, window = make(state, window, batch, key)
+    writing = adapted.forward_of(task, parallelism, mesh)
+    of_eval = eval_batches(rows, kinds.TOKENIZER.pad_id, 4)
+    outputs, loss = writing.predict_rows(state["params"], None, of_eval, rows)
+    return jax.device_get(state["params"]), jax.device_get(window), outputs, loss
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        Parallelism(state="zero3", accumulation=2),
+        Parallelism(),
+        Parallelism(state="zero1", tensor=2),
+    ],
+    ids=lambda p: p.state,
+)
+def test_it_is_learned_and_written_alike_on_four_devices(parallelism):
+    params, window, outputs, loss = trained(4, parallelism)
+    theirs, other, expected, other_loss = trained(1)
+    assert_close(params, theirs, 1e-5)
+    for name in other:
+        np.testing.assert_allclose(window[name], other[name], 1e-5, 1e-5, err_msg=name)
+    assert_identical(outputs, expected)
+    assert loss == pytest.approx(other_loss, rel=1e-5)
+
+
+def test_the_held_out_loss_is_the_mean_over_pieces_of_targets():
+    params, _, _, loss = trained(1, steps=0)
+    task, rows = objective(), KIND.rows(some(11))
+    everything = np.arange(11)
+    batch = rows.batch_like(everything, everything, 0)
+    batch["row_weights"] = np.ones(11, np.float32)
+    logits = np.asarray(task.logits(params, None, batch, None, Loop()), np.float64)
+    nll = np.log(np.exp(logits).sum(axis=-1))
+    nll -= np.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    assert loss == pytest.approx(nll[batch["target_weights"] > 0].mean(), rel=1e-5)
+
+
+# --- runs ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base, a task and its finished run."""
+    here = tmp_path_factory.mktemp("generate")
+    tuned.write_base(here / "base")
+    tuned.write_task(here, "generate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        assert tuned.finetune() == 0
+    return here
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+def test_a_run_begins_with_the_base_in_both_halves(here):
+    experiment = load_experiment(Workdir("run"), Finetuning)
+    setup = job.FinetuningSetup(experiment, Workdir("run"), lambda line: None)
+    fresh = step.init_state(setup.objective, setup.optimizer, 0)
+    begun, _ = setup.initial_state(fresh)
+    base = base_lib.read(pathlib.Path("base")).params
+    params = jax.device_get(begun["params"])
+    assert_identical(params["encoder"], base["encoder"])
+    assert_identical(params["masked_lm"], base["masked_lm"])
+    for name, tree in params["decoder"]["layers"].items():
+        there = base["encoder"]["layers"].get(name, fresh["params"]["decoder"]["layers"][name])
+        assert_identical(tree, jax.device_get(there))
+
+
+def test_a_run_is_scored_and_writes_its_worst_texts(here):
+    scored = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
+    assert [line["step"] for line in scored] == [4]
+    assert scored[0]["score"] == scored[0]["chrf"] and 0 <= scored[0]["bleu"] <= 1
+    kept = {line["kind"]: line for line in tuned.lines("run/predictions.jsonl")}
+    worst = kept["mistakes"]["worst"]
+    assert len(worst) == 11 and worst[0]["chrf"] == min(one["chrf"] for one in worst)
+    assert cli.main(["report", "run", "--out", "page.html"]) == 0
+    assert "chrF" in pathlib.Path("page.html").read_text()
+
+
+def test_texts_are_written_one_by_one_and_in_a_table_as_they_are_scored(here, capsys):
+    asked = ["wa wb", "xa xb xc"]
+    found = tuned.predict(capsys, *asked)
+    assert [answer["text"] for answer in found] == asked
+    assert all(set(answer) == {"text", "generated"} for answer in found)
+    (line,) = tuned.predict(capsys, "--score", "--out", "all.jsonl")
+    (scored,) = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
+    assert line["chrf"] == pytest.approx(scored["chrf"], rel=1e-6)
+    assert line["loss"] == pytest.approx(scored["loss"], rel=1e-5)
+    assert cli.main(["predict", "--workdir", "run", "--input", "test", "--out", "t.csv"]) == 2
+    words = ["--input", "jsonl:test", "--out", "table.jsonl"]
+    assert cli.main(["predict", "--workdir", "run", *words]) == 0
+    answers = [line["generated"] for line in tuned.lines("all.jsonl")]
+    assert [line["predicted"] for line in tuned.lines("table.jsonl")] == answers
+    more = tuned.predict(capsys, "--beam", "3", *asked)
+    assert [answer["text"] for answer in more] == asked
+
+
+def test_what_a_generating_run_cannot_do_is_refused_by_name(here, capsys, monkeypatch):
+    def refused(words, *command):
+        capsys.readouterr()
+        assert cli.main(list(command)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line, line
+
+    refused("--beam 0", "predict", "--workdir", "run", "--beam", "0", "wa")
+    refused("is not exported", "export", "--workdir", "run", "--as", "task", "--out", "hf")
+    finetune = ["finetune", "task.py", "--from", "base", "--workdir", "new", "--set"]
+    refused("adapt.how=lora: task.kind=generate", *finetune, "adapt.how=lora")
+    refused("task.max_target_length=65: longer than", *finetune, "task.max_target_length=65")
+    refused("task.labels", *finetune, "task.labels=a,b")
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    refused("pip install 'bert-jax[generate]'", *finetune, "epochs=1")
+    assert not pathlib.Path("new").exists()
+
+
+def test_only_encoders_of_kind_bert_have_a_decoder():
+    modern = dataclasses.replace(kinds.MODEL, kind="modern", num_hidden_layers=1, global_every=1)
+    with pytest.raises(InputError, match=r"--from b: task\.kind=generate .* model\.kind=modern"):
+        adapted._require_decodable(modern, "b")
+
+
+def test_a_target_may_be_any_text():
+    task = Task(kind="generate", train=("jsonl:x",), validation=("jsonl:x",))
+    found = pairs(("a", "b"), ("a", "c"))
+    assert examples.labels_of(task, found) == ()
+    examples.require_known((), found)
