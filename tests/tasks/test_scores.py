@@ -182,7 +182,7 @@ def test_seqevals_published_example():
 def test_every_score_of_labels_and_numbers_that_a_task_can_name_is_known():
     classes = np.array([0, 1, 1, 0])
     for kind, names in SCORES.items():
-        if kind not in ("tag", "span", "minimal_pairs"):
+        if kind not in ("tag", "span", "generate", "minimal_pairs"):
             for name in names:
                 assert scores.score(name, classes, classes) == pytest.approx(1.0), name
     assert scores.score("pearson", classes, 1 - classes) == pytest.approx(-1.0)
