@@ -717,6 +717,40 @@ def _layers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r}: write numbers as in -4,-3,-2,-1") from error
 
 
+# Which vectors `embed` and `serve` give.
+_FEATURES = (
+    _argument(
+        "--layers",
+        metavar="N[,N...]",
+        type=_layers,
+        default=(-1,),
+        help="0 the embeddings, 1 the first layer, -1 the last [-1]",
+    ),
+    _argument(
+        "--combine",
+        choices=("concat", "mean"),
+        default="concat",
+        help="what is done with vectors of several layers [concat]",
+    ),
+    _flag("--normalize", "vectors of length 1"),
+    _argument(
+        "--max-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a text that are read; longer texts are cut [all positions of the model]",
+    ),
+    _argument(
+        "--batch-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="that a device works on at a time [512 on a CPU, 16384 elsewhere]",
+    ),
+    _CHECKPOINT,
+)
+
+
 @_command(
     _CODE,
     _argument(
@@ -740,44 +774,27 @@ def _layers(text: str) -> tuple[int, ...]:
         help="mean of a text's tokens, [CLS] and [SEP] too; the vector of [CLS]; or one of each "
         "piece, without the two [mean]",
     ),
-    _argument(
-        "--layers",
-        metavar="N[,N...]",
-        type=_layers,
-        default=(-1,),
-        help="0 the embeddings, 1 the first layer, -1 the last [-1]",
-    ),
-    _argument(
-        "--combine",
-        choices=("concat", "mean"),
-        default="concat",
-        help="what is done with vectors of several layers [concat]",
-    ),
-    _flag("--normalize", "vectors of length 1"),
-    _argument(
-        "--max-length",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens of a text that are read; longer texts are cut, and counted [all positions "
-        "of the model]",
-    ),
-    _argument(
-        "--batch-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="that a device works on at a time [512 on a CPU, 16384 elsewhere]",
-    ),
-    _CHECKPOINT,
+    *_FEATURES,
 )
 def embed(args: argparse.Namespace) -> int:
     """Write vectors of texts: of each text, or of each of its pieces."""
     from etils import epath
 
     from bert_jax import embed
-    from bert_jax.predict import Trained
     from bert_jax.text import lines
+
+    texts = lines.read(args.texts) if args.texts else _input_lines()
+    _, embedder = _embedder(args)
+    embed.write(embedder, (line for _, line in texts), epath.Path(args.out), _say)
+    return FINISHED
+
+
+def _embedder(args: argparse.Namespace):
+    """The name of the run or base in --workdir, and what gives its vectors."""
+    from etils import epath
+
+    from bert_jax import embed
+    from bert_jax.predict import Trained
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.environment import keep_compiled_programs
 
@@ -788,12 +805,64 @@ def embed(args: argparse.Namespace) -> int:
         combine=args.combine,
         length="unit" if args.normalize else "as_is",
     )
-    texts = lines.read(args.texts) if args.texts else _input_lines()
     trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
-    embedder = embed.Embedder(
-        trained, features, mesh_lib.make_mesh(Parallelism()), args.max_length, args.batch_tokens
-    )
-    embed.write(embedder, (line for _, line in texts), epath.Path(args.out), _say)
+    mesh = mesh_lib.make_mesh(Parallelism())
+    embedder = embed.Embedder(trained, features, mesh, args.max_length, args.batch_tokens)
+    return trained.name, embedder
+
+
+@_command(
+    _CODE,
+    _argument("--workdir", metavar="W", required=True, help="a run, a base or a fine-tuned run"),
+    _CACHE,
+    _argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="H",
+        help="the address to listen on; 0.0.0.0 for all, without any password [127.0.0.1]",
+    ),
+    _argument("--port", type=int, default=8000, metavar="P", help="0: any that is free [8000]"),
+    _argument("--pooling", choices=("mean", "cls"), default="mean", help="as for embed [mean]"),
+    *_FEATURES,
+    _TUNED_BASE,
+    _argument(
+        "--queue",
+        type=int,
+        default=256,
+        metavar="N",
+        help="requests under way at once; one more is answered 503 [256]",
+    ),
+    _argument("--max-texts", type=int, default=2048, metavar="N", help="of a request [2048]"),
+    _argument("--max-bytes", type=int, default=2**21, metavar="N", help="of a request [2 MiB]"),
+    _argument(
+        "--timeout", type=float, default=30.0, metavar="S", help="seconds for an answer [30]"
+    ),
+)
+def serve(args: argparse.Namespace) -> int:
+    """Answer over HTTP: vectors as OpenAI's clients ask for them, or a fine-tuned run's task."""
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning
+    from bert_jax.tasks.predict import TaskModel
+    from bert_jax.training.environment import keep_compiled_programs
+
+    try:
+        from bert_jax import serve as serve_lib
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
+        ) from error
+
+    limits = serve_lib.Limits(args.queue, args.max_texts, args.max_bytes, args.timeout)
+    with serve_lib.listening(args.host, args.port) as bound:
+        if holds_finetuning(mirror.opened(args.workdir)):
+            keep_compiled_programs()
+            model = TaskModel(args.workdir, args.base, args.checkpoint)
+            served: Any = serve_lib.Answers(model)
+        elif args.base is not None:
+            raise InputError(f"--from: {args.workdir}: only a fine-tuned run takes this")
+        else:
+            served = serve_lib.Vectors(*_embedder(args))
+        serve_lib.serve(served, bound, limits, _say)
     return FINISHED
 
 

@@ -65,10 +65,12 @@ class Embedded:
     Attributes:
       vectors: float32 [texts, W]; of `tokens` [pieces, W], text after text.
       pieces: of each text; None unless vectors are of `tokens`.
+      lengths: int64 [texts], tokens that were read, [CLS] and [SEP] among them.
     """
 
     vectors: np.ndarray
     pieces: list[list[str]] | None
+    lengths: np.ndarray
 
 
 class Embedder:
@@ -152,6 +154,14 @@ class Embedder:
             if ready is not None:
                 yield from self._embedded(ready.result())
 
+    def warm(self) -> None:
+        """Compiles what texts of any length need."""
+        for length in packing.lengths_of_programs(self.max_length):
+            ids = np.full(length, self._tokenizer.cls_id, np.int32)
+            # Room for the vector of the text, or of each of its pieces.
+            rows = np.array([0, length - 2]), np.empty((length, self.width), np.float32)
+            self._compute([ids], *rows)
+
     def _encoded(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns ids with [CLS] and [SEP], not cut."""
         tok = self._tokenizer
@@ -182,7 +192,8 @@ class Embedder:
             if self._features.pooling == "tokens":
                 piece = self._tokenizer.piece
                 pieces = [[piece(i) for i in ids[1:-1].tolist()] for ids in cut[start:end]]
-            yield Embedded(vectors, pieces)
+            lengths = np.array([len(ids) for ids in cut[start:end]])
+            yield Embedded(vectors, pieces, lengths)
 
     def _compute(self, texts: list[np.ndarray], offsets: np.ndarray, vectors: np.ndarray) -> None:
         """Fills in the vectors of text i from row `offsets[i]`."""

@@ -21,6 +21,7 @@ LAYERS = (
         "report",
         "embed",
         "library",
+        "serve",
         "conformance",
         "compare",
         "pod",

@@ -285,6 +285,11 @@ def pack(
     }
 
 
+def lengths_of_programs(longest: int) -> list[int]:
+    """Returns every K of texts of up to `longest` tokens: the longest text of each program."""
+    return sorted({_places(length, longest)[0] for length in range(1, longest + 1)})
+
+
 def _places(length: int, longest: int) -> tuple[int, int]:
     """Returns K for texts of this length, and the next smaller one."""
     step = _PLACES[-1]

@@ -319,17 +319,18 @@ def parse_arguments(task: Task, texts: Sequence[str]) -> Iterator[Example]:
     Raises:
       InputError: too few texts, or a blank one.
     """
-    count = _texts_of_example(task)
+    count = texts_of_example(task)
     for number, start in enumerate(range(0, len(texts), count), 1):
         yield _typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
 
 
-def _texts_of_example(task: Task) -> int:
+def texts_of_example(task: Task) -> int:
+    """Returns how many texts are typed for an example."""
     return 2 if task.kind == "span" else len(task.text_columns)
 
 
 def _typed(task: Task, place: str, texts: Sequence[str], number: int) -> Example:
-    count = _texts_of_example(task)
+    count = texts_of_example(task)
     if len(texts) != count:
         raise InputError(
             f"{place}: {len(texts)} texts, but task.kind={task.kind} takes {count}; a line is "

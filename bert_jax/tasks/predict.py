@@ -104,7 +104,26 @@ class TaskModel:
         self._forward = forward_of(objective, parallelism, mesh, beams or 1)
         self._pad_id = loaded.tokenizer.pad_id
         self.unknown = unknown.Share(loaded.tokenizer)
-        self._shards, self._batch_rows = mesh_lib.data_shards(mesh), 0
+        self._shards = mesh_lib.data_shards(mesh)
+        self._sizes: tuple[int, ...] = ()  # of batches, in examples, smallest first
+
+    def warm(self, sizes: tuple[int, ...]) -> None:
+        """Compiles what examples of any length need; batches have no other sizes from then on.
+
+        Args:
+          sizes: examples of a batch, smallest first.
+        """
+        self._sizes = sizes
+        task = self.experiment.task
+        others = ["a"] * (examples_lib.texts_of_example(task) - 1)
+        for limit in range(
+            rows.LENGTH_STEP, task.max_sequence_length + rows.LENGTH_STEP, rows.LENGTH_STEP
+        ):
+            # A piece each, so that with the others they are as long as the longest of a program.
+            words = " ".join(["a"] * (limit - rows.LENGTH_STEP // 2))
+            example = [words, *others] if task.kind != "span" else [*others, words]
+            for size in sizes:
+                list(self.predict(examples_lib.parse_arguments(task, example * size)))
 
     def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
         """Yields answers to examples in their order; `WINDOW` examples are in memory at once.
@@ -145,11 +164,12 @@ class TaskModel:
         """
         made = self._kind.rows(examples)
         self.unknown.add(made.ids)
-        if not self._batch_rows:  # of the first window: few texts make a small batch
-            per_example = made.rows_per_example
-            most = min(self.experiment.run.eval_batch_size, len(made.ids) // per_example)
-            self._batch_rows = -(-most // self._shards) * self._shards * per_example
-        batches = rows.eval_batches(made, self._pad_id, self._batch_rows)
+        count = len(made.ids) // made.rows_per_example
+        if not self._sizes:  # of the first window: few texts make a small batch
+            self._sizes = (min(self.experiment.run.eval_batch_size, count),)
+        size = next((size for size in self._sizes if size >= count), self._sizes[-1])
+        size = -(-size // self._shards) * self._shards * made.rows_per_example
+        batches = rows.eval_batches(made, self._pad_id, size)
         return *self._forward.predict_rows(self.params, self.fixed, batches, made), made
 
 

@@ -1,0 +1,521 @@
+"""Vectors of texts, or a fine-tuned run's answers, over HTTP: `bert-jax serve`.
+
+    POST /v1/embeddings   as OpenAI's clients ask; of a run or a base
+    POST /predict         of a fine-tuned run
+    GET  /health          200 once it listens, which it does when every program is compiled
+    GET  /metrics         Prometheus text
+
+A loop of events takes requests, one thread computes. Whenever that thread is free it takes a turn:
+texts of all requests that wait, one of each after the other until there is enough to do, so that a
+large request holds nobody up. `embed.Embedder` or `tasks.predict.TaskModel` sorts them by length
+and computes them, as it does in bulk. What nobody waits for any more is not begun.
+"""
+
+import asyncio
+import base64
+import bisect
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import h11
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from bert_jax.embed import Embedder
+from bert_jax.errors import InputError, quantity
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks.predict import TaskModel
+
+# Texts of a turn at most: each of 512 tokens, a few seconds of a small model on a CPU.
+_TURN = 128
+# Examples of a batch of a fine-tuned run: of what waits alone, and of what waits together.
+_BATCHES = (1, 8)
+_RETRY_SECONDS, _BACKLOG = 1, 2048
+# Upper ends of the histogram of answers' seconds.
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The most that clients may ask.
+
+    Attributes:
+      requests: under way at once; one more is answered 503.
+      texts: of a request, or examples.
+      bytes: of its body.
+      seconds: until it is answered, its body arriving among them, and that a connection may be
+        silent.
+
+    Raises:
+      InputError: a number out of range.
+    """
+
+    requests: int = 256
+    texts: int = 2048
+    bytes: int = 2**21
+    seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        ranges = {"queue": (self.requests, 64, 2**16), "max-texts": (self.texts, 1, 2**16)}
+        ranges |= {"max-bytes": (self.bytes, 2**10, 2**30), "timeout": (self.seconds, 1, 3600)}
+        for flag, (value, least, most) in ranges.items():
+            if not least <= value <= most:
+                raise InputError(f"--{flag} {value:g}: must be from {least} to {most}")
+
+
+class Refused(Exception):
+    """An error that a client is answered.
+
+    Args:
+      status: of HTTP.
+      message: one line.
+      param: which field of the request is at fault.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None):
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def response(self) -> Response:
+        """Returns it in OpenAI's form; what may succeed later names when."""
+        headers = {"Retry-After": str(_RETRY_SECONDS)} if self.status == 503 else {}
+        return Response(self.body(), self.status, headers, "application/json")
+
+    def body(self) -> bytes:
+        """Returns the JSON of it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": None}
+        return json.dumps({"error": error}).encode()
+
+
+# --- what is served -------------------------------------------------------------------------------
+
+
+class Vectors:
+    """Vectors of texts, in OpenAI's form; every program that they need is compiled first."""
+
+    path = "/v1/embeddings"
+
+    def __init__(self, name: str, embedder: Embedder):
+        self.name, self._embedder = name, embedder
+        self.about = f"{embedder.width} numbers a vector"
+        embedder.warm()
+
+    def items(self, body: dict[str, Any], most: int) -> list[str]:
+        """Returns the texts."""
+        if body.get("encoding_format", "float") not in ("float", "base64"):
+            raise Refused(400, "encoding_format: must be float or base64", "encoding_format")
+        width = self._embedder.width
+        if body.get("dimensions", width) != width:
+            raise Refused(400, f"dimensions: vectors have {width} numbers", "dimensions")
+        given = body.get("input")
+        texts = _listed([given] if isinstance(given, str) else given, most)
+        return [_text(text, f"input[{i}]") for i, text in enumerate(texts)]
+
+    def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
+        """Returns of each text its vector, float32 [W], and how many tokens were read."""
+        parts = list(self._embedder.embed(items))
+        vectors = np.concatenate([part.vectors for part in parts])
+        lengths = np.concatenate([part.lengths for part in parts])
+        return list(zip(vectors, lengths.tolist(), strict=True))
+
+    def answer(self, body: dict[str, Any], results: list[Any]) -> bytes:
+        """Returns JSON: an `embedding` a text, as numbers or their bytes, and the tokens used."""
+        packed = body.get("encoding_format") == "base64"
+        data = []
+        for number, (vector, _) in enumerate(results):
+            numbers = vector.astype("<f4")
+            value = base64.b64encode(numbers).decode() if packed else numbers.tolist()
+            data.append({"object": "embedding", "index": number, "embedding": value})
+        tokens = sum(length for _, length in results)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        fields = {"object": "list", "model": body["model"], "data": data, "usage": usage}
+        return json.dumps(fields).encode()
+
+
+class Answers:
+    """Answers of a fine-tuned run, as `predict` gives them; programs are compiled first."""
+
+    path = "/predict"
+
+    def __init__(self, model: TaskModel):
+        self.name, self._model = model.experiment.name, model
+        self._task = model.experiment.task
+        self._texts = examples_lib.texts_of_example(self._task)
+        self.about = f"{quantity(self._texts, 'text')} an example"
+        model.warm(_BATCHES)
+
+    def items(self, body: dict[str, Any], most: int) -> list[examples_lib.Example]:
+        """Returns the examples."""
+        given = body.get("input")
+        alone = given if self._texts > 1 and isinstance(given, list) else [given]
+        if alone and all(isinstance(text, str) for text in alone):
+            given = [given]
+        examples = []
+        for number, texts in enumerate(_listed(given, most)):
+            where = f"input[{number}]"
+            texts = [texts] if isinstance(texts, str) else texts
+            if not isinstance(texts, list) or len(texts) != self._texts:
+                needed = quantity(self._texts, "text")
+                raise Refused(400, f"{where}: an example of this task has {needed}", "input")
+            texts = [_text(text, where) for text in texts]
+            try:
+                examples += examples_lib.parse_arguments(self._task, texts)
+            except InputError as error:
+                raise Refused(400, f"{where}: {error}", "input") from error
+        return examples
+
+    def compute(self, items: list[examples_lib.Example]) -> list[dict[str, Any]]:
+        """Returns an answer an example."""
+        return list(self._model.predict(items))
+
+    def answer(self, body: dict[str, Any], results: list[Any]) -> bytes:
+        """Returns JSON: the answers in the examples' order."""
+        fields = {"object": "list", "model": body["model"], "data": results}
+        return json.dumps(fields).encode()
+
+
+def _listed(given: Any, most: int) -> list[Any]:
+    if not isinstance(given, list) or not given:
+        raise Refused(400, "input: a text is needed, or a list that is not empty", "input")
+    if len(given) > most:
+        raise Refused(413, f"input: {len(given)} texts; at most {most} a request", "input")
+    return given
+
+
+def _text(given: Any, where: str) -> str:
+    if not isinstance(given, str):
+        raise Refused(400, f"{where}: must be a text; ids of pieces are not taken", "input")
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise Refused(400, f"{where}: is not text: half of a surrogate pair", "input") from error
+    return given
+
+
+# --- the service ----------------------------------------------------------------------------------
+
+
+class _Waiting(NamedTuple):
+    """A request: what is to be done, what is done, how much there will be, and who waits for it."""
+
+    items: collections.deque[Any]
+    results: list[Any]
+    count: int
+    future: asyncio.Future
+
+
+class Service:
+    """The application that asks `served`.
+
+    Attributes:
+      app: to be run by an ASGI server.
+      answered: requests, by HTTP's status.
+    """
+
+    def __init__(self, served: Vectors | Answers, limits: Limits):
+        self._served, self._limits = served, limits
+        self._waiting: collections.deque[_Waiting] = collections.deque()
+        self._under_way = 0
+        self.answered: collections.Counter[int] = collections.Counter()
+        self._counts = dict.fromkeys(("left", "refused", "turns", "texts"), 0)
+        self._in_bucket, self._seconds = [0] * (len(_SECONDS) + 1), 0.0
+        self.app = Starlette(
+            routes=[
+                Route(served.path, self._ask, methods=["POST"]),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ],
+            exception_handlers={HTTPException: self._misplaced, Exception: self._failed},
+            lifespan=self._lifespan,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        del app
+        self._work = asyncio.Event()
+        with ThreadPoolExecutor(1) as thread:
+            turns = asyncio.create_task(self._turns(thread))
+            yield
+            turns.cancel()
+
+    async def _ask(self, request: Request) -> Response:
+        """Answers a request, or says why not; never raises for what a client does."""
+        began = time.monotonic()
+        if self._under_way >= self._limits.requests:
+            self._counts["refused"] += 1
+            message = f"{self._under_way} requests are under way; ask again later"
+            return self._counted(Refused(503, message).response())
+        self._under_way += 1
+        arrived = False
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                body = await self._fields(request)
+                arrived = True
+                items = self._served.items(body, self._limits.texts)
+                results = await self._results(request, items)
+                answer = await asyncio.to_thread(self._served.answer, body, results)
+        except Refused as refused:
+            return self._counted(refused.response())
+        except InputError as error:  # the model gives no numbers, or has too much to do at once
+            return self._counted(Refused(500, str(error)).response())
+        except TimeoutError:
+            if not arrived:
+                return self._counted(Refused(408, "the body did not arrive in time").response())
+            self._counts["refused"] += 1
+            message = f"no answer within {self._limits.seconds:g} s; ask again later"
+            return self._counted(Refused(503, message).response())
+        except ClientDisconnect:
+            self._counts["left"] += 1
+            return Response(status_code=400)  # which nobody reads
+        finally:
+            self._under_way -= 1
+        seconds = time.monotonic() - began
+        self._seconds += seconds
+        self._in_bucket[bisect.bisect_left(_SECONDS, seconds)] += 1
+        return self._counted(Response(answer, media_type="application/json"))
+
+    def _counted(self, response: Response) -> Response:
+        self.answered[response.status_code] += 1
+        return response
+
+    async def _fields(self, request: Request) -> dict[str, Any]:
+        """Returns what a request says, with a `model`."""
+        body = bytearray()
+        async for chunk in request.stream():  # what comes after a refusal is dropped by uvicorn
+            body += chunk
+            if len(body) > self._limits.bytes:
+                raise Refused(413, f"the body is longer than {self._limits.bytes} bytes")
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise Refused(400, "the body must be a JSON object")
+        if not isinstance(fields.setdefault("model", self._served.name), str):
+            raise Refused(400, "model: must be a text", "model")
+        return fields
+
+    async def _results(self, request: Request, items: list[Any]) -> list[Any]:
+        """Returns what the model makes of each item.
+
+        Raises:
+          ClientDisconnect: the client has left.
+        """
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(collections.deque(items), [], len(items), future))
+        self._work.set()
+        left = asyncio.ensure_future(_left(request))
+        try:
+            await asyncio.wait({future, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
+                raise ClientDisconnect
+            return future.result()
+        finally:
+            future.cancel()
+            left.cancel()
+
+    async def _turns(self, thread: ThreadPoolExecutor) -> None:
+        """Computes what waits, turn by turn."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._work.wait()
+            turn = self._turn()
+            if not turn:
+                self._work.clear()
+                continue
+            asked = [item for _, item in turn]
+            try:
+                results = await loop.run_in_executor(thread, self._served.compute, asked)
+            except Exception as error:
+                for waiting, _ in turn:
+                    if not waiting.future.done():
+                        waiting.future.set_exception(error)
+                continue
+            self._counts["turns"] += 1
+            self._counts["texts"] += len(turn)
+            for (waiting, _), result in zip(turn, results, strict=True):
+                waiting.results.append(result)
+                if len(waiting.results) == waiting.count and not waiting.future.done():
+                    waiting.future.set_result(waiting.results)
+
+    def _turn(self) -> list[tuple[_Waiting, Any]]:
+        """Returns what is to be computed next, an item of each request after the other."""
+        turn: list[tuple[_Waiting, Any]] = []
+        while self._waiting and len(turn) < _TURN:
+            waiting = self._waiting.popleft()
+            if not waiting.future.done():
+                turn.append((waiting, waiting.items.popleft()))
+                if waiting.items:
+                    self._waiting.append(waiting)
+        return turn
+
+    async def _health(self, request: Request) -> Response:
+        del request
+        body = json.dumps({"status": "ready", "model": self._served.name})
+        return Response(body, media_type="application/json")
+
+    async def _metrics(self, request: Request) -> Response:
+        del request
+        lines = ["# TYPE bert_jax_requests_total counter"]
+        for status, count in sorted(self.answered.items()):
+            lines.append(f'bert_jax_requests_total{{code="{status}"}} {count}')
+        values = {f"{name}_total": ("counter", count) for name, count in self._counts.items()}
+        values["requests_under_way"] = "gauge", self._under_way
+        values["requests_limit"] = "gauge", self._limits.requests
+        for name, (kind, value) in values.items():
+            lines += [f"# TYPE bert_jax_{name} {kind}", f"bert_jax_{name} {value}"]
+        lines.append("# TYPE bert_jax_answer_seconds histogram")
+        sums = itertools.accumulate(self._in_bucket)
+        for end, total in zip((*map(str, _SECONDS), "+Inf"), sums, strict=True):
+            lines.append(f'bert_jax_answer_seconds_bucket{{le="{end}"}} {total}')
+        lines.append(f"bert_jax_answer_seconds_sum {self._seconds:.6f}")
+        lines.append(f"bert_jax_answer_seconds_count {sum(self._in_bucket)}\n")
+        return PlainTextResponse("\n".join(lines), media_type="text/plain; version=0.0.4")
+
+    async def _misplaced(self, request: Request, error: Exception) -> Response:
+        """Answers what is asked elsewhere, or by another method."""
+        del request
+        assert isinstance(error, HTTPException)
+        message = f"{error.detail}: there are POST {self._served.path}, GET /health and /metrics"
+        response = Refused(error.status_code, message).response()
+        response.headers.update(error.headers or {})
+        return self._counted(response)
+
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        """Answers where a bug of ours is; uvicorn logs it."""
+        del request
+        message = f"internal error: {type(error).__name__}"
+        return self._counted(Refused(500, message).response())
+
+
+async def _left(request: Request) -> None:
+    """Returns when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+class _Connection(H11Protocol):
+    """A connection that ends when it is silent, and whose garbage is answered in OpenAI's form."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Begins to look at it from time to time."""
+        super().connection_made(transport)
+        self._refused, self._before = False, None
+        self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends that."""
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Closes it if no request has begun or ended since the last look, and none is under way."""
+        if self.cycle is self._before and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()
+            return
+        self._before = self.cycle
+        self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
+
+    def data_received(self, data: bytes) -> None:
+        """Drops what comes after garbage: closed at once, the answer to it might be lost."""
+        if not self._refused:
+            super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP."""
+        self._refused = True
+        body = Refused(400, msg).body()
+        headers = {"content-type": "application/json", "connection": "close"}
+        headers["content-length"] = str(len(body))
+        # Half an answer may have been sent.
+        with contextlib.suppress(h11.LocalProtocolError):
+            head = h11.Response(status_code=400, headers=list(headers.items()), reason=b"Bad")
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+            self.transport.write_eof()
+        self.loop.call_later(_RETRY_SECONDS, self.transport.close)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound, and does not listen yet.
+
+    Raises:
+      InputError: another process has the port, or there is no such address.
+    """
+    if not 0 <= port < 2**16:
+        raise InputError(f"--port {port}: must be from 0, any that is free, to {2**16 - 1}")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from error
+    return bound
+
+
+def server_of(service: Service, seconds: float) -> uvicorn.Server:
+    """Returns what runs it; asked to stop, it takes no more and answers what is under way.
+
+    Args:
+      service: to be run.
+      seconds: that a connection may be silent, and that the end may take.
+    """
+    settings = uvicorn.Config(
+        service.app,
+        loop="asyncio",
+        http=_Connection,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=int(seconds),
+        timeout_graceful_shutdown=int(seconds) + 1,
+    )
+    return uvicorn.Server(settings)
+
+
+def serve(
+    served: Vectors | Answers, bound: socket.socket, limits: Limits, say: Callable[[str], None]
+) -> None:
+    """Answers until SIGTERM or Ctrl-C, then ends what is under way."""
+    bound.listen(_BACKLOG)
+    host, port = bound.getsockname()[:2]
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    say(f"serve: {where}{served.path}, {served.name}, {served.about}")
+    service = Service(served, limits)
+    server = server_of(service, limits.seconds)
+
+    def end(number: int, frame: Any) -> None:
+        """Takes what uvicorn raises again when it has ended, and what comes before it begins."""
+        server.should_exit = True
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        server.run(sockets=[bound])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        counts = sorted(service.answered.items())
+        answered = ", ".join(f"{count} with {status}" for status, count in counts)
+        say(f"serve: ended; requests answered: {answered or 'none'}")

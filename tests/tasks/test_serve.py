@@ -1,0 +1,439 @@
+"""Vectors and answers over HTTP, asked through sockets: many clients, bad ones, and the end."""
+
+import base64
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import samples
+import small_run
+import tuned
+from broken import call
+from etils import epath
+
+from bert_jax import embed, serve
+from bert_jax.config import Task
+from bert_jax.errors import InputError
+from bert_jax.predict import Trained
+from bert_jax.tasks import examples
+from bert_jax.tasks.predict import TaskModel
+
+TEXTS = ["wa wb", "", "xa " * 90, "wc ? xd", "\u65e5\x00 wa"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    tuned.write_base(tmp_path_factory.mktemp("serve") / "base")
+    return Trained.of(epath.Path(tmp_path_factory.getbasetemp() / "serve0" / "base"))
+
+
+def embedder(trained):
+    return embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
+
+
+class Gate:
+    """A model that computes only while it is open."""
+
+    path, name, about = "/v1/embeddings", "gate", ""
+
+    def __init__(self, vectors):
+        self.vectors, self.open, self.sizes = vectors, threading.Event(), []
+        self.items, self.answer = vectors.items, vectors.answer
+
+    def compute(self, items):
+        self.open.wait()
+        self.sizes.append(len(items))
+        if "fail" in items:
+            raise InputError("numbers that are not finite")
+        return self.vectors.compute(items)
+
+
+@contextlib.contextmanager
+def running(served, limits=None):
+    """Yields the port of a service that ends afterwards."""
+    limits = limits or serve.Limits()
+    bound = serve.listening("127.0.0.1", 0)
+    bound.listen(2048)
+    server = serve.server_of(serve.Service(served, limits), limits.seconds)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        yield bound.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def port(trained):
+    with running(serve.Vectors("base", embedder(trained))) as port:
+        yield port
+
+
+def ask(port, body, path="/v1/embeddings", method="POST"):
+    """Status, headers, and the JSON of the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.headers, json.loads(answer.read())
+
+
+def metrics(port):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def until(condition):
+    """Waits for a state that other threads bring about."""
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError
+
+
+def is_error(answer, status):
+    """OpenAI's form: https://platform.openai.com/docs/guides/error-codes."""
+    found, _, body = answer
+    assert found == status
+    assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"].isprintable()
+    return body["error"]
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+def test_vectors_are_those_of_embed_as_numbers_and_as_bytes(trained, port):
+    """As OpenAI's clients ask: of their own accord they take base64 and unpack it as float32."""
+    (part,) = embedder(trained).embed(TEXTS)
+    for form in ("float", "base64"):
+        asked = {"input": TEXTS, "model": "any", "encoding_format": form, "user": "u"}
+        status, headers, body = ask(port, asked)
+        assert (status, headers["content-type"]) == (200, "application/json")
+        found = [one["embedding"] for one in body["data"]]
+        if form == "base64":
+            found = [np.frombuffer(base64.b64decode(one), np.float32) for one in found]
+        np.testing.assert_array_equal(np.array(found, np.float32), part.vectors)
+        assert [one["index"] for one in body["data"]] == [0, 1, 2, 3, 4]
+        assert {one["object"] for one in body["data"]} == {"embedding"}
+        assert (body["object"], body["model"]) == ("list", "any")
+        # [CLS] and [SEP] of each; the third is cut to the 64 that the model reads.
+        assert body["usage"] == {"prompt_tokens": 4 + 2 + 64 + 5 + 4, "total_tokens": 79}
+
+
+def test_no_text_needs_a_program_that_was_not_compiled_at_the_start(trained):
+    served = embedder(trained)
+    serve.Vectors("base", served)
+    programs = served._run._cache_size()
+    assert programs == 3  # of 16, 32 and 64 tokens
+    for count in range(0, 99, 3):
+        list(served.embed(["wa " * count] * (1 + count % 4)))
+    assert served._run._cache_size() == programs
+
+
+def test_a_text_alone_is_a_list_of_one_and_the_model_s_name_may_be_left_out(trained, port):
+    status, _, body = ask(port, {"input": "wa wb"})
+    assert status == 200 and body["model"] == "base" and len(body["data"]) == 1
+    (part,) = embedder(trained).embed(["wa wb"])
+    np.testing.assert_array_equal(np.float32(body["data"][0]["embedding"]), part.vectors[0])
+
+
+def test_what_waits_together_is_computed_together_and_each_gets_its_own(trained):
+    gate = Gate(serve.Vectors("base", embedder(trained)))
+    texts = [f"{a} {b}" for a, b in itertools.product(tuned.GOOD + tuned.BAD, repeat=2)]
+    (part,) = embedder(trained).embed(texts)
+    with running(gate) as port, ThreadPoolExecutor(64) as clients:
+        answers = [clients.submit(ask, port, {"input": text}) for text in texts]
+        until(lambda: metrics(port)["bert_jax_requests_under_way"] == 64)
+        gate.open.set()
+        for answer, expected in zip(answers, part.vectors, strict=True):
+            status, _, body = answer.result()
+            found = np.float32(body["data"][0]["embedding"])
+            assert status == 200 and np.abs(found - expected).max() < 1e-5
+        assert sum(gate.sizes) == 64 and len(gate.sizes) < 16
+        seen = metrics(port)
+        assert seen['bert_jax_requests_total{code="200"}'] == seen["bert_jax_texts_total"] == 64
+        assert seen["bert_jax_answer_seconds_count"] == 64
+        assert seen['bert_jax_answer_seconds_bucket{le="+Inf"}'] == 64
+
+
+def test_a_large_request_holds_nobody_up(trained):
+    gate = Gate(serve.Vectors("base", embedder(trained)))
+    with running(gate) as port, ThreadPoolExecutor(2) as clients:
+        large = clients.submit(ask, port, {"input": ["wa"] * 600})
+        until(lambda: metrics(port)["bert_jax_requests_under_way"] == 1)
+        small = clients.submit(ask, port, {"input": ["xa"] * 3})
+        until(lambda: metrics(port)["bert_jax_requests_under_way"] == 2)
+        gate.open.set()
+        assert len(small.result()[2]["data"]) == 3
+        assert [one["index"] for one in large.result()[2]["data"]] == list(range(600))
+    assert gate.sizes == [128, 128, 128, 128, 91]
+
+
+class Task_:
+    """Answers with what it is asked."""
+
+    def __init__(self, **task):
+        task = Task(train=("jsonl:x",), validation=("jsonl:x",), **task)
+        self.experiment = type("Experiment", (), {"name": "run", "task": task})
+
+    def warm(self, sizes):
+        pass
+
+    def predict(self, examples):
+        return [{"texts": list(getattr(e, "texts", None) or e.words)} for e in examples]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ("classify", "a b", [["a b"]]),
+        ("classify", ["a", "b"], [["a"], ["b"]]),
+        ("tag", ["a b", "c"], [["a", "b"], ["c"]]),
+        ("pair", ["a", "b"], [["a", "b"]]),
+        ("pair", [["a", "b"], ["c", "d"]], [["a", "b"], ["c", "d"]]),
+        ("classify", ["a", " "], "input[1]: TEXT 1: text 1 is blank"),
+        ("classify", [["a", "b"]], "input[0]: an example of this task has 1 text"),
+        ("pair", [["a", "b"], "c"], "input[1]: an example of this task has 2 texts"),
+        ("pair", "a", "input[0]: an example of this task has 2 texts"),
+        ("pair", [["a", 1]], "input[0]: must be a text"),
+        ("pair", {"a": 1}, "input: a text is needed, or a list"),
+    ],
+)
+def test_examples_of_a_task(kind, given, expected):
+    more = {"pair": {"second_column": "b"}, "tag": {"text_column": "0", "label_column": "1"}}
+    served = serve.Answers(Task_(kind=kind, **more.get(kind, {})))
+    if isinstance(expected, str):
+        with pytest.raises(serve.Refused) as caught:
+            served.items({"input": given}, 9)
+        assert caught.value.status == 400 and expected in str(caught.value)
+    else:
+        results = served.compute(served.items({"input": given}, 9))
+        answer = json.loads(served.answer({"model": "m"}, results))
+        assert answer["model"] == "m" and [one["texts"] for one in answer["data"]] == expected
+
+
+# --- clients that are no good -------------------------------------------------------------------
+
+
+BAD = [
+    (b"", 400, "not JSON", None),
+    (b"\xff\xfe\x00garbage", 400, "not JSON", None),
+    (b'{"input": "wa"', 400, "not JSON", None),
+    (b"[" * 100_000, 400, "not JSON", None),
+    (b'{"input": ' + b"9" * 5000 + b"}", 400, "not JSON", None),
+    (b'["wa"]', 400, "a JSON object", None),
+    ({}, 400, "input: a text is needed", "input"),
+    ({"input": []}, 400, "input: a text is needed", "input"),
+    ({"input": {"a": 1}}, 400, "input: a text is needed", "input"),
+    ({"input": [1, 2, 3]}, 400, "input[0]: must be a text; ids of pieces", "input"),
+    ({"input": ["wa", ["wb"]]}, 400, "input[1]: must be a text", "input"),
+    (b'{"input": "\\ud800"}', 400, "half of a surrogate pair", "input"),
+    ({"input": ["wa"] * 2049}, 413, "2049 texts; at most 2048", "input"),
+    ({"input": "w" * 2**21}, 413, "longer than 2097152 bytes", None),
+    ({"input": "w" * 2**24}, 413, "longer than 2097152 bytes", None),
+    ({"input": "wa", "model": 1}, 400, "model: must be a text", "model"),
+    ({"input": "wa", "encoding_format": "hex"}, 400, "float or base64", "encoding_format"),
+    ({"input": "wa", "dimensions": 8}, 400, "vectors have 16 numbers", "dimensions"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "message", "param"), BAD)
+def test_a_bad_request_is_answered_with_what_is_wrong(body, status, message, param, port):
+    error = is_error(ask(port, body), status)
+    assert message in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_another_path_or_method_is_named(port):
+    assert "POST /v1/embeddings" in is_error(ask(port, {}, "/v1/chat"), 404)["message"]
+    assert "POST /v1/embeddings" in is_error(ask(port, {}, method="PUT"), 405)["message"]
+    assert "POST /v1/embeddings" in is_error(ask(port, {}, "/predict"), 404)["message"]
+    assert ask(port, b"", "/health", "GET")[2] == {"status": "ready", "model": "base"}
+
+
+def exchange(port, data, shut=False):
+    """What comes back until the other side closes; "reset" if it did so rudely."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(data)
+        if shut:
+            connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_what_is_not_http_is_answered_in_the_same_form(port):
+    asked = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\n"
+    for data in (
+        b"\x16\x03\x01\x02\x00garbage\r\n\r\n",
+        os.urandom(50) + b"\r\n\r\n" + b"x" * 2**20,
+        b"GET /" + b"a" * 2**18,
+        asked + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n",
+        asked + b"Content-Length: -1\r\n\r\n",
+    ):
+        head, _, body = exchange(port, data).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert ask(port, {"input": "wa"})[0] == 200
+
+
+def test_clients_that_leave_are_forgotten_and_what_they_wanted_is_not_computed(trained):
+    gate = Gate(serve.Vectors("base", embedder(trained)))
+    body = json.dumps({"input": ["wa"] * 200}).encode()
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with running(gate) as port:
+        under_way = []
+        for data in (head.encode() + body[:9], head.encode() + body):
+            under_way.append(socket.create_connection(("127.0.0.1", port)))
+            under_way[-1].sendall(data)
+        until(lambda: metrics(port)["bert_jax_requests_under_way"] == 2)
+        for connection in under_way:
+            connection.close()
+        until(lambda: metrics(port)["bert_jax_left_total"] == 2)
+        assert metrics(port)["bert_jax_requests_under_way"] == 0
+        gate.open.set()
+        assert ask(port, {"input": "wa"})[0] == 200
+    assert gate.sizes == [128, 1]
+
+
+def test_more_than_the_queue_holds_is_refused_and_counted_and_nothing_is_lost(trained):
+    gate = Gate(serve.Vectors("base", embedder(trained)))
+    with running(gate, serve.Limits(requests=64)) as port, ThreadPoolExecutor(64) as clients:
+        answers = [clients.submit(ask, port, {"input": "wa"}) for _ in range(64)]
+        until(lambda: metrics(port)["bert_jax_requests_under_way"] == 64)
+        refused = ask(port, {"input": "wa"})
+        assert "64 requests are under way" in is_error(refused, 503)["message"]
+        assert refused[1]["Retry-After"] == "1"
+        gate.open.set()
+        assert [answer.result()[0] for answer in answers] == [200] * 64
+        seen = metrics(port)
+        assert seen["bert_jax_refused_total"] == seen['bert_jax_requests_total{code="503"}'] == 1
+
+
+def test_time_is_limited_for_answers_bodies_and_silence(trained):
+    gate = Gate(serve.Vectors("base", embedder(trained)))
+    asked = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+    with running(gate, serve.Limits(seconds=1)) as port, ThreadPoolExecutor(3) as clients:
+        waits = clients.submit(ask, port, {"input": "wa"})
+        halfway, silent = (clients.submit(exchange, port, data) for data in (asked, b""))
+        assert "no answer within 1 s" in is_error(waits.result(), 503)["message"]
+        assert halfway.result().startswith(b"HTTP/1.1 408 ")
+        assert silent.result() == b""
+        gate.open.set()
+        assert ask(port, {"input": "wa"})[0] == 200
+
+
+def test_what_the_model_cannot_compute_is_an_error_and_the_next_is_answered(trained):
+    gate = Gate(serve.Vectors("base", embedder(trained)))
+    gate.open.set()
+    with running(gate) as port:
+        error = is_error(ask(port, {"input": "fail"}), 500)
+        assert (error["type"], error["message"]) == ("server_error", "numbers that are not finite")
+        assert ask(port, {"input": "wa"})[0] == 200
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--workdir nowhere --port 0", ("nowhere", "no run here")),
+        ("--workdir . --port 70000", ("--port 70000", "65535")),
+        ("--workdir . --host 300.0.0.1 --port 0", ("--host 300.0.0.1",)),
+        ("--workdir . --queue 63", ("--queue 63", "64")),
+        ("--workdir . --timeout 0", ("--timeout 0",)),
+        ("--workdir . --pooling tokens", ("--pooling", "tokens")),
+        ("--workdir base --port 0 --layers 4", ("--layers 4", "layers 1 to 1")),
+        ("--workdir base --port 0 --from base", ("--from", "fine-tuned")),
+    ],
+)
+def test_a_start_that_cannot_be_is_one_line(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base("base")
+    code, err = call(f"serve {arguments}")
+    assert (code, err.count("\n")) == (2, 1), err
+    for word in words:
+        assert word in err
+
+
+def test_a_port_that_is_taken_is_named(port):
+    code, err = call(f"serve --workdir nowhere --port {port}")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"--port {port}" in err and "in use" in err
+
+
+def test_without_its_extra_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "bert_jax.serve")
+    monkeypatch.delattr("bert_jax.serve")
+    code, err = call("serve --workdir .")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "uvicorn is not installed: pip install 'bert-jax[serve]'" in err
+
+
+@contextlib.contextmanager
+def process(folder, *arguments):
+    """A service of its own, and its port."""
+    words = [sys.executable, "-m", "bert_jax.cli", "serve", "--port", "0", *arguments]
+    environment = os.environ | small_run.settings(devices=1)
+    with subprocess.Popen(
+        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as started:
+        try:
+            line = started.stdout.readline().decode()
+            yield started, int(re.search(r":(\d+)/", line)[1])
+        finally:
+            started.kill()
+
+
+@pytest.mark.long
+def test_a_fine_tuned_run_answers_as_predict_and_ends_when_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base(tmp_path / "base")
+    tuned.write_task(tmp_path, "pair")
+    assert tuned.finetune() == 0
+    pairs = [["wa wb", "xa"], ["xb", "xc xd " * 9], ["wa", "wb"]]
+    expected = tuned.predict(capsys, *itertools.chain(*pairs))
+    model = TaskModel("run")
+    serve.Answers(model)
+    programs = model._forward._logits._cache_size()
+    assert programs == 2  # 32 tokens in batches of 1 and 8
+    for count in range(1, 20):
+        list(model.predict(examples.parse_arguments(model.experiment.task, ["wa", "xb"] * count)))
+    assert model._forward._logits._cache_size() == programs
+    with process(tmp_path, "--workdir", "run") as (started, port), ThreadPoolExecutor(8) as clients:
+        status, _, body = ask(port, {"input": pairs}, "/predict")
+        assert status == 200
+        for found, other in zip(body["data"], expected, strict=True):
+            assert (found["texts"], found["label"]) == (other["texts"], other["label"])
+            for label, chance in found["probabilities"].items():
+                assert chance == pytest.approx(other["probabilities"][label], rel=1e-5)
+        asked = {"input": pairs * 600}
+        answers = [clients.submit(ask, port, asked, "/predict") for _ in range(8)]
+        until(lambda: metrics(port)["bert_jax_requests_under_way"] == 8)
+        started.send_signal(signal.SIGTERM)
+        for answer in answers:
+            status, _, body = answer.result()
+            assert status == 200 and len(body["data"]) == 1800
+        out, err = started.communicate(timeout=60)
+    assert (started.returncode, err) == (0, b"")
+    assert out.decode().endswith("serve: ended; requests answered: 9 with 200\n")
