@@ -21,7 +21,7 @@ TORCH := .venv-torch
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long fuzz lint settings bench scale-run scale-text bench-torch bench-embed parity plans \
+.PHONY: all pretrain test test-long fuzz lint settings bench scale-run scale-text bench-torch bench-embed bench-serve parity plans \
   image-lint image-steps clean another-interpreter
 
 all: $(STAMP)
@@ -95,6 +95,10 @@ bench-torch: $(STAMP) $(TORCH)/installed
 # Sentences a second of `embed` against transformers, and how far their vectors are apart.
 bench-embed: $(STAMP) $(TORCH)/embed
 	$(BIN)/python -m benchmarks.embed --python $(TORCH)/bin/python
+
+# Requests a second and latencies of `serve` against `embed` in bulk; three minutes.
+bench-serve: $(STAMP)
+	$(BIN)/python -m benchmarks.serve
 
 # The same numbers as PyTorch, transformers and PEFT, through exported folders; three minutes.
 parity: $(STAMP) $(TORCH)/parity

@@ -158,9 +158,10 @@ class Embedder:
         """Compiles what texts of any length need."""
         for length in packing.lengths_of_programs(self.max_length):
             ids = np.full(length, self._tokenizer.cls_id, np.int32)
-            # Room for the vector of the text, or of each of its pieces.
-            rows = np.array([0, length - 2]), np.empty((length, self.width), np.float32)
-            self._compute([ids], *rows)
+            for texts in ([ids], [ids, ids[:2]]):
+                # Room for the vector of each text, or of each of its pieces.
+                offsets = np.array([0, length - 2, length - 2])
+                self._compute(texts, offsets, np.empty((length, self.width), np.float32))
 
     def _encoded(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns ids with [CLS] and [SEP], not cut."""
@@ -199,12 +200,14 @@ class Embedder:
         """Fills in the vectors of text i from row `offsets[i]`."""
         lengths = [len(ids) for ids in texts]
         sharding = mesh_lib.batch_sharding(self._mesh)
+        row_tokens = self._row_tokens
+        if len(texts) == 1:  # what is asked alone is answered sooner in a row of its own
+            row_tokens, _ = packing.room(lengths[0], self.max_length)
 
         def fill(batch: tuple[int, int, list[packing.Row]]) -> None:
             places, slots, rows = batch
             packed = [
-                packing.pack([texts[i] for i in row], self._row_tokens, slots, places)
-                for row in rows
+                packing.pack([texts[i] for i in row], row_tokens, slots, places) for row in rows
             ]
             arrays = {name: np.stack([row[name] for row in packed]) for name in packed[0]}
             with mesh_lib.named_memory("take a smaller --batch-tokens or --max-length"):
@@ -219,7 +222,7 @@ class Embedder:
                     start += lengths[i]
 
         shards = mesh_lib.data_shards(self._mesh)
-        batches = packing.batches(lengths, self._row_tokens, self.max_length, shards)
+        batches = packing.batches(lengths, row_tokens, self.max_length, shards)
         with ThreadPoolExecutor(self._under_way) as pool:
             for _ in pool.map(fill, batches):  # so that an error is raised here
                 pass

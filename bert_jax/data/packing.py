@@ -238,7 +238,7 @@ def batches(
         waiting.setdefault(length, []).append(i)
     present = sorted(waiting)  # each a length of texts that wait
     while present:
-        places, shorter = _places(present[-1], longest)
+        places, shorter = room(present[-1], longest)
         # So many as fill a row if all are just too long for the next shorter program.
         slots = max(row_tokens // (shorter + 1), 1)
         rows: list[Row] = []
@@ -287,10 +287,10 @@ def pack(
 
 def lengths_of_programs(longest: int) -> list[int]:
     """Returns every K of texts of up to `longest` tokens: the longest text of each program."""
-    return sorted({_places(length, longest)[0] for length in range(1, longest + 1)})
+    return sorted({room(length, longest)[0] for length in range(1, longest + 1)})
 
 
-def _places(length: int, longest: int) -> tuple[int, int]:
+def room(length: int, longest: int) -> tuple[int, int]:
     """Returns K for texts of this length, and the next smaller one."""
     step = _PLACES[-1]
     steps = [_PLACES[0] // 2, *_PLACES, *range(2 * step, longest + step, step)]

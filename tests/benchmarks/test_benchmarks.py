@@ -1,5 +1,6 @@
 """Each benchmark runs at its smallest and keeps what it prints. How fast is no test's business."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -9,7 +10,7 @@ import sys
 import pytest
 import small_run
 
-from benchmarks import embed, measure, torch_step, worker
+from benchmarks import embed, measure, serve, torch_step, worker
 
 
 def figures(name, folder, *arguments):
@@ -123,6 +124,22 @@ def test_embed_is_compared_with_the_peer_s_best_batch():
     assert (found["ratio"], found["ratio_median"]) == (3.0, 2.5)
     assert (found["cpu_ratio"], found["cpu_ratio_median"]) == (1.5, 1.5)
     assert (found["first_ratio"], found["largest_difference"]) == (0.5, 1e-6)
+
+
+@pytest.mark.long
+def test_serve_prints_its_figures(tmp_path):
+    flags = {"--sentences": 20, "--seconds": 1, "--rounds": 1, "--clients": "1,3"}
+    found = figures("serve", tmp_path, *itertools.chain(*flags.items()), "--max-length", 16)
+    assert found["requests_per_second_1"] > 0 and found["p99_ms_3"] >= found["p50_ms_3"]
+    assert found["refused_3"] == 0
+
+
+def test_serve_is_compared_in_sentences_a_second_and_cpu_time():
+    turn = {"wall": 10.0, "cpu": 4.0, "answered": 100, "refused": 1, "p50": 0.1, "p99": 0.4}
+    found = serve.summary([(5.0, 8.0), (4.0, 6.0), (6.0, 9.0)], {8: [turn] * 3}, 400)
+    assert (found["embed_sentences_per_second"], found["requests_per_second_8"]) == (80.0, 10.0)
+    assert (found["ratio_8"], found["cpu_ratio_8"]) == (0.125, 0.5)
+    assert (found["p50_ms_8"], found["p99_ms_8"], found["refused_8"]) == (100.0, 400.0, 3)
 
 
 def test_the_faster_peer_is_the_one_we_are_compared_with():
