@@ -53,9 +53,10 @@ pretrain: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest
 
-# The tests that take longest, on programs that are compiled as for a user.
+# The tests that take longest, on programs that are compiled as for a user. Many of them wait for
+# processes, so that three workers keep two cores busy.
 test-long: $(STAMP)
-	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m long
+	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m long -n 3
 
 # A pod of four hosts, its bucket away at times, preempted and moved, on this machine; half an hour.
 rehearse-pod: $(STAMP)
