@@ -381,6 +381,14 @@ def test_a_port_that_is_taken_is_named(port):
     assert f"--port {port}" in err and "in use" in err
 
 
+def test_connections_are_tcp_to_asyncio_which_then_sends_at_once():
+    """Of any other socket it leaves Nagle's algorithm on: an answer's second part waits 40 ms."""
+    with serve.listening("127.0.0.1", 0) as bound:
+        bound.listen()
+        with socket.create_connection(bound.getsockname()), bound.accept()[0] as accepted:
+            assert accepted.proto == socket.IPPROTO_TCP
+
+
 def test_without_its_extra_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "bert_jax.serve")
