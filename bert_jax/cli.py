@@ -22,6 +22,8 @@ from bert_jax.errors import FAILED, FINISHED, STOPPED, InputError, printable
 
 # Exit codes of runs, by how they ended.
 _CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
+# Of a search: all are computed at once, and more than a few bring nothing.
+_MOST_BEAMS = 64
 
 
 # --- Commands and their arguments ---
@@ -644,8 +646,8 @@ def _do_task(args: argparse.Namespace) -> int:
     from bert_jax.tasks import predict as predict_lib
     from bert_jax.training.environment import keep_compiled_programs
 
-    if args.beam is not None and args.beam < 1:
-        raise InputError(f"--beam {args.beam}: must be 1 or more")
+    if args.beam is not None and not 1 <= args.beam <= _MOST_BEAMS:
+        raise InputError(f"--beam {args.beam}: must be from 1 to {_MOST_BEAMS}")
     if args.text and (args.source or args.score):
         raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
     if args.input is not None:
