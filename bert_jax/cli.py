@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 
 from bert_jax import __version__, config, errors, system
 from bert_jax.config import Experiment, Finetuning, Kind, Parallelism, Section, explain
-from bert_jax.config.code import name_file
+from bert_jax.config.code import name_file, was_used
 from bert_jax.conformance import command as conformance_command
 from bert_jax.errors import FAILED, FINISHED, STOPPED, InputError, printable
 
@@ -401,7 +401,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     _set(),
     _CACHE,
     _argument(
-        "--step", type=int, default=0, metavar="N", help="how many steps were done before it [0]"
+        "--step", type=int, default=0, metavar="N", help="the batch that follows after N steps [0]"
     ),
     _argument("--rows", type=int, default=4, metavar="K", help="rows to show [4]"),
 )
@@ -1186,6 +1186,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(args, "code", None):
             name_file(args.code)
         code = args.command(args)
+        if getattr(args, "code", None) and code == FINISHED and not was_used(args.code):
+            print(
+                f"--code {printable(args.code)}: nothing asked for it; leave it out",
+                file=sys.stderr,
+            )
         sys.stdout.flush()
         return code
     except BrokenPipeError:

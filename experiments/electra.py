@@ -2,7 +2,6 @@
 
 A small generator learns masked pieces; what it draws for them stands in the text that the encoder
 reads, which learns of each piece whether it was replaced. All positions teach, not 15 %.
-docs/extending.md goes through the file.
 
 Source: Clark et al. 2020, section 3: the generator shares the embeddings, and is a third of the
 encoder, here in layers; lambda 50. Pieces to be predicted are all [MASK].
@@ -11,7 +10,7 @@ Expected: the share of replaced pieces that is seen through leaves 0.
 Command: bert-jax pretrain experiments/electra.py
 """
 
-import dataclasses
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ LAMBDA = 50.0
 BITS, _GENERATOR, _DRAWN = 24, 1_000, 1_001
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Electra:
     """Replaced token detection; see `bert_jax.training.objective.Objective`."""
 
@@ -47,14 +46,13 @@ class Electra:
     @property
     def small(self) -> Model:
         """The generator."""
-        count = max(self.model.num_hidden_layers // 3, 1)
-        return dataclasses.replace(self.model, num_hidden_layers=count)
+        return replace(self.model, num_hidden_layers=max(self.model.num_hidden_layers // 3, 1))
 
     @property
     def rules(self) -> tuple[Rule, ...]:
         """Of the encoder as ever; the generator's and the head's are never cut over DATA."""
-        encoder = sharding.encoder_rules(self.model)
-        return (*encoder, Rule("generator/.*"), Rule("replaced/(kernel|bias)"))
+        own = [Rule("generator/.*"), Rule("replaced/(kernel|bias)")]
+        return (*sharding.encoder_rules(self.model), *own)
 
     def init_params(self, key: jax.Array):
         """The encoder, the generator's layers and head, and the head that tells pieces apart."""
@@ -81,8 +79,7 @@ class Electra:
         encoder = heads.merge(self.model, {"encoder": params["encoder"]}).encoder
         inputs = (read, batch["segment_ids"], batch["input_mask"])
         hidden = encode(encoder, self.model, *inputs, noise, loop)
-        head = params["replaced"]
-        score = layers.linear(hidden, head["kernel"], head["bias"])[..., 0]
+        score = layers.linear(hidden, **params["replaced"])[..., 0]
         seen = batch["input_mask"].astype(jnp.float32)
         nats = jax.nn.softplus(jnp.where(is_replaced > 0, -score, score))
         right = ((score > 0) == (is_replaced > 0)).astype(jnp.float32)
@@ -110,8 +107,7 @@ class Electra:
     def _generated(self, params, batch, noise, loop: Loop) -> jax.Array:
         own = params["generator"]
         encoder = params["encoder"] | {"layers": own["layers"]}  # all else is shared
-        small = {"encoder": encoder, "masked_lm": own["masked_lm"]}
-        module = heads.merge(self.small, small)
+        module = heads.merge(self.small, {"encoder": encoder, "masked_lm": own["masked_lm"]})
         names = ("input_ids", "segment_ids", "input_mask")
         # Its layers are not those that the loop may have to gather.
         whole = loop._replace(gather=lambda layer: layer)
@@ -149,8 +145,6 @@ def experiment() -> Experiment:
     import tiny
 
     parent = tiny.experiment()
-    data = dataclasses.replace(
-        parent.data, code=config.own(electra), mask_share=1.0, random_share=0.0
-    )
-    run = dataclasses.replace(parent.run, watch=())
-    return dataclasses.replace(parent, name="electra", data=data, run=run)
+    data = replace(parent.data, code=config.own(electra), mask_share=1.0, random_share=0.0)
+    run = replace(parent.run, watch=())
+    return replace(parent, name="electra", data=data, run=run)

@@ -1,6 +1,7 @@
 """`python -m launch NAME ARGS`: runs a launcher, or asks about what was launched for a workdir."""
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from .commands import PROGRAM, say
 
 # Each is a module; imported when it is named, since checks take the whole library.
 LAUNCHERS = ("local", "gke", "tpu_vm")
+NAMES = (*LAUNCHERS, "status", "logs", "stop")
 
 # Preemptions of a run of days on machines that may be taken back.
 _RETRIES = 10
@@ -31,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         at = words.index("--")
         words, command = words[:at], words[at + 1 :]
     parser = _parser()
+    for word in words[:1]:
+        near = difflib.get_close_matches(word, NAMES, n=1)
+        if near and word not in NAMES and not word.startswith("-"):
+            parser.error(f"{word}: no such launcher; did you mean {near[0]}?")
     args = parser.parse_args(words)
     if command is not None and args.launcher != "local":
         parser.error(f"{args.launcher}: takes no COMMAND after --")

@@ -84,6 +84,7 @@ def test_defaults_are_as_set_takes_them():
         ("hiden_size=8", "model.hidden_size"),
         ("mesh.tensor=2", "parallelism.tensor"),
         ("batch_size=8", "phases.N.batch_size"),
+        ("phases=3", "phases.0.steps"),
         ("xyzzy=1", "`bert-jax config --explain` lists all"),
     ],
 )

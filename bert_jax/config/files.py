@@ -300,6 +300,11 @@ _KINDS = {
 def _parse(text: str, hint: Any, setting: str) -> object:
     if dataclasses.is_dataclass(hint):
         raise InputError(f"--set {setting}: names a whole section; set one of its fields")
+    if get_origin(hint) is tuple and dataclasses.is_dataclass(get_args(hint)[0]):
+        name = setting.partition("=")[0].strip()
+        raise InputError(
+            f"--set {setting}: names a list of sections; set a field, as {name}.0.steps"
+        )
     if hint is str or get_origin(hint) is Literal:
         return text
     if get_origin(hint) is tuple and get_args(hint)[0] is str and not text.startswith("["):

@@ -93,6 +93,12 @@ def _write_page(
 
 
 def _read(workdirs: Sequence[str]) -> list[Record]:
+    named: dict[str, str] = {}
+    for root in workdirs:
+        where = root if "://" in root else os.path.realpath(root)
+        if where in named:
+            raise InputError(f"{root}: the same run as {named[where]}; name each once")
+        named[where] = root
     records = [Record.read(root) for root in workdirs]
     labels = [record.label for record in records]
     if len(set(labels)) < len(labels):

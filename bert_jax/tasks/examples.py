@@ -146,8 +146,8 @@ def each(
     task.require_readable("source", sources)
     places: dict[str, str] = {}  # of questions, by id
     for source in sources:
-        count = 0
-        for example in _of_source(task, source, labelled, [] if blank is None else blank):
+        count, left_out = 0, list[str]()
+        for example in _of_source(task, source, labelled, left_out):
             if isinstance(example, Question):
                 if example.id in places:
                     raise InputError(
@@ -157,8 +157,11 @@ def each(
                 places[example.id] = example.place
             count += 1
             yield example
+        if blank is not None:
+            blank += left_out
         if not count:
-            raise InputError(f"{source}: holds no examples")
+            why = f"; left out for blank cells: {in_words({'them': left_out})}" if left_out else ""
+            raise InputError(f"{source}: holds no examples{why}")
 
 
 def _of_source(task: Task, source: str, labelled: Labelled, blank: list[str]) -> Iterator[Example]:

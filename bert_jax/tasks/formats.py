@@ -91,7 +91,11 @@ def records(source: str, header: str) -> Iterator[tuple[str, list[str], list[Any
             yield place, list(record), list(record.values())
         return
     first, names, lines = _begun(_tsv(path) if word == "tsv" else _csv(path), header)
+    before = first
     for number, cells in lines:
+        if len(names) == 1:  # where a blank line before another row is a blank cell
+            yield from ((f"{path}:{blank}", names, [""]) for blank in range(before + 1, number))
+            before = number + sum(cell.count("\n") for cell in cells)
         place = f"{path}:{number}"
         _require_as_many(cells, len(names), place, first)
         yield place, names, cells

@@ -105,7 +105,8 @@ class TaskModel:
         self._pad_id = loaded.tokenizer.pad_id
         self.unknown = unknown.Share(loaded.tokenizer)
         self._shards = mesh_lib.data_shards(mesh)
-        self._sizes: tuple[int, ...] = ()  # of batches, in examples, smallest first
+        self._sizes: tuple[int, ...] = ()  # of batches, in examples, smallest first, once warm
+        self._most = 0  # examples of a batch so far, before that
 
     def warm(self, sizes: tuple[int, ...]) -> None:
         """Compiles what examples of any length need; batches have no other sizes from then on.
@@ -165,9 +166,10 @@ class TaskModel:
         made = self._kind.rows(examples)
         self.unknown.add(made.ids)
         count = len(made.ids) // made.rows_per_example
-        if not self._sizes:  # of the first window: few texts make a small batch
-            self._sizes = (min(self.experiment.run.eval_batch_size, count),)
-        size = next((size for size in self._sizes if size >= count), self._sizes[-1])
+        # Few texts make a small batch, until a window holds more.
+        self._most = max(self._most, min(self.experiment.run.eval_batch_size, count))
+        sizes = self._sizes or (self._most,)
+        size = next((size for size in sizes if size >= count), sizes[-1])
         size = -(-size // self._shards) * self._shards * made.rows_per_example
         batches = rows.eval_batches(made, self._pad_id, size)
         return *self._forward.predict_rows(self.params, self.fixed, batches, made), made

@@ -266,11 +266,9 @@ class Trainer:
         run, last = self.experiment.run, self.done == self.job.total_steps
         self.mirror.check()
         self._write_pending()
-        if self.done % run.log_every == 0 or last:
-            # Copies: the state is given away to the next step.
-            counters = {name: _copied(self.state[name]) for name in ("step", "bad_in_a_row")}
-            self.pending = (self.done, self.window, counters, self.clock.take_counts())
-            self.window = self.empty_window()
+        logs = self.done % run.log_every == 0 or last
+        if logs:
+            self._close_window()
         evaluators = self._due_evaluators()
         saves = self.done % run.checkpoint_every == 0 or last
         if evaluators or saves:
@@ -279,6 +277,8 @@ class Trainer:
         if evaluators:
             self._evaluate(evaluators)
             if self._is_in_vain and not last:
+                if not logs:  # no later line has these steps
+                    self._close_window()
                 # What is asked after the last step alone.
                 total = self.job.total_steps
                 self._evaluate(
@@ -383,6 +383,13 @@ class Trainer:
         )
 
     # --- log ------------------------------------------------------------------------------------
+
+    def _close_window(self) -> None:
+        """Leaves the sums so far for the next `_write_pending`, and begins with none."""
+        # Copies: the state is given away to the next step.
+        counters = {name: _copied(self.state[name]) for name in ("step", "bad_in_a_row")}
+        self.pending = (self.done, self.window, counters, self.clock.take_counts())
+        self.window = self.empty_window()
 
     def _write_pending(self) -> None:
         """Writes the line of the last full window: by now the device is a step further."""

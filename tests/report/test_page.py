@@ -250,6 +250,7 @@ def test_following_ends_with_the_run(tmp_path):
         (["{empty}"], "no run here"),
         (["{run}", "--out", "{empty}"], "is no file"),
         (["{run}", "--out", "{empty}/no/page.html"], "no folder"),
+        (["{run}", "{run}/"], "the same run as"),
         (["{run}", "--follow", "--every", "0"], "--every 0"),
         (["{run}", "--price-per-chip-hour", "nan"], "--price-per-chip-hour nan"),
         (["{run}", "--price-per-chip-hour", "-1"], "--price-per-chip-hour -1"),

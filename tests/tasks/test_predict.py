@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from bert_jax import cli
 from bert_jax.errors import InputError
-from bert_jax.tasks import examples, objective, predict
+from bert_jax.tasks import examples, objective, predict, rows
 from bert_jax.tasks.predict import TaskModel
 
 # Written by transformers; see tests/interop/make_task_classes.py.
@@ -369,6 +369,31 @@ def test_rows_of_a_file_keep_their_columns_and_get_two_more(run, capsys, ending,
         assert list(row.values())[:3] == given and row["predicted"] == answer["label"]
         expected = answer["probabilities"][answer["label"]]
         assert float(row["probability"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_blank_line_of_one_column_is_a_row_and_nobody_s_code_is_named(run, capsys):
+    pathlib.Path("one.csv").write_text('sentence\nwa\n\n"xa\nxb"\nxa\n\n')
+    pathlib.Path("own.py").write_text("1\n")
+    words = ["predict", "--workdir", "run", "--input", "one.csv", "--out", "found.csv"]
+    assert cli.main([*words, "--code", "own.py"]) == 0
+    said = capsys.readouterr()
+    assert "4 rows of one.csv" in said.out and "for 1 of them (the first at one.csv:3)" in said.out
+    assert said.err == "--code own.py: nothing asked for it; leave it out\n"
+    with open("found.csv", newline="") as file:
+        _, *rows_ = csv.reader(file)
+    assert [row[:2] for row in rows_] == [
+        *(["wa", "good"], ["", ""], ["xa\nxb", "bad"], ["xa", "bad"]),
+    ]
+
+
+def test_a_batch_is_as_large_as_the_largest_window_yet(run, monkeypatch):
+    sizes = []
+    made = rows.eval_batches
+    monkeypatch.setattr(rows, "eval_batches", lambda *given: sizes.append(given[2]) or made(*given))
+    model = TaskModel("run", None, "newest")
+    for texts in (["wa"], ["wa"] * 9, ["wa"] * 2):
+        list(model.predict(examples.parse_arguments(model.experiment.task, texts)))
+    assert sizes[1] == sizes[2] > sizes[0]
 
 
 def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run, capsys):
