@@ -678,6 +678,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
     from etils import epath
 
     from bert_jax.predict import Trained
+    from bert_jax.text.unknown import Share
     from bert_jax.training.environment import keep_compiled_programs
     from bert_jax.training.evaluators import Predictor
 
@@ -694,6 +695,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
             "head; `bert-jax embed` and `finetune` take its encoder"
         )
     predictor = Predictor(trained.model, trained.tokenizer)
+    share = Share(trained.tokenizer)
     asked = [("TEXT", text, args.next) for text in args.text]
     for where, a, b in asked or _asked_lines():
         try:
@@ -701,6 +703,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         for text in (a,) if b is None else (a, b):
+            share.add([predictor.encode(text)])
             print(printable(text))
         for number, pieces in enumerate(answer.masks, 1):
             words = "  ".join(f"{printable(piece)} {p:.3f}" for piece, p in pieces)
@@ -709,6 +712,8 @@ def _fill_masks(args: argparse.Namespace) -> int:
             print("  nothing to say: write [MASK] in the text, or give a second one")
         if answer.is_next is not None:
             print(f"  B follows A: {answer.is_next:.3f}")
+    if warning := share.warning("the text"):
+        print(warning, file=sys.stderr)
     return FINISHED
 
 

@@ -23,7 +23,7 @@ from bert_jax import system
 from bert_jax import vectors as vectors_lib
 from bert_jax.config import Model
 from bert_jax.data import packing
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, quantity
 from bert_jax.model import heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
@@ -245,7 +245,8 @@ def write(
                 say(f"{embedder.texts} texts, {embedder.texts / (shown - began):.0f} a second")
     seconds = time.monotonic() - began
     say(
-        f"{path}: {embedder.texts} texts, {embedder.width} numbers a vector; {seconds:.1f} s, "
+        f"{path}: {quantity(embedder.texts, 'text')}, {embedder.width} numbers a vector; "
+        f"{seconds:.1f} s, "
         f"{embedder.texts / seconds:.0f} texts a second; {embedder.unknown.value:.1%} of their "
         "pieces are unknown"
     )

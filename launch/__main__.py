@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     for word in words[:1]:
         near = difflib.get_close_matches(word, NAMES, n=1)
+        if word == "xpk":
+            parser.error("xpk: makes its own JobSet of `bert-jax pretrain`; see docs/launch.md")
         if near and word not in NAMES and not word.startswith("-"):
             parser.error(f"{word}: no such launcher; did you mean {near[0]}?")
     args = parser.parse_args(words)

@@ -254,6 +254,12 @@ def test_predict_fills_masks_and_judges_pairs(run, capsys):
     assert lines[5].startswith("  B follows A: 0.")
 
 
+def test_predict_warns_of_text_that_the_vocabulary_cannot_read(run, capsys):
+    _, _, workdir = run
+    code, _, err = call(capsys, "predict", "--workdir", workdir, "房间 [MASK] 好")
+    assert code == 0 and err.startswith("warning: 75% of the text is [UNK]")
+
+
 def test_predict_reads_lines_and_pairs(run, capsys, monkeypatch):
     _, _, workdir = run
     code, out, _ = call(
