@@ -53,9 +53,15 @@ class Column:
         word, _, file = name.partition(":")
         if name in COLUMNS:
             return cls(name, COLUMNS[name])
+        settings = []
+        while "=" in file.rpartition(" ")[2]:
+            file, _, setting = file.rpartition(" ")
+            settings.insert(0, setting)
         try:
-            task = config.load(file, Finetuning)
+            task = config.override(config.load(file, Finetuning), settings)
             if word == "probe":
+                if settings:
+                    raise InputError("a probe learns nothing that could be set; write finetune:")
                 Probes([file], PAIRS, name)
             elif task.task.kind == "minimal_pairs":
                 raise InputError("nothing is learned from minimal pairs; write probe:")
@@ -74,6 +80,12 @@ class Column:
         if self.task is None:
             raise ValueError(f"{self.name} has no task")
         return self.task
+
+    @property
+    def heading(self) -> str:
+        """Returns what stands above it: the file's name, or the task's if it has settings."""
+        is_set = self.task is not None and "=" in self.name
+        return self.asked.name if is_set else self.name.rpartition("/")[2]
 
     def text(self, value: float) -> str:
         """Returns a value for people."""
@@ -185,7 +197,7 @@ class Results:
 
     def lines(self) -> Iterator[str]:
         """Yields the table as text."""
-        cells = [["", "runs", *(column.name.rpartition("/")[2] for column in self.columns)]]
+        cells = [["", "runs", *(column.heading for column in self.columns)]]
         for row in self.table.rows:
             runs = max(self.mean(row.name, column)[0] for column in self.columns)
             cells.append([row.name, str(runs), *(self.cell(row.name, c) for c in self.columns)])

@@ -20,7 +20,8 @@ COLUMNS = {
 }
 HELD_OUT = ("loss", "below_unigrams", "accuracy", "next_sentence")
 # What is asked of each run: the file of a task follows a colon. `probe` reads off the encoder what
-# `run.probes` does, or asks for minimal pairs; `finetune` learns the task.
+# `run.probes` does, or asks for minimal pairs; `finetune` learns the task, with the settings that
+# follow the file, a blank before each.
 TASKS = ("probe", "finetune")
 
 

@@ -248,8 +248,9 @@ class Adapt(Section):
     `lora_targets` in every layer two thin matrices whose product is added to the kernel.
 
     With `features` two BiLSTM layers, each as wide as the encoder, stand below the head of a tag
-    and learn with it (Devlin et al. 2018, Table 7); `mixed` is ELMo's sum of all layers with
-    weights that learn (Peters et al. 2018).
+    and learn with it: on a frozen encoder those of Devlin et al. 2018, Table 7; on one that learns,
+    the BiLSTM of their Table 5. `mixed` is ELMo's sum of all layers with weights that learn
+    (Peters et al. 2018).
     """
 
     role = "identity"
@@ -257,9 +258,9 @@ class Adapt(Section):
 
     # What learns: everything, the head alone, or the head and low-rank additions.
     how: Literal["full", "frozen", "lora"] = "full"
-    # With how=frozen and task.kind=tag: what two BiLSTM layers below the head read, which learn as
-    # it does: a layer, several, or all mixed by weights that learn; empty: there are none of these
-    # two, and the head reads the last layer.
+    # Of task.kind=tag: what two BiLSTM layers below the head read, which learn as it does: a layer,
+    # several, or all mixed by weights that learn; empty: there are none of these two, and the head
+    # reads the last layer.
     features: Features = ""
     # Rank of those additions.
     lora_rank: int = 8
@@ -277,11 +278,6 @@ class Adapt(Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def _validate(self) -> None:
-        self._require(
-            not self.features or self.how == "frozen",
-            "features",
-            f"are those of an encoder that does not learn, and adapt.how={self.how}; set frozen",
-        )
         self._require_at_least(1, "lora_rank")
         self._require(self.lora_alpha > 0, "lora_alpha", "must be positive")
         self._require_share(

@@ -206,13 +206,12 @@ class TaskObjective:
     def rules(self) -> Sequence[sharding.Rule]:
         """Returns where the parameters that learn are cut."""
         pooled = self.reads == "pooled"
+        of_features = tagger.rules(self.adapt.features)
         if self.adapt.how == "full":
             encoder = sharding.encoder_rules(self.model)
-            return [*encoder, *(sharding.POOLER if pooled else ()), _HEAD_RULE]
+            return [*encoder, *(sharding.POOLER if pooled else ()), _HEAD_RULE, *of_features]
         fresh_pooler = pooled and "pooler" in self.fresh_parts
         lora = self.adapt.how == "lora"
-        of_features = [*tagger.RULES] if self.adapt.features else []
-        of_features += tagger.MIXED_RULES if self.adapt.features == "mixed" else ()
         pooler = sharding.POOLER if fresh_pooler else ()
         return [_HEAD_RULE, *of_features, *pooler, *[_LORA_RULE] * lora]
 

@@ -1,8 +1,8 @@
-"""What stands on a frozen encoder's layers in place of a linear head: two BiLSTM layers.
+"""What may stand between an encoder's layers and the head of a tag: two BiLSTM layers.
 
-BERT's feature-based approach (Devlin et al. 2018, section 5.3 and Table 7) reads some of the
-layers; ELMo's (Peters et al. 2018, section 3.3) all of them, mixed by weights that learn. The
-encoder is run at each step: it drops nothing and has no gradient.
+BERT's feature-based approach (Devlin et al. 2018, section 5.3 and Table 7) reads some layers of a
+frozen encoder; ELMo's (Peters et al. 2018, section 3.3) all of them, mixed by weights that learn.
+The encoder is run at each step; a frozen one drops nothing and has no gradient.
 
 Shape letters: B rows, S sequence, D width, L layers of the encoder, N what is read of each piece.
 """
@@ -19,8 +19,12 @@ from bert_jax.training.sharding import Rule
 _LAST = 4
 # By `adapt.features`, how many layers there must be.
 _NEEDED = {"second_to_last": 2, "sum_last_four": _LAST, "concat_last_four": _LAST}
-RULES = (Rule("tagger/(lower|upper)/gates/(kernel|bias)"),)
-MIXED_RULES = (Rule("tagger/mixture/(weights|scale)"),)
+
+
+def rules(features: Features) -> tuple[Rule, ...]:
+    """Returns where the parameters of a tagger are cut: nowhere. None if there is no tagger."""
+    gates = (Rule("tagger/(lower|upper)/gates/(kernel|bias)"),) if features else ()
+    return (*gates, Rule("tagger/mixture/(weights|scale)")) if features == "mixed" else gates
 
 
 class Mixture(nnx.Module):

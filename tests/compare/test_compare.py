@@ -13,7 +13,7 @@ import pytest
 from small_run import bert_jax, killed, write_text
 
 from bert_jax import cli, config, errors
-from bert_jax.compare import budget, runs
+from bert_jax.compare import budget, results, runs
 from bert_jax.compare.results import Results, sha256
 from bert_jax.compare.runs import Comparison
 from bert_jax.config import Row, Table
@@ -47,6 +47,7 @@ def experiment():
         run=Run(log_every=4, eval_every=4, checkpoint_every=4, eval_batch_size=8),
     )
 """
+SHIPPED = pathlib.Path(__file__).parents[2] / "tables"
 COLUMNS = (
     "loss",
     "below_unigrams",
@@ -532,6 +533,9 @@ def test_files_that_give_no_table_are_named(here, capsys, text, words):
         (("probe:task.py", "probe:./task.py"), "there are two tasks of this name"),
         (("finetune:long.py",), "task.max_sequence_length=64 is longer than row base reads"),
         (("finetune:gone.py",), "gone: cannot be read"),
+        (("finetune:task.py batch_size=none",), "task.py batch_size=none: --set batch_size=none"),
+        (("finetune:task.py", "finetune:task.py batch_size=2"), "two tasks of this name"),
+        (("probe:task.py batch_size=2",), "write finetune:"),
     ],
 )
 def test_tasks_that_cannot_be_asked_are_named_before_anything_is_run(here, capsys, columns, words):
@@ -570,3 +574,27 @@ def test_a_budget_too_small_for_its_phases_names_the_row(here, capsys):
     write_table(here, budget="steps=1")
     assert compare() == 2
     assert "row base: 1 steps are too few for its 2 phases" in capsys.readouterr().err
+
+
+def test_a_column_s_settings_change_its_task_alone(here):
+    """Those of one file are told apart by their names, in what is kept too."""
+    write_task(here)
+    columns = ("finetune:task.py", "finetune:task.py name=small-batch batch_size=2")
+    write_table(here, columns)
+    found = Results.read(config.load_table("table.py"), "w").columns
+    assert [column.asked.batch_size for column in found] == [4, 2]
+    assert [column.heading for column in found] == ["finetune:task.py", "small-batch"]
+    experiment = small(here)
+    assert len({results.hash_of(column, experiment) for column in found}) == 2
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.py")), ids=lambda path: path.stem)
+def test_tables_that_come_with_the_package_are_sound(path, monkeypatch):
+    """Their rows share a corpus and a vocabulary, and their columns differ."""
+    monkeypatch.chdir(SHIPPED.parent)
+    table = config.load_table(f"tables/{path.name}")
+    assert table.name == path.stem
+    corpora = {(row.experiment.corpus, row.experiment.model.vocab_size) for row in table.rows}
+    assert len(corpora) == 1
+    learned = [sha256(config.override(row.experiment, ["name=x"])) for row in table.rows]
+    assert len(set(learned)) == len(learned)

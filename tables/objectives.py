@@ -1,0 +1,64 @@
+"""What the encoder's directions and the next sentence bring (Devlin et al. 2018, Table 5).
+
+    bert-jax compare tables/objectives.py
+
+Source: the objectives of the paper's section 5.1 and of its peers, on the speeches in sample_text/;
+the encoder is ModernBERT's (experiments/tiny.py) but for ELMo's, whose layer is twice as wide, half
+of it each direction's. Rows predict at other places, so no losses are compared: each learns the
+chunks of experiments/tasks/conll2000.py, whose files are wanted, fine-tuned, with a BiLSTM on top,
+and from features of the frozen encoder, mixed as ELMo's are.
+Hardware: any CPU; 150 seconds of CPU are each run's steps.
+Expected: not run in full yet; in the paper bidirectionality brings most.
+"""
+
+from bert_jax import config
+from bert_jax.config import Row, Table
+
+_TASK = "finetune:experiments/tasks/conll2000.py"
+_LEARN = "epochs=1 adapt.how=full optimizer.peak_learning_rate=5e-4"
+_LEFT_TO_RIGHT = (
+    "data.objective=causal",
+    "model.direction=left_to_right",
+    "phases.0.max_predictions_per_seq=63",
+    "data.eval_max_predictions_per_seq=63",
+    "run.watch=",
+)
+_ELMO = (
+    "data.objective=bidirectional_lm",
+    "model.kind=bilstm",
+    "model.hidden_size=256",
+    "model.intermediate_size=256",
+    "model.num_attention_heads=1",
+    "model.global_every=3",
+    "model.global_rotary_base=160000",
+    "model.initialization=reference",
+    "phases.0.max_predictions_per_seq=62",
+    "data.eval_max_predictions_per_seq=62",
+    "run.watch=",
+)
+_ROWS = {
+    "bert": (),
+    "no-nsp": ("data.objective=mlm",),
+    "ltr-no-nsp": _LEFT_TO_RIGHT,
+    "elmo": _ELMO,
+}
+
+
+def table() -> Table:
+    """Each objective at equal CPU time, over two seeds; the BiLSTM on top is a column."""
+    experiment = config.load("experiments/tiny.py")
+    return Table(
+        name="objectives",
+        rows=tuple(
+            Row(name=name, experiment=config.override(experiment, settings))
+            for name, settings in _ROWS.items()
+        ),
+        columns=(
+            f"{_TASK} name=fine-tuned {_LEARN}",
+            f"{_TASK} name=bilstm-on-top {_LEARN} adapt.features=last",
+            f"{_TASK} name=features epochs=1 adapt.how=frozen adapt.features=mixed",
+            *("steps", "cpu_seconds"),
+        ),
+        seeds=(0, 1),
+        cpu_seconds=150.0,
+    )
