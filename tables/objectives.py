@@ -5,8 +5,9 @@
 Source: the objectives of the paper's section 5.1 and of its peers, on the speeches in sample_text/;
 the encoder is ModernBERT's (experiments/tiny.py) but for ELMo's, whose layer is twice as wide, half
 of it each direction's. Rows predict at other places, so no losses are compared: each learns the
-chunks of experiments/tasks/conll2000.py, whose files are wanted, fine-tuned, with a BiLSTM on top,
-and from features of the frozen encoder, mixed as ELMo's are.
+chunks of experiments/tasks/conll2000.py, fine-tuned, with a BiLSTM on top, and from features of the
+frozen encoder, mixed as ELMo's are; and how much alike the pairs of experiments/tasks/stsb.py are.
+The files of both are wanted.
 Hardware: any CPU; 150 seconds of CPU are each run's steps.
 Expected: not run in full yet; in the paper bidirectionality brings most.
 """
@@ -16,6 +17,7 @@ from bert_jax.config import Row, Table
 
 _TASK = "finetune:experiments/tasks/conll2000.py"
 _LEARN = "epochs=1 adapt.how=full optimizer.peak_learning_rate=5e-4"
+_PAIRS = "batch_size=16 optimizer.peak_learning_rate=5e-4"
 _LEFT_TO_RIGHT = (
     "data.objective=causal",
     "model.direction=left_to_right",
@@ -57,6 +59,7 @@ def table() -> Table:
             f"{_TASK} name=fine-tuned {_LEARN}",
             f"{_TASK} name=bilstm-on-top {_LEARN} adapt.features=last",
             f"{_TASK} name=features epochs=1 adapt.how=frozen adapt.features=mixed",
+            f"finetune:experiments/tasks/stsb.py epochs=3 task.max_sequence_length=64 {_PAIRS}",
             *("steps", "cpu_seconds"),
         ),
         seeds=(0, 1),
