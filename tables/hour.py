@@ -15,11 +15,12 @@ _TASKS = "experiments/tasks"
 
 def table() -> Table:
     """What is learned, read off the encoder, and learned from it."""
-    better = config.load("experiments/mini.py")
+    often = ["run.eval_every=200"]
+    better = config.override(config.load("experiments/mini.py"), often)
     scored = ("eval_rows", "eval_sequence_length", "eval_max_predictions_per_seq")
     paper = config.override(
         config.load("experiments/mini_paper.py"),
-        [f"data.{name}={getattr(better.data, name)}" for name in scored],
+        [*often, *(f"data.{name}={getattr(better.data, name)}" for name in scored)],
     )
     learn = "batch_size=16 epochs=1 optimizer.peak_learning_rate=3e-4"
     return Table(

@@ -32,7 +32,7 @@ def table() -> Table:
     scored = ("eval_rows", "eval_sequence_length", "eval_max_predictions_per_seq")
     experiment = config.override(
         config.load("experiments/mini_paper.py"),
-        [f"data.{name}={getattr(last, name)}" for name in scored],
+        ["run.eval_every=100", *(f"data.{name}={getattr(last, name)}" for name in scored)],
     )
     rows = [Row(name="paper", experiment=experiment)]
     experiment = dataclasses.replace(experiment, phases=experiment.phases[:1])

@@ -444,11 +444,9 @@ def test_a_real_run_is_measured(here):
     assert positions / 4 < run["values"]["real_tokens"] < positions
 
 
-TABLES = sorted((pathlib.Path(__file__).parents[2] / "tables").glob("*.py"))
-
-
-@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.py")), ids=lambda file: file.stem)
 def test_a_table_file_is_what_its_docstring_names(file, monkeypatch):
+    """Its rows share a corpus and a vocabulary, and differ."""
     text = ast.get_docstring(ast.parse(file.read_text()))
     assert f"bert-jax compare tables/{file.name}" in text
     assert all(f"\n{word}:" in text for word in ("Source", "Hardware", "Expected"))
@@ -457,6 +455,10 @@ def test_a_table_file_is_what_its_docstring_names(file, monkeypatch):
     assert table.name == file.stem and len(table.rows) <= 10
     for one, two in itertools.pairwise(table.rows):
         assert config.differences(one.experiment, two.experiment, "identity")
+    corpora = {(row.experiment.corpus, row.experiment.model.vocab_size) for row in table.rows}
+    assert len(corpora) == 1
+    learned = [sha256(config.override(row.experiment, ["name=x"])) for row in table.rows]
+    assert len(set(learned)) == len(learned)
 
 
 # --- what is refused ---
@@ -586,15 +588,3 @@ def test_a_column_s_settings_change_its_task_alone(here):
     assert [column.heading for column in found] == ["finetune:task.py", "small-batch"]
     experiment = small(here)
     assert len({results.hash_of(column, experiment) for column in found}) == 2
-
-
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.py")), ids=lambda path: path.stem)
-def test_tables_that_come_with_the_package_are_sound(path, monkeypatch):
-    """Their rows share a corpus and a vocabulary, and their columns differ."""
-    monkeypatch.chdir(SHIPPED.parent)
-    table = config.load_table(f"tables/{path.name}")
-    assert table.name == path.stem
-    corpora = {(row.experiment.corpus, row.experiment.model.vocab_size) for row in table.rows}
-    assert len(corpora) == 1
-    learned = [sha256(config.override(row.experiment, ["name=x"])) for row in table.rows]
-    assert len(set(learned)) == len(learned)
