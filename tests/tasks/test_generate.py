@@ -245,6 +245,18 @@ def test_texts_are_written_one_by_one_and_in_a_table_as_they_are_scored(here, ca
     assert [answer["text"] for answer in more] == asked
 
 
+@pytest.mark.long
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(here, monkeypatch):
+    words = ["finetune", "task.py", "--from", "base", "--set", "epochs=3", "--workdir"]
+    assert cli.main([*words, "whole"]) == 0
+    with tuned.signal_before(6, monkeypatch):
+        assert cli.main([*words, "stopped"]) == 75
+    assert [line["step"] for line in tuned.lines("stopped/metrics.jsonl")][-1] < 12
+    assert cli.main([*words, "stopped"]) == 0
+    for name in ("metrics", "predictions"):
+        assert tuned.lines(f"stopped/{name}.jsonl") == tuned.lines(f"whole/{name}.jsonl")
+
+
 def test_what_a_generating_run_cannot_do_is_refused_by_name(here, capsys, monkeypatch):
     def refused(words, *command):
         capsys.readouterr()

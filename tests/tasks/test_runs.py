@@ -7,7 +7,6 @@ import os
 import pathlib
 import random
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 import small_run
+import tuned
 from compare import assert_identical
 from etils import epath
 
@@ -194,20 +194,7 @@ def test_it_begins_with_the_weights_of_the_run_and_a_fresh_head(full, folder):
 
 def stopped(monkeypatch, at, workdir, *settings):
     """As `finetune`, with SIGTERM before a step."""
-    make = step.make_train_step
-
-    def deadly(*args):
-        train_step = make(*args)
-
-        def one(state, *more):
-            if int(state["step"]) == at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return train_step(state, *more)
-
-        return one
-
-    with monkeypatch.context() as patch:
-        patch.setattr(step, "make_train_step", deadly)
+    with tuned.signal_before(at, monkeypatch):
         code, err = finetune(workdir, *settings)
     assert code == 75, err
 
