@@ -53,7 +53,8 @@ def test_packing_prints_its_figures(tmp_path):
 
 @pytest.mark.long
 def test_long_rows_prints_its_figures(tmp_path):
-    arguments = ("--steps", 8, "--length", 128, "--rows", 2, "--set", "data.eval_rows=16")
+    arguments = ("--short-steps", 8, "--steps", 8, "--length", 128, "--rows", 2)
+    arguments += ("--set", "data.eval_rows=16")
     found = figures("long_rows", tmp_path, *arguments)
     assert {"loss_64", "loss_128", "unigram_loss"} == found.keys()
     assert 0 < found["loss_128"] < 2 * found["unigram_loss"]
