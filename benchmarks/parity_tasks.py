@@ -15,14 +15,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from etils import epath
 
 from bert_jax import base
-from bert_jax.config import Adapt, Finetuning, Model, Optimizer, Run, Task
+from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Model, Optimizer, Run, Task
 from bert_jax.interop import finetuned
 from bert_jax.model import heads
 from bert_jax.tasks import examples as examples_lib
@@ -34,33 +34,37 @@ from bert_jax.training.progress import LineConsole, Progress
 EXAMPLES, LENGTH = 24, 48
 WORDS = [f"w{a}{b}" for a in "abcdefgh" for b in "abcdefgh"]
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "?", ".", *WORDS]
+_BERT = Model(
+    vocab_size=len(PIECES),
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=128,
+    max_position_embeddings=64,
+    initializer_range=0.1,
+)
 MODELS = {
-    "bert": Model(
-        vocab_size=len(PIECES),
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=128,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-    ),
+    "bert": _BERT,
+    "modern": dataclasses.replace(_BERT, kind="modern", num_hidden_layers=4, local_window=16),
 }
-_EVERYWHERE = ("query", "key", "value", "attention_output", "intermediate", "output")
-# Of a task, the fields it needs, what learns, and what of the base was never trained.
-CASES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
-    ("classify", {}, {"how": "lora"}, ()),
-    ("classify", {}, {"how": "lora", "lora_targets": _EVERYWHERE, "lora_rank": 3}, ("pooler",)),
-    ("pair", {"second_column": "b"}, {"how": "full"}, ()),
-    ("regress", {"second_column": "b", "label_column": "value"}, {"how": "lora"}, ()),
+_EVERYWHERE = {"bert": tuple(name for name in LORA_TARGETS if name != "gate")}
+_EVERYWHERE["modern"] = LORA_TARGETS
+_BELOW = {"bert": "pooler", "modern": "masked_lm"}
+# Of a task, the fields it needs, what learns, and whether the base has learned what is below it.
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], Literal["learned", "fresh"]]] = [
+    ("classify", {}, {"how": "lora"}, "learned"),
+    ("classify", {}, {"how": "lora", "lora_targets": "everywhere", "lora_rank": 3}, "fresh"),
+    ("pair", {"second_column": "b"}, {"how": "full"}, "learned"),
+    ("regress", {"second_column": "b", "label_column": "value"}, {"how": "lora"}, "learned"),
     (
         "choice",
         {"choice_columns": ("b", "c", "d"), "label_column": "right"},
         {"how": "lora", "lora_targets": ("output", "value")},
-        (),
+        "learned",
     ),
-    ("tag", {"text_column": "words", "label_column": "tags"}, {"how": "lora"}, ()),
-    ("span", {"document_stride": 16, "max_query_length": 8}, {"how": "lora"}, ()),
-    ("classify", {}, {"how": "frozen"}, ()),
+    ("tag", {"text_column": "words", "label_column": "tags"}, {"how": "lora"}, "learned"),
+    ("span", {"document_stride": 16, "max_query_length": 8}, {"how": "lora"}, "learned"),
+    ("classify", {}, {"how": "frozen"}, "learned"),
 ]
 
 
@@ -80,9 +84,11 @@ def main() -> int:
 def make(root: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a folder for each model and case: `task`, perhaps `adapter`, and what ours says."""
     for model, (number, case) in ((m, c) for m in MODELS for c in enumerate(CASES)):
-        kind, fields, adapt, fresh = case
+        kind, fields, adapt, below = case
+        if adapt.get("lora_targets") == "everywhere":
+            adapt = adapt | {"lora_targets": _EVERYWHERE[model]}
         place = root / f"{model}-{number}-{kind}"
-        write_base(MODELS[model], fresh, place / "base")
+        write_base(MODELS[model], (_BELOW[model],) * (below == "fresh"), place / "base")
         write_examples(kind, place)
         source = f"{'squad' if kind == 'span' else 'jsonl'}:{place / 'examples'}"
         task = Task(

@@ -16,10 +16,8 @@ import transformers
 from benchmarks.parity_peer import Checks
 
 LOGITS, CHANCES = 1e-5, 1e-5
-_AUTO = {
-    "BertForSequenceClassification": "AutoPeftModelForSequenceClassification",
-    "BertForTokenClassification": "AutoPeftModelForTokenClassification",
-}
+# By how the class of the base ends.
+_AUTO = ("ForSequenceClassification", "ForTokenClassification")
 
 
 class Heard(logging.Handler):
@@ -78,7 +76,8 @@ def load(folder: pathlib.Path, form: str, architecture: str, what: str, checks: 
     if form == "task":
         return model
     # Its own way to the base, which the configuration names.
-    getattr(peft, _AUTO.get(architecture, "AutoPeftModel")).from_pretrained(folder / form)
+    auto = next((end for end in _AUTO if architecture.endswith(end)), "")
+    getattr(peft, f"AutoPeftModel{auto}").from_pretrained(folder / form)
     adapted = peft.PeftModel.from_pretrained(model, folder / form)
     merged = peft.PeftModel.from_pretrained(cls.from_pretrained(place), folder / form)
     merged = merged.merge_and_unload()

@@ -31,10 +31,16 @@ _HUB = {
     "ModernBertModel": ("sentence-transformers", "feature-extraction"),
     "BertLMHeadModel": ("transformers", "text-generation"),
     "ModernBertDecoderForCausalLM": ("transformers", "text-generation"),
-    "BertForSequenceClassification": ("transformers", "text-classification"),
-    "BertForTokenClassification": ("transformers", "token-classification"),
-    "BertForQuestionAnswering": ("transformers", "question-answering"),
-    "BertForMultipleChoice": ("transformers", "multiple-choice"),
+    **{
+        f"{family}For{end}": ("transformers", task)
+        for family in ("Bert", "ModernBert")
+        for end, task in (
+            ("SequenceClassification", "text-classification"),
+            ("TokenClassification", "token-classification"),
+            ("QuestionAnswering", "question-answering"),
+            ("MultipleChoice", "multiple-choice"),
+        )
+    },
 }
 _FAMILIES = {"bert": "BERT", "modern": "ModernBERT"}
 # Sources beyond these are counted, not named.

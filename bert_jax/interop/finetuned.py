@@ -32,6 +32,14 @@ ARCHITECTURES = {
         "tag": "BertForTokenClassification",
         "span": "BertForQuestionAnswering",
     },
+    "modern": {
+        "classify": "ModernBertForSequenceClassification",
+        "pair": "ModernBertForSequenceClassification",
+        "regress": "ModernBertForSequenceClassification",
+        "choice": "ModernBertForMultipleChoice",
+        "tag": "ModernBertForTokenClassification",
+        "span": "ModernBertForQuestionAnswering",
+    },
 }
 # What PEFT calls tasks. It has no word for a choice, and its class for questions drops
 # token_type_ids (0.21): such adapters name their base's class instead.
@@ -41,8 +49,8 @@ _TASK_TYPES = {
     "regress": "SEQ_CLS",
     "tag": "TOKEN_CLS",
 }
-# Their name of our pooler.
-_POOLER = "pooler"
+# Their name of what stands below a head.
+_BELOW = {"pooler": "pooler", "masked_lm": "head"}
 
 Form = Literal["task", "adapter"]
 
@@ -117,16 +125,10 @@ def architecture_of(model: TaskModel) -> str:
             f"--as task: {model.experiment.name} has learned task.kind=generate, an encoder and a "
             "decoder, which is not exported; `bert-jax predict` writes with it"
         )
-    if model.model.kind not in ARCHITECTURES:
-        raise InputError(
-            f"--as task: {model.experiment.name} adapts a base of model.kind={model.model.kind}, "
-            "and under their heads transformers' ModernBERT classes have a layer and a norm that "
-            "ours have not; only fine-tunings of model.kind=bert are exported"
-        )
     if model.model.direction == "left_to_right":
         raise InputError(
             f"--as task: {model.experiment.name} adapts a base of model.direction=left_to_right, "
-            "of which the last [SEP] is read, and transformers' BERT classes read [CLS]; only "
+            "of which the last [SEP] is read, and transformers' classes read [CLS]; only "
             "fine-tunings of model.direction=both are exported"
         )
     return ARCHITECTURES[model.model.kind][model.experiment.task.kind]
@@ -188,7 +190,12 @@ def _write_adapter(
     whole = names.to_theirs(
         jax.device_get(merged_params(adapt, model.params, model.fixed)), model.model, architecture
     )
-    saved = [head, *([_POOLER] if _POOLER in learned else [])]
+    saved = [head, *(theirs for ours, theirs in _BELOW.items() if ours in learned)]
+    ranks = {  # of tensors of theirs that hold several kernels of ours
+        name.split(".", 3)[-1].removesuffix(".lora_A.weight"): len(value)
+        for name, value in thin.items()
+        if name.endswith("lora_A.weight") and len(value) != adapt.lora_rank
+    }
     tensors = thin | {
         name: value
         for name, value in whole.items()
@@ -206,6 +213,10 @@ def _write_adapter(
             "base_model_name_or_path": str(target / "base"),
             "r": adapt.lora_rank,
             "lora_alpha": adapt.lora_alpha,
+            "rank_pattern": ranks,
+            "alpha_pattern": {
+                name: rank * adapt.lora_alpha / adapt.lora_rank for name, rank in ranks.items()
+            },
             "lora_dropout": 0.0,
             "target_modules": sorted({name.rsplit(".", 2)[0] for name in thin}),
             "modules_to_save": saved,

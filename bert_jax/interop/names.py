@@ -44,6 +44,10 @@ HEADS: dict[str, tuple[tuple[Part, ...], str]] = {
     "BertForMultipleChoice": (("encoder", "pooler"), "classifier"),
     "BertForTokenClassification": (("encoder",), "classifier"),
     "BertForQuestionAnswering": (("encoder",), "qa_outputs"),
+    "ModernBertForSequenceClassification": (("encoder", "masked_lm"), "classifier"),
+    "ModernBertForMultipleChoice": (("encoder", "masked_lm"), "classifier"),
+    "ModernBertForTokenClassification": (("encoder", "masked_lm"), "classifier"),
+    "ModernBertForQuestionAnswering": (("encoder", "masked_lm"), "classifier"),
 }
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
@@ -290,6 +294,9 @@ def to_ours(
         number, count = tensor.share
         value = np.split(value, count)[number]
         _leaf(params, tensor, cfg)[...] = value.T if tensor.is_kernel else value
+    if cfg.kind == "modern":  # of a single layer they have none
+        unused = {"scale": np.ones((cfg.num_hidden_layers, cfg.hidden_size), np.float32)}
+        params["encoder"]["layers"].setdefault("attention_layer_norm", unused)
     missing = tuple(part for part in PARTS["BertForPreTraining"] if part not in there)
     return params, missing
 
@@ -350,7 +357,9 @@ def _held(
     theirs: dict[str, np.ndarray] = {}
     naming = HUGGING_FACE[cfg.kind]
     for tensor in naming.tensors(cfg):
-        if tensor.part not in parts:
+        # Below the head of a task masked LM has no output.
+        without = "head" in params and tensor.name == naming.output_bias
+        if tensor.part not in parts or without:
             continue
         value: Any = params
         for key in tensor.path:
@@ -371,17 +380,29 @@ def thin_to_theirs(thin: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]
 
     Args:
       thin: by the name of the kernel, `down` float32 [L, inputs, rank] and `up` [L, rank, outputs].
-      cfg: the shape, of model.kind=bert: ModernBERT has several of our kernels in one tensor.
+      cfg: the shape.
 
     Returns:
-      float32 [rank, inputs] and [outputs, rank].
+      float32 [n rank, inputs] and [outputs, n rank], n being how many of these kernels lie in the
+      tensor: each has ranks of its own there, which add nothing to the rows of the others.
     """
     theirs: dict[str, np.ndarray] = {}
     for tensor in HUGGING_FACE[cfg.kind].tensors(cfg):
-        if tensor.layer is not None and tensor.is_kernel and tensor.path[-2] in thin:
-            module, of = tensor.name.removesuffix(".weight"), thin[tensor.path[-2]]
-            for name, ours in (("lora_A", "down"), ("lora_B", "up")):
-                theirs[f"{module}.{name}.weight"] = np.asarray(of[ours][tensor.layer]).T
+        if tensor.layer is None or not tensor.is_kernel or tensor.path[-2] not in thin:
+            continue
+        of = thin[tensor.path[-2]]
+        down, up = (np.asarray(of[name][tensor.layer]).T for name in ("down", "up"))
+        number, count = tensor.share
+        rows = np.zeros((count, *up.shape), np.float32)
+        rows[number] = up
+        module = tensor.name.removesuffix(".weight")
+        for name, value, axis in (
+            ("lora_A", down, 0),
+            ("lora_B", rows.reshape(tensor.shape[0], -1), 1),
+        ):
+            name = f"{module}.{name}.weight"
+            held = [theirs[name]] if name in theirs else []
+            theirs[name] = np.concatenate([*held, value], axis)
     return theirs
 
 

@@ -86,10 +86,24 @@ def piece_logits(model: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
       cfg: its shape.
       hidden: of a layer.
     """
-    transformed = layers.activation(cfg.hidden_act, model.masked_lm.transform(hidden))
-    transformed = model.masked_lm.layer_norm(transformed).astype(hidden.dtype)
     table = model.encoder.embeddings.word.embedding[...]
-    return layers.linear(transformed, table, _output_bias(model, cfg), "outputs_inputs")
+    below = transformed(model.masked_lm, cfg, hidden)
+    return layers.linear(below, table, _output_bias(model, cfg), "outputs_inputs")
+
+
+def transformed(head: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
+    """Runs what masked LM has below its output, which ModernBERT's other heads have, too.
+
+    Args:
+      head: with `transform` and `layer_norm`.
+      cfg: its shape.
+      hidden: [..., D], of a layer.
+
+    Returns:
+      [..., D] in the same type.
+    """
+    below = layers.activation(cfg.hidden_act, head.transform(hidden))
+    return head.layer_norm(below).astype(hidden.dtype)
 
 
 def next_sentence_logits(

@@ -3,7 +3,7 @@
 An experiment may bring an encoder of its own (`model.code`), which is then used instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ class Kind(NamedTuple):
       encode, attention_probabilities: see the functions of these names.
       masked_lm: a module with `transform`, `layer_norm` and `output_bias`; of `bilstm`, whose
         states are those that predict, with the last alone.
+      below: the part of pre-training that stands below a task's head, by what that head reads.
       token_flops: operations of a forward pass through all layers, of a `Model` and the length of
         a row, a token.
     """
@@ -34,6 +35,7 @@ class Kind(NamedTuple):
     encode: Callable[..., jax.Array]
     attention_probabilities: Callable[..., jax.Array]
     masked_lm: Callable[..., nnx.Module]
+    below: Mapping[str, Literal["pooler", "masked_lm"]]
     token_flops: Callable[[Model, int], int]
 
 
@@ -60,13 +62,19 @@ class OwnEncoder(NamedTuple):
 
 KINDS = {
     "bert": Kind(
-        bert.Encoder, bert.encode, bert.attention_probabilities, bert.MaskedLM, bert.token_flops
+        bert.Encoder,
+        bert.encode,
+        bert.attention_probabilities,
+        bert.MaskedLM,
+        {"pooled": "pooler"},
+        bert.token_flops,
     ),
     "modern": Kind(
         modern.Encoder,
         modern.encode,
         modern.attention_probabilities,
         modern.MaskedLM,
+        {"pooled": "masked_lm", "tokens": "masked_lm"},
         modern.token_flops,
     ),
     "bilstm": Kind(
@@ -74,6 +82,7 @@ KINDS = {
         bilstm.encode,
         bilstm.attention_probabilities,
         bilstm.Softmax,
+        {"pooled": "pooler"},
         bilstm.token_flops,
     ),
 }

@@ -90,13 +90,20 @@ class Encoder(nnx.Module):
         self.final_layer_norm = layers.ScaleNorm(cfg.hidden_size)
 
 
-class MaskedLM(nnx.Module):
-    """Transform and output bias; the output weights are the word embeddings."""
+class Transform(nnx.Module):
+    """The layers below every head of the reference; `model.heads.transformed` runs them."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         width, init = cfg.hidden_size, _output_initializer(cfg)
         self.transform = layers.Linear(width, width, init, rngs=rngs)
         self.layer_norm = layers.ScaleNorm(width)
+
+
+class MaskedLM(Transform):
+    """Transform and output bias; the output weights are the word embeddings."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
         self.output_bias = nnx.Param(jnp.zeros(padded_vocab_size(cfg), jnp.float32))
 
 

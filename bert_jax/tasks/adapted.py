@@ -16,7 +16,7 @@ from bert_jax.errors import InputError
 from bert_jax.predict import Trained
 from bert_jax.tasks import tagger
 from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective, TargetRows
-from bert_jax.tasks.objective import TaskObjective
+from bert_jax.tasks.objective import TaskObjective, below_head
 from bert_jax.tasks.rows import Batch, Rows, TaskKind
 from bert_jax.tasks.sentences import Sentences
 from bert_jax.tasks.spans import Spans
@@ -54,7 +54,7 @@ class LoadedBase:
 
     Attributes:
       model: of the base, with the dropout and the type of `adapt`.
-      params: `encoder` and `pooler`, or what scores pieces instead, on the host.
+      params: `encoder`, and what a head reads or what scores pieces, on the host.
       fresh_parts: of these, those that never learned.
       tokenizer: of the base.
       sha256: of the weights and the tokenizer: what trained parameters belong to.
@@ -78,10 +78,10 @@ class LoadedBase:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
         trained = Trained.of(epath.Path(experiment.init_from))
         limit = trained.model.max_position_embeddings
-        lengths, read = ["max_sequence_length"], ("encoder", "pooler")
+        lengths, read = ["max_sequence_length"], {"encoder", below_head(trained.model, "pooled")}
         if experiment.task.kind == "generate":
             _require_decodable(trained.model, experiment.init_from)
-            lengths, read = [*lengths, "max_target_length"], ("encoder", "masked_lm")
+            lengths, read = [*lengths, "max_target_length"], {"encoder", "masked_lm"}
         for name in lengths:
             if getattr(experiment.task, name) > limit:
                 raise InputError(
@@ -94,8 +94,9 @@ class LoadedBase:
                 "which compares a question with its context; take a base of another kind"
             )
         tagger.require_layers(trained.model, experiment.adapt.features, experiment.init_from)
-        params = {name: trained.params[name] for name in read}
-        params = jax.device_get(params)
+        params = jax.device_get({name: trained.params[name] for name in sorted(read)})
+        if experiment.task.kind != "generate" and "masked_lm" in params:
+            del params["masked_lm"]["output_bias"]
         lora = experiment.adapt.how == "lora"
         for name in experiment.adapt.lora_targets if lora else ():
             if name not in params["encoder"]["layers"]:
@@ -144,15 +145,15 @@ class LoadedBase:
             tuple(class_weights),
         )
 
-    def read_by(self, kind: TaskKind) -> dict[str, Any]:
-        """Returns the weights that the task's head reads, on the host.
+    def read_by(self, objective: TaskObjective) -> dict[str, Any]:
+        """Returns the weights that a task's head reads, on the host.
 
         A decoder's layers are the encoder's; what else it has is not there.
         """
-        if kind.reads == "decoder":
+        if objective.reads == "decoder":
             return self.params | {"decoder": {"layers": self.params["encoder"]["layers"]}}
-        names = ("encoder", "pooler") if kind.reads == "pooled" else ("encoder",)
-        return {name: self.params[name] for name in names}
+        part = below_head(objective.model, objective.reads, objective.adapt.features)
+        return {name: self.params[name] for name in ("encoder", part) if name}
 
 
 def _require_decodable(model: Model, where: str) -> None:

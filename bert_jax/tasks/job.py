@@ -166,7 +166,7 @@ class FinetuningSetup:
         experiment, fixed = self.experiment, None
         if experiment.adapt.how != "full":
             replicated = mesh_lib.replicated(mesh)
-            fixed = feed.put(self._base.read_by(self._kind), replicated)
+            fixed = feed.put(self._base.read_by(self.objective), replicated)
         forward = forward_of(self.objective, experiment.parallelism, mesh)
         size = -(-experiment.run.eval_batch_size // mesh_lib.data_shards(mesh))
         self._eval_rows = self._kind.rows(self._held_out)
@@ -262,7 +262,7 @@ class FinetuningSetup:
         """Returns a fresh state with the weights of the base, where they learn, and their hash."""
         params = dict(state["params"])
         if self.experiment.adapt.how == "full":
-            for name, tree in self._base.read_by(self._kind).items():
+            for name, tree in self._base.read_by(self.objective).items():
                 if name not in self._base.fresh_parts:
                     params[name] = _laid_over(params[name], tree)
         return state | {"params": params}, self._base.sha256

@@ -17,10 +17,10 @@ from flax import nnx
 
 from bert_jax.config import Adapt, Features, Kind, Model, Parallelism
 from bert_jax.errors import InputError
-from bert_jax.model import layers
+from bert_jax.model import heads, layers, modern
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, initializer
-from bert_jax.model.kinds import encode, make_encoder, of_text
+from bert_jax.model.kinds import KINDS, encode, make_encoder, of_text
 from bert_jax.tasks import tagger
 from bert_jax.tasks.rows import Reads
 from bert_jax.training import sharding
@@ -34,8 +34,21 @@ _LORA_RULE = sharding.Rule("lora/[a-z_]+/(down|up)")
 _NO_PLACE = -1e9
 
 
+def below_head(cfg: Model, reads: Reads, features: Features = "") -> str:
+    """Returns the part of pre-training that stands below the head of a task; empty for none.
+
+    `pooler` as in BERT, or as in ModernBERT `masked_lm`, without its output.
+
+    Args:
+      cfg: of the encoder.
+      reads: what the head reads.
+      features: `adapt.features`; a tagger takes the part's place.
+    """
+    return "" if features else KINDS[cfg.kind].below.get(reads, "")
+
+
 class Tuned(nnx.Module):
-    """An encoder with the head of a task; of pooler and tagger what the head reads is there."""
+    """An encoder and the head of a task; between them `below_head`, or a tagger, or nothing."""
 
     def __init__(
         self, cfg: Model, reads: Reads, outputs: int, features: Features = "", *, rngs: nnx.Rngs
@@ -43,9 +56,11 @@ class Tuned(nnx.Module):
         self.encoder = make_encoder(cfg, rngs=rngs)
         if features:
             self.tagger = tagger.Tagger(cfg, features, rngs=rngs)
-        if reads == "pooled":
+        if below_head(cfg, reads, features) == "pooler":
             width = cfg.hidden_size
             self.pooler = layers.Dense(width, width, initializer(cfg), rngs=rngs)
+        if below_head(cfg, reads, features) == "masked_lm":
+            self.masked_lm = modern.Transform(cfg, rngs=rngs)
         self.head = layers.Dense(cfg.hidden_size, outputs, initializer(cfg), rngs=rngs)
 
 
@@ -96,8 +111,12 @@ def task_logits(
             tuned.tagger, features, hidden, batch["input_mask"], below, head_dropout_prob
         )
     if reads == "pooled":
-        first = of_text(cfg, hidden, batch["input_mask"])
-        hidden = jnp.tanh(tuned.pooler(first)).astype(hidden.dtype)
+        hidden = of_text(cfg, hidden, batch["input_mask"])
+    part = below_head(cfg, reads, features)
+    if part == "pooler":
+        hidden = jnp.tanh(tuned.pooler(hidden)).astype(hidden.dtype)
+    elif part == "masked_lm":
+        hidden = heads.transformed(tuned.masked_lm, cfg, hidden)
     # The layers have the numbers before, the embeddings the next.
     site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
     return tuned.head(layers.dropout(hidden, site, head_dropout_prob).astype(hidden.dtype))
@@ -143,7 +162,7 @@ def merged_params(adapt: Adapt, trainable: Tree, fixed: Tree | None) -> Tree:
     Args:
       adapt: how the base is adapted.
       trainable: see `trainable_params`.
-      fixed: the base's encoder, and its pooler if the head reads it; None with `full`.
+      fixed: the base's encoder and what stands below the head; None with `full`.
     """
     if fixed is None:
         return trainable
@@ -205,15 +224,16 @@ class TaskObjective:
     @property
     def rules(self) -> Sequence[sharding.Rule]:
         """Returns where the parameters that learn are cut."""
-        pooled = self.reads == "pooled"
         of_features = tagger.rules(self.adapt.features)
+        part = below_head(self.model, self.reads, self.adapt.features)
+        of_part = sharding.below_rules(self.model)[part] if part else ()
         if self.adapt.how == "full":
             encoder = sharding.encoder_rules(self.model)
-            return [*encoder, *(sharding.POOLER if pooled else ()), _HEAD_RULE, *of_features]
-        fresh_pooler = pooled and "pooler" in self.fresh_parts
+            return [*encoder, *of_part, _HEAD_RULE, *of_features]
+        if part not in self.fresh_parts:
+            of_part = ()
         lora = self.adapt.how == "lora"
-        pooler = sharding.POOLER if fresh_pooler else ()
-        return [_HEAD_RULE, *of_features, *pooler, *[_LORA_RULE] * lora]
+        return [_HEAD_RULE, *of_features, *of_part, *[_LORA_RULE] * lora]
 
     def init_params(self, key: jax.Array) -> Any:
         """Returns those that learn, fresh; an encoder in them is to be replaced by the base's."""

@@ -100,7 +100,7 @@ class TaskModel:
             self._kind = kind_of(task, self.labels, loaded.tokenizer, _threshold(restored))
         self.fixed: Any = None
         if self.experiment.adapt.how != "full":
-            self.fixed = feed.put(loaded.read_by(self._kind), mesh_lib.replicated(mesh))
+            self.fixed = feed.put(loaded.read_by(objective), mesh_lib.replicated(mesh))
         self._forward = forward_of(objective, parallelism, mesh, beams or 1)
         self._pad_id = loaded.tokenizer.pad_id
         self.unknown = unknown.Share(loaded.tokenizer)

@@ -102,6 +102,11 @@ HEADS = {
 }
 
 
+def below_rules(model: Model) -> dict[str, Sequence[Rule]]:
+    """Returns the rules of what may stand below a task's head, by the part's name."""
+    return {"pooler": POOLER, "masked_lm": _MASKED_LM[model.kind]}
+
+
 def encoder_rules(model: Model) -> Sequence[Rule]:
     """Returns the rules of an encoder's parameters: the kind's, or those of code of its own."""
     return encoder_of(model).rules if model.code else ENCODERS[model.kind]

@@ -5,14 +5,15 @@ python tests/interop/make_task_classes.py. Float32, no dropout. The weights are 
 draws them again.
 """
 
+import itertools
 import json
 import pathlib
 
 import numpy as np
 
 FOLDER = pathlib.Path(__file__).parent / "task_classes"
-# Of BertConfig, as tests/tasks/tuned.py has its model.
-CONFIG = {
+# Of both kinds' configurations, as tests/tasks/tuned.py has its model.
+SIZES = {
     "vocab_size": 14,
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -22,19 +23,21 @@ CONFIG = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+# What they are called, and what else they say: by `model.kind`.
+MODELS = {"bert": ("Bert", {}), "modern": ("ModernBert", {"layer_types": ["full_attention"]})}
 # A class for each kind of task, and what of its configuration is of the task.
 CLASSES = {
     "classify": (
-        "BertForSequenceClassification",
+        "ForSequenceClassification",
         {"id2label": {0: "bad", 1: "good"}, "problem_type": "single_label_classification"},
     ),
     "regress": (
-        "BertForSequenceClassification",
+        "ForSequenceClassification",
         {"id2label": {0: "value"}, "problem_type": "regression"},
     ),
-    "choice": ("BertForMultipleChoice", {"id2label": {0: "0", 1: "1"}}),
-    "tag": ("BertForTokenClassification", {"id2label": {0: "0", 1: "1"}}),
-    "span": ("BertForQuestionAnswering", {}),
+    "choice": ("ForMultipleChoice", {"id2label": {0: "0", 1: "1"}}),
+    "tag": ("ForTokenClassification", {"id2label": {0: "0", 1: "1"}}),
+    "span": ("ForQuestionAnswering", {}),
 }
 ROWS, LENGTH = 4, 12
 
@@ -45,7 +48,7 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     made = {}
     for name, shape in sorted(shapes.items()):
         value = rng.standard_normal(shape)
-        made[name] = (1 + 0.3 * value if "Norm" in name else 0.3 * value).astype(np.float32)
+        made[name] = (1 + 0.3 * value if "norm" in name.lower() else 0.3 * value).astype(np.float32)
     return made
 
 
@@ -54,7 +57,7 @@ def batch() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     lengths = np.array([LENGTH, *rng.integers(LENGTH // 2, LENGTH, ROWS - 1)])
     mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
-    ids = rng.integers(5, CONFIG["vocab_size"], (ROWS, LENGTH)) * mask
+    ids = rng.integers(5, SIZES["vocab_size"], (ROWS, LENGTH)) * mask
     segments = (np.arange(LENGTH) >= LENGTH // 3).astype(np.int64) * mask
     return {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask}
 
@@ -66,26 +69,31 @@ def main() -> None:
 
     FOLDER.mkdir(exist_ok=True)
     says, logits = {}, {}
-    for kind, (name, fields) in CLASSES.items():
+    for encoder, kind in itertools.product(MODELS, CLASSES):
+        (family, of_family), (name, fields) = MODELS[encoder], CLASSES[kind]
         more = {"label2id": {name: i for i, name in fields.get("id2label", {}).items()}}
-        config = transformers.BertConfig(
-            **CONFIG, **fields, **(more if fields else {}), classifier_dropout=0.0
+        config = getattr(transformers, f"{family}Config")(
+            **SIZES, **of_family, **fields, **(more if fields else {}), classifier_dropout=0.0
         )
-        model = getattr(transformers, name)(config).eval()
+        model = getattr(transformers, family + name)(config).eval()
         model.save_pretrained(FOLDER / "saved")
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         written = json.loads((FOLDER / "saved" / "config.json").read_text())
-        says[kind] = {"shapes": shapes, "config": written}
+        says[f"{encoder} {kind}"] = {"shapes": shapes, "config": written}
         drawn = {n: torch.from_numpy(value) for n, value in weights(shapes).items()}
         model.load_state_dict(drawn)
         inputs = {name: torch.from_numpy(value) for name, value in batch().items()}
+        if encoder == "modern":  # which has no segments
+            del inputs["token_type_ids"]
         if kind == "choice":  # two examples of two rows
             inputs = {name: value.reshape(2, 2, LENGTH) for name, value in inputs.items()}
         with torch.no_grad():
             found = model(**inputs)
         parts = [found.start_logits, found.end_logits] if kind == "span" else None
         value = torch.stack(parts, -1) if parts else found.logits
-        logits[kind] = value.reshape(ROWS, 1).numpy() if kind == "choice" else value.numpy()
+        logits[f"{encoder} {kind}"] = (
+            value.reshape(ROWS, 1).numpy() if kind == "choice" else value.numpy()
+        )
     for file in (FOLDER / "saved").iterdir():
         file.unlink()
     (FOLDER / "saved").rmdir()

@@ -3,6 +3,7 @@
 What they say was written by transformers: `make_task_classes`.
 """
 
+import dataclasses
 import functools
 import json
 
@@ -11,12 +12,12 @@ import make_task_classes as made
 import numpy as np
 import pytest
 
-from bert_jax.config import Model
+from bert_jax.config import Adapt, Model
 from bert_jax.interop import configs, finetuned, names
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective
 
-MODEL = Model(
+BERT = Model(
     vocab_size=14,
     hidden_size=16,
     num_hidden_layers=1,
@@ -25,29 +26,35 @@ MODEL = Model(
     max_position_embeddings=64,
     initializer_range=0.2,
 )
+MODELS = {"bert": BERT, "modern": dataclasses.replace(BERT, kind="modern", global_every=1)}
 SAYS = json.loads((made.FOLDER / "says.json").read_text())
+both_models = pytest.mark.parametrize("of", MODELS)
+every_kind = pytest.mark.parametrize("kind", made.CLASSES)
 
 
 @functools.cache
-def theirs(kind: str) -> dict[str, np.ndarray]:
+def theirs(of: str, kind: str) -> dict[str, np.ndarray]:
     """Weights of the class of a kind."""
-    return made.weights({name: tuple(shape) for name, shape in SAYS[kind]["shapes"].items()})
+    shapes = SAYS[f"{of} {kind}"]["shapes"]
+    return made.weights({name: tuple(shape) for name, shape in shapes.items()})
 
 
 @functools.cache
-def ours(kind: str) -> dict:
-    """The same as our tree, which has a pooler only where the head reads it."""
-    _, head = names.HEADS[made.CLASSES[kind][0]]
-    held = theirs(kind)
-    encoder = {name: value for name, value in held.items() if not name.startswith(head)}
-    params, _ = names.to_ours(encoder, MODEL, "a test")
+def ours(of: str, kind: str) -> dict:
+    """The same as our tree, which has below the head what that reads."""
+    _, head = names.HEADS[finetuned.ARCHITECTURES[of][kind]]
+    held = theirs(of, kind)
+    below = {name: value for name, value in held.items() if not name.startswith(head)}
+    if "head.norm.weight" in below:  # masked LM's output is no part of it
+        below["decoder.bias"] = np.zeros(BERT.vocab_size, np.float32)
+    params, _ = names.to_ours(below, MODELS[of], "a test")
+    params.get("masked_lm", {}).pop("output_bias", None)
     kernel, bias = held[f"{head}.weight"].T, held[f"{head}.bias"]
     return params | {"head": {"kernel": kernel, "bias": bias}}
 
 
-@pytest.mark.parametrize("kind", made.CLASSES)
-def test_logits_are_those_of_the_class(kind):
-    reads = "tokens" if kind in ("tag", "span") else "pooled"
+def logits(of: str, kind: str, params: dict) -> np.ndarray:
+    """Of `made.batch()`."""
     rows = made.batch()
     batch = {
         "input_ids": rows["input_ids"],
@@ -55,31 +62,66 @@ def test_logits_are_those_of_the_class(kind):
         "input_mask": rows["attention_mask"],
     }
     batch = {name: value.astype(np.int32) for name, value in batch.items()}
-    params = ours(kind)
-    outputs = params["head"]["bias"].size
+    reads = "tokens" if kind in ("tag", "span") else "pooled"
     run = jax.jit(
         lambda params, batch: objective.task_logits(
-            MODEL, reads, outputs, params, batch, None, 0.0, Loop()
+            MODELS[of], reads, params["head"]["bias"].size, params, batch, None, 0.0, Loop()
         )
     )
-    expected = np.load(made.FOLDER / "logits.npz")[kind]
-    np.testing.assert_allclose(run(params, batch), expected, atol=1e-5)
+    return np.asarray(run(params, batch))
 
 
-@pytest.mark.parametrize("kind", made.CLASSES)
-def test_tensors_are_those_of_the_class_bit_for_bit(kind):
-    architecture = finetuned.ARCHITECTURES["bert"][kind]
-    assert architecture == made.CLASSES[kind][0]
-    found, expected = names.to_theirs(ours(kind), MODEL, architecture), theirs(kind)
+@both_models
+@every_kind
+def test_logits_are_those_of_the_class(of, kind):
+    expected = np.load(made.FOLDER / "logits.npz")[f"{of} {kind}"]
+    found = logits(of, kind, ours(of, kind))
+    there = made.batch()["attention_mask"] > 0 if found.ndim > 2 else slice(None)
+    np.testing.assert_allclose(found[there], expected[there], atol=1e-5)
+
+
+@both_models
+@every_kind
+def test_tensors_are_those_of_the_class_bit_for_bit(of, kind):
+    architecture = finetuned.ARCHITECTURES[of][kind]
+    assert [architecture] == SAYS[f"{of} {kind}"]["config"]["architectures"]
+    found, expected = names.to_theirs(ours(of, kind), MODELS[of], architecture), theirs(of, kind)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, name)
 
 
-@pytest.mark.parametrize("kind", made.CLASSES)
-def test_fields_of_the_head_are_as_the_class_writes_them(kind):
-    written = SAYS[kind]["config"]
+@both_models
+@every_kind
+def test_fields_of_the_head_are_as_the_class_writes_them(of, kind):
+    written = SAYS[f"{of} {kind}"]["config"]
     names_of = written.get("id2label", {}).values()
     found = configs.task_fields(kind, list(names_of) if kind != "regress" else [], "value", 0.0)
     for name in ("id2label", "label2id", "problem_type", "classifier_dropout"):
         assert found.get(name) == written.get(name), name
+
+
+@both_models
+def test_thin_matrices_of_several_kernels_in_one_tensor_add_the_same(of):
+    """Each of theirs is the scale times B A on top, with a rank of its own."""
+    cfg, rng = MODELS[of], np.random.default_rng(0)
+    base = ours(of, "classify")
+    some = {"query", "value", "output", "intermediate"} | ({"gate"} if of == "modern" else set())
+    adapt = Adapt(how="lora", lora_rank=3, lora_alpha=6.0, lora_targets=tuple(sorted(some)))
+    thin = {}
+    for name in some:
+        count, inputs, outputs = base["encoder"]["layers"][name]["kernel"].shape
+        shapes = {"down": (count, inputs, 3), "up": (count, 3, outputs)}
+        thin[name] = {k: rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()}
+    fixed = {name: tree for name, tree in base.items() if name != "head"}
+    whole = objective.merged_params(adapt, {"lora": thin, "head": base["head"]}, fixed)
+    architecture = finetuned.ARCHITECTURES[of]["classify"]
+    expected = names.to_theirs(jax.device_get(whole), cfg, architecture)
+    found, apart = dict(theirs(of, "classify")), names.thin_to_theirs(thin, cfg)
+    for name in {name.rsplit(".", 2)[0] for name in apart}:
+        down, up = (apart[f"{name}.lora_{letter}.weight"].astype(float) for letter in "AB")
+        kernels = len(down) // 3
+        assert kernels == (2 if of == "modern" and name.endswith(("Wqkv", "Wi")) else 1)
+        found[f"{name}.weight"] = found[f"{name}.weight"] + 6.0 / 3 * up @ down
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)

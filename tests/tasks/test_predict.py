@@ -255,7 +255,7 @@ def test_checkpoints_of_a_task_are_listed_and_verified(run, capsys):
 @pytest.mark.parametrize("kind", ["classify", "tag", "span"])
 def test_an_exported_run_holds_what_transformers_writes(finished, kind, monkeypatch, tmp_path):
     monkeypatch.chdir(finished(kind))
-    says = json.loads((TASK_CLASSES / "says.json").read_text())[kind]
+    says = json.loads((TASK_CLASSES / "says.json").read_text())[f"bert {kind}"]
     out = tmp_path / "hf"
     assert cli.main(["export", "--workdir", "run", "--out", str(out)]) == 0
     found = load_file(out / "model.safetensors")
