@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import errno
+import functools
 import io
 import json
 import math
@@ -392,6 +393,55 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         else:
             print(f"{name}  {score:.4f}, of the commonest {answer['majority'][name]:.4f}")
     print(json.dumps({"step": trained.step, **answer}))
+    return FINISHED
+
+
+@_command(
+    _argument("--workdir", metavar="W", required=True, help="a run or a base"),
+    _CACHE,
+    _CHECKPOINT,
+    _argument(
+        "--tasks",
+        metavar="TASKFILE",
+        nargs="+",
+        default=[],
+        help="what a linear layer is to read off each layer: tasks of one label a text, a pair or "
+        "a word; and similarities, by the cosine",
+    ),
+    _argument("--attention", metavar="TEXT", help="draw where each head looks in this text"),
+)
+def layers(args: argparse.Namespace) -> int:
+    """Show what each layer knows of some tasks, and where its heads look; writes W/layers.html."""
+    from etils import epath
+
+    from bert_jax.library import LoadedModel
+    from bert_jax.predict import Trained
+    from bert_jax.report import layers as page
+    from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
+    from bert_jax.tasks import layers as layers_lib
+    from bert_jax.training.environment import keep_compiled_programs
+
+    if not args.tasks and args.attention is None:
+        raise InputError("layers: name --tasks, --attention, or both")
+    keep_compiled_programs()
+    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    place = Workdir(args.workdir)
+    record: dict[str, Any] = {}
+    model = LoadedModel(trained)
+    if args.tasks:
+        every = range(trained.model.num_hidden_layers + 1)
+        means = functools.partial(model.embed, layers=every)
+        known = layers_lib.ask(args.tasks, trained, means, _say)
+        for line in layers_lib.lines(known):
+            print(line)
+        record = layers_lib.record_of(trained, known)
+    elif place.layers.exists():
+        record = read_json(place.layers, layers_lib.FORMAT_VERSION)
+    attention = None if args.attention is None else model.attention(args.attention)
+    if args.tasks:
+        write_atomic(place.layers, json.dumps(sealed(record), indent=2) + "\n")
+    page.write(place.root / "layers.html", trained.name, record, attention)
+    _say(f"layers: {place.root / 'layers.html'}")
     return FINISHED
 
 

@@ -10,8 +10,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -251,6 +253,10 @@ class Figure:
 
 # Of two labels that are as common, guessing has this loss.
 COIN = [(math.log(2), "ln 2")]
+LAYERS = (
+    "Of what a linear layer reads off the best layer, beyond a guess, the share that it reads off "
+    "each; 0 is the embeddings."
+)
 GUESSING = (
     "At ln 2 = 0.693, dashed, a model says no more than that both answers are as likely; it stays "
     "there until it has learned what follows, which is late."
@@ -302,6 +308,7 @@ def of_run(record: Record) -> list[Figure]:
             "What a linear layer reads off the encoder as it is; dashed, without it.",
         ),
         *_minimal_pairs(record),
+        *((of_layers(one["tasks"]), LAYERS) for one in (record.layers,) if one),
         *of_steps(record),
     ]
     return drawn(plots, _phase_starts(record))
@@ -432,6 +439,47 @@ def _minimal_pairs(record: Record) -> list[tuple[Plot, str]]:
         plot = Plot(f"Minimal pairs {task}", curves, [(0.5, "chance")], "percent")
         plots.append((plot, "How often the acceptable text is the likelier one; bars are errors."))
     return plots
+
+
+def of_layers(tasks: Sequence[dict[str, Any]]) -> Plot:
+    """Returns a plot of what layers know; see `tasks.layers.record_of`."""
+    curves = []
+    for number, task in enumerate(tasks):
+        scores, guess = task["scores"], task["guess"]
+        most = max(*scores, guess) - guess
+        shares = [(score - guess) / most if most else 0.0 for score in scores]
+        curves.append(Curve(range(len(shares)), shares, task["name"], number, "points"))
+    return Plot("What each layer knows", curves, scale="percent", x_label="layer")
+
+
+def draw_maps(maps: np.ndarray, name: str) -> str:
+    """Returns where heads look as an <svg> element: a line of squares a layer, the first on top.
+
+    Args:
+      maps: float [L, H, S, S], of each piece over all pieces.
+      name: tells it apart from the page's other elements.
+    """
+    layers, heads, size, _ = maps.shape
+    gap = max(1, size // 12)
+    canvas = np.full((layers * (size + gap), heads * (size + gap)), np.nan)
+    for layer in range(layers):
+        for head in range(heads):
+            top, left = layer * (size + gap), head * (size + gap)
+            canvas[top : top + size, left : left + size] = maps[layer, head] ** 0.5
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
+        figure = Canvas(figsize=(0.6 + 0.75 * heads, 0.6 + 0.75 * layers), layout="constrained")
+        axes = figure.add_subplot()
+        axes.imshow(canvas, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+        middle = (size - 1) / 2
+        axes.set_xticks([head * (size + gap) + middle for head in range(heads)], range(heads))
+        axes.set_yticks(
+            [layer * (size + gap) + middle for layer in range(layers)], range(1, layers + 1)
+        )
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_xlabel("head")
+        axes.set_ylabel("layer")
+        return _svg(figure, name)
 
 
 def of_probe(record: Record, name: str) -> list[Line]:

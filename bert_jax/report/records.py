@@ -21,6 +21,7 @@ from bert_jax.plan import report as plan_report
 from bert_jax.predict import LABELS, Piece, row_pieces
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, read_json
+from bert_jax.tasks import layers
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training.lines import EVALUATIONS, Lines
 from bert_jax.training.pretraining import Prepared
@@ -32,6 +33,7 @@ Line = dict[str, Any]
 _WRITTEN_AGAIN = "remove it; the next start of the run writes it again"
 
 _PLANNED_AGAIN = "remove it, or plan again with `bert-jax plan`"
+_ASKED_AGAIN = "remove it, or ask again with `bert-jax layers`"
 
 # Laps whose median is "now".
 _RECENT = 10
@@ -53,6 +55,7 @@ class Record:
       predictions: lines of predictions.jsonl.
       timings: lines of timings.jsonl.
       plan: what it would take on TPUs (plan.report); empty if it was not planned.
+      layers: what each layer knows (tasks.layers); empty if it was not asked.
     """
 
     label: str
@@ -66,6 +69,7 @@ class Record:
     predictions: list[Line]
     timings: list[Line]
     plan: dict[str, Any]
+    layers: dict[str, Any]
 
     @classmethod
     def read(cls, root: str) -> "Record":
@@ -95,6 +99,7 @@ class Record:
             predictions=Lines(workdir.predictions).read(),
             timings=timings,
             plan=_json(workdir.plan, plan_report.FORMAT_VERSION, _PLANNED_AGAIN),
+            layers=_json(workdir.layers, layers.FORMAT_VERSION, _ASKED_AGAIN),
         )
 
     def written(self, kind: str) -> Line:

@@ -15,6 +15,7 @@ bucket is written here, too: `mirror` sends it there.
     W/compiled/             of a run in a bucket: compiled programs (see training.environment)
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.report)
+    W/layers.json           what each layer knows (see tasks.layers), and a page of it
     W/launch.json           what may be rented for the run (see launch.spec)
 """
 
@@ -55,7 +56,8 @@ RUN_FILES = (
 )
 _OURS = {
     *RUN_FILES,
-    *("corpus", "checkpoints", "compiled", "profile", "plan.json", "launch.json", "lock"),
+    *("corpus", "checkpoints", "compiled", "profile", "plan.json", "layers.json", "layers.html"),
+    *("launch.json", "lock"),
 }
 # What a process leaves of them that is killed while it writes.
 _UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))}|token)\.\w+\.tmp")
@@ -106,6 +108,7 @@ class Workdir:
         self.origin = self.root / "origin.json"
         self.profile = self.root / "profile"
         self.plan = self.root / "plan.json"
+        self.layers = self.root / "layers.json"
         self.report = self.root / "report.html"
 
     def require_ours(self) -> None:

@@ -12,8 +12,9 @@ Shape letters: B rows, S sequence, D width, N features' rows, F features, C clas
 import dataclasses
 import functools
 import hashlib
+import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from bert_jax import config
 from bert_jax.config import Finetuning, Model, Parallelism, Run, Task
 from bert_jax.data import draws
 from bert_jax.errors import InputError
-from bert_jax.model import flops, heads, layers
+from bert_jax.model import flops, heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode, of_text
 from bert_jax.predict import Trained
@@ -38,6 +39,8 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
 
+# Of which layers something is read: of the last, or of the embeddings and all.
+Outputs = Literal["last", "all"]
 _KINDS = ("classify", "pair", "tag", "minimal_pairs")
 # Of a task's examples, drawn: enough to tell 60 % from 65 %, few enough to be scored often.
 _TRAIN, _VALIDATION = 1_000, 1_000
@@ -46,7 +49,7 @@ _PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
 @dataclasses.dataclass
-class _Probe:
+class Probe:
     """A task; the last three attributes are there once it is open.
 
     Attributes:
@@ -92,6 +95,7 @@ class Probes:
     """The tasks of `run.probes`, or of `--task`.
 
     Attributes:
+      probes: in the order of the files.
       sha256: of their examples and labels.
 
     Args:
@@ -111,7 +115,7 @@ class Probes:
         where: str = "run.probes",
     ):
         self._where = where
-        self._probes: list[_Probe | MinimalPairs] = []
+        self.probes: list[Probe | MinimalPairs] = []
         digest = hashlib.sha256()
         for path in paths:
             try:
@@ -124,21 +128,21 @@ class Probes:
                     f"{where}: {path}: task.kind={task.kind} cannot be a probe; those of "
                     f"{', '.join(_KINDS)} can"
                 )
-            if name in (probe.name for probe in self._probes):
+            if name in (probe.name for probe in self.probes):
                 raise InputError(f"{where}: {path}: there are two of the name {name!r}")
             try:
                 if task.kind == "minimal_pairs":
                     asked = MinimalPairs(name, task, pairs)
-                    self._probes.append(asked)
+                    self.probes.append(asked)
                     digest.update(examples_lib.sha256(asked.pairs, ()).encode())
                     continue
-                train = _drawn(examples_lib.read(task, task.train, "labelled"), _TRAIN)
+                train = drawn(examples_lib.read(task, task.train, "labelled"), _TRAIN)
                 validation = examples_lib.read(task, task.validation, "labelled")
-                validation = _drawn(validation, _VALIDATION)
+                validation = drawn(validation, _VALIDATION)
                 labels = examples_lib.labels_of(task, [*train, *validation])
             except InputError as error:
                 raise InputError(f"{where}: {path}: {error}") from error
-            self._probes.append(_Probe(name, task, labels, train, validation))
+            self.probes.append(Probe(name, task, labels, train, validation))
             digest.update(examples_lib.sha256([*train, *validation], labels).encode())
         self.sha256 = digest.hexdigest()
 
@@ -162,35 +166,40 @@ class Probes:
         Returns:
           Operations of scoring all probes once.
         """
-        self._mesh = mesh
+        self._mesh, self._model = mesh, model
         shards = mesh_lib.data_shards(mesh)
         size = -(-size // shards) * shards
         objective = Pretraining(model)
 
-        def of_rows(
-            params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop
-        ) -> jax.Array:
-            hidden = of_pieces(params, fixed, batch, noise, loop)
-            mask = batch["input_mask"].astype(jnp.float32)[..., None]
-            mean = (hidden * mask).sum(axis=1) / mask.sum(axis=1)
-            return jnp.concatenate(
-                [of_text(model, hidden, batch["input_mask"]), mean], axis=-1
-            )  # float32 [B, 2 D]
-
-        def of_pieces(
-            params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop
-        ) -> jax.Array:
-            del fixed
+        def hidden_of(params: Any, batch: Any, loop: Loop, outputs: Outputs) -> jax.Array:
             ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-            hidden = encode(heads.merge(model, params).encoder, model, *ids, noise, loop)
-            return hidden.astype(jnp.float32)  # [B, S, D]
+            hidden = encode(heads.merge(model, params).encoder, model, *ids, None, loop, outputs)
+            hidden = hidden if outputs == "all" else hidden[None]
+            return hidden.astype(jnp.float32)  # [layers, B, S, D]
+
+        def of_rows(outputs: Outputs, params: Any, _: Any, batch: Any, __: Any, loop: Loop):
+            hidden = hidden_of(params, batch, loop, outputs)
+            mask = batch["input_mask"].astype(jnp.float32)[..., None]
+            mean = (hidden * mask).sum(axis=2) / mask.sum(axis=1)
+            whole = jax.vmap(lambda layer: of_text(model, layer, batch["input_mask"]))(hidden)
+            return side_by_side(jnp.concatenate([whole, mean], axis=-1))  # [B, layers 2 D]
+
+        def of_pieces(outputs: Outputs, params: Any, _: Any, batch: Any, __: Any, loop: Loop):
+            return side_by_side(hidden_of(params, batch, loop, outputs))  # [B, S, layers D]
+
+        def side_by_side(values: jax.Array) -> jax.Array:
+            moved = jnp.moveaxis(values, 0, -2)
+            return moved.reshape(*moved.shape[:-2], -1)
 
         self._features = {
-            "pooled": step.make_rows_step(objective, of_rows, parallelism, mesh),
-            "tokens": step.make_rows_step(objective, of_pieces, parallelism, mesh),
+            (reads, outputs): step.make_rows_step(
+                objective, functools.partial(function, outputs), parallelism, mesh
+            )
+            for reads, function in (("pooled", of_rows), ("tokens", of_pieces))
+            for outputs in typing.get_args(Outputs)
         }
         operations = 0
-        for probe in self._probes:
+        for probe in self.probes:
             if isinstance(probe, MinimalPairs):
                 operations += probe.open(model, tokenizer, parallelism, mesh, size)
                 continue
@@ -202,7 +211,7 @@ class Probes:
     @property
     def has_minimal_pairs(self) -> bool:
         """Returns whether a masked LM head is asked, and not the encoder alone."""
-        return any(isinstance(probe, MinimalPairs) for probe in self._probes)
+        return any(isinstance(probe, MinimalPairs) for probe in self.probes)
 
     def describe(self) -> str:
         """Returns the probes in words."""
@@ -211,8 +220,17 @@ class Probes:
             if isinstance(probe, MinimalPairs)
             else f"{probe.name} ({probe.task.main_score}; {len(probe.train)} examples to learn "
             f"from, {len(probe.validation)} to score)"
-            for probe in self._probes
+            for probe in self.probes
         )
+
+    def score_of_layers(self, probe: Probe, params: Any) -> list[float]:
+        """Returns the score of a probe from each layer, the embeddings first.
+
+        Args:
+          probe: one of these, which are open.
+          params: of pre-training, on the devices.
+        """
+        return self._scores(probe, params, "all")
 
     def ask(self, params: Any) -> dict[str, dict[str, Any]]:
         """Returns what a linear layer reads off the encoder, and how often the acceptable text of a
@@ -226,30 +244,35 @@ class Probes:
           `minimal_pairs`, what `MinimalPairs.ask` returns, by name.
         """
         scores, majority, answers = {}, {}, {}
-        for probe in self._probes:
+        for probe in self.probes:
             if isinstance(probe, MinimalPairs):
                 answers[probe.name] = probe.ask(params)
                 scores[probe.name] = answers[probe.name]["accuracy"]
                 majority[probe.name] = 0.5
             else:
-                scores[probe.name] = self._score(probe, params)
+                (scores[probe.name],) = self._scores(probe, params, "last")
                 majority[probe.name] = probe.majority
         more = {"minimal_pairs": answers} if answers else {}
         return {"scores": scores, "majority": majority, **more}
 
-    def _score(self, probe: _Probe, params: Any) -> float:
-        run = functools.partial(self._features[probe.kind.reads], params, None)
-        # Of each row float32 [F], or [n, F] of its pieces.
+    def _scores(self, probe: Probe, params: Any, outputs: Outputs) -> list[float]:
+        run = functools.partial(self._features[probe.kind.reads, outputs], params, None)
+        # Of each row float32 [layers F], or [n, layers F] of its pieces.
         features = run_rows(run, probe.train_batches, probe.train_rows, self._mesh)
         if not all(np.isfinite(values).all() for values in features):
             raise InputError(
                 f"{self._where}: {probe.name}: the encoder gives numbers that are not finite; "
                 "begin with other weights"
             )
-        stacked = _stacked(features, probe.train_rows)
-        weights, bias = ridge(stacked, _classes(probe.train_rows), probe.kind.outputs)
+        count = self._model.num_hidden_layers + 1 if outputs == "all" else 1
+        stacked = np.split(_stacked(features, probe.train_rows), count, axis=-1)
         held_out = run_rows(run, probe.validation_batches, probe.validation_rows, self._mesh)
-        return probe.score([values @ weights + bias for values in held_out])
+        of_layers = zip(*(np.split(values, count, axis=-1) for values in held_out), strict=True)
+        each = []
+        for learned, asked in zip(stacked, of_layers, strict=True):
+            weights, bias = ridge(learned, _classes(probe.train_rows), probe.kind.outputs)
+            each.append(probe.score([values @ weights + bias for values in asked]))
+        return each
 
 
 def of_trained(probes: Probes, trained: Trained) -> dict[str, dict[str, Any]]:
@@ -309,7 +332,7 @@ def ridge(features: np.ndarray, classes: np.ndarray, count: int) -> tuple[np.nda
 # --- rows and examples --------------------------------------------------------------------------
 
 
-def _drawn(examples: list[Example], most: int) -> list[Example]:
+def drawn(examples: list[Example], most: int) -> list[Example]:
     """Returns so many of them, the same in every run; files are often sorted."""
     order = draws.permutation(draws.key_of(0, "probe"), 0, len(examples))
     return [examples[i] for i in np.sort(order[:most])]

@@ -1,0 +1,203 @@
+"""What each layer of an encoder knows, and where its heads look: `bert-jax layers`.
+
+A linear layer reads a task off the embeddings and off each layer, as probes do (`tasks.probes`), on
+the encoder as it is (Jawahar et al. 2019, Tenney et al. 2019). Of a similarity nothing is learned:
+it is the cosine of the means of both texts' pieces. How long texts are is asked in any case, which
+needs no labels and is the surface task of Conneau et al. 2018.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from bert_jax import config
+from bert_jax.config import Finetuning, Parallelism, Run, Task
+from bert_jax.errors import InputError
+from bert_jax.predict import Trained
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks import probes as probes_lib
+from bert_jax.tasks import scores
+from bert_jax.tasks.examples import Example, Sentence, Tagged
+from bert_jax.tasks.probes import Probe, Probes
+from bert_jax.training import mesh as mesh_lib
+
+FORMAT_VERSION = 1
+_KINDS = ("classify", "pair", "tag", "regress")
+_WHERE = "--tasks"
+_LENGTH = "length"
+# Lengths are put into so many bins, as full as each other.
+_BINS = 6
+_PAIRS = 1_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Knowledge:
+    """A task as it is read off the layers.
+
+    Attributes:
+      name: of the task's file.
+      score: which one.
+      guess: the score without an encoder: of the commonest label; 0 of a similarity.
+      scores: of the embeddings, then of each layer.
+    """
+
+    name: str
+    score: str
+    guess: float
+    scores: tuple[float, ...]
+
+    @property
+    def best(self) -> int:
+        """Returns the layer with the highest score, the lowest of them."""
+        return int(np.argmax(self.scores))
+
+    @property
+    def centre(self) -> float:
+        """Returns the layer that adds to the embeddings on average; 0 if none does.
+
+        Each layer counts by how much it adds to the best score below it, as in the expected layer
+        of Tenney et al. 2019, whose probes read all layers below at once.
+        """
+        gains = np.diff(np.maximum.accumulate(self.scores))
+        numbers = np.arange(1, len(self.scores))
+        return float(gains @ numbers / gains.sum()) if gains.any() else 0.0
+
+
+def ask(
+    paths: Sequence[str],
+    trained: Trained,
+    means: Callable[[list[str]], np.ndarray],
+    say: Callable[[str], None],
+) -> list[Knowledge]:
+    """Reads tasks off each layer of a run's checkpoint or a base, on all devices.
+
+    Args:
+      paths: task files, or experiments of fine-tunings as JSON; of them the task alone is read.
+      trained: whose encoder.
+      means: gives of N texts the means of their pieces in the embeddings and in each layer, one
+        behind the other, float32 [N, (L + 1) D].
+      say: is given each task when it is done.
+
+    Returns:
+      The length of texts, then the tasks.
+
+    Raises:
+      InputError: a file that holds no task of these kinds; and as `tasks.examples.read`.
+    """
+    tasks = [_task(path) for path in paths]
+    linear = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
+    asked, first = Probes(linear, where=_WHERE), tasks[0][1]
+    lengths = _lengths(first, *(_drawn(first, name) for name in ("train", "validation")))
+    asked.probes[:0] = [lengths] if lengths else []
+    mesh = mesh_lib.make_mesh(Parallelism())
+    asked.open(trained.model, trained.tokenizer, Parallelism(), mesh, Run().eval_batch_size)
+    params = jax.device_put(trained.params, mesh_lib.replicated(mesh))
+    read: dict[str, Knowledge] = {}
+    for probe in asked.probes:
+        assert isinstance(probe, Probe)
+        score, guess = probe.task.main_score, probe.majority
+        by_layer = tuple(asked.score_of_layers(probe, params))
+        read[probe.name] = Knowledge(probe.name, score, guess, by_layer)
+        say(f"layers: {probe.name} is read")
+    for name, task in tasks:
+        if task.kind == "regress":
+            pairs = _drawn(task, "validation")
+            by_layer = _similarity(task.main_score, pairs, means, trained.model.hidden_size)
+            read[name] = Knowledge(name, task.main_score, 0.0, by_layer)
+            say(f"layers: {name} is read")
+    return [read[name] for name in (_LENGTH, *(name for name, _ in tasks)) if name in read]
+
+
+def record_of(trained: Trained, known: Sequence[Knowledge]) -> dict[str, Any]:
+    """Returns the JSON of what was read off a checkpoint."""
+    tasks = [dataclasses.asdict(one) | {"best": one.best, "centre": one.centre} for one in known]
+    return {"format_version": FORMAT_VERSION, "step": trained.step, "tasks": tasks}
+
+
+def lines(known: Sequence[Knowledge]) -> list[str]:
+    """Returns a table for people: a line a task."""
+    layers = range(len(known[0].scores))
+    cells = [["", "", *map(str, layers), "guess", "best", "centre"]]
+    for one in known:
+        values = [f"{value:.3f}" for value in (*one.scores, one.guess)]
+        cells.append([one.name, one.score, *values, str(one.best), f"{one.centre:.2f}"])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number < 2 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+
+
+def _task(path: str) -> tuple[str, Task]:
+    try:
+        experiment = config.load(path, Finetuning)
+    except InputError as error:
+        raise InputError(f"{_WHERE} takes files of tasks: {error}") from error
+    if experiment.task.kind not in _KINDS:
+        raise InputError(
+            f"{_WHERE}: {path}: task.kind={experiment.task.kind} cannot be read off a layer; "
+            f"{', '.join(_KINDS)} can"
+        )
+    if experiment.name == _LENGTH:
+        raise InputError(f"{_WHERE}: {path}: {_LENGTH} is asked in any case; rename the task")
+    return experiment.name, experiment.task
+
+
+def _drawn(task: Task, name: str) -> list[Example]:
+    try:
+        there = examples_lib.read(task, getattr(task, name), "labelled")
+    except InputError as error:
+        raise InputError(f"{_WHERE}: {error}") from error
+    return probes_lib.drawn(there, _PAIRS)
+
+
+def _lengths(task: Task, train: list[Example], validation: list[Example]) -> Probe | None:
+    """Returns the task of how many words a text has; None where all have as many."""
+
+    def words(example: Example) -> str:
+        if isinstance(example, Tagged):
+            return " ".join(example.words)
+        assert isinstance(example, Sentence)
+        return example.texts[0]
+
+    def labelled(examples: list[Example]) -> list[Example]:
+        texts = [words(example) for example in examples]
+        bins = [int(np.searchsorted(edges, len(text.split()))) for text in texts]
+        return [Sentence(_LENGTH, (t,), str(b)) for t, b in zip(texts, bins, strict=True)]
+
+    counts = [len(words(example).split()) for example in train]
+    edges = np.unique(np.quantile(counts, np.arange(1, _BINS) / _BINS))
+    edges = edges[edges < max(counts)]
+    asked = Task(
+        kind="classify",
+        train=("jsonl:its texts",),
+        validation=("jsonl:its texts",),
+        max_sequence_length=task.max_sequence_length,
+    )
+    if not len(edges):
+        return None
+    labels = tuple(map(str, range(len(edges) + 1)))
+    return Probe(_LENGTH, asked, labels, labelled(train), labelled(validation))
+
+
+def _similarity(
+    score: str,
+    pairs: Sequence[Example],
+    means: Callable[[list[str]], np.ndarray],
+    width: int,
+) -> tuple[float, ...]:
+    """Returns the correlation of cosines with the truth, of each layer."""
+    sides = []
+    for side in range(2):
+        texts = [pair.texts[side] for pair in pairs if isinstance(pair, Sentence)]
+        vectors = means(texts).reshape(len(texts), -1, width)
+        sides.append(vectors / np.linalg.norm(vectors, axis=-1, keepdims=True))
+    cosines = (sides[0] * sides[1]).sum(-1)
+    truth = np.array([pair.label for pair in pairs if isinstance(pair, Sentence)])
+    return tuple(float(scores.score(score, truth, of_layer)) for of_layer in cosines.T)

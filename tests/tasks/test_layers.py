@@ -1,0 +1,152 @@
+"""What each layer knows: scores against NumPy, the page, and what is refused."""
+
+import functools
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import tuned
+from etils import epath
+from scipy import stats
+
+import bert_jax
+from bert_jax import cli
+from bert_jax.library import LoadedModel
+from bert_jax.predict import Trained
+from bert_jax.storage.workdir import Workdir
+from bert_jax.tasks import layers, probes
+from bert_jax.tasks.layers import Knowledge
+
+NAMES = ("classify", "regress", "tag")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base, and tasks of some kinds; texts of the first have one, two or three words."""
+    here = tmp_path_factory.mktemp("layers")
+    tuned.write_base(here / "base")
+    for name in (*NAMES, "generate"):
+        (here / name).mkdir()
+        tuned.write_task(here / name, name)
+        text = (here / name / "task.py").read_text().replace("small", name)
+        text = text.replace("jsonl:t", f"jsonl:{here / name}/t")
+        (here / f"{name}.py").write_text(text)
+    for part in ("train", "test"):
+        path = here / "classify" / part
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for number, row in enumerate(rows):
+            row["sentence"] = " ".join(row["sentence"].split()[:1] * (1 + number % 3))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return here
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture(scope="module")
+def asked(folder):
+    files = [str(folder / f"{name}.py") for name in NAMES]
+    done: list[str] = []
+    trained = Trained.of(epath.Path(folder / "base"))
+    means = functools.partial(LoadedModel(trained).embed, layers=(0, 1))
+    known = layers.ask(files, trained, means, done.append)
+    assert len(done) == 4
+    return {one.name: one for one in known}
+
+
+def rows(folder, name, part):
+    return [json.loads(line) for line in (folder / name / part).read_text().splitlines()]
+
+
+def test_tasks_are_read_off_every_layer_as_numpy_would(folder, asked):
+    """Solved again by ridge regression on what the library gives of one text at a time."""
+    assert list(asked) == ["length", *NAMES]
+    model = bert_jax.load(str(folder / "base"))
+    labels, hidden = {}, {}
+    for part in ("train", "test"):
+        there = rows(folder, "classify", part)
+        labels[part] = np.array([row["label"] == "good" for row in there]).astype(int)
+        texts = [row["sentence"] for row in there]
+        hidden[part] = model.hidden(texts, layers=(0, 1))
+    for layer in (0, 1):
+        inputs = {
+            part: np.stack([np.concatenate([x[layer, 0], x[layer].mean(0)]) for x in values])
+            for part, values in hidden.items()
+        }
+        weights, bias = probes.ridge(inputs["train"], labels["train"], 2)
+        right = (inputs["test"] @ weights + bias).argmax(1) == labels["test"]
+        assert asked["classify"].scores[layer] == pytest.approx(right.mean(), abs=1e-6)
+
+
+def test_a_similarity_is_the_cosine_of_means(folder, asked):
+    model = bert_jax.load(str(folder / "base"))
+    there = rows(folder, "regress", "test")
+    truth = [row["value"] for row in there]
+    for layer in (0, 1):
+        sides = [
+            [x[0].mean(0) for x in model.hidden([row[name] for row in there], layers=(layer,))]
+            for name in ("sentence", "b")
+        ]
+        cosines = [
+            a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(*sides, strict=True)
+        ]
+        expected = stats.spearmanr(truth, cosines).statistic
+        assert asked["regress"].scores[layer] == pytest.approx(expected, abs=1e-6)
+    assert asked["regress"].guess == 0
+
+
+def test_the_length_of_texts_is_asked_in_bins(asked):
+    """One, two or three words; who counts none says the commonest."""
+    assert asked["length"].guess == pytest.approx(4 / 11)
+    assert max(asked["length"].scores) > 0.8
+
+
+def test_the_centre_counts_what_each_layer_adds():
+    known = Knowledge("x", "accuracy", 0.5, (0.4, 0.6, 0.6, 0.9, 0.8))
+    assert known.best == 3
+    assert known.centre == pytest.approx((1 * 0.2 + 3 * 0.3) / 0.5)
+    assert Knowledge("x", "accuracy", 0.5, (0.4, 0.4, 0.3)).centre == 0
+
+
+def test_the_command_prints_a_table_and_writes_a_page(here, capsys):
+    words = ["layers", "--workdir", "base", "--tasks", "classify.py", "regress.py"]
+    assert cli.main([*words, "--attention", "wa xb"]) == 0
+    out = [x for x in capsys.readouterr().out.splitlines() if not x.startswith("layers: ")]
+    assert out[0].split() == ["0", "1", "guess", "best", "centre"]
+    assert [line.split()[0] for line in out[1:]] == ["length", "classify", "regress"]
+    page = pathlib.Path("base/layers.html").read_text()
+    assert "What each layer knows" in page and "Where heads look" in page
+    assert "<span>[CLS]</span><span>wa</span><span>xb</span><span>[SEP]</span>" in page
+    kept = json.loads(Workdir("base").layers.read_text())
+    assert [one["name"] for one in kept["tasks"]] == ["length", "classify", "regress"]
+    # Later a text alone: what was asked stays on the page.
+    assert cli.main(["layers", "--workdir", "base", "--attention", "xa"]) == 0
+    assert "What each layer knows" in pathlib.Path("base/layers.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "layers: name --tasks, --attention, or both"),
+        ("--tasks generate.py", "--tasks: generate.py: task.kind=generate cannot be read off"),
+        ("--tasks nowhere.py", "--tasks takes files of tasks: nowhere.py"),
+        ("--tasks classify.py classify.py", "there are two of the name 'classify'"),
+        ("--tasks length.py", "--tasks: length.py: length is asked in any case"),
+        ("--tasks empty.py", "--tasks: "),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(here, capsys, words, message):
+    text = pathlib.Path("classify.py").read_text()
+    pathlib.Path("length.py").write_text(text.replace('"classify",\n', '"length",\n', 1))
+    pathlib.Path("empty").write_text("")
+    train = text[text.index("jsonl:") : text.index('"', text.index("jsonl:"))]
+    pathlib.Path("empty.py").write_text(text.replace(train, "jsonl:empty"))
+    kept = Workdir("base").layers
+    before = kept.read_bytes() if kept.exists() else None
+    assert cli.main(["layers", "--workdir", "base", *words.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert (kept.read_bytes() if kept.exists() else None) == before
