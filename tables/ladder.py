@@ -5,8 +5,8 @@
 Source: Devlin et al. 2018 made small (experiments/tiny_paper.py), on the speeches in sample_text/;
 each row keeps what the rows before it changed. The encoder is ModernBERT's (Warner et al. 2024),
 two thirds as wide inside, since it is gated, with both layers global.
-Hardware: any CPU; three hours on two cores, of which 300 seconds of CPU are each run's steps.
-Expected: the encoder and its initialization bring most, more masks and a higher rate the rest.
+Hardware: any CPU; an hour and a half on two cores; 300 seconds of CPU are each run's steps.
+Expected: no dropout and the encoder bring most, more masks the rest (docs/learning.md).
 """
 
 import dataclasses
