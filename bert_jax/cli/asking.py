@@ -1,0 +1,415 @@
+"""The commands that ask trained models, and those that bring and take them."""
+
+import argparse
+import sys
+from typing import Any
+
+from bert_jax.cli.command import (
+    CACHE,
+    CHECKPOINT,
+    CODE,
+    TUNED_BASE,
+    argument,
+    asked_lines,
+    command,
+    flag,
+    input_lines,
+    say,
+)
+from bert_jax.config import Parallelism
+from bert_jax.errors import FINISHED, InputError, printable
+
+# Of a search: all are computed at once, and more than a few bring nothing.
+_MOST_BEAMS = 64
+
+
+@command(
+    CODE,
+    argument("--workdir", metavar="W", required=True, help="a run"),
+    CACHE,
+    argument(
+        "text",
+        metavar="TEXT",
+        nargs="*",
+        help="A; of a fine-tuned run all texts of an example, one after the other, of QUESTION "
+        "CONTEXT say; left out: lines of standard input, where tabs part texts",
+    ),
+    argument("--next", metavar="B", help="a second text; with one TEXT"),
+    argument("--top", type=int, metavar="K", help="how many pieces are shown for each [MASK] [5]"),
+    CHECKPOINT,
+    argument(
+        "--source",
+        metavar="SOURCE",
+        action="append",
+        default=[],
+        help="of a fine-tuned run: examples as task.train has them, tsv:FILE say; may be repeated",
+    ),
+    flag(
+        "--score",
+        "of a fine-tuned run: print scores instead of answers; of task.validation if there is no "
+        "--source",
+    ),
+    argument(
+        "--input",
+        metavar="FILE",
+        help="of a fine-tuned run: .csv, .tsv or .jsonl, whose rows go to --out with columns "
+        "`predicted` and `probability`",
+    ),
+    argument(
+        "--beam",
+        type=int,
+        metavar="N",
+        help="of a run of task.kind=generate: so many beginnings of a text are kept while it is "
+        "searched for [1]",
+    ),
+    argument(
+        "--out",
+        metavar="FILE",
+        help="of a fine-tuned run: where answers go as JSON lines [they are printed]; with "
+        "--input a .csv, .tsv or .jsonl",
+    ),
+    TUNED_BASE,
+)
+def predict(args: argparse.Namespace) -> int:
+    """Do the task of a fine-tuned run; else fill [MASK], and say whether B follows A."""
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning
+
+    tuned = holds_finetuning(mirror.opened(args.workdir))
+    if tuned:
+        given, what = {"--next": args.next, "--top": args.top}, "a fine-tuned run takes no such"
+    else:
+        given = {
+            "--source": args.source or None,
+            "--score": args.score or None,
+            "--input": args.input,
+            "--out": args.out,
+            "--beam": args.beam,
+            "--from": args.base,
+        }
+        what = "only a fine-tuned run takes this"
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(f"{name}: {args.workdir}: {what}; leave it out")
+    return _do_task(args) if tuned else _fill_masks(args)
+
+
+def _do_task(args: argparse.Namespace) -> int:
+    from bert_jax.tasks import predict as predict_lib
+    from bert_jax.training.environment import keep_compiled_programs
+
+    if args.beam is not None and not 1 <= args.beam <= _MOST_BEAMS:
+        raise InputError(f"--beam {args.beam}: must be from 1 to {_MOST_BEAMS}")
+    if args.text and (args.source or args.score):
+        raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
+    if args.input is not None:
+        if args.text or args.source or args.score or args.out is None:
+            raise InputError("--input: needs --out, and no TEXT, --source or --score")
+        keep_compiled_programs()
+        written = predict_lib.predict_table(
+            args.workdir, args.base, args.checkpoint, args.input, args.out, args.beam
+        )
+        say(f"{printable(args.out)}: {printable(written)}")
+        return FINISHED
+    keep_compiled_programs()
+    for line in predict_lib.predict(
+        args.workdir,
+        args.base,
+        args.checkpoint,
+        args.text or input_lines(),
+        tuple(args.source),
+        "score" if args.score else "predict",
+        args.out,
+        args.beam,
+    ):
+        print(line)
+    return FINISHED
+
+
+def _fill_masks(args: argparse.Namespace) -> int:
+    from etils import epath
+
+    from bert_jax.predict import Trained
+    from bert_jax.text.unknown import Share
+    from bert_jax.training.environment import keep_compiled_programs
+    from bert_jax.training.evaluators import Predictor
+
+    top = 5 if args.top is None else args.top
+    if args.next is not None and len(args.text) != 1:
+        raise InputError("--next: give exactly one TEXT with it")
+    if top < 1:
+        raise InputError(f"--top {top}: must be at least 1")
+    keep_compiled_programs()
+    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    if trained.experiment is not None and "masked_lm" in trained.fresh:
+        raise InputError(
+            f"{args.workdir}: its objective ({trained.experiment.data.code}) trained no masked_lm "
+            "head; `bert-jax embed` and `finetune` take its encoder"
+        )
+    predictor = Predictor(trained.model, trained.tokenizer)
+    share = Share(trained.tokenizer)
+    asked = [("TEXT", text, args.next) for text in args.text]
+    for where, a, b in asked or asked_lines():
+        try:
+            answer = predictor.predict(trained.params, a, b, top)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        for text in (a,) if b is None else (a, b):
+            share.add([predictor.encode(text)])
+            print(printable(text))
+        for number, pieces in enumerate(answer.masks, 1):
+            words = "  ".join(f"{printable(piece)} {p:.3f}" for piece, p in pieces)
+            print(f"  [MASK] {number}: {words}")
+        if not answer.masks and answer.is_next is None:
+            print("  nothing to say: write [MASK] in the text, or give a second one")
+        if answer.is_next is not None:
+            print(f"  B follows A: {answer.is_next:.3f}")
+    if warning := share.warning("the text"):
+        print(warning, file=sys.stderr)
+    return FINISHED
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers as in -4,-3,-2,-1") from error
+
+
+# Which vectors `embed` and `serve` give.
+_FEATURES = (
+    argument(
+        "--layers",
+        metavar="N[,N...]",
+        type=_layers,
+        default=(-1,),
+        help="0 the embeddings, 1 the first layer, -1 the last [-1]",
+    ),
+    argument(
+        "--combine",
+        choices=("concat", "mean"),
+        default="concat",
+        help="what is done with vectors of several layers [concat]",
+    ),
+    flag("--normalize", "vectors of length 1"),
+    argument(
+        "--max-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a text that are read; longer texts are cut [all positions of the model]",
+    ),
+    argument(
+        "--batch-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="that a device works on at a time [512 on a CPU, 16384 elsewhere]",
+    ),
+    CHECKPOINT,
+)
+
+
+@command(
+    CODE,
+    argument(
+        "texts",
+        metavar="TEXT_FILE",
+        nargs="*",
+        help="a text a line, also .gz and .zst; left out: standard input. An empty line is a text",
+    ),
+    argument("--workdir", metavar="W", required=True, help="a run or a base"),
+    CACHE,
+    argument(
+        "--out",
+        metavar="FILE",
+        required=True,
+        help="what is written, a row a line of text: .npz, .parquet or .jsonl",
+    ),
+    argument(
+        "--pooling",
+        choices=("mean", "cls", "tokens"),
+        default="mean",
+        help="mean of a text's tokens, [CLS] and [SEP] too; the vector of [CLS]; or one of each "
+        "piece, without the two [mean]",
+    ),
+    *_FEATURES,
+)
+def embed(args: argparse.Namespace) -> int:
+    """Write vectors of texts: of each text, or of each of its pieces."""
+    from etils import epath
+
+    from bert_jax import embed
+    from bert_jax.text import lines
+
+    texts = lines.read(args.texts) if args.texts else input_lines()
+    _, embedder = _embedder(args)
+    embed.write(embedder, (line for _, line in texts), epath.Path(args.out), say)
+    return FINISHED
+
+
+def _embedder(args: argparse.Namespace):
+    """The name of the run or base in --workdir, and what gives its vectors."""
+    from etils import epath
+
+    from bert_jax import embed
+    from bert_jax.predict import Trained
+    from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training.environment import keep_compiled_programs
+
+    keep_compiled_programs()
+    features = embed.Features(
+        pooling=args.pooling,
+        layers=args.layers,
+        combine=args.combine,
+        length="unit" if args.normalize else "as_is",
+    )
+    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    mesh = mesh_lib.make_mesh(Parallelism())
+    embedder = embed.Embedder(trained, features, mesh, args.max_length, args.batch_tokens)
+    return trained.name, embedder
+
+
+@command(
+    CODE,
+    argument("--workdir", metavar="W", required=True, help="a run, a base or a fine-tuned run"),
+    CACHE,
+    argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="H",
+        help="the address to listen on; 0.0.0.0 for all, without any password [127.0.0.1]",
+    ),
+    argument("--port", type=int, default=8000, metavar="P", help="0: any that is free [8000]"),
+    argument("--pooling", choices=("mean", "cls"), default="mean", help="as for embed [mean]"),
+    *_FEATURES,
+    TUNED_BASE,
+    argument(
+        "--queue",
+        type=int,
+        default=256,
+        metavar="N",
+        help="requests under way at once; one more is answered 503 [256]",
+    ),
+    argument("--max-texts", type=int, default=2048, metavar="N", help="of a request [2048]"),
+    argument("--max-bytes", type=int, default=2**21, metavar="N", help="of a request [2 MiB]"),
+    argument("--timeout", type=float, default=30.0, metavar="S", help="seconds for an answer [30]"),
+)
+def serve(args: argparse.Namespace) -> int:
+    """Answer over HTTP: vectors as OpenAI's clients ask for them, or a fine-tuned run's task."""
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning
+    from bert_jax.tasks.predict import TaskModel
+    from bert_jax.training.environment import keep_compiled_programs
+
+    try:
+        from bert_jax import serve as serve_lib
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
+        ) from error
+
+    limits = serve_lib.Limits(args.queue, args.max_texts, args.max_bytes, args.timeout)
+    with serve_lib.listening(args.host, args.port) as bound:
+        if holds_finetuning(mirror.opened(args.workdir)):
+            keep_compiled_programs()
+            model = TaskModel(args.workdir, args.base, args.checkpoint)
+            served: Any = serve_lib.Answers(model)
+        elif args.base is not None:
+            raise InputError(f"--from: {args.workdir}: only a fine-tuned run takes this")
+        else:
+            served = serve_lib.Vectors(*_embedder(args))
+        serve_lib.serve(served, bound, limits, say)
+    return FINISHED
+
+
+@command(
+    CODE,
+    argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder as save_pretrained writes it, a folder (or files' common beginning) of a "
+        "TensorFlow 1 checkpoint with bert_config.json and vocab.txt, or a workdir",
+    ),
+    argument("--workdir", metavar="W", required=True, help="where the base goes"),
+    argument(
+        "--tokenizer",
+        metavar="FILE_OR_FOLDER",
+        help="another WordPiece vocabulary: pieces that both have keep their weights",
+    ),
+    flag(
+        "--with-optimizer",
+        "take the moments of bert_adam, too, of a TensorFlow 1 checkpoint or a run: a run with "
+        "init_from=B then begins with them, at step 0 of its own schedule",
+    ),
+)
+def import_(args: argparse.Namespace) -> int:
+    """Make a base, to start from, of another library's checkpoint or of a run."""
+    from etils import epath
+
+    from bert_jax.interop import importing
+
+    source, target = epath.Path(args.source), epath.Path(args.workdir)
+    what = "with_moments" if args.with_optimizer else "params"
+    importing.import_weights(source, target, args.tokenizer, say, what)
+    return FINISHED
+
+
+@command(
+    CODE,
+    argument("--workdir", metavar="W", required=True, help="a run or a base"),
+    CACHE,
+    argument(
+        "--as",
+        dest="kind",
+        choices=("pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"),
+        help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers; of "
+        "model.kind=modern for ModernBertForMaskedLM or ModernBertModel; of data.objective=causal "
+        "for BertLMHeadModel or ModernBertDecoderForCausalLM. Of a fine-tuned run task, for "
+        "BertForSequenceClassification and the like [task], or adapter, what adapt.how=lora "
+        "learned, for PEFT",
+    ),
+    argument("--out", metavar="FOLDER", required=True, help="where it goes"),
+    argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights [float32, which loses nothing]",
+    ),
+    CHECKPOINT,
+    TUNED_BASE,
+)
+def export(args: argparse.Namespace) -> int:
+    """Write a run, a fine-tuned run or a base for transformers."""
+    from etils import epath
+
+    from bert_jax.interop import finetuned, huggingface
+    from bert_jax.predict import Trained
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning
+    from bert_jax.tasks.predict import TaskModel
+
+    of_run = ("pretraining", "masked_lm", "encoder", "causal_lm")
+    tuned = holds_finetuning(mirror.opened(args.workdir))
+    if tuned and args.kind not in of_run:
+        model = TaskModel(args.workdir, args.base, args.checkpoint)
+        form = args.kind or "task"
+        architecture = finetuned.export(model, form, args.dtype, epath.Path(args.out))
+        name, step = model.experiment.name, model.step
+        if form == "adapter":
+            architecture = f"adapter over {architecture}"
+    else:
+        if args.kind not in of_run:
+            given = ":" if args.kind is None else f" {args.kind}: {args.workdir} is not fine-tuned;"
+            raise InputError(f"--as{given} choose {', '.join(of_run[:-1])} or {of_run[-1]}")
+        if args.base is not None and not tuned:
+            raise InputError(f"--from: {args.workdir}: only a fine-tuned run takes this")
+        trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+        huggingface.export_weights(trained, args.kind, args.dtype, epath.Path(args.out))
+        architecture = huggingface.architecture_of(trained.model, args.kind)
+        name, step = trained.name, trained.step
+    say(
+        f"exported {printable(name)}, step {step}: {architecture}, {args.dtype}, "
+        f"in {printable(args.out)}"
+    )
+    return FINISHED

@@ -1,0 +1,222 @@
+"""The commands that make corpora and runs."""
+
+import argparse
+import typing
+from typing import Any
+
+from bert_jax import config, errors, system
+from bert_jax.cli.command import (
+    CACHE,
+    CODE,
+    CODES,
+    EXPERIMENT,
+    SAVED_EXPERIMENT,
+    WORKDIR,
+    argument,
+    command,
+    experiment_of,
+    flag,
+    saved_experiment,
+    say,
+    settings,
+    workdir_of,
+)
+from bert_jax.config import Experiment, Finetuning, Kind
+from bert_jax.errors import FINISHED, InputError
+
+
+@command(
+    EXPERIMENT,
+    WORKDIR,
+    settings(),
+    CACHE,
+    flag("--verify", "read all of a corpus, and compare it with its hashes"),
+    argument(
+        "--workers",
+        type=int,
+        default=system.cores(),
+        metavar="N",
+        help="processes that do the work; the bytes are the same [all cores]",
+    ),
+    argument(
+        "--beam",
+        metavar="'RUNNER OPTIONS'",
+        help="do the work with Apache Beam, e.g. 'DataflowRunner --project=P --region=R "
+        "--temp_location=gs://B/tmp' (the [beam] extra)",
+    ),
+)
+def prepare(args: argparse.Namespace) -> int:
+    """Make the corpus: tokenizer, ids, splits."""
+    from bert_jax.data import corpus
+
+    experiment, workdir = experiment_of(args, "write")
+    workdir.require_ours()
+    if args.workers < 1:
+        raise InputError(f"--workers {args.workers}: must be at least 1")
+    manifest = corpus.prepare(
+        experiment.corpus,
+        experiment.model.vocab_size,
+        workdir.corpus,
+        say,
+        args.workers,
+        args.beam,
+    )
+    if args.verify:
+        corpus.verify(workdir.corpus)
+        say(f"corpus: every file of {workdir.corpus} is as it was made")
+    tokens = manifest["splits"]["train"]["tokens"]
+    say(f"corpus: {workdir.corpus} is ready, {tokens} tokens to train on")
+    return FINISHED
+
+
+@command(
+    CODE,
+    SAVED_EXPERIMENT,
+    WORKDIR,
+    settings(),
+    CACHE,
+    flag("--extend", "do more steps in the last phase; the learning-rate schedule changes"),
+    argument(
+        "--decay-from",
+        metavar="RUN/checkpoints/STEP",
+        help="begin with a checkpoint of a stable run (optimizer.schedule=wsd), in a --workdir of "
+        "its own, and do the optimizer.decay_steps after it",
+    ),
+    fields=Experiment,
+    codes=errors.CODES_OF_RUNS,
+)
+def pretrain(args: argparse.Namespace) -> int:
+    """Pre-train; run again to go on where it stopped."""
+    system.use_one_memory_pool()
+    from bert_jax.tasks.probes import Probes
+    from bert_jax.training import pretraining
+    from bert_jax.training.progress import LineConsole, Progress
+
+    experiment, origin, branch = _pretraining(args)
+    workdir = workdir_of(args, experiment, "write")
+    progress = Progress(LineConsole())
+    extend = "extend" if args.extend else "keep"
+    probes = Probes(experiment.run.probes) if experiment.run.probes else None
+    outcome = pretraining.pretrain(experiment, workdir, extend, progress, origin, probes, branch)
+    return CODES[outcome]
+
+
+def _pretraining(args: argparse.Namespace):
+    """The experiment, its origin for the record, and the checkpoint it branches off, if it does.
+
+    The origin is None of a branch, and of a run that goes on and has its record already.
+    """
+    from bert_jax.training import branch
+
+    if args.decay_from is not None:
+        if args.extend or not args.workdir:
+            raise InputError("--decay-from: needs a --workdir of its own, and no --extend")
+        experiment, begins = branch.opened(args.decay_from, args.experiment, args.set)
+        return experiment, None, begins
+    if args.experiment is None:
+        return saved_experiment(args, Experiment), None, None
+    return *config.load_with_origin(args.experiment, args.set), None
+
+
+@command(
+    argument("table", metavar="TABLE", help="a .py file that defines table()"),
+    argument("--workdir", metavar="W", help="where its runs and results live [runs/NAME]"),
+    CACHE,
+    codes=errors.CODES_OF_RUNS,
+)
+def compare(args: argparse.Namespace) -> int:
+    """Run what a table names at equal budgets, and compare; run again to go on where it stopped."""
+    system.use_one_memory_pool()
+    from bert_jax.compare.results import Results
+    from bert_jax.compare.runs import Comparison
+    from bert_jax.storage.workdir import lock
+    from bert_jax.training.progress import LineConsole, Progress
+
+    table = config.load_table(args.table)
+    progress = Progress(LineConsole())
+    results = Results.read(table, args.workdir or f"runs/{table.name}")
+    comparison = Comparison(results, progress)
+    with lock(results.root):
+        outcome = comparison.run()
+    for line in results.lines():
+        progress.say(line)
+    progress.say(f"compare: {results.root / 'table.html'}, table.txt and table.csv next to it")
+    return CODES[outcome]
+
+
+@command(
+    CODE,
+    argument(
+        "task",
+        metavar="TASKFILE",
+        nargs="?",
+        help="a .py file whose experiment() gives a Finetuning, or a resolved one as .json; left "
+        "out: the task that --kind and what follows it describe",
+    ),
+    argument("--kind", choices=typing.get_args(Kind), help="instead of a TASKFILE: what is asked"),
+    argument(
+        "--train",
+        metavar="FILE",
+        action="append",
+        help="examples to learn from: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source as "
+        "task.train has it; may be repeated",
+    ),
+    argument("--validation", metavar="FILE", action="append", help="examples to score on"),
+    argument("--text", metavar="COLUMN", help="the text, or the first of two [sentence]"),
+    argument("--second", metavar="COLUMN", help="the second text of a pair or a regression"),
+    argument("--label", metavar="COLUMN", help="the answer [label]"),
+    argument(
+        "--from",
+        dest="base",
+        metavar="BASE",
+        help="a base or a run, whose encoder is adapted; left out: the one that the run began with",
+    ),
+    argument(
+        "--workdir",
+        metavar="W",
+        help="where the run lives [runs/NAME], or those of a sweep [runs/NAME-sweep]",
+    ),
+    settings("TASKFILE", "optimizer.peak_learning_rate=2e-5"),
+    CACHE,
+    argument(
+        "--sweep",
+        metavar="FIELD=V1,V2",
+        action="append",
+        default=[],
+        help="a run for each value, e.g. seed=1,2,3, and of several fields for each choice of "
+        "values, one after the other; prints the mean over seeds",
+    ),
+    fields=Finetuning,
+    codes=errors.CODES_OF_RUNS,
+)
+def finetune(args: argparse.Namespace) -> int:
+    """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
+    system.use_one_memory_pool()
+    from bert_jax.tasks import job, sweep
+    from bert_jax.training.progress import LineConsole, Progress
+
+    progress = Progress(LineConsole())
+    if args.sweep:
+        if args.task is None:
+            raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
+        of = sweep.members(args.task, args.set, args.sweep)
+        return CODES[sweep.run(of, args.base, args.workdir, progress)]
+    experiment, origin = _finetuning(args)
+    return CODES[job.finetune(experiment, args.base, args.workdir, progress, origin)]
+
+
+def _finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | None]:
+    """The fine-tuning of a TASKFILE, of flags, or of a run that goes on, and where it comes from.
+
+    Of a run that goes on the record of that stays, and None is returned.
+    """
+    names = ("kind", "train", "validation", "text", "second", "label")
+    described = {f"--{name}": getattr(args, name) for name in names}
+    described = {flag: value for flag, value in described.items() if value is not None}
+    if args.task is not None and described:
+        raise InputError(f"{next(iter(described))}: {args.task} says this; use --set instead")
+    if args.task is not None:
+        return config.load_with_origin(args.task, args.set, Finetuning)
+    if described or not args.workdir:
+        return config.finetuning_of(described, args.workdir, args.set)
+    return saved_experiment(args, Finetuning), None

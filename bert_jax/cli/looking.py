@@ -1,0 +1,322 @@
+"""The commands that look at runs."""
+
+import argparse
+import functools
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from bert_jax import config
+from bert_jax.cli.command import (
+    CACHE,
+    CHECKPOINT,
+    CODE,
+    PRICE,
+    SAVED_EXPERIMENT,
+    WORKDIR,
+    argument,
+    command,
+    experiment_of,
+    flag,
+    saved_experiment,
+    say,
+    settings,
+)
+from bert_jax.config import Finetuning, Parallelism, explain
+from bert_jax.errors import FAILED, FINISHED, InputError
+
+
+@command(
+    CODE,
+    SAVED_EXPERIMENT,
+    WORKDIR,
+    settings(),
+    CACHE,
+    CHECKPOINT,
+    argument(
+        "--task",
+        dest="tasks",
+        metavar="TASKFILE",
+        action="append",
+        default=[],
+        help="instead ask the run or base in --workdir all of a file's minimal pairs, or what a "
+        "linear layer reads off it for another task; may be repeated",
+    ),
+)
+def evaluate(args: argparse.Namespace) -> int:
+    """Score a checkpoint on held-out text, or in minimal pairs and other tasks as it is."""
+    if args.tasks:
+        return _evaluate_tasks(args)
+    from bert_jax.predict import load_params
+    from bert_jax.training import evaluators, step
+    from bert_jax.training import mesh as mesh_lib
+    from bert_jax.training import objective as objective_lib
+    from bert_jax.training.environment import keep_compiled_programs
+    from bert_jax.training.pretraining import Prepared
+
+    keep_compiled_programs()
+    experiment, workdir = experiment_of(args)
+    prepared = Prepared.open(workdir.corpus)
+    parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
+    mesh = mesh_lib.make_mesh(parallelism)
+    params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
+    objective = objective_lib.of(experiment.model_after(done), experiment.data)
+    metrics = evaluators.evaluate(
+        prepared.held_out(experiment, mesh),
+        params,
+        objective,
+        step.make_eval_step(objective, parallelism, mesh),
+        mesh,
+    )
+    print(f"step {done}: {evaluators.summary(metrics)}")
+    print(json.dumps({"step": done, **metrics}))
+    return FINISHED
+
+
+def _evaluate_tasks(args: argparse.Namespace) -> int:
+    from etils import epath
+
+    from bert_jax.predict import Trained
+    from bert_jax.tasks import minimal_pairs, probes
+    from bert_jax.training.environment import keep_compiled_programs
+
+    if args.experiment is not None or args.set or not args.workdir:
+        raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
+    keep_compiled_programs()
+    asked = probes.Probes(args.tasks, pairs=None, where="--task")
+    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    answer = probes.of_trained(asked, trained)
+    for name, score in answer["scores"].items():
+        if name in answer.get("minimal_pairs", {}):
+            for line in minimal_pairs.in_words(name, answer["minimal_pairs"][name]):
+                print(line)
+        else:
+            print(f"{name}  {score:.4f}, of the commonest {answer['majority'][name]:.4f}")
+    print(json.dumps({"step": trained.step, **answer}))
+    return FINISHED
+
+
+@command(
+    argument("--workdir", metavar="W", required=True, help="a run or a base"),
+    CACHE,
+    CHECKPOINT,
+    argument(
+        "--tasks",
+        metavar="TASKFILE",
+        nargs="+",
+        default=[],
+        help="what a linear layer is to read off each layer: tasks of one label a text, a pair or "
+        "a word; and similarities, by the cosine",
+    ),
+    argument("--attention", metavar="TEXT", help="draw where each head looks in this text"),
+)
+def layers(args: argparse.Namespace) -> int:
+    """Show what each layer knows of some tasks, and where its heads look; writes W/layers.html."""
+    from etils import epath
+
+    from bert_jax.library import LoadedModel
+    from bert_jax.predict import Trained
+    from bert_jax.report import layers as page
+    from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
+    from bert_jax.tasks import layers as layers_lib
+    from bert_jax.training.environment import keep_compiled_programs
+
+    if not args.tasks and args.attention is None:
+        raise InputError("layers: name --tasks, --attention, or both")
+    keep_compiled_programs()
+    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    place = Workdir(args.workdir)
+    record: dict[str, Any] = {}
+    model = LoadedModel(trained)
+    if args.tasks:
+        every = range(trained.model.num_hidden_layers + 1)
+        means = functools.partial(model.embed, layers=every)
+        known = layers_lib.ask(args.tasks, trained, means, say)
+        for line in layers_lib.lines(known):
+            print(line)
+        record = layers_lib.record_of(trained, known)
+    elif place.layers.exists():
+        record = read_json(place.layers, layers_lib.FORMAT_VERSION)
+    attention = None if args.attention is None else model.attention(args.attention)
+    if args.tasks:
+        write_atomic(place.layers, json.dumps(sealed(record), indent=2) + "\n")
+    page.write(place.root / "layers.html", trained.name, record, attention)
+    say(f"layers: {place.root / 'layers.html'}")
+    return FINISHED
+
+
+@command(
+    SAVED_EXPERIMENT,
+    WORKDIR,
+    settings(),
+    CACHE,
+    argument(
+        "--step", type=int, default=0, metavar="N", help="the batch that follows after N steps [0]"
+    ),
+    argument("--rows", type=int, default=4, metavar="K", help="rows to show [4]"),
+)
+def show(args: argparse.Namespace) -> int:
+    """Decode the batch of a step: text, masks, labels."""
+    from rich.console import Console
+
+    if args.rows < 1:
+        raise InputError(f"--rows {args.rows}: must be at least 1")
+    console = Console()
+    for line in _shown(args):
+        console.print(line, soft_wrap=not console.is_terminal)
+    return FINISHED
+
+
+def _shown(args: argparse.Namespace) -> Iterator[Any]:
+    """Lines about a step of a pre-training, or of the fine-tuned run in --workdir."""
+    from bert_jax import predict
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning
+    from bert_jax.tasks import shown
+    from bert_jax.training.pretraining import Prepared
+
+    if args.experiment is None and args.workdir and holds_finetuning(mirror.opened(args.workdir)):
+        return shown.show(saved_experiment(args, Finetuning), args.step, args.rows)
+    experiment, workdir = experiment_of(args)
+    return predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
+
+
+@command(
+    SAVED_EXPERIMENT,
+    WORKDIR,
+    settings(),
+    argument(
+        "--explain",
+        metavar="FIELD",
+        nargs="?",
+        const="",
+        help="instead explain a field, a section, or all of them: type, default, choices, meaning",
+    ),
+    name="config",
+)
+def config_(args: argparse.Namespace) -> int:
+    """Print the resolved experiment as JSON, or explain its fields."""
+    if args.explain is not None:
+        # `config --explain FIELD` needs no experiment.
+        print(explain.explain(args.explain))
+        return FINISHED
+    print(config.to_json(experiment_of(args)[0]), end="")
+    return FINISHED
+
+
+def _plan_mode(parser: argparse.ArgumentParser) -> None:
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--search",
+        dest="mode",
+        action="store_const",
+        const="search",
+        default="plan",
+        help="rank sharding, remat and accumulation on each slice, too",
+    )
+    mode.add_argument(
+        "--scaling",
+        dest="mode",
+        action="store_const",
+        const="scaling",
+        help="instead give each chip of every slice the work it has on the first",
+    )
+
+
+@command(
+    CODE,
+    SAVED_EXPERIMENT,
+    WORKDIR,
+    settings(),
+    CACHE,
+    argument(
+        "--topology",
+        metavar="SLICES",
+        required=True,
+        help="TPU slices, separated by commas: v5e:8x8,v3:4x4",
+    ),
+    argument(
+        "--out", metavar="FILE", help="where the plan goes as JSON [W/plan.json if W is named]"
+    ),
+    PRICE,
+    _plan_mode,
+)
+def plan(args: argparse.Namespace) -> int:
+    """Compile the steps for TPU pods nobody has booked: what fits, how fast, at what cost."""
+    from etils import epath
+
+    from bert_jax.plan import report, topology
+
+    experiment, workdir = experiment_of(args, "write")
+    price = _price(args)
+    if args.workdir and args.out:
+        raise InputError("--out: the plan goes into --workdir; name one of the two")
+    if args.workdir:
+        workdir.require_ours()
+    report.plan_and_write(
+        experiment,
+        topology.parse_list(args.topology),
+        args.mode,
+        price,
+        workdir.named / "plan.json" if args.workdir else epath.Path(args.out) if args.out else None,
+        say,
+    )
+    return FINISHED
+
+
+@command(
+    argument("workdirs", metavar="W", nargs="+", help="a run; several are compared"),
+    CACHE,
+    argument("--out", metavar="FILE", help="the page [W/report.html; of several comparison.html]"),
+    flag("--follow", "write it again and again while a run goes on"),
+    argument(
+        "--every", type=int, default=20, metavar="S", help="seconds between, with --follow [20]"
+    ),
+    PRICE,
+    flag("--tensorboard", "write event files to W/tensorboard, too"),
+)
+def report(args: argparse.Namespace) -> int:
+    """Write one HTML page about a run, or about several compared."""
+    from bert_jax.report import page
+
+    if args.every < 1:
+        raise InputError(f"--every {args.every}: must be at least 1")
+    page.write(
+        args.workdirs,
+        args.out,
+        args.every if args.follow else None,
+        "events" if args.tensorboard else "page",
+        say,
+        _price(args),
+    )
+    return FINISHED
+
+
+def _price(args: argparse.Namespace) -> float | None:
+    """The price of a chip-hour, if one was given."""
+    price = args.price_per_chip_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise InputError(f"--price-per-chip-hour {price:g}: must be a number from 0 on")
+    return price
+
+
+@command(
+    argument("workdir", metavar="W", help="a run"),
+    flag("--verify", "read them all, and compare them with their checksums"),
+    codes={FAILED: "failure; with --verify, a checkpoint is damaged"},
+)
+def checkpoints(args: argparse.Namespace) -> int:
+    """List a run's checkpoints: steps, sizes, held-out losses."""
+    from etils import epath
+
+    from bert_jax.training import checkpoint
+
+    folder = epath.Path(args.workdir)
+    for line in checkpoint.listing(folder):
+        say(line)
+    damaged = 0
+    for number, why in checkpoint.verify(folder) if args.verify else ():
+        say(why or f"step {number}: every array is what was saved")
+        damaged += bool(why)
+    return FAILED if damaged else FINISHED
