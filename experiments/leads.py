@@ -5,8 +5,8 @@
 Source: the recipe of Devlin et al. 2018 made small, without pairs (Liu et al. 2019), 30 % masked
 (Wettig et al. 2023); lead sections of Wikipedia, `{"title": ..., "text": ...}` a line. A unigram
 vocabulary keeps case, accents and blanks, so that what is generated is text again.
-Hardware: two CPU cores, five minutes.
-Expected: held-out masked LM loss below the unigram line, mostly by which words stand together.
+Hardware: two CPU cores, ten minutes.
+Expected: a plateau for 800 steps, then held-out masked LM loss 3.7 nat below the unigram line.
 """
 
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, Run
@@ -39,10 +39,10 @@ def experiment() -> Experiment:
             eval_sequence_length=64,
             eval_max_predictions_per_seq=10,
         ),
-        phases=(Phase(steps=1_400, sequence_length=64, max_predictions_per_seq=20, batch_size=64),),
+        phases=(Phase(steps=6_000, sequence_length=64, max_predictions_per_seq=20, batch_size=64),),
         optimizer=Optimizer(
-            name="adamw", peak_learning_rate=2e-3, warmup_steps=200, schedule="linear"
+            name="adamw", peak_learning_rate=2e-3, warmup_steps=600, schedule="linear"
         ),
         parallelism=Parallelism(layer_loop="unroll"),
-        run=Run(log_every=50, eval_every=700, checkpoint_every=350),
+        run=Run(log_every=50, eval_every=1_000, checkpoint_every=500),
     )
