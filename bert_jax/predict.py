@@ -14,7 +14,8 @@ from bert_jax import base as base_lib
 from bert_jax import config
 from bert_jax.base import Moments
 from bert_jax.config import Data, Experiment, Model, Parallelism
-from bert_jax.data.batches import Batch
+from bert_jax.data.batches import Batch, TrainBatches
+from bert_jax.data.mixture import MixedBatches
 from bert_jax.errors import InputError, printable
 from bert_jax.model import heads
 from bert_jax.storage import mirror
@@ -205,11 +206,34 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
     spec = experiment.phases[phase]
     train = prepared.train_batches(experiment, phase)
     batch = train.batch(done - first, np.arange(spec.batch_size))
-    epochs, slots = np.divmod(batch["rows"].astype(np.int64), train.rows_per_epoch)
+    places, notes = _places(train, batch["rows"].astype(np.int64), experiment.corpus.sources)
     yield Text(
         f"step {done}: phase {phase}, step {done - first} of {spec.steps} there, "
         f"{spec.batch_size} rows of {spec.sequence_length}"
     )
+    yield from map(Text, notes)
+    for i in range(min(rows, spec.batch_size)):
+        where = f"row {batch['rows'][i]} ({places[i]})"
+        if "next_sentence_labels" in batch:
+            # Of each example that stands there.
+            labels = batch["next_sentence_labels"][i][batch["row_weights"][i] > 0]
+            words = LABELS[experiment.data.units]
+            where += f": B {', '.join(words[label] for label in labels.ravel())}"
+        yield Text(f"\n{where}")
+        yield row_text(batch, i, prepared.tokenizer, experiment.data)
+
+
+def _places(
+    train: TrainBatches | MixedBatches, rows: np.ndarray, sources: tuple[str, ...]
+) -> tuple[list[str], list[str]]:
+    """Returns where rows of a phase, int64 [B], come from, and lines about all of them."""
+    if isinstance(train, MixedBatches):
+        of, numbers = train.order.of(rows)
+        counts = np.bincount(of, minlength=len(sources)).tolist()
+        notes = [f"{s}: {c} of {len(rows)} rows" for s, c in zip(sources, counts, strict=True)]
+        return [f"{sources[s]}, its row {n}" for s, n in zip(of, numbers, strict=True)], notes
+    epochs, slots = np.divmod(rows, train.rows_per_epoch)
+    notes = []
     for epoch in np.unique(epochs):
         planned = train.rows_planned(int(epoch))
         change = planned - train.rows_per_epoch
@@ -218,16 +242,8 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
             note = f"{change} of {planned} planned rows dropped"
         elif change < 0:
             note = f"{-change} of {planned} planned rows repeated"
-        yield Text(f"epoch {epoch}: {train.rows_per_epoch} rows, {note}")
-    for i in range(min(rows, spec.batch_size)):
-        where = f"row {batch['rows'][i]} (epoch {epochs[i]}, slot {slots[i]})"
-        if "next_sentence_labels" in batch:
-            # Of each example that stands there.
-            labels = batch["next_sentence_labels"][i][batch["row_weights"][i] > 0]
-            words = LABELS[experiment.data.units]
-            where += f": B {', '.join(words[label] for label in labels.ravel())}"
-        yield Text(f"\n{where}")
-        yield row_text(batch, i, prepared.tokenizer, experiment.data)
+        notes.append(f"epoch {epoch}: {train.rows_per_epoch} rows, {note}")
+    return [f"epoch {e}, slot {s}" for e, s in zip(epochs, slots, strict=True)], notes
 
 
 # What B is to A, by `data.units` and the label.

@@ -21,6 +21,7 @@ _TYPES = {
     float: "a number",
     str: "text",
     tuple[int, ...]: "whole numbers: 1,4",
+    tuple[float, ...]: "numbers: 3,1",
     tuple[str, ...]: "texts: A,B",
 }
 

@@ -35,6 +35,10 @@ class Section:
                         f"{where}: must be a finite number, not one so large"
                     ) from error
                 continue
+            if hint == tuple[float, ...] and isinstance(value, tuple):
+                small = [type(one) is int and abs(one) < _INTEGERS for one in value]
+                value = tuple(map(lambda one, is_: float(one) if is_ else one, value, small))
+                object.__setattr__(self, name, value)
             if hint == tuple[int, ...] and type(value) is int:
                 value = (value,)
                 object.__setattr__(self, name, value)

@@ -294,6 +294,7 @@ _KINDS = {
     int: "a whole number",
     float: "a number",
     tuple[int, ...]: "a whole number, or several as 1,4",
+    tuple[float, ...]: "a number, or several as 3,1",
 }
 
 
@@ -310,8 +311,8 @@ def _parse(text: str, hint: Any, setting: str) -> object:
     if get_origin(hint) is tuple and get_args(hint)[0] is str and not text.startswith("["):
         return [part for part in text.split(",") if part]
     try:
-        if hint == tuple[int, ...] and not text.startswith("["):
-            return [int(part) for part in text.split(",")] if text else []
+        if get_origin(hint) is tuple and not text.startswith("["):
+            return [get_args(hint)[0](part) for part in text.split(",")] if text else []
         if hint is int:
             return int(text)
         if hint is float:

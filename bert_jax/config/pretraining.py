@@ -205,6 +205,10 @@ def named(source: str) -> str:
     return _FOLDER.sub("./", source, count=1)
 
 
+# Rows of which each source of a mixture has its share exactly.
+MIXED_ROWS = 4096
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus(Section):
     """The text and how it becomes ids.
@@ -221,6 +225,10 @@ class Corpus(Section):
     # an address that fsspec knows (gs://, hf://); tfds:NAME or tfds_dir:PATH. What begins with ./
     # or ../ in an experiment's .py file lies where that file does.
     sources: tuple[str, ...]
+    # Weights of the sources, one each: the shares of rows that they have in training, whatever
+    # their sizes, 3,1 for three of four. Held-out rows are of all documents alike. None: every
+    # document is taken once an epoch.
+    mixture: tuple[float, ...] = ()
     # How a file falls into documents and paragraphs; per_file decides by its longest line.
     layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"
     # Lines that begin a document of a file that holds several: a regular expression that such a
@@ -260,6 +268,7 @@ class Corpus(Section):
                     f"corpus.sources: {source!r} is not one of {words} with FOLDER_OR_GLOB behind "
                     "it, tfds:NAME or tfds_dir:PATH"
                 )
+        self._validate_mixture()
         self._require_at_least(0, "cut_documents")
         if self.document_starts not in ("", "headings"):
             try:
@@ -284,6 +293,30 @@ class Corpus(Section):
             raise InputError(
                 f"corpus.encoding={self.encoding!r}: Python knows no such encoding"
             ) from error
+
+    def _validate_mixture(self) -> None:
+        if not self.mixture:
+            return
+        weights, sources = len(self.mixture), len(self.sources)
+        self._require(
+            weights == sources,
+            "mixture",
+            f"{weights} weights for {sources} of corpus.sources; give one a source, in their order",
+        )
+        whole = sum(weight / max(self.mixture) for weight in self.mixture if max(self.mixture))
+        for weight, source in zip(self.mixture, self.sources, strict=True):
+            self._require(
+                weight > 0.0,
+                "mixture",
+                f"{source} has no share; give it a weight above 0, or leave it out of "
+                "corpus.sources",
+            )
+            self._require(
+                weight / max(self.mixture) * MIXED_ROWS >= whole,
+                "mixture",
+                f"{source} has less than one row in {MIXED_ROWS:,}; give it a larger weight, or "
+                "leave it out of corpus.sources",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -798,6 +831,11 @@ class Experiment(Section):
 
     def _validate_packing(self, number: int, phase: Phase) -> None:
         where = f"phases.{number}"
+        if self.data.packing != "none" and self.corpus.mixture:
+            raise InputError(
+                f"data.packing={self.data.packing}: rows of a corpus.mixture are of one source "
+                "each; leave one of them out"
+            )
         if self.data.packing == "none":
             for name in ("examples_per_row", "predictions_per_row"):
                 value = getattr(phase, name)

@@ -47,6 +47,7 @@ _FIELDS: dict[str, tuple[object, str]] = {
         "layers start from a normal of 1/sqrt(width), and what they add from zero",
     ),
     "model.compute_dtype": ("float32", "products are rounded to bfloat16; the reference's are not"),
+    "corpus.mixture": ((), "sources have shares of the rows; the reference takes what there is"),
     "corpus.document_starts": (
         "",
         "documents are parts of files; the reference is given them apart",

@@ -294,10 +294,15 @@ class TrainBatches:
           InputError: a plan cannot be made.
           Unavailable: the process that makes it was killed again and again.
         """
-        rows, size = self._rows_if_known(), self._shape.batch_size
+        size = self._shape.batch_size
+        return self.ready_for(step * size, (step + 1) * size - 1)
+
+    def ready_for(self, first_row: int, last_row: int) -> bool:
+        """Returns what `ready` does, of rows of the phase, the last one included."""
+        rows = self._rows_if_known()
         if rows is None:
             return False
-        first, last = step * size // rows, ((step + 1) * size - 1) // rows
+        first, last = first_row // rows, last_row // rows
         drawn = [self._epoch_drawn(epoch) for epoch in range(first, last + 1)]
         if any(self.plans.find(epoch) is None for epoch in drawn):
             return False
@@ -320,6 +325,13 @@ class TrainBatches:
         while not self.ready(step):
             self.plans.pause()
         row = np.int64(step) * self._shape.batch_size + np.asarray(indices, np.int64)
+        return self.batch_of(step, row)
+
+    def batch_of(self, step: int, row: np.ndarray) -> Batch:
+        """Returns what `batch` does, of rows of the phase, int64 [B], which are `ready_for` it.
+
+        A step decides how much is masked.
+        """
         epochs, slots = np.divmod(row, self.rows_per_epoch)
         number = {"rows": row.astype(np.uint32)}
         policy = masking.Policy.of(self._data, self._first_step + step, self._total_steps)

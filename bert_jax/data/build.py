@@ -30,6 +30,8 @@ Say = Callable[[str], None]
 
 # Fewer held-out documents say little: their pairs share one topic and one writer.
 LEAST_VALIDATION_DOCUMENTS = 8
+# Of a source of a mixture, to train on: what is drawn at random comes from another document.
+_LEAST_MIXED = 2
 
 # What to do about text that is one document, or a few.
 ONE_FILE = (
@@ -131,7 +133,8 @@ def build(
     scratch = pathlib.Path(folder) / PARTS
     place = run.place(scratch)
     sources = documents.fingerprint(corpus)
-    planned = parts.plan(corpus)
+    by_source = _planned(corpus)
+    planned = [part for own in by_source for part in own]
     say(f"prepare: reading {quantity(len(sources), 'file')}, in {quantity(len(planned), 'part')}")
     if corpus.tokenizer_kind == "wordpiece" if given is None else given.kind == "wordpiece":
         # Words do not depend on the vocabulary, so the text is read once.
@@ -176,7 +179,8 @@ def build(
         parts.WriteShards(place, task.name, shared, chosen.sha256, split.tobytes(), task.bytes)
         for task, split in zip(tasks, splits, strict=True)
     ]
-    counts = _write_dataset(writing, scratch, folder, chosen.size, run, say)
+    counts, written = _write_dataset(writing, scratch, folder, chosen.size, run, say)
+    mixed = _mixed(corpus, written, [len(own) for own in by_source])
     for split in SPLITS:
         if not counts[split].tokens:
             raise InputError(
@@ -196,12 +200,45 @@ def build(
         "documents_repeated": survey.repeated,
         "layouts": layouts,
         "splits": {split: dataclasses.asdict(counts[split]) for split in SPLITS},
+        **mixed,
         "files": listed(folder),
         "versions": {
             name: importlib.metadata.version(name)
             for name in ("bert-jax", "sentencex", "sentencepiece", "numpy")
         },
     }
+
+
+def _planned(corpus: Corpus) -> list[list[parts.Part]]:
+    """Returns the parts of a corpus; of one that is mixed, of each source by itself."""
+    if not corpus.mixture:
+        return [parts.plan(corpus)]
+    alone = (dataclasses.replace(corpus, sources=(s,), mixture=()) for s in corpus.sources)
+    return [parts.plan(one) for one in alone]
+
+
+def _mixed(corpus: Corpus, written: list[int], parts_of_sources: list[int]) -> dict[str, Any]:
+    """Returns how many documents of the training split each source of a mixture has.
+
+    Args:
+      corpus: what was read.
+      written: documents of that split, of each part.
+      parts_of_sources: how many parts each source has.
+
+    Raises:
+      InputError: of a source there are too few.
+    """
+    if not corpus.mixture:
+        return {}
+    ends = np.cumsum([0, *written])[np.cumsum([0, *parts_of_sources])]
+    documents_of = np.diff(ends).tolist()
+    for source, count in zip(corpus.sources, documents_of, strict=True):
+        if count < _LEAST_MIXED:
+            raise InputError(
+                f"corpus.mixture: {source} has {quantity(count, 'document')} to train on, and "
+                f"{_LEAST_MIXED} are needed; give it more text, or leave it out"
+            )
+    return {"documents_of_sources": documents_of}
 
 
 def settings_of(corpus: Corpus) -> dict[str, Any]:
@@ -260,10 +297,13 @@ def _write_dataset(
     vocab_size: int,
     run: "Run",
     say: Say,
-) -> dict[str, dataset.SplitCounts]:
+) -> tuple[dict[str, dataset.SplitCounts], list[int]]:
+    """Writes the dataset; returns its counts, and each part's documents in the training split."""
+    written = []
     counts = {split: dataset.SplitCounts() for split in SPLITS}
     shards: dict[str, list[dataset.Shard]] = {split: [] for split in SPLITS}
     for task, record in zip(tasks, run("writing the dataset", tasks, say), strict=True):
+        written.append(record.get("train", {"documents": 0})["documents"])
         for split, counted in record.items():
             size = counted.pop("num_bytes")
             counts[split].add(dataset.SplitCounts(**counted))
@@ -272,7 +312,7 @@ def _write_dataset(
     if all(shards.values()):
         id_dtype = "uint16" if vocab_size <= 2**16 else "uint32"
         dataset.assemble(dataset.folder_of(folder), shards, id_dtype)
-    return counts
+    return counts, written
 
 
 def _train(

@@ -296,6 +296,8 @@ def _require_same(
     elsewhere = earlier["sources"] != settings["sources"] and _holds(manifest, corpus)
     for name, value in {**settings, "vocab_size": vocab_size}.items():
         old = earlier.get(name)
+        if name == "mixture" and (old or not value):
+            continue  # whatever the weights are, the manifest says whose documents are whose
         if old != value and not (name == "sources" and elsewhere):
             raise InputError(f"{folder}: prepared with {name}={old!r}, now {value!r}; {mend}")
     if corpus.tokenizer != "train" and not epath.Path(corpus.tokenizer).exists():

@@ -300,7 +300,8 @@ class Plans:
         file = _claimed(path)
         if file is None:
             return
-        task = {"stream": self.stream.folder, "path": path, **self._task(epoch)}
+        where = {"stream": self.stream.folder, "documents": self.stream.documents}
+        task = {**where, "path": path, **self._task(epoch)}
         command = [sys.executable, "-m", "bert_jax.data.plans", json.dumps(task)]
         try:
             # In a session of its own, since Ctrl-C is ours; its standard input ends with us.
@@ -458,7 +459,7 @@ def _claimed(path: str) -> int | None:
 
 def _make(task: dict[str, Any]) -> None:
     """Writes the plan that `Plans._begin` asked for."""
-    stream = Stream.open(task["stream"])
+    stream = Stream.open(task["stream"], task["documents"])
     plan, order = _planned(stream, task)
     packs, checksum = _packs(stream, task, plan, order), 0
     path, temporary = task["path"], task["path"] + ".tmp"

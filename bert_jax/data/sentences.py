@@ -61,9 +61,9 @@ def plan(
     Raises:
       InputError: the text does not fill one row.
     """
-    if len(stream.ids) < sequence_length - SPECIAL_TOKENS:
+    if stream.tokens < sequence_length - SPECIAL_TOKENS:
         raise InputError(
-            f"data.objective: {len(stream.ids)} tokens do not fill a row of {sequence_length}; "
+            f"data.objective: {stream.tokens} tokens do not fill a row of {sequence_length}; "
             "give more text or shorter rows"
         )
     most = sequence_length - SPECIAL_TOKENS

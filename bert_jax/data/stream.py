@@ -32,6 +32,7 @@ class Stream:
       document_offsets: uint64 [documents + 1], where each document starts in `sentence_offsets`.
       unigrams: int64 [vocabulary], how often each id stands in `ids`.
       folder: where `write` wrote them; "" in memory.
+      documents: of those in the folder the first and one past the last; None: all of them.
     """
 
     ids: np.ndarray
@@ -39,10 +40,15 @@ class Stream:
     document_offsets: np.ndarray
     unigrams: np.ndarray
     folder: str = ""
+    documents: tuple[int, int] | None = None
 
     @classmethod
-    def open(cls, folder: epath.PathLike) -> "Stream":
+    def open(cls, folder: epath.PathLike, documents: tuple[int, int] | None = None) -> "Stream":
         """Maps what `write` wrote. Nothing is read yet.
+
+        Args:
+          folder: that it was written to.
+          documents: see `part`; None: all of them.
 
         Raises:
           InputError: a file is missing, or another than was written.
@@ -58,7 +64,24 @@ class Stream:
                         f"{path}: missing or damaged ({expected} bytes expected); {_remedy(folder)}"
                     )
                 maps[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
-            return cls(**maps, folder=str(folder))
+            whole = cls(**maps, folder=str(folder))
+            return whole if documents is None else whole.part(*documents)
+
+    def part(self, first: int, last: int) -> "Stream":
+        """Returns the documents from `first` up to `last`, and of `ids` and `unigrams` all."""
+        bounds = self.document_offsets[first : last + 1]
+        sentences = self.sentence_offsets[int(bounds[0]) : int(bounds[-1]) + 1]
+        return dataclasses.replace(
+            self,
+            sentence_offsets=sentences,
+            document_offsets=np.asarray(bounds - bounds[0]),
+            documents=(first, last),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Returns how many ids its documents have."""
+        return int(self.sentence_offsets[-1]) - int(self.sentence_offsets[0])
 
     def damaged(self, name: str) -> InputError:
         """Returns what to raise when an array holds what `write` cannot have written."""
@@ -68,7 +91,7 @@ class Stream:
         """Workers map the files themselves; a mapping would be pickled as its content."""
         if not self.folder:
             return super().__reduce__()
-        return (Stream.open, (self.folder,))
+        return (Stream.open, (self.folder, self.documents))
 
 
 def _remedy(folder: epath.PathLike) -> str:

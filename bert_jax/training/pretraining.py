@@ -2,20 +2,23 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
+import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax import config
 from bert_jax.config import Experiment, Model, Parallelism
-from bert_jax.data import batches, corpus
+from bert_jax.data import batches, corpus, mixture
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.plans import Packed, Plans
+from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
 from bert_jax.storage import mirror
@@ -92,7 +95,7 @@ class Prepared:
 
     def train_batches(
         self, experiment: Experiment, phase: int, sends_counts: bool = False
-    ) -> batches.TrainBatches:
+    ) -> batches.TrainBatches | mixture.MixedBatches:
         """Returns the batches of a phase; nothing is planned before they are asked for.
 
         Args:
@@ -100,32 +103,52 @@ class Prepared:
           phase: its number.
           sends_counts: whether to send to the corpus's bucket how many rows an epoch has, as one
             process of a run does.
+
+        Raises:
+          InputError: a source of a mixture is too small to fill a row.
         """
         spec = experiment.phases[phase]
         stream = corpus.open_stream(self.folder, "train")
         files = sorted((self.folder / "stream" / "train").iterdir())
         self.stamps |= {os.fspath(path): _stamp(path) for path in files}
-        data = experiment.data
-        plans = Plans(
-            stream,
-            (experiment.seed, "train", phase),
-            spec.sequence_length,
-            data.short_seq_prob,
-            self.sha256,
-            self.folder / corpus.COUNTS,
-            self.named / corpus.COUNTS if sends_counts and self.named != self.folder else None,
-            Packed.of(data, spec),
-            data.units,
-        )
+        data, names = experiment.data, (experiment.seed, "train", phase)
         shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
-        return batches.TrainBatches(
-            plans,
-            self.ids,
-            data,
-            shape,
-            first_step=sum(before.steps for before in experiment.phases[:phase]),
-            total_steps=experiment.total_steps,
-        )
+
+        def of(part: Stream, *source: object) -> batches.TrainBatches:
+            plans = Plans(
+                part,
+                (*names, *source),
+                spec.sequence_length,
+                data.short_seq_prob,
+                self.sha256,
+                self.folder / corpus.COUNTS,
+                self.named / corpus.COUNTS if sends_counts and self.named != self.folder else None,
+                Packed.of(data, spec),
+                data.units,
+            )
+            return batches.TrainBatches(
+                plans,
+                self.ids,
+                data,
+                shape,
+                first_step=sum(before.steps for before in experiment.phases[:phase]),
+                total_steps=experiment.total_steps,
+            )
+
+        weights = experiment.corpus.mixture
+        if not weights:
+            return of(stream)
+        ends = np.cumsum([0, *self.manifest["documents_of_sources"]]).tolist()
+        sources = [stream.part(*bounds) for bounds in itertools.pairwise(ends)]
+        for name, part in zip(experiment.corpus.sources, sources, strict=True):
+            if part.tokens < spec.sequence_length:
+                raise InputError(
+                    f"corpus.mixture: {name} has {part.tokens} tokens to train on, which do not "
+                    f"fill a row of {spec.sequence_length}; give it more text, or leave it out"
+                )
+        order = mixture.Order(weights, names)
+        each = [of(part, "source", number) for number, part in enumerate(sources)]
+        return mixture.MixedBatches(each, order, spec.batch_size)
 
     def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluators.HeldOut:
         """Returns the evaluation rows of an experiment."""

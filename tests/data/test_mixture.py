@@ -1,0 +1,233 @@
+"""Sources mixed by weight: shares, seeking, several hosts, and what users get wrong."""
+
+import dataclasses
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import test_batches as alone
+from etils import epath
+from test_corpus import SIZE, quiet, write_texts, write_vocab
+
+from bert_jax import config
+from bert_jax.config import Corpus, Data
+from bert_jax.data import batches, corpus, draws, mixture, plans, stream
+from bert_jax.errors import InputError
+from bert_jax.training.pretraining import Prepared
+
+WEIGHTS = (6.0, 3.0, 1.0)
+NAMES = (5, "train", 0)
+SIZE_OF_BATCH = 16
+
+
+def three(documents=(20, 30, 4)):
+    """A stream of three sources, and the documents that each ends with."""
+    rng = np.random.default_rng(0)
+    text = [
+        [rng.integers(low, low + 30, rng.integers(1, 25)).tolist() for _ in range(7)]
+        for low, count in zip((5, 36, 67), documents, strict=True)
+        for _ in range(count)
+    ]
+    return stream.from_documents(text), np.cumsum([0, *documents]).tolist()
+
+
+def make(data=None, weights=WEIGHTS):
+    data, (whole, ends) = data or Data(), three()
+    shape = batches.Shape(alone.LENGTH, alone.PREDICTIONS, SIZE_OF_BATCH)
+    sources = []
+    for number in range(3):
+        part = whole.part(ends[number], ends[number + 1])
+        names = (*NAMES, "source", number)
+        source = plans.Plans(part, names, alone.LENGTH, data.short_seq_prob, units=data.units)
+        sources.append(batches.TrainBatches(source, alone.IDS, data, shape))
+    return mixture.MixedBatches(sources, mixture.Order(weights, NAMES), SIZE_OF_BATCH)
+
+
+def source_of(batch):
+    """The source of each row, by the pieces that are in its text and were not masked."""
+    ids = np.where(batch["input_ids"] < 5, 0, batch["input_ids"])
+    votes = [((ids >= low) & (ids < low + 30)).sum(axis=1) for low in (5, 36, 67)]
+    return np.argmax(votes, axis=0)
+
+
+@pytest.mark.parametrize("data", [Data(), Data(objective="mlm"), Data(objective="mlm_sop")])
+def test_sources_have_their_shares_within_a_draws_error(data):
+    train, steps = make(data), 60
+    found = np.concatenate([source_of(alone.whole(train, s, SIZE_OF_BATCH)) for s in range(steps)])
+    rows, share = len(found), np.array(WEIGHTS) / 10
+    counts = np.bincount(found, minlength=3)
+    assert (abs(counts - rows * share) < 4 * np.sqrt(rows * share * (1 - share))).all()
+    # And no pattern: neighbours are of one source as often as independent draws are.
+    same = (found[1:] == found[:-1]).mean()
+    assert abs(same - (share**2).sum()) < 4 * np.sqrt(0.25 / rows)
+
+
+def test_of_a_block_of_rows_shares_are_exact_and_numbers_follow_each_other():
+    order = mixture.Order(WEIGHTS, NAMES)
+    sources, numbers = order.of(np.arange(3 * mixture.BLOCK))
+    for source, share in enumerate(np.array(WEIGHTS) / 10):
+        assert abs(order.counts[source] - share * mixture.BLOCK) < 1
+        assert numbers[sources == source].tolist() == list(range(3 * order.counts[source]))
+    other, _ = mixture.Order(WEIGHTS, (6, "train", 0)).of(np.arange(mixture.BLOCK))
+    assert (other != sources[: mixture.BLOCK]).any()
+
+
+def test_a_row_is_that_of_its_source_by_itself():
+    train = make()
+    whole, ends = three()
+    part = whole.part(ends[1], ends[2])
+    source = plans.Plans(part, (*NAMES, "source", 1), alone.LENGTH, Data().short_seq_prob)
+    shape = batches.Shape(alone.LENGTH, alone.PREDICTIONS, 1)
+    single = batches.TrainBatches(source, alone.IDS, Data(), shape)
+    batch = alone.whole(train, 7, SIZE_OF_BATCH)
+    of, numbers = train.order.of(batch["rows"].astype(np.int64))
+    assert (of == 1).any()
+    assert batch["rows"].tolist() == list(range(7 * SIZE_OF_BATCH, 8 * SIZE_OF_BATCH))
+    for row in np.flatnonzero(of == 1):
+        expected = single.batch(int(numbers[row]), np.arange(1))
+        for name in batch.keys() - {"rows"}:
+            np.testing.assert_array_equal(batch[name][row], expected[name][0], err_msg=name)
+
+
+@pytest.mark.parametrize("data", [Data(), Data(objective="mlm")])
+def test_seeking_equals_walking_and_hosts_equal_one(data):
+    walked = make(data)
+    steps = [alone.whole(walked, step, SIZE_OF_BATCH) for step in range(300)]
+    assert steps[-1]["rows"][-1] > mixture.BLOCK  # in the second block
+    for step in (299, 0, 257, 100):
+        sought = pickle.loads(pickle.dumps(make(data)))
+        alone.assert_equal(alone.whole(sought, step, SIZE_OF_BATCH), steps[step])
+        for host in range(4):
+            rows = np.arange(host, SIZE_OF_BATCH, 4)[::-1]
+            alone.assert_equal(sought.batch(step, rows), alone.take(steps[step], rows))
+
+
+def test_a_part_is_planned_as_the_same_documents_by_themselves():
+    whole, ends = three()
+    part = whole.part(ends[1], ends[2])
+    first = int(part.sentence_offsets[0])
+    own = dataclasses.replace(
+        part,
+        ids=whole.ids[first : first + part.tokens],
+        sentence_offsets=part.sentence_offsets - np.uint64(first),
+    )
+    for units in ("pairs", "swapped_pairs", "sentences"):
+        for epoch in range(2):
+            made = [
+                plans.Plans(one, NAMES, alone.LENGTH, 0.1, units=units).wait(epoch)
+                for one in (part, own)
+            ]
+            np.testing.assert_array_equal(*made)
+    assert draws.key_of(*NAMES) != draws.key_of(*NAMES, "source", 1)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A prepared corpus of two sources, and an experiment on it."""
+    root = tmp_path_factory.mktemp("mixed")
+    names = [write_texts(root / name, count) for name, count in (("a", 30), ("b", 12))]
+    (names[1] / "000.txt").write_text((names[1] / "000.txt").read_text() * 3)
+    settings = Corpus(
+        sources=tuple(f"text:{name}" for name in names),
+        mixture=(3.0, 1.0),
+        layout="sentences_by_line",
+        tokenizer=str(write_vocab(root / "vocab.txt")),
+        validation_share=0.2,
+    )
+    folder = epath.Path(root / "corpus")
+    return settings, folder, corpus.prepare(settings, SIZE, folder, quiet)
+
+
+def test_a_corpus_knows_which_documents_are_of_which_source(mixed):
+    settings, folder, manifest = mixed
+    of_a, of_b = manifest["documents_of_sources"]
+    assert of_a + of_b == manifest["splits"]["train"]["documents"]
+    opened = corpus.open_stream(folder, "train")
+    plain = dataclasses.replace(settings, sources=settings.sources[:1], mixture=())
+    alone_ = folder.parent / "alone"
+    corpus.prepare(plain, SIZE, alone_, quiet)
+    same = [corpus.open_stream(alone_, split) for split in ("train", "validation")]
+    known = {one.ids.tobytes() for each in same for one in documents_of(each)}
+    parts = opened.part(0, of_a), opened.part(of_a, of_a + of_b)
+    assert all(one.ids.tobytes() in known for one in documents_of(parts[0]))
+    assert parts[0].tokens + parts[1].tokens == len(opened.ids)
+    again = pickle.loads(pickle.dumps(parts[1]))
+    np.testing.assert_array_equal(again.sentence_offsets, parts[1].sentence_offsets)
+    np.testing.assert_array_equal(again.document_offsets, parts[1].document_offsets)
+
+
+def documents_of(part):
+    bounds = part.sentence_offsets[part.document_offsets.astype(np.int64)].tolist()
+    for first, last in itertools.pairwise(bounds):
+        yield dataclasses.replace(part, ids=np.asarray(part.ids[first:last]))
+
+
+def test_weights_may_change_without_preparing_again(mixed):
+    settings, folder, manifest = mixed
+    for weights in ((1.0, 1.0), ()):
+        changed = dataclasses.replace(settings, mixture=weights)
+        assert corpus.prepare(changed, SIZE, folder, quiet) == manifest
+
+
+def experiment_of(settings, **phase):
+    tiny = config.load("experiments/tiny.py")
+    phases = tuple(dataclasses.replace(p, **phase) for p in tiny.phases)
+    model = dataclasses.replace(tiny.model, max_position_embeddings=4096)
+    return dataclasses.replace(tiny, model=model, corpus=settings, phases=phases)
+
+
+def test_a_run_is_given_the_mixture_and_too_small_a_source_is_named(mixed):
+    settings, folder, _ = mixed
+    prepared = Prepared.open(folder)
+    experiment = experiment_of(settings)
+    train = prepared.train_batches(experiment, 0)
+    batch = train.batch(3, np.arange(4))
+    assert isinstance(train, mixture.MixedBatches)
+    assert batch["input_ids"].shape == (4, experiment.phases[0].sequence_length)
+    train.close()
+    long = experiment_of(settings, sequence_length=4096)
+    with pytest.raises(InputError, match=r"corpus\.mixture: text:.*/b has \d+ tokens"):
+        prepared.train_batches(long, 0)
+
+
+def test_too_few_documents_of_a_source_are_refused(mixed, tmp_path):
+    settings, _, _ = mixed
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.txt").write_text("abc def.\nghi abc.\n")
+    sources = (*settings.sources, f"text:{tmp_path / 'one'}")
+    changed = dataclasses.replace(settings, sources=sources, mixture=(1.0, 1.0, 1.0))
+    with pytest.raises(InputError, match=r"corpus\.mixture: text:.*/one has [01] documents? to"):
+        corpus.prepare(changed, SIZE, epath.Path(tmp_path / "corpus"), quiet)
+
+
+@pytest.mark.parametrize(
+    ("mixture_", "words"),
+    [
+        ((1.0,), "1 weights for 2 of corpus.sources"),
+        ((1.0, 1.0, 1.0), "3 weights for 2"),
+        ((1.0, 0.0), "text:b has no share"),
+        ((0.0, 0.0), "text:a has no share"),
+        ((-1.0, 2.0), "text:a has no share"),
+        ((1e308, 1e300), "text:b has less than one row in 4,096"),
+        ((1.0, float("nan")), "finite"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(mixture_, words):
+    with pytest.raises(InputError, match=r"^corpus\.mixture") as error:
+        Corpus(sources=("text:a", "text:b"), mixture=mixture_)
+    assert words in str(error.value)
+
+
+def test_weights_are_set_as_numbers_and_packing_is_refused():
+    tiny = "experiments/tiny.py"
+    changes = ["corpus.sources=text:a,text:b", "corpus.mixture=3,1"]
+    assert config.load_with_origin(tiny, changes)[0].corpus.mixture == (3.0, 1.0)
+    assert config.load_with_origin(tiny, [changes[0], "corpus.mixture=[3, 0.5]"])[
+        0
+    ].corpus.mixture == (3.0, 0.5)
+    packed = [*changes, "data.objective=mlm_nsp", "data.packing=pairs"]
+    with pytest.raises(InputError, match=r"data\.packing=pairs: rows of a corpus\.mixture"):
+        config.load_with_origin(tiny, packed)
+    with pytest.raises(InputError, match="number"):
+        config.load_with_origin(tiny, [changes[0], "corpus.mixture=3,x"])
