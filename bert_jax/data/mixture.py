@@ -18,7 +18,7 @@ from bert_jax.data.batches import Batch, TrainBatches
 
 
 class Order:
-    """Which source each row of a phase is of. May be pickled.
+    """The sources of a phase's rows. May be pickled.
 
     Args:
       weights: of the sources, each of which has a row in `BLOCK` at least.

@@ -189,3 +189,18 @@ def test_what_many_devices_trained_one_device_reads(relaid, tmp_path):
     ):
         done = bert_jax(*words)
         assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.long
+def test_a_run_of_mixed_sources_resumes_bit_exact(tmp_path):
+    file, _ = write_text(tmp_path / "one"), write_text(tmp_path / "other", 12)
+    sources = ",".join(f"text:{tmp_path / name / 'text'}" for name in ("one", "other"))
+    run = ("pretrain", file, "--set", f"corpus.sources={sources}", "--set", "corpus.mixture=1,3")
+    done = bert_jax(*run, "--workdir", tmp_path / "undisturbed")
+    assert done.returncode == 0, done.stderr.decode()
+    dead = killed(9, signal.SIGKILL, *run, "--workdir", tmp_path / "killed")
+    assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
+    done = bert_jax(*run, "--workdir", tmp_path / "killed")
+    assert done.returncode == 0, done.stderr.decode()
+    assert "resume: from step" in done.stdout.decode()
+    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
