@@ -69,7 +69,7 @@ def test_set_changes_fields_of_every_type():
         ("model.hidden_size.deep=3", ["single value"]),
         ("phases.2.steps=1", ["entries 0 to 1"]),
         ("phases.-1.steps=1", ["entries 0 to 1"]),
-        ("phases=[]", ["phases", "at least one"]),
+        ("phases=[]", ["phases", "list of sections"]),
         ("model.num_attention_heads=7", ["num_attention_heads", "hidden_size=768"]),
         ("model.max_position_embeddings=256", ["phases.1.sequence_length=512", "position table"]),
         ("model.hidden_act=relu", ["gelu, gelu_tanh"]),

@@ -124,6 +124,8 @@ def layers(args: argparse.Namespace) -> int:
 
     if not args.tasks and args.attention is None:
         raise InputError("layers: name --tasks, --attention, or both")
+    if args.attention is not None and not args.attention.strip():
+        raise InputError("--attention: a text is needed")
     keep_compiled_programs()
     trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
     place = Workdir(args.workdir)

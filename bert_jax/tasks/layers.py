@@ -88,10 +88,20 @@ def ask(
       InputError: a file that holds no task of these kinds; and as `tasks.examples.read`.
     """
     tasks = [_task(path) for path in paths]
+    names = [name for name, _ in tasks]
+    for path, name in zip(paths, names, strict=True):
+        if names.count(name) > 1:
+            raise InputError(f"{_WHERE}: {path}: there are two of the name {name!r}")
     linear = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
     asked, first = Probes(linear, where=_WHERE), tasks[0][1]
     lengths = _lengths(first, *(_drawn(first, name) for name in ("train", "validation")))
+    if lengths is None:
+        say(f"layers: all texts of {paths[0]} have as many words: {_LENGTH} is not asked")
     asked.probes[:0] = [lengths] if lengths else []
+    similar = {name: _drawn(task, "validation") for name, task in tasks if task.kind == "regress"}
+    for name, pairs in similar.items():
+        if len({pair.label for pair in pairs if isinstance(pair, Sentence)}) < 2:
+            raise InputError(f"{_WHERE}: {name}: all pairs to score on are as much alike")
     mesh = mesh_lib.make_mesh(Parallelism())
     asked.open(trained.model, trained.tokenizer, Parallelism(), mesh, Run().eval_batch_size)
     params = jax.device_put(trained.params, mesh_lib.replicated(mesh))
@@ -104,11 +114,11 @@ def ask(
         say(f"layers: {probe.name} is read")
     for name, task in tasks:
         if task.kind == "regress":
-            pairs = _drawn(task, "validation")
+            pairs = similar[name]
             by_layer = _similarity(task.main_score, pairs, means, trained.model.hidden_size)
             read[name] = Knowledge(name, task.main_score, 0.0, by_layer)
             say(f"layers: {name} is read")
-    return [read[name] for name in (_LENGTH, *(name for name, _ in tasks)) if name in read]
+    return [read[name] for name in (_LENGTH, *names) if name in read]
 
 
 def record_of(trained: Trained, known: Sequence[Knowledge]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What part of speech is a word? Of the sentences of CoNLL-2000.
 
+    bert-jax finetune experiments/tasks/pos.py --from runs/novels
     bert-jax layers --workdir runs/novels --tasks experiments/tasks/pos.py
 
 Source: Tjong Kim Sang and Buchholz 2000, train.txt and test.txt in data/conll2000/; the tags are

@@ -45,6 +45,7 @@ LAYOUTS = {
     "sst2": "sentence\tlabel\na fine film \t1\na bore \t0\n",
     "stsb": STSB.replace(" ", "\t") + "\n0\tnews\tx\t2012\t1\tnone\t\tA .\tB .\t5.000\n",
     "conll2000": "Confidence NN B-NP\nin IN B-PP\n\nIt PRP B-NP\n. . O\n",
+    "pos": "Confidence NN B-NP\nin IN B-PP\n\nIt PRP B-NP\n. . O\n",
     "squad": json.dumps(SQUAD),
     "translate": '{"en": "A cat.", "fr": "Un chat."}\n{"en": "It rains.", "fr": "Il pleut."}\n',
     "blimp": '{"sentence_good": "It is.", "sentence_bad": "It are.", "field": "morphology", '

@@ -136,6 +136,9 @@ def test_the_command_prints_a_table_and_writes_a_page(here, capsys):
         ("--tasks classify.py classify.py", "there are two of the name 'classify'"),
         ("--tasks length.py", "--tasks: length.py: length is asked in any case"),
         ("--tasks empty.py", "--tasks: "),
+        ("--tasks classify.py alike.py", "there are two of the name 'classify'"),
+        ("--tasks constant.py", "--tasks: constant: all pairs to score on are as much alike"),
+        ("--attention=", "--attention: a text is needed"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(here, capsys, words, message):
@@ -144,6 +147,14 @@ def test_what_cannot_be_asked_is_refused(here, capsys, words, message):
     pathlib.Path("empty").write_text("")
     train = text[text.index("jsonl:") : text.index('"', text.index("jsonl:"))]
     pathlib.Path("empty.py").write_text(text.replace(train, "jsonl:empty"))
+    text = pathlib.Path("regress.py").read_text()
+    pathlib.Path("alike.py").write_text(text.replace('"regress",\n', '"classify",\n', 1))
+    folder = text[text.index("jsonl:") + 6 : text.index("/train")]
+    there = [json.loads(line) for line in pathlib.Path(folder, "test").read_text().splitlines()]
+    lines = [json.dumps(row | {"value": 1.0}) + "\n" for row in there]
+    pathlib.Path("constant").write_text("".join(lines))
+    text = text.replace(f"{folder}/test", "constant")
+    pathlib.Path("constant.py").write_text(text.replace('"regress",\n', '"constant",\n', 1))
     kept = Workdir("base").layers
     before = kept.read_bytes() if kept.exists() else None
     assert cli.main(["layers", "--workdir", "base", *words.split()]) == 2
