@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import dying
 import numpy as np
@@ -332,7 +333,7 @@ def test_a_worker_that_is_killed_can_be_tried_again(tmp_path):
 
 def test_lines_tell_how_far_it_is_and_how_long_it_takes(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(workers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(workers, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     lines = []
     shown = workers.Progress("prepare: reading", lines.append)
     with shown.of(300_000_000, 200_000_000):

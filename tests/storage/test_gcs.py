@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import types
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_a_request_outlasts_ten_minutes_of_faults(status, monkeypatch):
     files = fsspec.get_filesystem_class("gcs")
     assert files is gcs.PatientFileSystem and mirror
     monkeypatch.setattr(gcs.asyncio, "sleep", sleep)
-    monkeypatch.setattr(gcs.time, "monotonic", lambda: sum(waited))
+    monkeypatch.setattr(gcs, "time", types.SimpleNamespace(monotonic=lambda: sum(waited)))
     monkeypatch.setattr(files, "_set_session", away)  # what a request does first
     with pytest.raises((OSError, gcsfs.retry.HttpError)):
         asyncio.run(files._request(files.__new__(files), "GET", "b/x"))

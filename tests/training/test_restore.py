@@ -1,5 +1,7 @@
 """Processes go on from what all of them see."""
 
+import types
+
 import pytest
 
 from bert_jax.errors import Unavailable
@@ -32,7 +34,7 @@ class Saved:
 @pytest.fixture
 def view(monkeypatch):
     """`(looks) -> looks taken` until both see the same."""
-    monkeypatch.setattr(restore.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(restore, "time", types.SimpleNamespace(sleep=lambda seconds: None))
 
     def look(looks: int) -> int:
         saved = Saved()
