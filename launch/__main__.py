@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for word in words[:1]:
         near = difflib.get_close_matches(word, NAMES, n=1)
         if word == "xpk":
-            parser.error("xpk: makes its own JobSet of `bert-jax pretrain`; see docs/launch.md")
+            parser.error(
+                "xpk: is a program of its own, which takes `bert-jax pretrain ...` as --command; "
+                "docs/launch.md has the whole line, and `gke` makes a JobSet without it"
+            )
         if near and word not in NAMES and not word.startswith("-"):
             parser.error(f"{word}: no such launcher; did you mean {near[0]}?")
     args = parser.parse_args(words)

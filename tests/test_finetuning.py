@@ -105,6 +105,7 @@ def test_a_task_is_described_by_flags_alone():
     ("kind", "settings", "words"),
     [
         ("pair", {"second_column": ""}, "task.second_column='': task.kind=pair has two texts"),
+        ("pair", {"text_column": "premise", "second_column": ""}, "second, hypothesis say"),
         ("regress", {"second_column": ""}, "task.second_column=''"),
         ("classify", {"second_column": "b"}, "task.second_column='b'"),
         ("choice", {"choice_columns": ("b",)}, "task.choice_columns=('b',)"),

@@ -165,6 +165,9 @@ def test_a_launcher_that_is_not_there_is_refused():
     assert done.returncode == 2 and b"invalid choice: 'rocket'" in done.stderr
     done = subprocess.run([*command[:-1], "locl"], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 2 and b"locl: no such launcher; did you mean local?" in done.stderr
+    done = subprocess.run([*command[:-1], "xpk"], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 2 and b"xpk: is a program of its own" in done.stderr
+    assert b"--command" in done.stderr and b"`gke` makes a JobSet" in done.stderr
 
 
 def test_a_command_that_cannot_be_run_is_refused(tmp_path):

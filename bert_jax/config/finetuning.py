@@ -193,8 +193,9 @@ class Task(Section):
 
     def _validate_columns(self) -> None:
         two, texts = self.kind in _OF_TWO_TEXTS, len(self.choice_columns)
+        example = {"premise": "hypothesis", "question": "answer"}.get(self.text_column, "text_b")
         what = f"task.kind={self.kind} has " + (
-            "two texts; name the column of the second, premise or text_b say"
+            f"two texts; name the column of the second, {example} say"
             if two
             else "one text; leave it out, or set task.kind=pair"
         )

@@ -310,7 +310,7 @@ def of_steps(records: Sequence[Record]) -> list[Figure]:
         (Plot("Tokens a second", each(lambda r: r.laps, "real_tokens_per_second")), ""),
         (
             Plot("Utilisation", each(lambda r: r.laps, "utilisation"), scale="percent"),
-            "With padding.",
+            "With padding; " + figures.ON_A_CPU,
         ),
     ]
     return figures.drawn(plots, ())

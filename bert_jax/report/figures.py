@@ -25,6 +25,11 @@ from bert_jax.report.records import CorpusStatistics, Histogram, Line, Record
 
 # Points a curve is thinned out to; each is the mean of those it stands for.
 _POINTS = 400
+# Of what utilisation is a share, below its picture.
+ON_A_CPU = (
+    "on a CPU, of a large product timed as the run began. Other work on the machine slows that: "
+    "then the shares are too high, over 100 % even."
+)
 _SIZE = (4.0, 2.6)  # inches, at 96 dots
 # Stand-ins that Matplotlib can draw with, and the variables that the page defines.
 _INK, _FAINT = "#010101", "#020202"
@@ -343,8 +348,7 @@ def of_steps(record: Record) -> list[tuple[Plot, str]]:
                 ],
                 scale="percent",
             ),
-            "Useful matrix operations, of what the devices can do; on a CPU, of a large product "
-            "timed at the start.",
+            "Useful matrix operations, of what the devices can do; " + ON_A_CPU,
         ),
     ]
 

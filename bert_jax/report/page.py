@@ -9,6 +9,7 @@ import datetime
 import functools
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -178,8 +179,14 @@ def template(name: str, package: str = "bert_jax.report") -> jinja2.Template:
         "percent": _percent,
         "svg": markupsafe.Markup,
         "shown": printable,
+        "field": _breakable,
     }
     return environment.get_template(name)
+
+
+def _breakable(path: str) -> markupsafe.Markup:
+    """Returns a field's name that a narrow column breaks between its words, never inside one."""
+    return markupsafe.Markup(re.sub(r"([._])", r"\1<wbr>", str(markupsafe.escape(path))))
 
 
 def _curves(record: Record) -> list[tuple[str, list[Figure]]]:
