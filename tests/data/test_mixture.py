@@ -9,6 +9,7 @@ import pytest
 import test_batches as alone
 from etils import epath
 from test_corpus import SIZE, quiet, write_texts, write_vocab
+from test_epoch_plans import write_stream
 
 from bert_jax import config
 from bert_jax.config import Corpus, Data
@@ -120,6 +121,36 @@ def test_a_part_is_planned_as_the_same_documents_by_themselves():
             ]
             np.testing.assert_array_equal(*made)
     assert draws.key_of(*NAMES) != draws.key_of(*NAMES, "source", 1)
+
+
+def test_large_sources_are_planned_as_small_ones(tmp_path, monkeypatch):
+    """Each by a process of its own, even if there are more sources than a host keeps plans of."""
+    count = plans._KEPT + 1
+    whole = write_stream(tmp_path / "train", 10 * count)
+
+    def of_parts():
+        sources = []
+        for number in range(count):
+            part = whole.part(10 * number, 10 * (number + 1))
+            names = (*NAMES, "source", number)
+            source = plans.Plans(part, names, alone.LENGTH, 0.1, "a")
+            shape = batches.Shape(alone.LENGTH, alone.PREDICTIONS, SIZE_OF_BATCH)
+            sources.append(batches.TrainBatches(source, alone.IDS, Data(), shape))
+        order = mixture.Order([*range(1, count + 1)], NAMES)
+        return mixture.MixedBatches(sources, order, SIZE_OF_BATCH)
+
+    steps = (0, 31, 3)
+    small = of_parts()
+    expected = [alone.whole(small, step, SIZE_OF_BATCH) for step in steps]
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(plans, "_IN_MEMORY", 0)
+    large = of_parts()
+    try:
+        for step, batch in zip(steps, expected, strict=True):
+            alone.assert_equal(alone.whole(large, step, SIZE_OF_BATCH), batch)
+    finally:
+        large.close()
+    assert list((tmp_path / "cache" / "plans").glob("*.plan"))
 
 
 @pytest.fixture(scope="module")
