@@ -214,11 +214,31 @@ class Example:
 
 
 @dataclasses.dataclass(frozen=True)
+class MixedSource:
+    """A source of `corpus.mixture`.
+
+    Attributes:
+      name: as `corpus.sources` has it.
+      documents: to train on.
+      tokens: of these.
+      share_of_rows: of the training rows.
+      epochs: about how often all phases go through it: their filled positions over its tokens.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    share_of_rows: float
+    epochs: float
+
+
+@dataclasses.dataclass(frozen=True)
 class CorpusStatistics:
     """A corpus in numbers.
 
     Attributes:
       splits: counts of each split, from the manifest.
+      mixture: its sources; none where they are taken as they come.
       repeated: documents whose whole text stood before.
       unknown: share of [UNK] in the training split.
       sentence_lengths: in pieces.
@@ -231,6 +251,7 @@ class CorpusStatistics:
     """
 
     splits: dict[str, dict[str, int]]
+    mixture: list[MixedSource]
     repeated: int
     unknown: float
     sentence_lengths: Histogram
@@ -252,8 +273,12 @@ class CorpusStatistics:
         shares = counts / counts.sum()
         commonest = np.argsort(-counts, kind="stable")[:_TOP_PIECES]
         starts = stream.sentence_offsets
+        planned = [
+            _planned(stream, r, experiment.data, p) for r, p in zip(rows, phases, strict=True)
+        ]
         return cls(
             splits=prepared.manifest["splits"],
+            mixture=_mixture(experiment, prepared, stream, planned),
             repeated=prepared.manifest["documents_repeated"],
             unknown=train["unknown_tokens"] / train["tokens"],
             sentence_lengths=_histogram(np.diff(_first(starts, _SENTENCES))),
@@ -265,9 +290,7 @@ class CorpusStatistics:
             ],
             unused=float((counts[_no_specials(prepared.tokenizer)] == 0).mean()),
             looked_at=int(counts.sum()),
-            planned=[
-                _planned(stream, r, experiment.data, p) for r, p in zip(rows, phases, strict=True)
-            ],
+            planned=planned,
             examples=[
                 _examples(stream, r, experiment, prepared, number) for number, r in enumerate(rows)
             ],
@@ -293,6 +316,30 @@ def _histogram(lengths: np.ndarray) -> Histogram:
     return Histogram(
         edges.tolist(), (counts / len(lengths)).tolist(), float(np.median(lengths)), largest
     )
+
+
+def _mixture(
+    experiment: Experiment, prepared: Prepared, stream: Stream, planned: list[Planned]
+) -> list[MixedSource]:
+    weights = experiment.corpus.mixture
+    if not weights:
+        return []
+    filled = sum(
+        phase.steps * phase.batch_size * phase.sequence_length * plan.filled
+        for phase, plan in zip(experiment.phases, planned, strict=True)
+    )
+    return [
+        MixedSource(
+            name=printable(name),
+            documents=len(part.document_offsets) - 1,
+            tokens=part.tokens,
+            share_of_rows=weight / sum(weights),
+            epochs=filled * weight / sum(weights) / part.tokens,
+        )
+        for name, part, weight in zip(
+            experiment.corpus.sources, prepared.sources(stream), weights, strict=True
+        )
+    ]
 
 
 def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:

@@ -138,8 +138,7 @@ class Prepared:
         weights = experiment.corpus.mixture
         if not weights:
             return of(stream)
-        ends = np.cumsum([0, *self.manifest["documents_of_sources"]]).tolist()
-        sources = [stream.part(*bounds) for bounds in itertools.pairwise(ends)]
+        sources = self.sources(stream)
         for name, part in zip(experiment.corpus.sources, sources, strict=True):
             if part.tokens < spec.sequence_length:
                 raise InputError(
@@ -149,6 +148,11 @@ class Prepared:
         order = mixture.Order(weights, names)
         each = [of(part, "source", number) for number, part in enumerate(sources)]
         return mixture.MixedBatches(each, order, spec.batch_size)
+
+    def sources(self, stream: Stream) -> list[Stream]:
+        """Returns the parts of the training split that the sources of a mixture are."""
+        ends = np.cumsum([0, *self.manifest["documents_of_sources"]]).tolist()
+        return [stream.part(*bounds) for bounds in itertools.pairwise(ends)]
 
     def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluators.HeldOut:
         """Returns the evaluation rows of an experiment."""

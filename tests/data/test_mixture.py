@@ -15,6 +15,7 @@ from bert_jax import config
 from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, corpus, draws, mixture, plans, stream
 from bert_jax.errors import InputError
+from bert_jax.report.records import CorpusStatistics
 from bert_jax.training.pretraining import Prepared
 
 WEIGHTS = (6.0, 3.0, 1.0)
@@ -220,6 +221,23 @@ def test_a_run_is_given_the_mixture_and_too_small_a_source_is_named(mixed):
     long = experiment_of(settings, sequence_length=4096, max_predictions_per_seq=1229)
     with pytest.raises(InputError, match=r"corpus\.mixture: text:.*/[ab] has \d+ tokens"):
         prepared.train_batches(long, 0)
+
+
+def test_the_report_has_each_source_with_its_share(mixed):
+    settings, folder, manifest = mixed
+    experiment, prepared = experiment_of(settings), Prepared.open(folder)
+    one, other = CorpusStatistics.of(experiment, prepared).mixture
+    assert (one.name, other.name) == settings.sources
+    assert [one.documents, other.documents] == manifest["documents_of_sources"]
+    assert one.tokens + other.tokens == manifest["splits"]["train"]["tokens"]
+    assert (one.share_of_rows, other.share_of_rows) == (0.75, 0.25)
+    # Positions that one source fills, whichever way they are reckoned.
+    assert one.epochs * one.tokens == pytest.approx(3 * other.epochs * other.tokens)
+    phase = experiment.phases[0]
+    positions = phase.steps * phase.batch_size * phase.sequence_length
+    assert 0.5 < (one.epochs * one.tokens + other.epochs * other.tokens) / positions <= 1
+    plain = dataclasses.replace(experiment, corpus=dataclasses.replace(settings, mixture=()))
+    assert CorpusStatistics.of(plain, prepared).mixture == []
 
 
 def test_too_few_documents_of_a_source_are_refused(mixed, tmp_path):

@@ -204,3 +204,8 @@ def test_a_run_of_mixed_sources_resumes_bit_exact(tmp_path):
     assert done.returncode == 0, done.stderr.decode()
     assert "resume: from step" in done.stdout.decode()
     assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+    done = bert_jax("report", tmp_path / "killed")
+    assert done.returncode == 0, done.stderr.decode()
+    text = (tmp_path / "killed" / "report.html").read_text()
+    for part in ("source of the mixture", f"text:{tmp_path / 'other' / 'text'}", "75.0 %"):
+        assert part in text, part
