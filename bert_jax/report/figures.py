@@ -203,7 +203,8 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
         return
     x, y = thin(curve.x, curve.y)
     look = {"points": {"marker": "o", "markersize": 3}, "dashes": {"linestyle": "--"}}
-    axes.plot(x, y, color=colour, label=label, **look.get(curve.style, {}))
+    style = "points" if len(x) == 1 else curve.style  # of a single one a line shows nothing
+    axes.plot(x, y, color=colour, label=label, **look.get(style, {}))
 
 
 def short(value: float, _: object = None) -> str:

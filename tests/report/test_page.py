@@ -292,6 +292,15 @@ def test_a_plot_of_nothing_but_text_that_looks_like_mathematics():
     assert "_$x_1 &lt;b&gt;" in svg
 
 
+def test_a_line_of_one_point_shows_it():
+    one, two = (
+        figures.draw(figures.Plot("t", [figures.Curve(x, x, "", style="line")]), "a")
+        for x in ([1.0], [1.0, 2.0])
+    )
+    marked = re.compile(r'<g clip-path="[^"]*">\s*<use')
+    assert marked.search(one) and not marked.search(two)
+
+
 def test_a_run_that_ends_in_an_error_is_not_called_killed(run, tmp_path, monkeypatch):
     def fails(*_):
         raise InputError("the disk is full")
