@@ -408,7 +408,7 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run, capsys
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--input", "test", "--out", "a.csv"], "--input test: how to read it"),
+        (["--input", "test", "--out", "a.csv"], "--input test: the name does not say which format"),
         (["--input", "jsonl:test", "--out", "a.xls"], "--out a.xls: end its name in .csv"),
         (["--input", "jsonl:test"], "--input: needs --out"),
         (["--input", "jsonl:test", "--out", "a.csv", "wa"], "--input: needs --out"),
