@@ -378,7 +378,7 @@ def test_a_blank_line_of_one_column_is_a_row_and_nobody_s_code_is_named(run, cap
     assert cli.main([*words, "--code", "own.py"]) == 0
     said = capsys.readouterr()
     assert "4 rows of one.csv" in said.out and "for 1 of them (the first at one.csv:3)" in said.out
-    assert said.err == "--code own.py: nothing asked for it; leave it out\n"
+    assert said.err == "--code own.py: this command uses no code of it; leave it out\n"
     with open("found.csv", newline="") as file:
         _, *rows_ = csv.reader(file)
     assert [row[:2] for row in rows_] == [
