@@ -208,14 +208,14 @@ _SOURCES = ("sources", "train", "validation")
 def _require_kind(kind: type, wanted: type, where: str) -> None:
     if kind is not wanted:
         what, commands = {
-            Experiment: ("a pre-training", "`bert-jax pretrain` takes it"),
+            Experiment: ("a pre-training, not a fine-tuning", "`bert-jax pretrain` takes it"),
             Finetuning: (
-                "a fine-tuning",
+                "a fine-tuning, not a pre-training",
                 "`bert-jax finetune` takes it, `predict` (with --score for scores) and "
                 "`checkpoints` take its run",
             ),
         }[kind]
-        raise InputError(f"{where}: is {what}, which this command does not take; {commands}")
+        raise InputError(f"{where}: is {what}; {commands}")
 
 
 def _differences_from_defaults(experiment: Section) -> list[str]:

@@ -159,7 +159,11 @@ class Task(Section):
         self._validate_columns()
         self._validate_labels()
         learns = self.kind != "minimal_pairs"
-        self._require(learns or not self.train, "train", "nothing is learned from minimal pairs")
+        self._require(
+            learns or not self.train,
+            "train",
+            "nothing is learned from minimal pairs; leave it out",
+        )
         for name in ("train", "validation") if learns else ("validation",):
             self._require(len(getattr(self, name)) > 0, name, "name at least one source")
             self.require_readable(f"task.{name}", getattr(self, name))
@@ -172,7 +176,9 @@ class Task(Section):
         self._require_at_least(1, "document_stride", "max_query_length", "max_answer_length")
         if self.kind == "span":
             self._require(
-                self.blank_cells == "stop", "blank_cells", "task.kind=span has no cells; leave it"
+                self.blank_cells == "stop",
+                "blank_cells",
+                "only for files with columns; leave it at stop",
             )
             self._validate_windows()
 
@@ -202,12 +208,14 @@ class Task(Section):
         )
         self._require(two == (self.second_column != ""), "second_column", what)
         choice = self.kind == "choice"
-        what = f"task.kind={self.kind} {'needs two' if choice else 'has none'}"
+        what = (
+            f"task.kind={self.kind} {'needs two at least' if choice else 'has none; leave it out'}"
+        )
         self._require(texts >= 2 if choice else texts == 0, "choice_columns", what)
         self._require(
             self.kind == "minimal_pairs" or not self.field_column,
             "field_column",
-            f"task.kind={self.kind} has none",
+            f"task.kind={self.kind} has none; leave it out",
         )
         columns = self._columns
         if "" in columns or len(set(columns)) < len(columns):
@@ -226,7 +234,9 @@ class Task(Section):
             "one is empty, or has blanks around it",
         )
         if self.kind in ("regress", "span", "generate", "minimal_pairs"):
-            self._require(not self.labels, "labels", f"task.kind={self.kind} has none")
+            self._require(
+                not self.labels, "labels", f"task.kind={self.kind} has none; leave it out"
+            )
         elif self.kind == "choice":
             self._require(
                 len(self.labels) in (0, len(self.choice_columns)),
@@ -345,12 +355,12 @@ class Finetuning(Section):
         self._require(
             self.class_weights == "none" or self.task.kind in ("classify", "pair", "tag"),
             "class_weights",
-            f"task.kind={self.task.kind} has no labels that come more or less often; leave it",
+            f"task.kind={self.task.kind} has no labels to be weighed; leave it at none",
         )
         if self.adapt.features and self.task.kind != "tag":
             raise InputError(
-                f"adapt.features={self.adapt.features}: what a tagger reads, and "
-                f"task.kind={self.task.kind}; leave it out"
+                f"adapt.features={self.adapt.features}: only for task.kind=tag, not "
+                f"{self.task.kind}; leave it out"
             )
         if self.task.kind == "generate" and self.adapt.how != "full":
             raise InputError(
@@ -360,7 +370,7 @@ class Finetuning(Section):
         self._require_share("warmup_share")
         for name in ("watch", "probes", "corpus_dir"):
             if getattr(self.run, name):
-                raise InputError(f"run.{name}: is of pre-training; leave it out")
+                raise InputError(f"run.{name}: only for pre-training; leave it out")
         if self.optimizer.warmup_steps:
             raise InputError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps}: not for fine-tuning, where "
@@ -380,7 +390,7 @@ class Finetuning(Section):
         if self.optimizer.layer_decay < 1 and self.adapt.how != "full":
             raise InputError(
                 f"optimizer.layer_decay={self.optimizer.layer_decay}: adapt.how={self.adapt.how} "
-                "has no layers that learn; leave it at 1"
+                "trains no layer of the encoder; leave it at 1"
             )
         if (
             len(self.parallelism.accumulation) != 1

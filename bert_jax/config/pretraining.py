@@ -148,11 +148,11 @@ class Model(Section):
             self.num_attention_heads == 1, "num_attention_heads", "model.kind=bilstm: set it to 1"
         )
         self._require(
-            self.hidden_size % 2 == 0, "hidden_size", "must be even, half of it each direction's"
+            self.hidden_size % 2 == 0, "hidden_size", "must be even; each direction has half of it"
         )
         for name in ("type_vocab_size", "hidden_act", "initialization"):
             self._require_default(name, "has no meaning with model.kind=bilstm; leave it out")
-        self._require(not self.code, "code", "model.kind=bilstm has heads of its own encoder alone")
+        self._require(not self.code, "code", "not with model.kind=bilstm; leave one of them out")
 
     def _validate_modern(self) -> None:
         self._require_default("type_vocab_size", "model.kind=modern has no segment embeddings")
@@ -167,7 +167,7 @@ class Model(Section):
         self._require(
             self.num_hidden_layers % self.global_every == 1 % self.global_every,
             "num_hidden_layers",
-            f"must be 1 and a multiple of model.global_every={self.global_every}",
+            f"must be a multiple of model.global_every={self.global_every}, plus 1",
         )
         if self.global_every == 1:
             for name in ("local_window", "local_rotary_base"):
@@ -407,8 +407,8 @@ class Data(Section):
             self._require(
                 self.final_masked_lm_prob == 0.0,
                 "final_masked_lm_prob",
-                f"masks that come again (data.dupe_factor={self.dupe_factor}) stay as they are; "
-                "set data.dupe_factor=0",
+                f"cannot change the masks that data.dupe_factor={self.dupe_factor} repeats; set "
+                "data.dupe_factor=0",
             )
 
     @property
@@ -648,7 +648,7 @@ class Run(Section):
         self._require_at_least(0, "check_every")
         self._require(0 < self.probe_share <= 1, "probe_share", "must be in (0, 1]")
         self._require(
-            set(self.trackers) <= set(TRACKERS), "trackers", f"choose of {', '.join(TRACKERS)}"
+            set(self.trackers) <= set(TRACKERS), "trackers", f"choose from {', '.join(TRACKERS)}"
         )
         self._require(
             self.keep_checkpoints >= 2,
@@ -659,7 +659,7 @@ class Run(Section):
             self._require(
                 len(self.profile_steps) == 2 and 0 <= self.profile_steps[0] < self.profile_steps[1],
                 "profile_steps",
-                "must be empty, or how many steps are done before and after, 10,20 say",
+                "must be empty, or two rising steps between which to trace, e.g. 10,20",
             )
             self._require(
                 self.profile_steps[1] - self.profile_steps[0] <= _TRACED_STEPS,
@@ -806,8 +806,8 @@ class Experiment(Section):
             raise InputError(f"{given}: is ELMo's, and goes with {wanted} alone; set that, too")
         if is_elmo and self.parallelism.tensor > 1:
             raise InputError(
-                f"parallelism.tensor={self.parallelism.tensor}: model.kind=bilstm is cut over data "
-                "alone; set it to 1"
+                f"parallelism.tensor={self.parallelism.tensor}: model.kind=bilstm cuts the batch "
+                "alone over devices; set it to 1"
             )
         if is_causal != (self.model.direction == "left_to_right"):
             wanted = "left_to_right" if is_causal else "both"

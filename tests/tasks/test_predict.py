@@ -182,7 +182,7 @@ def test_a_base_is_found_where_it_lies_now(run, capsys):
     before = tuned.predict(capsys, "wa")
     shutil.move("base", "moved")
     (line,) = tuned.predict(capsys, "wa", code=2)
-    assert "run adapts base: say with --from where that is now" in line
+    assert "run adapts base: name with --from the folder it is in now" in line
     assert tuned.predict(capsys, "--from", "moved", "wa") == before
 
 
@@ -333,7 +333,7 @@ def test_what_takes_no_fine_tuning_names_what_does(run, capsys, words):
     capsys.readouterr()
     assert cli.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "a fine-tuning; `bert-jax finetune` takes it" in line
+    assert "is a fine-tuning, not a pre-training; `bert-jax finetune` takes it" in line
     assert not pathlib.Path("there").exists()
 
 

@@ -361,7 +361,9 @@ def test_settings_that_cannot_be_are_refused(settings, words):
 
 
 def test_each_command_takes_its_own_kind_of_file(full):
-    refuses("new", "small.py: a pre-training; `bert-jax pretrain`", kind="small")
+    refuses(
+        "new", "small.py: is a pre-training, not a fine-tuning; `bert-jax pretrain`", kind="small"
+    )
     case = broken.Case("", "pretrain classify.py --workdir new", ("`bert-jax finetune`",))
     broken.refuses(case)
     # And a workdir of the other kind is not gone on with.
