@@ -299,7 +299,7 @@ def test_flags_alone_are_a_task_file_and_a_run_goes_on_by_its_workdir():
     assert code == 0, err
     assert len([line for line in lines("flagged") if line["kind"] == "train"]) == 2
     code, err = broken.call(f"finetune classify.py {flags} --workdir new")
-    assert code == 2 and "--kind: classify.py says this" in err
+    assert code == 2 and "--kind: classify.py sets this" in err
 
 
 def test_without_a_base_nothing_begins():
