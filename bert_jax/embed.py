@@ -110,8 +110,8 @@ class Embedder:
             raise InputError(f"--batch-tokens {batch_tokens}: must be from 0 to {_MOST_TOKENS}")
         if features.pooling == "cls" and model.one_sided:
             raise InputError(
-                f"--pooling cls: of {model.one_sided} [CLS] has seen nothing to its left; take "
-                "mean or tokens"
+                f"--pooling cls: with {model.one_sided} the vector of [CLS] knows nothing of the "
+                "text; take mean or tokens"
             )
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         layers = layer_numbers(features.layers, model)

@@ -97,7 +97,7 @@ class Trained:
         if what == "with_moments" and experiment.optimizer.name != "bert_adam":
             raise InputError(
                 f"{folder}: --with-optimizer: optimizer.name={experiment.optimizer.name}; only "
-                "bert_adam's moments can go elsewhere"
+                "bert_adam's moments can be imported"
             )
         state, done = _restored(experiment, workdir, prepared, mesh_lib.one_device(), what, which)
         moments = None
@@ -237,7 +237,7 @@ def _places(
     for epoch in np.unique(epochs):
         planned = train.rows_planned(int(epoch))
         change = planned - train.rows_per_epoch
-        note = "all of its plan once"
+        note = "each of its planned rows once"
         if change > 0:
             note = f"{change} of {planned} planned rows dropped"
         elif change < 0:

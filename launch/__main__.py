@@ -118,7 +118,7 @@ def _asked(args: argparse.Namespace) -> int:
         return launcher.stop(record)
     if args.launcher == "logs":
         if not 0 <= args.host < record.hosts:
-            raise InputError(f"--host {args.host}: {record.name} has {record.hosts}, from 0")
+            raise InputError(f"--host {args.host}: {record.name} has hosts 0 to {record.hosts - 1}")
         return launcher.logs(record, args.host, args.follow)
     place = ", ".join(f"{name} {value}" for name, value in record.place.items() if value)
     print(f"{record.name}: {record.topology}, {record.hosts} hosts; {record.launcher}, {place}")
@@ -176,18 +176,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_rented(tpu_vm)
     tpu_vm.add_argument("--zone", required=True, help="where to rent, e.g. us-west4-a")
-    tpu_vm.add_argument("--project", default="", help="whose bill it is [gcloud's own setting]")
-    tier = tpu_vm.add_mutually_exclusive_group()
-    tier.add_argument("--spot", action="store_true", help="cheaper, and may be taken back")
-    tier.add_argument("--reserved", action="store_true", help="out of a reservation")
     tpu_vm.add_argument(
-        "--valid-until", default="24h", metavar="T", help="wait for machines so long: 90m, 2d [24h]"
+        "--project", default="", help="Google Cloud project that is billed [gcloud's own setting]"
     )
-    tpu_vm.add_argument("--runtime-version", metavar="V", help="the machines' image [by type]")
+    tier = tpu_vm.add_mutually_exclusive_group()
+    tier.add_argument("--spot", action="store_true", help="cheaper machines, may be taken back")
+    tier.add_argument("--reserved", action="store_true", help="machines of your reservation")
+    tpu_vm.add_argument(
+        "--valid-until",
+        default="24h",
+        metavar="T",
+        help="how long to wait for machines: 90m, 2d [24h]",
+    )
+    tpu_vm.add_argument(
+        "--runtime-version", metavar="V", help="software version of the machines [by type of TPU]"
+    )
     tpu_vm.add_argument(
         "--keep",
         action="store_true",
-        help="leave the machines, and pay for them; Ctrl-C leaves the run going, too",
+        help="keep the machines at the end, and pay for them; Ctrl-C leaves the run going, too",
     )
     gke = commands.add_parser(
         "gke",
@@ -196,21 +203,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_rented(gke)
     gke.add_argument(
-        "--image", required=True, metavar="IMAGE:TAG", help="made by the Dockerfile, and pushed"
+        "--image",
+        required=True,
+        metavar="IMAGE:TAG",
+        help="container image, made by the Dockerfile and pushed",
     )
-    gke.add_argument("--cluster", default="", help="[what kubectl is set to]")
-    gke.add_argument("--zone", default="", help="of the cluster, or its region")
-    gke.add_argument("--project", default="", help="of the cluster")
+    gke.add_argument(
+        "--cluster", default="", help="name of the cluster [the one that kubectl is set to]"
+    )
+    gke.add_argument("--zone", default="", help="the cluster's zone or region")
+    gke.add_argument("--project", default="", help="the cluster's project")
     gke.add_argument("--namespace", default="default", help="[default]")
     gke.add_argument(
         "--service-account",
         default="",
         metavar="NAME",
-        help="of Kubernetes, which may use the bucket [the namespace's default]",
+        help="Kubernetes service account that may use the bucket [the namespace's default]",
     )
     tier = gke.add_mutually_exclusive_group()
-    tier.add_argument("--spot", action="store_true", help="cheaper, and may be taken back")
-    tier.add_argument("--reservation", default="", metavar="NAME", help="out of a reservation")
+    tier.add_argument("--spot", action="store_true", help="cheaper machines, may be taken back")
+    tier.add_argument("--reservation", default="", metavar="NAME", help="your reservation to use")
     gke.add_argument(
         "--grace",
         type=int,
@@ -221,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     gke.add_argument(
         "--privileged",
         action="store_true",
-        help="run as root with all rights, where a node gives its TPUs to nobody else",
+        help="run pods as root with all rights, for nodes that give their TPUs only to such",
     )
     for name, description in (
         ("status", "show the machines of a launched run, and how far it has come"),
@@ -229,10 +241,14 @@ def _parser() -> argparse.ArgumentParser:
         ("stop", "have a launched run save and end, and give its machines back"),
     ):
         asked = commands.add_parser(name, help=description)
-        asked.add_argument("workdir", metavar="W", help="of the run")
+        asked.add_argument("workdir", metavar="W", help="workdir of the run")
         if name == "logs":
-            asked.add_argument("--host", type=int, default=0, metavar="N", help="whose output [0]")
-            asked.add_argument("--follow", action="store_true", help="go on until the run ends")
+            asked.add_argument(
+                "--host", type=int, default=0, metavar="N", help="host whose output is shown [0]"
+            )
+            asked.add_argument(
+                "--follow", action="store_true", help="keep showing until the run ends"
+            )
     return parser
 
 
@@ -246,7 +262,7 @@ def _add_experiment(parser: argparse.ArgumentParser, retries: int) -> None:
         type=_at_least_0,
         default=retries,
         metavar="N",
-        help=f"starts after a preemption, or the loss of a host [{retries}]",
+        help=f"most restarts after a preemption or the loss of a host [{retries}]",
     )
     parser.add_argument(
         "--dry-run",
@@ -258,13 +274,17 @@ def _add_experiment(parser: argparse.ArgumentParser, retries: int) -> None:
 def _add_rented(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that all launchers of rented machines have."""
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a file, .py or resolved .json")
-    parser.add_argument("--workdir", required=True, metavar="gs://...", help="of the run")
-    parser.add_argument("--topology", required=True, metavar="SLICE", help="v5e:8x8, v3:4x4, ...")
+    parser.add_argument("--workdir", required=True, metavar="gs://...", help="folder of the run")
+    parser.add_argument(
+        "--topology", required=True, metavar="SLICE", help="TPUs: v5e:8x8, v3:4x4, ..."
+    )
     _add_experiment(parser, _RETRIES)
     parser.add_argument(
-        "--name", help="of what is rented [the experiment's name and the hash of its config]"
+        "--name", help="name of what is rented [the experiment's name and the hash of its config]"
     )
-    parser.add_argument("--price-per-chip-hour", type=float, metavar="P", help="in any currency")
+    parser.add_argument(
+        "--price-per-chip-hour", type=float, metavar="P", help="to show costs, in any currency"
+    )
     parser.add_argument(
         "--force",
         default="",
@@ -277,26 +297,32 @@ def _add_local(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "experiment", nargs="?", metavar="EXPERIMENT", help="a file, .py or resolved .json"
     )
-    parser.add_argument("--processes", type=_count, default=2, metavar="N", help="[2]")
     parser.add_argument(
-        "--devices-per-process", type=_count, default=1, metavar="D", help="virtual devices [1]"
+        "--processes", type=_count, default=2, metavar="N", help="processes to start [2]"
+    )
+    parser.add_argument(
+        "--devices-per-process",
+        type=_count,
+        default=1,
+        metavar="D",
+        help="virtual CPU devices of each [1]",
     )
     parser.add_argument(
         "--arrive-within",
         type=_seconds,
         default=120.0,
         metavar="S",
-        help="seconds in which all must have found each other [120]",
+        help="seconds that processes have to connect to each other [120]",
     )
     parser.add_argument(
         "--hang-after",
         type=_seconds,
         default=600.0,
         metavar="S",
-        help="end with everyone's stacks after so many seconds without a step; longer than "
-        "compilation, an evaluation and a save [600]",
+        help="print all stacks and end after so many seconds without a step; set it longer than "
+        "compilation, an evaluation and a save take [600]",
     )
-    parser.add_argument("--workdir", metavar="W", help="of an EXPERIMENT's run [runs/NAME]")
+    parser.add_argument("--workdir", metavar="W", help="folder of the EXPERIMENT's run [runs/NAME]")
     _add_experiment(parser, 0)
 
 

@@ -152,7 +152,7 @@ class Slice:
             if "NOT_FOUND" in done.err:
                 return ""
             if attempt == TRIES:
-                say(f"gcloud cannot be asked ({done.complaint}); asking on")
+                say(f"gcloud does not answer ({done.complaint}); trying again")
         raise InputError(f"{self.name}: gcloud cannot tell its state ({done.complaint})")
 
     def require_active(self) -> None:

@@ -111,7 +111,7 @@ def test_set_changes_fields_of_every_type():
             ["model.kind=bilstm", "data.objective=bidirectional_lm"],
         ),
         ("model.kind=bilstm", ["model.num_attention_heads=12", "set it to 1"]),
-        (f"{_ELMO} parallelism.tensor=2", ["parallelism.tensor=2", "bilstm", "data alone"]),
+        (f"{_ELMO} parallelism.tensor=2", ["parallelism.tensor=2", "bilstm", "the batch alone"]),
         (f"{_ELMO} data.attention=per_document", ["data.attention", "bidirectional_lm"]),
         (f"{_ELMO} data.packing=pairs", ["data.packing", "bidirectional_lm"]),
         (f"{_ELMO} run.watch=a[MASK]", ["run.watch", "fills no [MASK]"]),

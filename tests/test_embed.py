@@ -266,7 +266,7 @@ CASES = [
     Case("output below a file", "embed --workdir run text/all.txt --out vocab.txt/v.npz",
          ("vocab.txt", "is a file where a folder is needed")),
     Case("output into a bucket", "embed --workdir run text/all.txt --out gs://bucket/v.npz",
-         ("gs://bucket/v.npz", "lies on no disk of this machine")),
+         ("gs://bucket/v.npz", "must be on a disk of this machine")),
     Case("layers that are no numbers", "embed --workdir run --out v.npz --layers -1,x",
          ("--layers", "-1,x", "-4,-3,-2,-1")),
     Case("layers and no number", "embed --workdir run --out v.npz --layers",

@@ -93,7 +93,7 @@ def test_a_task_is_described_by_flags_alone():
     for changed, words in (
         ({"--kind": None}, "--kind: name a TASKFILE"),
         ({"--validation": None}, "--validation: name a TASKFILE"),
-        ({"--train": ["a.txt"]}, "--train a.txt: how to read it is not known"),
+        ({"--train": ["a.txt"]}, "--train a.txt: the name does not say which format"),
         ({"--kind": "classify"}, "task.second_column"),
     ):
         wrong = {flag: value for flag, value in (described | changed).items() if value}

@@ -181,7 +181,9 @@ def test_what_breaks_a_protocol_is_one_line_with_file_and_function(name, changed
 def test_code_is_one_file_that_names_a_function_at_its_top(tmp_path):
     small_run.write_text(tmp_path)
     file = write(tmp_path, "electra", ("import jax\n", "import jax\nimport small\n"))
-    with pytest.raises(InputError, match=r"keeps this file for its code, and small\.py not"):
+    with pytest.raises(
+        InputError, match=r"keeps a copy of this file for its code, but not of small\.py"
+    ):
         config.load(str(file))
     with pytest.raises(InputError, match="give it a function at the top"):
         config.own(lambda: None)

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = args.command(args)
         if getattr(args, "code", None) and code == FINISHED and not was_used(args.code):
             print(
-                f"--code {printable(args.code)}: nothing asked for it; leave it out",
+                f"--code {printable(args.code)}: this command uses no code of it; leave it out",
                 file=sys.stderr,
             )
         sys.stdout.flush()

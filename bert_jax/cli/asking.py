@@ -31,10 +31,10 @@ _MOST_BEAMS = 64
         "text",
         metavar="TEXT",
         nargs="*",
-        help="A; of a fine-tuned run all texts of an example, one after the other, of QUESTION "
-        "CONTEXT say; left out: lines of standard input, where tabs part texts",
+        help="a text with [MASK]; of a fine-tuned run all texts of an example, e.g. QUESTION "
+        "CONTEXT; left out: lines of standard input, texts separated by tabs",
     ),
-    argument("--next", metavar="B", help="a second text; with one TEXT"),
+    argument("--next", metavar="B", help="a second text; says whether it follows TEXT"),
     argument("--top", type=int, metavar="K", help="how many pieces are shown for each [MASK] [5]"),
     CHECKPOINT,
     argument(
@@ -42,31 +42,32 @@ _MOST_BEAMS = 64
         metavar="SOURCE",
         action="append",
         default=[],
-        help="of a fine-tuned run: examples as task.train has them, tsv:FILE say; may be repeated",
+        help="of a fine-tuned run: answer the examples of a file, written as in task.train, e.g. "
+        "tsv:FILE; may be repeated",
     ),
     flag(
         "--score",
-        "of a fine-tuned run: print scores instead of answers; of task.validation if there is no "
+        "of a fine-tuned run: print scores instead of answers; on task.validation if there is no "
         "--source",
     ),
     argument(
         "--input",
         metavar="FILE",
-        help="of a fine-tuned run: .csv, .tsv or .jsonl, whose rows go to --out with columns "
-        "`predicted` and `probability`",
+        help="of a fine-tuned run: a .csv, .tsv or .jsonl to answer; its rows go to --out with two "
+        "more columns, `predicted` and `probability`",
     ),
     argument(
         "--beam",
         type=int,
         metavar="N",
-        help="of a run of task.kind=generate: so many beginnings of a text are kept while it is "
-        "searched for [1]",
+        help="of a run of task.kind=generate: width of the beam search, 1 takes the likeliest "
+        "piece each time [1]",
     ),
     argument(
         "--out",
         metavar="FILE",
-        help="of a fine-tuned run: where answers go as JSON lines [they are printed]; with "
-        "--input a .csv, .tsv or .jsonl",
+        help="of a fine-tuned run: file to write answers to, as JSON lines [standard output]; "
+        "with --input a .csv, .tsv or .jsonl",
     ),
     TUNED_BASE,
 )
@@ -77,7 +78,10 @@ def predict(args: argparse.Namespace) -> int:
 
     tuned = holds_finetuning(mirror.opened(args.workdir))
     if tuned:
-        given, what = {"--next": args.next, "--top": args.top}, "a fine-tuned run takes no such"
+        given, what = (
+            {"--next": args.next, "--top": args.top},
+            "a fine-tuned run does not take this",
+        )
     else:
         given = {
             "--source": args.source or None,
@@ -183,28 +187,28 @@ _FEATURES = (
         metavar="N[,N...]",
         type=_layers,
         default=(-1,),
-        help="0 the embeddings, 1 the first layer, -1 the last [-1]",
+        help="layers whose vectors are taken: 0 the embeddings, 1 the first, -1 the last [-1]",
     ),
     argument(
         "--combine",
         choices=("concat", "mean"),
         default="concat",
-        help="what is done with vectors of several layers [concat]",
+        help="how vectors of several layers become one [concat]",
     ),
-    flag("--normalize", "vectors of length 1"),
+    flag("--normalize", "scale each vector to length 1"),
     argument(
         "--max-length",
         type=int,
         default=0,
         metavar="N",
-        help="tokens of a text that are read; longer texts are cut [all positions of the model]",
+        help="most tokens of a text; longer texts are cut [all positions of the model]",
     ),
     argument(
         "--batch-tokens",
         type=int,
         default=0,
         metavar="N",
-        help="that a device works on at a time [512 on a CPU, 16384 elsewhere]",
+        help="tokens that a device works on at a time [512 on a CPU, 16384 elsewhere]",
     ),
     CHECKPOINT,
 )
@@ -216,7 +220,8 @@ _FEATURES = (
         "texts",
         metavar="TEXT_FILE",
         nargs="*",
-        help="a text a line, also .gz and .zst; left out: standard input. An empty line is a text",
+        help="files with a text on each line, also .gz and .zst; left out: standard input. An "
+        "empty line is a text",
     ),
     argument("--workdir", metavar="W", required=True, help="a run or a base"),
     CACHE,
@@ -224,14 +229,14 @@ _FEATURES = (
         "--out",
         metavar="FILE",
         required=True,
-        help="what is written, a row a line of text: .npz, .parquet or .jsonl",
+        help="file to write, a row for each text: .npz, .parquet or .jsonl",
     ),
     argument(
         "--pooling",
         choices=("mean", "cls", "tokens"),
         default="mean",
-        help="mean of a text's tokens, [CLS] and [SEP] too; the vector of [CLS]; or one of each "
-        "piece, without the two [mean]",
+        help="mean of a text's tokens, [CLS] and [SEP] too; the vector of [CLS]; or a vector for "
+        "each piece, without these two [mean]",
     ),
     *_FEATURES,
 )
@@ -280,8 +285,19 @@ def _embedder(args: argparse.Namespace):
         metavar="H",
         help="the address to listen on; 0.0.0.0 for all, without any password [127.0.0.1]",
     ),
-    argument("--port", type=int, default=8000, metavar="P", help="0: any that is free [8000]"),
-    argument("--pooling", choices=("mean", "cls"), default="mean", help="as for embed [mean]"),
+    argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="P",
+        help="port to listen on; 0: any that is free [8000]",
+    ),
+    argument(
+        "--pooling",
+        choices=("mean", "cls"),
+        default="mean",
+        help="a text's vector: mean of its tokens, or that of [CLS] [mean]",
+    ),
     *_FEATURES,
     TUNED_BASE,
     argument(
@@ -289,11 +305,17 @@ def _embedder(args: argparse.Namespace):
         type=int,
         default=256,
         metavar="N",
-        help="requests under way at once; one more is answered 503 [256]",
+        help="most requests under way at once; further ones are answered 503 [256]",
     ),
-    argument("--max-texts", type=int, default=2048, metavar="N", help="of a request [2048]"),
-    argument("--max-bytes", type=int, default=2**21, metavar="N", help="of a request [2 MiB]"),
-    argument("--timeout", type=float, default=30.0, metavar="S", help="seconds for an answer [30]"),
+    argument(
+        "--max-texts", type=int, default=2048, metavar="N", help="most texts of a request [2048]"
+    ),
+    argument(
+        "--max-bytes", type=int, default=2**21, metavar="N", help="most bytes of a request [2 MiB]"
+    ),
+    argument(
+        "--timeout", type=float, default=30.0, metavar="S", help="most seconds for an answer [30]"
+    ),
 )
 def serve(args: argparse.Namespace) -> int:
     """Answer over HTTP: vectors as OpenAI's clients ask for them, or a fine-tuned run's task."""
@@ -328,10 +350,10 @@ def serve(args: argparse.Namespace) -> int:
     argument(
         "source",
         metavar="SOURCE",
-        help="a folder as save_pretrained writes it, a folder (or files' common beginning) of a "
-        "TensorFlow 1 checkpoint with bert_config.json and vocab.txt, or a workdir",
+        help="a folder as save_pretrained writes it, a TensorFlow 1 checkpoint (its folder, or the "
+        "prefix of its files) with bert_config.json and vocab.txt, or a run's workdir",
     ),
-    argument("--workdir", metavar="W", required=True, help="where the base goes"),
+    argument("--workdir", metavar="W", required=True, help="folder to write the base to"),
     argument(
         "--tokenizer",
         metavar="FILE_OR_FOLDER",
@@ -339,7 +361,7 @@ def serve(args: argparse.Namespace) -> int:
     ),
     flag(
         "--with-optimizer",
-        "take the moments of bert_adam, too, of a TensorFlow 1 checkpoint or a run: a run with "
+        "import bert_adam's moments, too, from a TensorFlow 1 checkpoint or a run: a run with "
         "init_from=B then begins with them, at step 0 of its own schedule",
     ),
 )
@@ -369,12 +391,12 @@ def import_(args: argparse.Namespace) -> int:
         "BertForSequenceClassification and the like [task], or adapter, what adapt.how=lora "
         "learned, for PEFT",
     ),
-    argument("--out", metavar="FOLDER", required=True, help="where it goes"),
+    argument("--out", metavar="FOLDER", required=True, help="folder to write"),
     argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the weights [float32, which loses nothing]",
+        help="type of the weights written [float32, which loses nothing]",
     ),
     CHECKPOINT,
     TUNED_BASE,

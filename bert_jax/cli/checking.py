@@ -44,13 +44,17 @@ def doctor(args: argparse.Namespace) -> int:
     argument(
         "--workdir",
         metavar="W",
-        help="where its runs live; made again if it is there [runs/NAME-verify]",
+        help="folder of its runs; those of an earlier verify-resume are removed [runs/NAME-verify]",
     ),
     settings(),
     CACHE,
-    argument("--rounds", type=int, default=20, metavar="N", help="kills [20]"),
+    argument("--rounds", type=int, default=20, metavar="N", help="how many kills [20]"),
     argument(
-        "--seed", type=int, default=0, metavar="S", help="draws the steps at which they come [0]"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="seed of the random steps at which the kills come [0]",
     ),
     codes={FAILED: "a run that was killed differs from one that was not, or failure"},
 )
@@ -73,7 +77,7 @@ def verify_resume(args: argparse.Namespace) -> int:
     codes={FAILED: "a rule of the reference is broken, or failure"},
 )
 def conformance(args: argparse.Namespace) -> int:
-    """Check the reference's rules; name an EXPERIMENT's own."""
+    """Check the rules of google-research/bert; list where an EXPERIMENT differs."""
     named = args.experiment or args.workdir or args.set
     experiment = experiment_of(args)[0] if named else None
     return FINISHED if conformance_command.print_rules(experiment) else FAILED
@@ -88,7 +92,7 @@ command(conformance_command.add_instance_arguments, name="conformance instances"
     argument(
         "--tokenizer", metavar="FILE_OR_FOLDER", required=True, help="vocab.txt, .model or folder"
     ),
-    flag("--cased", "for a file: do not lower-case"),
+    flag("--cased", "if --tokenizer is a file: do not lower-case"),
 )
 def tokenize(args: argparse.Namespace) -> int:
     """Lines of text from standard input to lines of ids."""

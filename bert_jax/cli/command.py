@@ -85,19 +85,21 @@ SAVED_EXPERIMENT = argument(
     "experiment",
     metavar="EXPERIMENT",
     nargs="?",
-    help="as for pretrain; left out: the config saved in --workdir",
+    help="a .py file that defines experiment(), the name of one that is shipped (tiny, bert_base), "
+    "or a resolved config as .json; left out: the config saved in --workdir",
 )
 WORKDIR = argument("--workdir", metavar="W", help="where the run lives [runs/NAME]")
 CACHE = argument(
     "--cache-dir",
     metavar="D",
-    help="where this machine keeps compiled programs and its copies of corpora that lie in buckets "
+    help="this machine's folder for compiled programs and for copies of corpora in buckets "
     "[$BERT_JAX_CACHE_DIR, or bert_jax in the user's cache folder]",
 )
 CODE = argument(
     "--code",
     metavar="FILE",
-    help="the file of a run's own objective or encoder, which runs if its hash is that of the run",
+    help="the .py file of an experiment's own objective or encoder; it is run only if its hash is "
+    "the one that the config names",
 )
 CHECKPOINT = argument(
     "--checkpoint",
@@ -109,10 +111,13 @@ TUNED_BASE = argument(
     "--from",
     dest="base",
     metavar="BASE",
-    help="of a fine-tuned run: where its base lies now [where it lay]",
+    help="of a fine-tuned run: the folder of its base, if it was moved",
 )
 PRICE = argument(
-    "--price-per-chip-hour", type=float, metavar="X", help="what a chip costs, to show the cost"
+    "--price-per-chip-hour",
+    type=float,
+    metavar="X",
+    help="price of one chip for an hour, in any currency, to show costs",
 )
 
 

@@ -30,13 +30,13 @@ from bert_jax.errors import FINISHED, InputError
     WORKDIR,
     settings(),
     CACHE,
-    flag("--verify", "read all of a corpus, and compare it with its hashes"),
+    flag("--verify", "check every file of the prepared corpus against its hash"),
     argument(
         "--workers",
         type=int,
         default=system.cores(),
         metavar="N",
-        help="processes that do the work; the bytes are the same [all cores]",
+        help="processes that do the work; any number makes the same corpus [all cores]",
     ),
     argument(
         "--beam",
@@ -75,12 +75,16 @@ def prepare(args: argparse.Namespace) -> int:
     WORKDIR,
     settings(),
     CACHE,
-    flag("--extend", "do more steps in the last phase; the learning-rate schedule changes"),
+    flag(
+        "--extend",
+        "go on beyond the end, with more phases.N.steps in the last phase; the learning-rate "
+        "schedule changes",
+    ),
     argument(
         "--decay-from",
         metavar="RUN/checkpoints/STEP",
-        help="begin with a checkpoint of a stable run (optimizer.schedule=wsd), in a --workdir of "
-        "its own, and do the optimizer.decay_steps after it",
+        help="begin with this checkpoint of another run (optimizer.schedule=wsd), in a new "
+        "--workdir, and do the optimizer.decay_steps after it",
     ),
     fields=Experiment,
     codes=errors.CODES_OF_RUNS,
@@ -150,10 +154,10 @@ def compare(args: argparse.Namespace) -> int:
         "task",
         metavar="TASKFILE",
         nargs="?",
-        help="a .py file whose experiment() gives a Finetuning, or a resolved one as .json; left "
-        "out: the task that --kind and what follows it describe",
+        help="a .py file whose experiment() gives a Finetuning, or a resolved config as .json; "
+        "left out: the task that --kind, --train and the flags after them describe",
     ),
-    argument("--kind", choices=typing.get_args(Kind), help="instead of a TASKFILE: what is asked"),
+    argument("--kind", choices=typing.get_args(Kind), help="instead of a TASKFILE: kind of task"),
     argument(
         "--train",
         metavar="FILE",
@@ -162,14 +166,18 @@ def compare(args: argparse.Namespace) -> int:
         "task.train has it; may be repeated",
     ),
     argument("--validation", metavar="FILE", action="append", help="examples to score on"),
-    argument("--text", metavar="COLUMN", help="the text, or the first of two [sentence]"),
-    argument("--second", metavar="COLUMN", help="the second text of a pair or a regression"),
-    argument("--label", metavar="COLUMN", help="the answer [label]"),
+    argument(
+        "--text", metavar="COLUMN", help="column of the text, or of the first of two [sentence]"
+    ),
+    argument(
+        "--second", metavar="COLUMN", help="column of the second text of a pair or a regression"
+    ),
+    argument("--label", metavar="COLUMN", help="column of the answer [label]"),
     argument(
         "--from",
         dest="base",
         metavar="BASE",
-        help="a base or a run, whose encoder is adapted; left out: the one that the run began with",
+        help="the base or run whose encoder is adapted; left out: the config's init_from",
     ),
     argument(
         "--workdir",
@@ -183,8 +191,8 @@ def compare(args: argparse.Namespace) -> int:
         metavar="FIELD=V1,V2",
         action="append",
         default=[],
-        help="a run for each value, e.g. seed=1,2,3, and of several fields for each choice of "
-        "values, one after the other; prints the mean over seeds",
+        help="do a run for each value, e.g. seed=1,2,3, one after the other; repeated, for each "
+        "combination of values; prints means over seeds",
     ),
     fields=Finetuning,
     codes=errors.CODES_OF_RUNS,
@@ -214,7 +222,9 @@ def _finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | 
     described = {f"--{name}": getattr(args, name) for name in names}
     described = {flag: value for flag, value in described.items() if value is not None}
     if args.task is not None and described:
-        raise InputError(f"{next(iter(described))}: {args.task} says this; use --set instead")
+        raise InputError(
+            f"{next(iter(described))}: {args.task} sets this already; change it with --set"
+        )
     if args.task is not None:
         return config.load_with_origin(args.task, args.set, Finetuning)
     if described or not args.workdir:

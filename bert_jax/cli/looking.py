@@ -40,12 +40,12 @@ from bert_jax.errors import FAILED, FINISHED, InputError
         metavar="TASKFILE",
         action="append",
         default=[],
-        help="instead ask the run or base in --workdir all of a file's minimal pairs, or what a "
-        "linear layer reads off it for another task; may be repeated",
+        help="instead score the run or base in --workdir on this task: on minimal pairs as it is, "
+        "on others with a linear layer trained on its vectors; may be repeated",
     ),
 )
 def evaluate(args: argparse.Namespace) -> int:
-    """Score a checkpoint on held-out text, or in minimal pairs and other tasks as it is."""
+    """Score a checkpoint on held-out text, or on minimal pairs and other tasks."""
     if args.tasks:
         return _evaluate_tasks(args)
     from bert_jax.predict import load_params
@@ -92,7 +92,9 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
             for line in minimal_pairs.in_words(name, answer["minimal_pairs"][name]):
                 print(line)
         else:
-            print(f"{name}  {score:.4f}, of the commonest {answer['majority'][name]:.4f}")
+            print(
+                f"{name}  {score:.4f}, always the commonest answer {answer['majority'][name]:.4f}"
+            )
     print(json.dumps({"step": trained.step, **answer}))
     return FINISHED
 
@@ -106,8 +108,8 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         metavar="TASKFILE",
         nargs="+",
         default=[],
-        help="what a linear layer is to read off each layer: tasks of one label a text, a pair or "
-        "a word; and similarities, by the cosine",
+        help="tasks to score each layer on: labels of texts, pairs or words with a linear layer "
+        "trained on its vectors, similarities by their cosine",
     ),
     argument("--attention", metavar="TEXT", help="draw where each head looks in this text"),
 )
@@ -154,7 +156,11 @@ def layers(args: argparse.Namespace) -> int:
     settings(),
     CACHE,
     argument(
-        "--step", type=int, default=0, metavar="N", help="the batch that follows after N steps [0]"
+        "--step",
+        type=int,
+        default=0,
+        metavar="N",
+        help="show the batch that comes after N steps [0]",
     ),
     argument("--rows", type=int, default=4, metavar="K", help="rows to show [4]"),
 )
@@ -215,14 +221,14 @@ def _plan_mode(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const="search",
         default="plan",
-        help="rank sharding, remat and accumulation on each slice, too",
+        help="also try settings of sharding, remat and accumulation on each slice, and rank them",
     )
     mode.add_argument(
         "--scaling",
         dest="mode",
         action="store_const",
         const="scaling",
-        help="instead give each chip of every slice the work it has on the first",
+        help="instead compare slices with as many rows on each chip as on the first slice",
     )
 
 
@@ -236,10 +242,12 @@ def _plan_mode(parser: argparse.ArgumentParser) -> None:
         "--topology",
         metavar="SLICES",
         required=True,
-        help="TPU slices, separated by commas: v5e:8x8,v3:4x4",
+        help="TPU slices to plan for, separated by commas: v5e:8x8,v3:4x4",
     ),
     argument(
-        "--out", metavar="FILE", help="where the plan goes as JSON [W/plan.json if W is named]"
+        "--out",
+        metavar="FILE",
+        help="file to write the plan to, as JSON [W/plan.json if --workdir is given]",
     ),
     PRICE,
     _plan_mode,
@@ -270,10 +278,18 @@ def plan(args: argparse.Namespace) -> int:
 @command(
     argument("workdirs", metavar="W", nargs="+", help="a run; several are compared"),
     CACHE,
-    argument("--out", metavar="FILE", help="the page [W/report.html; of several comparison.html]"),
-    flag("--follow", "write it again and again while a run goes on"),
     argument(
-        "--every", type=int, default=20, metavar="S", help="seconds between, with --follow [20]"
+        "--out",
+        metavar="FILE",
+        help="the page to write [W/report.html; of several runs comparison.html]",
+    ),
+    flag("--follow", "write the page again and again while a run goes on"),
+    argument(
+        "--every",
+        type=int,
+        default=20,
+        metavar="S",
+        help="with --follow: seconds between writes [20]",
     ),
     PRICE,
     flag("--tensorboard", "write event files to W/tensorboard, too"),

@@ -61,7 +61,9 @@ class Column:
             task = config.override(config.load(file, Finetuning), settings)
             if word == "probe":
                 if settings:
-                    raise InputError("a probe learns nothing that could be set; write finetune:")
+                    raise InputError(
+                        "a probe takes no settings; leave them out, or write finetune:"
+                    )
                 Probes([file], PAIRS, name)
             elif task.task.kind == "minimal_pairs":
                 raise InputError("nothing is learned from minimal pairs; write probe:")

@@ -84,7 +84,9 @@ def own(function: Callable[..., Any]) -> str:
     try:
         return str(Reference.parse(reference))
     except ValueError as error:
-        raise InputError(f"{path}: its name may have letters, digits, _ . and - alone") from error
+        raise InputError(
+            f"{path}: rename it; only letters, digits, _ . and - may be in its name"
+        ) from error
 
 
 def name_file(path: str) -> None:
@@ -206,8 +208,8 @@ def run_file(path: pathlib.Path, function: str) -> tuple[Any, tuple[str, Section
         value = names[function]()
         if at_its_top and any(text.startswith(f"{path.name}:") for _, text in codes(value)):
             raise InputError(
-                f"{path}: a run keeps this file for its code, and {at_its_top[0].__name__}.py not; "
-                f"import that within {function}()"
+                f"{path}: a run keeps a copy of this file for its code, but not of "
+                f"{at_its_top[0].__name__}.py; import that within {function}()"
             )
         return value, _varied(imported(), type(value))
 

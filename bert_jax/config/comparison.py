@@ -66,8 +66,8 @@ class Table(Section):
         self._require_at_least(0, "steps", "cpu_seconds")
         if self.steps and self.cpu_seconds:
             raise InputError(
-                f"table.cpu_seconds={self.cpu_seconds:g}: and table.steps={self.steps}; give one "
-                "budget"
+                f"table.cpu_seconds={self.cpu_seconds:g}: table.steps={self.steps} is set, too; "
+                "give one budget"
             )
         self._require(len(self.rows) > 0, "rows", "name at least one row")
         self._require(len(self.columns) > 0, "columns", f"name some of {', '.join(_FORMS)}")
@@ -79,7 +79,7 @@ class Table(Section):
         ):
             for i, value in enumerate(values):
                 if value in values[:i]:
-                    raise InputError(f"table.{name}: there are two of the name {value!r}")
+                    raise InputError(f"table.{name}: {value!r} is there twice; give each once")
         for seed in self.seeds:
             if not 0 <= seed < 2**32:
                 raise InputError(f"table.seeds: {seed} is not in [0, 2**32)")

@@ -51,7 +51,7 @@ GUIDE = (
         "how long",
         "phases.0.steps=20000 phases.0.batch_size=128",
         "text is seen steps x batch_size x sequence_length / tokens times; 1 to 40 times is usual. "
-        "More steps of a run that is there: --extend",
+        "To go on beyond the end of a run: --extend",
     ),
     (
         "length of rows",
@@ -74,7 +74,7 @@ GUIDE = (
         "for as many predictions",
     ),
     (
-        "how often it looks",
+        "how often it reports",
         "run.log_every=50 run.eval_every=500 run.checkpoint_every=500",
         "a line, a held-out score, a checkpoint; one that falls on an evaluation can be `best`",
     ),
@@ -82,8 +82,8 @@ GUIDE = (
         "it does not fit",
         "parallelism.accumulation=4 parallelism.remat=dots parallelism.state=zero1 "
         "model.compute_dtype=bfloat16",
-        "the batch in parts; less kept, more computed again; the state cut over devices; less "
-        "precise products. `bert-jax plan` says what fits before you book",
+        "in this order: the batch in parts; less kept for the backward pass; the state cut over "
+        "devices; less precise products. `bert-jax plan` says what fits before you book",
     ),
 )
 

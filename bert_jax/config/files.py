@@ -117,8 +117,8 @@ def source_of(flag: str, kind: str, file: str) -> str:
     if word not in SOURCES[kind]:
         known = ", ".join(f"{word}:" for word in SOURCES[kind])
         raise InputError(
-            f"{flag} {file}: how to read it is not known by its name; --kind {kind} reads {known} "
-            f"so write {SOURCES[kind][0]}:{file}, say"
+            f"{flag} {file}: the name does not say which format it is; --kind {kind} reads {known} "
+            f"so write {SOURCES[kind][0]}:{file}, for example"
         )
     return f"{word}:{file}"
 
@@ -208,14 +208,14 @@ _SOURCES = ("sources", "train", "validation")
 def _require_kind(kind: type, wanted: type, where: str) -> None:
     if kind is not wanted:
         what, commands = {
-            Experiment: ("a pre-training", "`bert-jax pretrain` takes it"),
+            Experiment: ("a pre-training, not a fine-tuning", "`bert-jax pretrain` takes it"),
             Finetuning: (
-                "a fine-tuning",
+                "a fine-tuning, not a pre-training",
                 "`bert-jax finetune` takes it, `predict` (with --score for scores) and "
                 "`checkpoints` take its run",
             ),
         }[kind]
-        raise InputError(f"{where}: {what}; {commands}, and it cannot stand here")
+        raise InputError(f"{where}: is {what}; {commands}")
 
 
 def _differences_from_defaults(experiment: Section) -> list[str]:
@@ -339,7 +339,8 @@ def from_json(text: str, where: str, kind: type[T] = Experiment) -> T:
     version = tree.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise InputError(
-            f"{where}: format_version {version!r}, this version reads {FORMAT_VERSION}"
+            f"{where}: format_version {version!r}, this version reads {FORMAT_VERSION}; use the "
+            "bert-jax that wrote it"
         )
     _require_kind(kind_of(tree), kind, where)
     try:

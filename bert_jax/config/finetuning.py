@@ -95,24 +95,26 @@ class Task(Section):
     # The answer; of generate the text that is to be written; of minimal pairs the paradigm that
     # they belong to.
     label_column: str = "label"
-    # Of minimal pairs, what several paradigms belong to, such as syntax; empty: nothing.
+    # For minimal pairs: the column with the field of several paradigms, such as syntax; empty:
+    # none.
     field_column: str = ""
-    # In this order, label 1 being the positive one of `f1`; none: those of the training examples,
-    # sorted. Of a choice they name the answers; none: 0, 1, and so on.
+    # All labels, in order; label 1 is the positive one of `f1`; empty: those of the training
+    # examples, sorted. For a choice, names of the answers; empty: 0, 1, and so on.
     labels: tuple[str, ...] = ()
-    # The one that decides; empty: the usual one of the kind.
+    # The score that runs are compared by; empty: the usual one of the kind.
     score: str = ""
-    # Tokens a row at most; longer texts are cut, or read in windows.
+    # The most tokens in a row; longer texts are cut, or read in windows.
     max_sequence_length: int = 128
-    # Of a text that is written, pieces at most, its end among them; longer ones are cut.
+    # For generate: the most pieces in a text that is written, with its end; longer ones are cut.
     max_target_length: int = 128
-    # Of a long context, pieces that windows move on by (SQuAD: 128 with rows of 384).
+    # For span: a long context is read in windows, each so many pieces after the last (SQuAD: 128
+    # with rows of 384).
     document_stride: int = 128
-    # Pieces of a question that are kept.
+    # For span: pieces of a question that are kept.
     max_query_length: int = 64
-    # Pieces of an answer at most.
+    # For span: the most pieces in an answer.
     max_answer_length: int = 30
-    # Whether there may be no answer (SQuAD 2.0).
+    # For span: whether there may be no answer (SQuAD 2.0).
     no_answer: Literal["never", "possible"] = "never"
 
     @property
@@ -157,7 +159,11 @@ class Task(Section):
         self._validate_columns()
         self._validate_labels()
         learns = self.kind != "minimal_pairs"
-        self._require(learns or not self.train, "train", "nothing is learned from minimal pairs")
+        self._require(
+            learns or not self.train,
+            "train",
+            "nothing is learned from minimal pairs; leave it out",
+        )
         for name in ("train", "validation") if learns else ("validation",):
             self._require(len(getattr(self, name)) > 0, name, "name at least one source")
             self.require_readable(f"task.{name}", getattr(self, name))
@@ -170,7 +176,9 @@ class Task(Section):
         self._require_at_least(1, "document_stride", "max_query_length", "max_answer_length")
         if self.kind == "span":
             self._require(
-                self.blank_cells == "stop", "blank_cells", "task.kind=span has no cells; leave it"
+                self.blank_cells == "stop",
+                "blank_cells",
+                "only for files with columns; leave it at stop",
             )
             self._validate_windows()
 
@@ -201,12 +209,14 @@ class Task(Section):
         )
         self._require(two == (self.second_column != ""), "second_column", what)
         choice = self.kind == "choice"
-        what = f"task.kind={self.kind} {'needs two' if choice else 'has none'}"
+        what = (
+            f"task.kind={self.kind} {'needs two at least' if choice else 'has none; leave it out'}"
+        )
         self._require(texts >= 2 if choice else texts == 0, "choice_columns", what)
         self._require(
             self.kind == "minimal_pairs" or not self.field_column,
             "field_column",
-            f"task.kind={self.kind} has none",
+            f"task.kind={self.kind} has none; leave it out",
         )
         columns = self._columns
         if "" in columns or len(set(columns)) < len(columns):
@@ -225,7 +235,9 @@ class Task(Section):
             "one is empty, or has blanks around it",
         )
         if self.kind in ("regress", "span", "generate", "minimal_pairs"):
-            self._require(not self.labels, "labels", f"task.kind={self.kind} has none")
+            self._require(
+                not self.labels, "labels", f"task.kind={self.kind} has none; leave it out"
+            )
         elif self.kind == "choice":
             self._require(
                 len(self.labels) in (0, len(self.choice_columns)),
@@ -259,23 +271,23 @@ class Adapt(Section):
 
     # What learns: everything, the head alone, or the head and low-rank additions.
     how: Literal["full", "frozen", "lora"] = "full"
-    # Of task.kind=tag: what two BiLSTM layers below the head read, which learn as it does: a layer,
-    # several, or all mixed by weights that learn; empty: there are none of these two, and the head
-    # reads the last layer.
+    # For task.kind=tag: puts two BiLSTM layers below the head, and says which of the encoder's they
+    # read: one, several, or all mixed by learned weights; empty: no BiLSTM layers, the head reads
+    # the last layer.
     features: Features = ""
-    # Rank of those additions.
+    # With how=lora: rank of the low-rank additions.
     lora_rank: int = 8
-    # They are scaled by alpha / rank.
+    # With how=lora: the additions are scaled by lora_alpha / lora_rank.
     lora_alpha: float = 16.0
-    # The kernels of a layer that they are added to.
+    # With how=lora: the kernels of each layer that have an addition.
     lora_targets: tuple[str, ...] = ("query", "value")
     # Dropout of embeddings and of what each layer adds.
     hidden_dropout_prob: float = 0.1
     # Dropout of attention probabilities.
     attention_probs_dropout_prob: float = 0.1
-    # Of what the head reads.
+    # Dropout of what the head reads.
     head_dropout_prob: float = 0.1
-    # Type of activations and products.
+    # Type of activations and matrix products.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def _validate(self) -> None:
@@ -314,22 +326,22 @@ class Finetuning(Section):
 
     # Names the run, and its folder runs/NAME.
     name: str
-    # Of everything that is drawn.
+    # Seed of every random draw: the head's weights, order and dropout.
     seed: int = 0
     # A base or a run, whose encoder is adapted; `--from` names it.
     init_from: str = ""
     task: Task
     adapt: Adapt = field(default_factory=Adapt)
-    # Times that each example is learned from.
+    # Passes over the training examples.
     epochs: float = 3.0
-    # Evaluations in a row without a lower held-out loss after which the run ends; 0: none are too
-    # many.
+    # The run ends after so many evaluations in a row without a lower held-out loss; 0: it does not.
     patience: int = 0
-    # Of the loss: none counts all examples alike; balanced all labels, however often they come.
+    # How examples count in the loss: none: all alike; balanced: each label as much as any other,
+    # however often it comes.
     class_weights: Literal["none", "balanced"] = "none"
     # Examples a step, over all devices.
     batch_size: int = 32
-    # Of all steps, those in which the learning rate rises.
+    # Share of all steps in which the learning rate rises.
     warmup_share: float = 0.1
     optimizer: Optimizer = field(default_factory=_usual_update)
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -344,12 +356,12 @@ class Finetuning(Section):
         self._require(
             self.class_weights == "none" or self.task.kind in ("classify", "pair", "tag"),
             "class_weights",
-            f"task.kind={self.task.kind} has no labels that come more or less often; leave it",
+            f"task.kind={self.task.kind} has no labels to be weighed; leave it at none",
         )
         if self.adapt.features and self.task.kind != "tag":
             raise InputError(
-                f"adapt.features={self.adapt.features}: what a tagger reads, and "
-                f"task.kind={self.task.kind}; leave it out"
+                f"adapt.features={self.adapt.features}: only for task.kind=tag, not "
+                f"{self.task.kind}; leave it out"
             )
         if self.task.kind == "generate" and self.adapt.how != "full":
             raise InputError(
@@ -359,7 +371,7 @@ class Finetuning(Section):
         self._require_share("warmup_share")
         for name in ("watch", "probes", "corpus_dir"):
             if getattr(self.run, name):
-                raise InputError(f"run.{name}: is of pre-training; leave it out")
+                raise InputError(f"run.{name}: only for pre-training; leave it out")
         if self.optimizer.warmup_steps:
             raise InputError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps}: not for fine-tuning, where "
@@ -379,7 +391,7 @@ class Finetuning(Section):
         if self.optimizer.layer_decay < 1 and self.adapt.how != "full":
             raise InputError(
                 f"optimizer.layer_decay={self.optimizer.layer_decay}: adapt.how={self.adapt.how} "
-                "has no layers that learn; leave it at 1"
+                "trains no layer of the encoder; leave it at 1"
             )
         if (
             len(self.parallelism.accumulation) != 1

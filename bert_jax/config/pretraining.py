@@ -47,26 +47,26 @@ class Model(Section):
     # bert_jax.config.own(FUNCTION) gives; empty: the kind's.
     code: str = ""
     # Pieces of the tokenizer, specials included; one that is trained on too little text has some
-    # [unused]. The table is stored padded to 1,024s.
+    # [unused]. The embedding table is padded to a multiple of 1,024 rows.
     vocab_size: int = 30_522
     # Width of the encoder, a multiple of the heads; of kind=bilstm both directions' projections.
     hidden_size: int = 768
     # Layers of the encoder.
     num_hidden_layers: int = 12
-    # Heads of each layer; kind=bilstm has none, which is written 1.
+    # Attention heads of each layer; 1 for kind=bilstm, which has none.
     num_attention_heads: int = 12
-    # Width of each layer's feed-forward part; of kind=bilstm cells of each LSTM.
+    # Width of each layer's feed-forward part; for kind=bilstm, cells of each LSTM.
     intermediate_size: int = 3_072
     # What a token attends to: the text on both sides, or up to itself (data.objective=causal).
     direction: Literal["both", "left_to_right"] = "both"
-    # The longest row; with kind=bert there are position embeddings for so many places.
+    # Tokens in the longest row; kind=bert has a position embedding for each of them.
     max_position_embeddings: int = 512
-    # Segments that a token can be of, A and B; of kind=modern no token knows its own.
+    # Number of segments, A and B; kind=modern has no segment embeddings.
     type_vocab_size: int = 2
-    # Of kind=modern: of so many layers one attends to whole rows, the first does; the others to a
-    # window.
+    # For kind=modern: the first layer and then every so many attend to whole rows; the others to a
+    # window around each token.
     global_every: int = 3
-    # Places of a window, half of them on each side of the token itself.
+    # For kind=modern: width of that window in tokens, half on each side of the token.
     local_window: int = 128
     # Base of the rotary positions of layers that attend to whole rows.
     global_rotary_base: float = 160_000.0
@@ -83,7 +83,7 @@ class Model(Section):
     # Fresh layers as the kind's reference draws them, or scaled: by 1/sqrt(hidden_size), and what a
     # layer adds begins as zero.
     initialization: Literal["reference", "scaled"] = "reference"
-    # Type of activations and products; parameters, sums and losses stay float32.
+    # Type of activations and matrix products; parameters, sums and losses stay float32.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # threefry8: noise is a function of the row alone, the same on any mesh; rbg16: fast on TPU,
     # a function of the mesh; in_kernel: on TPUs within kernels, which is fastest there, a function
@@ -148,11 +148,11 @@ class Model(Section):
             self.num_attention_heads == 1, "num_attention_heads", "model.kind=bilstm: set it to 1"
         )
         self._require(
-            self.hidden_size % 2 == 0, "hidden_size", "must be even, half of it each direction's"
+            self.hidden_size % 2 == 0, "hidden_size", "must be even; each direction has half of it"
         )
         for name in ("type_vocab_size", "hidden_act", "initialization"):
             self._require_default(name, "has no meaning with model.kind=bilstm; leave it out")
-        self._require(not self.code, "code", "model.kind=bilstm has heads of its own encoder alone")
+        self._require(not self.code, "code", "not with model.kind=bilstm; leave one of them out")
 
     def _validate_modern(self) -> None:
         self._require_default("type_vocab_size", "model.kind=modern has no segment embeddings")
@@ -167,7 +167,7 @@ class Model(Section):
         self._require(
             self.num_hidden_layers % self.global_every == 1 % self.global_every,
             "num_hidden_layers",
-            f"must be 1 and a multiple of model.global_every={self.global_every}",
+            f"must be a multiple of model.global_every={self.global_every}, plus 1",
         )
         if self.global_every == 1:
             for name in ("local_window", "local_rotary_base"):
@@ -234,28 +234,29 @@ class Corpus(Section):
     # Lines that begin a document of a file that holds several: a regular expression that such a
     # line begins with, as CHAPTER; headings: those of wikis, of Markdown and of books.
     document_starts: str = ""
-    # A text of more sentences becomes several documents of about so many; 0: none is cut.
+    # A document of more sentences than this is cut into several of about so many; 0: none is cut.
     cut_documents: int = 0
     # The field of a JSON line or of a TFDS example that holds its text, or a column of a table.
     text_field: str = "text"
-    # Of files of text, by Python's name for it.
+    # Encoding of text files, by its name in Python, such as latin-1.
     encoding: str = "utf-8"
     # What is done at bytes that are not of this encoding; replace: they become U+FFFD, which
     # tokenizers drop, and are counted.
     encoding_errors: Literal["stop", "replace"] = "stop"
     # What the text has in place of words that its makers left out, as <unk>: it becomes [UNK].
     unknown_word: str = ""
-    # Whose rules end sentences.
+    # Language of the text, by whose rules it is split into sentences: a code such as en or de.
     language: str = "en"
     # What is done with a document that was there before, word for word.
     repeated_documents: Literal["keep", "drop"] = "keep"
-    # train, or a vocab.txt, a .model, or the tokenizer folder of an earlier run.
+    # train: one is trained on the text; or a vocab.txt, a .model, or an earlier run's tokenizer
+    # folder.
     tokenizer: str = "train"
     # Which tokenizer is trained: the reference's WordPiece, or SentencePiece's unigram or BPE.
     tokenizer_kind: Literal["wordpiece", "unigram", "bpe"] = "wordpiece"
     # uncased: lower-cased, accents stripped.
     case: Literal["uncased", "cased"] = "uncased"
-    # Of all documents, those that are held out; 8 at least.
+    # Share of all documents that is held out for evaluation; at least 8 documents.
     validation_share: float = 0.005
 
     def _validate(self) -> None:
@@ -339,27 +340,28 @@ class Data(Section):
     # Of rows of full sentences: whether a token attends to all documents of its row, or to its own
     # alone, in which positions begin at 0 again, as they do for a text by itself.
     attention: Literal["whole_row", "per_document"] = "whole_row"
-    # Share of examples that aim at a random, shorter length; of pairs alone.
+    # Share of examples that are made of a random, shorter length; only of objectives with pairs.
     short_seq_prob: float = 0.1
     # Share of an example's tokens that are to be predicted.
     masked_lm_prob: float = 0.15
-    # The share it has come to by the last step, in even steps; 0: it stays. Held-out rows are
-    # masked alike whatever is set here: 15 % of the pieces, of which 80 % become [MASK].
+    # data.masked_lm_prob moves in even steps to this share at the last step; 0: it stays. Held-out
+    # rows are masked alike whatever is set here: 15 % of the pieces, of which 80 % become [MASK].
     final_masked_lm_prob: float = 0.0
     # Of the tokens to be predicted, the share that becomes [MASK].
     mask_share: float = 0.8
-    # The share that becomes a random piece; the rest stays what it is.
+    # Of the tokens to be predicted, the share that becomes a random piece; the rest stays as it is.
     random_share: float = 0.1
     # What is masked at once: single pieces, all pieces of a word, or up to ten words (SpanBERT's
     # spans: geometric with p 0.2, each replaced as a whole).
     masking: Literal["piece", "whole_word", "span"] = "piece"
     # 0: new pairs and masks in every epoch; n: those of the first n epochs again and again.
     dupe_factor: int = 0
-    # pairs: as many examples share a row as fit, each by itself for attention; next to no padding.
+    # pairs: as many examples as fit share a row, without attending to each other; next to no
+    # padding.
     packing: Literal["none", "pairs"] = "none"
     # Length of the held-out rows.
     eval_sequence_length: int = 128
-    # Masked tokens a held-out row at most.
+    # The most masked tokens that a held-out row may have.
     eval_max_predictions_per_seq: int = 20
     # Held-out rows that are scored, the same at every evaluation; fewer if there are fewer.
     eval_rows: int = 10_000
@@ -405,8 +407,8 @@ class Data(Section):
             self._require(
                 self.final_masked_lm_prob == 0.0,
                 "final_masked_lm_prob",
-                f"masks that come again (data.dupe_factor={self.dupe_factor}) stay as they are; "
-                "set data.dupe_factor=0",
+                f"cannot change the masks that data.dupe_factor={self.dupe_factor} repeats; set "
+                "data.dupe_factor=0",
             )
 
     @property
@@ -436,15 +438,16 @@ class Phase(Section):
 
     # Updates in this phase.
     steps: int
-    # Tokens a row.
+    # Length of a row, in tokens.
     sequence_length: int
-    # Masked tokens of an example at most.
+    # The most masked tokens that an example may have.
     max_predictions_per_seq: int
     # Rows a step, over all devices.
     batch_size: int = 256
-    # With data.packing: examples that share a row at most.
+    # With data.packing=pairs: the most examples that may share a row.
     examples_per_row: int = 8
-    # And masked tokens of a row at most; 0: as one example may have, and one more an example.
+    # With data.packing=pairs: the most masked tokens in a row; 0: max_predictions_per_seq plus
+    # examples_per_row.
     predictions_per_row: int = 0
     # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
     # rows; 0: model.global_rotary_base.
@@ -504,19 +507,21 @@ class Optimizer(Section):
     decay_steps: int = 0
     # Of schedule=wsd, how it falls: in even steps, or as 1 - sqrt of the share of them done.
     decay_shape: Literal["one_minus_sqrt", "linear"] = "one_minus_sqrt"
-    # Decay of the mean of gradients.
+    # Adam's beta 1: decay of the running mean of gradients.
     b1: float = 0.9
-    # Decay of the mean of their squares.
+    # Adam's beta 2: decay of the running mean of squared gradients.
     b2: float = 0.999
-    # Added to the root of that mean.
+    # Adam's epsilon: added to the root of the mean of squared gradients.
     eps: float = 1e-6
     # Decay of kernels and embeddings; biases and layer norms have none.
     weight_decay: float = 0.01
-    # Whose norm is limited: that of the whole gradient, of each reference replica's, or none's.
+    # Which norm is limited: the whole gradient's, that of each of reference_replicas groups of
+    # rows, or none.
     clip: Literal["global", "per_replica", "none"] = "global"
-    # The largest norm a gradient is left with.
+    # A gradient with a larger norm is scaled down to this one.
     clip_norm: float = 1.0
-    # Groups of rows that are clipped by themselves, with clip=per_replica.
+    # With clip=per_replica: groups of rows in a batch, each of whose gradients is clipped by
+    # itself.
     reference_replicas: int = 1
     # Type in which devices add up their gradients.
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
@@ -525,7 +530,7 @@ class Optimizer(Section):
     # A step whose loss or gradient is not finite changes nothing. After so many in a row the run
     # goes back to the checkpoint before them and leaves them out, or ends.
     bad_steps_in_a_row: int = 10
-    # What comes after them.
+    # What the run does after bad_steps_in_a_row: goes back to the checkpoint before them, or ends.
     after_bad_steps: Literal["roll_back", "stop"] = "roll_back"
 
     def _validate(self) -> None:
@@ -568,8 +573,8 @@ class Parallelism(Section):
     tensor: int = 1
     # Micro-batches a step: one number for all phases, or one a phase.
     accumulation: tuple[int, ...] = (1,)
-    # What the backward pass finds kept of a layer: everything, the results of its products (scores
-    # are computed again), or nothing.
+    # What is kept of each layer for the backward pass: everything (none), the results of matrix
+    # products but no attention scores (dots), or nothing (full); the rest is computed again.
     remat: Literal["none", "dots", "full"] = "none"
     # Layers as one compiled loop (compiles fast), or one after the other (runs faster on a CPU).
     layer_loop: Literal["scan", "unroll"] = "scan"
@@ -594,7 +599,7 @@ class Run(Section):
     role = "placement"
     label = "run"
 
-    # Steps a line of metrics.jsonl.
+    # Steps between lines of metrics.jsonl.
     log_every: int = 100
     # Steps between evaluations on held-out text.
     eval_every: int = 10_000
@@ -602,36 +607,36 @@ class Run(Section):
     eval_batch_size: int = 256
     # Steps between checkpoints.
     checkpoint_every: int = 1_000
-    # The newest so many checkpoints are kept.
+    # How many of the newest checkpoints are kept.
     keep_checkpoints: int = 3
-    # So are the best so many by held-out loss; 0: none for that reason.
+    # How many checkpoints of the lowest held-out loss are kept, too.
     keep_best: int = 1
-    # So are those of steps divisible by it; 0: none for that reason.
+    # Checkpoints of steps divisible by this are kept, too; 0: none.
     keep_every: int = 0
     # A checkpoint that does not fit on the disk ends the run, or is left out and tried again.
     when_disk_is_full: Literal["stop", "go_on"] = "stop"
-    # The process ends, and shows what it stood in, when no step was done for so many seconds; 0:
-    # never. An evaluation counts as a step; what compiles may take twice as long.
+    # The process prints its stacks and ends when no step was done for so many seconds; 0: never. An
+    # evaluation counts as a step; what compiles may take twice as long.
     hang_after_seconds: int = 1_800
-    # Every so many steps one whose arithmetic the chips check, doing it several times; 0: none. On
-    # TPUs alone. A chip that fails its check ends the run, which is then to be run again.
+    # Steps between those that TPU chips compute several times to check their arithmetic; 0: none.
+    # On TPUs only. A chip that fails its check ends the run; run it again on another machine.
     check_every: int = 0
     # Batches made ahead of the step that needs them.
     prefetch_batches: int = 4
     # Processes that make batches; 0: a thread.
     data_workers: int = 0
-    # A trace of the steps between, 10,20 say: once ten are done, until twenty are; none: no trace.
+    # 10,20 traces the steps after the 10th up to the 20th, for a profiler; empty: no trace.
     profile_steps: tuple[int, ...] = ()
-    # Texts with [MASK], asked at every evaluation; none: sentences of held-out documents.
+    # Texts whose [MASK] is filled in at every evaluation; empty: sentences of held-out documents.
     watch: tuple[str, ...] = ()
-    # Task files; what a linear layer reads off the encoder, and of minimal pairs which one is the
-    # likelier, is scored before the first step, after the last, and at evaluations as often as this
-    # share of the run's operations allows.
+    # Task files to score the encoder on during the run: a linear layer is trained on its vectors,
+    # or of minimal pairs the likelier text is chosen; before the first step, after the last, and at
+    # evaluations as often as run.probe_share allows.
     probes: tuple[str, ...] = ()
-    # Of the run's operations, the share that probes may take.
+    # Share of the run's operations that run.probes may take.
     probe_share: float = 0.05
-    # What lines are sent on to while the run goes on: tensorboard, trackio, wandb, mlflow, each an
-    # extra; they keep them in the workdir unless their own variables name a server.
+    # Where metrics are sent while the run goes on: tensorboard, trackio, wandb, mlflow, each an
+    # extra to install; they stay in the workdir unless the tracker's own variables name a server.
     trackers: tuple[str, ...] = ()
     # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
     corpus_dir: str = ""
@@ -643,7 +648,7 @@ class Run(Section):
         self._require_at_least(0, "check_every")
         self._require(0 < self.probe_share <= 1, "probe_share", "must be in (0, 1]")
         self._require(
-            set(self.trackers) <= set(TRACKERS), "trackers", f"choose of {', '.join(TRACKERS)}"
+            set(self.trackers) <= set(TRACKERS), "trackers", f"choose from {', '.join(TRACKERS)}"
         )
         self._require(
             self.keep_checkpoints >= 2,
@@ -654,7 +659,7 @@ class Run(Section):
             self._require(
                 len(self.profile_steps) == 2 and 0 <= self.profile_steps[0] < self.profile_steps[1],
                 "profile_steps",
-                "must be empty, or how many steps are done before and after, 10,20 say",
+                "must be empty, or two rising steps between which to trace, e.g. 10,20",
             )
             self._require(
                 self.profile_steps[1] - self.profile_steps[0] <= _TRACED_STEPS,
@@ -672,7 +677,7 @@ class Experiment(Section):
 
     # Names the run, and its folder runs/NAME.
     name: str
-    # Of everything that is drawn.
+    # Seed of every random draw: weights, order, pairs, masks and dropout.
     seed: int = 0
     # A folder that `bert-jax import` made, whose weights the run begins with; empty: fresh ones.
     init_from: str = ""
@@ -801,8 +806,8 @@ class Experiment(Section):
             raise InputError(f"{given}: is ELMo's, and goes with {wanted} alone; set that, too")
         if is_elmo and self.parallelism.tensor > 1:
             raise InputError(
-                f"parallelism.tensor={self.parallelism.tensor}: model.kind=bilstm is cut over data "
-                "alone; set it to 1"
+                f"parallelism.tensor={self.parallelism.tensor}: model.kind=bilstm cuts the batch "
+                "alone over devices; set it to 1"
             )
         if is_causal != (self.model.direction == "left_to_right"):
             wanted = "left_to_right" if is_causal else "both"

@@ -89,10 +89,10 @@ def write(
     target = epath.Path(out)
     for path in (*texts, vocab):
         if target.resolve() == epath.Path(path).resolve():
-            raise InputError(f"--out {out}: is a file to be read; name another")
+            raise InputError(f"--out {out}: is a file of the input; name another")
     require_plain(target)
     if target.is_dir() or not target.parent.is_dir():
-        raise InputError(f"--out {out}: name a file in a folder that is there")
+        raise InputError(f"--out {out}: must be a file in a folder that exists")
     case = "uncased" if settings.do_lower_case else "cased"
     tokenizer = WordPiece(read_vocab(vocab), case)
     documents = read_documents(texts, tokenizer)

@@ -61,7 +61,7 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
     if run.experiment.exists():
         return _of_run(source, what)
     if run.remote is not None:
-        raise InputError(f"{source}: no run there; checkpoints of others are read on this machine")
+        raise InputError(f"{source}: no run there; copy others' checkpoints to this machine first")
     prefix = tf1.find(source)
     if prefix is not None:
         return tf1.read(prefix, what, say)

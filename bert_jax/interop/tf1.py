@@ -130,7 +130,7 @@ def _moments(held: dict[str, np.ndarray], base: Base, prefix: epath.Path) -> Mom
         tree, missing = names.to_ours(kept, base.model, str(prefix), naming(slot))
         if missing != base.fresh:
             raise InputError(
-                f"{prefix}: --with-optimizer: {slot} is not kept of the parts that are there"
+                f"{prefix}: --with-optimizer: not every variable has its {slot}; leave it out"
             )
         zeros = {part: jax.tree.map(np.zeros_like, base.params[part]) for part in missing}
         trees.append(tree | zeros)

@@ -30,7 +30,7 @@ def read_object(path: epath.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file; such a checkpoint has one") from error
+        raise InputError(f"{path}: no such file; put the whole checkpoint there") from error
     except (ValueError, RecursionError, OSError) as error:
         raise InputError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):
@@ -167,8 +167,8 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
         strips = values.get("strip_accents")
         if strips is not None and strips != uncased:
             raise InputError(
-                f"{folder / where}: strip_accents={strips} with lower-casing {uncased}: ours "
-                "strips accents of uncased text, and of no other"
+                f"{folder / where}: strip_accents={strips} with lower-casing {uncased}: "
+                "bert-jax strips accents of uncased text, and of no other"
             )
         for name in _ALWAYS:
             if values.get(name, True) is not True:

@@ -146,8 +146,8 @@ def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
     """
     if (workdir.root / "base.json").exists():
         raise InputError(
-            f"{workdir.named}: a base, which has no held-out text; name an EXPERIMENT, whose "
-            "corpus lies in run.corpus_dir"
+            f"{workdir.named}: is a base, which has no text to score on; name an EXPERIMENT, too, "
+            "and with --set run.corpus_dir=FOLDER its prepared corpus"
         )
     if not workdir.experiment.exists():
         raise InputError(
@@ -179,7 +179,7 @@ def require_run(place: epath.PathLike, names: Iterable[str]) -> None:
 def require_local(path: epath.PathLike) -> None:
     """Raises InputError if the path lies on no disk of this machine."""
     if "://" in os.fspath(path):
-        raise InputError(f"{path}: lies on no disk of this machine; name a place that does")
+        raise InputError(f"{path}: must be on a disk of this machine; name a local folder or file")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,17 +91,19 @@ def ask(
     names = [name for name, _ in tasks]
     for path, name in zip(paths, names, strict=True):
         if names.count(name) > 1:
-            raise InputError(f"{_WHERE}: {path}: there are two of the name {name!r}")
+            raise InputError(f"{_WHERE}: {path}: two tasks have the name {name!r}; rename one")
     linear = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
     asked, first = Probes(linear, where=_WHERE), tasks[0][1]
     lengths = _lengths(first, *(_drawn(first, name) for name in ("train", "validation")))
     if lengths is None:
-        say(f"layers: all texts of {paths[0]} have as many words: {_LENGTH} is not asked")
+        say(f"layers: all texts of {paths[0]} have the same length: {_LENGTH} is not scored")
     asked.probes[:0] = [lengths] if lengths else []
     similar = {name: _drawn(task, "validation") for name, task in tasks if task.kind == "regress"}
     for name, pairs in similar.items():
         if len({pair.label for pair in pairs if isinstance(pair, Sentence)}) < 2:
-            raise InputError(f"{_WHERE}: {name}: all pairs to score on are as much alike")
+            raise InputError(
+                f"{_WHERE}: {name}: all pairs to score on have one similarity; give others"
+            )
     mesh = mesh_lib.make_mesh(Parallelism())
     asked.open(trained.model, trained.tokenizer, Parallelism(), mesh, Run().eval_batch_size)
     params = jax.device_put(trained.params, mesh_lib.replicated(mesh))
@@ -111,13 +113,13 @@ def ask(
         score, guess = probe.task.main_score, probe.majority
         by_layer = tuple(asked.score_of_layers(probe, params))
         read[probe.name] = Knowledge(probe.name, score, guess, by_layer)
-        say(f"layers: {probe.name} is read")
+        say(f"layers: {probe.name} is scored")
     for name, task in tasks:
         if task.kind == "regress":
             pairs = similar[name]
             by_layer = _similarity(task.main_score, pairs, means, trained.model.hidden_size)
             read[name] = Knowledge(name, task.main_score, 0.0, by_layer)
-            say(f"layers: {name} is read")
+            say(f"layers: {name} is scored")
     return [read[name] for name in (_LENGTH, *names) if name in read]
 
 
@@ -155,7 +157,9 @@ def _task(path: str) -> tuple[str, Task]:
             f"{', '.join(_KINDS)} can"
         )
     if experiment.name == _LENGTH:
-        raise InputError(f"{_WHERE}: {path}: {_LENGTH} is asked in any case; rename the task")
+        raise InputError(
+            f"{_WHERE}: {path}: the name {_LENGTH} is taken by length of texts; rename the task"
+        )
     return experiment.name, experiment.task
 
 

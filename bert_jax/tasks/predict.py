@@ -193,13 +193,13 @@ def _base_of(experiment: Finetuning, workdir: Workdir, sha256: str) -> LoadedBas
         loaded = LoadedBase.of(experiment)
     except InputError as error:
         raise InputError(
-            f"{error}; {workdir.named} adapts {experiment.init_from}: say with --from where that "
-            "is now"
+            f"{error}; {workdir.named} adapts {experiment.init_from}: name with --from the "
+            "folder it is in now"
         ) from error
     if loaded.sha256 != sha256:
         raise InputError(
             f"{experiment.init_from}: holds other weights ({loaded.sha256[:12]}) than those that "
-            f"{workdir.named} adapts ({sha256[:12]}); say with --from where those lie now"
+            f"{workdir.named} adapts ({sha256[:12]}); name with --from the folder they are in now"
         )
     return loaded
 
@@ -219,8 +219,8 @@ def _threshold(restored: Restored) -> float:
     threshold = restored.metadata["notes"]["no_answer_threshold"]
     if threshold is None:
         print(
-            f"step {restored.step} was not evaluated; no answer is given where that is better at "
-            "all, not by the best threshold",
+            f"step {restored.step} was not evaluated, which would set a threshold; `no answer` is "
+            "given wherever it scores highest",
             file=sys.stderr,
         )
         return 0.0

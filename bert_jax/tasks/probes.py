@@ -129,7 +129,7 @@ class Probes:
                     f"{', '.join(_KINDS)} can"
                 )
             if name in (probe.name for probe in self.probes):
-                raise InputError(f"{where}: {path}: there are two of the name {name!r}")
+                raise InputError(f"{where}: {path}: two tasks have the name {name!r}; rename one")
             try:
                 if task.kind == "minimal_pairs":
                     asked = MinimalPairs(name, task, pairs)

@@ -107,6 +107,6 @@ def require_layers(model: Model, features: Features, where: str) -> None:
         )
     if features and model.hidden_size % 2:
         raise InputError(
-            f"adapt.features={features}: {where} is {model.hidden_size} wide, and half of it is "
-            "each direction's; leave it out"
+            f"adapt.features={features}: {where} has model.hidden_size={model.hidden_size}, which "
+            "must be even for two directions; leave it out"
         )

@@ -298,8 +298,8 @@ def files(source: str) -> list[str]:
         for other, suffixes in SUFFIXES.items():
             if other != "text" and path.endswith(suffixes):
                 raise InputError(
-                    f"corpus.sources: {source}: {path} is no prose by its name; write "
-                    f"{other}:{place}, and corpus.text_field for what of it is text"
+                    f"corpus.sources: {source}: {path} is not plain text by its name; write "
+                    f"{other}:{place}, and in corpus.text_field which field is the text"
                 )
     return paths
 

@@ -61,8 +61,8 @@ class Branch(NamedTuple):
             )
         if experiment.data.final_masked_lm_prob:
             raise InputError(
-                f"data.final_masked_lm_prob={experiment.data.final_masked_lm_prob}: goes by the "
-                "steps of all phases, which --decay-from changes; set it to 0"
+                f"data.final_masked_lm_prob={experiment.data.final_masked_lm_prob}: depends on "
+                "the number of steps, which --decay-from changes; set it to 0"
             )
 
     def copy_lines(self, workdir: Workdir) -> None:

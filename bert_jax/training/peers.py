@@ -185,7 +185,7 @@ class Peers:
             self._set(key, json.dumps([self._me, dict(facts)]))
         leader, theirs = json.loads(self._get(key, self._limit, 0))
         changed = [
-            f"{name}={facts.get(name, 'nothing')} and there {theirs.get(name, 'nothing')}"
+            f"{name}={facts.get(name, 'nothing')} here and {theirs.get(name, 'nothing')} there"
             for name in sorted(facts.keys() | theirs.keys())
             if facts.get(name) != theirs.get(name)
         ]

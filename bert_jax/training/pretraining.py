@@ -333,7 +333,9 @@ class PretrainingSetup:
             if base_lib.is_base(epath.Path(experiment.init_from)):
                 base_lib.require_same_weights(experiment.init_from, metadata["init_sha256"])
             else:
-                self._say(f"resume: there is no {experiment.init_from} any more to compare with")
+                self._say(
+                    f"resume: {experiment.init_from} is gone; its weights are not compared again"
+                )
         return changed
 
     def prepare(self, processes: int) -> None:

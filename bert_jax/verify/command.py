@@ -62,8 +62,8 @@ def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, say:
     Args:
       experiment: with `run.corpus_dir` put aside: the corpus is made here.
       root: W, a folder of this machine: new, empty, or of an earlier `verify-resume`.
-      count: of kills.
-      seed: of where they come.
+      count: how many kills.
+      seed: of the random steps at which the kills come.
       say: is given each line.
 
     Raises:
@@ -100,14 +100,15 @@ def _require_possible(experiment: Experiment, root: epath.Path, count: int) -> N
     require_local(root)
     if os.environ.get("JAX_NUM_PROCESSES", "1") != "1":
         raise InputError(
-            "JAX_NUM_PROCESSES: this command starts processes of its own; start it alone, without"
+            "JAX_NUM_PROCESSES: this command starts processes of its own; unset it, and start the "
+            "command once"
         )
     for name in ("checkpoint_every", "eval_every"):
         every, total = getattr(experiment.run, name), experiment.total_steps
         if every >= total:
             raise InputError(
-                f"run.{name}={every}: comes only at the end of {total} steps; set it lower, so "
-                "that there is one to be killed in"
+                f"run.{name}={every}: must be below the {total} steps of the run, so that a kill "
+                "can hit one; set it lower"
             )
     with named_errors(root):
         names = sorted(path.name for path in root.iterdir()) if root.exists() else []
@@ -159,8 +160,8 @@ def _kill(
     """Kills `count` times; returns what came of each, and the runs that were killed."""
     if run.rolled_back is None:
         say(
-            "left out: at a roll-back: optimizer.after_bad_steps=stop, or more steps than "
-            "optimizer.bad_steps_in_a_row are wanted after the first save"
+            "left out: kills at a roll-back: this run has none (optimizer.after_bad_steps=stop), "
+            "or too few steps after its first checkpoint (optimizer.bad_steps_in_a_row)"
         )
     say(_HEADER)
     outcomes: list[Outcome] = []

@@ -27,7 +27,7 @@ class Execution:
 
     Attributes:
       start: number of the start that did it.
-      step: steps done before it.
+      step: its number, counted from 0.
       rows: uint64 [B], rising.
       hashes: uint64 [B], of what they held.
     """

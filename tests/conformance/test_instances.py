@@ -174,7 +174,7 @@ def test_the_command_writes_what_the_library_does(tmp_path, vocab):
         (["text.txt", "--dupe-factor", "0"], "dupe_factor"),
         (["text.txt", "--masked-lm-prob", "1.5"], "masked_lm_prob"),
         (["text.txt", "--short-seq-prob", "nan"], "short_seq_prob"),
-        (["text.txt", "--out", "text.txt"], "is a file to be read"),
+        (["text.txt", "--out", "text.txt"], "is a file of the input"),
         (["text.txt", "--out", "."], "a file in a folder"),
         (["text.txt", "--out", "no/such/out.jsonl"], "a file in a folder"),
         ([".", "text.txt"], "directory"),

@@ -157,7 +157,7 @@ def test_status_logs_and_stop_are_kubectl_s(answers, launch, workdir, monkeypatc
     assert "mini: v5e:4x4, 4 hosts; gke" in capfd.readouterr().out
     assert __main__.main(["logs", workdir, "--host", "3", "--follow"]) == 0
     assert __main__.main(["logs", workdir, "--host", "4"]) == 2
-    assert "--host 4: mini has 4, from 0" in capfd.readouterr().err
+    assert "--host 4: mini has hosts 0 to 3" in capfd.readouterr().err
     selector = "--selector=jobset.sigs.k8s.io/jobset-name=mini"
     assert [argv[2:] for argv in shown] == [
         ["get", "jobset", "mini", "--ignore-not-found", "--output=wide"],

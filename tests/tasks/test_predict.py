@@ -182,7 +182,7 @@ def test_a_base_is_found_where_it_lies_now(run, capsys):
     before = tuned.predict(capsys, "wa")
     shutil.move("base", "moved")
     (line,) = tuned.predict(capsys, "wa", code=2)
-    assert "run adapts base: say with --from where that is now" in line
+    assert "run adapts base: name with --from the folder it is in now" in line
     assert tuned.predict(capsys, "--from", "moved", "wa") == before
 
 
@@ -333,7 +333,7 @@ def test_what_takes_no_fine_tuning_names_what_does(run, capsys, words):
     capsys.readouterr()
     assert cli.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "a fine-tuning; `bert-jax finetune` takes it" in line
+    assert "is a fine-tuning, not a pre-training; `bert-jax finetune` takes it" in line
     assert not pathlib.Path("there").exists()
 
 
@@ -378,7 +378,7 @@ def test_a_blank_line_of_one_column_is_a_row_and_nobody_s_code_is_named(run, cap
     assert cli.main([*words, "--code", "own.py"]) == 0
     said = capsys.readouterr()
     assert "4 rows of one.csv" in said.out and "for 1 of them (the first at one.csv:3)" in said.out
-    assert said.err == "--code own.py: nothing asked for it; leave it out\n"
+    assert said.err == "--code own.py: this command uses no code of it; leave it out\n"
     with open("found.csv", newline="") as file:
         _, *rows_ = csv.reader(file)
     assert [row[:2] for row in rows_] == [
@@ -408,7 +408,7 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run, capsys
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--input", "test", "--out", "a.csv"], "--input test: how to read it"),
+        (["--input", "test", "--out", "a.csv"], "--input test: the name does not say which format"),
         (["--input", "jsonl:test", "--out", "a.xls"], "--out a.xls: end its name in .csv"),
         (["--input", "jsonl:test"], "--input: needs --out"),
         (["--input", "jsonl:test", "--out", "a.csv", "wa"], "--input: needs --out"),

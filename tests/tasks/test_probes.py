@@ -212,11 +212,11 @@ def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
             ("values",),
             "task.kind=regress cannot be a probe; those of classify, pair, tag, minimal_pairs can",
         ),
-        (("letters", "letters"), "there are two of the name 'letters'"),
+        (("letters", "letters"), "two tasks have the name 'letters'"),
         (("nowhere",), "nowhere.py"),
         (("alike",), "alike.py: task.train: 'same' has but one label"),
         (("small",), "run.probes takes files of tasks: "),
-        (("small",), "small.py: a pre-training; "),
+        (("small",), "small.py: is a pre-training, not a fine-tuning; "),
     ],
 )
 def test_what_cannot_be_a_probe_is_named(names, message, text):

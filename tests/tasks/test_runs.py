@@ -299,7 +299,7 @@ def test_flags_alone_are_a_task_file_and_a_run_goes_on_by_its_workdir():
     assert code == 0, err
     assert len([line for line in lines("flagged") if line["kind"] == "train"]) == 2
     code, err = broken.call(f"finetune classify.py {flags} --workdir new")
-    assert code == 2 and "--kind: classify.py says this" in err
+    assert code == 2 and "--kind: classify.py sets this" in err
 
 
 def test_without_a_base_nothing_begins():
@@ -361,7 +361,9 @@ def test_settings_that_cannot_be_are_refused(settings, words):
 
 
 def test_each_command_takes_its_own_kind_of_file(full):
-    refuses("new", "small.py: a pre-training; `bert-jax pretrain`", kind="small")
+    refuses(
+        "new", "small.py: is a pre-training, not a fine-tuning; `bert-jax pretrain`", kind="small"
+    )
     case = broken.Case("", "pretrain classify.py --workdir new", ("`bert-jax finetune`",))
     broken.refuses(case)
     # And a workdir of the other kind is not gone on with.

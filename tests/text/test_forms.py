@@ -381,5 +381,6 @@ def test_words_too_long_for_pieces_train_no_vocabulary_and_are_counted(tmp_path)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv.gz", "a.parquet"])
 def test_what_is_no_prose_by_its_name_is_not_read_as_prose(tmp_path, name):
     (tmp_path / name).write_bytes(b"{}")
-    with pytest.raises(InputError, match=rf"{name} is no prose .* write {name.split('.')[1]}:"):
+    form = name.split(".")[1]
+    with pytest.raises(InputError, match=rf"{name} is not plain text .* write {form}:"):
         read(f"text:{tmp_path}/*")

@@ -198,7 +198,9 @@ def test_other_facts_on_one_end_all_with_the_same_line():
         us.require_same("corpus", {"manifest": f"{us.number // 2}"}, "give all the same")
 
     line = same_error(together(work), InputError)
-    assert line.startswith("process 2 (") and "manifest=1 and there 0; give all the same" in line
+    assert (
+        line.startswith("process 2 (") and "manifest=1 here and 0 there; give all the same" in line
+    )
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path):

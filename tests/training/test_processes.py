@@ -248,7 +248,7 @@ def test_other_settings_on_one_host_end_all_with_the_same_line(text, tmp_path):
     )
     assert code == 2
     assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
-    assert "process 1 (" in said(lines, 0)[0] and "seed=1 and there 0" in said(lines, 0)[0]
+    assert "process 1 (" in said(lines, 0)[0] and "seed=1 here and 0 there" in said(lines, 0)[0]
     assert not workdir.exists(), "nothing half-written is left"
 
 

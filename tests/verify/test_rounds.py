@@ -287,9 +287,9 @@ def test_what_cannot_be_laid_over_two_devices_is_left_out(settings, platform, wh
     ("args", "words"),
     [
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
-        (["--set", "run.checkpoint_every=22"], "run.checkpoint_every=22: comes only at the end of"),
-        (["--set", "run.eval_every=100"], "run.eval_every=100: comes only at the end of 22 steps"),
-        (["--workdir", "gs://bucket/v"], "gs://bucket/v: lies on no disk of this machine"),
+        (["--set", "run.checkpoint_every=22"], "run.checkpoint_every=22: must be below the 22"),
+        (["--set", "run.eval_every=100"], "run.eval_every=100: must be below the 22 steps"),
+        (["--workdir", "gs://bucket/v"], "gs://bucket/v: must be on a disk of this machine"),
         (["--workdir", "{}/text"], "text: holds all.txt, which `verify-resume` did not make"),
         (["--workdir", "{}/vocab.txt"], "vocab.txt: is a file where a folder is needed"),
     ],
