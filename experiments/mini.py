@@ -5,8 +5,8 @@
 Source: tiny.py made larger; its width and depth are those of BERT-mini (Turc et al. 2019), whose
 recipe stands in mini_paper.py. The rate falls with width (2e-3; tiny.py has 4e-3 at half of it).
 Hardware: two CPU cores, about an hour.
-Expected: held-out masked LM loss well over 2 nat below the unigram line: a run of 500 such steps
-came to 2.1, next sentence at its majority still. No whole run was made yet.
+Expected: after an hour and 6,000 steps of a run of 6,160, held-out masked LM 3.0 nat below the
+unigram line, 39 % of masked pieces right, next sentence at 0.67 of a majority of 0.55.
 """
 
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, Run
