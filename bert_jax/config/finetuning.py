@@ -178,7 +178,7 @@ class Task(Section):
             self._require(
                 self.blank_cells == "stop",
                 "blank_cells",
-                "only for files with columns; leave it at stop",
+                "task.kind=span has no columns with cells; leave it at stop",
             )
             self._validate_windows()
 
