@@ -201,7 +201,7 @@ class Task(Section):
 
     def _validate_columns(self) -> None:
         two, texts = self.kind in _OF_TWO_TEXTS, len(self.choice_columns)
-        example = {"premise": "hypothesis", "question": "answer"}.get(self.text_column, "text_b")
+        example = "hypothesis" if self.text_column == "premise" else "text_b"
         what = f"task.kind={self.kind} has " + (
             f"two texts; name the column of the second, {example} say"
             if two
