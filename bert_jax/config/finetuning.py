@@ -361,7 +361,7 @@ class Finetuning(Section):
         if self.adapt.features and self.task.kind != "tag":
             raise InputError(
                 f"adapt.features={self.adapt.features}: only for task.kind=tag, not "
-                f"{self.task.kind}; leave it out"
+                f"task.kind={self.task.kind}; leave it out"
             )
         if self.task.kind == "generate" and self.adapt.how != "full":
             raise InputError(

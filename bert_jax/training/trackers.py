@@ -215,7 +215,7 @@ def following(
         follower.ends.set()
         thread.join(_LAST)
         if thread.is_alive():
-            say(f"trackers: still sending after {_LAST:.0f} s; lines not sent yet are left out")
+            say(f"trackers: not done after {_LAST:.0f} s more; lines not sent yet are left out")
 
 
 class _Follower:
