@@ -155,7 +155,10 @@ def test_no_answer_is_given_above_the_threshold_of_the_checkpoint(
     last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
     for answer in tuned.predict(capsys, "--source", "squad:test"):
         best, limit = answer["best"][0]["answer"], last["no_answer_threshold"]
-        assert answer["answer"] == ("" if answer["no_answer"] > limit else best)
+        # The threshold may be the score of one of these questions; seven digits of it are printed.
+        score = answer["no_answer"]
+        above = score > limit and score != pytest.approx(limit, rel=1e-6)
+        assert answer["answer"] == ("" if above else best)
     # Typed ones are numbered.
     found = tuned.predict(capsys, "wa ?", "wb wc", "wa ?", "xa")
     assert [(answer["id"], answer["question"]) for answer in found] == [
