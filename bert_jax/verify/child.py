@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from bert_jax import pod, system
@@ -73,6 +74,7 @@ class Plan:
       start: its number among the starts that share this journal.
       processes: how many are started on this machine to be one run.
       not_finite: steps whose loss is made not to be finite.
+      nudged: whether each parameter is another by its last bit or two when training begins.
     """
 
     fault: Fault | None = None
@@ -80,6 +82,7 @@ class Plan:
     start: int = 0
     processes: int = 1
     not_finite: tuple[int, ...] = ()
+    nudged: bool = False
 
     def to_json(self) -> str:
         """Returns the plan as `from_json` reads it."""
@@ -122,6 +125,7 @@ class _Child:
         mine = plan.fault is not None and plan.fault.process == number
         self._fault: Fault | None = plan.fault if mine else None
         self._not_finite = frozenset(plan.not_finite)
+        self._nudged = plan.nudged
         self._who = {"start": plan.start, "process": number}
         flags = os.O_APPEND | os.O_CREAT | os.O_WRONLY
         self._journal = os.open(plan.journal, flags, 0o644) if plan.journal else None
@@ -163,6 +167,9 @@ class _Child:
                     self._die()
                 rows, hashes = zip(*rows_of(batch), strict=True)
                 self._note("step", {"step": self._done, "rows": rows, "hashes": hashes})
+                if self._nudged and not self._done:
+                    nudge = 1 + np.finfo(np.float32).eps
+                    state = state | {"params": jax.tree.map(lambda x: x * nudge, state["params"])}
                 if self._done in self._not_finite:
                     weights = "masked_lm_weights"
                     batch = batch | {weights: batch[weights] * float("nan")}

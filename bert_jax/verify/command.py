@@ -6,6 +6,7 @@ W/corpus/              made without a kill
 W/undisturbed/         the run without a kill
 W/killed/              the run that was killed; killed-2 goes on where its end came too early
 W/prepared/N/          the corpus of round N, if it differs
+W/nudged/              the run from parameters whose last bits are others
 W/elsewhere/           the run over other devices and processes
 W/NAME.log, .journal   what the starts of each printed, and journaled (see verify.child)
 """
@@ -38,17 +39,19 @@ FORMAT_VERSION = 1
 _MARK = "verify.json"
 _OURS = re.compile(
     rf"lock|{_MARK}|\.({_MARK}|experiment\.json)\.\d+\.tmp|experiment\.json|"
-    r"(corpus|undisturbed|killed(-\d+)?|prepared|elsewhere)(\.log|\.journal)?"
+    r"(corpus|undisturbed|killed(-\d+)?|prepared|nudged|elsewhere)(\.log|\.journal)?"
 )
 
 # A start takes as long as the undisturbed run at most, and this many times more on a busy machine.
 _PATIENCE, _LEAST_PATIENCE = 3.0, 600.0
 
-# How far losses over other devices may be off, relatively, in lines of the first steps: sums are
-# added in another order, and a run multiplies what rounding does to it. Those of tiny.py were off
-# by 2e-7 up to step 300, 4e-6 at 350, 2e-4 at 400, and in the end by 1e-3, of next sentence by a
-# tenth. So the meshes take turns in these steps, and later lines are not compared.
-_TOLERANCE, _COMPARED = 1e-4, 300
+# How far losses over other devices may be off, relatively. Sums are added in another order there,
+# and a run multiplies what rounding does to it, the sooner the higher its learning rate. So losses
+# are compared only as far as a run from parameters that are one last bit off keeps to the
+# undisturbed one, ten times as closely (those of tiny.py are 1e-7 apart up to step 100, and 1e-3
+# at 150), at most so many steps. The meshes take turns in these, or in the least number.
+_TOLERANCE, _NUDGED_TOLERANCE = 1e-4, 1e-5
+_COMPARED, _LEAST_TURNS = 300, 30
 
 _HEADER = f"{'round':>5}  {'kind':<27} {'from step':>9} {'killed at':>9} {'exit':>5} {'seconds':>8}"
 
@@ -90,7 +93,7 @@ def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, say:
         if why := why_one_place(experiment, devices[-1]):
             say(f"left out: other devices and processes: {why}")
         else:
-            ends.append(_elsewhere(experiment, folder, children, undisturbed))
+            ends += _elsewhere(experiment, folder, children, undisturbed)
         return _report(outcomes, ends, time.monotonic() - begun, say)
 
 
@@ -249,12 +252,15 @@ def why_one_place(experiment: Experiment, platform: str) -> str:
 
 def _elsewhere(
     experiment: Experiment, folder: pathlib.Path, children: Children, run: Undisturbed
-) -> Comparison:
+) -> list[Comparison]:
     """Runs on two devices, stopped; in two processes, one killed; on one device, to the end."""
+    compared, nudged = _comparable(folder, children, run)
+    if nudged.differences:
+        return [nudged]
     place, journal = folder / "elsewhere", folder / "elsewhere.journal"
-    last = min(run.total, _COMPARED)
-    stop = Fault("step", signal.SIGTERM, last // 3)
-    kill = Fault("step", step=2 * last // 3, process=1)
+    turns = max(compared, min(run.total, _LEAST_TURNS))
+    stop = Fault("step", signal.SIGTERM, turns // 3)
+    kill = Fault("step", step=2 * turns // 3, process=1)
     stages = (
         ("2 devices", 2, stop, 1, errors.STOPPED),
         ("2 processes", 1, kill, 2, 128 + signal.SIGKILL),  # as a shell has it
@@ -268,21 +274,42 @@ def _elsewhere(
             differences.append(f"on {what}: was to end with exit code {code} and {ended}")
     whose = f"{place.name} ({', '.join(what for what, *_ in stages)})"
     if differences:
-        return Comparison(whose, "started and stopped", differences)
+        return [nudged, Comparison(whose, "started and stopped", differences)]
     done = Journal.read(journal)
     # The step in which a process was killed was journaled by those that came to it alone.
     whole = [e for e in done.executions if e.start != 2 or e.step < done.killed[2]]
     differences += compare.batches(whole, run.planned)
     differences += compare.rows(whose, experiment, done.survivors()).differences
-    worst, where = compare.losses(place, folder / "undisturbed", last)
+    worst, where = compare.losses(place, folder / "undisturbed", compared)
     if not worst <= _TOLERANCE:
         differences.append(f"{where} is off by {worst:.2g}")
     seen = " + ".join(str(len(done.of_start(start))) for start in (1, 2, 3))
-    what = (
-        f"{seen} batches by hash, each row once, losses up to step {last} off by {worst:.1e} at "
-        f"most, {_TOLERANCE:.0e} allowed"
-    )
-    return Comparison(whose, what, differences)
+    what = f"{seen} batches by hash, each row once"
+    if compared:
+        what += (
+            f", losses up to step {compared} off by {worst:.1e} at most, {_TOLERANCE:.0e} allowed"
+        )
+    return [nudged, Comparison(whose, what, differences)]
+
+
+def _comparable(
+    folder: pathlib.Path, children: Children, run: Undisturbed
+) -> tuple[int, Comparison]:
+    """Returns up to which step losses show more than rounding, from a run that is nudged."""
+    place, most = folder / "nudged", min(run.total, _COMPARED)
+    stop = Fault("step", signal.SIGTERM, most)
+    ended = children.run("pretrain", place, Plan(stop, "", 1, 1, tuple(run.not_finite), True))
+    if ended.code not in (errors.STOPPED, errors.FINISHED):
+        found = f"was to end after {most} steps and {ended}"
+        return 0, Comparison(place.name, "started and stopped", [found])
+    last = compare.alike_until(place, folder / "undisturbed", _NUDGED_TOLERANCE, most)
+    so_far = f"within {_NUDGED_TOLERANCE:.0e} up to step {last}, as far as losses are compared"
+    if not last:
+        so_far = (
+            f"off by more than {_NUDGED_TOLERANCE:.0e} in the first line of metrics.jsonl, so no "
+            "losses are compared; set run.log_every or optimizer.peak_learning_rate lower"
+        )
+    return last, Comparison(place.name, f"from parameters one last bit off, {so_far}", [])
 
 
 def _report(outcomes: list[Outcome], ends: list[Comparison], seconds: float, say: Say) -> int:

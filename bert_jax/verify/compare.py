@@ -4,7 +4,7 @@ import dataclasses
 import filecmp
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -226,15 +226,46 @@ def losses(ours: pathlib.Path, theirs: pathlib.Path, last: int) -> tuple[float, 
       theirs: another.
       last: the last step whose losses are compared; later lines must only be there.
     """
-    a, b = (Lines(epath.Path(place / "metrics.jsonl")).read() for place in (ours, theirs))
+    a, b = _lines(ours), _lines(theirs)
     if [(x["kind"], x["step"]) for x in a] != [(y["kind"], y["step"]) for y in b]:
         return np.inf, "other lines"
     worst, where = 0.0, "no line"
     for x, y in zip(a, b, strict=True):
-        names = {name for name in x.keys() | y.keys() if "loss" in name}
-        for name in sorted(names) if x["step"] <= last else ():
-            both = name in x and name in y
-            off = abs(x[name] - y[name]) / max(abs(y[name]), 1e-6) if both else np.inf
-            if not off <= worst:
-                worst, where = off, f"{name} of {y['kind']}, step {y['step']}"
+        off, name = _farthest(x, y)
+        if x["step"] <= last and not off <= worst:
+            worst, where = off, f"{name} of {y['kind']}, step {y['step']}"
     return worst, where
+
+
+def alike_until(ours: pathlib.Path, theirs: pathlib.Path, tolerance: float, last: int) -> int:
+    """Returns the last step with lines before losses of two runs are farther apart than allowed.
+
+    Args:
+      ours: a workdir; its run may have ended earlier.
+      theirs: another.
+      tolerance: how far apart, relatively.
+      last: the last step that is looked at; 0 comes back where those of the first are too far.
+    """
+    alike = [0]
+    for x, y in zip(_lines(ours), _lines(theirs), strict=False):
+        if x["step"] > last or (x["kind"], x["step"]) != (y["kind"], y["step"]):
+            break
+        if not _farthest(x, y)[0] <= tolerance:
+            return max(step for step in alike if step < x["step"])
+        alike.append(x["step"])
+    return alike[-1]
+
+
+def _lines(place: pathlib.Path) -> list[dict[str, Any]]:
+    return Lines(epath.Path(place / "metrics.jsonl")).read()
+
+
+def _farthest(x: Mapping[str, Any], y: Mapping[str, Any]) -> tuple[float, str]:
+    """Returns how far the losses of two lines are apart at most, relative to y's, and which."""
+    worst, which = 0.0, "no loss"
+    for name in sorted(name for name in x.keys() | y.keys() if "loss" in name):
+        both = name in x and name in y
+        off = abs(x[name] - y[name]) / max(abs(y[name]), 1e-6) if both else np.inf
+        if not off <= worst:
+            worst, which = off, name
+    return worst, which

@@ -263,6 +263,32 @@ def test_the_farthest_loss_is_named(tmp_path):
     assert compare.losses(lines("d", 4.1), a, 5)[0] == 0.0  # which is past the last
 
 
+def test_losses_are_alike_until_one_is_too_far_off(tmp_path):
+    def lines(name, *losses):
+        (tmp_path / name).mkdir()
+        rows = [
+            {"step": 2 * i + 2, "kind": kind, "loss": x, "seconds": i}
+            for i, pair in enumerate(losses)
+            for kind, x in zip(("train", "evaluation"), pair, strict=False)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+        return tmp_path / name
+
+    same, near, far = (4.0,), (4.0 * (1 + 1e-6),), (4.001,)
+    a = lines("a", same, (4.0, 4.0), same, same)
+    for name, losses, reached in (
+        ("near", (same, near * 2, near, far), 6),  # the last is past the last step
+        ("farther", (near, near * 2, far, same), 4),  # and what comes near again does not count
+        ("far held out", (near, near + far, same), 2),
+        ("far at once", (far, near * 2), 0),
+        ("not finite", (near, same * 2, (math.nan,), near), 4),
+        ("stopped", (near, near * 2), 4),
+        ("with other lines", (near, near, near), 4),
+    ):
+        assert compare.alike_until(lines(name, *losses), a, 1e-5, 7) == reached, name
+
+
 @pytest.mark.parametrize(
     ("settings", "platform", "why"),
     [

@@ -81,7 +81,9 @@ def test_a_round_of_each_kind_finds_no_difference(verified):
         "0  killed: metrics.jsonl: 12 lines, byte for byte",
         "0  killed: predictions.jsonl: 4 lines, byte for byte",
         "0  killed: each of 144 rows trained on once",
+        "0  nudged: from parameters one last bit off, within 1e-05 up to step 22, ",
         "0  elsewhere (2 devices, 2 processes, 1 device): ",
+        "losses up to step 22 off by ",
     ):
         assert what in text
     assert json.loads((folder / "verify.json").read_text()) == {
