@@ -300,8 +300,8 @@ def _comparable(
     stop = Fault("step", signal.SIGTERM, most)
     ended = children.run("pretrain", place, Plan(stop, "", 1, 1, tuple(run.not_finite), True))
     if ended.code not in (errors.STOPPED, errors.FINISHED):
-        found = f"was to end after {most} steps and {ended}"
-        return 0, Comparison(place.name, "started and stopped", [found])
+        why = f"was to end after {most} steps and {ended}"
+        return 0, Comparison(place.name, "started and stopped", [why])
     last = compare.alike_until(place, folder / "undisturbed", _NUDGED_TOLERANCE, most)
     so_far = f"within {_NUDGED_TOLERANCE:.0e} up to step {last}, as far as losses are compared"
     if not last:
