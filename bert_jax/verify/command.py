@@ -307,7 +307,8 @@ def _comparable(
     if not last:
         so_far = (
             f"off by more than {_NUDGED_TOLERANCE:.0e} in the first line of metrics.jsonl, so no "
-            "losses are compared; set run.log_every or optimizer.peak_learning_rate lower"
+            "losses are compared; set model.compute_dtype=float32, or run.log_every or "
+            "optimizer.peak_learning_rate lower"
         )
     return last, Comparison(place.name, f"from parameters one last bit off, {so_far}", [])
 
