@@ -79,8 +79,7 @@ def _words(versions: dict[str, str]) -> str:
 
 def compare(name: str, slice_: str, settings: tuple[str, ...], write: bool) -> int:
     """Prints what differs from the golden plan, or writes it; returns the number of differences."""
-    checked = "_checked" * any(setting.startswith("run.check_every=") for setting in settings)
-    path = GOLDEN / f"{name}_{slice_.replace(':', '_')}{checked}.json"
+    path = golden_file(name, slice_, settings)
     now = golden(name, slice_, settings)
     if write:
         GOLDEN.mkdir(parents=True, exist_ok=True)
@@ -94,8 +93,17 @@ def compare(name: str, slice_: str, settings: tuple[str, ...], write: bool) -> i
     return len(lines)
 
 
+def golden_file(name: str, slice_: str, settings: tuple[str, ...]) -> pathlib.Path:
+    """Returns where the golden plan of an experiment for a slice is kept."""
+    checked = "_checked" * any(setting.startswith("run.check_every=") for setting in settings)
+    return GOLDEN / f"{name}_{slice_.replace(':', '_')}{checked}.json"
+
+
 def golden(name: str, slice_: str, settings: tuple[str, ...]) -> dict[str, Any]:
-    """Returns what is kept of an experiment's plan for a slice."""
+    """Returns what is kept of an experiment's plan for a slice.
+
+    No hash of the experiment is: each new field would change it, and no step.
+    """
     experiment = config.load(str(ROOT / "experiments" / f"{name}.py"))
     experiment = config.override(experiment, settings)
     where = topology.parse(slice_)
@@ -109,7 +117,6 @@ def golden(name: str, slice_: str, settings: tuple[str, ...]) -> dict[str, Any]:
     return {
         "versions": compile_lib.versions(),
         "settings": list(settings),
-        "config_sha256": report.config_sha256(experiment),
         "phases": phases,
         "parameters": list(outcomes[0].parameters),
     }

@@ -32,7 +32,12 @@ def test_another_compiler_than_the_golden_plans_is_refused(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("name", "slice_", "settings"), plans.PLANS)
 def test_every_golden_plan_is_of_an_experiment_and_a_slice(name, slice_, settings):
-    claim = config.load(str(plans.ROOT / "experiments" / f"{name}.py"))
-    experiment = config.override(claim, settings)
+    experiment = config.load(str(plans.ROOT / "experiments" / f"{name}.py"))
+    experiment = config.override(experiment, settings)
     where = topology.parse(slice_)
     assert all(phase.batch_size % where.devices == 0 for phase in experiment.phases)
+    golden = json.loads(plans.golden_file(name, slice_, settings).read_text())
+    assert golden["settings"] == list(settings)
+    assert len(golden["phases"]) == len(experiment.phases)
+    # What the compiler makes of it, and nothing that another field of experiments would change.
+    assert golden.keys() == {"versions", "settings", "phases", "parameters"}
