@@ -37,6 +37,8 @@ PLANS = (
     ("bert_large_pod", "v3:4x4", ("phases.0.batch_size=448", "phases.1.batch_size=448")),
     ("bert_large_pod", "v6e:4x4", ("phases.0.batch_size=64", "phases.1.batch_size=64")),
 )
+# The compiler pads a program of two steps differently from one time to the next, by 512 bytes.
+_CODE_UNIT = 1 << 16
 MATRIX = {
     "bert_base_pod": ("v2:4x4", "v3:4x4", "v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4"),
     "bert_large_pod": ("v2:8x8", "v3:8x8", "v4:4x4x4", "v5e:8x8", "v5p:4x4x4", "v6e:8x8"),
@@ -112,6 +114,8 @@ def golden(name: str, slice_: str, settings: tuple[str, ...]) -> dict[str, Any]:
     phases = []
     for job, outcome in zip(jobs, outcomes, strict=True):
         entry = report.phase_entry(experiment, job.phase, where, outcome)
+        if memory := entry["memory"]:  # it has none if it was not compiled
+            entry["memory"] = memory | {"code": memory["code"] // _CODE_UNIT * _CODE_UNIT}
         kept = ("outcome", "memory", "cycles", "random_bytes", "kernels", "collectives", "checks")
         phases.append({key: entry[key] for key in kept if key in entry})
     return {
