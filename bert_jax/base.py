@@ -195,7 +195,8 @@ def require_same_model(base: Base, model: Model, where: str) -> None:
     ]
     if changed:
         raise InputError(
-            f"{where}: weights of another model (theirs -> yours: {'; '.join(changed)})"
+            f"{where}: weights of another model (theirs -> yours: {'; '.join(changed)}); set these "
+            "fields to theirs"
         )
 
 

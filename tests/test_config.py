@@ -28,6 +28,7 @@ _ELMO = (
     "model.kind=bilstm model.num_attention_heads=1 data.objective=bidirectional_lm "
     "data.eval_max_predictions_per_seq=126"
 )
+_MODERN = "model.kind=modern model.num_hidden_layers=13"
 
 
 def test_json_round_trip():
@@ -138,6 +139,13 @@ def test_set_changes_fields_of_every_type():
         ("run.profile_steps=1,x", ["'1,x'", "whole number"]),
         ("model.local_window=64", ["model.local_window=64", "kind=modern"]),
         ("model.kind=modern", ["model.num_hidden_layers=12", "global_every=3"]),
+        (f"{_MODERN} model.local_window=1024", ["model.local_window=1024", "position table"]),
+        (
+            f"{_MODERN} model.max_position_embeddings=1024 model.local_window=514",
+            ["model.local_window=514", "the longest row, of 512", "model.global_every=1"],
+        ),
+        (f"{_MODERN} model.num_attention_heads=256", ["model.num_attention_heads", "even"]),
+        ("phases.1.steps=0", ["phases.1.steps=0", "at least 1"]),
         ("corpus.sources=novels", ["novels", "text:"]),
         ("corpus.encoding=utf-99", ["utf-99"]),
         ("corpus.validation_share=0", ["validation_share"]),

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import reprlib
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from bert_jax.errors import InputError
@@ -86,7 +87,9 @@ def _check_type(where: str, value: object, hint: Any) -> None:
             raise InputError(f"{where}={value!r}: choose one of {', '.join(get_args(hint))}")
     elif get_origin(hint) is tuple:
         if not isinstance(value, tuple):
-            raise InputError(f"{where}={value!r}: expected a tuple")
+            raise InputError(
+                f"{where}={reprlib.repr(value)}: expected a tuple; write (A, B), and of one (A,)"
+            )
         for i, item in enumerate(value):
             _check_type(f"{where}[{i}]", item, get_args(hint)[0])
     elif type(value) is not hint:

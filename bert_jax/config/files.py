@@ -429,7 +429,15 @@ def _build(hint: Any, value: Any, where: str) -> Any:
             required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
             if required and f.name not in value:
                 raise InputError(f"{prefix}{f.name}: missing")
-        return hint(**{k: _build(hints[k], v, prefix + k) for k, v in value.items()})
+        fields = {k: _build(hints[k], v, prefix + k) for k, v in value.items()}
+        try:
+            return hint(**fields)
+        except InputError as error:
+            # One of several sections, a phase, does not know its number.
+            name, dot, rest = str(error).partition(".")
+            if not (dot and where.startswith(f"{name}.")):
+                raise
+            raise InputError(f"{where}.{rest}") from error
     if get_origin(hint) is tuple and not (hint == tuple[int, ...] and type(value) is int):
         if not isinstance(value, list):
             raise InputError(f"{where}: expected a list")

@@ -106,7 +106,8 @@ class Model(Section):
         self._require_at_least(6, "vocab_size")
         self._require_at_least(8, "max_position_embeddings")
         self._require_share("hidden_dropout_prob", "attention_probs_dropout_prob")
-        self._require(self.type_vocab_size >= 2, "type_vocab_size", "pairs need two segments")
+        if self.kind == "bert":
+            self._require(self.type_vocab_size >= 2, "type_vocab_size", "pairs need two segments")
         self._require(self.initializer_range > 0, "initializer_range", "must be positive")
         self._require(
             self.hidden_size % self.num_attention_heads == 0,
@@ -182,7 +183,7 @@ class Model(Section):
         self._require(
             self.local_window <= self.max_position_embeddings,
             "local_window",
-            f"longer than the longest row, model.max_position_embeddings="
+            f"longer than the position table, model.max_position_embeddings="
             f"{self.max_position_embeddings}",
         )
 
@@ -731,6 +732,7 @@ class Experiment(Section):
                     f"{where}={length}: longer than the position table, "
                     f"model.max_position_embeddings={self.model.max_position_embeddings}"
                 )
+        self._validate_window()
         self._validate_direction()
         if len(self.parallelism.accumulation) not in (1, len(self.phases)):
             raise InputError(
@@ -795,6 +797,17 @@ class Experiment(Section):
             raise InputError(
                 f"optimizer.decay_steps={self.optimizer.decay_steps}: with the warm-up they are "
                 f"more than the {self.total_steps} steps of all phases"
+            )
+
+    def _validate_window(self) -> None:
+        longest = max(phase.sequence_length for phase in self.phases)
+        windowed = self.model.kind == "modern" and self.model.global_every > 1
+        # Weights that were there before bring their window along.
+        if windowed and self.model.local_window > longest and not self.init_from:
+            raise InputError(
+                f"model.local_window={self.model.local_window}: longer than the longest row, of "
+                f"{longest}, so that no layer would have a window; set it lower, or say "
+                "model.global_every=1"
             )
 
     def _validate_direction(self) -> None:

@@ -63,8 +63,9 @@ def plan(
     """
     if stream.tokens < sequence_length - SPECIAL_TOKENS:
         raise InputError(
-            f"data.objective: {stream.tokens} tokens do not fill a row of {sequence_length}; "
-            "give more text or shorter rows"
+            f"corpus: the {stream.tokens} tokens of a split do not fill a row of "
+            f"{sequence_length}; give more text, another corpus.validation_share, or shorter rows "
+            "(phases.N.sequence_length, data.eval_sequence_length)"
         )
     most = sequence_length - SPECIAL_TOKENS
     total = len(stream.sentence_offsets) - 1

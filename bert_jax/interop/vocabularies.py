@@ -192,8 +192,8 @@ def write(
     """
     if not isinstance(tok, tokenizer_lib.WordPiece):
         raise InputError(
-            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece: "
-            "transformers has no BERT tokenizer for it"
+            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece; "
+            "`bert-jax embed` and `bert_jax.load` take the run as it is"
         )
     (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
     _fast(tok).save(str(folder / "tokenizer.json"))

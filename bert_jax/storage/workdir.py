@@ -146,8 +146,8 @@ def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
     """
     if (workdir.root / "base.json").exists():
         raise InputError(
-            f"{workdir.named}: is a base, which has no text to score on; name an EXPERIMENT, too, "
-            "and with --set run.corpus_dir=FOLDER its prepared corpus"
+            f"{workdir.named}: is a base, weights without a run; `evaluate`, `show` and `plan` ask "
+            "for an EXPERIMENT, too, and for its prepared corpus by --set run.corpus_dir=FOLDER"
         )
     if not workdir.experiment.exists():
         raise InputError(

@@ -92,8 +92,13 @@ def opened(
     if not path.name.isdecimal() or path.parent.name != "checkpoints":
         raise InputError(f"--decay-from {checkpoint}: name a checkpoint, RUN/checkpoints/STEP")
     branch = Branch(mirror.opened(os.fspath(path.parent.parent)), int(path.name))
-    experiment = load_experiment(branch.workdir) if given is None else config.load(given)
-    experiment = config.override(experiment, settings)
+    saved = load_experiment(branch.workdir)
+    if saved.optimizer.schedule != "wsd":
+        raise InputError(
+            f"--decay-from {checkpoint}: of a run with optimizer.schedule="
+            f"{saved.optimizer.schedule}, whose rate has no stable part; name one with wsd"
+        )
+    experiment = config.override(saved if given is None else config.load(given), settings)
     if experiment.optimizer.decay_steps == 0:
         raise InputError(
             "optimizer.decay_steps=0: --decay-from needs optimizer.schedule=wsd and the steps of "

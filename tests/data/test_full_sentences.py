@@ -92,7 +92,7 @@ def test_the_first_row_is_of_any_length(most):
 
 def test_a_text_that_fills_no_row_is_named():
     small, _ = made([[3, 4], [5]])
-    with pytest.raises(InputError, match="12 tokens do not fill a row of 32"):
+    with pytest.raises(InputError, match="12 tokens of a split do not fill a row of 32"):
         sentences.plan(small, 32, draws.key_of(0))
 
 

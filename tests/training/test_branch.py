@@ -65,6 +65,14 @@ def test_what_cannot_branch_off_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "w").exists()
 
 
+def test_a_run_whose_rate_has_no_stable_part_is_refused_with_its_schedule(tmp_path):
+    assert pretrain(write_text(tmp_path), tmp_path / "falls", "phases.0.steps=4")[0] == "finished"
+    place = f"{tmp_path}/falls/checkpoints/12 --set optimizer.decay_steps=3"
+    code, error = call(f"pretrain --workdir {tmp_path}/w --decay-from {place}")
+    assert code == 2 and "optimizer.schedule=paper" in error and error.count("\n") == 1
+    assert not (tmp_path / "w").exists()
+
+
 def test_a_checkpoint_of_the_decay_is_no_stable_one(runs, tmp_path):
     place = f"{runs}/decayed/checkpoints/20 --set optimizer.decay_steps=3"
     code, error = call(f"pretrain --workdir {tmp_path}/w --decay-from {place}")
