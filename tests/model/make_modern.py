@@ -22,6 +22,16 @@ CONFIG = {
     "pad_token_id": 0,
 }
 ROWS, LENGTH = 3, 24
+# A second size, whose gradients are not kept.
+DEEPER = CONFIG | {
+    "hidden_size": 32,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 80,
+    "local_attention": 16,
+}
+DEEPER_ROWS, DEEPER_LENGTH = 2, 72
 _IGNORED = -100
 
 
@@ -78,3 +88,6 @@ def outputs(config: dict[str, int], rows: int, length: int) -> dict[str, np.ndar
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     np.savez_compressed(FOLDER / "outputs.npz", **outputs(CONFIG, ROWS, LENGTH))
+    deeper = outputs(DEEPER, DEEPER_ROWS, DEEPER_LENGTH)
+    kept = {name: deeper[name] for name in ("hidden_states", "logits", "loss")}
+    np.savez_compressed(FOLDER / "deeper.npz", **kept)
