@@ -421,14 +421,16 @@ def export(args: argparse.Namespace) -> int:
         if form == "adapter":
             architecture = f"adapter over {architecture}"
     else:
-        if args.kind not in of_run:
-            given = ":" if args.kind is None else f" {args.kind}: {args.workdir} is not fine-tuned;"
-            raise InputError(f"--as{given} choose {', '.join(of_run[:-1])} or {of_run[-1]}")
         if args.base is not None and not tuned:
             raise InputError(f"--from: {args.workdir}: only a fine-tuned run takes this")
         trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
-        huggingface.export_weights(trained, args.kind, args.dtype, epath.Path(args.out))
-        architecture = huggingface.architecture_of(trained.model, args.kind)
+        there = huggingface.forms_of(trained.model)  # none of an encoder that they do not have
+        if there and args.kind not in of_run:
+            given = ":" if args.kind is None else f" {args.kind}: {args.workdir} is not fine-tuned;"
+            raise InputError(f"--as{given} choose {' or '.join(there)}")
+        kind = args.kind or "encoder"
+        huggingface.export_weights(trained, kind, args.dtype, epath.Path(args.out))
+        architecture = huggingface.architecture_of(trained.model, kind)
         name, step = trained.name, trained.step
     say(
         f"exported {printable(name)}, step {step}: {architecture}, {args.dtype}, "

@@ -154,6 +154,13 @@ def _read_shards(index: epath.Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+def forms_of(model: Model) -> list[str]:
+    """Returns the kinds of export that a model which is not fine-tuned can have."""
+    is_causal = model.direction == "left_to_right"
+    kinds = ARCHITECTURES.get(model.kind, {})
+    return [name for name in kinds if (name == "causal_lm") == is_causal]
+
+
 def architecture_of(model: Model, kind: Kind) -> str:
     """Returns the class of theirs that holds what is wanted of such a model.
 
@@ -170,8 +177,7 @@ def architecture_of(model: Model, kind: Kind) -> str:
             f"--as {kind}: transformers has no class for model.kind={model.kind}; `bert-jax embed` "
             "and `bert_jax.load` take it"
         )
-    is_causal = model.direction == "left_to_right"
-    there = [name for name in ARCHITECTURES[model.kind] if (name == "causal_lm") == is_causal]
+    there = forms_of(model)
     if kind not in there:
         raise InputError(
             f"--as {kind}: transformers has no such class for model.kind={model.kind} and "
