@@ -118,10 +118,10 @@ class Vectors:
 
     def items(self, body: dict[str, Any], most: int) -> list[str]:
         """Returns the texts."""
-        if body.get("encoding_format", "float") not in ("float", "base64"):
+        if body.get("encoding_format") not in (None, "float", "base64"):
             raise Refused(400, "encoding_format: must be float or base64", "encoding_format")
         width = self._embedder.width
-        if body.get("dimensions", width) != width:
+        if body.get("dimensions") not in (None, width):
             raise Refused(400, f"dimensions: vectors have {width} numbers", "dimensions")
         given = body.get("input")
         texts = _listed([given] if isinstance(given, str) else given, most)
@@ -470,8 +470,9 @@ def listening(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
-        raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # a name that is none fails as text
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"--host {host} --port {port}: {why}") from error
     return bound
 
 

@@ -103,6 +103,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     argument("--workdir", metavar="W", required=True, help="a run or a base"),
     CACHE,
     CHECKPOINT,
+    CODE,
     argument(
         "--tasks",
         metavar="TASKFILE",
@@ -133,6 +134,12 @@ def layers(args: argparse.Namespace) -> int:
     place = Workdir(args.workdir)
     record: dict[str, Any] = {}
     model = LoadedModel(trained)
+    attention = None
+    if args.attention is not None:
+        try:
+            attention = model.attention(args.attention)
+        except InputError as error:
+            raise InputError(f"--attention: {error}") from error
     if args.tasks:
         every = range(trained.model.num_hidden_layers + 1)
         means = functools.partial(model.embed, layers=every)
@@ -142,7 +149,6 @@ def layers(args: argparse.Namespace) -> int:
         record = layers_lib.record_of(trained, known)
     elif place.layers.exists():
         record = read_json(place.layers, layers_lib.FORMAT_VERSION)
-    attention = None if args.attention is None else model.attention(args.attention)
     if args.tasks:
         write_atomic(place.layers, json.dumps(sealed(record), indent=2) + "\n")
     page.write(place.root / "layers.html", trained.name, record, attention)

@@ -19,7 +19,7 @@ from bert_jax.config import Experiment, Finetuning, Section, Table
 from bert_jax.config.comparison import COLUMNS
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import Workdir, named_errors, read_json, sealed, write_atomic
-from bert_jax.tasks import examples
+from bert_jax.tasks import adapted, examples
 from bert_jax.tasks.probes import Probes
 
 FORMAT_VERSION = 1
@@ -146,7 +146,7 @@ class Results:
                 raise InputError(
                     f"table.columns: {column.name}: there are two tasks of this name; rename one"
                 )
-            _require_positions(table, column)
+            _require_adaptable(table, column)
         with named_errors(folder):
             there = {path.name for path in folder.iterdir()} if folder.exists() else set()
         if "table.json" in there:
@@ -209,15 +209,12 @@ class Results:
             yield "  ".join([line[0].ljust(len(name)), *rest])
 
 
-def _require_positions(table: Table, column: Column) -> None:
+def _require_adaptable(table: Table, column: Column) -> None:
     for row in table.rows if column.name.startswith("finetune:") else ():
-        limit = row.experiment.model.max_position_embeddings
-        wanted = column.asked.task.max_sequence_length
-        if wanted > limit:
-            raise InputError(
-                f"table.columns: {column.name}: task.max_sequence_length={wanted} is longer than "
-                f"row {row.name} reads, model.max_position_embeddings={limit}"
-            )
+        try:
+            adapted.require_adaptable(row.experiment.model, column.asked, f"row {row.name}")
+        except InputError as error:
+            raise InputError(f"table.columns: {column.name}: {error}") from error
 
 
 def hash_of(column: Column, experiment: Experiment) -> str:

@@ -113,10 +113,15 @@ def _require_known(column: str) -> None:
         raise InputError(f"table.columns: {column!r} is no column; {hint}")
 
 
+# Of what is asked of held-out rows; the most telling first.
+_ASKED = ("objective", "attention", "code")
+
+
 def of_held_out(experiment: Experiment) -> dict[str, object]:
-    """Returns the fields that decide which held-out rows there are, by name."""
+    """Returns the fields that decide which held-out rows there are and what is asked of them."""
     corpus, data = experiment.corpus, experiment.data
-    fields = {f"corpus.{f.name}": getattr(corpus, f.name) for f in dataclasses.fields(corpus)}
+    fields: dict[str, object] = {f"data.{name}": getattr(data, name) for name in _ASKED}
+    fields |= {f"corpus.{f.name}": getattr(corpus, f.name) for f in dataclasses.fields(corpus)}
     fields["model.vocab_size"] = experiment.model.vocab_size
     for name in ("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows"):
         fields[f"data.{name}"] = getattr(data, name)

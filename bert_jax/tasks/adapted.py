@@ -77,23 +77,9 @@ class LoadedBase:
         if not experiment.init_from:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
         trained = Trained.of(epath.Path(experiment.init_from))
-        limit = trained.model.max_position_embeddings
-        lengths, read = ["max_sequence_length"], {"encoder", below_head(trained.model, "pooled")}
-        if experiment.task.kind == "generate":
-            _require_decodable(trained.model, experiment.init_from)
-            lengths, read = [*lengths, "max_target_length"], {"encoder", "masked_lm"}
-        for name in lengths:
-            if getattr(experiment.task, name) > limit:
-                raise InputError(
-                    f"task.{name}={getattr(experiment.task, name)}: longer than the "
-                    f"position table of {experiment.init_from}, {limit}"
-                )
-        if experiment.task.kind == "span" and trained.model.kind == "bilstm":
-            raise InputError(
-                f"task.kind=span: {experiment.init_from} is of model.kind=bilstm, no layer of "
-                "which compares a question with its context; take a base of another kind"
-            )
-        tagger.require_layers(trained.model, experiment.adapt.features, experiment.init_from)
+        require_adaptable(trained.model, experiment, experiment.init_from)
+        generates = experiment.task.kind == "generate"
+        read = {"encoder", "masked_lm" if generates else below_head(trained.model, "pooled")}
         params = jax.device_get({name: trained.params[name] for name in sorted(read)})
         if experiment.task.kind != "generate" and "masked_lm" in params:
             del params["masked_lm"]["output_bias"]
@@ -156,14 +142,33 @@ class LoadedBase:
         return {name: self.params[name] for name in ("encoder", part) if name}
 
 
-def _require_decodable(model: Model, where: str) -> None:
-    """Raises InputError unless a decoder can be made of the layers of an encoder."""
-    if model.kind != "bert" or model.code:
-        this = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
+def require_adaptable(model: Model, experiment: Finetuning, where: str) -> None:
+    """Raises InputError, which names `where`, unless a task can be learned over such a model.
+
+    It is refused where the model does not read such long rows, has no layers that a decoder can be
+    made of or a tagger reads, or compares no texts as a span needs it.
+    """
+    task, lengths = experiment.task, ["max_sequence_length"]
+    if task.kind == "generate":
+        lengths.append("max_target_length")
+        if model.kind != "bert" or model.code:
+            this = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
+            raise InputError(
+                f"{where}: task.kind=generate makes a decoder of the layers of model.kind=bert, "
+                f"and this encoder has {this}; name another base"
+            )
+    for name in lengths:
+        if getattr(task, name) > model.max_position_embeddings:
+            raise InputError(
+                f"task.{name}={getattr(task, name)}: longer than the position table of {where}, "
+                f"{model.max_position_embeddings}"
+            )
+    if task.kind == "span" and model.kind == "bilstm":
         raise InputError(
-            f"--from {where}: task.kind=generate makes a decoder of the layers of model.kind=bert, "
-            f"and this encoder has {this}; name another base"
+            f"task.kind=span: {where} is of model.kind=bilstm, no layer of which compares a "
+            "question with its context; take a base of another kind"
         )
+    tagger.require_layers(model, experiment.adapt.features, where)
 
 
 def _adapted_model(model: Model, adapt: Adapt) -> Model:

@@ -501,6 +501,7 @@ def test_what_is_no_table_is_refused_by_name(here, fields, words):
     ("setting", "words"),
     [
         ("corpus.case=cased", "b has corpus.case='cased', and a 'uncased'"),
+        ("data.objective=mlm", "b has data.objective='mlm', and a 'mlm_nsp'"),
         ("model.vocab_size=44", "b has model.vocab_size=44, and a 45"),
         ("data.eval_rows=5", "b has data.eval_rows=5, and a 20"),
     ],
@@ -536,7 +537,14 @@ def test_files_that_give_no_table_are_named(here, capsys, text, words):
         (("probe:nowhere.py",), "table.columns: probe:nowhere.py: nowhere.py: no such"),
         (("finetune:pairs.py",), "nothing is learned from minimal pairs; write probe:"),
         (("probe:task.py", "probe:./task.py"), "there are two tasks of this name"),
-        (("finetune:long.py",), "task.max_sequence_length=64 is longer than row base reads"),
+        (
+            ("finetune:long.py",),
+            "long.py: task.max_sequence_length=64: longer than the position table of row base",
+        ),
+        (
+            ("finetune:tags.py adapt.how=frozen adapt.features=concat_last_four",),
+            "adapt.features=concat_last_four: row base has 1 layers, and 4 are read",
+        ),
         (("finetune:gone.py",), "gone: cannot be read"),
         (("finetune:task.py batch_size=none",), "task.py batch_size=none: --set batch_size=none"),
         (("finetune:task.py", "finetune:task.py batch_size=2"), "two tasks of this name"),
@@ -553,6 +561,13 @@ def test_tasks_that_cannot_be_asked_are_named_before_anything_is_run(here, capsy
     (here / "pairs.py").write_text(
         "from bert_jax.config import Finetuning, Task\n\n\ndef experiment():\n"
         f'    return Finetuning(name="p", {pairs}second_column="bad"))\n'
+    )
+    (here / "tags").write_text("wa O\n")
+    tags = 'task=Task(kind="tag", train=("conll:tags",), validation=("conll:tags",), '
+    (here / "tags.py").write_text(
+        "from bert_jax.config import Finetuning, Task\n\n\ndef experiment():\n"
+        f'    return Finetuning(name="t", {tags}text_column="0", label_column="1", '
+        "max_sequence_length=32))\n"
     )
     write_table(here, columns)
     assert compare() == 2

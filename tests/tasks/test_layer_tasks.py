@@ -139,6 +139,7 @@ def test_the_command_prints_a_table_and_writes_a_page(here, capsys):
         ("--tasks classify.py alike.py", "two tasks have the name 'classify'"),
         ("--tasks constant.py", "--tasks: constant: all pairs to score on have one similarity"),
         ("--attention=", "--attention: a text is needed"),
+        ("--tasks classify.py --attention=" + "xa," * 99, "--attention: text of"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(here, capsys, words, message):

@@ -359,6 +359,7 @@ def test_what_the_model_cannot_compute_is_an_error_and_the_next_is_answered(trai
         ("--workdir nowhere --port 0", ("nowhere", "no run here")),
         ("--workdir . --port 70000", ("--port 70000", "65535")),
         ("--workdir . --host 300.0.0.1 --port 0", ("--host 300.0.0.1",)),
+        ("--workdir . --host a..b --port 0", ("--host a..b",)),
         ("--workdir . --queue 63", ("--queue 63", "64")),
         ("--workdir . --timeout 0", ("--timeout 0",)),
         ("--workdir . --pooling tokens", ("--pooling", "tokens")),
