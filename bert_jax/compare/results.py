@@ -211,8 +211,11 @@ class Results:
 
 def _require_adaptable(table: Table, column: Column) -> None:
     for row in table.rows if column.name.startswith("finetune:") else ():
+        model, where = row.experiment.model, f"row {row.name}"
         try:
-            adapted.require_adaptable(row.experiment.model, column.asked, f"row {row.name}")
+            if column.asked.task.kind == "generate":
+                adapted.require_decodable(model, where)
+            adapted.require_adaptable(model, column.asked, where)
         except InputError as error:
             raise InputError(f"table.columns: {column.name}: {error}") from error
 

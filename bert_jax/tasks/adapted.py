@@ -77,8 +77,10 @@ class LoadedBase:
         if not experiment.init_from:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
         trained = Trained.of(epath.Path(experiment.init_from))
-        require_adaptable(trained.model, experiment, experiment.init_from)
         generates = experiment.task.kind == "generate"
+        if generates:
+            require_decodable(trained.model, f"--from {experiment.init_from}")
+        require_adaptable(trained.model, experiment, experiment.init_from)
         read = {"encoder", "masked_lm" if generates else below_head(trained.model, "pooled")}
         params = jax.device_get({name: trained.params[name] for name in sorted(read)})
         if experiment.task.kind != "generate" and "masked_lm" in params:
@@ -142,21 +144,24 @@ class LoadedBase:
         return {name: self.params[name] for name in ("encoder", part) if name}
 
 
+def require_decodable(model: Model, where: str) -> None:
+    """Raises InputError, which names `where`, unless layers of an encoder can be a decoder's."""
+    if model.kind != "bert" or model.code:
+        this = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
+        raise InputError(
+            f"{where}: task.kind=generate makes a decoder of the layers of model.kind=bert, and "
+            f"this encoder has {this}; name another base"
+        )
+
+
 def require_adaptable(model: Model, experiment: Finetuning, where: str) -> None:
     """Raises InputError, which names `where`, unless a task can be learned over such a model.
 
-    It is refused where the model does not read such long rows, has no layers that a decoder can be
-    made of or a tagger reads, or compares no texts as a span needs it.
+    It is refused where the model does not read such long rows, has no layers that a tagger reads,
+    or compares no texts as a span needs it.
     """
-    task, lengths = experiment.task, ["max_sequence_length"]
-    if task.kind == "generate":
-        lengths.append("max_target_length")
-        if model.kind != "bert" or model.code:
-            this = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
-            raise InputError(
-                f"{where}: task.kind=generate makes a decoder of the layers of model.kind=bert, "
-                f"and this encoder has {this}; name another base"
-            )
+    task = experiment.task
+    lengths = ["max_sequence_length"] + ["max_target_length"] * (task.kind == "generate")
     for name in lengths:
         if getattr(task, name) > model.max_position_embeddings:
             raise InputError(

@@ -280,7 +280,7 @@ def test_what_a_generating_run_cannot_do_is_refused_by_name(here, capsys, monkey
 def test_only_encoders_of_kind_bert_have_a_decoder():
     modern = dataclasses.replace(kinds.MODEL, kind="modern", num_hidden_layers=1, global_every=1)
     with pytest.raises(InputError, match=r"--from b: task\.kind=generate .* model\.kind=modern"):
-        adapted._require_decodable(modern, "b")
+        adapted.require_decodable(modern, "--from b")
 
 
 def test_a_target_may_be_any_text():
