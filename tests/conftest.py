@@ -1,3 +1,4 @@
+import ctypes
 import gc
 import os
 import pathlib
@@ -40,6 +41,31 @@ def pytest_collection_modifyitems(items):
     """Keeps the order within each file."""
     place = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_dropped():
+    """Gives back, after each file, the memory of its programs: a worker stays below 2 GB.
+
+    Without it jax keeps every program, and the C library every page that one was compiled in.
+    """
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Says why a worker ended; the test that it was at is reported as failed."""
+    if error:
+        code = node.gateway._io.popen.wait()
+        why = (
+            "killed, as the kernel does when memory is short" if code == -signal.SIGKILL else error
+        )
+        print(f"\nworker {node.gateway.id} ended with {code}: {why}", file=sys.stderr)
 
 
 @pytest.fixture(scope="session")
