@@ -62,9 +62,11 @@ test-long: $(STAMP)
 rehearse-pod: $(STAMP)
 	PYTHONPATH=.:tests:tests/launch $(BIN)/python -m rehearse_pod $(ARGS)
 
-# Thousands of damaged files of each kind, and how many were tried; half an hour.
+# Thousands of damaged files of each kind, and how many were tried; half an hour. Then hundreds of
+# examples of each rule of the data, of which `make test` tries 25.
 fuzz: $(STAMP)
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -n 0 tests/test_random_*.py
+	FUZZ_EXAMPLES=300 $(BIN)/python -m pytest tests/text tests/data tests/tasks
 
 # docs/settings.md, from the fields themselves.
 settings: $(STAMP)

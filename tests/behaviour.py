@@ -209,8 +209,9 @@ def here() -> dict[str, str | int]:
     for name, settings in runs.items():
         words = ["pretrain", "small.py", "--workdir", f"run_{name}"]
         command([*words, *(f"--set={s}" for s in (*settings, f"run.corpus_dir=of_{name}"))])
-    small_run.killed(9, signal.SIGKILL, "pretrain", "small.py", "--workdir", "run_resumed")
-    command(["pretrain", "small.py", "--workdir", "run_resumed"])
+    resumed = ("pretrain", "small.py", "--workdir", "run_resumed")
+    small_run.killed(9, signal.SIGKILL, *resumed, devices=4)
+    command([*resumed])
     bad = child.Plan(not_finite=(9, 10, 11)).to_json()
     words = ("pretrain", "small.py", "--workdir", "run_rolled_back")
     done = small_run.command(

@@ -23,8 +23,10 @@ gc.set_threshold(100_000, 20, 50)
 # commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# What a test finds must not depend on how busy the machine is.
-settings.register_profile("patient", deadline=None, database=None)
+# What a test finds must not depend on how busy the machine is. `make fuzz` tries more examples.
+settings.register_profile(
+    "patient", deadline=None, database=None, max_examples=int(os.environ.get("FUZZ_EXAMPLES", 25))
+)
 settings.load_profile("patient")
 
 

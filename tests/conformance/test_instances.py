@@ -6,7 +6,7 @@ import pathlib
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import plain
@@ -134,7 +134,6 @@ lines = st.one_of(
 files = st.lists(lines, max_size=25).map(b"\n".join)
 
 
-@settings(max_examples=40)
 @given(
     texts=st.lists(files, min_size=1, max_size=3),
     max_seq_length=st.integers(5, 70),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.data import draws, sentences, stream
@@ -38,7 +38,6 @@ def by_hand(text, width, first):
     return rows
 
 
-@settings(max_examples=100)
 @given(lengths=documents, width=st.integers(8, 40), seed=st.integers(0, 99))
 def test_rows_are_those_of_the_rule(lengths, width, seed):
     small, text = made(lengths)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.config import Data
@@ -51,7 +51,6 @@ def wanted(a, b, most=9):
     return min(most, max(1, int(round((a + b + 3) * 0.15))))  # noqa: RUF046
 
 
-@settings(max_examples=50)
 @given(lengths=lengths, seed=st.integers(0, 99), words=st.sampled_from(UNITS))
 def test_positions_rise_and_labels_are_what_stood_there(lengths, seed, words):
     input_ids = rows_of(lengths, seed)
@@ -101,7 +100,6 @@ def words_of(row, a, b):
     return words
 
 
-@settings(max_examples=100)
 @given(lengths=lengths, seed=st.integers(0, 99), units=st.sampled_from(["whole_word", "span"]))
 def test_whole_words_stay_whole(lengths, seed, units):
     input_ids = rows_of(lengths, seed)
@@ -153,7 +151,6 @@ def spans_of(ids, a, b, counter, share, width):
     return spans
 
 
-@settings(max_examples=50)
 @given(lengths=lengths, seed=st.integers(0, 99), share=st.sampled_from([0.15, 0.5]))
 def test_spans_are_those_of_the_rule_and_each_is_replaced_as_a_whole(lengths, seed, share):
     input_ids, width = rows_of(lengths, seed), 25

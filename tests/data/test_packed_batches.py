@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import test_batches as alone
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.config import Data
@@ -114,7 +114,6 @@ def test_rows_hold_no_more_than_they_may():
                 break
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(5, 40), min_size=1, max_size=120),
     st.integers(1, 6),

@@ -1,7 +1,7 @@
 """Rows of texts: whole, once each, and in their places."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.data import packing
@@ -9,7 +9,6 @@ from bert_jax.data import packing
 LENGTHS = st.lists(st.integers(2, 300), max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.sampled_from([300, 512, 1024]), st.integers(1, 4))
 def test_each_text_stands_in_one_row_and_fits(lengths, row_tokens, shards):
     seen, sizes = [], {}
@@ -25,7 +24,6 @@ def test_each_text_stands_in_one_row_and_fits(lengths, row_tokens, shards):
     assert len(sizes) <= 6
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(2, 12), max_size=8))
 def test_a_row_says_where_its_texts_stand(lengths):
     rng = np.random.default_rng(len(lengths))

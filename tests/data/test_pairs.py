@@ -4,7 +4,7 @@ import collections
 import random
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.data import draws, pairs, stream
@@ -40,7 +40,6 @@ def document_of(small, offset):
     return int(np.searchsorted(starts, offset, "right")) - 1
 
 
-@settings(max_examples=200)
 @given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
 def test_pairs_are_whole_sentences_of_one_document_each(corpus, seed, length):
     small = of_lengths(corpus)
@@ -52,7 +51,6 @@ def test_pairs_are_whole_sentences_of_one_document_each(corpus, seed, length):
             assert document_of(small, offset) == document_of(small, offset + size - 1)
 
 
-@settings(max_examples=100)
 @given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
 def test_a_pair_reaches_the_target_and_no_sentence_more(corpus, seed, length):
     small = of_lengths(corpus)
@@ -74,7 +72,6 @@ def test_the_plan_is_the_same_for_the_same_key():
     assert plan(small) != plan(small, seed=1)
 
 
-@settings(max_examples=50)
 @given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
 def test_how_much_is_planned_at_once_changes_nothing(corpus, seed, length):
     """Blocks end within documents and within chunks."""
@@ -128,7 +125,6 @@ class Answers(draws.Sequential):
         return self.chunk.start(*asked)
 
 
-@settings(max_examples=100)
 @given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
 def test_a_plan_is_what_the_reference_makes_of_the_same_answers(corpus, seed, length):
     """The reference's loop, document by document and chunk by chunk, asked with the same draws."""
@@ -255,7 +251,6 @@ def slow_truncate(a, b, most, random_draw):
     return a, b
 
 
-@settings(max_examples=500)
 @given(
     a=st.integers(1, 60), b=st.integers(1, 60), length=st.integers(8, 70), seed=st.integers(0, 99)
 )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import test_pairs
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_pairs import Row, corpora, of_lengths
 
@@ -27,7 +27,6 @@ def in_order(row):
     return runs[::-1] if row.is_random_next else runs
 
 
-@settings(max_examples=200)
 @given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
 def test_a_pair_is_two_runs_of_sentences_one_behind_the_other(corpus, seed, length):
     """Together they are every sentence once, of documents that have two."""

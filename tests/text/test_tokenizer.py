@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.conformance import golden
@@ -109,7 +109,6 @@ def test_the_short_way_of_ascii_gives_the_words_of_the_long_one(case, text):
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=200)
 @given(text=st.text())
 def test_words_of_any_text_are_those_of_the_slow_implementation(case, text):
     assert tokenizer.basic_tokens(text, case) == slow_tokens(text, case)
@@ -143,7 +142,6 @@ def other(bert):
     return raw
 
 
-@settings(max_examples=300)
 @given(text=st.text(ALPHABET, max_size=120))
 def test_ids_equal_those_of_the_tokenizers_library(bert, other, text):
     assert bert["uncased"].encode(text) == other.encode(text, add_special_tokens=False).ids

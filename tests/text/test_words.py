@@ -17,7 +17,6 @@ CHARACTERS = (
 )
 
 
-@hypothesis.settings(max_examples=300, deadline=None)
 @hypothesis.given(
     strategies.lists(strategies.text(CHARACTERS, max_size=20), max_size=6),
     strategies.sampled_from(["cased", "uncased"]),
