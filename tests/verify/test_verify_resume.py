@@ -37,9 +37,9 @@ def verified(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_rounds_of_each_objective_find_no_difference(objective, tmp_path):
-    sets = [word for setting in OBJECTIVES[objective] for word in ("--set", setting)]
+def test_rounds_of_another_objective_find_no_difference(tmp_path):
+    """Of full rows, of another encoder and direction; the other objectives differ in less."""
+    sets = [word for setting in OBJECTIVES["causal"] for word in ("--set", setting)]
     file = write_text(tmp_path)
     done = bert_jax(
         "verify-resume", file, "--workdir", tmp_path / "v", "--rounds", 2, *sets, timeout=600
