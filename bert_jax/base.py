@@ -1,6 +1,7 @@
 """A base: weights to start from, as `import` writes them, whatever they were before.
 
-B/base.json             the Model section, where the weights come from, which are fresh
+B/base.json             the Model section, where the weights come from, which are fresh, how vectors
+                        of texts are made of them
 B/params.safetensors    float32, by the paths of the tree: encoder/layers/query/kernel, ...
 B/moments.safetensors   Adam's means of gradients and of their squares, if they were asked for:
                         mean/encoder/layers/query/kernel, square/...
@@ -12,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -63,6 +64,21 @@ class Moments:
     square: dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class TextVectors:
+    """How the vector of a text is made of those of its pieces.
+
+    Attributes:
+      pooling: `mean` of all, [CLS] and [SEP] among them, or the one of [CLS].
+      normalize: whether it is scaled to length 1.
+      max_length: pieces that are read, those two among them; 0: as many as there are positions.
+    """
+
+    pooling: Literal["mean", "cls"] = "mean"
+    normalize: bool = False
+    max_length: int = 0
+
+
 @dataclasses.dataclass
 class Base:
     """Weights, and what they mean.
@@ -75,6 +91,7 @@ class Base:
       fresh: parts (`pooler`, `masked_lm`, `next_sentence`) that the source did not have.
       moments: what a run that begins here begins with, too; None: with zeros.
       sha256: of the weights, and of the moments if there are some; "" before it is written.
+      vectors: as its source makes them; None if the source says nothing of it.
     """
 
     model: Model
@@ -84,6 +101,7 @@ class Base:
     fresh: tuple[str, ...] = ()
     moments: Moments | None = None
     sha256: str = ""
+    vectors: TextVectors | None = None
 
 
 def is_base(folder: epath.Path) -> bool:
@@ -107,6 +125,7 @@ def write(base: Base, folder: epath.Path) -> None:
             "fresh": list(base.fresh),
             "weights_sha256": _file_sha256(made / _WEIGHTS),
             "tokenizer_sha256": base.tokenizer.sha256,
+            "vectors": base.vectors and dataclasses.asdict(base.vectors),
         }
         if base.moments is not None:
             trees = {"mean": base.moments.mean, "square": base.moments.square}
@@ -146,8 +165,14 @@ def read(folder: epath.Path) -> Base:
             trees = _tree(read_tensors(folder / _MOMENTS))
             moments = Moments(record["moments_step"], trees["mean"], trees["square"])
         params, fresh = _tree(read_tensors(folder / _WEIGHTS)), tuple(record["fresh"])
-        source = record["source"]
-    return Base(model, params, tokenizer, source, fresh, moments, begins_with(folder))
+        source, vectors = record["source"], vectors_of(record)
+    return Base(model, params, tokenizer, source, fresh, moments, begins_with(folder), vectors)
+
+
+def vectors_of(record: Mapping[str, Any]) -> TextVectors | None:
+    """Returns how vectors are made, as a base or a run's checkpoint records it; None: unsaid."""
+    recorded = record.get("vectors")
+    return recorded and TextVectors(**recorded)
 
 
 def begins_with(folder: epath.Path) -> str:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from bert_jax import system
 from bert_jax import vectors as vectors_lib
+from bert_jax.base import TextVectors
 from bert_jax.config import Model
 from bert_jax.data import packing
 from bert_jax.errors import InputError, quantity
@@ -46,16 +47,17 @@ class Features:
 
     Attributes:
       pooling: `mean` of all tokens, [CLS] and [SEP] among them, as sentence-transformers pools;
-        `cls`, the vector of [CLS]; `tokens`, one of each piece, without [CLS] and [SEP].
+        `cls`, the vector of [CLS]; `tokens`, one of each piece, without [CLS] and [SEP]; None: as
+        the run or base says, else `mean`.
       layers: 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
       combine: the layers' vectors, one behind the other, or their mean.
-      length: of a vector: as it comes, or 1.
+      length: of a vector: as it comes, or 1; None: as the run or base says of texts.
     """
 
-    pooling: Literal["mean", "cls", "tokens"] = "mean"
+    pooling: Literal["mean", "cls", "tokens"] | None = None
     layers: tuple[int, ...] = (-1,)
     combine: Literal["concat", "mean"] = "concat"
-    length: Literal["as_is", "unit"] = "as_is"
+    length: Literal["as_is", "unit"] | None = None
 
 
 @dataclasses.dataclass
@@ -87,7 +89,7 @@ class Embedder:
       trained: whose encoder.
       features: which of its vectors.
       mesh: of the devices.
-      max_length: 0: as many as the model has positions.
+      max_length: 0: as the run or base says, else as many as the model has positions.
       batch_tokens: that a device works on at a time; 0: 512 on a CPU, 16,384 elsewhere. A text
         of `max_length` fits in anyway.
 
@@ -104,6 +106,10 @@ class Embedder:
         batch_tokens: int = 0,
     ):
         model, most = trained.model, trained.model.max_position_embeddings
+        said = trained.vectors or TextVectors()
+        pooling = features.pooling or said.pooling
+        length = features.length or ("unit" if said.normalize and pooling != "tokens" else "as_is")
+        features = dataclasses.replace(features, pooling=pooling, length=length)
         if max_length and not 3 <= max_length <= most:
             raise InputError(f"--max-length {max_length}: must be from 3 to the model's {most}")
         if not 0 <= batch_tokens <= _MOST_TOKENS:
@@ -116,7 +122,7 @@ class Embedder:
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         layers = layer_numbers(features.layers, model)
         self.width = model.hidden_size * (len(layers) if features.combine == "concat" else 1)
-        self.max_length = max_length or most
+        self.max_length = max_length or said.max_length or most
         self.texts = self.cut = 0
         self.unknown = unknown.Share(trained.tokenizer)
         self._features, self._mesh, self._tokenizer = features, mesh, trained.tokenizer

@@ -123,13 +123,13 @@ class LoadedModel:
     def embed(
         self,
         texts: str | Sequence[str],
-        pooling: Literal["mean", "cls"] = "mean",
+        pooling: Literal["mean", "cls"] | None = None,
         layers: Sequence[int] = (-1,),
-        length: Literal["as_is", "unit"] = "as_is",
+        length: Literal["as_is", "unit"] | None = None,
     ) -> np.ndarray:
         """Returns a vector of each text, float32 [texts, W]; see `bert_jax.embed.Features`.
 
-        Longer texts than the model reads are cut.
+        What is None is as the run or base says. Longer texts than are read are cut.
         """
         features = Features(pooling=pooling, layers=tuple(layers), length=length)
         embedder = Embedder(self._trained, features, mesh_lib.make_mesh(Parallelism()))
@@ -200,9 +200,9 @@ def load(place: Path, checkpoint: str = "newest", code: Path | None = None) -> L
     if not theirs or base_lib.is_base(run.root):
         return LoadedModel(Trained.of(folder, which=checkpoint))
     base = huggingface.read_folder(run.root, lambda line: None)
-    params = jax.device_put(base.params)
+    params, known = jax.device_put(base.params), {"source": base.source, "vectors": base.vectors}
     return LoadedModel(
-        Trained(folder.name, base.model, params, base.tokenizer, base.fresh, source=base.source)
+        Trained(folder.name, base.model, params, base.tokenizer, base.fresh, **known)
     )
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bert_jax import base as base_lib
 from bert_jax import config
-from bert_jax.base import Moments
+from bert_jax.base import Moments, TextVectors
 from bert_jax.config import Data, Experiment, Model, Parallelism
 from bert_jax.data.batches import Batch, TrainBatches
 from bert_jax.data.mixture import MixedBatches
@@ -25,7 +25,7 @@ from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective, step
 from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.checkpoint import Checkpoints, Restored
 from bert_jax.training.pretraining import Prepared
 
 What = Literal["params", "with_moments"]
@@ -47,6 +47,7 @@ class Trained:
       manifest: of the corpus; None of a base.
       evaluation: the line of metrics.jsonl of this step; None if there is none.
       moments: of the optimizer, if they were asked for.
+      vectors: of texts, as the base makes them, or the one that the run began with; None: unsaid.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Trained:
     manifest: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
     moments: Moments | None = None
+    vectors: TextVectors | None = None
 
     @classmethod
     def of(cls, folder: epath.Path, what: What = "params", which: str = "newest") -> "Trained":
@@ -90,6 +92,7 @@ class Trained:
                 base.fresh,
                 source=base.source,
                 moments=base.moments if what == "with_moments" else None,
+                vectors=base.vectors,
             )
         experiment = load_experiment(run)
         workdir = Workdir(run.root, experiment.run.corpus_dir, run.remote)
@@ -99,7 +102,8 @@ class Trained:
                 f"{folder}: --with-optimizer: optimizer.name={experiment.optimizer.name}; only "
                 "bert_adam's moments can be imported"
             )
-        state, done = _restored(experiment, workdir, prepared, mesh_lib.one_device(), what, which)
+        found = _restored(experiment, workdir, prepared, mesh_lib.one_device(), what, which)
+        state, done = found.state, found.step
         moments = None
         if what == "with_moments":
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
@@ -118,6 +122,7 @@ class Trained:
             manifest=prepared.manifest,
             evaluation=of_step[-1] if of_step else None,
             moments=moments,
+            vectors=base_lib.vectors_of(found.metadata.get("notes", {})),
         )
 
 
@@ -141,8 +146,8 @@ def load_params(
         base_lib.require_same_model(base, experiment.model, str(workdir.root))
         base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
         return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
-    state, done = _restored(experiment, workdir, prepared, mesh, "params", which)
-    return state["params"], done
+    found = _restored(experiment, workdir, prepared, mesh, "params", which)
+    return found.state["params"], found.step
 
 
 def _require_newest(folder: epath.Path, which: str) -> None:
@@ -157,8 +162,8 @@ def _restored(
     mesh: jax.sharding.Mesh,
     what: What,
     which: str,
-) -> tuple[step.State, int]:
-    """Returns `params`, and `optimizer` if it is wanted, of a checkpoint, and its step.
+) -> Restored:
+    """Returns `params`, and `optimizer` if it is wanted, of a checkpoint.
 
     They are whole on each device of the mesh: a run's own sharding is for the devices it had.
     """
@@ -188,7 +193,7 @@ def _restored(
         prepared.require_same(restored.metadata)
         for why in restored.damaged.values():
             print(f"{why}; step {restored.step} is used instead", file=sys.stderr)
-        return restored.state, restored.step
+        return restored
 
 
 # --- a batch as text ------------------------------------------------------------------------------

@@ -35,6 +35,24 @@ def write(
     return folder
 
 
+def as_sentence_transformers(
+    folder: pathlib.Path,
+    pooling: dict | None = None,
+    modules: tuple[str, ...] = ("Transformer", "Pooling"),
+    kind: str = "sentence_transformers.models",
+    **files: dict,
+) -> pathlib.Path:
+    """The same folder with what sentence-transformers reads next to it; files by their stems."""
+    paths = ["" if name == "Transformer" else f"{i}_{name}" for i, name in enumerate(modules)]
+    listed = [{"path": p, "type": f"{kind}.{n}"} for n, p in zip(modules, paths, strict=True)]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling or {}))
+    for stem, fields in files.items():
+        (folder / f"{stem}.json").write_text(json.dumps(fields))
+    return folder
+
+
 def cut_in_shards(folder: pathlib.Path, listed: dict[str, str] | None = None) -> None:
     """The folder's model.safetensors in three files, as save_pretrained cuts it.
 

@@ -195,13 +195,18 @@ _FEATURES = (
         default="concat",
         help="how vectors of several layers become one [concat]",
     ),
-    flag("--normalize", "scale each vector to length 1"),
+    argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="scale each vector to length 1 [as the run or base says]",
+    ),
     argument(
         "--max-length",
         type=int,
         default=0,
         metavar="N",
-        help="most tokens of a text; longer texts are cut [all positions of the model]",
+        help="most tokens of a text; longer texts are cut [as the run or base says, else all "
+        "positions of the model]",
     ),
     argument(
         "--batch-tokens",
@@ -234,9 +239,8 @@ _FEATURES = (
     argument(
         "--pooling",
         choices=("mean", "cls", "tokens"),
-        default="mean",
         help="mean of a text's tokens, [CLS] and [SEP] too; the vector of [CLS]; or a vector for "
-        "each piece, without these two [mean]",
+        "each piece, without these two [as the run or base says, else mean]",
     ),
     *_FEATURES,
 )
@@ -267,7 +271,7 @@ def _embedder(args: argparse.Namespace):
         pooling=args.pooling,
         layers=args.layers,
         combine=args.combine,
-        length="unit" if args.normalize else "as_is",
+        length={None: None, True: "unit", False: "as_is"}[args.normalize],
     )
     trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
     mesh = mesh_lib.make_mesh(Parallelism())
@@ -295,8 +299,8 @@ def _embedder(args: argparse.Namespace):
     argument(
         "--pooling",
         choices=("mean", "cls"),
-        default="mean",
-        help="a text's vector: mean of its tokens, or that of [CLS] [mean]",
+        help="a text's vector: mean of its tokens, or that of [CLS] [as the run or base says, else "
+        "mean]",
     ),
     *_FEATURES,
     TUNED_BASE,

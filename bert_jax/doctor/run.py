@@ -52,7 +52,7 @@ def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
         steps += [int(name) for name in mirror.names(workdir.checkpoints) if name.isdecimal()]
         done = max(steps, default=0)
         findings = _warmup(experiment, done) + _curves(experiment, train, evaluations, done)
-        findings += in_steps(train)
+        findings += in_steps(train) + _moved(experiment, workdir)
     with reading(workdir.timings):
         return (
             unfinished(experiment.total_steps, workdir, timings, done) + findings + in_time(timings)
@@ -85,6 +85,12 @@ _LINES_DAMAGED = Rule(
     0, 0,
     "the run is refused when it is to go on, and curves have a hole",
     "put the whole file back, or remove it to go on without its lines",
+)  # fmt: skip
+_MOVED = Rule(
+    "init_from={base} is a base of sentence vectors, and this run does not train vectors",
+    0, math.inf,
+    "masked LM moves them: texts that mean the same may no longer lie near each other",
+    "score similarities before and after (docs/interop.md, Using a base); embed with the base",
 )  # fmt: skip
 _UNFINISHED = Rule(
     "the run {ended} at step {done:,} of {total:,}",
@@ -129,18 +135,29 @@ _JUMPS = Rule(
 
 def damaged_lines(experiment: Experiment | Finetuning, workdir: Workdir) -> list[Finding]:
     """Looks for lines that are not those that the newest checkpoint was saved with."""
-    if not mirror.names(workdir.checkpoints):
-        return []
-    with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
-        newest = saved.newest_step()
-        metadata = {} if newest is None else saved.metadata(newest)
-    findings = []
+    findings, metadata = [], _newest(experiment, workdir)
     for name, written in metadata.get("lines", {}).items():
         damage = Lines(workdir.root / name).damage(metadata["step"], written)
         if damage:
-            where = f"{name}: the checkpoint of step {newest} says what was written"
+            where = f"{name}: the checkpoint of step {metadata['step']} says what was written"
             findings.append(_LINES_DAMAGED.finding("problem", where, name=name, damage=damage))
     return findings
+
+
+def _newest(experiment: Experiment | Finetuning, workdir: Workdir) -> dict[str, Any]:
+    """Returns the metadata of the newest checkpoint; {} if there is none."""
+    if not mirror.names(workdir.checkpoints):
+        return {}
+    with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
+        newest = saved.newest_step()
+        return {} if newest is None else saved.metadata(newest)
+
+
+def _moved(experiment: Experiment, workdir: Workdir) -> list[Finding]:
+    base = experiment.init_from
+    if base and "vectors" in _newest(experiment, workdir).get("notes", {}):
+        return [_MOVED.finding("note", base=base)]
+    return []
 
 
 def unfinished(total: int, workdir: Workdir, timings: list[Line], done: int) -> list[Finding]:

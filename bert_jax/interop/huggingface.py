@@ -9,10 +9,10 @@ import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax.base import Base
+from bert_jax.base import Base, TextVectors
 from bert_jax.config import Model
 from bert_jax.errors import InputError
-from bert_jax.interop import card, configs, names, vocabularies
+from bert_jax.interop import card, configs, names, sentence_transformers, vocabularies
 from bert_jax.interop.names import Naming, Say
 from bert_jax.predict import Trained
 from bert_jax.storage.workdir import named_errors, new_folder
@@ -61,7 +61,9 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     held = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
     tensors = _without_copies(held, naming, str(file))
     source = f"Hugging Face folder {folder.name}"
-    return names.fitted(tensors, naming, stated, tokenizer, file, source, say)
+    base = names.fitted(tensors, naming, stated, tokenizer, file, source, say)
+    base.vectors = sentence_transformers.read(folder, stated, tokenizer)
+    return base
 
 
 def _weights_file(folder: epath.Path) -> epath.Path:
@@ -210,26 +212,8 @@ def export_weights(
         vocabularies.write_json(
             folder / "config.json", configs.fields_of(trained, architecture, dtype)
         )
-        if kind == "encoder":  # sentence-transformers takes the mean over a text's pieces
-            types = {"": "Transformer", "1_Pooling": "Pooling"}
-            modules = [
-                {
-                    "idx": i,
-                    "name": str(i),
-                    "path": path,
-                    "type": f"sentence_transformers.models.{it}",
-                }
-                for i, (path, it) in enumerate(types.items())
-            ]
-            vocabularies.write_json(folder / "modules.json", modules)
-            reads = {"max_seq_length": longest, "do_lower_case": False}
-            vocabularies.write_json(folder / "sentence_bert_config.json", reads)
-            pooling = {
-                "word_embedding_dimension": cfg.hidden_size,
-                "pooling_mode_mean_tokens": True,
-            }
-            (folder / "1_Pooling").mkdir()
-            vocabularies.write_json(folder / "1_Pooling" / "config.json", pooling)
+        if kind == "encoder":
+            sentence_transformers.write(trained.vectors or TextVectors(), cfg, folder)
         tensors = names.to_theirs(trained.params, cfg, architecture)
         rounded = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors.items()}
         base_lib.write_tensors(folder / "model.safetensors", rounded, {"format": "pt"})

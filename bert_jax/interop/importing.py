@@ -48,6 +48,10 @@ def import_weights(
         say(f"{known} pieces keep their rows; {new} are new, and begin with the mean of the old")
     base_lib.write(base, target)
     cfg, kept = base.model, "" if base.moments is None else f", moments of step {base.moments.step}"
+    if vectors := base.vectors:
+        length = ", scaled to length 1" * vectors.normalize
+        most = vectors.max_length or cfg.max_position_embeddings
+        kept += f"; vectors of texts: {vectors.pooling}{length}, of {most} pieces at most"
     say(
         printable(
             f"imported {source} to {target}: {cfg.num_hidden_layers} layers, {cfg.hidden_size} "
@@ -80,7 +84,8 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
 def _of_run(source: epath.Path, what: Literal["params", "with_moments"]) -> Base:
     trained = Trained.of(source, what)
     where = f"{source.name}, step {trained.step}"
-    return Base(trained.model, trained.params, trained.tokenizer, where, moments=trained.moments)
+    kept = {"moments": trained.moments, "vectors": trained.vectors}
+    return Base(trained.model, trained.params, trained.tokenizer, where, **kept)
 
 
 def with_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
@@ -119,4 +124,5 @@ def with_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
         moments = Moments(moments.step, *trees)
     params, changed = resized(base.params, "mean"), f"{base.source}, with another vocabulary"
     known = int((rows >= 0).sum())
-    return Base(cfg, params, tokenizer, changed, base.fresh, moments), known
+    kept = {"fresh": base.fresh, "moments": moments, "vectors": base.vectors}
+    return Base(cfg, params, tokenizer, changed, **kept), known

@@ -301,6 +301,7 @@ class PretrainingSetup:
         self.compute_dtype = experiment.model.compute_dtype
         self._workdir, self._length, self._say = workdir, length, say
         self._probes, self._branch = probes, branch
+        self._notes: dict[str, Any] = {}  # what checkpoints keep for those who ask the model
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
@@ -376,6 +377,10 @@ class PretrainingSetup:
 
         self._say(_summary(experiment, objective, mesh))
 
+        def require_same(metadata: dict[str, Any]) -> None:
+            prepared.require_same(metadata)
+            self._notes = metadata.get("notes", {})  # the checkpoint's that it goes on from
+
         def batches(done: int) -> PhaseBatches:
             number, first = experiment.phase_at(done)
             phase = experiment.phases[number]
@@ -402,9 +407,10 @@ class PretrainingSetup:
             initial_state=lambda fresh: self._initial_state(fresh, prepared, peers),
             evaluators=tuple(asked),
             data_sha256=prepared.sha256,
-            require_same=prepared.require_same,
+            require_same=require_same,
             operations=operations,
             how_to_see=how_to_see,
+            notes=lambda evaluation: self._notes,
             require_unchanged=prepared.require_unchanged,
             branch=self._branch,
         )
@@ -424,6 +430,8 @@ class PretrainingSetup:
         random = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
         kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
         self._say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{random}")
+        if base.vectors is not None:
+            self._notes = {"vectors": dataclasses.asdict(base.vectors)}
         places = jax.tree.map(lambda leaf: leaf.sharding, fresh["params"])
         state = fresh | {"params": feed.put(base.params, places)}
         if base.moments is not None:

@@ -12,6 +12,9 @@ from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax import cli, config
+from bert_jax.doctor import run as run_lib
+from bert_jax.predict import Trained
+from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
@@ -23,9 +26,17 @@ LONG = f"--set run.checkpoint_every=1 --set run.keep_checkpoints=30 {FEW}"
 NEW = f"pretrain small.py --workdir new --set init_from=base {LONG}"
 
 
-def base_of_run() -> base_lib.Base:
+CLS = base_lib.TextVectors("cls", normalize=True)
+
+
+def base_of_run(vectors: base_lib.TextVectors | None = None) -> base_lib.Base:
     assert broken.call("import run --workdir base")[0] == 0
-    return base_lib.read(epath.Path("base"))
+    base = base_lib.read(epath.Path("base"))
+    if vectors is not None:
+        pathlib.Path("base").rename("bare")
+        base.vectors = vectors
+        base_lib.write(base, epath.Path("base"))
+    return base
 
 
 def restored(workdir: str, step: int) -> tuple[dict, dict]:
@@ -39,8 +50,15 @@ def restored(workdir: str, step: int) -> tuple[dict, dict]:
         return jax.device_get(found.state), found.metadata
 
 
-def test_a_run_begins_with_the_weights_of_its_base(copy_of_run):
-    base = base_of_run()
+def notes(workdir: str) -> list[str]:
+    """What the report says of the base that a run began with."""
+    place = Workdir(workdir)
+    found = run_lib.examine_lines(load_experiment(place), place)
+    return [finding.what for finding in found if "init_from" in finding.what]
+
+
+def test_a_run_begins_with_the_weights_of_its_base_and_keeps_how_vectors_are_made(copy_of_run):
+    base = base_of_run(CLS)
     code, err = broken.call(NEW)
     assert code == 0, err
     state, metadata = restored("new", 1)
@@ -50,6 +68,11 @@ def test_a_run_begins_with_the_weights_of_its_base(copy_of_run):
         np.testing.assert_array_equal(ours[name], theirs[name], name)
     last, _ = restored("new", 5)
     assert not np.array_equal(last["params"]["pooler"]["kernel"], base.params["pooler"]["kernel"])
+    assert len(notes("new")) == 1 and not notes("run")
+    assert broken.call("import new --workdir again")[0] == 0
+    assert (
+        base_lib.read(epath.Path("again")).vectors == Trained.of(epath.Path("new")).vectors == CLS
+    )
 
 
 @pytest.mark.long
@@ -118,7 +141,7 @@ def test_pieces_added_to_a_vocabulary_begin_with_the_mean_and_without_moments(co
 
 @pytest.mark.long
 def test_a_resume_with_other_weights_is_refused(copy_of_run, capsys):
-    base_of_run()
+    base_of_run(CLS)
     short = "--set phases.1.steps=2"
     assert broken.call(f"{NEW} {short}")[0] == 0
     # More steps of the same run: only these resume after the end.
@@ -130,6 +153,7 @@ def test_a_resume_with_other_weights_is_refused(copy_of_run, capsys):
     broken.refuses(broken.Case("other weights", again, ("init_from=base", "other weights")))
     pathlib.Path("base").rename("worse")
     assert broken.call(again)[0] == 0  # no base at all: a run may be carried elsewhere
+    assert Trained.of(epath.Path("new")).vectors == CLS
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_is_made(copy_of_run):

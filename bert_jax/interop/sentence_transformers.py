@@ -1,0 +1,80 @@
+"""How a folder of sentence-transformers makes vectors of texts: modules.json and what it lists."""
+
+import json
+from typing import Any
+
+from etils import epath
+
+from bert_jax.base import TextVectors
+from bert_jax.config import Model
+from bert_jax.errors import InputError, reading
+from bert_jax.interop.vocabularies import read_object, write_json
+from bert_jax.text.tokenizer import Tokenizer
+
+# Names and folders, in this order; the last may be missing.
+_MODULES = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+# Of a Pooling, as versions before 6 have it: a truth value for each.
+_MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
+_REMEDY = "remove modules.json to import the encoder alone"
+
+
+def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors | None:
+    """Reads how vectors of texts are made; None: the folder is of transformers alone.
+
+    Raises:
+      InputError: damaged, or they would be others here.
+    """
+    listed, pooling = folder / "modules.json", folder / "1_Pooling" / "config.json"
+    if not listed.exists():
+        return None
+    with reading(listed, _REMEDY):
+        modules = [(it["type"].split(".")[-1], it["path"]) for it in json.loads(listed.read_text())]
+    if modules not in (_MODULES, _MODULES[:2]):
+        raise InputError(f"{listed}: {modules}: only {_MODULES} are supported; {_REMEDY}")
+    fields = read_object(pooling)
+    old = [_MODES.get(it, it) for it in fields if it.startswith("pooling_mode_") and fields[it]]
+    mode = fields.get("pooling_mode", old or "mean")
+    mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
+    if mode not in list(_MODES.values()):
+        raise InputError(f"{pooling}: pooling_mode={mode!r}: only cls and mean; {_REMEDY}")
+    reads = _there(folder / "sentence_bert_config.json")
+    others = {
+        "do_lower_case": tokenizer.case == "cased" and reads.get("do_lower_case"),
+        "default_prompt_name": _there(folder / "config_sentence_transformers.json").get(
+            "default_prompt_name"
+        ),
+    }
+    for name, value in others.items():
+        if value:
+            raise InputError(f"{listed}: with {name}={value!r}: not supported; {_REMEDY}")
+    # From version 6 on it stands where transformers has it.
+    most = _there(folder / "tokenizer_config.json").get("model_max_length")
+    most = reads.get("max_seq_length") or most or 0
+    with reading(folder / "sentence_bert_config.json", _REMEDY):
+        most = most if most < model.max_position_embeddings else 0
+    return TextVectors(mode, len(modules) == len(_MODULES), most)
+
+
+def _there(path: epath.Path) -> dict[str, Any]:
+    return read_object(path) if path.exists() else {}
+
+
+def write(vectors: TextVectors, model: Model, folder: epath.Path) -> None:
+    """Writes next to an encoder what sentence-transformers reads, of any version from 2 on."""
+    modules = _MODULES if vectors.normalize else _MODULES[:2]
+    of = "sentence_transformers.models"
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"{of}.{name}"}
+        for i, (name, path) in enumerate(modules)
+    ]
+    write_json(folder / "modules.json", listed)
+    most = vectors.max_length or model.max_position_embeddings
+    reads = {"max_seq_length": most, "do_lower_case": False}
+    write_json(folder / "sentence_bert_config.json", reads)
+    for _, path in modules[1:]:
+        (folder / path).mkdir()
+    modes = {name: mode == vectors.pooling for name, mode in _MODES.items()}
+    write_json(
+        folder / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": model.hidden_size, **modes},
+    )

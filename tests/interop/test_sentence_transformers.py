@@ -1,0 +1,122 @@
+"""How a sentence-transformers folder makes vectors is kept, from `import` to `export`."""
+
+import json
+import pathlib
+
+import broken
+import hf_folder
+import numpy as np
+import pytest
+from etils import epath
+
+import bert_jax
+from bert_jax import base as base_lib
+from bert_jax.base import TextVectors
+
+WHOLE = ("Transformer", "Pooling", "Normalize")
+CLS = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+TEXTS = ["w7 w8 w9", "w12 " * 40, "w500 w77"]
+
+
+def folder(**form) -> pathlib.Path:
+    return hf_folder.as_sentence_transformers(hf_folder.write(pathlib.Path("hf")), **form)
+
+
+def vectors(arguments: str) -> np.ndarray:
+    code, err = broken.call(f"embed {arguments} --out v.npz", "\n".join(TEXTS).encode())
+    assert code == 0, err
+    return np.load("v.npz")["vectors"]
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({}, TextVectors()),
+        ({"pooling": CLS}, TextVectors("cls")),
+        (
+            {"modules": WHOLE, "sentence_bert_config": {"max_seq_length": 16}},
+            TextVectors("mean", True, 16),
+        ),
+        (
+            {  # as version 6 writes it
+                "pooling": {"pooling_mode": "cls", "include_prompt": True},
+                "modules": WHOLE,
+                "kind": "sentence_transformers.base.modules.transformer",
+                "sentence_bert_config": {"module_output_name": "token_embeddings"},
+                "tokenizer_config": {"model_max_length": 12},
+                "config_sentence_transformers": {"default_prompt_name": None},
+            },
+            TextVectors("cls", True, 12),
+        ),
+        ({"pooling": {"pooling_mode": ["mean"]},
+          "tokenizer_config": {"model_max_length": int(1e30)}}, TextVectors()),
+    ],
+)  # fmt: skip
+def test_how_vectors_are_made_is_read_and_comes_back_from_an_export(
+    form, expected, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    folder(**form)
+    for command in (
+        "import hf --workdir base",
+        "export --workdir base --as encoder --out out",
+        "import out --workdir again",
+    ):
+        assert broken.call(command) == (0, "")
+    assert base_lib.read(epath.Path("base")).vectors == expected
+    assert base_lib.read(epath.Path("again")).vectors == expected
+
+
+def test_a_folder_of_transformers_alone_says_nothing_and_is_exported_as_a_mean(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    hf_folder.write(tmp_path / "hf")
+    assert broken.call("import hf --workdir base")[0] == 0
+    assert base_lib.read(epath.Path("base")).vectors is None
+    record = json.loads(pathlib.Path("base/base.json").read_text())
+    assert record["vectors"] is None
+    assert broken.call("export --workdir base --as encoder --out out")[0] == 0
+    modules = json.loads(pathlib.Path("out/modules.json").read_text())
+    assert [module["type"].split(".")[-1] for module in modules] == ["Transformer", "Pooling"]
+
+
+def test_vectors_are_made_as_the_folder_says_unless_a_flag_says_otherwise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder(pooling=CLS, modules=WHOLE, sentence_bert_config={"max_seq_length": 16})
+    assert broken.call("import hf --workdir base")[0] == 0
+    found = vectors("--workdir base")
+    model = bert_jax.load("hf")
+    np.testing.assert_array_equal(found, model.embed(TEXTS, "cls", length="unit"))
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-6)
+    short = [TEXTS[0], "w12 " * 14, TEXTS[2]]
+    np.testing.assert_array_equal(found, model.embed(short))
+    plain = vectors("--workdir base --pooling mean --no-normalize --max-length 128")
+    assert (np.abs(np.linalg.norm(plain, axis=1) - 1) > 0.1).all()
+    assert np.abs(plain / np.linalg.norm(plain, axis=1, keepdims=True) - found).max() > 0.01
+
+
+REFUSED = {
+    "max": ({"pooling": {"pooling_mode_max_tokens": True}}, "1_Pooling/config.json"),
+    "two": ({"pooling": CLS | {"pooling_mode_mean_tokens": True}}, "1_Pooling/config.json"),
+    "last": ({"pooling": {"pooling_mode": "lasttoken"}}, "lasttoken"),
+    "weighted": ({"pooling": {"pooling_mode": ["weightedmean", "mean"]}}, "weightedmean"),
+    "dense": ({"modules": (*WHOLE[:2], "Dense")}, "Dense"),
+    "no pooling": ({"modules": WHOLE[:1]}, "modules.json"),
+    "no list": ({"modules": {}}, "modules.json"),
+    "a prompt": ({"config_sentence_transformers": {"default_prompt_name": "query"}}, "query"),
+    "lower case": (
+        {"sentence_bert_config": {"do_lower_case": True},
+         "tokenizer_config": {"do_lower_case": False}},
+        "do_lower_case",
+    ),
+    "no length": ({"sentence_bert_config": {"max_seq_length": "long"}}, "sentence_bert_config"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_vectors_that_would_be_others_are_refused_by_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    form, word = REFUSED[name]
+    folder(**form)
+    broken.refuses(broken.Case(name, "import hf --workdir made/base", (word,)))
