@@ -148,6 +148,8 @@ USAGE = [
     Case("a second text without a first", "predict --workdir run --next wa", ("--next", "TEXT")),
     Case("no pieces asked for", "predict --workdir run --top 0 wa", ("--top 0", "at least 1")),
     Case("a step out of range", "show --workdir run --step 22", ("--step 22", "0 to 21")),
+    Case("a step of other settings", "show small.py --workdir run --set seed=5 --step 2",
+         ("--workdir run", "seed: 0 -> 5", "run.corpus_dir=")),
     Case("no rows to show", "show --workdir run --rows 0", ("--rows 0", "at least 1")),
 ]  # fmt: skip
 

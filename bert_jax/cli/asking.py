@@ -416,8 +416,12 @@ def export(args: argparse.Namespace) -> int:
     from bert_jax.tasks.predict import TaskModel
 
     of_run = ("pretraining", "masked_lm", "encoder", "causal_lm")
-    tuned = holds_finetuning(mirror.opened(args.workdir))
-    if tuned and args.kind not in of_run:
+    if holds_finetuning(mirror.opened(args.workdir)):
+        if args.kind in of_run:
+            raise InputError(
+                f"--as {args.kind}: {args.workdir} is a fine-tuned run, of which --as task writes "
+                "the whole model; its encoder alone is not exported"
+            )
         model = TaskModel(args.workdir, args.base, args.checkpoint)
         form = args.kind or "task"
         architecture = finetuned.export(model, form, args.dtype, epath.Path(args.out))
@@ -425,7 +429,7 @@ def export(args: argparse.Namespace) -> int:
         if form == "adapter":
             architecture = f"adapter over {architecture}"
     else:
-        if args.base is not None and not tuned:
+        if args.base is not None:
             raise InputError(f"--from: {args.workdir}: only a fine-tuned run takes this")
         trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
         there = huggingface.forms_of(trained.model)  # none of an encoder that they do not have

@@ -186,13 +186,19 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
     """Lines about a step of a pre-training, or of the fine-tuned run in --workdir."""
     from bert_jax import predict
     from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import holds_finetuning
+    from bert_jax.storage.workdir import holds_finetuning, load_experiment
     from bert_jax.tasks import shown
     from bert_jax.training.pretraining import Prepared
 
     if args.experiment is None and args.workdir and holds_finetuning(mirror.opened(args.workdir)):
         return shown.show(saved_experiment(args, Finetuning), args.step, args.rows)
     experiment, workdir = experiment_of(args)
+    saved = load_experiment(workdir) if workdir.experiment.exists() else experiment
+    if changed := config.differences(saved, experiment, "identity"):
+        raise InputError(
+            f"--workdir {args.workdir}: its run has other settings ({'; '.join(changed)}); leave "
+            "out EXPERIMENT and --set, or name its corpus alone: --set run.corpus_dir=FOLDER"
+        )
     return predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
 
 

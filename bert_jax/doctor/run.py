@@ -52,7 +52,10 @@ def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
         steps += [int(name) for name in mirror.names(workdir.checkpoints) if name.isdecimal()]
         done = max(steps, default=0)
         findings = _warmup(experiment, done) + _curves(experiment, train, evaluations, done)
-        findings += in_steps(train) + _moved(experiment, workdir)
+        findings += in_steps(train)
+    if base := experiment.init_from:
+        vectors = _newest(experiment, workdir).get("notes", {}).get("vectors")
+        findings += [_MOVED.finding("note", base=base)] if vectors else []
     with reading(workdir.timings):
         return (
             unfinished(experiment.total_steps, workdir, timings, done) + findings + in_time(timings)
@@ -151,13 +154,6 @@ def _newest(experiment: Experiment | Finetuning, workdir: Workdir) -> dict[str, 
     with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
         newest = saved.newest_step()
         return {} if newest is None else saved.metadata(newest)
-
-
-def _moved(experiment: Experiment, workdir: Workdir) -> list[Finding]:
-    base = experiment.init_from
-    if base and "vectors" in _newest(experiment, workdir).get("notes", {}):
-        return [_MOVED.finding("note", base=base)]
-    return []
 
 
 def unfinished(total: int, workdir: Workdir, timings: list[Line], done: int) -> list[Finding]:

@@ -13,10 +13,9 @@ import jax
 import numpy as np
 from etils import epath
 
-from bert_jax import base as base_lib
 from bert_jax.errors import InputError, printable
 from bert_jax.interop import card, configs, names, vocabularies
-from bert_jax.interop.huggingface import DTYPES, INPUTS
+from bert_jax.interop.huggingface import INPUTS, write_tensors
 from bert_jax.predict import Trained
 from bert_jax.storage.workdir import new_folder
 from bert_jax.tasks.objective import merged_params
@@ -24,22 +23,15 @@ from bert_jax.tasks.predict import TaskModel
 
 # By `model.kind`, and by the task's.
 ARCHITECTURES = {
-    "bert": {
-        "classify": "BertForSequenceClassification",
-        "pair": "BertForSequenceClassification",
-        "regress": "BertForSequenceClassification",
-        "choice": "BertForMultipleChoice",
-        "tag": "BertForTokenClassification",
-        "span": "BertForQuestionAnswering",
-    },
-    "modern": {
-        "classify": "ModernBertForSequenceClassification",
-        "pair": "ModernBertForSequenceClassification",
-        "regress": "ModernBertForSequenceClassification",
-        "choice": "ModernBertForMultipleChoice",
-        "tag": "ModernBertForTokenClassification",
-        "span": "ModernBertForQuestionAnswering",
-    },
+    kind: {
+        "classify": f"{family}ForSequenceClassification",
+        "pair": f"{family}ForSequenceClassification",
+        "regress": f"{family}ForSequenceClassification",
+        "choice": f"{family}ForMultipleChoice",
+        "tag": f"{family}ForTokenClassification",
+        "span": f"{family}ForQuestionAnswering",
+    }
+    for kind, family in (("bert", "Bert"), ("modern", "ModernBert"))
 }
 # What PEFT calls tasks. It has no word for a choice, and its class for questions drops
 # token_type_ids (0.21): such adapters name their base's class instead.
@@ -109,28 +101,20 @@ def architecture_of(model: TaskModel) -> str:
     Raises:
       InputError: there is none.
     """
-    if model.model.kind == "bilstm":
-        raise InputError(
-            f"--as task: {model.experiment.name} adapts a base of model.kind=bilstm, for which "
-            "transformers has no class; `bert-jax predict` takes it"
-        )
-    if features := model.experiment.adapt.features:
-        raise InputError(
-            f"--as task: {model.experiment.name} has BiLSTM layers on its encoder "
-            f"(adapt.features={features}), and transformers' classes have none; `bert-jax predict` "
-            "takes it"
-        )
-    if model.experiment.task.kind == "generate":
-        raise InputError(
-            f"--as task: {model.experiment.name} has learned task.kind=generate, an encoder and a "
-            "decoder, which is not exported; `bert-jax predict` writes with it"
-        )
-    if model.model.direction == "left_to_right":
-        raise InputError(
-            f"--as task: {model.experiment.name} adapts a base of model.direction=left_to_right, "
-            "of which the last [SEP] is read, and transformers' classes read [CLS]; only "
-            "fine-tunings of model.direction=both are exported"
-        )
+    task, features = model.experiment.task.kind, model.experiment.adapt.features
+    reasons = {
+        "adapts a base of model.kind=bilstm": model.model.kind == "bilstm",
+        f"has BiLSTM layers on its encoder (adapt.features={features})": features,
+        "has learned task.kind=generate, an encoder and a decoder": task == "generate",
+        "adapts a base of model.direction=left_to_right, of which the last [SEP] is read and not "
+        "[CLS]": model.model.direction == "left_to_right",
+    }
+    for why, holds in reasons.items():
+        if holds:
+            raise InputError(
+                f"--as task: {model.experiment.name} {why}, for which transformers has no class; "
+                "`bert-jax predict` takes it"
+            )
     return ARCHITECTURES[model.model.kind][model.experiment.task.kind]
 
 
@@ -156,20 +140,13 @@ def _write_model(
     )
     vocabularies.write_json(folder / "config.json", fields)
     tensors = names.to_theirs(jax.device_get(params), model.model, architecture)
-    _write_tensors(folder / "model.safetensors", tensors, dtype)
+    write_tensors(folder / "model.safetensors", tensors, dtype)
 
 
 def _write_tokenizer(model: TaskModel, folder: epath.Path) -> None:
     # What is longer was cut when this was learned.
     longest = model.experiment.task.max_sequence_length
     vocabularies.write(model.tokenizer, longest, INPUTS[model.model.kind], folder)
-
-
-def _write_tensors(path: epath.Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
-    rounded = {
-        name: np.ascontiguousarray(tensor).astype(DTYPES[dtype]) for name, tensor in tensors.items()
-    }
-    base_lib.write_tensors(path, rounded, {"format": "pt"})
 
 
 # --- adapters -------------------------------------------------------------------------------------
@@ -227,7 +204,7 @@ def _write_adapter(
         },
     )
     prefixed = {f"base_model.model.{name}": value for name, value in tensors.items()}
-    _write_tensors(folder / "adapter_model.safetensors", prefixed, dtype)
+    write_tensors(folder / "adapter_model.safetensors", prefixed, dtype)
 
 
 def _how_to(architecture: str, form: Form, folder: str) -> list[str]:

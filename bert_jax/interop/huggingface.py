@@ -36,7 +36,12 @@ INPUTS = {
     "bert": ("input_ids", "token_type_ids", "attention_mask"),
     "modern": ("input_ids", "attention_mask"),
 }
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+# What writes a pickle's tensors as safetensors, and runs nothing in it.
+_CONVERT = (
+    'python -c "import torch, safetensors.torch as s; s.save_file({k: v.clone() for k, v in '
+    "torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')\""
+)
+_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 Kind = Literal["pretraining", "masked_lm", "encoder", "causal_lm"]
 
@@ -71,17 +76,15 @@ def _weights_file(folder: epath.Path) -> epath.Path:
     for name in ("model.safetensors", "model.safetensors.index.json"):
         if (folder / name).exists():
             return folder / name
+    saved = "load it in transformers and save it with save_pretrained"
     instead = {
-        "pytorch_model.bin": "a pickle, which may run code when it is read",
-        "tf_model.h5": "TensorFlow's weights",
-        "flax_model.msgpack": "Flax's weights",
+        "pytorch_model.bin": f"a pickle, which may run code: not read; with torch: `{_CONVERT}`",
+        "tf_model.h5": f"TensorFlow's weights: not read; {saved}",
+        "flax_model.msgpack": f"Flax's weights: not read; {saved}",
     }
     for name, what in instead.items():
         if (folder / name).exists():
-            raise InputError(
-                f"{folder / name}: {what}: not read; load it in transformers and save it with "
-                "save_pretrained"
-            )
+            raise InputError(f"{folder / name}: {what}")
     raise InputError(f"{folder / 'model.safetensors'}: no such file")
 
 
@@ -169,15 +172,11 @@ def architecture_of(model: Model, kind: Kind) -> str:
     Raises:
       InputError: there is none.
     """
-    if model.code:
+    if model.code or model.kind not in ARCHITECTURES:
+        which = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
         raise InputError(
-            f"--as {kind}: transformers has no class for an encoder of the run's own "
-            f"(model.code={model.code}); `bert-jax embed` and `bert_jax.load` take it"
-        )
-    if model.kind not in ARCHITECTURES:
-        raise InputError(
-            f"--as {kind}: transformers has no class for model.kind={model.kind}; `bert-jax embed` "
-            "and `bert_jax.load` take it"
+            f"--as {kind}: transformers has no class for {which}; `bert-jax embed` and "
+            "`bert_jax.load` take it"
         )
     there = forms_of(model)
     if kind not in there:
@@ -215,5 +214,10 @@ def export_weights(
         if kind == "encoder":
             sentence_transformers.write(trained.vectors or TextVectors(), cfg, folder)
         tensors = names.to_theirs(trained.params, cfg, architecture)
-        rounded = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors.items()}
-        base_lib.write_tensors(folder / "model.safetensors", rounded, {"format": "pt"})
+        write_tensors(folder / "model.safetensors", tensors, dtype)
+
+
+def write_tensors(path: epath.Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
+    """Writes float32 tensors as PyTorch's, rounded to `dtype`."""
+    rounded = {name: tensor.astype(_DTYPES[dtype]) for name, tensor in tensors.items()}
+    base_lib.write_tensors(path, rounded, {"format": "pt"})

@@ -1,6 +1,8 @@
 """`bert-jax import`: a checkpoint of others, or a run, to a base."""
 
 import dataclasses
+import os
+import re
 from typing import Any, Literal
 
 import jax
@@ -70,9 +72,11 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
     if prefix is not None:
         return tf1.read(prefix, what, say)
     if not source.is_dir():
+        on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", os.fspath(source))
+        fetched = f"; a hub's model, where there is a network: `hf download {source} --local-dir D`"
         raise InputError(
             f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "
-            "a vocabulary, a TensorFlow checkpoint, or a run"
+            f"a vocabulary, a TensorFlow checkpoint, or a run{fetched if on_hub else ''}"
         )
     if what == "with_moments":
         raise InputError(

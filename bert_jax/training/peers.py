@@ -1,8 +1,8 @@
 """The processes of one run: how they find each other, agree on what they do, and end together.
 
-On the hosts of a TPU pod jax knows where the others are. Elsewhere three variables say it, the same
-on all except for the number: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES
-and JAX_PROCESS_ID. Without them a run is one process.
+On the hosts of a TPU pod jax knows where the others are, and of SLURM's tasks `srun` says it.
+Elsewhere three variables do, the same on all except for the number: JAX_COORDINATOR_ADDRESS
+(host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. Without them a run is one process.
 
 What processes tell each other goes through the key-value store of jax's coordinator. An error in
 one ends all of them with its line and its exit code. A process that dies without a word is noticed
@@ -410,9 +410,12 @@ def _connect() -> Peers:
         wait_for_all(place, limit)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         try:
-            jax.distributed.initialize(
-                place.address, place.count, place.number, initialization_timeout=round(limit)
-            )
+            # Where jax finds SLURM by itself it takes one GPU a process, however many there are.
+            known = {
+                "cluster_detection_method": "deactivate",
+                "initialization_timeout": round(limit),
+            }
+            jax.distributed.initialize(place.address, place.count, place.number, **known)
         except jax.errors.JaxRuntimeError as error:
             raise named_fault(error) from error
     elif not (_on_tpu_host() and _found_by_jax(limit)):
@@ -425,8 +428,10 @@ def _place() -> Place | None:
     """Returns this process's place as the environment has it; None if it has none."""
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
     given = {name: os.environ[name] for name in names if os.environ.get(name)}
-    if not given or given.get(names[2]) == "1":
+    if given.get(names[2]) == "1":
         return None
+    if not given:
+        return _place_in_slurm()
     if len(given) < len(names):
         missing = ", ".join(name for name in names if name not in given)
         raise InputError(f"{', '.join(given)}: set without {missing}; set all three or none")
@@ -437,6 +442,16 @@ def _place() -> Place | None:
     if number >= count:
         raise InputError(f"JAX_PROCESS_ID={number}: must be below JAX_NUM_PROCESSES={count}")
     return Place(given[names[0]], number, count)
+
+
+def _place_in_slurm() -> Place | None:
+    """Returns this task's place in the step that `srun` started; None outside of one or alone."""
+    from jax._src.clusters.slurm_cluster import SlurmCluster as Step  # jax has no public name
+
+    if not Step.is_env_present() or Step.get_process_count() == 1:
+        return None
+    address = Step.get_coordinator_address(None, os.environ.get("JAX_COORDINATOR_PORT"))
+    return Place(address, Step.get_process_id(), Step.get_process_count())
 
 
 def seconds(name: str) -> float | None:

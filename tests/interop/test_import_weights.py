@@ -274,7 +274,7 @@ REFUSED = {
     ),
     "an index of nothing": (lambda: index({"weight_map": {}}), ["index.json", "no tensors"]),
     "an index without a map": (lambda: index([]), ["index.json", "weight_map"]),
-    "a pickle": (pickled, ["pytorch_model.bin", "pickle"]),
+    "a pickle": (pickled, ["pytorch_model.bin", "weights_only=True", "model.safetensors"]),
     "another model": (config(model_type="roberta"), ["config.json", "roberta"]),
     "a classifier": (
         config(architectures=["BertForTokenClassification"]),
@@ -372,6 +372,14 @@ def test_a_source_that_is_nowhere_is_refused_in_one_line(source, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     command = f"import {source} --workdir made/base"
     broken.refuses(broken.Case("nowhere", command, (source, "no such folder")))
+
+
+def test_a_name_on_a_hub_says_how_it_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = "hf download some-org/bert_v1.5 --local-dir"
+    broken.refuses(broken.Case("hub", "import some-org/bert_v1.5 --workdir b", (command,)))
+    for source in ("/some-org/bert", "../bert", "a/b/c", "bert"):
+        assert "hf download" not in broken.call(f"import {source} --workdir b")[1]
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, monkeypatch):

@@ -267,7 +267,7 @@ def test_what_a_generating_run_cannot_do_is_refused_by_name(here, capsys, monkey
     refused("--beam 0", "predict", "--workdir", "run", "--beam", "0", "wa")
     # As many as would take all memory.
     refused("--beam 65: must be from 1 to 64", "predict", "--workdir", "run", "--beam", "65", "wa")
-    refused("is not exported", "export", "--workdir", "run", "--as", "task", "--out", "hf")
+    refused("task.kind=generate", "export", "--workdir", "run", "--as", "task", "--out", "hf")
     finetune = ["finetune", "task.py", "--from", "base", "--workdir", "new", "--set"]
     refused("adapt.how=lora: task.kind=generate", *finetune, "adapt.how=lora")
     refused("task.max_target_length=65: longer than", *finetune, "task.max_target_length=65")

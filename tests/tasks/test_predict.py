@@ -308,6 +308,7 @@ def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, run, capsys
     (pathlib.Path("there")).mkdir()
     for words, code, what in (
         (["--out", "there"], 2, "there"),
+        (["--as", "encoder", "--out", "new"], 2, "--as task"),
         (["--as", "adapter", "--out", "new", "--from", "test"], 2, "test"),
     ):
         assert cli.main(["export", "--workdir", "run", *words]) == code
@@ -326,7 +327,6 @@ def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, run, capsys
     [
         ["evaluate", "--workdir", "run"],
         ["plan", "--workdir", "run", "--topology", "v5e:2x2"],
-        ["export", "--workdir", "run", "--as", "encoder", "--out", "there"],
         ["import", "run", "--workdir", "there"],
         ["finetune", "task.py", "--from", "run", "--workdir", "there"],
         ["pretrain", "task.py"],

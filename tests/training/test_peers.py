@@ -310,3 +310,21 @@ def test_without_variables_a_run_is_one_process(monkeypatch):
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
     with peers.connected() as alone:
         assert alone.count == 1
+
+
+def test_a_task_that_srun_started_has_its_place_unless_a_variable_says_otherwise(monkeypatch):
+    step = {"JOB_ID": "7", "STEP_NODELIST": "gpu[03-04,9]", "NTASKS": "2", "PROCID": "1"}
+    for name, value in {**step, "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "4321")
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+    assert peers._place() == ("gpu03:4321", 1, 2)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+    assert peers._place() is None
+    monkeypatch.delenv("JAX_NUM_PROCESSES")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert peers._place() is None
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.delenv("SLURM_STEP_NODELIST")  # the script itself, outside of srun
+    assert peers._place() is None
