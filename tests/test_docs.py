@@ -42,6 +42,7 @@ def commands(page: pathlib.Path) -> list[str]:
     prose = " ".join(FENCE.sub("", page.read_text()).split())
     lines += [span for span in re.findall(r"`([^`]+)`", prose) if " " in span]
     parts = [part.strip() for line in lines for part in re.split(r" && |\| ", line)]
+    parts = [re.sub(r"^srun (--\S+ )*", "", part) for part in parts]
     return [part for part in parts if part.startswith(tuple(f"{word} " for word in OURS))]
 
 
@@ -105,6 +106,15 @@ def test_a_manifest_of_the_guides_is_yaml_whose_commands_are_ours(block):
     for line in re.findall(r"bert-jax (?:pretrain|prepare) .*", block):
         words = shlex.split(re.sub(r"\$\{?\w+\}?", "x", line))
         cli.parser().parse_args(words[1:])
+
+
+def test_a_script_for_slurm_is_bash_and_starts_a_run_in_each_task():
+    scripts = [block for page in DOCS for block in blocks(page, "bash") if "#SBATCH" in block]
+    assert scripts
+    for script in scripts:
+        assert script.startswith("#!/bin/bash\n#SBATCH --")
+        assert re.search(r"^srun (--\S+ )*bert-jax pretrain ", script, re.MULTILINE)
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 def test_the_sums_of_the_guide_are_right():

@@ -1,8 +1,8 @@
 """Metrics from sums on devices to lines in a file.
 
-metrics.jsonl is a function of experiment (its logging intervals included), corpus and step alone:
-two runs of the same experiment, one of them killed and resumed as often as you like, write the
-same bytes. What depends on the machine and the hour stands in timings.jsonl.
+metrics.jsonl is a function of experiment (its logging intervals included), corpus and step: on the
+same machine two runs, one of them killed and resumed as often as you like, write the same bytes;
+other cores or devices round sums otherwise. What depends on the hour stands in timings.jsonl.
 """
 
 import hashlib
