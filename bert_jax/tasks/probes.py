@@ -126,7 +126,7 @@ class Probes:
             if task.kind not in _KINDS:
                 raise InputError(
                     f"{where}: {path}: task.kind={task.kind} cannot be a probe; those of "
-                    f"{', '.join(_KINDS)} can"
+                    f"{', '.join(_KINDS)} can; `bert-jax layers` takes regress, too"
                 )
             if name in (probe.name for probe in self.probes):
                 raise InputError(f"{where}: {path}: two tasks have the name {name!r}; rename one")
