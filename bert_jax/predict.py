@@ -102,8 +102,8 @@ class Trained:
                 f"{folder}: --with-optimizer: optimizer.name={experiment.optimizer.name}; only "
                 "bert_adam's moments can be imported"
             )
-        found = _restored(experiment, workdir, prepared, mesh_lib.one_device(), what, which)
-        state, done = found.state, found.step
+        restored = _restored(experiment, workdir, prepared, mesh_lib.one_device(), what, which)
+        state, done = restored.state, restored.step
         moments = None
         if what == "with_moments":
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
@@ -122,7 +122,7 @@ class Trained:
             manifest=prepared.manifest,
             evaluation=of_step[-1] if of_step else None,
             moments=moments,
-            vectors=base_lib.vectors_of(found.metadata.get("notes", {})),
+            vectors=base_lib.vectors_of(restored.metadata.get("notes", {})),
         )
 
 
@@ -146,8 +146,8 @@ def load_params(
         base_lib.require_same_model(base, experiment.model, str(workdir.root))
         base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
         return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
-    found = _restored(experiment, workdir, prepared, mesh, "params", which)
-    return found.state["params"], found.step
+    restored = _restored(experiment, workdir, prepared, mesh, "params", which)
+    return restored.state["params"], restored.step
 
 
 def _require_newest(folder: epath.Path, which: str) -> None:

@@ -196,8 +196,8 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
     saved = load_experiment(workdir) if workdir.experiment.exists() else experiment
     if changed := config.differences(saved, experiment, "identity"):
         raise InputError(
-            f"--workdir {args.workdir}: its run has other settings ({'; '.join(changed)}); leave "
-            "out EXPERIMENT and --set, or name its corpus alone: --set run.corpus_dir=FOLDER"
+            f"--workdir {workdir.named}: its run has other settings ({'; '.join(changed)}); leave "
+            "out EXPERIMENT and --set, or name another --workdir, and --set run.corpus_dir=FOLDER"
         )
     return predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
 
