@@ -66,7 +66,7 @@ class Moments:
 
 @dataclasses.dataclass(frozen=True)
 class TextVectors:
-    """How the vector of a text is made of those of its pieces.
+    """The way in which the vector of a text is made of those of its pieces.
 
     Attributes:
       pooling: `mean` of all, [CLS] and [SEP] among them, or the one of [CLS].

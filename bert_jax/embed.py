@@ -106,9 +106,9 @@ class Embedder:
         batch_tokens: int = 0,
     ):
         model, most = trained.model, trained.model.max_position_embeddings
-        said = trained.vectors or TextVectors()
-        pooling = features.pooling or said.pooling
-        length = features.length or ("unit" if said.normalize and pooling != "tokens" else "as_is")
+        known = trained.vectors or TextVectors()
+        pooling = features.pooling or known.pooling
+        length = features.length or ("unit" if known.normalize and pooling != "tokens" else "as_is")
         features = dataclasses.replace(features, pooling=pooling, length=length)
         if max_length and not 3 <= max_length <= most:
             raise InputError(f"--max-length {max_length}: must be from 3 to the model's {most}")
@@ -122,7 +122,7 @@ class Embedder:
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         layers = layer_numbers(features.layers, model)
         self.width = model.hidden_size * (len(layers) if features.combine == "concat" else 1)
-        self.max_length = max_length or said.max_length or most
+        self.max_length = max_length or known.max_length or most
         self.texts = self.cut = 0
         self.unknown = unknown.Share(trained.tokenizer)
         self._features, self._mesh, self._tokenizer = features, mesh, trained.tokenizer
