@@ -51,7 +51,7 @@ def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors 
     most = _there(folder / "tokenizer_config.json").get("model_max_length")
     most = reads.get("max_seq_length") or most or 0
     with reading(folder / "sentence_bert_config.json", _REMEDY):
-        most = most if most < model.max_position_embeddings else 0
+        most = int(most) if 3 <= most < model.max_position_embeddings else 0
     return TextVectors(mode, len(modules) == len(_MODULES), most)
 
 
