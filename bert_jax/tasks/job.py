@@ -192,10 +192,7 @@ class FinetuningSetup:
         if isinstance(self._rows, TargetRows) and isinstance(self._eval_rows, TargetRows):
             self._say(f"finetune: {_cut_in_words(experiment.task, self._rows, self._eval_rows)}")
             if tokenizer.case == "uncased":
-                self._say(
-                    "finetune: the base is uncased: it writes lower case, which scores count as "
-                    "wrong wherever a target has a capital or an accent; a cased one writes both"
-                )
+                self._say("finetune: an uncased base writes lower case, and scores count case")
         shares = {
             "train": unknown.Share(tokenizer).add(self._rows.ids),
             "validation": unknown.Share(tokenizer).add(self._eval_rows.ids),

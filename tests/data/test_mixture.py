@@ -232,11 +232,10 @@ def test_sources_of_equal_size_have_draws_of_their_own(mixed, monkeypatch):
     sources, numbers = train.order.of(rows)
     batch = train.batch(0, rows)
     train.close()
-    of_number = [dict(zip(numbers[sources == n], rows[sources == n], strict=True)) for n in (0, 1)]
-    both = [[of[number] for number in of_number[0].keys() & of_number[1].keys()] for of in of_number]
-    assert len(both[0]) > 8
-    same = [np.array_equal(*(batch["input_ids"][[a, b]])) for a, b in zip(*both, strict=True)]
-    assert not any(same)
+    one, other = (dict(zip(numbers[sources == n], rows[sources == n], strict=True)) for n in (0, 1))
+    both = [(one[number], other[number]) for number in one.keys() & other.keys()]
+    assert len(both) > 8
+    assert not any(np.array_equal(*batch["input_ids"][[*pair]]) for pair in both)
 
 
 def test_the_report_has_each_source_with_its_share(mixed):
