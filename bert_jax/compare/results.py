@@ -6,6 +6,7 @@ whatever else changes in the table, the package among it, and what is of other t
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -246,6 +247,7 @@ def _require_adaptable(table: Table, column: Column) -> None:
             raise InputError(f"table.columns: {column.name}: {error}") from error
 
 
+@functools.cache
 def hash_of(column: Column, experiment: Experiment) -> str:
     """Returns a hash of the settings that a value is a function of."""
     sections = [experiment] if column.task is None else [experiment, column.task]
