@@ -614,6 +614,7 @@ def test_what_is_no_table_is_refused_by_name(here, fields, words):
         ("data.objective=mlm", "b has data.objective='mlm', and a 'mlm_nsp'"),
         ("model.vocab_size=44", "b has model.vocab_size=44, and a 45"),
         ("data.eval_rows=5", "b has data.eval_rows=5, and a 20"),
+        ("data.eval_seed=5", "b has data.eval_seed=5, and a 0"),
     ],
 )
 def test_rows_that_share_no_held_out_text_have_no_loss_to_compare(here, setting, words):
