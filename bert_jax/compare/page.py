@@ -49,9 +49,9 @@ def _html(results: Results) -> str:
         changed = [] if before is None else config.differences(before, row.experiment, "all")
         cells = [results.cell(row.name, column) for column in results.columns]
         changed = [line for line in changed if not line.startswith("name: ")]
-        reads = {f"text {member.read}" for member in results.members if member.row == row.name}
-        found = [one for column in results.columns for one in results.of_row(row.name, column)]
-        origin = sorted(reads | {f"measured by bert-jax {version}" for _, version, _ in found})
+        of_row = [one for column in results.columns for one in results.of_row(row.name, column)]
+        origin = {f"text {member.read}" for member in results.members if member.row == row.name}
+        origin |= {f"measured by bert-jax {version}" for _, version, _ in of_row}
         rows.append({"name": row.name, "cells": cells, "changed": changed, "origin": origin})
         before = row.experiment
     budget = "each run does the steps of its experiment"

@@ -193,19 +193,19 @@ class Results:
 
     def measured(self, member: Member, column: Column) -> list[Any]:
         """Returns what was measured of a run, as `values` has it; [] if it is not yet."""
-        found = self.values.get(hash_of(column, member.experiment), {})
-        return found.get(f"{member.read}{column.examples}", [])
+        of_settings = self.values.get(hash_of(column, member.experiment), {})
+        return of_settings.get(f"{member.read}{column.examples}", [])
 
     def keep(self, member: Member, column: Column, value: float | None) -> None:
         """Keeps what was measured of a run."""
-        found = self.values.setdefault(hash_of(column, member.experiment), {})
-        found[f"{member.read}{column.examples}"] = [value, bert_jax.__version__, bool(found)]
+        known = self.values.setdefault(hash_of(column, member.experiment), {})
+        known[f"{member.read}{column.examples}"] = [value, bert_jax.__version__, bool(known)]
         self.write()
 
     def of_row(self, row: str, column: Column) -> list[list[Any]]:
         """Returns what was measured of a row's runs."""
-        found = (self.measured(member, column) for member in self.members if member.row == row)
-        return [one for one in found if one]
+        runs = (self.measured(member, column) for member in self.members if member.row == row)
+        return [measured for measured in runs if measured]
 
     def mean(self, row: str, column: Column) -> tuple[int, float, float]:
         """Returns over how many runs of a row, their mean, and its standard error; nan without."""

@@ -33,9 +33,9 @@ LEARNED = {
 # The reference's guard against a batch without predictions (run_pretraining.py).
 MASKED_LM_EPS = 1e-5
 
-# An argmax, which is the first of equals, is done one element at a time by compilers for CPUs. So
-# the best is told by a maximum, and the first by one of so many classes: of more, which are
-# pieces, two at the top are equal where all are.
+# Compilers for CPUs do an argmax, the first of equals, one element at a time. So the best is known
+# by a maximum, and the first of them by one of so many classes: of more, which are pieces, two are
+# equal at the top where all are.
 _TIES = 64
 
 
