@@ -195,6 +195,18 @@ def test_micro_batches_may_be_one_number_or_one_a_phase():
     assert config.differences(both, config.from_json(json.dumps(tree), "saved"), "all") == []
 
 
+def test_a_run_saved_without_a_seed_of_held_out_rows_goes_on_with_its_own():
+    """The run's seed drew them, so that its losses stay of one kind."""
+    changed = config.override(EXPERIMENT, ["seed=7"])
+    tree = json.loads(config.to_json(changed))
+    assert tree["data"].pop("eval_seed") == 0
+    saved = config.from_json(json.dumps(tree), "saved")
+    assert saved.data.eval_seed == saved.seed == 7
+    (line,) = config.differences(saved, changed, "identity")
+    assert line.startswith("data.eval_seed")
+    assert config.from_json(config.to_json(saved), "saved") == saved
+
+
 def test_combinations_that_cannot_be_are_refused():
     clip = Optimizer(clip="per_replica", reference_replicas=32)
     with pytest.raises(InputError, match=r"parallelism.accumulation=4.*per_replica"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bert_jax import config
-from bert_jax.compare.results import Column, Member, Results
+from bert_jax.compare.results import AGAIN, Column, Member, Results
 from bert_jax.model import losses
 from bert_jax.report import figures, times
 from bert_jax.report.figures import Curve, Figure, Plot
@@ -49,7 +49,10 @@ def _html(results: Results) -> str:
         changed = [] if before is None else config.differences(before, row.experiment, "all")
         cells = [results.cell(row.name, column) for column in results.columns]
         changed = [line for line in changed if not line.startswith("name: ")]
-        rows.append({"name": row.name, "cells": cells, "changed": changed})
+        of_row = [one for column in results.columns for one in results.of_row(row.name, column)]
+        origin = {f"text {member.read}" for member in results.members if member.row == row.name}
+        origin |= {f"measured by bert-jax {version}" for _, version, _ in of_row}
+        rows.append({"name": row.name, "cells": cells, "changed": changed, "origin": origin})
         before = row.experiment
     budget = "each run does the steps of its experiment"
     if table.steps:
@@ -60,8 +63,9 @@ def _html(results: Results) -> str:
         name=table.name,
         budget=budget,
         seeds=", ".join(map(str, table.seeds)),
-        columns=[column.title for column in results.columns],
+        columns=results.columns,
         rows=rows,
+        again=[line for line in results.lines() if line == AGAIN],
         figures=[*_dots(results), *_curves(results)],
         now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )

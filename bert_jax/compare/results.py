@@ -1,10 +1,12 @@
 """What was measured of a table's runs, kept in its folder.
 
-A value is kept under a hash of all that it is a function of, so what was measured once is not
-measured again, whatever else changes in the table.
+A value is kept under hashes of all that it is a function of: of settings, own code among them, and
+of what was read, a corpus, a base and examples. So what was measured once is not measured again,
+whatever else changes in the table, the package among it, and what is of other text is not shown.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -14,6 +16,7 @@ from typing import Any
 
 from etils import epath
 
+import bert_jax
 from bert_jax import config
 from bert_jax.config import Experiment, Finetuning, Section, Table
 from bert_jax.config.comparison import COLUMNS
@@ -22,10 +25,13 @@ from bert_jax.storage.workdir import Workdir, named_errors, read_json, sealed, w
 from bert_jax.tasks import adapted, examples
 from bert_jax.tasks.probes import Probes
 
-FORMAT_VERSION = 1
+# 2: values are kept by what was read, too.
+FORMAT_VERSION = 2
 # Minimal pairs that are asked of each run, as many of each paradigm.
 PAIRS = 5_000
 _WHOLE = ("cpu_seconds", "steps", "real_tokens")
+AGAIN = "* measured again: its text or its examples have changed since it was first measured"
+_OLDER = "it does not say on which text; choose another --workdir, where all is run again"
 _MEND = "remove it; what was measured is then measured again, and finished runs are kept"
 
 
@@ -37,11 +43,13 @@ class Column:
       name: as the table has it.
       title: for people.
       task: of a column that asks a task; else None.
+      examples: a hash of those of the task.
     """
 
     name: str
     title: str
     task: Finetuning | None = None
+    examples: str = ""
 
     @classmethod
     def of(cls, name: str) -> "Column":
@@ -64,17 +72,18 @@ class Column:
                     raise InputError(
                         "a probe takes no settings; leave them out, or write finetune:"
                     )
-                Probes([file], PAIRS, name)
+                of_task = Probes([file], PAIRS, name).sha256
             elif task.task.kind == "minimal_pairs":
                 raise InputError("nothing is learned from minimal pairs; write probe:")
             else:
-                for sources in (task.task.train, task.task.validation):
-                    examples.read(task.task, sources, "labelled")
+                both = (task.task.train, task.task.validation)
+                read = (examples.each(task.task, sources, "labelled") for sources in both)
+                of_task = sha256([examples.sha256(of_split, ()) for of_split in read])
         except InputError as error:
             raise InputError(f"table.columns: {name}: {error}") from error
         what = f"{task.name}, minimal pairs" if task.task.kind == "minimal_pairs" else task.name
         title = f"{what}" if word == "probe" else f"{task.name}, fine-tuned"
-        return cls(name, f"{title} ({task.task.main_score})", task)
+        return cls(name, f"{title} ({task.task.main_score})", task, of_task[:16])
 
     @property
     def asked(self) -> Finetuning:
@@ -101,12 +110,14 @@ class Member:
     Attributes:
       row, seed: whose.
       experiment: with all that the table gives it.
+      read: a hash of the corpus, and of the weights that it begins with; "" before it is known.
       folder: its workdir.
     """
 
     row: str
     seed: int
     experiment: Experiment
+    read: str
     folder: epath.Path
 
 
@@ -119,7 +130,8 @@ class Results:
       root: its folder, of this machine.
       columns: what is measured.
       costs: seconds of CPU that a step of each phase takes, by `sha256` of the row's experiment.
-      values: what was measured, by `hash_of`; None for what a run does not learn.
+      values: what was measured, by `hash_of` and by what was read: None for what a run does not
+        learn; by which bert_jax; whether it had been measured before, of other text.
       members: the runs, all rows with the first seed first; none before their steps are known.
     """
 
@@ -127,7 +139,7 @@ class Results:
     root: epath.Path
     columns: list[Column]
     costs: dict[str, list[float]]
-    values: dict[str, float | None]
+    values: dict[str, dict[str, list[Any]]]
     members: list[Member] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -150,7 +162,7 @@ class Results:
         with named_errors(folder):
             there = {path.name for path in folder.iterdir()} if folder.exists() else set()
         if "table.json" in there:
-            record = read_json(folder / "table.json", FORMAT_VERSION, restore=_MEND)
+            record = read_json(folder / "table.json", FORMAT_VERSION, _OLDER, _MEND)
             return cls(table, folder, columns, record["costs"], record["values"])
         if there - {"lock"}:
             raise InputError(
@@ -164,8 +176,9 @@ class Results:
             {
                 "row": member.row,
                 "seed": member.seed,
+                "read": member.read,
                 "steps": member.experiment.total_steps,
-                "values": {column.name: self.value(member, column) for column in self.columns},
+                "values": {c.name: (self.measured(member, c) or [None])[0] for c in self.columns},
             }
             for member in self.members
         ]
@@ -178,24 +191,36 @@ class Results:
         }
         write_atomic(self.root / "table.json", json.dumps(sealed(record), indent=2) + "\n")
 
-    def value(self, member: Member, column: Column) -> float | None:
-        """Returns what was measured of a run; None if it is not yet, or cannot be."""
-        return self.values.get(hash_of(column, member.experiment))
+    def measured(self, member: Member, column: Column) -> list[Any]:
+        """Returns what was measured of a run, as `values` has it; [] if it is not yet."""
+        of_settings = self.values.get(hash_of(column, member.experiment), {})
+        return of_settings.get(f"{member.read}{column.examples}", [])
+
+    def keep(self, member: Member, column: Column, value: float | None) -> None:
+        """Keeps what was measured of a run."""
+        known = self.values.setdefault(hash_of(column, member.experiment), {})
+        known[f"{member.read}{column.examples}"] = [value, bert_jax.__version__, bool(known)]
+        self.write()
+
+    def of_row(self, row: str, column: Column) -> list[list[Any]]:
+        """Returns what was measured of a row's runs."""
+        runs = (self.measured(member, column) for member in self.members if member.row == row)
+        return [measured for measured in runs if measured]
 
     def mean(self, row: str, column: Column) -> tuple[int, float, float]:
         """Returns over how many runs of a row, their mean, and its standard error; nan without."""
-        values = [self.value(m, column) for m in self.members if m.row == row]
-        there = [value for value in values if value is not None]
+        there = [value for value, *_ in self.of_row(row, column) if value is not None]
         mean = statistics.fmean(there) if there else math.nan
         error = statistics.stdev(there) / len(there) ** 0.5 if len(there) > 1 else math.nan
         return len(there), mean, error
 
     def cell(self, row: str, column: Column) -> str:
-        """Returns mean and error for people; - before there is one."""
+        """Returns mean and error for people; - before there is one, and * as `AGAIN` says."""
         _, mean, error = self.mean(row, column)
         if math.isnan(mean):
             return "-"
-        return column.text(mean) + ("" if math.isnan(error) else f" +- {column.text(error)}")
+        mark = "*" * any(again for *_, again in self.of_row(row, column))
+        return column.text(mean) + ("" if math.isnan(error) else f" +- {column.text(error)}") + mark
 
     def lines(self) -> Iterator[str]:
         """Yields the table as text."""
@@ -207,6 +232,8 @@ class Results:
         for line in cells:
             name, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
             yield "  ".join([line[0].ljust(len(name)), *rest])
+        if any(cell.endswith("*") for line in cells for cell in line[2:]):
+            yield AGAIN
 
 
 def _require_adaptable(table: Table, column: Column) -> None:
@@ -220,8 +247,9 @@ def _require_adaptable(table: Table, column: Column) -> None:
             raise InputError(f"table.columns: {column.name}: {error}") from error
 
 
+@functools.cache
 def hash_of(column: Column, experiment: Experiment) -> str:
-    """Returns a hash of all that a value is a function of."""
+    """Returns a hash of the settings that a value is a function of."""
     sections = [experiment] if column.task is None else [experiment, column.task]
     return sha256([column.name.partition(":")[0], *map(_given, sections)])
 
@@ -233,7 +261,7 @@ def sha256(value: Any) -> str:
 
 
 def _given(section: Any) -> list[Any]:
-    """Lists fields of identity that have no default, or another value.
+    """Lists fields of identity that have no default, or another value; but not what it is called.
 
     A field that a later version adds changes nothing.
     """
@@ -243,7 +271,8 @@ def _given(section: Any) -> list[Any]:
         if f.default_factory is not dataclasses.MISSING:
             default = f.default_factory()
         role = value.role if isinstance(value, Section) else section.role
-        if value == default or role != "identity":
+        is_label = f.name == "name" and default is dataclasses.MISSING  # an optimizer's has one
+        if value == default or role != "identity" or is_label:
             continue
         if isinstance(value, Section):
             given.append([f.name, _given(value)])

@@ -5,6 +5,8 @@ W/table.txt       means and standard errors; table.csv the same, table.html with
 W/runs/           a workdir for each row and seed
 W/tasks/          a workdir for each of their fine-tunings
 W/corpora/        one for all rows whose corpora are equal
+
+Their names end in hashes: where settings, text or examples change, there are others.
 """
 
 import dataclasses
@@ -13,11 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from etils import epath
 
+from bert_jax.base import begins_with
 from bert_jax.compare import budget, page
-from bert_jax.compare.results import PAIRS, Column, Member, Results, hash_of, sha256
+from bert_jax.compare.results import PAIRS, Column, Member, Results, sha256
 from bert_jax.config import Experiment, Row
 from bert_jax.config.comparison import COLUMNS
+from bert_jax.data import corpus
 from bert_jax.errors import InputError
 from bert_jax.model import losses
 from bert_jax.predict import Trained
@@ -47,6 +52,8 @@ class Comparison:
     def __init__(self, results: Results, progress: Progress):
         self._results, self._table, self._root = results, results.table, results.root
         self._progress = progress
+        # By row: the folder of its corpus, and a hash of what is read there.
+        self._read: dict[str, tuple[str, str]] = {}
         if not self._table.cpu_seconds:
             self._set_members()
 
@@ -59,12 +66,13 @@ class Comparison:
           InputError: what a run of them raises.
         """
         self._results.write()  # by which the folder is known for a table's
+        self._prepare()
         if self._table.cpu_seconds:
             try:
                 self._time()
             except budget.Stopped as stopped:
                 return stopped.args[0]
-            self._set_members()
+        self._set_members()
         self._write()
         ends, members = [], self._results.members
         for number, member in enumerate(members, 1):
@@ -81,7 +89,28 @@ class Comparison:
 
     # --- what is run ------------------------------------------------------------------------------
 
+    def _prepare(self) -> None:
+        """Makes the corpora, or finds them; where text has changed since, there is another one."""
+        for row in self._table.rows:
+            of, number, made = self._experiment(row), 1, None
+            folder = of.run.corpus_dir
+            while made is None:
+                place, size = Workdir(self._root, folder).corpus, of.model.vocab_size
+                try:
+                    made = corpus.prepare(of.corpus, size, place, self._progress.say)
+                except corpus.Changed as error:
+                    if row.experiment.run.corpus_dir:
+                        raise
+                    self._progress.say(f"compare: {str(error).partition(';')[0]}; runs begin again")
+                    number += 1
+                    folder = f"{of.run.corpus_dir}-{number}"
+            files = [one for one in made["files"].items() if not one[0].startswith("dataset/")]
+            base = begins_with(epath.Path(of.init_from)) if of.init_from else ""
+            read = sha256([files, made.get("documents_of_sources"), base])
+            self._read[row.name] = folder, read
+
     def _set_members(self) -> None:
+        self._results.members = []
         steps = {row.name: self._steps(row) for row in self._table.rows}
         for seed in self._table.seeds:
             for row in self._table.rows:
@@ -92,14 +121,16 @@ class Comparison:
                 except InputError as error:
                     raise InputError(f"row {row.name}: {error}") from error
                 experiment = dataclasses.replace(experiment, seed=seed)
-                folder = self._root / "runs" / f"{row.name}-{seed}"
-                self._results.members.append(Member(row.name, seed, experiment, folder))
+                _, read = self._read.get(row.name, ("", ""))
+                name = f"{row.name}-{seed}-{sha256([sha256(experiment), read])[:8]}"
+                folder = self._root / "runs" / name
+                self._results.members.append(Member(row.name, seed, experiment, read, folder))
 
     def _experiment(self, row: Row) -> Experiment:
         """Returns what a row runs, with a corpus folder that equal corpora share."""
         of = row.experiment
-        corpus = sha256([sha256(of.corpus), of.model.vocab_size])
-        shared = os.fspath(self._root / "corpora" / corpus)
+        known = sha256([sha256(of.corpus), of.model.vocab_size])
+        shared, _ = self._read.get(row.name, (os.fspath(self._root / "corpora" / known), ""))
         run = dataclasses.replace(
             of.run,
             corpus_dir=of.run.corpus_dir or shared,
@@ -154,21 +185,26 @@ class Comparison:
                 outcome, value = self._finetuned(column, member)
                 if outcome != "finished":
                     return outcome
-            self._results.values[hash_of(column, experiment)] = value
-            self._results.write()
+            if column.task and Column.of(column.name).examples != column.examples:
+                raise InputError(
+                    f"table.columns: {column.name}: its examples changed while they were asked; "
+                    "run again"
+                )
+            self._results.keep(member, column, value)
         return "finished"
 
     def _finetuned(self, column: Column, member: Member) -> tuple[session.Outcome, float | None]:
         task = dataclasses.replace(column.asked, seed=member.seed)
-        folder = self._root / "tasks" / f"{member.row}-{member.seed}" / task.name
+        name = f"{task.name}-{sha256([sha256(task), column.examples])[:8]}"
+        folder = self._root / "tasks" / member.folder.name / name
         base = os.fspath(member.folder)
         outcome = job.finetune(task, base, os.fspath(folder), self._progress)
         lines = [x for x in Lines(Workdir(folder).metrics).read() if x["kind"] == "scores"]
         return outcome, lines[-1]["score"] if lines else None
 
     def _missing(self, member: Member) -> list[Column]:
-        columns, values = self._results.columns, self._results.values
-        return [column for column in columns if hash_of(column, member.experiment) not in values]
+        columns = self._results.columns
+        return [column for column in columns if not self._results.measured(member, column)]
 
     def _write(self) -> None:
         self._results.write()

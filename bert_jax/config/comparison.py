@@ -123,6 +123,7 @@ def of_held_out(experiment: Experiment) -> dict[str, object]:
     fields: dict[str, object] = {f"data.{name}": getattr(data, name) for name in _ASKED}
     fields |= {f"corpus.{f.name}": getattr(corpus, f.name) for f in dataclasses.fields(corpus)}
     fields["model.vocab_size"] = experiment.model.vocab_size
-    for name in ("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows"):
+    shape = ("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows")
+    for name in (*shape, "eval_seed"):
         fields[f"data.{name}"] = getattr(data, name)
     return fields

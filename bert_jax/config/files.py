@@ -344,9 +344,14 @@ def from_json(text: str, where: str, kind: type[T] = Experiment) -> T:
         )
     _require_kind(kind_of(tree), kind, where)
     try:
-        return _build(kind, tree, "")
+        built = _build(kind, tree, "")
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
+    if isinstance(built, Experiment) and "eval_seed" not in tree.get("data", {}):
+        # Before there was this field, the run's own seed drew held-out rows.
+        data = dataclasses.replace(built.data, eval_seed=built.seed)
+        return dataclasses.replace(built, data=data)
+    return built
 
 
 def kind_of(tree: dict[str, Any]) -> type[Section]:

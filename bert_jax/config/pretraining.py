@@ -366,6 +366,9 @@ class Data(Section):
     eval_max_predictions_per_seq: int = 20
     # Held-out rows that are scored, the same at every evaluation; fewer if there are fewer.
     eval_rows: int = 10_000
+    # Seed that draws held-out rows and their masks, whatever the run's own, so that runs of several
+    # seeds are scored on the same.
+    eval_seed: int = 0
 
     def _validate(self) -> None:
         self._require_code("code")
@@ -379,7 +382,7 @@ class Data(Section):
         )
         self._require_at_least(8, "eval_sequence_length")
         self._require_at_least(1, "eval_max_predictions_per_seq", "eval_rows")
-        self._require_at_least(0, "dupe_factor")
+        self._require_at_least(0, "dupe_factor", "eval_seed")
         self._require(
             self.units != "sentences" or self.packing == "none",
             "packing",
@@ -678,7 +681,7 @@ class Experiment(Section):
 
     # Names the run, and its folder runs/NAME.
     name: str
-    # Seed of every random draw: weights, order, pairs, masks and dropout.
+    # Seed of every random draw in training: weights, order, pairs, masks and dropout.
     seed: int = 0
     # A folder that `bert-jax import` made, whose weights the run begins with; empty: fresh ones.
     init_from: str = ""

@@ -400,9 +400,7 @@ class TrainBatches:
         return len(self.plans.wait(drawn) if self.plans.packed is None else self.plans.packs(drawn))
 
 
-def eval_batches(
-    stream: Stream, ids: Ids, data: Data, seed: int, batch_size: int
-) -> tuple[list[Batch], int]:
+def eval_batches(stream: Stream, ids: Ids, data: Data, batch_size: int) -> tuple[list[Batch], int]:
     """Returns the frozen held-out examples, the same at every evaluation, batch size and mesh.
 
     Rows are those of one plan of the validation split, at most `Data.eval_rows`, document after
@@ -413,7 +411,7 @@ def eval_batches(
     Returns:
       The batches, and the number of real rows.
     """
-    names = (seed, "validation", "eval")
+    names = (data.eval_seed, "validation", "eval")
     first, length = draws.key_of(*names, 0), data.eval_sequence_length
     if data.units != "sentences":
         how = data.short_seq_prob, first, data.eval_rows, data.units

@@ -56,6 +56,10 @@ _SMALL = 1 << 25
 Say = Callable[[str], None]
 
 
+class Changed(InputError):
+    """A corpus was prepared, of the same settings, from text or a tokenizer that changed since."""
+
+
 def prepare(
     corpus: Corpus,
     vocab_size: int,
@@ -79,7 +83,7 @@ def prepare(
         Beam.
 
     Raises:
-      InputError: bad sources, or a folder made from other text or settings.
+      InputError: bad sources, or a folder made from other settings; `Changed` of other text.
       Unavailable: a bucket or a worker failed; run again to go on.
     """
     run = build.Run(workers, beam)
@@ -306,7 +310,7 @@ def _require_same(
     elif corpus.tokenizer != "train":
         now = tokenizer.load(corpus.tokenizer, corpus.case).sha256
         if now != manifest["tokenizer"].get("sha256"):
-            raise InputError(f"{folder}: {corpus.tokenizer} has changed since; {mend}")
+            raise Changed(f"{folder}: {corpus.tokenizer} has changed since; {mend}")
     if elsewhere:
         return
     try:
@@ -324,7 +328,7 @@ def _require_same(
                 change = "is new"
             elif file not in new_files:
                 change = "is gone"
-            raise InputError(f"{folder}: {file} {change} since this corpus was prepared; {mend}")
+            raise Changed(f"{folder}: {file} {change} since this corpus was prepared; {mend}")
 
 
 def is_made_of(folder: epath.Path, corpus: Corpus) -> bool:

@@ -163,7 +163,7 @@ class FinetuningSetup:
             {"examples": self.sha256[:16], "base": self._base.sha256[:16]},
             "give all of them the same files",
         )
-        experiment, fixed = self.experiment, None
+        experiment, tokenizer, fixed = self.experiment, self._base.tokenizer, None
         if experiment.adapt.how != "full":
             replicated = mesh_lib.replicated(mesh)
             fixed = feed.put(self._base.read_by(self.objective), replicated)
@@ -172,7 +172,7 @@ class FinetuningSetup:
         self._eval_rows = self._kind.rows(self._held_out)
         self.eval_batches = rows.eval_batches(
             self._eval_rows,
-            self._base.tokenizer.pad_id,
+            tokenizer.pad_id,
             size * mesh_lib.data_shards(mesh) * self._eval_rows.rows_per_example,
         )
         self._say(
@@ -191,7 +191,8 @@ class FinetuningSetup:
             self._say(f"finetune: left out for blank cells: {examples_lib.in_words(self._blank)}")
         if isinstance(self._rows, TargetRows) and isinstance(self._eval_rows, TargetRows):
             self._say(f"finetune: {_cut_in_words(experiment.task, self._rows, self._eval_rows)}")
-        tokenizer = self._base.tokenizer
+            if tokenizer.case == "uncased":
+                self._say("finetune: an uncased base writes lower case, and scores count case")
         shares = {
             "train": unknown.Share(tokenizer).add(self._rows.ids),
             "validation": unknown.Share(tokenizer).add(self._eval_rows.ids),

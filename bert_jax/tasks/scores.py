@@ -95,7 +95,7 @@ def of_texts(truth: Sequence[str], written: Sequence[str]) -> dict[str, float]:
     """Returns chrF2 (Popović 2015) and BLEU (Papineni et al. 2002) of a corpus, in [0, 1].
 
     With sacreBLEU's settings (Post 2018): characters without blanks for `chrf`, words as the script
-    mteval-v13a cuts them for `bleu`.
+    mteval-v13a cuts them for `bleu`; case counts (`case:mixed` in its signature).
 
     Args:
       truth: a text each.

@@ -55,13 +55,12 @@ class HeldOut:
         ids: batches_lib.Ids,
         data: Data,
         run: Run,
-        seed: int,
         mesh: jax.sharding.Mesh,
     ) -> "HeldOut":
         """Makes the rows, in batches that can be cut over the mesh."""
         shards = mesh_lib.data_shards(mesh)
         size = -(-run.eval_batch_size // shards) * shards
-        batches, rows = batches_lib.eval_batches(validation, ids, data, seed, size)
+        batches, rows = batches_lib.eval_batches(validation, ids, data, size)
         counts = train.unigrams + 1
         if data.objective == "causal":  # predicts [SEP], too: where documents end, and rows
             rows_of_text = len(train.ids) // (data.eval_sequence_length - sentences.SPECIAL_TOKENS)

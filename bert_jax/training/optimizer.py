@@ -18,8 +18,8 @@ Tree = Any
 
 # Neither biases nor layer norms decay, as in the reference.
 _NO_DECAY = ("bias", "scale", "output_bias")
-# Leaves below this path carry a first dimension of layers, each a tensor of its own.
-_STACKED = "layers"
+# Leaves below these paths carry a first dimension of layers, each a tensor of its own.
+_STACKED = {"layers", "lora"}
 _EMBEDDINGS = ["encoder", "embeddings"]
 
 
@@ -151,7 +151,7 @@ def stable_adamw(
 
 def _axes(path: tuple[Any, ...], leaf: jax.Array) -> tuple[int, ...]:
     """Returns the dimensions of a tensor: all, or of stacked layers all but the first."""
-    return tuple(range(1 if any(key.key == _STACKED for key in path) else 0, leaf.ndim))
+    return tuple(range(1 if any(key.key in _STACKED for key in path) else 0, leaf.ndim))
 
 
 def scale_by_layer(decay: float) -> optax.GradientTransformation:
@@ -163,13 +163,13 @@ def scale_by_layer(decay: float) -> optax.GradientTransformation:
 
     def scale(path: tuple[Any, ...], update: jax.Array, above: jax.Array) -> jax.Array:
         names = [key.key for key in path]
-        if _STACKED in names:
+        if "layers" in names:
             return update * above.reshape(-1, *[1] * (update.ndim - 1))
         return update * (decay * above[0]) if names[:2] == _EMBEDDINGS else update
 
     def apply(updates: Tree, state: optax.EmptyState, params: Tree = None) -> tuple[Tree, Any]:
         del params
-        layers = len(jax.tree.leaves(updates["encoder"][_STACKED])[0])
+        layers = len(jax.tree.leaves(updates["encoder"]["layers"])[0])
         above = jnp.asarray([decay ** (layers - number) for number in range(layers)], jnp.float32)
         return jax.tree.map_with_path(lambda p, u: scale(p, u, above), updates), state
 

@@ -162,7 +162,6 @@ class Prepared:
             self.ids,
             experiment.data,
             experiment.run,
-            experiment.seed,
             mesh,
         )
 

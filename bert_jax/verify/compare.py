@@ -219,7 +219,7 @@ def corpora(made: pathlib.Path, undisturbed: pathlib.Path) -> list[str]:
 def losses(ours: pathlib.Path, theirs: pathlib.Path, last: int) -> tuple[float, str]:
     """Returns the largest relative difference of a loss in the lines of two runs, and its place.
 
-    Infinite where lines or losses are missing.
+    Infinite where lines or losses are missing, or are no numbers.
 
     Args:
       ours: a workdir.
@@ -232,7 +232,7 @@ def losses(ours: pathlib.Path, theirs: pathlib.Path, last: int) -> tuple[float, 
     worst, where = 0.0, "no line"
     for x, y in zip(a, b, strict=True):
         off, name = _farthest(x, y)
-        if x["step"] <= last and not off <= worst:
+        if x["step"] <= last and off > worst:
             worst, where = off, f"{name} of {y['kind']}, step {y['step']}"
     return worst, where
 
@@ -250,7 +250,7 @@ def alike_until(ours: pathlib.Path, theirs: pathlib.Path, tolerance: float, last
     for x, y in zip(_lines(ours), _lines(theirs), strict=False):
         if x["step"] > last or (x["kind"], x["step"]) != (y["kind"], y["step"]):
             break
-        if not _farthest(x, y)[0] <= tolerance:
+        if _farthest(x, y)[0] > tolerance:
             return max(step for step in alike if step < x["step"])
         alike.append(x["step"])
     return alike[-1]
@@ -266,6 +266,7 @@ def _farthest(x: Mapping[str, Any], y: Mapping[str, Any]) -> tuple[float, str]:
     for name in sorted(name for name in x.keys() | y.keys() if "loss" in name):
         both = name in x and name in y
         off = abs(x[name] - y[name]) / max(abs(y[name]), 1e-6) if both else np.inf
-        if not off <= worst:
+        off = np.inf if np.isnan(off) else off
+        if off > worst:
             worst, which = off, name
     return worst, which

@@ -229,7 +229,7 @@ def test_every_field_that_decides_what_is_computed_is_looked_at():
         # Of model.kind=modern alone.
         *("model.global_every", "model.local_window"),
         *("model.global_rotary_base", "model.local_rotary_base"),
-        *(f"data.eval_{n}" for n in ("sequence_length", "max_predictions_per_seq", "rows")),
+        *(f"data.eval_{n}" for n in ("sequence_length", "max_predictions_per_seq", "rows", "seed")),
         # Of runs that go well, where the reference has nothing.
         *("optimizer.bad_steps_in_a_row", "optimizer.after_bad_steps"),
     }

@@ -391,7 +391,7 @@ def test_all_of_the_text_is_predicted_from_both_sides():
 def test_held_out_rows_of_sentences_are_the_same_at_every_batch_size(of_sentences):
 
     def made(size, data=of_sentences):
-        found, count = batches.eval_batches(SMALL, IDS, data, 0, size)
+        found, count = batches.eval_batches(SMALL, IDS, data, size)
         real = [b["row_weights"] == 1 for b in found]
         rows = list(zip(found, real, strict=True))
         names = found[0].keys() - {"rows"}
@@ -417,17 +417,17 @@ def real_rows(found):
 
 
 def test_evaluation_rows_are_the_same_at_every_batch_size():
-    reference, count = batches.eval_batches(SMALL, IDS, EVAL, 0, 1)
+    reference, count = batches.eval_batches(SMALL, IDS, EVAL, 1)
     expected = real_rows(reference)
     for size in (3, 8, 1000):
-        found, real = batches.eval_batches(SMALL, IDS, EVAL, 0, size)
+        found, real = batches.eval_batches(SMALL, IDS, EVAL, size)
         assert real == count
         assert all(len(batch["rows"]) == size for batch in found)
         assert_equal(real_rows(found), expected)
 
 
 def test_evaluation_rows_are_a_plan_in_a_random_order_of_documents():
-    found, count = batches.eval_batches(SMALL, IDS, EVAL, 0, 8)
+    found, count = batches.eval_batches(SMALL, IDS, EVAL, 8)
     names = (0, "validation", "eval", 0)
     key = draws.key_of(*names)
     plan = pairs.sample(SMALL, LENGTH, EVAL.short_seq_prob, key, EVAL.eval_rows)
@@ -444,7 +444,7 @@ def test_evaluation_rows_are_a_plan_in_a_random_order_of_documents():
 
 
 def test_rows_that_fill_up_the_last_batch_weigh_nothing():
-    found, count = batches.eval_batches(SMALL, IDS, EVAL, 0, 64)
+    found, count = batches.eval_batches(SMALL, IDS, EVAL, 64)
     assert count % 64
     last = found[-1]
     assert last["row_weights"].tolist() == [1.0] * (count % 64) + [0.0] * (64 - count % 64)
@@ -453,9 +453,9 @@ def test_rows_that_fill_up_the_last_batch_weigh_nothing():
 
 
 def test_at_most_eval_rows_are_evaluated():
-    all_rows = real_rows(batches.eval_batches(SMALL, IDS, EVAL, 0, 8)[0])
+    all_rows = real_rows(batches.eval_batches(SMALL, IDS, EVAL, 8)[0])
     few = dataclasses.replace(EVAL, eval_rows=11)
-    found, count = batches.eval_batches(SMALL, IDS, few, 0, 8)
+    found, count = batches.eval_batches(SMALL, IDS, few, 8)
     assert (count, len(found)) == (11, 2)
     assert_equal(real_rows(found), take(all_rows, np.arange(11)))
 
@@ -469,8 +469,8 @@ def test_evaluation_rows_are_masked_alike_whatever_is_trained_with():
         random_share=0.0,
         masking="span",
     )
-    found = batches.eval_batches(SMALL, IDS, other, 0, 8)[0]
-    for one, expected in zip(found, batches.eval_batches(SMALL, IDS, EVAL, 0, 8)[0], strict=True):
+    found = batches.eval_batches(SMALL, IDS, other, 8)[0]
+    for one, expected in zip(found, batches.eval_batches(SMALL, IDS, EVAL, 8)[0], strict=True):
         assert_equal(one, expected)
 
 
@@ -490,5 +490,5 @@ def test_a_step_masks_the_share_of_its_place_in_the_run():
 
 def test_masks_of_evaluation_are_not_those_of_training():
     train = whole(make(data=EVAL), 0)
-    held_out = batches.eval_batches(SMALL, IDS, EVAL, 0, 8)[0][0]
+    held_out = batches.eval_batches(SMALL, IDS, EVAL, 8)[0][0]
     assert train["input_ids"].tobytes() != held_out["input_ids"].tobytes()

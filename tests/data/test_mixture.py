@@ -223,6 +223,21 @@ def test_a_run_is_given_the_mixture_and_too_small_a_source_is_named(mixed):
         prepared.train_batches(long, 0)
 
 
+def test_sources_of_equal_size_have_draws_of_their_own(mixed, monkeypatch):
+    """Even of the same documents: else the rows of one would be cut and masked as the other's."""
+    settings, folder, _ = mixed
+    monkeypatch.setattr(Prepared, "sources", lambda self, stream: [stream, stream])
+    train = Prepared.open(folder).train_batches(experiment_of(settings), 0)
+    rows = np.arange(64)
+    sources, numbers = train.order.of(rows)
+    batch = train.batch(0, rows)
+    train.close()
+    one, other = (dict(zip(numbers[sources == n], rows[sources == n], strict=True)) for n in (0, 1))
+    both = [(one[number], other[number]) for number in one.keys() & other.keys()]
+    assert len(both) > 8
+    assert not any(np.array_equal(*batch["input_ids"][[*pair]]) for pair in both)
+
+
 def test_the_report_has_each_source_with_its_share(mixed):
     settings, folder, manifest = mixed
     experiment, prepared = experiment_of(settings), Prepared.open(folder)

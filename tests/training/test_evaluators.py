@@ -3,10 +3,13 @@
 import jax
 import numpy as np
 import pytest
+import samples
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from bert_jax import config
 from bert_jax.training import evaluators
+from bert_jax.training.pretraining import Prepared
 
 
 @pytest.fixture
@@ -21,6 +24,17 @@ def compiled():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield found
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_seeds_of_an_experiment_share_their_held_out_rows(tmp_path):
+    experiment, folder = samples.small_corpus(tmp_path)
+    prepared, mesh = Prepared.open(folder), samples.mesh_of(1)
+
+    def drawn(*settings):
+        found = prepared.held_out(config.override(experiment, settings), mesh)
+        return [{name: array.tolist() for name, array in one.items()} for one in found.batches]
+
+    assert drawn("seed=7") == drawn() != drawn("data.eval_seed=7")
 
 
 def test_cut_parameters_are_gathered_on_one_device_and_compiled_for_once(compiled):

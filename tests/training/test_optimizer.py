@@ -13,8 +13,10 @@ from bert_jax.training import optimizer as optimizer_lib
 
 
 def tree(seed):
-    """Leaves that decay and leaves that do not, one of them stacked."""
+    """Leaves that decay and leaves that do not, some of them stacked, LoRA's among them."""
     rng = np.random.default_rng(seed)
+    # The first layer's are a hundred times the others', so that one norm for all of them shows.
+    by_layer = rng.normal(size=(3, 4, 2)) * np.array([100.0, 1.0, 1.0])[:, None, None]
     return {
         "encoder": {
             "layers": {
@@ -24,11 +26,16 @@ def tree(seed):
         },
         "masked_lm": {"output_bias": rng.normal(size=7)},
         "word": {"embedding": rng.normal(size=(7, 4))},
+        "lora": {"query": {"down": by_layer, "up": rng.normal(size=(3, 2, 5))}},
     }
 
 
 def decays(path):
-    return path.endswith(("kernel", "embedding"))
+    return path.endswith(("kernel", "embedding", "down", "up"))
+
+
+def is_stacked(path):
+    return "layers" in path or "lora" in path
 
 
 def flat(nested, prefix=""):
@@ -48,22 +55,22 @@ def by_hand(cfg, params, gradients, rate):
             if decays(k):
                 update = update + cfg.weight_decay * params[k]
                 if cfg.name == "lamb":
-                    tensors = list(params[k]) if "layers" in k else [params[k]]
-                    updates = list(update) if "layers" in k else [update]
+                    tensors = list(params[k]) if is_stacked(k) else [params[k]]
+                    updates = list(update) if is_stacked(k) else [update]
                     ratios = [
                         np.linalg.norm(p.ravel()) / np.linalg.norm(u.ravel())
                         for p, u in zip(tensors, updates, strict=True)
                     ]
                     scaled = [r * u for r, u in zip(ratios, updates, strict=True)]
-                    update = np.stack(scaled) if "layers" in k else scaled[0]
+                    update = np.stack(scaled) if is_stacked(k) else scaled[0]
             if cfg.name == "stable_adamw":
-                of_each = list(zip(g, v[k], strict=True)) if "layers" in k else [(g, v[k])]
+                of_each = list(zip(g, v[k], strict=True)) if is_stacked(k) else [(g, v[k])]
                 rms = [
                     np.sqrt(np.mean(g * g / np.maximum(v / (1 - cfg.b2**t), cfg.eps**2)))
                     for g, v in of_each
                 ]
                 slower = np.maximum(1.0, rms).reshape(-1, *[1] * (update.ndim - 1))
-                update = update / (slower if "layers" in k else slower.ravel()[0])
+                update = update / (slower if is_stacked(k) else slower.ravel()[0])
             params[k] = params[k] - rate * update
     return params
 

@@ -242,11 +242,11 @@ def test_rows_that_were_missed_or_seen_twice_are_counted(experiment):
 
 
 def test_the_farthest_loss_is_named(tmp_path):
-    def lines(name, last, step=6):
+    def lines(name, last, step=6, first=2.0):
         (tmp_path / name).mkdir()
         shares = ("masked_lm_accuracy", "next_sentence_accuracy", "next_sentence_majority")
         held_out = dict.fromkeys(shares, 0.5) | {"next_sentence_error": 0.1, "rows": 9}
-        losses = {"next_sentence_loss": 0.7, "masked_lm_loss": 2.0, "gradient_norm": 9.0}
+        losses = {"next_sentence_loss": 0.7, "masked_lm_loss": first, "gradient_norm": 9.0}
         more = {"next_sentence_loss": 0.7, "masked_lm_loss": last, "unigram_loss": 5.0}
         rows = [
             {"step": 3, "kind": "train", **losses},
@@ -261,6 +261,10 @@ def test_the_farthest_loss_is_named(tmp_path):
     assert by == pytest.approx(0.025) and where == "masked_lm_loss of evaluation, step 6"
     assert compare.losses(lines("c", 4.0, step=7), a, 99)[0] == math.inf
     assert compare.losses(lines("d", 4.1), a, 5)[0] == 0.0  # which is past the last
+    # Whatever stands after it, in its line or the next.
+    assert compare.losses(lines("e", math.nan), a, 99)[0] == math.inf
+    assert compare.losses(lines("f", 4.0, first=math.nan), a, 99)[0] == math.inf
+    assert compare.alike_until(tmp_path / "f", a, 0.5, 99) == 0
 
 
 def test_losses_are_alike_until_one_is_too_far_off(tmp_path):
