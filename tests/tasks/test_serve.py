@@ -199,6 +199,9 @@ class Task_:
     def warm(self, sizes):
         pass
 
+    def rows_of(self, example, most):
+        return 1
+
     def predict(self, examples):
         return [{"texts": list(getattr(e, "texts", None) or e.words)} for e in examples]
 
@@ -224,11 +227,12 @@ def test_examples_of_a_task(kind, given, expected):
     served = serve.Answers(Task_(kind=kind, **more.get(kind, {})))
     if isinstance(expected, str):
         with pytest.raises(serve.Refused) as caught:
-            served.items({"input": given}, 9)
+            served.items({"input": given}, serve.Limits())
         assert caught.value.status == 400 and expected in str(caught.value)
     else:
-        results = served.compute(served.items({"input": given}, 9))
-        answer = json.loads(served.answer({"model": "m"}, results))
+        items = served.items({"input": given}, serve.Limits())
+        results = served.compute([item.asked for item in items])
+        answer = json.loads("".join(served.answer({"model": "m"}, results)))
         assert answer["model"] == "m" and [one["texts"] for one in answer["data"]] == expected
 
 
