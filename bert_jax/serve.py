@@ -43,12 +43,12 @@ from bert_jax.errors import InputError, of_error, quantity
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.predict import TaskModel
 
-# Characters of a text that are as much work as a row.
+# What is asked about, a text or an example, and how many rows it is as much work as: its own, and
+# one for so many characters that are cut into pieces.
+Item = tuple[Any, int]
 _CHARACTERS = 2**13
-# Rows and bytes of all requests under way.
-_ROWS, _BYTES = 2**16, 2**27
-# Results of an answer that are written at once.
-_WRITTEN = 16
+# Rows and bytes of all requests under way; results of an answer that are written at once.
+_ROWS, _BYTES, _WRITTEN = 2**16, 2**27, 16
 # Examples of a batch of a fine-tuned run: of what waits alone, and of what waits together.
 _BATCHES = (1, 8)
 _RETRY_SECONDS, _BACKLOG = 1, 2048
@@ -66,8 +66,7 @@ class Limits:
       bytes: of its body.
       seconds: until it is answered, its body arriving among them, and that a connection may be
         silent, or read nothing of what it is sent.
-      rows: of a turn, and of an example. A row of 512 tokens is a few hundredths of a second of a
-        small model on a CPU.
+      rows: of a turn, and of an example: of 512 tokens each, seconds of a small model on a CPU.
 
     Raises:
       InputError: a number out of range.
@@ -104,13 +103,9 @@ class Refused(Exception):
     def response(self) -> Response:
         """Returns it in OpenAI's form; what may succeed later names when."""
         headers = {"Retry-After": str(_RETRY_SECONDS)} if self.status == 503 else {}
-        return Response(self.body(), self.status, headers, "application/json")
-
-    def body(self) -> bytes:
-        """Returns the JSON of it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": None}
-        return json.dumps({"error": error}).encode()
+        return Response(json.dumps({"error": error}), self.status, headers, "application/json")
 
 
 # --- what is served -------------------------------------------------------------------------------
@@ -126,7 +121,7 @@ class Vectors:
         self.about = f"{embedder.width} numbers a vector"
         embedder.warm()
 
-    def items(self, body: dict[str, Any], limits: Limits) -> "list[Item]":
+    def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
         """Returns the texts."""
         if body.get("encoding_format") not in (None, "float", "base64"):
             raise Refused(400, "encoding_format: must be float or base64", "encoding_format")
@@ -135,7 +130,8 @@ class Vectors:
             raise Refused(400, f"dimensions: vectors have {width} numbers", "dimensions")
         given = body.get("input")
         texts = _listed([given] if isinstance(given, str) else given, limits.texts)
-        return [Item(_text(text, f"input[{i}]"), _rows(1, text)) for i, text in enumerate(texts)]
+        texts = [_text(text, f"input[{i}]") for i, text in enumerate(texts)]
+        return [(text, 1 + len(text) // _CHARACTERS) for text in texts]
 
     def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
         """Returns of each text its vector, float32 [W], and how many tokens were read."""
@@ -146,17 +142,13 @@ class Vectors:
 
     def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
         """Yields JSON: an `embedding` a text, as numbers or their bytes, and the tokens used."""
-        packed = body.get("encoding_format") == "base64"
-
-        def one(number: int, vector: np.ndarray) -> str:
-            value = _numbers(vector)
-            if packed:
-                value = f'"{base64.b64encode(vector.astype("<f4")).decode()}"'
-            return f'{{"object": "embedding", "index": {number}, "embedding": {value}}}'
-
+        form = body.get("encoding_format")
         tokens = sum(length for _, length in results)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        data = (one(number, vector) for number, (vector, _) in enumerate(results))
+        data = (
+            f'{{"object": "embedding", "index": {number}, "embedding": {_written(vector, form)}}}'
+            for number, (vector, _) in enumerate(results)
+        )
         return _listing({"model": body["model"], "usage": usage}, data)
 
 
@@ -172,7 +164,7 @@ class Answers:
         self.about = f"{quantity(self._texts, 'text')} an example"
         model.warm(_BATCHES)
 
-    def items(self, body: dict[str, Any], limits: Limits) -> "list[Item]":
+    def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
         """Returns the examples."""
         given = body.get("input")
         alone = given if self._texts > 1 and isinstance(given, list) else [given]
@@ -194,7 +186,7 @@ class Answers:
             if rows > limits.rows:
                 message = f"{where}: more than --max-rows {limits.rows} windows; send it in parts"
                 raise Refused(413, message, "input")
-            examples.append(Item(example, _rows(rows, *texts)))
+            examples.append((example, rows + sum(map(len, texts)) // _CHARACTERS))
         return examples
 
     def compute(self, items: list[examples_lib.Example]) -> list[dict[str, Any]]:
@@ -206,18 +198,6 @@ class Answers:
         return _listing({"model": body["model"]}, map(json.dumps, results))
 
 
-class Item(NamedTuple):
-    """What is asked about, a text or an example, and how many rows' work it is."""
-
-    asked: Any
-    rows: int
-
-
-def _rows(rows: int, *texts: str) -> int:
-    """Returns the work of rows and of cutting their texts into pieces."""
-    return rows + sum(map(len, texts)) // _CHARACTERS
-
-
 def _listing(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
     """Yields a list of JSON values, in OpenAI's form, in parts."""
     before = json.dumps({"object": "list"} | fields)[:-1] + ', "data": ['
@@ -227,10 +207,12 @@ def _listing(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
     yield "]}"
 
 
-def _numbers(vector: np.ndarray) -> str:
-    """Returns float32 [W] as a JSON list, in nine digits, which whoever reads them as float32 or as
-    float64 rounds back to the same bits (IEEE 754-2008, section 5.12.2).
+def _written(vector: np.ndarray, form: str | None) -> str:
+    """Returns JSON of float32 [W]: its bytes, or a list of numbers, in nine digits, which whoever
+    reads them as float32 or as float64 rounds to the same bits (IEEE 754-2008, section 5.12.2).
     """
+    if form == "base64":
+        return f'"{base64.b64encode(vector.astype("<f4")).decode()}"'
     text = "%.9g," * len(vector) % tuple(vector.tolist())
     return f"[{text.replace('-0,', '-0.0,')[:-1]}]"  # -0 would be an integer, without its sign
 
@@ -277,9 +259,8 @@ class Service:
         self._served, self._limits = served, limits
         self._waiting: collections.deque[_Waiting] = collections.deque()
         # What all requests under way hold, and may hold.
-        self._held: collections.Counter[str] = collections.Counter()
-        self._most = {"requests": limits.requests, "rows": _ROWS}
-        self._most["bytes"] = max(_BYTES, limits.bytes)
+        self._held = collections.Counter[str]()
+        self._most = {"requests": limits.requests, "rows": _ROWS, "bytes": limits.bytes + _BYTES}
         self.answered: collections.Counter[int] = collections.Counter()
         self._counts = dict.fromkeys(("left", "refused", "turns", "texts"), 0)
         self._in_bucket, self._seconds = [0] * (len(_SECONDS) + 1), 0.0
@@ -303,11 +284,8 @@ class Service:
             turns.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, which is under way until what it is answered has been read.
-
-        Of that a few kB may still be on their way, which `_Connection` looks after.
-        """
-        mine: collections.Counter[str] = collections.Counter()
+        """Answers a request, which is under way until all but a few kB of the answer are read."""
+        mine = collections.Counter[str]()
         try:
             response = await self._ask(Request(scope, receive), mine)
             await response(scope, receive, send)
@@ -316,11 +294,11 @@ class Service:
 
     def _hold(self, mine: collections.Counter[str], what: str, count: int) -> None:
         """Adds to what a request holds, unless all together would hold too much."""
-        if self._held[what] + count > self._most[what]:
-            if count > self._most[what]:
-                raise Refused(413, f"{count} {what}; at most {self._most[what]} a request")
+        most = self._most[what]
+        if self._held[what] + count > most:
             self._counts["refused"] += 1
-            raise Refused(503, f"{self._held[what]} {what} are under way; ask again later")
+            message = f"{self._held[what]} {what} are under way, of {most} at most; ask again later"
+            raise Refused(503 if count <= most else 413, message)
         self._held[what] += count
         mine[what] += count
 
@@ -334,7 +312,7 @@ class Service:
                 body = await self._fields(request, mine)
                 arrived = True
                 items = await asyncio.to_thread(self._served.items, body, self._limits)
-                self._hold(mine, "rows", sum(item.rows for item in items))
+                self._hold(mine, "rows", sum(rows for _, rows in items))
                 results = await self._results(request, items)
         except Refused as refused:
             return self._counted(refused.response())
@@ -397,11 +375,7 @@ class Service:
             left.cancel()
 
     async def _turns(self, thread: ThreadPoolExecutor) -> None:
-        """Computes what waits, turn by turn.
-
-        Raises:
-          SystemExit: it cannot go on, and with it the service.
-        """
+        """Computes what waits, turn by turn; where it cannot go on, the process ends."""
         loop = asyncio.get_running_loop()
         try:
             while await self._work.wait():
@@ -415,11 +389,9 @@ class Service:
                 self._counts["texts"] += len(turn)
                 for (waiting, _), result in zip(turn, results, strict=True):
                     waiting.results.append(result)
-                    if waiting.future.done():
-                        continue
-                    if isinstance(result, Exception):
+                    if isinstance(result, Exception) and not waiting.future.done():
                         waiting.future.set_exception(result)
-                    elif len(waiting.results) == waiting.count:
+                    if len(waiting.results) == waiting.count and not waiting.future.done():
                         waiting.future.set_result(waiting.results)
         except Exception as error:
             raise SystemExit(of_error(error)[0]) from error
@@ -429,21 +401,18 @@ class Service:
         try:
             return self._served.compute(items)
         except Exception as error:
-            if len(items) == 1:
-                return [error]
             half = len(items) // 2
-            return self._computed(items[:half]) + self._computed(items[half:])
+            return self._computed(items[:half]) + self._computed(items[half:]) if half else [error]
 
     def _turn(self) -> list[tuple[_Waiting, Any]]:
         """Returns what is to be computed next, an item of each request after the other."""
-        turn: list[tuple[_Waiting, Any]] = []
-        rows = 0
+        turn, rows = list[tuple[_Waiting, Any]](), 0
         while self._waiting and rows < self._limits.rows:
             waiting = self._waiting.popleft()
             if not waiting.future.done():
-                item = waiting.items.popleft()
-                turn.append((waiting, item.asked))
-                rows += item.rows
+                asked, size = waiting.items.popleft()
+                turn.append((waiting, asked))
+                rows += size
                 if waiting.items:
                     self._waiting.append(waiting)
         return turn
@@ -545,11 +514,10 @@ class _Connection(H11Protocol):
         self._refused = True
         response = refused.response()
         headers = [*response.raw_headers, (b"connection", b"close")]
+        head = h11.Response(status_code=refused.status, headers=headers)
         # Half an answer may have been sent.
         with contextlib.suppress(h11.LocalProtocolError):
-            head = h11.Response(status_code=refused.status, headers=headers)
-            body = response.body
-            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            for event in (head, h11.Data(data=response.body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
             self.transport.write_eof()
         self.loop.call_later(_RETRY_SECONDS, self.transport.close)

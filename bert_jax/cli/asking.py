@@ -314,11 +314,7 @@ def _embedder(args: argparse.Namespace):
         "--max-bytes", type=int, default=2**21, metavar="N", help="most bytes of a request [2 MiB]"
     ),
     argument(
-        "--max-rows",
-        type=int,
-        default=128,
-        metavar="N",
-        help="most rows computed at a time, and windows of a context [128]",
+        "--max-rows", type=int, default=128, metavar="N", help="most windows of a context [128]"
     ),
     argument(
         "--timeout", type=float, default=30.0, metavar="S", help="most seconds for an answer [30]"

@@ -247,6 +247,7 @@ class Noise(Protocol):
 
     def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape` = [B, H, K, Q] for each head's keys and queries."""
+        return self.keep(shape, rate)
 
     def scale(self, rate: float) -> float:
         """Returns one over the probability with which `keep` is really True."""
@@ -254,7 +255,7 @@ class Noise(Protocol):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowNoise:
+class RowNoise(Noise):
     """The `threefry8` noise: 8 bits an element, from a key a row.
 
     It is the same on any mesh and micro-batch.
@@ -283,10 +284,6 @@ class RowNoise:
         words = (*shape[1:-1], _words_of(shape[-1]))
         bits = jax.vmap(lambda key: jax.random.bits(key, words, jnp.uint32))(self.keys)
         return _kept(bits, shape, rate)
-
-    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, H, K, Q]."""
-        return self.keep(shape, rate)
 
     def scale(self, rate: float) -> float:
         """Returns one over the probability with which `keep` is really True."""
@@ -388,7 +385,7 @@ def _words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ShardNoise:
+class ShardNoise(Noise):
     """The `rbg16` noise: 16 bits an element from one generator a shard.
 
     It is fast on TPU and depends on the mesh. It is that of `in_kernel` too, whose kernels draw
@@ -411,10 +408,6 @@ class ShardNoise:
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape`, False for about `rate` of it."""
         return jax.random.bits(self.key, shape, jnp.uint16) >= jnp.uint16(round(rate * 65_536))
-
-    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, H, K, Q]."""
-        return self.keep(shape, rate)
 
     def scale(self, rate: float) -> float:
         """Returns one over the probability with which `keep` is really True."""

@@ -127,9 +127,7 @@ class TaskModel:
                 list(self.predict(examples_lib.parse_arguments(task, example * size)))
 
     def rows_of(self, example: Example, most: int) -> int:
-        """Returns how many rows an example becomes: windows of a span, of which `most` are enough
-        to know that there are more; else 1.
-        """
+        """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
         return self._kind.windows(example, most) if isinstance(example, Question) else 1
 
     def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:

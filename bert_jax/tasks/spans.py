@@ -98,7 +98,7 @@ class Spans:
         return Rows(ids, np.array(first, np.int32), numbers, {}, notes, limit)
 
     def windows(self, example: Question, most: int) -> int:
-        """Returns how many rows an example becomes; beyond `most` it is not read to its end."""
+        """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
         question = len(self._tokenizer.encode(example.question)[: self._task.max_query_length])
         room, pieces = self._room(question), 0
         for start, end in units(example.context, self._tokenizer):
