@@ -164,6 +164,8 @@ class LoadedModel:
           float32 [B, P, V] of masked pieces, V rounded up to 1,024s, and [B, 2] of "B follows A"
           and "B is random". May be differentiated.
         """
+        if self.model.kind == "bilstm":
+            raise InputError("model.kind=bilstm: has neither head; ask hidden or embed")
         return self._apply(params, batch)
 
     def _ids(self, text: str) -> list[int]:

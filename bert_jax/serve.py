@@ -6,9 +6,10 @@
     GET  /metrics         Prometheus text
 
 A loop of events takes requests, one thread computes. Whenever that thread is free it takes a turn:
-texts of all requests that wait, one of each after the other until there is enough to do, so that a
-large request holds nobody up. `embed.Embedder` or `tasks.predict.TaskModel` sorts them by length
-and computes them, as it does in bulk. What nobody waits for any more is not begun.
+texts of all requests that wait, one of each after the other until there are enough rows to do, so
+that a large request holds nobody up. `embed.Embedder` or `tasks.predict.TaskModel` sorts them by
+length and computes them, as it does in bulk. What nobody waits for any more is not begun, and
+answers are written as they are read.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -32,17 +33,22 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bert_jax.embed import Embedder
-from bert_jax.errors import InputError, quantity
+from bert_jax.errors import InputError, of_error, quantity
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.predict import TaskModel
 
-# Texts of a turn at most: each of 512 tokens, a few seconds of a small model on a CPU.
-_TURN = 128
+# What is asked about, a text or an example, and how many rows it is as much work as: its own, and
+# one for so many characters that are cut into pieces.
+Item = tuple[Any, int]
+_CHARACTERS = 2**13
+# Rows and bytes of all requests under way; results of an answer that are written at once.
+_ROWS, _BYTES, _WRITTEN = 2**16, 2**27, 16
 # Examples of a batch of a fine-tuned run: of what waits alone, and of what waits together.
 _BATCHES = (1, 8)
 _RETRY_SECONDS, _BACKLOG = 1, 2048
@@ -59,7 +65,8 @@ class Limits:
       texts: of a request, or examples.
       bytes: of its body.
       seconds: until it is answered, its body arriving among them, and that a connection may be
-        silent.
+        silent, or read nothing of what it is sent.
+      rows: of a turn, and of an example: of 512 tokens each, seconds of a small model on a CPU.
 
     Raises:
       InputError: a number out of range.
@@ -69,10 +76,12 @@ class Limits:
     texts: int = 2048
     bytes: int = 2**21
     seconds: float = 30.0
+    rows: int = 128
 
     def __post_init__(self) -> None:
         ranges = {"queue": (self.requests, 64, 2**16), "max-texts": (self.texts, 1, 2**16)}
         ranges |= {"max-bytes": (self.bytes, 2**10, 2**30), "timeout": (self.seconds, 1, 3600)}
+        ranges["max-rows"] = self.rows, 1, 2**16
         for flag, (value, least, most) in ranges.items():
             if not least <= value <= most:
                 raise InputError(f"--{flag} {value:g}: must be from {least} to {most}")
@@ -94,13 +103,9 @@ class Refused(Exception):
     def response(self) -> Response:
         """Returns it in OpenAI's form; what may succeed later names when."""
         headers = {"Retry-After": str(_RETRY_SECONDS)} if self.status == 503 else {}
-        return Response(self.body(), self.status, headers, "application/json")
-
-    def body(self) -> bytes:
-        """Returns the JSON of it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": None}
-        return json.dumps({"error": error}).encode()
+        return Response(json.dumps({"error": error}), self.status, headers, "application/json")
 
 
 # --- what is served -------------------------------------------------------------------------------
@@ -116,7 +121,7 @@ class Vectors:
         self.about = f"{embedder.width} numbers a vector"
         embedder.warm()
 
-    def items(self, body: dict[str, Any], most: int) -> list[str]:
+    def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
         """Returns the texts."""
         if body.get("encoding_format") not in (None, "float", "base64"):
             raise Refused(400, "encoding_format: must be float or base64", "encoding_format")
@@ -124,8 +129,9 @@ class Vectors:
         if body.get("dimensions") not in (None, width):
             raise Refused(400, f"dimensions: vectors have {width} numbers", "dimensions")
         given = body.get("input")
-        texts = _listed([given] if isinstance(given, str) else given, most)
-        return [_text(text, f"input[{i}]") for i, text in enumerate(texts)]
+        texts = _listed([given] if isinstance(given, str) else given, limits.texts)
+        texts = [_text(text, f"input[{i}]") for i, text in enumerate(texts)]
+        return [(text, 1 + len(text) // _CHARACTERS) for text in texts]
 
     def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
         """Returns of each text its vector, float32 [W], and how many tokens were read."""
@@ -134,18 +140,16 @@ class Vectors:
         lengths = np.concatenate([part.lengths for part in parts])
         return list(zip(vectors, lengths.tolist(), strict=True))
 
-    def answer(self, body: dict[str, Any], results: list[Any]) -> bytes:
-        """Returns JSON: an `embedding` a text, as numbers or their bytes, and the tokens used."""
-        packed = body.get("encoding_format") == "base64"
-        data = []
-        for number, (vector, _) in enumerate(results):
-            numbers = vector.astype("<f4")
-            value = base64.b64encode(numbers).decode() if packed else numbers.tolist()
-            data.append({"object": "embedding", "index": number, "embedding": value})
+    def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
+        """Yields JSON: an `embedding` a text, as numbers or their bytes, and the tokens used."""
+        form = body.get("encoding_format")
         tokens = sum(length for _, length in results)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        fields = {"object": "list", "model": body["model"], "data": data, "usage": usage}
-        return json.dumps(fields).encode()
+        data = (
+            f'{{"object": "embedding", "index": {number}, "embedding": {_written(vector, form)}}}'
+            for number, (vector, _) in enumerate(results)
+        )
+        return _listing({"model": body["model"], "usage": usage}, data)
 
 
 class Answers:
@@ -160,14 +164,14 @@ class Answers:
         self.about = f"{quantity(self._texts, 'text')} an example"
         model.warm(_BATCHES)
 
-    def items(self, body: dict[str, Any], most: int) -> list[examples_lib.Example]:
+    def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
         """Returns the examples."""
         given = body.get("input")
         alone = given if self._texts > 1 and isinstance(given, list) else [given]
         if alone and all(isinstance(text, str) for text in alone):
             given = [given]
         examples = []
-        for number, texts in enumerate(_listed(given, most)):
+        for number, texts in enumerate(_listed(given, limits.texts)):
             where = f"input[{number}]"
             texts = [texts] if isinstance(texts, str) else texts
             if not isinstance(texts, list) or len(texts) != self._texts:
@@ -175,19 +179,42 @@ class Answers:
                 raise Refused(400, f"{where}: an example of this task has {needed}", "input")
             texts = [_text(text, where) for text in texts]
             try:
-                examples += examples_lib.parse_arguments(self._task, texts)
+                (example,) = examples_lib.parse_arguments(self._task, texts)
             except InputError as error:
                 raise Refused(400, f"{where}: {error}", "input") from error
+            rows = self._model.rows_of(example, limits.rows)
+            if rows > limits.rows:
+                message = f"{where}: more than --max-rows {limits.rows} windows; send it in parts"
+                raise Refused(413, message, "input")
+            examples.append((example, rows + sum(map(len, texts)) // _CHARACTERS))
         return examples
 
     def compute(self, items: list[examples_lib.Example]) -> list[dict[str, Any]]:
         """Returns an answer an example."""
         return list(self._model.predict(items))
 
-    def answer(self, body: dict[str, Any], results: list[Any]) -> bytes:
-        """Returns JSON: the answers in the examples' order."""
-        fields = {"object": "list", "model": body["model"], "data": results}
-        return json.dumps(fields).encode()
+    def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
+        """Yields JSON: the answers in the examples' order."""
+        return _listing({"model": body["model"]}, map(json.dumps, results))
+
+
+def _listing(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
+    """Yields a list of JSON values, in OpenAI's form, in parts."""
+    before = json.dumps({"object": "list"} | fields)[:-1] + ', "data": ['
+    while part := ", ".join(itertools.islice(data, _WRITTEN)):
+        yield before + part
+        before = ", "
+    yield "]}"
+
+
+def _written(vector: np.ndarray, form: str | None) -> str:
+    """Returns JSON of float32 [W]: its bytes, or a list of numbers, in nine digits, which whoever
+    reads them as float32 or as float64 rounds to the same bits (IEEE 754-2008, section 5.12.2).
+    """
+    if form == "base64":
+        return f'"{base64.b64encode(vector.astype("<f4")).decode()}"'
+    text = "%.9g," * len(vector) % tuple(vector.tolist())
+    return f"[{text.replace('-0,', '-0.0,')[:-1]}]"  # -0 would be an integer, without its sign
 
 
 def _listed(given: Any, most: int) -> list[Any]:
@@ -214,7 +241,7 @@ def _text(given: Any, where: str) -> str:
 class _Waiting(NamedTuple):
     """A request: what is to be done, what is done, how much there will be, and who waits for it."""
 
-    items: collections.deque[Any]
+    items: collections.deque[Item]
     results: list[Any]
     count: int
     future: asyncio.Future
@@ -231,13 +258,15 @@ class Service:
     def __init__(self, served: Vectors | Answers, limits: Limits):
         self._served, self._limits = served, limits
         self._waiting: collections.deque[_Waiting] = collections.deque()
-        self._under_way = 0
+        # What all requests under way hold, and may hold.
+        self._held = collections.Counter[str]()
+        self._most = {"requests": limits.requests, "rows": _ROWS, "bytes": limits.bytes + _BYTES}
         self.answered: collections.Counter[int] = collections.Counter()
         self._counts = dict.fromkeys(("left", "refused", "turns", "texts"), 0)
         self._in_bucket, self._seconds = [0] * (len(_SECONDS) + 1), 0.0
         self.app = Starlette(
             routes=[
-                Route(served.path, self._ask, methods=["POST"]),
+                Route(served.path, self, methods=["POST"]),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
@@ -246,30 +275,45 @@ class Service:
         )
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[dict[str, int]]:
         del app
         self._work = asyncio.Event()
         with ThreadPoolExecutor(1) as thread:
             turns = asyncio.create_task(self._turns(thread))
-            yield
+            yield {"connections": 2 * self._limits.requests}
             turns.cancel()
 
-    async def _ask(self, request: Request) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, which is under way until all but a few kB of the answer are read."""
+        mine = collections.Counter[str]()
+        try:
+            response = await self._ask(Request(scope, receive), mine)
+            await response(scope, receive, send)
+        finally:
+            self._held.subtract(mine)
+
+    def _hold(self, mine: collections.Counter[str], what: str, count: int) -> None:
+        """Adds to what a request holds, unless all together would hold too much."""
+        most = self._most[what]
+        if self._held[what] + count > most:
+            self._counts["refused"] += 1
+            message = f"{self._held[what]} {what} are under way, of {most} at most; ask again later"
+            raise Refused(503 if count <= most else 413, message)
+        self._held[what] += count
+        mine[what] += count
+
+    async def _ask(self, request: Request, mine: collections.Counter[str]) -> Response:
         """Answers a request, or says why not; never raises for what a client does."""
         began = time.monotonic()
-        if self._under_way >= self._limits.requests:
-            self._counts["refused"] += 1
-            message = f"{self._under_way} requests are under way; ask again later"
-            return self._counted(Refused(503, message).response())
-        self._under_way += 1
         arrived = False
         try:
+            self._hold(mine, "requests", 1)
             async with asyncio.timeout(self._limits.seconds):
-                body = await self._fields(request)
+                body = await self._fields(request, mine)
                 arrived = True
-                items = self._served.items(body, self._limits.texts)
+                items = await asyncio.to_thread(self._served.items, body, self._limits)
+                self._hold(mine, "rows", sum(rows for _, rows in items))
                 results = await self._results(request, items)
-                answer = await asyncio.to_thread(self._served.answer, body, results)
         except Refused as refused:
             return self._counted(refused.response())
         except InputError as error:  # the model gives no numbers, or has too much to do at once
@@ -283,24 +327,24 @@ class Service:
         except ClientDisconnect:
             self._counts["left"] += 1
             return Response(status_code=400)  # which nobody reads
-        finally:
-            self._under_way -= 1
         seconds = time.monotonic() - began
         self._seconds += seconds
         self._in_bucket[bisect.bisect_left(_SECONDS, seconds)] += 1
-        return self._counted(Response(answer, media_type="application/json"))
+        answer = self._served.answer(body, results)
+        return self._counted(StreamingResponse(answer, media_type="application/json"))
 
     def _counted(self, response: Response) -> Response:
         self.answered[response.status_code] += 1
         return response
 
-    async def _fields(self, request: Request) -> dict[str, Any]:
+    async def _fields(self, request: Request, mine: collections.Counter[str]) -> dict[str, Any]:
         """Returns what a request says, with a `model`."""
         body = bytearray()
         async for chunk in request.stream():  # what comes after a refusal is dropped by uvicorn
             body += chunk
             if len(body) > self._limits.bytes:
                 raise Refused(413, f"the body is longer than {self._limits.bytes} bytes")
+            self._hold(mine, "bytes", len(chunk))
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -311,7 +355,7 @@ class Service:
             raise Refused(400, "model: must be a text", "model")
         return fields
 
-    async def _results(self, request: Request, items: list[Any]) -> list[Any]:
+    async def _results(self, request: Request, items: list[Item]) -> list[Any]:
         """Returns what the model makes of each item.
 
         Raises:
@@ -331,36 +375,44 @@ class Service:
             left.cancel()
 
     async def _turns(self, thread: ThreadPoolExecutor) -> None:
-        """Computes what waits, turn by turn."""
+        """Computes what waits, turn by turn; where it cannot go on, the process ends."""
         loop = asyncio.get_running_loop()
-        while True:
-            await self._work.wait()
-            turn = self._turn()
-            if not turn:
-                self._work.clear()
-                continue
-            asked = [item for _, item in turn]
-            try:
-                results = await loop.run_in_executor(thread, self._served.compute, asked)
-            except Exception as error:
-                for waiting, _ in turn:
-                    if not waiting.future.done():
-                        waiting.future.set_exception(error)
-                continue
-            self._counts["turns"] += 1
-            self._counts["texts"] += len(turn)
-            for (waiting, _), result in zip(turn, results, strict=True):
-                waiting.results.append(result)
-                if len(waiting.results) == waiting.count and not waiting.future.done():
-                    waiting.future.set_result(waiting.results)
+        try:
+            while await self._work.wait():
+                turn = self._turn()
+                if not turn:
+                    self._work.clear()
+                    continue
+                asked = [item for _, item in turn]
+                results = await loop.run_in_executor(thread, self._computed, asked)
+                self._counts["turns"] += 1
+                self._counts["texts"] += len(turn)
+                for (waiting, _), result in zip(turn, results, strict=True):
+                    waiting.results.append(result)
+                    if isinstance(result, Exception) and not waiting.future.done():
+                        waiting.future.set_exception(result)
+                    if len(waiting.results) == waiting.count and not waiting.future.done():
+                        waiting.future.set_result(waiting.results)
+        except Exception as error:
+            raise SystemExit(of_error(error)[0]) from error
+
+    def _computed(self, items: list[Any]) -> list[Any]:
+        """Returns the result of each item, of one at fault, found by halves, its error."""
+        try:
+            return self._served.compute(items)
+        except Exception as error:
+            half = len(items) // 2
+            return self._computed(items[:half]) + self._computed(items[half:]) if half else [error]
 
     def _turn(self) -> list[tuple[_Waiting, Any]]:
         """Returns what is to be computed next, an item of each request after the other."""
-        turn: list[tuple[_Waiting, Any]] = []
-        while self._waiting and len(turn) < _TURN:
+        turn, rows = list[tuple[_Waiting, Any]](), 0
+        while self._waiting and rows < self._limits.rows:
             waiting = self._waiting.popleft()
             if not waiting.future.done():
-                turn.append((waiting, waiting.items.popleft()))
+                asked, size = waiting.items.popleft()
+                turn.append((waiting, asked))
+                rows += size
                 if waiting.items:
                     self._waiting.append(waiting)
         return turn
@@ -376,8 +428,9 @@ class Service:
         for status, count in sorted(self.answered.items()):
             lines.append(f'bert_jax_requests_total{{code="{status}"}} {count}')
         values = {f"{name}_total": ("counter", count) for name, count in self._counts.items()}
-        values["requests_under_way"] = "gauge", self._under_way
-        values["requests_limit"] = "gauge", self._limits.requests
+        for what, most in self._most.items():
+            values[f"{what}_under_way"] = "gauge", self._held[what]
+            values[f"{what}_limit"] = "gauge", most
         for name, (kind, value) in values.items():
             lines += [f"# TYPE bert_jax_{name} {kind}", f"bert_jax_{name} {value}"]
         lines.append("# TYPE bert_jax_answer_seconds histogram")
@@ -414,25 +467,37 @@ async def _left(request: Request) -> None:
 
 
 class _Connection(H11Protocol):
-    """A connection that ends when it is silent, and whose garbage is answered in OpenAI's form."""
+    """A connection that ends when nothing moves, and whose garbage is answered in OpenAI's form."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begins to look at it from time to time."""
+        """Begins to look at it from time to time, if there are not too many."""
         super().connection_made(transport)
-        self._refused, self._before = False, None
+        self._refused, self._before, self._unread, self._read = False, None, 0, False
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
+        if len(self.connections) > self.app_state["connections"]:
+            self._refuse(Refused(503, "too many connections; ask again later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends that."""
         self._timer.cancel()
         super().connection_lost(exc)
 
+    def resume_writing(self) -> None:
+        """Notes that of what was written some was read."""
+        self._read = True
+        super().resume_writing()
+
     def _look(self) -> None:
-        """Closes it if no request has begun or ended since the last look, and none is under way."""
-        if self.cycle is self._before and (self.cycle is None or self.cycle.response_complete):
-            self.transport.close()
+        """Ends it if since the last look no request has begun or ended, and none is under way, or
+        what it was answered is not read.
+        """
+        unread = self.transport.get_write_buffer_size()
+        idle = not unread and (self.cycle is None or self.cycle.response_complete)
+        stuck = 0 < self._unread <= unread and not self._read
+        if self.cycle is self._before and (idle or stuck):
+            self.transport.abort()  # to close it would wait for the client to read
             return
-        self._before = self.cycle
+        self._before, self._unread, self._read = self.cycle, unread, False
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
 
     def data_received(self, data: bytes) -> None:
@@ -442,14 +507,17 @@ class _Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP."""
+        self._refuse(Refused(400, msg))
+
+    def _refuse(self, refused: Refused) -> None:
+        """Answers whatever is asked with an error."""
         self._refused = True
-        body = Refused(400, msg).body()
-        headers = {"content-type": "application/json", "connection": "close"}
-        headers["content-length"] = str(len(body))
+        response = refused.response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        head = h11.Response(status_code=refused.status, headers=headers)
         # Half an answer may have been sent.
         with contextlib.suppress(h11.LocalProtocolError):
-            head = h11.Response(status_code=400, headers=list(headers.items()), reason=b"Bad")
-            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            for event in (head, h11.Data(data=response.body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
             self.transport.write_eof()
         self.loop.call_later(_RETRY_SECONDS, self.transport.close)

@@ -1,16 +1,18 @@
 """What a notebook calls: a model is loaded from anywhere and asked; batches and runs by value."""
 
+import dataclasses
 import subprocess
 import sys
 
 import jax
+import kinds
 import numpy as np
 import pytest
 from etils import epath
 from small_run import write_text
 
 import bert_jax
-from bert_jax import config
+from bert_jax import config, library
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
 from bert_jax.model import heads, layers
@@ -118,3 +120,14 @@ def test_what_cannot_be_asked_is_named(run, tmp_path):
     ):
         with pytest.raises(InputError, match=words):
             call()
+
+
+def test_heads_that_a_bilstm_has_not_are_named():
+    settings = {"num_attention_heads": 1, "attention_probs_dropout_prob": 0.0}
+    cfg = dataclasses.replace(kinds.MODEL, kind="bilstm", **settings)
+    params = heads.init_params(cfg, jax.random.key(0))
+    ids = np.full((1, 4), 5, np.int32)
+    batch = {"input_ids": ids, "segment_ids": ids * 0, "input_mask": ids * 0 + 1}
+    model = library.LoadedModel(Trained("elmo", cfg, params, kinds.TOKENIZER))
+    with pytest.raises(InputError, match="bilstm"):
+        model.apply(params, batch | {"masked_lm_positions": ids[:, :1] * 0})

@@ -318,6 +318,9 @@ def _embedder(args: argparse.Namespace):
         "--max-bytes", type=int, default=2**21, metavar="N", help="most bytes of a request [2 MiB]"
     ),
     argument(
+        "--max-rows", type=int, default=128, metavar="N", help="most windows of a context [128]"
+    ),
+    argument(
         "--timeout", type=float, default=30.0, metavar="S", help="most seconds for an answer [30]"
     ),
 )
@@ -335,7 +338,9 @@ def serve(args: argparse.Namespace) -> int:
             f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
         ) from error
 
-    limits = serve_lib.Limits(args.queue, args.max_texts, args.max_bytes, args.timeout)
+    limits = serve_lib.Limits(
+        args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows
+    )
     with serve_lib.listening(args.host, args.port) as bound:
         if holds_finetuning(mirror.opened(args.workdir)):
             keep_compiled_programs()

@@ -122,13 +122,6 @@ class Model(Section):
                 name,
                 f"model.dropout_rng={self.dropout_rng} draws in steps of 1/{steps}",
             )
-        if self.dropout_rng == "threefry8":
-            # Four 8-bit draws come from one 32-bit word.
-            self._require(
-                self.hidden_size % 4 == 0,
-                "hidden_size",
-                "must be a multiple of 4 with model.dropout_rng=threefry8",
-            )
         if self.kind == "modern":
             self._validate_modern()
             return
@@ -723,11 +716,6 @@ class Experiment(Section):
         lengths = {
             f"phases.{i}.sequence_length": p.sequence_length for i, p in enumerate(self.phases)
         }
-        for where, length in lengths.items():
-            if length % 4 and self.model.dropout_rng == "threefry8":
-                raise InputError(
-                    f"{where}={length}: must be a multiple of 4 with model.dropout_rng=threefry8"
-                )
         lengths["data.eval_sequence_length"] = self.data.eval_sequence_length
         for where, length in lengths.items():
             if length > self.model.max_position_embeddings:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -247,6 +247,7 @@ class Noise(Protocol):
 
     def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape` = [B, H, K, Q] for each head's keys and queries."""
+        return self.keep(shape, rate)
 
     def scale(self, rate: float) -> float:
         """Returns one over the probability with which `keep` is really True."""
@@ -254,7 +255,7 @@ class Noise(Protocol):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowNoise:
+class RowNoise(Noise):
     """The `threefry8` noise: 8 bits an element, from a key a row.
 
     It is the same on any mesh and micro-batch.
@@ -270,21 +271,19 @@ class RowNoise:
         """Returns noise for the rows with these numbers, uint32 [B]."""
         return cls(jax.vmap(lambda row: jax.random.fold_in(key, row))(rows))
 
-    def at(self, place: int | jax.Array) -> "RowNoise":
+    def at(self, place: int | jax.Array) -> Self:
         """Returns noise of its own for a layer, or for a site within it."""
-        return RowNoise(jax.vmap(lambda key: jax.random.fold_in(key, place))(self.keys))
+        fold = functools.partial(jax.random.fold_in, data=place)
+        for _ in self.keys.shape:
+            fold = jax.vmap(fold)
+        return dataclasses.replace(self, keys=fold(self.keys))
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape`, whose last dimension is a multiple of 4."""
+        """Draws bool `shape` = [B, ..., D]."""
         # Whole words, taken apart: asking for 8-bit draws is ten times slower.
-        words = (*shape[1:-1], shape[-1] // 4)
+        words = (*shape[1:-1], _words_of(shape[-1]))
         bits = jax.vmap(lambda key: jax.random.bits(key, words, jnp.uint32))(self.keys)
-        bits = lax.bitcast_convert_type(bits, jnp.uint8).reshape(shape)
-        return bits >= jnp.uint8(round(rate * 256))
-
-    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, H, K, Q], Q a multiple of 4."""
-        return self.keep(shape, rate)
+        return _kept(bits, shape, rate)
 
     def scale(self, rate: float) -> float:
         """Returns one over the probability with which `keep` is really True."""
@@ -293,7 +292,7 @@ class RowNoise:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PackedNoise:
+class PackedNoise(RowNoise):
     """The `threefry8` noise of rows that several examples share: each has the bits of its own row.
 
     A threefry word is a function of a key and of the word's number, and so can be had for any
@@ -306,7 +305,6 @@ class PackedNoise:
       positions: int32 [B, S], of each token in its example.
     """
 
-    keys: jax.Array
     numbers: jax.Array
     positions: jax.Array
 
@@ -318,18 +316,11 @@ class PackedNoise:
         keys = jax.vmap(jax.vmap(lambda example: jax.random.fold_in(key, example)))(examples)
         return cls(keys, numbers, positions)
 
-    def at(self, place: int | jax.Array) -> "PackedNoise":
-        """Returns noise of its own for a layer, or for a site within it."""
-        keys = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, place)))(self.keys)
-        return dataclasses.replace(self, keys=keys)
-
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, S, D], D a multiple of 4."""
-        words = shape[-1] // 4
+        """Draws bool `shape` = [B, S, D]."""
+        words = _words_of(shape[-1])
         word = self.positions[:, :, None] * words + jnp.arange(words)
-        bits = _words(self._keys_of(self.numbers)[:, :, None], word)
-        bits = lax.bitcast_convert_type(bits, jnp.uint8).reshape(shape)
-        return bits >= jnp.uint8(round(rate * 256))
+        return _kept(_words(self._keys_of(self.numbers)[:, :, None], word), shape, rate)
 
     def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape` = [B, H, K, Q], K = Q = S; of pairs that share no example, anything.
@@ -341,7 +332,7 @@ class PackedNoise:
         examples = self.keys.shape[1]
         # A fourth of its tokens, rounded up: the words of each example, and where they begin.
         lengths = (self.numbers[:, None] == jnp.arange(1, examples + 1)[:, None]).sum(axis=-1)
-        words = (lengths + 3) // 4
+        words = _words_of(lengths)
         ends = jnp.cumsum(words, axis=1)
         slot = jnp.arange(length // 4 + examples)
         number = 1 + (slot[:, None] >= ends[:, None]).sum(axis=-1)  # [B, W]
@@ -349,7 +340,7 @@ class PackedNoise:
         in_example = slot - jnp.take_along_axis(begins, number, axis=1)
         row = jnp.arange(heads)[:, None] * length + self.positions[:, None]  # [B, H, K]
         # Words before keys: what is gathered then are rows.
-        word = row[:, :, None] * (length // 4) + in_example[:, None, :, None]
+        word = row[:, :, None] * _words_of(length) + in_example[:, None, :, None]
         bits = _words(self._keys_of(number)[:, None, :, None], word)
         begin = jnp.take_along_axis(begins, self.numbers, axis=1)
         where = (begin + self.positions // 4)[:, None, :, None]
@@ -364,9 +355,16 @@ class PackedNoise:
         place = jnp.clip(numbers - 1, 0, words.shape[1] - 1)
         return jnp.take_along_axis(words, place[:, :, None], axis=1)
 
-    def scale(self, rate: float) -> float:
-        """Returns one over the probability with which `keep` is really True."""
-        return 256 / (256 - round(rate * 256))
+
+def _words_of(draws: Any) -> Any:
+    """Returns how many words hold so many draws of 8 bits; what is left of the last is not used."""
+    return (draws + 3) // 4
+
+
+def _kept(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
+    """Takes words apart: uint32 [..., W] -> bool `shape` = [..., D]."""
+    bits = lax.bitcast_convert_type(words, jnp.uint8).reshape(*shape[:-1], -1)
+    return bits[..., : shape[-1]] >= jnp.uint8(round(rate * 256))
 
 
 def _words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
@@ -387,7 +385,7 @@ def _words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ShardNoise:
+class ShardNoise(Noise):
     """The `rbg16` noise: 16 bits an element from one generator a shard.
 
     It is fast on TPU and depends on the mesh. It is that of `in_kernel` too, whose kernels draw
@@ -410,10 +408,6 @@ class ShardNoise:
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape`, False for about `rate` of it."""
         return jax.random.bits(self.key, shape, jnp.uint16) >= jnp.uint16(round(rate * 65_536))
-
-    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, H, K, Q]."""
-        return self.keep(shape, rate)
 
     def scale(self, rate: float) -> float:
         """Returns one over the probability with which `keep` is really True."""

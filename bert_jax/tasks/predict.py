@@ -126,6 +126,10 @@ class TaskModel:
             for size in sizes:
                 list(self.predict(examples_lib.parse_arguments(task, example * size)))
 
+    def rows_of(self, example: Example, most: int) -> int:
+        """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
+        return self._kind.windows(example, most) if isinstance(example, Question) else 1
+
     def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
         """Yields answers to examples in their order; `WINDOW` examples are in memory at once.
 

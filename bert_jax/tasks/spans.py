@@ -97,6 +97,16 @@ class Spans:
         limit = self._task.max_sequence_length
         return Rows(ids, np.array(first, np.int32), numbers, {}, notes, limit)
 
+    def windows(self, example: Question, most: int) -> int:
+        """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
+        question = len(self._tokenizer.encode(example.question)[: self._task.max_query_length])
+        room, pieces = self._room(question), 0
+        for start, end in units(example.context, self._tokenizer):
+            pieces += len(self._tokenizer.encode(example.context[start:end]))
+            if pieces > room + (most - 1) * self._task.document_stride:
+                break
+        return len(self._window_starts(pieces, question))
+
     def answers(
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
     ) -> list[Any]:
@@ -209,13 +219,14 @@ def _answer(example: Question, places: np.ndarray) -> tuple[int, int] | None:
 
 
 def _most_context(pieces: int, starts: list[int], room: int) -> np.ndarray:
-    """Returns for each piece the window in which it has most context on both sides, int64
+    """Returns for each piece the first window in which it has most context on both sides, int64
     [pieces].
     """
-    place = np.arange(pieces)
-    scores = []
-    for start in starts:
+    most, which = np.full(pieces, -np.inf), np.zeros(pieces, np.int64)
+    for window, start in enumerate(starts):
         end = min(start + room, pieces)
+        place = np.arange(start, end)
         context = np.minimum(place - start, end - 1 - place) + _LENGTH_SHARE * (end - start)
-        scores.append(np.where((place >= start) & (place < end), context, -np.inf))
-    return np.argmax(scores, axis=0)
+        better = place[context > most[start:end]]
+        most[better], which[better] = context[better - start], window
+    return which

@@ -11,7 +11,7 @@ import json
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
@@ -262,28 +262,26 @@ def basic_tokens(text: str, case: Case) -> list[str]:
     return text.translate(_APART).split()
 
 
-def units(text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
-    """Returns where the words stand that a tokenizer cuts into pieces one by one.
+def units(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
+    """Yields where the words stand that a tokenizer cuts into pieces one by one.
 
     Words between blanks; with WordPiece, punctuation marks and CJK ideographs stand alone.
 
-    Returns:
+    Yields:
       (first character, one past the last) of each, in order.
     """
-    spans: list[tuple[int, int]] = []
     start = 0
     for place, char in enumerate(text):
         kind = _kind(char, tokenizer.case) if tokenizer.kind == "wordpiece" else _plain(char)
         if kind == "of a word":
             continue
         if start < place:
-            spans.append((start, place))
+            yield start, place
         if kind == "alone":
-            spans.append((place, place + 1))
+            yield place, place + 1
         start = place + 1
     if start < len(text):
-        spans.append((start, len(text)))
-    return spans
+        yield start, len(text)
 
 
 @functools.cache

@@ -278,7 +278,7 @@ def test_an_exported_run_holds_what_transformers_writes(finished, kind, monkeypa
         found["bert.encoder.layer.0.attention.self.value.weight"].T, value
     )
     says = json.loads((out / "tokenizer_config.json").read_text())
-    assert says["model_max_length"] == 32
+    assert says["model_max_length"] == 30
     card = (out / "README.md").read_text()
     assert f"`{written['architectures'][0]}`" in card and str(finished(kind)) not in card
 

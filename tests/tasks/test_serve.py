@@ -39,8 +39,14 @@ def trained(tmp_path_factory):
     return Trained.of(epath.Path(tmp_path_factory.getbasetemp() / "serve0" / "base"))
 
 
+@pytest.fixture(scope="module")
 def embedder(trained):
     return embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
+
+
+@pytest.fixture(scope="module")
+def vectors(embedder):
+    return serve.Vectors("base", embedder)
 
 
 class Gate:
@@ -72,13 +78,15 @@ def running(served, limits=None):
     try:
         yield bound.getsockname()[1]
     finally:
+        if isinstance(served, Gate):
+            served.open.set()  # if a test has failed before
         server.should_exit = True
         thread.join()
 
 
 @pytest.fixture(scope="module")
-def port(trained):
-    with running(serve.Vectors("base", embedder(trained))) as port:
+def port(vectors):
+    with running(vectors) as port:
         yield port
 
 
@@ -122,9 +130,9 @@ def is_error(answer, status):
 # --- answers ------------------------------------------------------------------------------------
 
 
-def test_vectors_are_those_of_embed_as_numbers_and_as_bytes(trained, port):
+def test_vectors_are_those_of_embed_as_numbers_and_as_bytes(port, embedder):
     """As OpenAI's clients ask: of their own accord they take base64 and unpack it as float32."""
-    (part,) = embedder(trained).embed(TEXTS)
+    (part,) = embedder.embed(TEXTS)
     for form in ("float", "base64"):
         asked = {"input": TEXTS, "model": "any", "encoding_format": form, "user": "u"}
         status, headers, body = ask(port, asked)
@@ -140,8 +148,19 @@ def test_vectors_are_those_of_embed_as_numbers_and_as_bytes(trained, port):
         assert body["usage"] == {"prompt_tokens": 4 + 2 + 64 + 5 + 4, "total_tokens": 79}
 
 
+def test_numbers_come_back_as_they_were_whether_read_as_float32_or_as_float64():
+    """The first is the one whose shortest form in float32 rounds to its neighbour in float64."""
+    hard = np.array([0x15AE43FD, 0x80000000, 1, 0x007FFFFF, 0x7F7FFFFF, 0x3F800000], np.uint32)
+    bits = np.concatenate([hard, np.random.default_rng(0).integers(0, 2**32, 50_000, np.uint32)])
+    numbers = bits.view(np.float32)
+    numbers = numbers[np.isfinite(numbers)]
+    text = serve._written(numbers, "float")
+    for found in (np.array(json.loads(text), np.float32), np.array(text[1:-1].split(","), "f4")):
+        np.testing.assert_array_equal(found.view(np.uint32), numbers.view(np.uint32))
+
+
 def test_no_text_needs_a_program_that_was_not_compiled_at_the_start(trained):
-    served = embedder(trained)
+    served = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
     serve.Vectors("base", served)
     programs = served._run._cache_size()
     assert programs == 6  # of 16, 32 and 64 tokens, for one text and for several
@@ -150,17 +169,17 @@ def test_no_text_needs_a_program_that_was_not_compiled_at_the_start(trained):
     assert served._run._cache_size() == programs
 
 
-def test_a_text_alone_is_a_list_of_one_and_the_model_s_name_may_be_left_out(trained, port):
+def test_a_text_alone_is_a_list_of_one_and_the_model_s_name_may_be_left_out(port, embedder):
     status, _, body = ask(port, {"input": "wa wb"})
     assert status == 200 and body["model"] == "base" and len(body["data"]) == 1
-    (part,) = embedder(trained).embed(["wa wb"])
+    (part,) = embedder.embed(["wa wb"])
     np.testing.assert_array_equal(np.float32(body["data"][0]["embedding"]), part.vectors[0])
 
 
-def test_what_waits_together_is_computed_together_and_each_gets_its_own(trained):
-    gate = Gate(serve.Vectors("base", embedder(trained)))
+def test_what_waits_together_is_computed_together_and_each_gets_its_own(vectors, embedder):
+    gate = Gate(vectors)
     texts = [f"{a} {b}" for a, b in itertools.product(tuned.GOOD + tuned.BAD, repeat=2)]
-    (part,) = embedder(trained).embed(texts)
+    (part,) = embedder.embed(texts)
     with running(gate) as port, ThreadPoolExecutor(64) as clients:
         answers = [clients.submit(ask, port, {"input": text}) for text in texts]
         until(lambda: metrics(port)["bert_jax_requests_under_way"] == 64)
@@ -176,8 +195,8 @@ def test_what_waits_together_is_computed_together_and_each_gets_its_own(trained)
         assert seen['bert_jax_answer_seconds_bucket{le="+Inf"}'] == 64
 
 
-def test_a_large_request_holds_nobody_up(trained):
-    gate = Gate(serve.Vectors("base", embedder(trained)))
+def test_a_large_request_holds_nobody_up(vectors):
+    gate = Gate(vectors)
     with running(gate) as port, ThreadPoolExecutor(2) as clients:
         large = clients.submit(ask, port, {"input": ["wa"] * 600})
         until(lambda: metrics(port)["bert_jax_requests_under_way"] == 1)
@@ -189,6 +208,26 @@ def test_a_large_request_holds_nobody_up(trained):
     assert gate.sizes == [128, 128, 128, 128, 91]
 
 
+def test_a_turn_is_of_so_many_rows_whatever_an_item_has(vectors):
+    """Behind ten of 50 rows each one is answered after the first turn, of three of them."""
+    gate = Gate(vectors)
+    gate.items = lambda body, limits: [(text, 50) for text in body["input"]]
+    with running(gate) as port, ThreadPoolExecutor(2) as clients:
+        large = clients.submit(ask, port, {"input": ["wa"] * 10})
+        until(lambda: metrics(port)["bert_jax_rows_under_way"] == 500)
+        small = clients.submit(ask, port, {"input": ["xa"]})
+        until(lambda: metrics(port)["bert_jax_rows_under_way"] == 550)
+        gate.open.set()
+        assert large.result()[0] == small.result()[0] == 200
+        until(lambda: metrics(port)["bert_jax_rows_under_way"] == 0)
+    assert gate.sizes == [3, 3, 3, 2]
+
+
+def test_a_long_text_is_as_much_work_as_many_rows(vectors):
+    found = vectors.items({"input": ["wa", "wa " * 2**15]}, serve.Limits())
+    assert [rows for _, rows in found] == [1, 13]
+
+
 class Task_:
     """Answers with what it is asked."""
 
@@ -198,6 +237,9 @@ class Task_:
 
     def warm(self, sizes):
         pass
+
+    def rows_of(self, example, most):
+        return 1
 
     def predict(self, examples):
         return [{"texts": list(getattr(e, "texts", None) or e.words)} for e in examples]
@@ -224,11 +266,12 @@ def test_examples_of_a_task(kind, given, expected):
     served = serve.Answers(Task_(kind=kind, **more.get(kind, {})))
     if isinstance(expected, str):
         with pytest.raises(serve.Refused) as caught:
-            served.items({"input": given}, 9)
+            served.items({"input": given}, serve.Limits())
         assert caught.value.status == 400 and expected in str(caught.value)
     else:
-        results = served.compute(served.items({"input": given}, 9))
-        answer = json.loads(served.answer({"model": "m"}, results))
+        items = served.items({"input": given}, serve.Limits())
+        results = served.compute([asked for asked, _ in items])
+        answer = json.loads("".join(served.answer({"model": "m"}, results)))
         assert answer["model"] == "m" and [one["texts"] for one in answer["data"]] == expected
 
 
@@ -271,6 +314,12 @@ def test_another_path_or_method_is_named(port):
     assert ask(port, b"", "/health", "GET")[2] == {"status": "ready", "model": "base"}
 
 
+def post(fields):
+    body = json.dumps(fields)
+    head = "POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
 def exchange(port, data, shut=False):
     """What comes back until the other side closes; "reset" if it did so rudely."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
@@ -295,13 +344,12 @@ def test_what_is_not_http_is_answered_in_the_same_form(port):
     assert ask(port, {"input": "wa"})[0] == 200
 
 
-def test_clients_that_leave_are_forgotten_and_what_they_wanted_is_not_computed(trained):
-    gate = Gate(serve.Vectors("base", embedder(trained)))
-    body = json.dumps({"input": ["wa"] * 200}).encode()
-    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+def test_clients_that_leave_are_forgotten_and_what_they_wanted_is_not_computed(vectors):
+    gate = Gate(vectors)
+    asked = post({"input": ["wa"] * 200})
     with running(gate) as port:
         under_way = []
-        for data in (head.encode() + body[:9], head.encode() + body):
+        for data in (asked[:-9], asked):
             under_way.append(socket.create_connection(("127.0.0.1", port)))
             under_way[-1].sendall(data)
         until(lambda: metrics(port)["bert_jax_requests_under_way"] == 2)
@@ -314,8 +362,67 @@ def test_clients_that_leave_are_forgotten_and_what_they_wanted_is_not_computed(t
     assert gate.sizes == [128, 1]
 
 
-def test_more_than_the_queue_holds_is_refused_and_counted_and_nothing_is_lost(trained):
-    gate = Gate(serve.Vectors("base", embedder(trained)))
+def test_a_client_that_does_not_read_is_under_way_until_it_is_cut_off(vectors):
+    """One that reads slowly gets all of it; of neither answer more is made than it can hold."""
+    gate = Gate(vectors)
+    made, part = {"slow": 0, "never": 0}, "x" * 2**16
+
+    def answer(body, results):
+        for _ in range(256):
+            made[body["model"]] += 1
+            yield part
+
+    gate.answer = answer
+    gate.open.set()
+
+    with running(gate, serve.Limits(seconds=1)) as port:
+        with socket.socket() as slow, socket.socket() as never:
+            for client, name in ((slow, "slow"), (never, "never")):
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+                client.connect(("127.0.0.1", port))
+                client.sendall(post({"input": "wa", "model": name}))
+            until(lambda: metrics(port)["bert_jax_requests_under_way"] == 2)
+            size = 0
+            while metrics(port)["bert_jax_requests_under_way"] == 2:
+                assert max(made.values()) < 200
+                size += len(slow.recv(2**16))
+                time.sleep(0.05)
+            assert made["never"] < 200
+            size += sum(map(len, iter(lambda: slow.recv(2**20), b"")))
+        assert size > 256 * len(part)
+        until(lambda: metrics(port)["bert_jax_requests_under_way"] == 0)
+
+
+def test_connections_are_limited_and_one_that_ends_makes_room(vectors):
+    with running(vectors, serve.Limits(requests=64)) as port, contextlib.ExitStack() as stack:
+        taken = []
+        for _ in range(128):
+            taken.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
+        refused = ask(port, {"input": "wa"})
+        assert is_error(refused, 503) and refused[1]["Retry-After"] == "1"
+        taken[0].close()
+        until(lambda: ask(port, {"input": "wa"})[0] == 200)
+
+
+@pytest.mark.parametrize(("what", "most"), [("rows", 300), ("bytes", 0)])
+def test_what_all_requests_hold_is_bounded(what, most, monkeypatch, vectors):
+    monkeypatch.setattr(serve, f"_{what.upper()}", most)  # bytes: next to those of one request
+    gate = Gate(vectors)
+    texts = [" " * 5_300] * 200  # a little more than a half of 2 MiB
+    with running(gate) as port, ThreadPoolExecutor(1) as clients:
+        first = clients.submit(ask, port, {"input": texts})
+        until(lambda: metrics(port)[f"bert_jax_{what}_under_way"] >= 200)
+        assert what in is_error(ask(port, {"input": texts}), 503)["message"]
+        if what == "rows":
+            assert what in is_error(ask(port, {"input": ["wa"] * 301}), 413)["message"]
+        gate.open.set()
+        assert first.result()[0] == 200
+        until(lambda: metrics(port)[f"bert_jax_{what}_under_way"] == 0)
+        assert ask(port, {"input": texts})[0] == 200
+
+
+def test_more_than_the_queue_holds_is_refused_and_counted_and_nothing_is_lost(vectors):
+    gate = Gate(vectors)
     with running(gate, serve.Limits(requests=64)) as port, ThreadPoolExecutor(64) as clients:
         answers = [clients.submit(ask, port, {"input": "wa"}) for _ in range(64)]
         until(lambda: metrics(port)["bert_jax_requests_under_way"] == 64)
@@ -328,8 +435,8 @@ def test_more_than_the_queue_holds_is_refused_and_counted_and_nothing_is_lost(tr
         assert seen["bert_jax_refused_total"] == seen['bert_jax_requests_total{code="503"}'] == 1
 
 
-def test_time_is_limited_for_answers_bodies_and_silence(trained):
-    gate = Gate(serve.Vectors("base", embedder(trained)))
+def test_time_is_limited_for_answers_bodies_and_silence(vectors):
+    gate = Gate(vectors)
     asked = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
     with running(gate, serve.Limits(seconds=1)) as port, ThreadPoolExecutor(3) as clients:
         waits = clients.submit(ask, port, {"input": "wa"})
@@ -341,13 +448,33 @@ def test_time_is_limited_for_answers_bodies_and_silence(trained):
         assert ask(port, {"input": "wa"})[0] == 200
 
 
-def test_what_the_model_cannot_compute_is_an_error_and_the_next_is_answered(trained):
-    gate = Gate(serve.Vectors("base", embedder(trained)))
-    gate.open.set()
-    with running(gate) as port:
-        error = is_error(ask(port, {"input": "fail"}), 500)
+def test_what_the_model_cannot_compute_is_an_error_of_its_request_alone(vectors, embedder):
+    gate = Gate(vectors)
+    with running(gate) as port, ThreadPoolExecutor(4) as clients:
+        first = clients.submit(ask, port, {"input": "wa"})
+        until(lambda: metrics(port)["bert_jax_requests_under_way"] == 1)
+        given = (["fail"], ["wa", "xb", "xa"], ["wb", "fail", "wc"])
+        answers = [clients.submit(ask, port, {"input": texts}) for texts in given]
+        until(lambda: metrics(port)["bert_jax_rows_under_way"] == 8)
+        gate.open.set()
+        error = is_error(answers[0].result(), 500)
         assert (error["type"], error["message"]) == ("server_error", "numbers that are not finite")
-        assert ask(port, {"input": "wa"})[0] == 200
+        is_error(answers[2].result(), 500)
+        status, _, body = answers[1].result()
+        assert status == first.result()[0] == 200
+        found = [one["embedding"] for one in body["data"]]
+        (part,) = embedder.embed(given[1])
+        np.testing.assert_allclose(np.float32(found), part.vectors, atol=1e-5)
+
+
+def test_where_nothing_can_be_computed_any_more_the_service_ends(monkeypatch, vectors):
+    service = serve.Service(Gate(vectors), serve.Limits())
+    monkeypatch.setattr(service, "_turn", lambda: 1 // 0)
+    with serve.listening("127.0.0.1", 0) as bound, ThreadPoolExecutor(1) as clients:
+        bound.listen()
+        clients.submit(exchange, bound.getsockname()[1], post({"input": "wa"}))
+        with pytest.raises(SystemExit, match="ZeroDivisionError"):
+            serve.server_of(service, 1.0).run(sockets=[bound])
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -425,7 +552,7 @@ def test_a_fine_tuned_run_answers_as_predict_and_ends_when_asked(tmp_path, monke
     model = TaskModel("run")
     serve.Answers(model)
     programs = model._forward._logits._cache_size()
-    assert programs == 2  # 32 tokens in batches of 1 and 8
+    assert programs == 2  # 30 tokens in batches of 1 and 8
     for count in range(1, 20):
         list(model.predict(examples.parse_arguments(model.experiment.task, ["wa", "xb"] * count)))
     assert model._forward._logits._cache_size() == programs

@@ -1,6 +1,7 @@
 """Windows over contexts, and answers out of them, against slow readings of run_squad.py's rules."""
 
 import collections
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kinds import TOKENIZER, WORDS, ids, question, task
 
+from bert_jax.tasks import spans as spans_lib
 from bert_jax.tasks.examples import Answer, Question
 from bert_jax.tasks.spans import Spans
 
@@ -97,6 +99,10 @@ def test_windows_cover_every_piece_and_each_counts_where_it_has_most_context(pie
     context = " ".join(WORDS[i % 20] for i in range(pieces)) or "\u200b"
     rows = kind(document_stride=stride).rows([question(context, text=ASKED)])
     windows = slow_windows(pieces, 21, stride)
+    example, count = question(context, text=ASKED), len(windows)
+    for most in {1, count // 2 or 1, count, 2 * count}:
+        found = kind(document_stride=stride).windows(example, most)
+        assert found == count if count <= most else found > most
     assert [len(w.places) for w in rows.notes] == [length for _, length in windows]
     counted = collections.Counter()
     for number, (window, (start, length)) in enumerate(zip(rows.notes, windows, strict=True)):
@@ -106,6 +112,22 @@ def test_windows_cover_every_piece_and_each_counts_where_it_has_most_context(pie
         words = rows.ids[number][window.offset : window.offset + length].tolist()
         assert words == [ids(WORDS[(start + i) % 20])[0] for i in range(length)]
     assert set(counted.values()) <= {1} and len(counted) == pieces
+
+
+def test_most_context_is_kept_as_it_rises_and_not_for_every_window():
+    """Against all windows times all pieces, which for 200 kB of text are 4 GB."""
+    pieces, stride, room = 4_000, 7, 21
+    starts = list(range(0, pieces - room + stride, stride))
+    first = np.array(starts)[:, None]
+    end, place = np.minimum(first + room, pieces), np.arange(pieces)
+    context = np.minimum(place - first, end - 1 - place) + 0.01 * (end - first)
+    every = np.where((place >= first) & (place < end), context, -np.inf)
+    tracemalloc.start()
+    found = spans_lib._most_context(pieces, starts, room)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(found, np.argmax(every, axis=0))
+    assert peak < every.nbytes / 50
 
 
 @st.composite
@@ -219,8 +241,6 @@ def test_questions_without_answers_are_left_unanswered_beyond_the_best_threshold
 
 
 def test_one_context_of_many_questions_is_cut_into_pieces_once(monkeypatch):
-    from bert_jax.tasks import spans as spans_lib
-
     cut = []
     monkeypatch.setattr(
         spans_lib, "units", lambda text, tokenizer: cut.append(text) or [(0, len(text))]

@@ -35,7 +35,7 @@ TASKS = {
     "choice": 'choice_columns=("b", "c"), label_column="right",',
     "tag": 'text_column="words", label_column="tags", score="accuracy",',
     "span": 'no_answer="possible", document_stride=8, max_query_length=8,',
-    "generate": 'label_column="b", max_target_length=16,',
+    "generate": 'label_column="b", max_target_length=15,',
 }
 FILE = """
 from bert_jax.config import Adapt, Finetuning, Optimizer, Run, Task
@@ -45,7 +45,7 @@ def experiment():
     return Finetuning(
         name="small",
         task=Task(kind="{kind}", train=("{source}train",), validation=("{source}test",),
-                  max_sequence_length=32, {fields}),
+                  max_sequence_length=30, {fields}),
         adapt=Adapt(how="{how}", head_dropout_prob=0.0),
         epochs={epochs}, batch_size=4,
         optimizer=Optimizer(name="adamw", peak_learning_rate=5e-2, warmup_steps=0),

@@ -1,0 +1,124 @@
+"""Dropout's bits: which they are, and that no two places draw the same."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import samples
+from jax.sharding import PartitionSpec
+
+from bert_jax.model import decoder, heads, layers
+from bert_jax.model.encoder import Loop
+from bert_jax.tasks import objective
+from bert_jax.training import step
+
+LAYERS = samples.MODEL.num_hidden_layers
+ELMO = dataclasses.replace(
+    samples.MODEL, kind="bilstm", num_attention_heads=1, attention_probs_dropout_prob=0.0
+)
+
+
+def test_a_row_s_bits_are_the_words_of_its_key_whatever_is_left_of_the_last():
+    key, rows = jax.random.key(5), np.array([3, 2**31], np.uint32)
+
+    @jax.jit
+    def drawn(rows):
+        noise = layers.RowNoise.of(key, rows).at(3)
+        own = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), 3))(rows)
+        words = [
+            jax.vmap(lambda k, n=n: jax.random.bits(k, (9, n), jnp.uint32))(own) for n in (2, 6)
+        ]
+        return [noise.keep((2, 9, width), 0.25) for width in (5, 24)], words
+
+    for found, words in zip(*drawn(rows), strict=True):
+        expected = np.asarray(words).view(np.uint8)[..., : found.shape[-1]] >= 64
+        np.testing.assert_array_equal(found, expected)
+
+
+class Places:
+    """A noise that notes where it is drawn; numbers of layers that are traced stand for all."""
+
+    def __init__(self, drawn, way=()):
+        self._drawn, self._way = drawn, way
+
+    def at(self, place):
+        place = place if isinstance(place, int) else "layer"
+        return Places(self._drawn, (*self._way, place))
+
+    def keep(self, shape, rate):
+        for number in range(LAYERS):
+            self._drawn.append(tuple(number if p == "layer" else p for p in self._way))
+            if "layer" not in self._way:
+                break
+        return jnp.ones(shape, bool)
+
+    keep_scores = keep
+
+    def scale(self, rate):
+        return 1.0
+
+
+def forwards():
+    """Of each model that draws noise: its parameters, what runs it, and how often it draws."""
+    modern = dataclasses.replace(samples.MODEL, kind="modern", global_every=1)
+    batch = {name: jnp.ones((2, 6), jnp.int32) for name in ("input_ids", "input_mask")}
+    batch |= {"segment_ids": jnp.zeros((2, 6), jnp.int32), "decoder_ids": batch["input_ids"]}
+    batch["masked_lm_positions"] = jnp.ones((2, 1), jnp.int32)
+    every_layer = 3 * LAYERS
+    for cfg, run, draws in (
+        (samples.MODEL, heads.pretraining_logits, 1 + every_layer),
+        (modern, heads.pretraining_logits, 1 + every_layer),
+        (ELMO, heads.bidirectional_logits, 1 + LAYERS),
+    ):
+        params = functools.partial(heads.init_params, cfg)
+        yield cfg.kind, params, functools.partial(run, cfg), batch, draws
+    cfg = samples.MODEL
+
+    def generate(params, batch, noise, loop):
+        return decoder.target_logits(decoder.merge(cfg, params), cfg, batch, noise, loop)
+
+    def tag(params, batch, noise, loop):
+        return objective.task_logits(cfg, "tokens", 2, params, batch, noise, 0.1, loop, "mixed")
+
+    yield "generate", functools.partial(decoder.init_params, cfg), generate, batch, 2 + 8 * LAYERS
+    make = functools.partial(objective.init_params, cfg, "tokens", 2, features="mixed")
+    yield "tag", lambda key: make(key=key), tag, batch, 1 + every_layer + 3
+
+
+@pytest.mark.parametrize(
+    ("make", "run", "batch", "draws"),
+    [pytest.param(*case[1:], id=case[0]) for case in forwards()],
+)
+def test_no_two_places_of_a_model_draw_the_same(make, run, batch, draws):
+    drawn = []
+    params = jax.eval_shape(make, jax.random.key(0))
+    jax.eval_shape(lambda params: run(params, batch, Places(drawn), Loop()), params)
+    assert len(drawn) == draws
+    assert len(set(drawn)) == draws
+
+
+def test_no_two_shards_micro_batches_steps_and_phases_draw_the_same():
+    model = dataclasses.replace(samples.MODEL, dropout_rng="rbg16")
+    mesh = samples.mesh_of(2)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names)
+    )
+    def drawn(number, micro, key):
+        noise = step._noise(model, mesh.axis_names, number, {}, micro, key)
+        return noise.at(0).words()[None]
+
+    seen = {
+        tuple(words)
+        for phase in range(2)
+        for number in range(3)
+        for micro in range(2)
+        for words in np.asarray(
+            drawn(jnp.int32(number), jnp.int32(micro), step.phase_key(model, 0, phase))
+        ).tolist()
+    }
+    assert len(seen) == 2 * 3 * 2 * 2
