@@ -149,6 +149,17 @@ def test_a_bucket_that_is_away_for_long_ends_a_run_that_goes_on_later(
     assert [line["step"] for line in timings if line["kind"] == "start"] == [0, 4]
 
 
+def test_rights_on_objects_suffice_to_keep_a_run_going(objects, copy_of_run, remote):
+    """Old checkpoints are removed, and another start goes on."""
+    objects.role = "objectUser"
+    often = "--set run.checkpoint_every=1 --set run.keep_checkpoints=2"
+    assert call(f"pretrain small.py {THERE} {often} {FEW}") == (0, "")
+    more = "--set phases.0.steps=3 --set phases.1.steps=2 --extend"
+    assert call(f"pretrain small.py {THERE} {often} {more}") == (0, "")
+    assert {name.split("/")[2] for name in objects.files("run/checkpoints/")} == {"4", "5"}
+    assert not [request for request in objects.requests if request[1] == "bucket"]
+
+
 def test_a_run_that_is_taken_over_ends_with_one_line(objects, copy_of_run, remote, monkeypatch):
     save = runner.Trainer._save
 

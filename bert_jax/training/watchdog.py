@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from types import FrameType
 from jax.experimental import multihost_utils
 
 from bert_jax.errors import INTERRUPTED, UNAVAILABLE
+from bert_jax.storage import retry
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.peers import Peers
 
@@ -35,6 +37,7 @@ class StopRequest:
         return cls() if peers.count == 1 else SharedStopRequest()
 
     def __enter__(self) -> "StopRequest":
+        retry.latest = math.inf
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._handle)
         return self
@@ -60,6 +63,7 @@ class StopRequest:
         if not self.requested:
             os.write(_STDERR, b"stopping after this step; Ctrl-C again leaves at once, unsaved\n")
         self.requested = True
+        retry.hurry()
 
 
 class SharedStopRequest(StopRequest):
