@@ -14,8 +14,6 @@ from gcsfs.retry import HttpError
 from bert_jax.errors import InputError
 from bert_jax.storage import retry
 
-_NOT_IMPLEMENTED = 501  # of HTTP
-
 
 class CheckedFileSystem(GCSFileSystem):
     """Names two faults that gcsfs does not: half an answer, and a server that is no real one."""
@@ -26,7 +24,7 @@ class CheckedFileSystem(GCSFileSystem):
         except json.JSONDecodeError as error:
             raise ConnectionError("an answer was cut short") from error
         except HttpError as error:
-            if int(error.code or 0) != _NOT_IMPLEMENTED:
+            if int(error.code or 0) != 501:  # not implemented
                 raise
             raise InputError(
                 f"{_place(path, args)}: the server of this bucket does not know {method} {path} "

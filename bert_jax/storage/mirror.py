@@ -340,8 +340,7 @@ def _tried(
                 reason = str(error).strip().replace("\n", " ")[:200]
                 raise InputError(
                     f"{path}: this account may not {right} objects of the bucket {bucket} "
-                    f"({reason}); give it storage.objects.{_PERMISSIONS[right]}, or "
-                    "roles/storage.objectUser, which holds all that are needed"
+                    f"({reason}); give it storage.objects.{_PERMISSIONS[right]} (roles/storage.objectUser has all)"
                 ) from error
             raise
         _granted.add((bucket, right))

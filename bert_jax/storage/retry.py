@@ -20,8 +20,7 @@ T = TypeVar("T")
 
 # Seconds: the first wait, the longest, and how long a fault may last before a command gives up.
 FIRST_WAIT, LONGEST_WAIT, GIVE_UP = 0.5, 30.0, 600.0
-# The same, once the process was asked to stop.
-_HURRY = 30.0
+_HURRY = 30.0  # before one gives up that is asked to stop
 
 _ERRNO_NAMES = (
     *("ESTALE", "EIO", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "EBUSY", "ENOBUFS", "ENOLCK"),
@@ -91,27 +90,20 @@ class Patience:
 
     def __init__(self, where: str, seconds: float | None = None):
         self._where, self._seconds = where, GIVE_UP if seconds is None else seconds
-        self._first: float | None = None
-        self._wait = FIRST_WAIT
-        self._has_said = False
+        self._wait, self._limit = FIRST_WAIT, 0.0
 
     def after(self, error: BaseException) -> float:
-        """Returns how many seconds to wait after a fault, before the next attempt.
-
-        Raises:
-          Unavailable: faults last too long.
-        """
+        """Returns how many seconds to wait after a fault; raises Unavailable after too many."""
         now, reason = time.monotonic(), _reason(error)
-        self._first = now if self._first is None else self._first
-        limit = self._first + self._seconds
-        if now + self._wait > min(limit, latest):
-            how = f"for {self._seconds:.0f} seconds" if limit <= latest else "when asked to stop"
+        self._limit = self._limit or now + self._seconds
+        if now + self._wait > min(self._limit, latest):
+            asked = latest < self._limit
+            how = "when asked to stop" if asked else f"for {self._seconds:.0f} seconds"
             raise Unavailable(
                 f"{self._where}: out of reach {how} ({reason}); run again to go on"
             ) from error
-        if not self._has_said and self._wait > 4 * FIRST_WAIT:
+        if self._wait == 8 * FIRST_WAIT:
             say(f"{self._where}: out of reach ({reason}); trying again")
-            self._has_said = True
         # Not all hosts of a pod at the same moment.
         wait, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
         return wait * random.uniform(0.5, 1.0)

@@ -62,9 +62,8 @@ _CHUNK = 2**24
 # Seconds of waiting for a save without a word.
 _LONG = 30.0
 
-# Orbax would ask for the bucket itself, which rights on objects do not allow. Where there are
+# Orbax would ask for the bucket itself, which rights on objects do not allow. Where a bucket has
 # folders, those of removed checkpoints stay, empty.
-assert callable(gcs_utils.is_hierarchical_namespace_enabled)
 gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
 
 
@@ -99,15 +98,12 @@ class Checkpoints:
       folder: where they are.
       run: which are kept.
       access: whether this is the run itself.
-
-    Attributes:
-      has_failed: the save under way has, in this process, which `finish` will raise.
     """
 
     def __init__(self, folder: epath.Path, run: Run, access: Literal["read", "write"]):
         quiet_orbax_logs()
         self._folder, self._access = folder, access
-        self.has_failed = False
+        self.has_failed = False  # the save under way, in this process: `finish` will raise why
         self._kept = Kept(run)
         self._was_allowed = False
         self._opened: ocp.training.Checkpointer | None = None
@@ -118,13 +114,11 @@ class Checkpoints:
         if self._opened is None:
             for step in self.steps:
                 self._kept.losses[step] = self.metadata(step)["held_out_loss"]
-
-            def fail() -> None:
-                self.has_failed = True
-
+            barriers = _Barriers()
+            barriers.fail = lambda: setattr(self, "has_failed", True)
             self._opened = ocp.training.Checkpointer(
                 absolute(self._folder),
-                context=_context(async_options=_Barriers(fail)),
+                context=_context(async_options=barriers),
                 preservation_policy=self._kept,
                 cleanup_tmp_directories=True,
             )
@@ -152,10 +146,7 @@ class Checkpoints:
         if self._opened is None:
             return
         self.has_failed = False
-        word = threading.Timer(
-            _LONG, retry.say, [f"{self._folder}: still waiting for the last checkpoint"]
-        )
-        word.daemon = True
+        word = threading.Timer(_LONG, retry.say, [f"{self._folder}: waiting for the last save"])
         word.start()
         try:
             with self._writing():
@@ -529,27 +520,21 @@ def _context(**options: Any) -> ocp.Context:
 
 
 class _Barriers(ocp.options.AsyncOptions):
-    """Orbax's options, by which it does not wait for other processes once a save has failed.
+    """Orbax's options, with barriers that a thread of a save does not come to once it has failed.
 
-    They wait for this one's part at another barrier, and would not learn of the failure.
-
-    Args:
-      fail: is called after a failure.
+    The others wait for its part at another one, and would not learn of the failure.
     """
 
-    def __init__(self, fail: Callable[[], None]):
-        super().__init__()
-        self._fail = fail
+    fail: Callable[[], None]  # is called then
 
     def v0(self) -> Any:
         """Returns them as Orbax's older interface, below, takes them."""
         return dataclasses.replace(super().v0(), barrier_sync_fn=self._meet)
 
     def _meet(self, *, key: str, timeout_ms: int) -> None:
-        """Waits for the others at a barrier, unless this thread of a save is on its way out."""
         error = sys.exception()
         if error is not None and threading.current_thread() is not threading.main_thread():
-            self._fail()
+            self.fail()
             raise error
         multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
@@ -572,10 +557,7 @@ def _is_no_damage(error: Exception) -> bool:
 
 
 def _read_plainly(folder: epath.Path, part: Literal["metadata", "all"]) -> None:
-    """Reads files to their ends, in vain: raises what keeps them from being read, if anything.
-
-    A file that is listed and cannot be found is no damage: the list and the file are one bucket's.
-    """
+    """Reads files to their ends, in vain: raises what keeps them from being read, if anything."""
     paths: list[epath.Path] = []
     with contextlib.suppress(FileNotFoundError):
         paths += folder.iterdir()

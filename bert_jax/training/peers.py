@@ -338,10 +338,7 @@ class Peers:
                 )
 
     def _watch(self) -> None:
-        """Waits for a failure of any process, and sees to it that this one ends.
-
-        Where any was asked to stop, it waits for no storage for long.
-        """
+        """Waits for a failure of any process, by which this one ends, or a request to stop."""
         failure = None
         while failure is None:
             try:

@@ -306,7 +306,7 @@ def test_a_part_that_is_listed_and_not_found_is_not_taken_for_damage(finished, o
         objects.put(f"run/checkpoints/{step}/commit_success.txt", b"", {})
     parts = objects.files("run/checkpoints/22/")
     part = max(parts, key=lambda name: len(parts[name]))
-    left = iter(range(8))
+    left = iter(range(20))
     objects.fault = lambda method, name, kind: (
         Fault(404) if name == part and next(left, None) is not None else None
     )
