@@ -340,7 +340,8 @@ def _tried(
                 reason = str(error).strip().replace("\n", " ")[:200]
                 raise InputError(
                     f"{path}: this account may not {right} objects of the bucket {bucket} "
-                    f"({reason}); give it storage.objects.{_PERMISSIONS[right]} (roles/storage.objectUser has all)"
+                    f"({reason}); give it storage.objects.{_PERMISSIONS[right]}; "
+                    "roles/storage.objectUser holds all that are needed"
                 ) from error
             raise
         _granted.add((bucket, right))

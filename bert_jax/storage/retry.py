@@ -90,15 +90,14 @@ class Patience:
 
     def __init__(self, where: str, seconds: float | None = None):
         self._where, self._seconds = where, GIVE_UP if seconds is None else seconds
-        self._wait, self._limit = FIRST_WAIT, 0.0
+        self._wait, self._end = FIRST_WAIT, 0.0
 
     def after(self, error: BaseException) -> float:
         """Returns how many seconds to wait after a fault; raises Unavailable after too many."""
         now, reason = time.monotonic(), _reason(error)
-        self._limit = self._limit or now + self._seconds
-        if now + self._wait > min(self._limit, latest):
-            asked = latest < self._limit
-            how = "when asked to stop" if asked else f"for {self._seconds:.0f} seconds"
+        self._end = self._end or now + self._seconds
+        if now + self._wait > min(self._end, latest):
+            how = f"for {self._seconds:.0f} seconds" if self._end <= latest else "when told to stop"
             raise Unavailable(
                 f"{self._where}: out of reach {how} ({reason}); run again to go on"
             ) from error

@@ -59,8 +59,7 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 # Bytes that are read at a time where only it matters that they can be.
 _CHUNK = 2**24
-# Seconds of waiting for a save without a word.
-_LONG = 30.0
+_LONG = 30.0  # seconds of waiting for a save without a word
 
 # Orbax would ask for the bucket itself, which rights on objects do not allow. Where a bucket has
 # folders, those of removed checkpoints stay, empty.

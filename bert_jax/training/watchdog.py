@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import math
 import os
 import signal
 import threading
@@ -37,7 +36,7 @@ class StopRequest:
         return cls() if peers.count == 1 else SharedStopRequest()
 
     def __enter__(self) -> "StopRequest":
-        retry.latest = math.inf
+        retry.latest = float("inf")
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._handle)
         return self
