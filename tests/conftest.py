@@ -101,6 +101,7 @@ def bucket_server():
 @pytest.fixture
 def objects(bucket_server, tmp_path, monkeypatch):
     """An empty server of buckets that works as it should, a cache of its own, and short waits."""
+    import math
     import types
 
     from bert_jax.storage import mirror, retry  # which sets gcsfs up
@@ -116,6 +117,7 @@ def objects(bucket_server, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror, "_granted", set())
     monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(retry, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(retry, "latest", math.inf)
 
     async def briefly(seconds):
         del seconds

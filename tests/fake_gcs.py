@@ -4,7 +4,8 @@ An object is whole or not there, is replaced or renamed in one step, and cannot 
 there are no folders; a write may ask for a generation, 0 meaning that nothing is there; lists are
 consistent. gcsfs, TensorStore and google-cloud-storage all speak to it.
 
-`Bucket.fault` makes requests fail as those of a real bucket do, by kind and object.
+`Bucket.role` is that of the account which asks: what it does not give is refused, as the real
+service does. `Bucket.fault` makes requests fail as those of a real bucket do, by kind and object.
 """
 
 import base64
@@ -27,7 +28,18 @@ import google_crc32c
 _PAGE = 5  # entries of a list that are given at a time: real pages are longer, and as real
 
 
-Kind = Literal["list", "read", "write", "copy", "delete"]
+Kind = Literal["list", "read", "write", "copy", "delete", "bucket"]
+
+# Of https://cloud.google.com/storage/docs/access-control/iam-roles, as far as it is used here.
+_OBJECT_USER = {f"objects.{verb}" for verb in ("list", "get", "create", "delete", "move")}
+ROLES = {
+    "objectViewer": {"objects.list", "objects.get"},
+    "objectCreator": {"objects.create"},
+    "legacyBucketWriter": {*_OBJECT_USER, "buckets.get"} - {"objects.get"},
+    "objectUser": _OBJECT_USER,
+    "objectAdmin": _OBJECT_USER,
+    "admin": {*_OBJECT_USER, "buckets.get"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +47,8 @@ class Fault:
     """What a request meets instead of an answer.
 
     Attributes:
-      status: of HTTP, with an error as the real service words it; 0: the connection is reset.
+      status: of HTTP, with an error as the real service words it; 0: the connection is reset; 200:
+        an answer that ends in the middle.
       seconds: that pass before.
       is_done: whether what was asked for is done all the same, and its answer alone is lost.
     """
@@ -66,6 +79,7 @@ class Bucket:
         self.objects: dict[str, Object] = {}
         self.sessions: dict[str, tuple[str, dict[str, str], bytearray]] = {}
         self.exists = True
+        self.role = "objectUser"  # which docs/pods.md names
         self.writes: list[tuple[str, int]] = []  # names and bytes
         self.reset_faults()
 
@@ -98,6 +112,23 @@ class Bucket:
                 return 412
             del self.objects[name]
             return 204
+
+    def refused(self, kind: Kind, name: str, is_move: bool) -> str:
+        """The first right that a request needs and the role does not give; "" for none."""
+        needed = {
+            "list": ["objects.list"],
+            "read": ["objects.get"],
+            "stat": ["objects.get"],
+            "begin": ["objects.create"],
+            "write": ["objects.create"],
+            "copy": ["objects.move" if is_move else "objects.get", "objects.create"],
+            "delete": ["objects.delete"],
+            "bucket": ["buckets.get"],
+        }[kind]
+        if kind in ("write", "copy") and name in self.objects:
+            needed.append("objects.delete")
+        given = set().union(*(ROLES[role] for role in self.role.split(",")))
+        return next((right for right in needed if right not in given), "")
 
     def _is_as_asked(self, name: str, query: dict[str, str]) -> bool:
         there = self.objects.get(name)
@@ -150,6 +181,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         fault = self.bucket.fault(self.command, named, kind)
         if fault is None and not self.bucket.exists:
             return self._send(404, b'{"error": {"code": 404, "message": "no such bucket"}}')
+        if fault is None and (right := self.bucket.refused(kind, named, "/moveTo/" in self.url)):
+            message = f"user@example.org does not have storage.{right} access"
+            error = {"error": {"code": 403, "message": message}}
+            return self._send(403, json.dumps(error).encode())
         if fault is None:
             return act()
         time.sleep(fault.seconds)
@@ -157,6 +192,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.is_answered = False
             act()
             self.is_answered = True
+        if fault.status == 200:
+            return self._send(200, b'{"kind": "storage#obj')
         if fault.status:
             error = {"code": fault.status, "message": _MESSAGES.get(fault.status, "try later")}
             return self._send(fault.status, json.dumps({"error": error}).encode())
@@ -170,6 +207,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "DELETE":
             return "delete", self.name
         if self.command == "GET":
+            if not self.name and not self.url.rstrip("/").endswith("/o"):
+                return "bucket", ""
             return ("read", self.name) if self.name else ("list", self.query.get("prefix", ""))
         if self.url.startswith("/session/"):
             session = self.bucket.sessions.get(self.url.rsplit("/", 1)[1])
@@ -190,7 +229,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _get(self) -> None:
         if not self.name:
-            return self._list() if self.url.rstrip("/").endswith("/o") else self._about_bucket()
+            return self._list() if self._kind()[0] == "list" else self._about_bucket()
         there = self.bucket.objects.get(self.name)
         if there is None:
             return self._send(404, b"No such object")

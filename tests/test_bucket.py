@@ -170,8 +170,15 @@ def test_a_run_that_is_refused_leaves_nothing(objects, copy_of_run):
     assert not objects.files()
 
 
-def test_a_trace_and_a_plan_of_a_run_are_sent_to_its_bucket(objects, copy_of_run, remote):
-    assert call(f"pretrain small.py {THERE} {FEW} --set run.profile_steps=1,2") == (0, "")
+def test_rights_on_objects_suffice_to_save_and_to_remove_old_checkpoints(
+    objects, copy_of_run, remote
+):
+    """And a trace and a plan are sent."""
+    objects.role = "objectUser"
+    more = "--set run.checkpoint_every=1 --set run.keep_checkpoints=2 --set run.profile_steps=1,2"
+    assert call(f"pretrain small.py {THERE} {FEW} {more}") == (0, "")
+    assert {name.split("/")[2] for name in objects.files("run/checkpoints/")} == {"3", "4"}
+    assert not [request for request in objects.requests if request[1] == "bucket"]
     folder = "run/profile/plugins/profile/steps_2_to_2/"
     names = {name.removeprefix(folder) for name in objects.files("run/profile/")}
     assert {name.split(".", 2)[2] for name in names} == {"trace.json.gz", "xplane.pb"}

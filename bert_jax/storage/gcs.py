@@ -1,22 +1,40 @@
-"""gcsfs as Orbax and jax reach buckets through epath: it outlasts a network that fails.
+"""gcsfs, whose answers are checked; and as Orbax and jax reach buckets through epath.
 
-Imported by fsspec, on the first use of a path gs:// (see `mirror`).
+Imported on the first use of a bucket; by fsspec, for paths gs:// (see `mirror`).
 """
 
 import asyncio
-import random
-import time
+import json
 from typing import Any
 
+from fsspec import asyn
 from gcsfs.core import GCSFileSystem
+from gcsfs.retry import HttpError
 
+from bert_jax.errors import InputError
 from bert_jax.storage import retry
 
-# One attempt: gcsfs itself tries six times, half a minute in all.
-_request_once = GCSFileSystem._request.__wrapped__
+
+class CheckedFileSystem(GCSFileSystem):
+    """Names two faults that gcsfs does not: half an answer, and a server that is no real one."""
+
+    async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super()._call(method, path, *args, **kwargs)
+        except json.JSONDecodeError as error:
+            raise ConnectionError("an answer was cut short") from error
+        except HttpError as error:
+            if int(error.code or 0) != 501:  # not implemented
+                raise
+            raise InputError(
+                f"{_place(path, args)}: the server of this bucket does not know {method} {path} "
+                "(501); use one that does"
+            ) from error
+
+    call = asyn.sync_wrapper(_call)
 
 
-class PatientFileSystem(GCSFileSystem):
+class PatientFileSystem(CheckedFileSystem):
     """Tries a request as long as `retry.again` does its work.
 
     Orbax and jax ask in the middle of work that cannot be begun again from outside: in several
@@ -24,15 +42,21 @@ class PatientFileSystem(GCSFileSystem):
     (`mirror.opened`), so that refused ones are a token that has expired.
     """
 
-    async def _request(self, *args: Any, **kwargs: Any) -> Any:
-        deadline = time.monotonic() + retry.GIVE_UP
-        wait = retry.FIRST_WAIT
+    # One attempt: gcsfs itself tries six times, half a minute in all.
+    _request = GCSFileSystem._request.__wrapped__
+
+    async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        patience = retry.Patience(_place(path, args))
         while True:
             try:
-                return await _request_once(self, *args, **kwargs)
+                return await super()._call(method, path, *args, **kwargs)
             except Exception as error:
-                passes = retry.is_transient(error) or retry.is_denied(error)
-                if not passes or time.monotonic() + wait > deadline:
+                if not (retry.is_transient(error) or retry.is_denied(error)):
                     raise
-            await asyncio.sleep(wait * random.uniform(0.5, 1.0))
-            wait = min(2 * wait, retry.LONGEST_WAIT)
+                pause = patience.after(error)
+            await asyncio.sleep(pause)
+
+
+def _place(path: str, args: tuple[Any, ...]) -> str:
+    """Returns the bucket or the object of a request, for people."""
+    return "gs://" + "/".join(args[:2]) if args else path

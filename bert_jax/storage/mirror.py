@@ -57,6 +57,8 @@ from bert_jax.storage.workdir import (
 
 T = TypeVar("T")
 Right = Literal["list", "read", "write", "replace"]
+# Their names in roles: storage.objects.list and so on.
+_PERMISSIONS = {"list": "list", "read": "get", "write": "create", "replace": "delete"}
 
 OWNER = "OWNER"
 _OWNED = ".owner.json"  # in the local folder of a run: tokens of starts that wrote there
@@ -338,24 +340,25 @@ def _tried(
                 reason = str(error).strip().replace("\n", " ")[:200]
                 raise InputError(
                     f"{path}: this account may not {right} objects of the bucket {bucket} "
-                    f"({reason}); give it the right, roles/storage.objectUser for all of them"
+                    f"({reason}); give it storage.objects.{_PERMISSIONS[right]}; "
+                    "roles/storage.objectUser holds all that are needed"
                 ) from error
             raise
         _granted.add((bucket, right))
         return done
 
-    limit = retry.GIVE_UP if seconds is None else seconds
-    return retry.again(attempt, os.fspath(path), seconds=limit)
+    return retry.again(attempt, os.fspath(path), seconds=seconds)
 
 
 @functools.cache
 def _files() -> Any:
     """Returns the client. It is one for all threads: each request runs on a loop of fsspec's."""
     import aiohttp
-    from gcsfs.core import GCSFileSystem
+
+    from bert_jax.storage.gcs import CheckedFileSystem
 
     limits = aiohttp.ClientTimeout(total=_REQUEST, sock_connect=_CONNECT, sock_read=_BYTE)
-    return GCSFileSystem(requests_timeout=limits, use_listings_cache=False)
+    return CheckedFileSystem(requests_timeout=limits, use_listings_cache=False)
 
 
 # --- runs ---------------------------------------------------------------------------------------

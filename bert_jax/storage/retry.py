@@ -6,6 +6,7 @@ Orbax and the operating system each have their own words for the same few faults
 
 import errno
 import http.client
+import math
 import random
 import re
 import ssl
@@ -19,6 +20,7 @@ T = TypeVar("T")
 
 # Seconds: the first wait, the longest, and how long a fault may last before a command gives up.
 FIRST_WAIT, LONGEST_WAIT, GIVE_UP = 0.5, 30.0, 600.0
+_HURRY = 30.0  # before one gives up that is asked to stop
 
 _ERRNO_NAMES = (
     *("ESTALE", "EIO", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "EBUSY", "ENOBUFS", "ENOLCK"),
@@ -26,8 +28,8 @@ _ERRNO_NAMES = (
     *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENOMEM"),
 )
 _ERRNO = frozenset(getattr(errno, name) for name in _ERRNO_NAMES if hasattr(errno, name))
-# Of HTTP: too slow, too many requests, the server's own.
-_STATUS = frozenset({408, 429, *range(500, 600)})
+# Of HTTP: too slow, too many requests, the server's own, but for what it can never do (501).
+_STATUS = frozenset({408, 429, *range(500, 600)}) - {501}
 # A token that expired is answered so until it is renewed; so is an account without rights.
 _DENIED = frozenset({401, 403})
 CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3")
@@ -38,7 +40,7 @@ _TRANSPORT = re.compile(
 # As TensorStore and gRPC write them into the text of a ValueError or a RuntimeError.
 _TEXT = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|INTERNAL: .*HTTP)\b"
-    r"|HTTP response code: (408|429|5\d\d)"
+    r"|HTTP response code: (408|429|5(?!01)\d\d)"
     r"|CURL error|Cannot connect|[Cc]onnection (reset|refused|aborted|closed)|[Tt]imed out"
     r"|Stale file handle|Input/output error|Too many open files|Temporary failure in name"
 )
@@ -64,13 +66,50 @@ def is_denied(error: BaseException) -> bool:
     return any(_status(e) in _DENIED or _says(e, _TEXT_DENIED) for e in _chain(error))
 
 
+# When nothing is waited for any more, by time.monotonic().
+latest = math.inf
+
+
+def say(line: str) -> None:
+    """Shows a line, once for each piece of work that waits: a run puts its own function here."""
+
+
+def hurry() -> None:
+    """Lets all wait for faults half a minute longer at most: the process is to stop."""
+    global latest
+    latest = min(latest, time.monotonic() + _HURRY)
+
+
+class Patience:
+    """The waits between attempts at one piece of work, which grow.
+
+    Args:
+      where: what is read or written; begins the messages.
+      seconds: how long faults may follow one another, from the first on; None: ten minutes.
+    """
+
+    def __init__(self, where: str, seconds: float | None = None):
+        self._where, self._seconds = where, GIVE_UP if seconds is None else seconds
+        self._wait, self._end = FIRST_WAIT, 0.0
+
+    def after(self, error: BaseException) -> float:
+        """Returns how many seconds to wait after a fault; raises Unavailable after too many."""
+        now, reason = time.monotonic(), _reason(error)
+        self._end = self._end or now + self._seconds
+        if now + self._wait > min(self._end, latest):
+            how = f"for {self._seconds:.0f} seconds" if self._end <= latest else "when told to stop"
+            raise Unavailable(
+                f"{self._where}: out of reach {how} ({reason}); run again to go on"
+            ) from error
+        if self._wait == 8 * FIRST_WAIT:
+            say(f"{self._where}: out of reach ({reason}); trying again")
+        # Not all hosts of a pod at the same moment.
+        wait, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
+        return wait * random.uniform(0.5, 1.0)
+
+
 def again(
-    work: Callable[[], T],
-    where: str,
-    *,
-    denied: str = "wait",
-    seconds: float = GIVE_UP,
-    say: Callable[[str], None] | None = None,
+    work: Callable[[], T], where: str, *, denied: str = "wait", seconds: float | None = None
 ) -> T:
     """Repeats the work after each passing fault, with growing waits.
 
@@ -78,19 +117,15 @@ def again(
 
     Args:
       work: is called again from its start, so it must be repeatable.
-      where: what is read or written; begins the messages.
+      where, seconds: see `Patience`.
       denied: `wait` takes refused rights for a token that will be renewed; `refuse` for bad input.
-      seconds: how long faults may follow one another, from the first on.
-      say: is given a line, once, if there is something to wait for.
 
     Raises:
       InputError: rights are refused, and `denied` is `refuse`.
-      Unavailable: faults lasted longer than `seconds`.
+      Unavailable: faults lasted too long.
       Exception: what `work` raised, if it does not pass.
     """
-    deadline: float | None = None
-    wait = FIRST_WAIT
-    has_said = False
+    patience = Patience(where, seconds)
     while True:
         try:
             return work()
@@ -102,18 +137,8 @@ def again(
                 raise InputError(f"{where}: may not be used ({_reason(error)})") from error
             if not refused and not is_transient(error):
                 raise
-            deadline = deadline or time.monotonic() + seconds
-            if time.monotonic() + wait > deadline:
-                raise Unavailable(
-                    f"{where}: out of reach for {seconds:.0f} seconds ({_reason(error)}); run "
-                    "again to go on"
-                ) from error
-            if say is not None and not has_said and wait > 4 * FIRST_WAIT:
-                say(f"{where}: out of reach ({_reason(error)}); trying again")
-                has_said = True
-        # Not all hosts of a pod at the same moment.
-        time.sleep(wait * random.uniform(0.5, 1.0))
-        wait = min(2 * wait, LONGEST_WAIT)
+            pause = patience.after(error)
+        time.sleep(pause)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ import jax
 from absl import logging as absl_logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.multihost import multihost
+from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import config
@@ -56,6 +59,11 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 # Bytes that are read at a time where only it matters that they can be.
 _CHUNK = 2**24
+_LONG = 30.0  # seconds of waiting for a save without a word
+
+# Orbax would ask for the bucket itself, which rights on objects do not allow. Where a bucket has
+# folders, those of removed checkpoints stay, empty.
+gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
 
 
 class Damaged(InputError):
@@ -89,18 +97,12 @@ class Checkpoints:
       folder: where they are.
       run: which are kept.
       access: whether this is the run itself.
-      say: shows a line, once each time that the storage does not answer and is waited for.
     """
 
-    def __init__(
-        self,
-        folder: epath.Path,
-        run: Run,
-        access: Literal["read", "write"],
-        say: Callable[[str], None] | None = None,
-    ):
+    def __init__(self, folder: epath.Path, run: Run, access: Literal["read", "write"]):
         quiet_orbax_logs()
-        self._folder, self._access, self._say = folder, access, say
+        self._folder, self._access = folder, access
+        self.has_failed = False  # the save under way, in this process: `finish` will raise why
         self._kept = Kept(run)
         self._was_allowed = False
         self._opened: ocp.training.Checkpointer | None = None
@@ -111,9 +113,11 @@ class Checkpoints:
         if self._opened is None:
             for step in self.steps:
                 self._kept.losses[step] = self.metadata(step)["held_out_loss"]
+            barriers = _Barriers()
+            barriers.fail = lambda: setattr(self, "has_failed", True)
             self._opened = ocp.training.Checkpointer(
                 absolute(self._folder),
-                context=_context(),
+                context=_context(async_options=barriers),
                 preservation_policy=self._kept,
                 cleanup_tmp_directories=True,
             )
@@ -140,8 +144,14 @@ class Checkpoints:
         """
         if self._opened is None:
             return
-        with self._writing():
-            self._opened.wait()
+        self.has_failed = False
+        word = threading.Timer(_LONG, retry.say, [f"{self._folder}: waiting for the last save"])
+        word.start()
+        try:
+            with self._writing():
+                self._opened.wait()
+        finally:
+            word.cancel()
 
     def save(
         self, step: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
@@ -414,7 +424,7 @@ class Checkpoints:
         """Does what can be repeated with the folder, again after each passing fault."""
         with named_errors(self._folder):
             denied = "wait" if self._was_allowed else "refuse"
-            done = retry.again(work, str(self._folder), denied=denied, say=self._say)
+            done = retry.again(work, str(self._folder), denied=denied)
         self._was_allowed = mirror.is_bucket(self._folder)  # whose tokens expire
         return done
 
@@ -508,6 +518,26 @@ def _context(**options: Any) -> ocp.Context:
     )
 
 
+class _Barriers(ocp.options.AsyncOptions):
+    """Orbax's options, with barriers that a thread of a save does not come to once it has failed.
+
+    The others wait for its part at another one, and would not learn of the failure.
+    """
+
+    fail: Callable[[], None]  # is called then
+
+    def v0(self) -> Any:
+        """Returns them as Orbax's older interface, below, takes them."""
+        return dataclasses.replace(super().v0(), barrier_sync_fn=self._meet)
+
+    def _meet(self, *, key: str, timeout_ms: int) -> None:
+        error = sys.exception()
+        if error is not None and threading.current_thread() is not threading.main_thread():
+            self.fail()
+            raise error
+        multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+
 def _alone() -> ocp.Context:
     """Returns a context in which a process reads for itself: one that fails leaves none waiting."""
     me = jax.process_index()
@@ -527,14 +557,20 @@ def _is_no_damage(error: Exception) -> bool:
 
 def _read_plainly(folder: epath.Path, part: Literal["metadata", "all"]) -> None:
     """Reads files to their ends, in vain: raises what keeps them from being read, if anything."""
-    with contextlib.suppress(FileNotFoundError):  # which is no word about those that are there
-        for path in folder.iterdir():
-            if not path.is_dir():
-                with path.open("rb") as file:
-                    while file.read(_CHUNK):
-                        pass
-            elif part == "all":
+    paths: list[epath.Path] = []
+    with contextlib.suppress(FileNotFoundError):
+        paths += folder.iterdir()
+    for path in paths:
+        if path.is_dir():
+            if part == "all":
                 _read_plainly(path, part)
+            continue
+        try:
+            with path.open("rb") as file:
+                while file.read(_CHUNK):
+                    pass
+        except FileNotFoundError as error:
+            raise Unavailable(f"{path}: listed, but not found where it is read") from error
 
 
 def _sha256(metadata: dict[str, Any]) -> str:

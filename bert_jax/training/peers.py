@@ -30,6 +30,7 @@ from etils import epath
 
 from bert_jax import errors
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage import retry
 from bert_jax.storage.workdir import write_atomic
 
 # Seconds to wait for the others at the start, unless BERT_JAX_ARRIVE_WITHIN says otherwise.
@@ -38,7 +39,8 @@ _ARRIVE = 300.0
 # to have read why it ends.
 _UNWIND, _READ = 10.0, 3.0
 _SLICE = 1_000  # milliseconds between looks at whether another has failed
-_DAY = 86_400_000
+_LOOK, _DAY = 5_000, 86_400_000
+_ASKED_TO_STOP = "RECEIVED_PREEMPTION_NOTICE"  # jax's own key, once a process had SIGTERM
 # How computations say that another process, or its coordinator, has gone.
 _LOST = re.compile(r"Gloo|NCCL|Connection (closed|reset)|Socket closed|UNAVAILABLE|heartbeat")
 # How computations say that a device, or what drives it, has failed: not the program.
@@ -93,6 +95,10 @@ class Peers:
     def is_primary(self) -> bool:
         """Returns whether this is process 0: the one that writes."""
         return self.number == 0
+
+    def say(self, line: str) -> None:
+        """Shows a line about this process, of whichever number."""
+        print(f"bert-jax: {self._me}: {line}", file=sys.stderr, flush=True)
 
     def first_error(self, what: str, error: str, patience: float = 0.0) -> str:
         """Waits until all processes have come here.
@@ -332,14 +338,17 @@ class Peers:
                 )
 
     def _watch(self) -> None:
-        """Waits for a failure of any process, and sees to it that this one ends."""
+        """Waits for a failure of any process, by which this one ends, or a request to stop."""
         failure = None
         while failure is None:
             try:
-                failure = self._get_once("failure", _DAY)
+                failure = self._get_once("failure", _LOOK)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     return  # the coordinator is lost; jax ends this process
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody was
+                    self._store.key_value_try_get(_ASKED_TO_STOP)
+                    retry.hurry()
         self._failure = json.loads(failure)
         if self._failure is not None:
             time.sleep(self._unwind)
@@ -348,6 +357,7 @@ class Peers:
     def _end(self, failure: dict[str, Any]) -> NoReturn:
         """Says why and leaves, process 0 last: the others read from it."""
         self._ending.acquire()  # one of the two threads that may come here; never given back
+        retry.hurry()
         print(failure["line"], file=sys.stderr, flush=True)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self.is_primary:

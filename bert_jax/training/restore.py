@@ -119,7 +119,7 @@ def _restore(
     restored = saved.newest(abstract, at_most, agreed)
     if restored is None and job.branch is not None:
         step_there, folder = job.branch.step, job.branch.workdir.checkpoints
-        with Checkpoints(folder, job.experiment.run, "read", say) as others:
+        with Checkpoints(folder, job.experiment.run, "read") as others:
             restored = others.newest(abstract, step_there, agreed)
         if restored is None or restored.step != step_there:
             raise InputError(f"--decay-from {job.branch}: damaged, or not there any more")

@@ -134,7 +134,7 @@ class Trainer:
         self.timings = lines(workdir.timings, run.when_disk_is_full)
         # Whose lines up to a checkpoint never change again.
         self._lasting = {"metrics.jsonl": self.metrics, "predictions.jsonl": self.predictions}
-        self.saved = Checkpoints(workdir.checkpoints, run, "write", self.say)
+        self.saved = Checkpoints(workdir.checkpoints, run, "write")
         self.empty_window = jax.jit(
             lambda: step.empty_window(job.objective),
             out_shardings=mesh_lib.replicated(self.mesh),
@@ -265,6 +265,8 @@ class Trainer:
         """Logs, evaluates and saves what is due."""
         run, last = self.experiment.run, self.done == self.job.total_steps
         self.mirror.check()
+        if self.saved.has_failed:
+            self._end_save()  # now: the others wait for it, inside Orbax
         self._write_pending()
         logs = self.done % run.log_every == 0 or last
         if logs:
@@ -518,12 +520,7 @@ class Trainer:
         }
         if self.job.patience:
             metadata["held_out"] = [*self.held_out]  # it is written while the run goes on
-        try:
-            self.saved.finish()
-        except DiskFull as error:  # the one before; what it took is free again
-            self._disk_full(error)
-        except Unavailable as error:
-            self._lost(error)  # this one takes its place
+        self._end_save()
         try:
             # Before the checkpoint that will not write them again.
             self._flush_lines()
@@ -536,6 +533,15 @@ class Trainer:
             self.saved_step, self.unsaved = self.done, None
         except DiskFull as error:
             self._disk_full(error)
+
+    def _end_save(self) -> None:
+        """Waits for the save before the one that is due, which takes the place of a lost one."""
+        try:
+            self.saved.finish()
+        except DiskFull as error:  # what it took is free again
+            self._disk_full(error)
+        except Unavailable as error:
+            self._lost(error)
 
     def _finish_saving(self) -> None:
         """Waits for the last save; one that was lost to a passing fault is made again."""
@@ -564,7 +570,7 @@ class Trainer:
         if self.peers.count > 1:
             work()
         else:
-            retry.again(work, f"{self.workdir.checkpoints}", say=self.say)
+            retry.again(work, f"{self.workdir.checkpoints}")
 
     def _send(self) -> None:
         """Waits until all that is written is in the run's bucket, if it has one."""

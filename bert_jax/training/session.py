@@ -12,6 +12,7 @@ from bert_jax import config, hardware, system
 from bert_jax.config import Run
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror as mirror_lib
+from bert_jax.storage import retry
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
 from bert_jax.training import mesh as mesh_lib
@@ -52,6 +53,7 @@ def run(
     with peers_lib.connected() as peers:
         if not peers.is_primary:
             progress.be_silent()
+        silent, retry.say = retry.say, progress.say if peers.is_primary else peers.say
         setup = make_setup()
         peers.require_same(
             "settings", _facts(setup.experiment, length), "start all of them with the same command"
@@ -64,6 +66,7 @@ def run(
             return _run(setup, workdir, progress, origin, peers, watchdog)
         finally:
             watchdog.pause()  # the caller may live on
+            retry.say = silent
 
 
 def _run(

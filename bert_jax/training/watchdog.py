@@ -11,6 +11,7 @@ from types import FrameType
 from jax.experimental import multihost_utils
 
 from bert_jax.errors import INTERRUPTED, UNAVAILABLE
+from bert_jax.storage import retry
 from bert_jax.training import peers as peers_lib
 from bert_jax.training.peers import Peers
 
@@ -35,6 +36,7 @@ class StopRequest:
         return cls() if peers.count == 1 else SharedStopRequest()
 
     def __enter__(self) -> "StopRequest":
+        retry.latest = float("inf")
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._handle)
         return self
@@ -60,6 +62,7 @@ class StopRequest:
         if not self.requested:
             os.write(_STDERR, b"stopping after this step; Ctrl-C again leaves at once, unsaved\n")
         self.requested = True
+        retry.hurry()
 
 
 class SharedStopRequest(StopRequest):

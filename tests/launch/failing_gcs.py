@@ -29,7 +29,7 @@ class Call:
 
     Attributes:
       door: the host's number.
-      kind: list, stat, read, begin, write, copy or delete.
+      kind: list, stat, read, begin, write, copy, delete or bucket.
       name: of the object, or the prefix of a list.
       client: gcsfs, or TensorStore, with which Orbax writes arrays.
     """
@@ -165,7 +165,7 @@ class _Handler(fake_gcs._Handler):
             return "delete", self.name
         if self.command == "GET":
             if not self.name:
-                return "list", self.query.get("prefix", "")
+                return super()._kind()
             return ("read" if self.query.get("alt") == "media" else "stat"), self.name
         if "/rewriteTo/" in self.url:
             return "copy", self.name

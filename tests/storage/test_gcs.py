@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from bert_jax.errors import Unavailable
 from bert_jax.storage import mirror, retry  # mirror registers the client
 
 pytestmark = pytest.mark.skipif(
@@ -31,8 +32,11 @@ def test_a_request_outlasts_ten_minutes_of_faults(status, monkeypatch):
     files = fsspec.get_filesystem_class("gcs")
     assert files is gcs.PatientFileSystem and mirror
     monkeypatch.setattr(gcs.asyncio, "sleep", sleep)
-    monkeypatch.setattr(gcs, "time", types.SimpleNamespace(monotonic=lambda: sum(waited)))
+    monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: sum(waited)))
     monkeypatch.setattr(files, "_set_session", away)  # what a request does first
-    with pytest.raises((OSError, gcsfs.retry.HttpError)):
-        asyncio.run(files._request(files.__new__(files), "GET", "b/x"))
+    said = []
+    monkeypatch.setattr(retry, "say", said.append)
+    with pytest.raises(Unavailable, match="gs://x"):
+        asyncio.run(files._call(files.__new__(files), "GET", "b/{}/o", "x"))
+    assert len(said) == 1 and "gs://x" in said[0]
     assert retry.GIVE_UP - retry.LONGEST_WAIT <= sum(waited) <= retry.GIVE_UP

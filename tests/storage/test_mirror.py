@@ -92,6 +92,38 @@ def test_a_right_that_is_not_given_is_named(right, kind, status, objects):
         mirror.require_writable(RUN)
 
 
+@pytest.mark.parametrize(
+    "role, right",
+    [
+        ("objectCreator", "list"),
+        ("objectViewer", "create"),
+        ("legacyBucketWriter", "get"),
+        ("objectViewer,objectCreator", "delete"),
+        ("objectUser", ""),
+    ],
+)
+def test_the_right_that_a_role_lacks_is_named(role, right, objects):
+    objects.role = role
+    if not right:
+        return mirror.require_writable(RUN)
+    with pytest.raises(InputError, match=rf"storage\.objects\.{right}\b.*roles/storage.objectUser"):
+        mirror.require_writable(RUN)
+
+
+def test_a_list_that_is_cut_short_passes(objects):
+    objects.put("run/there", b"text", {})
+    objects.fault = only("list", Fault(200), times=2)  # with half an answer
+    assert mirror.names(RUN) == {"there"}
+
+
+def test_what_a_server_does_not_know_is_named_at_once(objects):
+    objects.put("run/there", b"text", {})
+    objects.fault = only("copy", Fault(501))
+    with pytest.raises(InputError, match=r"gs://bucket/run/twice.*compose"):
+        OPERATIONS["copy"]()
+    assert len([kind for _, kind in objects.requests if kind == "copy"]) <= 6  # gcsfs's own tries
+
+
 def test_a_right_to_add_that_is_none_to_replace_is_named(objects):
     objects.fault = lambda method, name, kind: (
         Fault(403) if kind == "write" and name in objects.objects else None

@@ -1,6 +1,7 @@
 """Which errors pass, and how long one waits for them."""
 
 import errno
+import math
 import socket
 import types
 
@@ -27,6 +28,7 @@ STAYS = [
     OSError(errno.ENOSPC, "No space left on device"),
     ValueError("NOT_FOUND: no manifest"),
     ValueError("Error reading array index"),
+    RuntimeError("HTTP response code: 501"),
     InputError("bad"),
     KeyError("x"),
 ]
@@ -50,12 +52,12 @@ def test_any_other_error_stays(error):
     assert not retry.is_transient(raised_from(error))
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 412, 429, 500, 502, 503])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 412, 429, 500, 501, 503])
 def test_statuses_as_gcsfs_raises_them(status):
     gcsfs_retry = pytest.importorskip("gcsfs.retry")
     with pytest.raises(Exception) as caught:
         gcsfs_retry.validate_response(status, b"why", "b/o")
-    assert retry.is_transient(caught.value) == (status in (408, 429, 500, 502, 503))
+    assert retry.is_transient(caught.value) == (status in (408, 429, 500, 503))
     assert retry.is_denied(caught.value) == (status in (401, 403))
 
 
@@ -79,9 +81,10 @@ def failing(times, error):
     return work
 
 
-def test_what_fails_for_a_while_is_done_in_the_end_with_growing_waits(waits):
+def test_what_fails_for_a_while_is_done_in_the_end_with_growing_waits(waits, monkeypatch):
     said = []
-    assert retry.again(failing(6, PASSES[0]), "gs://b/x", say=said.append) == "done"
+    monkeypatch.setattr(retry, "say", said.append)
+    assert retry.again(failing(6, PASSES[0]), "gs://b/x") == "done"
     assert len(waits) == 6 and waits[-1] > 5 * waits[0]
     assert len(said) == 1 and "gs://b/x" in said[0]
 
@@ -90,6 +93,21 @@ def test_what_fails_for_long_is_unavailable(waits):
     with pytest.raises(Unavailable, match=r"gs://b/x: out of reach for 60 seconds"):
         retry.again(failing(1000, TimeoutError()), "gs://b/x", seconds=60)
     assert 30 < sum(waits) <= 60
+
+
+def test_who_is_to_stop_waits_for_half_a_minute(waits, monkeypatch):
+    monkeypatch.setattr(retry, "latest", math.inf)
+    calls = iter(range(1000))
+
+    def work():
+        if next(calls) == 3:
+            retry.hurry()
+            waits.append(0.0)  # the time
+        raise TimeoutError
+
+    with pytest.raises(Unavailable):
+        retry.again(work, "gs://b/x")
+    assert 15 < sum(waits[waits.index(0.0) :]) <= 30
 
 
 def test_what_does_not_pass_is_raised_at_once(waits):

@@ -14,6 +14,7 @@ import pytest
 import samples
 from compare import assert_identical
 from etils import epath
+from fake_gcs import Fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -295,6 +296,25 @@ def test_files_that_cannot_be_read_plainly_are_not_taken_for_damaged(run, monkey
         newest_state(run)
 
 
+def test_a_part_that_is_listed_and_not_found_is_not_taken_for_damage(finished, objects):
+    """As where one host of several is told that an object is not there."""
+    there = finished[1] / "checkpoints"
+    for file in there.rglob("*"):
+        if file.is_file():
+            objects.put(f"run/checkpoints/{file.relative_to(there)}", file.read_bytes(), {})
+    for step in (16, 20, 22):
+        objects.put(f"run/checkpoints/{step}/commit_success.txt", b"", {})
+    parts = objects.files("run/checkpoints/22/")
+    part = max(parts, key=lambda name: len(parts[name]))
+    left = iter(range(20))
+    objects.fault = lambda method, name, kind: (
+        Fault(404) if name == part and next(left, None) is not None else None
+    )
+    remote = epath.Path("gs://bucket/run/checkpoints")
+    assert newest_state(finished[1], folder=remote)[0] == 22
+    assert next(left, None) is None
+
+
 def test_a_checkpoint_of_another_format_is_named(finished, run):
     file, _ = finished
     path = run / "checkpoints" / "22" / "_CHECKPOINT_METADATA"
@@ -344,7 +364,7 @@ def test_checksums_are_computed_once_all_have_read(run, monkeypatch):
     assert seen == ["22 read", "20 read", "checksums", "20 checked"]
 
 
-def newest_state(run: pathlib.Path, *agreed) -> tuple[int, dict]:
+def newest_state(run: pathlib.Path, *agreed, folder=None) -> tuple[int, dict]:
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.step import abstract_state
 
@@ -353,7 +373,7 @@ def newest_state(run: pathlib.Path, *agreed) -> tuple[int, dict]:
     abstract = abstract_state(
         Pretraining(experiment.model), experiment.optimizer, experiment.parallelism, mesh
     )
-    with Checkpoints(epath.Path(run / "checkpoints"), Run(), "read") as saved:
+    with Checkpoints(folder or epath.Path(run / "checkpoints"), Run(), "read") as saved:
         found = saved.newest(abstract, None, *agreed)
     return found.step, jax.device_get(found.state)
 

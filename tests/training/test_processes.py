@@ -133,6 +133,28 @@ def test_processes_with_a_cache_each_train_as_one_in_a_bucket(text, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra")
+def test_a_save_that_one_process_cannot_write_ends_all_with_its_reason(text, tmp_path):
+    """It is refused a part, which the others wait for; at once, not at the next save."""
+    folder, file = text
+    with fake_gcs.serve() as (objects, variables):
+        objects.fault = lambda method, name, kind: (
+            fake_gcs.Fault(401) if kind == "write" and "ocdbt.process_1" in name else None
+        )
+        run = ("pretrain", file, "--workdir", "gs://bucket/run", *CUT)
+        variables |= {"BERT_JAX_CACHE_DIR": "cache"}
+        for number in (0, 1):
+            (tmp_path / str(number)).mkdir()
+        words = ("@chdir", tmp_path, *run, "--set", "run.checkpoint_every=20")
+        flags = ("--hang-after", 120)
+        code, lines = pod(folder, "401", 2, "9 20 hang", *words, flags=flags, variables=variables)
+    assert code == 74
+    assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
+    assert "process 1 (" in said(lines, 0)[0] and "401" in said(lines, 0)[0]
+    assert max(rows(folder, "401")) < STEPS - 1, "the next save is that of the last step"
+
+
+@pytest.mark.long
 def test_a_stopped_pod_goes_on_with_fewer_processes(text):
     """SIGTERM to one of four: all save the same step; two go on with the very next batch; then one.
 
