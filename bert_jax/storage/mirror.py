@@ -1,9 +1,9 @@
 """Buckets: the one file that reads and writes places named gs://.
 
 A run writes to a folder of this machine alone; a thread sends its small files to the bucket when
-they are due, and what a failing network keeps back goes with the next chance. (Orbax and jax's
-compilation cache write to their own gs:// paths; for corpora see `copies`.) An object is whole or
-not there; nothing is renamed or appended.
+they are due, and what a failing network keeps back goes with the next chance. (Orbax writes to its
+own gs:// paths; for corpora see `copies`.) An object is whole or not there; nothing is renamed or
+appended.
 
     gs://B/W/OWNER       the start that the run belongs to
     CACHE/runs/NAME/     where a run in a bucket is written, with .owner.json: its last starts

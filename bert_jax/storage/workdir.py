@@ -12,7 +12,6 @@ bucket is written here, too: `mirror` sends it there.
     W/predictions.jsonl     what the model predicted in a few fixed texts, as exact as the metrics
     W/timings.jsonl         how long it took
     W/origin.json           which experiment file and --set strings the last start was given
-    W/compiled/             of a run in a bucket: compiled programs (see training.environment)
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.report)
     W/layers.json           what each layer knows (see tasks.layers), and a page of it
@@ -56,7 +55,7 @@ RUN_FILES = (
 )
 _OURS = {
     *RUN_FILES,
-    *("corpus", "checkpoints", "compiled", "profile", "plan.json", "layers.json", "layers.html"),
+    *("corpus", "checkpoints", "profile", "plan.json", "layers.json", "layers.html"),
     *("launch.json", "lock"),
 }
 # What a process leaves of them that is killed while it writes.
