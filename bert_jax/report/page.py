@@ -22,6 +22,7 @@ from bert_jax import config
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.doctor import run
 from bert_jax.doctor import tuned as doctor_tuned
+from bert_jax.doctor.finding import Finding
 from bert_jax.errors import InputError, printable, reading
 from bert_jax.model import losses
 from bert_jax.report import comparison, figures, times, tuned
@@ -61,6 +62,9 @@ def write(
       InputError: no run there, a damaged file, or a page that cannot be written.
     """
     records = _read(workdirs)
+    for record in records:
+        for finding in _damaged(record):
+            raise InputError(f"{record.workdir.named}/{finding.what}; {finding.remedy}")
     path = _place(records, out)
     with contextlib.ExitStack() as stack:
         events = []
@@ -81,6 +85,12 @@ def write(
     for record in records:
         which = f"{record.label}: " if len(records) > 1 else ""
         log(which + times.goodput(record.timings).line(price_per_chip_hour))
+
+
+def _damaged(record: Record) -> list[Finding]:
+    with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
+        return run.damaged_lines(record.experiment, record.workdir)
+    return []
 
 
 def _write_page(

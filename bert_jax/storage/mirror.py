@@ -33,7 +33,6 @@ import pathlib
 import re
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -59,6 +58,7 @@ T = TypeVar("T")
 Right = Literal["list", "read", "write", "replace"]
 
 OWNER = "OWNER"
+_PROBE = ".bert_jax.tmp"  # written and removed to see whether objects may be
 _OWNED = ".owner.json"  # in the local folder of a run: tokens of starts that wrote there
 _VIEW_FILES = (*RUN_FILES, "plan.json", "launch.json", OWNER)
 
@@ -208,7 +208,7 @@ def names(folder: epath.Path) -> set[str]:
         with named_errors(folder):
             return {path.name for path in folder.iterdir()} if folder.exists() else set()
     objects, folders = _listed(folder, "/")
-    return objects.keys() | folders
+    return (objects.keys() | folders) - {_PROBE}
 
 
 def listing(folder: epath.PathLike) -> dict[str, Listed]:
@@ -225,11 +225,12 @@ def remove(paths: Iterable[epath.PathLike]) -> None:
 
 def require_writable(folder: epath.Path) -> None:
     """Raises InputError if objects of a bucket's folder may not be listed, read or written."""
-    probe = folder / f".bert_jax.{uuid.uuid4().hex}.tmp"
+    probe = folder / _PROBE  # always this one: what a kill leaves goes the next time
     _listed(folder, "/")
     put(probe, b"")
     put(probe, b"", right="replace")
-    read(probe)
+    with contextlib.suppress(FileNotFoundError):  # another has asked at the same moment
+        read(probe)
     remove([probe])
 
 
