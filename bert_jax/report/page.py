@@ -22,7 +22,6 @@ from bert_jax import config
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.doctor import run
 from bert_jax.doctor import tuned as doctor_tuned
-from bert_jax.doctor.finding import Finding
 from bert_jax.errors import InputError, printable, reading
 from bert_jax.model import losses
 from bert_jax.report import comparison, figures, times, tuned
@@ -63,8 +62,11 @@ def write(
     """
     records = _read(workdirs)
     for record in records:
-        for finding in _damaged(record):
-            raise InputError(f"{record.workdir.named}/{finding.what}; {finding.remedy}")
+        damaged = []
+        with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
+            damaged = run.damaged_lines(record.experiment, record.workdir)
+        if damaged:
+            raise InputError(f"{record.workdir.named}/{damaged[0].what}; {damaged[0].remedy}")
     path = _place(records, out)
     with contextlib.ExitStack() as stack:
         events = []
@@ -85,12 +87,6 @@ def write(
     for record in records:
         which = f"{record.label}: " if len(records) > 1 else ""
         log(which + times.goodput(record.timings).line(price_per_chip_hour))
-
-
-def _damaged(record: Record) -> list[Finding]:
-    with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
-        return run.damaged_lines(record.experiment, record.workdir)
-    return []
 
 
 def _write_page(

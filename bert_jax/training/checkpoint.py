@@ -379,14 +379,7 @@ class Checkpoints:
         return damaged
 
     def set_aside_if_lost(self, step: int) -> None:
-        """Puts the newest checkpoint aside, and says so, if it was whole and is so no more.
-
-        Args:
-          step: of the newest that was whole; 0: none was.
-
-        Raises:
-          InputError: no other checkpoint is there; nothing was touched.
-        """
+        """Puts the newest that was whole (0: none was) aside, and says so, if it is so no more."""
         newest, folder = max(self.steps, default=0), self._folder / str(step)
         if step <= newest:
             return

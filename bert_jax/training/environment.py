@@ -114,23 +114,21 @@ _ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 class Programs(compilation_cache.LRUCache):
     """jax's folder of compiled programs, each behind a checksum: jax runs a damaged one."""
 
-    _MARK = "-sha256"  # in the names of entries that begin with a checksum of the rest
-
     def get(self, key: str) -> bytes | None:
         """Returns a program; None where there is none, and of a damaged one, which is removed."""
-        entry = super().get(key + self._MARK)
+        entry = super().get(f"{key}-sha256")
         if entry is None:
             return None
         if hashlib.sha256(entry[32:]).digest() == entry[:32]:
             return entry[32:]
-        path = self.path / f"{key}{self._MARK}-cache"
+        path = self.path / f"{key}-sha256-cache"
         path.unlink(missing_ok=True)
         print(f"{path}: damaged, and removed; compiling again", file=sys.stderr)
         return None
 
     def put(self, key: str, value: bytes) -> None:
         """Keeps a program."""
-        super().put(key + self._MARK, hashlib.sha256(value).digest() + value)
+        super().put(f"{key}-sha256", hashlib.sha256(value).digest() + value)
 
 
 def keep_compiled_programs() -> None:

@@ -118,14 +118,11 @@ class Lines:
     def forget_after(self, step: int, written: dict[str, Any] | None = None) -> int:
         """Drops lines of steps that will be done again, those not yet written among them.
 
-        A file that is not there is taken for removed on purpose.
+        A file that is not there is taken for removed on purpose: returns how many lines it had.
 
         Args:
           step: up to which lines are kept.
           written: what `written` returned at the checkpoint of this step; None: nothing.
-
-        Returns:
-          How many of those lines are missing with their file.
 
         Raises:
           InputError: the lines up to the step are not those.

@@ -147,7 +147,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(finished, run):
     assert (run / "metrics.jsonl").read_bytes() == lines
     shutil.rmtree(run / "checkpoints")
     before = tree(run)
-    with pytest.raises(InputError, match="checkpoints/22: .*another --workdir"):
+    with pytest.raises(InputError, match=r"checkpoints/22: .*another --workdir"):
         pretrain(file, run, "run.keep_best=0")
     assert tree(run) == before
 
