@@ -118,7 +118,45 @@ def test_a_failing_network_costs_a_run_nothing(objects, copy_of_run, remote):
     assert written == {"OWNER", "experiment.json", "origin.json", "timings.jsonl"} | {
         "metrics.jsonl",
         "predictions.jsonl",
+        "saved.json",
     }
+
+
+@pytest.mark.long
+def test_checkpoints_that_lost_their_commit_files_are_named_and_nothing_is_begun_anew(
+    objects, copy_of_run, remote, monkeypatch, tmp_path
+):
+    def lose(step):
+        objects.delete(f"run/checkpoints/{step}/commit_success.txt", {})
+
+    def start(place, settings=""):
+        monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / place))
+        return call(f"pretrain small.py {THERE} --set run.keep_checkpoints=2 {settings}")
+
+    def files():
+        return {n: data for n, data in objects.files("run/").items() if not n.endswith("OWNER")}
+
+    lines = pathlib.Path("run/metrics.jsonl").read_bytes()
+    assert start("machine") == (0, "")
+    lose(22)
+    assert start("another") == (0, "")
+    assert files()["run/metrics.jsonl"] == lines
+    steps = {name.split("/")[2] for name in objects.files("run/checkpoints/")}
+    assert steps == {"damaged-22", "20", "22"}
+
+    lose(20)
+    lose(22)
+    before = files()
+    code, err = start("a third")
+    assert (code, err.count("\n")) == (2, 1) and "gs://bucket/run/checkpoints/22" in err
+    assert files() == before
+
+    objects.put("run/checkpoints/22/commit_success.txt", b"", {})
+    assert start("a third") == (0, "")
+    lose(22)
+    objects.delete("run/saved.json", {})  # as if killed before the first save was whole
+    assert start("a fourth") == (0, "")
+    assert files()["run/metrics.jsonl"] == lines
 
 
 @pytest.mark.long

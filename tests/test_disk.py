@@ -19,6 +19,7 @@ from bert_jax.training import lines as lines_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.profile import Profile
 from bert_jax.training.progress import Clock
+from bert_jax.training.runner import Trainer
 
 
 class Disk:
@@ -125,11 +126,25 @@ def test_a_run_may_go_on_where_its_checkpoints_do_not_fit(disk, copy_of_run):
     assert lines == pathlib.Path("run/metrics.jsonl").read_bytes()
 
 
-def test_a_run_whose_first_checkpoint_does_not_fit_leaves_nothing(disk, copy_of_run):
+def test_a_run_whose_first_checkpoint_does_not_fit_trains_no_step_and_leaves_nothing(
+    disk, copy_of_run, monkeypatch
+):
     disk.mount("size=100k")
+    monkeypatch.setattr(Trainer, "_phase", None)
     code, err = call(f"pretrain small.py --workdir {disk.folder}/w")
     assert (code, err.count("\n")) == (74, 1)
+    assert f"{disk.folder}/w/checkpoints: " in err
     assert not tree(disk.folder)
+
+
+def test_a_disk_on_which_not_all_checkpoints_fit_is_a_note_and_leftovers_go(disk, copy_of_run):
+    disk.mount("size=600k")
+    left = disk.folder / "w" / "checkpoints" / "4.orbax-checkpoint-tmp"
+    left.mkdir(parents=True)
+    (left / "array").write_bytes(bytes(400_000))
+    outcome, shown = pretrain("small.py", disk.folder / "w", "run.checkpoint_every=22")
+    assert outcome == "finished" and shown.count(f"{disk.folder}/w/checkpoints: ") == 1
+    assert not left.exists()
 
 
 def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, monkeypatch):

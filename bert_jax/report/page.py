@@ -61,6 +61,12 @@ def write(
       InputError: no run there, a damaged file, or a page that cannot be written.
     """
     records = _read(workdirs)
+    for record in records:
+        damaged = []
+        with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
+            damaged = run.damaged_lines(record.experiment, record.workdir)
+        if damaged:
+            raise InputError(f"{record.workdir.named}/{damaged[0].what}; {damaged[0].remedy}")
     path = _place(records, out)
     with contextlib.ExitStack() as stack:
         events = []

@@ -1,9 +1,9 @@
 """Buckets: the one file that reads and writes places named gs://.
 
 A run writes to a folder of this machine alone; a thread sends its small files to the bucket when
-they are due, and what a failing network keeps back goes with the next chance. (Orbax and jax's
-compilation cache write to their own gs:// paths; for corpora see `copies`.) An object is whole or
-not there; nothing is renamed or appended.
+they are due, and what a failing network keeps back goes with the next chance. (Orbax writes to its
+own gs:// paths; for corpora see `copies`.) An object is whole or not there; nothing is renamed or
+appended.
 
     gs://B/W/OWNER       the start that the run belongs to
     CACHE/runs/NAME/     where a run in a bucket is written, with .owner.json: its last starts
@@ -33,7 +33,6 @@ import pathlib
 import re
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -61,6 +60,7 @@ Right = Literal["list", "read", "write", "replace"]
 _PERMISSIONS = {"list": "list", "read": "get", "write": "create", "replace": "delete"}
 
 OWNER = "OWNER"
+_PROBE = ".bert_jax.tmp"  # written and removed to see whether objects may be
 _OWNED = ".owner.json"  # in the local folder of a run: tokens of starts that wrote there
 _VIEW_FILES = (*RUN_FILES, "plan.json", "launch.json", OWNER)
 
@@ -210,7 +210,7 @@ def names(folder: epath.Path) -> set[str]:
         with named_errors(folder):
             return {path.name for path in folder.iterdir()} if folder.exists() else set()
     objects, folders = _listed(folder, "/")
-    return objects.keys() | folders
+    return (objects.keys() | folders) - {_PROBE}
 
 
 def listing(folder: epath.PathLike) -> dict[str, Listed]:
@@ -227,11 +227,12 @@ def remove(paths: Iterable[epath.PathLike]) -> None:
 
 def require_writable(folder: epath.Path) -> None:
     """Raises InputError if objects of a bucket's folder may not be listed, read or written."""
-    probe = folder / f".bert_jax.{uuid.uuid4().hex}.tmp"
+    probe = folder / _PROBE  # always this one: what a kill leaves goes the next time
     _listed(folder, "/")
     put(probe, b"")
     put(probe, b"", right="replace")
-    read(probe)
+    with contextlib.suppress(FileNotFoundError):  # another has asked at the same moment
+        read(probe)
     remove([probe])
 
 

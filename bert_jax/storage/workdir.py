@@ -11,8 +11,8 @@ bucket is written here, too: `mirror` sends it there.
     W/metrics.jsonl         what was computed: a function of experiment, corpus and step alone
     W/predictions.jsonl     what the model predicted in a few fixed texts, as exact as the metrics
     W/timings.jsonl         how long it took
+    W/saved.json            the step of the newest checkpoint that was seen whole
     W/origin.json           which experiment file and --set strings the last start was given
-    W/compiled/             of a run in a bucket: compiled programs (see training.environment)
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.report)
     W/layers.json           what each layer knows (see tasks.layers), and a page of it
@@ -50,13 +50,14 @@ RUN_FILES = (
     code.COPY,
     "origin.json",
     "trackers.json",
+    "saved.json",
     "metrics.jsonl",
     "predictions.jsonl",
     "timings.jsonl",
 )
 _OURS = {
     *RUN_FILES,
-    *("corpus", "checkpoints", "compiled", "profile", "plan.json", "layers.json", "layers.html"),
+    *("corpus", "checkpoints", "profile", "plan.json", "layers.json", "layers.html"),
     *("launch.json", "lock"),
 }
 # What a process leaves of them that is killed while it writes.
@@ -106,6 +107,7 @@ class Workdir:
         self.predictions = self.root / "predictions.jsonl"
         self.timings = self.root / "timings.jsonl"
         self.origin = self.root / "origin.json"
+        self.saved = self.root / "saved.json"
         self.profile = self.root / "profile"
         self.plan = self.root / "plan.json"
         self.layers = self.root / "layers.json"

@@ -54,6 +54,8 @@ _UNSEALED_VERSION = 1  # had no checksums
 
 # Prefix of the folders of damaged checkpoints, before their step.
 ASIDE = "damaged-"
+# Orbax's, in a whole checkpoint; where folders cannot be renamed, one without it is not whole.
+_COMMITTED = "commit_success.txt"
 # Orbax's, after the step of one that is not whole; it removes them before it saves.
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -106,6 +108,7 @@ class Checkpoints:
         self._kept = Kept(run)
         self._was_allowed = False
         self._opened: ocp.training.Checkpointer | None = None
+        self._remove_unfinished()  # by writers of a failed save that outlived its end
 
     @property
     def _checkpointer(self) -> ocp.training.Checkpointer:
@@ -133,6 +136,14 @@ class Checkpoints:
             return sorted(checkpoint_steps(absolute(self._folder)), reverse=True)
 
         return self._again(listed)
+
+    def has_ended(self, step: int) -> bool | None:
+        """Returns whether the save of a step came to a whole one; None while it is on its way."""
+        if self._opened is None or self._opened.is_saving_in_progress():
+            return None
+        with contextlib.suppress(Exception):  # of a bucket that is away, which is not waited for
+            return step in checkpoint_steps(absolute(self._folder))
+        return False
 
     def finish(self) -> None:
         """Waits until what is being saved is on disk; a save that fails leaves nothing.
@@ -377,6 +388,22 @@ class Checkpoints:
                 damaged[step] = str(error)
         return damaged
 
+    def set_aside_if_lost(self, step: int) -> None:
+        """Puts the newest that was whole (0: none was) aside, and says so, if it is so no more."""
+        newest, folder = max(self.steps, default=0), self._folder / str(step)
+        if step <= newest:
+            return
+        lost = f"{folder}: damaged, was saved whole ({_COMMITTED} is missing, or all of it)"
+        if not newest:
+            raise InputError(
+                f"{lost}, and no other checkpoint is left to go on from; put the files back, or "
+                "choose another --workdir to start again"
+            )
+        if self._again(folder.exists):
+            lost += f"; now {self.set_aside(step).name}"
+        if self._say is not None:
+            self._say(f"{lost}, going on from step {newest}")
+
     def set_aside(self, step: int) -> epath.Path:
         """Renames a damaged checkpoint, so that it is no longer counted; by one process for all."""
         folder = self._folder / str(step)
@@ -388,6 +415,8 @@ class Checkpoints:
             # In a bucket it may have been moved in part, before a fault: the rest goes next to it.
             if number == 0 or folder.exists():
                 folder.rename(aside)
+                if mirror.is_bucket(aside):  # where Orbax removes what has none as unfinished
+                    (aside / _COMMITTED).write_text("")
                 return aside
             return self._aside(step, number - 1)
 
@@ -509,7 +538,8 @@ class Checkpoints:
 
 
 def _context(**options: Any) -> ocp.Context:
-    saving = ocp.options.ArrayOptions.Saving(use_compression=False)
+    # Its store of shapes repeats what the arrays say, and nothing would notice a flipped bit there.
+    saving = ocp.options.ArrayOptions.Saving(use_compression=False, array_metadata_store=None)
     loading = ocp.options.PyTreeOptions.Loading(partial_load=True)
     return ocp.Context(
         array_options=ocp.options.ArrayOptions(saving=saving),

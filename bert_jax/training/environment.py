@@ -9,11 +9,13 @@ import os
 import pathlib
 import platform
 import re
+import sys
 import time
 from typing import Any
 
 import jax
 from etils import epath
+from jax._src import cache_key, compilation_cache  # jax has no public names for what is changed
 
 import bert_jax
 from bert_jax import system
@@ -109,43 +111,49 @@ _COMPILED_SECONDS = 30 * 24 * 3600
 _ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 
 
-def keep_compiled_programs(shared: epath.Path | None = None) -> None:
-    """Keeps what is compiled from now on, and finds what was compiled before.
+class Programs(compilation_cache.LRUCache):
+    """jax's folder of compiled programs, each behind a checksum: jax runs a damaged one."""
 
-    Of several processes jax lets the first alone write, so hosts that share nothing but a bucket
-    keep programs there, and a pod that starts again compiles nothing. A bucket that fails costs a
-    warning and the time to compile. JAX_COMPILATION_CACHE_DIR names another place; empty: none.
+    def get(self, key: str) -> bytes | None:
+        """Returns a program; None where there is none, and of a damaged one, which is removed."""
+        entry = super().get(f"{key}-sha256")
+        if entry is None:
+            return None
+        if hashlib.sha256(entry[32:]).digest() == entry[:32]:
+            return entry[32:]
+        path = self.path / f"{key}-sha256-cache"
+        path.unlink(missing_ok=True)
+        print(f"{path}: damaged, and removed; compiling again", file=sys.stderr)
+        return None
 
-    Args:
-      shared: folder of a run in a bucket; None: the user's cache folder on this machine.
+    def put(self, key: str, value: bytes) -> None:
+        """Keeps a program."""
+        super().put(f"{key}-sha256", hashlib.sha256(value).digest() + value)
+
+
+def keep_compiled_programs() -> None:
+    """Keeps what is compiled from now on, and finds what was compiled before, on this machine.
+
+    Whoever can write a program can run code: none is read from a bucket or a workdir. Of several
+    processes jax lets the first alone write. JAX_COMPILATION_CACHE_DIR names another place than the
+    user's cache folder; empty: none.
     """
+    compilation_cache.LRUCache = Programs
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     # What a program is jax knows by itself, whichever code has built it.
     of = {name: value for name, value in environment().items() if name != "code"}
     if jax.default_backend() == "cpu":
-        _share_between_cpus()
+        # jax's keys leave out what differs between processes on CPUs: which devices are their own.
+        # The folder's name says what of the machine matters.
+        cache_key._hash_accelerator_config = cache_key._hash_devices
     else:
         # A CPU's programs use what that very CPU can do; hosts of other devices share theirs.
         of = {name: value for name, value in of.items() if name not in ("cpu", "threads")}
     name = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
-    if shared is not None:
-        folder, most = shared / name, -1  # a limit would need a lock, which no bucket has
-    else:
-        folder, most = cache_folder() / name, _COMPILED_BYTES
-        forget_old_environments(cache_folder(), name)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", most)
-
-
-def _share_between_cpus() -> None:
-    """Leaves out of jax's keys what differs between processes on CPUs: which devices are their own.
-
-    The folder's name says what of the machine matters, and a key which devices a program is for.
-    """
-    from jax._src import cache_key  # jax has no public name for it
-
-    cache_key._hash_accelerator_config = cache_key._hash_devices
+    forget_old_environments(cache_folder(), name)
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / name))
+    jax.config.update("jax_compilation_cache_max_size", _COMPILED_BYTES)
 
 
 def forget_old_environments(cache: epath.Path, ours: str) -> None:

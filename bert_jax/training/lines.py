@@ -115,10 +115,10 @@ class Lines:
                 lines.append(line)
         return lines
 
-    def forget_after(self, step: int, written: dict[str, Any] | None = None) -> None:
+    def forget_after(self, step: int, written: dict[str, Any] | None = None) -> int:
         """Drops lines of steps that will be done again, those not yet written among them.
 
-        A file that is not there is taken for removed on purpose.
+        A file that is not there is taken for removed on purpose: returns how many lines it had.
 
         Args:
           step: up to which lines are kept.
@@ -134,9 +134,11 @@ class Lines:
                 f"{self._path}: damaged, {damage}; put the whole file back, or remove it to go on "
                 "without its lines"
             )
+        if not self._path.exists():
+            return written["lines"] if written else 0
         lines = [line for line in self.read() if line["step"] <= step]
-        if self._path.exists():
-            write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+        write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+        return 0
 
     def written(self) -> dict[str, Any]:
         """Returns how many lines there are, and their SHA-256; see `damage`."""
@@ -184,8 +186,9 @@ class NoLines(Lines):
     def append(self, line: dict[str, Any]) -> None:
         """Does nothing."""
 
-    def forget_after(self, step: int, written: dict[str, Any] | None = None) -> None:
+    def forget_after(self, step: int, written: dict[str, Any] | None = None) -> int:
         """Does nothing."""
+        return 0
 
 
 class Spikes:

@@ -58,16 +58,18 @@ def restore_or_initialize(
     peers: Peers,
     saved: Checkpoints,
     say: Callable[[str], None],
+    was_saved: Callable[[], int],
 ) -> Start:
     """Restores the newest checkpoint that can be used, the same on all processes.
 
     Damaged ones before it are put aside. Without any, makes the state before the first step.
 
     Raises:
-      InputError: all are damaged, or of other data.
+      InputError: all are damaged, or of other data; none is there, though `was_saved` has a step.
       Unavailable: the storage does not answer, or the processes see different checkpoints.
     """
     _agree_on_steps(peers, saved)
+    peers.on_primary("lost", lambda: saved.set_aside_if_lost(was_saved()))
     return _restore(job, mesh, peers, saved, say, None)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from bert_jax.errors import Unavailable
 from bert_jax.model import losses
 from bert_jax.storage import retry
 from bert_jax.storage.mirror import Mirror
-from bert_jax.storage.workdir import DiskFull, Workdir, sealed, write_atomic
+from bert_jax.storage.workdir import DiskFull, Workdir, read_json, sealed, write_atomic
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import restore, step
@@ -162,6 +163,7 @@ class Trainer:
         self.bad_steps: range | None = None  # that the run is to roll back over
         self.failure: Failure | None = None
         self.saved_step = 0  # of the newest checkpoint, perhaps still on its way
+        self.is_saving = False
         self.unsaved: Unsaved | None = None
 
     # --- the order of operations ----------------------------------------------------------------
@@ -181,13 +183,14 @@ class Trainer:
             # Times of lost steps are kept; a line cut off by a kill is not.
             self.timings.forget_after(total)
             with self.clock.waiting("restore"):
-                start = restore.restore_or_initialize(*self._restoring())
+                start = restore.restore_or_initialize(*self._restoring(), self._was_saved)
             self._go_on_from(start)
             del start  # whose arrays are given away step by step
             # Only now: an experiment that was refused must not stand in the workdir.
             self._write_experiment()
             if self._is_whole:
                 return Result("finished", self.done)
+            self._require_space()
             begun = {} if self.job.branch is None else {"branch": str(self.job.branch)}
             self._note("start", self._lap() | {"environment": environment()} | begun)
             if begun and self.done not in self.saved.steps:
@@ -268,6 +271,10 @@ class Trainer:
         if self.saved.has_failed:
             self._end_save()  # now: the others wait for it, inside Orbax
         self._write_pending()
+        if self.is_saving and (ended := self.saved.has_ended(self.saved_step)) is not None:
+            self.is_saving = False
+            if ended:
+                self._record_saved(self.saved_step)
         logs = self.done % run.log_every == 0 or last
         if logs:
             self._close_window()
@@ -328,8 +335,10 @@ class Trainer:
         self.done = self.saved_step = start.done
         self.skipped, self.init_sha256 = start.skipped, start.init_sha256
         self.evaluation, self.unsaved, self.held_out = {}, None, [*start.held_out]
+        self._record_saved(max(self.saved.steps, default=0))
         for name, lines in self._lasting.items():
-            lines.forget_after(self.done or -1, start.lines.get(name))
+            if gone := lines.forget_after(self.done or -1, start.lines.get(name)):
+                self.say(f"{name}: is missing; going on without its {gone} up to step {self.done}")
         self.spikes = Spikes.of(self.metrics.read())
         if self.done:
             self.say(f"resume: from step {self.done}")
@@ -530,7 +539,7 @@ class Trainer:
             pieces = losses.learned(evaluated, losses.PIECES)
             loss = evaluated.get(f"{pieces}_loss", evaluated.get("loss"))
             self._outlast(lambda: self.saved.save(self.done, self.state, metadata, loss))
-            self.saved_step, self.unsaved = self.done, None
+            self.saved_step, self.unsaved, self.is_saving = self.done, None, True
         except DiskFull as error:
             self._disk_full(error)
 
@@ -558,6 +567,36 @@ class Trainer:
                     self.saved.finish()
 
             self._outlast(save)
+        self._record_saved(max(self.saved.steps, default=0))
+
+    def _require_space(self) -> None:
+        """Says whether the disk has too little room; raises DiskFull if no checkpoint fits."""
+        if self.workdir.remote is not None or not self.peers.is_primary:
+            return
+        run, one = self.experiment.run, sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
+        free = shutil.disk_usage(self.workdir.root).free
+        # One more than are kept: an old one goes once the next is whole.
+        more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.saved.steps), 1)
+        words = (
+            f"{self.workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and {more} more "
+            f"checkpoints take {one / 1e6:,.1f} MB each; free some space"
+        )
+        if free < one and run.when_disk_is_full == "stop":
+            raise DiskFull(f"{words} and run again")
+        if free < more * one:
+            self.say(words)
+
+    def _was_saved(self) -> int:
+        """Reads the step of the newest checkpoint that was seen whole; 0: none was."""
+        path, mend = self.workdir.saved, "remove it to go on"
+        return read_json(path, 1, mend, mend)["step"] if path.exists() else 0
+
+    def _record_saved(self, step: int) -> None:
+        """Writes down which checkpoint is whole: a start that misses it must not begin anew."""
+        if self.peers.is_primary:
+            record = json.dumps(sealed({"format_version": 1, "step": step}))
+            with contextlib.suppress(DiskFull):
+                write_atomic(self.workdir.saved, record + "\n")
 
     def _lost(self, error: Unavailable) -> None:
         """One process goes on without a checkpoint that could not be written for now."""

@@ -84,7 +84,7 @@ def _run(
     _require_checkable(experiment.run, mesh)
     trackers.require_installed(experiment.run.trackers)
     system.keep_freed_memory()
-    keep_compiled_programs(workdir.remote / "compiled" if workdir.remote else None)
+    keep_compiled_programs()
     peers.connect(mesh)
     clock = Clock(hardware.peak_flops(setup.compute_dtype))
     with _held(setup, workdir, peers) as (mirror, forget):

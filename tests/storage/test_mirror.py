@@ -124,6 +124,16 @@ def test_what_a_server_does_not_know_is_named_at_once(objects):
     assert len([kind for _, kind in objects.requests if kind == "copy"]) <= 6  # gcsfs's own tries
 
 
+def test_what_a_killed_question_for_rights_left_is_nobodys_and_goes(objects):
+    objects.fault = only("read", Fault(403))
+    with pytest.raises(InputError):
+        mirror.require_writable(RUN)
+    assert objects.files() and not mirror.names(RUN)
+    objects.reset_faults()
+    mirror.require_writable(RUN)
+    assert not objects.files()
+
+
 def test_a_right_to_add_that_is_none_to_replace_is_named(objects):
     objects.fault = lambda method, name, kind: (
         Fault(403) if kind == "write" and name in objects.objects else None

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import samples
+from broken import tree
 from compare import assert_identical
 from etils import epath
 from fake_gcs import Fault
@@ -135,6 +136,40 @@ def test_where_all_are_damaged_nothing_is_begun_anew(finished, run):
     with pytest.raises(InputError, match=r"(?s)22: damaged.*20: damaged.*16: damaged.*--workdir"):
         pretrain(file, run, "run.keep_best=0")
     assert {p.name for p in (run / "checkpoints").iterdir()} == {"16", "20", "22"}
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(finished, run):
+    """Of the newest it is said; without any the run stops as it is."""
+    file, _ = finished
+    lines = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "checkpoints" / "22")
+    outcome, shown = pretrain(file, run, "run.keep_best=0")
+    assert outcome == "finished" and f"{run}/checkpoints/22: damaged" in shown
+    assert (run / "metrics.jsonl").read_bytes() == lines
+    shutil.rmtree(run / "checkpoints")
+    before = tree(run)
+    with pytest.raises(InputError, match=r"checkpoints/22: .*another --workdir"):
+        pretrain(file, run, "run.keep_best=0")
+    assert tree(run) == before
+
+
+def test_what_is_whole_is_known_before_the_next_save(finished, tmp_path, monkeypatch):
+    """So that a kill in between leaves the step of the newest."""
+    seen = {}
+    save, has_ended = Checkpoints.save, Checkpoints.has_ended
+
+    def watched(self, step, *args):
+        seen[step] = json.loads((tmp_path / "run" / "saved.json").read_text())["step"]
+        save(self, step, *args)
+
+    def late(self, step):
+        self._opened.wait()
+        return has_ended(self, step)
+
+    monkeypatch.setattr(Checkpoints, "save", watched)
+    monkeypatch.setattr(Checkpoints, "has_ended", late)
+    pretrain(finished[0], tmp_path / "run", "run.checkpoint_every=10")
+    assert seen == {10: 0, 20: 10, 22: 20}
 
 
 def test_an_older_one_that_nothing_can_be_said_of_is_put_aside_too(finished, run):
@@ -391,6 +426,7 @@ def test_checkpoints_are_listed_and_verified(finished, run, capsys):
         if line["kind"] == "evaluation" and line["step"] == 22
     )
     assert f" {loss:.3f}, newest" in out[1]
+    assert not [*run.rglob("array_metadatas")], "which nothing would compare"
     assert out[5:] == [f"step {n}: every array is what was saved" for n in (22, 20, 16)]
 
     flipped_bit(run / "checkpoints" / "20")

@@ -258,6 +258,7 @@ def test_a_finished_run_without_its_lines_is_still_finished(text, finished):
     (finished / "metrics.jsonl").unlink()
     outcome, shown = pretrain(file, finished)
     assert outcome == "finished" and "finished: step 22\n" in shown
+    assert "metrics.jsonl: " in shown and "predictions.jsonl: " not in shown
 
 
 def test_a_full_disk_under_a_checkpoint_is_named(text, tmp_path, monkeypatch):
