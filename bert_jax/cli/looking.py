@@ -186,13 +186,16 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
     """Lines about a step of a pre-training, or of the fine-tuned run in --workdir."""
     from bert_jax import predict
     from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import holds_finetuning
+    from bert_jax.storage.workdir import fork_of, holds_finetuning
     from bert_jax.tasks import shown
     from bert_jax.training.pretraining import Prepared
 
     if args.experiment is None and args.workdir and holds_finetuning(mirror.opened(args.workdir)):
         return shown.show(saved_experiment(args, Finetuning), args.step, args.rows)
     experiment, workdir = experiment_of(args)
+    begins = fork_of(workdir).get("checkpoint", "0")
+    if args.step < int(begins.rpartition("/")[2]):
+        raise InputError(f"--step {args.step}: of the run that began with {begins}; ask that one")
     return predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
 
 

@@ -453,6 +453,9 @@ class Phase(Section):
     # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
     # rows; 0: model.global_rotary_base.
     global_rotary_base: float = 0.0
+    # Added to the numbers of the phase's rows. `pretrain --fork` sets it, so that another batch
+    # size goes on at the first row that was not seen.
+    row_offset: int = 0
 
     @property
     def row_predictions(self) -> int:
@@ -704,6 +707,15 @@ class Experiment(Section):
             first += phase.steps
         raise ValueError(f"{done} steps are all of them")
 
+    def rows_after(self, done: int) -> list[int]:
+        """Returns of each phase the first row that `done` steps have not come to."""
+        rows, first = [], 0
+        for phase in self.phases:
+            steps = min(max(done - first, 0), phase.steps)
+            rows.append(phase.row_offset + steps * phase.batch_size)
+            first += phase.steps
+        return rows
+
     def model_of(self, phase: int) -> Model:
         """Returns the model as a phase trains it, with the phase's own base of rotary positions."""
         base = self.phases[phase].global_rotary_base or self.model.global_rotary_base
@@ -763,7 +775,7 @@ class Experiment(Section):
                     f"{where}: not a multiple of "
                     f"optimizer.reference_replicas={self.optimizer.reference_replicas}"
                 )
-            if phase.steps * phase.batch_size >= 2**32:
+            if phase.steps * phase.batch_size + phase.row_offset >= 2**32:
                 raise InputError(f"phases.{i}.steps={phase.steps}: over 2**32 rows in one phase")
             self._validate_packing(i, phase)
             if phase.global_rotary_base and self.model.kind != "modern":

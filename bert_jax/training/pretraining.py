@@ -112,7 +112,8 @@ class Prepared:
         files = sorted((self.folder / "stream" / "train").iterdir())
         self.stamps |= {os.fspath(path): _stamp(path) for path in files}
         data, names = experiment.data, (experiment.seed, "train", phase)
-        shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
+        widths = spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size
+        shape = batches.Shape(*widths, spec.row_offset)
 
         def of(part: Stream, *source: object) -> batches.TrainBatches:
             plans = Plans(
@@ -147,7 +148,7 @@ class Prepared:
                 )
         order = mixture.Order(weights, names)
         each = [of(part, "source", number) for number, part in enumerate(sources)]
-        return mixture.MixedBatches(each, order, spec.batch_size)
+        return mixture.MixedBatches(each, order)
 
     def sources(self, stream: Stream) -> list[Stream]:
         """Returns the parts of the training split that the sources of a mixture are."""

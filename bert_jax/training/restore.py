@@ -19,6 +19,8 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import optimizer as optimizer_lib
+from bert_jax.training.branch import Branch
 from bert_jax.training.checkpoint import Checkpoints, Restored
 from bert_jax.training.environment import changes
 from bert_jax.training.job import Job
@@ -117,26 +119,49 @@ def _restore(
         return peers.first_error(f"checkpoint {what}", error, patience=2 * retry.GIVE_UP)
 
     restored = saved.newest(abstract, at_most, agreed)
-    if restored is None and job.branch is not None:
-        step_there, folder = job.branch.step, job.branch.workdir.checkpoints
-        with Checkpoints(folder, job.experiment.run, "read", say) as others:
-            restored = others.newest(abstract, step_there, agreed)
-        if restored is None or restored.step != step_there:
-            raise InputError(f"--decay-from {job.branch}: damaged, or not there any more")
-        say(f"decay: from {job.branch} on")
+    branch = job.branch if restored is None else None
+    if branch is not None:
+        restored = _restore_branch(branch, job, abstract, agreed, say)
     if restored is None:
         return _initialize(job, mesh, jax.tree.map(lambda s: s.sharding, abstract))
     metadata = restored.metadata
-    job.require_same(metadata)
+    if branch is None or branch.flag == "--decay-from":
+        job.require_same(metadata)
     _put_aside(peers, saved, restored, say)
     if changed := changes(metadata["environment"]):
         say(f"resume: {changed}")
-    window = {k: np.array(v, np.float32) for k, v in metadata["window"].items()}
+    # A fork that learns something else drops the sums of what it does not measure.
+    window = step.empty_window(job.objective)
+    window = {k: np.array(metadata["window"].get(k, v), np.float32) for k, v in window.items()}
     window = feed.put(window, mesh_lib.replicated(mesh))
     skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)
     lines, held_out = metadata.get("lines", {}), metadata.get("held_out", [])
     init_sha256 = metadata["init_sha256"]
     return Start(restored.step, restored.state, window, skipped, init_sha256, lines, held_out)
+
+
+def _restore_branch(
+    branch: Branch,
+    job: Job,
+    abstract: Any,
+    agreed: Callable[[str, str], str],
+    say: Callable[[str], None],
+) -> Restored:
+    """Reads the checkpoint that a run branches off; another optimizer than its begins afresh."""
+    with Checkpoints(branch.workdir.checkpoints, job.experiment.run, "read", say) as others:
+        theirs, ours = others.experiment(branch.step).optimizer.name, job.optimizer.name
+        wanted = {k: part for k, part in abstract.items() if k != "optimizer" or theirs == ours}
+        restored = others.newest(wanted, branch.step, agreed)
+    if restored is None or restored.step != branch.step:
+        raise InputError(f"{branch.flag} {branch}: damaged, or not there any more")
+    is_other = "; it is not the run that its settings give from step 0" * (branch.flag == "--fork")
+    say(f"{branch.flag[2:]}: from {branch} on{is_other}")
+    if theirs != ours:
+        places = jax.tree.map(lambda leaf: leaf.sharding, abstract["optimizer"])
+        init = jax.jit(optimizer_lib.make(job.optimizer).init, out_shardings=places)
+        restored.state["optimizer"] = init(restored.state["params"])
+        say(f"optimizer.name: {theirs} -> {ours}, whose moments begin at 0")
+    return restored
 
 
 def _initialize(job: Job, mesh: jax.sharding.Mesh, shardings: Any) -> Start:
