@@ -709,11 +709,10 @@ class Experiment(Section):
 
     def rows_after(self, done: int) -> list[int]:
         """Returns of each phase the first row that `done` steps have not come to."""
-        rows, first = [], 0
+        rows = []
         for phase in self.phases:
-            steps = min(max(done - first, 0), phase.steps)
-            rows.append(phase.row_offset + steps * phase.batch_size)
-            first += phase.steps
+            rows.append(phase.row_offset + min(done, phase.steps) * phase.batch_size)
+            done -= min(done, phase.steps)
         return rows
 
     def model_of(self, phase: int) -> Model:

@@ -9,7 +9,6 @@ A fork may have other settings than the run it leaves, so that its own do not te
 came about: origin.json keeps the other run's, and `Phase.row_offset` which rows come next.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -162,14 +161,9 @@ def forked(
 ) -> tuple[Experiment, dict[str, Any] | None, Branch]:
     """Returns what a fork computes, where that comes from, and the checkpoint it begins with.
 
-    Once it has saved nothing is asked of the run that it left, and its record stays.
-
-    Args:
-      checkpoint, given, settings: see `decayed`.
-      workdir: of the fork.
-
-    Raises:
-      InputError: no such checkpoint, or the workdir holds another run.
+    Each phase goes on at its first row that was not seen, whatever its batch size; of another text
+    or seed none was. Once `workdir`, the fork's, has a checkpoint, nothing is asked of the run that
+    was left, and its record stays. For the other arguments see `decayed`.
     """
     branch, own, origin = _named("--fork", checkpoint), workdir.experiment, None
     if mirror.names(workdir.checkpoints):
@@ -179,12 +173,20 @@ def forked(
         parent = config.from_json(json.dumps(record["experiment"]), os.fspath(workdir.origin))
         experiment = config.override(config.load(given or os.fspath(own)), settings)
     else:
-        parent, sha256 = branch.saved()
-        own = branch.workdir.experiment
+        (parent, sha256), own = branch.saved(), branch.workdir.experiment
         experiment, origin = config.load_with_origin(given or os.fspath(own), settings)
         tree = json.loads(config.to_json(parent))
         origin["fork"] = {"checkpoint": str(branch), "sha256": sha256, "experiment": tree}
-    return _with_unseen_rows(parent, branch.step, experiment), origin, branch
+    is_other = _is_other_text(config.differences(parent, experiment, "identity"))
+    seen = [] if is_other or parent.seed != experiment.seed else parent.rows_after(branch.step)
+    seen += [0] * len(experiment.phases)
+    offsets = [
+        f"phases.{number}.row_offset={phase.row_offset + seen[number] - row}"
+        for number, (phase, row) in enumerate(
+            zip(experiment.phases, experiment.rows_after(branch.step), strict=True)
+        )
+    ]
+    return config.override(experiment, offsets), origin, branch
 
 
 def begun(workdir: Workdir) -> Branch | None:
@@ -198,28 +200,6 @@ def _named(flag: Literal["--decay-from", "--fork"], checkpoint: str) -> Branch:
     if not path.name.isdecimal() or path.parent.name != "checkpoints":
         raise InputError(f"{flag} {checkpoint}: name a checkpoint, RUN/checkpoints/STEP")
     return Branch(mirror.opened(path.parent.parent), int(path.name), flag)
-
-
-def _with_unseen_rows(parent: Experiment, step: int, experiment: Experiment) -> Experiment:
-    """Returns the experiment, each phase of which goes on at its first row that was not seen.
-
-    Rows are counted through a phase, whatever its batch size; of another text or seed none was
-    seen.
-
-    Args:
-      parent: what was computed in the steps before.
-      step: from which on it is this experiment.
-    """
-    changed = config.differences(parent, experiment, "identity")
-    is_other = _is_other_text(changed) or parent.seed != experiment.seed
-    seen = [*([] if is_other else parent.rows_after(step)), *[0] * len(experiment.phases)]
-    phases = tuple(
-        dataclasses.replace(phase, row_offset=phase.row_offset + row - now)
-        for phase, row, now in zip(
-            experiment.phases, seen, experiment.rows_after(step), strict=False
-        )
-    )
-    return dataclasses.replace(experiment, phases=phases)
 
 
 def _is_other_text(changed: list[str]) -> bool:

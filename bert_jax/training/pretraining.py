@@ -311,7 +311,8 @@ class PretrainingSetup:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
         if self._branch is not None:
             self._branch.require(self.experiment)
-        base_lib.start_of(self.experiment)
+        else:
+            base_lib.start_of(self.experiment)
 
     def differences(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
         """Returns how the experiment differs from a saved one that is to go on."""
@@ -344,7 +345,7 @@ class PretrainingSetup:
         experiment, folder = self.experiment, self._workdir.corpus
         corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self._say)
         if self._branch is not None and not mirror.names(self._workdir.checkpoints):
-            self._branch.copy_lines(self._workdir)
+            self._branch.begin(self._workdir)
         if processes == 1:
             return
         prepared = Prepared.open(folder)

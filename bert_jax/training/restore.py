@@ -121,7 +121,7 @@ def _restore(
     restored = saved.newest(abstract, at_most, agreed)
     branch = job.branch if restored is None else None
     if branch is not None:
-        restored = _restore_branch(branch, job, abstract, agreed, say)
+        restored = _restore_branch(branch, job, mesh, abstract, agreed, say)
     if restored is None:
         return _initialize(job, mesh, jax.tree.map(lambda s: s.sharding, abstract))
     metadata = restored.metadata
@@ -143,24 +143,28 @@ def _restore(
 def _restore_branch(
     branch: Branch,
     job: Job,
+    mesh: jax.sharding.Mesh,
     abstract: Any,
     agreed: Callable[[str, str], str],
     say: Callable[[str], None],
 ) -> Restored:
     """Reads the checkpoint that a run branches off; another optimizer than its begins afresh."""
     with Checkpoints(branch.workdir.checkpoints, job.experiment.run, "read", say) as others:
-        theirs, ours = others.experiment(branch.step).optimizer.name, job.optimizer.name
-        wanted = {k: part for k, part in abstract.items() if k != "optimizer" or theirs == ours}
-        restored = others.newest(wanted, branch.step, agreed)
+        theirs, ours = others.experiment(branch.step).optimizer, job.optimizer
+        there = step.abstract_state(job.objective, theirs, job.experiment.parallelism, mesh)
+        restored = others.newest(there, branch.step, agreed)
     if restored is None or restored.step != branch.step:
         raise InputError(f"{branch.flag} {branch}: damaged, or not there any more")
     is_other = "; it is not the run that its settings give from step 0" * (branch.flag == "--fork")
     say(f"{branch.flag[2:]}: from {branch} on{is_other}")
-    if theirs != ours:
+    if theirs.name == ours.name:  # else than in parts without arrays, as of optimizer.layer_decay
+        leaves, tree = jax.tree.leaves(restored.state["optimizer"]), abstract["optimizer"]
+        restored.state["optimizer"] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    else:
         places = jax.tree.map(lambda leaf: leaf.sharding, abstract["optimizer"])
-        init = jax.jit(optimizer_lib.make(job.optimizer).init, out_shardings=places)
+        init = jax.jit(optimizer_lib.make(ours).init, out_shardings=places)
         restored.state["optimizer"] = init(restored.state["params"])
-        say(f"optimizer.name: {theirs} -> {ours}, whose moments begin at 0")
+        say(f"optimizer.name: {theirs.name} -> {ours.name}, whose moments begin at 0")
     return restored
 
 
