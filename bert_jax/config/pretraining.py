@@ -799,15 +799,14 @@ class Experiment(Section):
                     "parallelism.state=zero3: its gradients arrive summed, so "
                     "optimizer.clip=per_replica cannot clip each replica's own; use clip=global"
                 )
-        if self.optimizer.warmup_steps >= self.total_steps:
+        warmup, decay = self.optimizer.warmup_steps, self.optimizer.decay_steps
+        total, tenth = self.total_steps, self.total_steps // 10
+        if warmup >= total or warmup + decay > total:
+            fields = {"warmup_steps": warmup, "decay_steps": decay}
+            sets = (f"--set optimizer.{name}={tenth}" for name, steps in fields.items() if steps)
             raise InputError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps}: must be below the "
-                f"{self.total_steps} steps of all phases"
-            )
-        if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.total_steps:
-            raise InputError(
-                f"optimizer.decay_steps={self.optimizer.decay_steps}: with the warm-up they are "
-                f"more than the {self.total_steps} steps of all phases"
+                f"optimizer.warmup_steps={warmup}, decay_steps={decay}: too many for the {total} "
+                f"steps of all phases; for a short trial add {' '.join(sets)}"
             )
 
     def _validate_window(self) -> None:

@@ -17,6 +17,8 @@ from etils import epath
 from small_run import command, final_state, killed, pretrain, write_text
 
 from bert_jax import config
+from bert_jax.storage.workdir import Workdir
+from bert_jax.training import branch as branch_lib
 from bert_jax.training.pretraining import Prepared
 from bert_jax.verify.child import Fault, Plan
 
@@ -103,14 +105,15 @@ def fork(folder, workdir, *settings, step=8, file=(), run="stable"):
     return call(["pretrain", *file, *place.split(), *changed])
 
 
-def experiment_of(workdir):
-    return config.from_json((workdir / "experiment.json").read_text(), "experiment")
+def forked(folder, run, step, *settings):
+    """What a fork would compute, without computing it."""
+    place = f"{folder}/{run}/checkpoints/{step}"
+    return branch_lib.forked(place, None, settings, Workdir(folder / "not there"))[0]
 
 
-def rows_of(workdir, first, last):
+def rows_of(experiment, first, last):
     """(phase, row) of all rows of the steps [first, last), in the order in which they are seen."""
-    experiment, found = experiment_of(workdir), []
-    prepared = Prepared.open(epath.Path(experiment.run.corpus_dir))
+    prepared, found = Prepared.open(epath.Path(experiment.run.corpus_dir)), []
     for step in range(first, last):
         phase, begins = experiment.phase_at(step)
         size = experiment.phases[phase].batch_size
@@ -128,18 +131,19 @@ def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(runs
 
 def test_other_batches_go_on_at_the_rows_that_were_not_seen(runs, tmp_path):
     """Also of a fork of a fork, and of a phase that was done and is on again."""
-    sizes = ("phases.0.batch_size=4", "phases.1.batch_size=2")
-    assert fork(runs, tmp_path / "one", *sizes, "phases.0.steps=18", "optimizer.b1=0.8") == (0, "")
-    more = ("phases.0.steps=21", "phases.0.batch_size=16", "phases.1.batch_size=8")
-    file = (str(runs / "small.py"),)
-    assert fork(tmp_path, tmp_path / "two", *more, step=20, run="one", file=file) == (0, "")
-    seen = rows_of(runs / "stable", 0, 8) + rows_of(tmp_path / "one", 8, 20)
-    seen += rows_of(tmp_path / "two", 20, 29)
-    for phase, count in ((0, 8 * 8 + 10 * 4 + 16), (1, 2 * 2 + 8 * 8)):
+    sizes = ("phases.0.batch_size=4", "phases.1.batch_size=8")
+    shorter = (*sizes, "phases.0.steps=18", "phases.1.steps=2", "optimizer.b1=0.8")
+    assert fork(runs, tmp_path / "one", *shorter) == (0, "")
+    one = config.from_json((tmp_path / "one" / "experiment.json").read_text(), "experiment")
+    longer = ("phases.0.steps=21", "phases.1.steps=8", "phases.0.batch_size=16")
+    two = forked(tmp_path, "one", 20, *longer, "phases.1.batch_size=4")
+    stable = config.override(config.load(str(runs / "small.py")), STABLE)
+    seen = rows_of(stable, 0, 8) + rows_of(one, 8, 20) + rows_of(two, 20, 29)
+    for phase, count in ((0, 8 * 8 + 10 * 4 + 16), (1, 2 * 8 + 8 * 4)):
         assert [row for number, row in seen if number == phase] == list(range(count))
     # Another seed has other rows, of which none was seen.
-    assert fork(runs, tmp_path / "seed", "seed=1", "phases.0.batch_size=4") == (0, "")
-    assert rows_of(tmp_path / "seed", 8, 10) == [(0, row) for row in range(8)]
+    other = forked(runs, "stable", 8, "seed=1", "phases.0.batch_size=4")
+    assert rows_of(other, 8, 10) == [(0, row) for row in range(8)]
 
 
 def test_moments_are_kept_by_the_same_optimizer_alone(runs, tmp_path):
@@ -149,7 +153,7 @@ def test_moments_are_kept_by_the_same_optimizer_alone(runs, tmp_path):
         (("optimizer.name=lamb",), False),
     ):
         workdir = tmp_path / settings[0]
-        assert fork(runs, workdir, *settings, "run.keep_every=8") == (0, "")
+        assert fork(runs, workdir, *settings, "phases.0.steps=8", "phases.1.steps=1") == (0, "")
         _, state = final_state(workdir, 8)
         assert_identical(state["params"], before["params"])
         moments = jax.tree.leaves(state["optimizer"])
