@@ -100,11 +100,7 @@ class Branch(NamedTuple):
         return Workdir(self.workdir.root, corpus_dir, self.workdir.remote).corpus
 
     def begin(self, workdir: Workdir) -> None:
-        """Copies the lines that the run begins with; those after the step are dropped later.
-
-        Raises:
-          InputError: a fork's corpus has another vocabulary.
-        """
+        """Copies the lines that the run begins with; those after the step are dropped later."""
         if self.flag == "--fork":
             one, other = map(corpus.open_manifest, (self.corpus, workdir.corpus))
             if one["tokenizer"] != other["tokenizer"]:
@@ -114,7 +110,7 @@ class Branch(NamedTuple):
                 )
         for name in ("metrics", "predictions"):
             source, target = getattr(self.workdir, name), getattr(workdir, name)
-            if source.exists() and not target.exists():
+            if source.exists():
                 with named_errors(source):
                     text = source.read_text()
                 write_atomic(target, text)
@@ -127,11 +123,8 @@ def decayed(
 
     Args:
       checkpoint: `RUN/checkpoints/STEP`.
-      given: an experiment file; None: the run's own experiment.
+      given: an experiment file; None: the run's own.
       settings: for `config.override`.
-
-    Raises:
-      InputError: no such run, or one whose rate is not made for it.
     """
     branch = _named("--decay-from", checkpoint)
     saved = load_experiment(branch.workdir)
@@ -180,11 +173,10 @@ def forked(
     is_other = _is_other_text(config.differences(parent, experiment, "identity"))
     seen = [] if is_other or parent.seed != experiment.seed else parent.rows_after(branch.step)
     seen += [0] * len(experiment.phases)
+    now = experiment.rows_after(branch.step)
     offsets = [
-        f"phases.{number}.row_offset={phase.row_offset + seen[number] - row}"
-        for number, (phase, row) in enumerate(
-            zip(experiment.phases, experiment.rows_after(branch.step), strict=True)
-        )
+        f"phases.{i}.row_offset={phase.row_offset + seen[i] - now[i]}"
+        for i, phase in enumerate(experiment.phases)
     ]
     return config.override(experiment, offsets), origin, branch
 

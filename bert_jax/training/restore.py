@@ -63,7 +63,8 @@ def restore_or_initialize(
 ) -> Start:
     """Restores the newest checkpoint that can be used, the same on all processes.
 
-    Damaged ones before it are put aside. Without any, makes the state before the first step.
+    Damaged ones before it are put aside. Without any, restores that of another run that it branches
+    off, or makes the state before the first step.
 
     Raises:
       InputError: all are damaged, or of other data.
