@@ -799,14 +799,15 @@ class Experiment(Section):
                     "parallelism.state=zero3: its gradients arrive summed, so "
                     "optimizer.clip=per_replica cannot clip each replica's own; use clip=global"
                 )
-        warmup, decay = self.optimizer.warmup_steps, self.optimizer.decay_steps
-        total, tenth = self.total_steps, self.total_steps // 10
-        if warmup >= total or warmup + decay > total:
-            fields = {"warmup_steps": warmup, "decay_steps": decay}
-            sets = (f"--set optimizer.{name}={tenth}" for name, steps in fields.items() if steps)
+        total, schedule = self.total_steps, {}
+        for name in ("warmup_steps", "decay_steps"):
+            if steps := getattr(self.optimizer, name):
+                schedule[f"optimizer.{name}"] = steps
+        if self.optimizer.warmup_steps >= total or sum(schedule.values()) > total:
+            given = ", ".join(f"{name}={steps}" for name, steps in schedule.items())
+            short = " ".join(f"--set {name}={total // 10}" for name in schedule)
             raise InputError(
-                f"optimizer.warmup_steps={warmup}, decay_steps={decay}: too many for the {total} "
-                f"steps of all phases; for a short trial add {' '.join(sets)}"
+                f"{given}: too many for the {total} steps of all phases; for a short trial {short}"
             )
 
     def _validate_window(self) -> None:

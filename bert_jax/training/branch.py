@@ -100,7 +100,9 @@ class Branch(NamedTuple):
         return Workdir(self.workdir.root, corpus_dir, self.workdir.remote).corpus
 
     def begin(self, workdir: Workdir) -> None:
-        """Copies the lines that the run begins with; those after the step are dropped later."""
+        """Copies the lines that a run without a checkpoint begins with; later ones are dropped."""
+        if _has_saved(workdir):
+            return
         if self.flag == "--fork":
             one, other = map(corpus.open_manifest, (self.corpus, workdir.corpus))
             if one["tokenizer"] != other["tokenizer"]:
@@ -159,7 +161,7 @@ def forked(
     was left, and its record stays. For the other arguments see `decayed`.
     """
     branch, own, origin = _named("--fork", checkpoint), workdir.experiment, None
-    if mirror.names(workdir.checkpoints):
+    if _has_saved(workdir):
         record = fork_of(workdir)
         if record.get("checkpoint") != str(branch):
             raise InputError(f"{workdir.named}: holds another run than a fork of {branch}")
@@ -183,8 +185,14 @@ def forked(
 
 def begun(workdir: Workdir) -> Branch | None:
     """Returns where a fork begins that was killed before its first save; None: there is none."""
-    record = {} if mirror.names(workdir.checkpoints) else fork_of(workdir)
+    record = {} if _has_saved(workdir) else fork_of(workdir)
     return _named("--fork", record["checkpoint"]) if record else None
+
+
+def _has_saved(workdir: Workdir) -> bool:
+    """Returns whether there is a checkpoint, not only one that a kill has cut off."""
+    with Checkpoints(workdir.checkpoints, Run(), "read") as own:
+        return bool(own.steps)
 
 
 def _named(flag: Literal["--decay-from", "--fork"], checkpoint: str) -> Branch:

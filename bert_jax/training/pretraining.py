@@ -21,7 +21,6 @@ from bert_jax.data.plans import Packed, Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
-from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluators, feed, own, session
@@ -344,7 +343,7 @@ class PretrainingSetup:
         """Makes the corpus, or finds it, with the streams that all processes would make at once."""
         experiment, folder = self.experiment, self._workdir.corpus
         corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self._say)
-        if self._branch is not None and not mirror.names(self._workdir.checkpoints):
+        if self._branch is not None:
             self._branch.begin(self._workdir)
         if processes == 1:
             return
