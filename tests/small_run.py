@@ -139,8 +139,8 @@ def pretrain(
     return outcome, console.export_text()
 
 
-def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
-    """The newest checkpoint of a run: its step and its whole state."""
+def final_state(workdir: pathlib.Path, step: int | None = None) -> tuple[int, dict]:
+    """The newest checkpoint of a run, or that of a step: its step and its whole state."""
     import jax
     from etils import epath
 
@@ -158,5 +158,5 @@ def final_state(workdir: pathlib.Path) -> tuple[int, dict]:
         mesh_lib.make_mesh(experiment.parallelism),
     )
     with Checkpoints(epath.Path(workdir / "checkpoints"), experiment.run, "read") as saved:
-        step = max(saved.steps)
+        step = step or max(saved.steps)
         return step, jax.device_get(saved.restore(step, abstract).state)

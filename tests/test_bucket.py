@@ -208,6 +208,18 @@ def test_a_run_that_is_refused_leaves_nothing(objects, copy_of_run):
     assert not objects.files()
 
 
+@pytest.mark.long
+def test_a_run_is_forked_into_a_bucket_and_out_of_it(objects, copy_of_run, remote, monkeypatch):
+    assert call(f"pretrain small.py --fork run/checkpoints/20 {THERE}") == (0, "")
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(copy_of_run / "another machine"))
+    code, err = call(f"pretrain small.py --fork run/checkpoints/16 {THERE}")
+    assert (code, err.count("\n")) == (2, 1) and str(FOLDER) in err
+    assert call(f"pretrain small.py --fork run/checkpoints/20 {THERE}") == (0, "")
+    assert call(f"pretrain --fork {FOLDER}/checkpoints/20 --workdir back") == (0, "")
+    lines = [pathlib.Path(name, "metrics.jsonl").read_bytes() for name in ("run", "back")]
+    assert lines[0] == lines[1] == objects.files("run/")["run/metrics.jsonl"]
+
+
 def test_rights_on_objects_suffice_to_save_and_to_remove_old_checkpoints(
     objects, copy_of_run, remote
 ):

@@ -125,6 +125,11 @@ def test_set_changes_fields_of_every_type():
         ("optimizer.eps=nan", ["finite"]),
         ("optimizer.eps=0", ["positive"]),
         ("optimizer.warmup_steps=200000", ["warmup_steps", "100000 steps"]),
+        ("phases.0.steps=60 phases.1.steps=1", ["--set optimizer.warmup_steps=6"]),
+        (
+            "optimizer.schedule=wsd optimizer.decay_steps=90001",
+            ["--set optimizer.warmup_steps=10000 --set optimizer.decay_steps=10000"],
+        ),
         ("optimizer.decay_steps=5", ["optimizer.decay_steps=5", "schedule=wsd"]),
         ("optimizer.reference_replicas=4", ["per_replica"]),
         ("data.packing=rows", ["data.packing", "none, pairs"]),

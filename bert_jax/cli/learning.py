@@ -86,6 +86,12 @@ def prepare(args: argparse.Namespace) -> int:
         help="begin with this checkpoint of another run (optimizer.schedule=wsd), in a new "
         "--workdir, and do the optimizer.decay_steps after it",
     ),
+    argument(
+        "--fork",
+        metavar="RUN/checkpoints/STEP",
+        help="begin with this checkpoint of another run, in a new --workdir, with any settings but "
+        "the model's and the vocabulary's",
+    ),
     fields=Experiment,
     codes=errors.CODES_OF_RUNS,
 )
@@ -108,17 +114,21 @@ def pretrain(args: argparse.Namespace) -> int:
 def _pretraining(args: argparse.Namespace):
     """The experiment, its origin for the record, and the checkpoint it branches off, if it does.
 
-    The origin is None of a branch, and of a run that goes on and has its record already.
+    The origin is None of a decay, and of a run that goes on and has its record already.
     """
+    from bert_jax.storage import mirror
     from bert_jax.training import branch
 
+    others = [place for place in (args.decay_from, args.fork) if place is not None]
+    if others and (args.extend or not args.workdir or len(others) > 1):
+        raise InputError("--decay-from, --fork: need a --workdir, no --extend, and not each other")
     if args.decay_from is not None:
-        if args.extend or not args.workdir:
-            raise InputError("--decay-from: needs a --workdir of its own, and no --extend")
-        experiment, begins = branch.opened(args.decay_from, args.experiment, args.set)
+        experiment, begins = branch.decayed(args.decay_from, args.experiment, args.set)
         return experiment, None, begins
+    if args.fork is not None:
+        return branch.forked(args.fork, args.experiment, args.set, mirror.opened(args.workdir))
     if args.experiment is None:
-        return saved_experiment(args, Experiment), None, None
+        return saved_experiment(args, Experiment), None, branch.begun(mirror.opened(args.workdir))
     return *config.load_with_origin(args.experiment, args.set), None
 
 

@@ -186,7 +186,7 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
     """Lines about a step of a pre-training, or of the fine-tuned run in --workdir."""
     from bert_jax import predict
     from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import holds_finetuning, load_experiment
+    from bert_jax.storage.workdir import fork_of, holds_finetuning, load_experiment
     from bert_jax.tasks import shown
     from bert_jax.training.pretraining import Prepared
 
@@ -199,6 +199,9 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
             f"--workdir {workdir.named}: its run has other settings ({'; '.join(changed)}); leave "
             "out EXPERIMENT and --set, or name another --workdir, and --set run.corpus_dir=FOLDER"
         )
+    begins = fork_of(workdir).get("checkpoint", "0")
+    if args.step < int(begins.rpartition("/")[2]):
+        raise InputError(f"--step {args.step}: of the run that began with {begins}; ask that one")
     return predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
 
 

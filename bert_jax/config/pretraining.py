@@ -449,6 +449,9 @@ class Phase(Section):
     # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
     # rows; 0: model.global_rotary_base.
     global_rotary_base: float = 0.0
+    # Added to the numbers of the phase's rows. `pretrain --fork` sets it, so that another batch
+    # size goes on at the first row that was not seen.
+    row_offset: int = 0
 
     @property
     def row_predictions(self) -> int:
@@ -700,6 +703,14 @@ class Experiment(Section):
             first += phase.steps
         raise ValueError(f"{done} steps are all of them")
 
+    def rows_after(self, done: int) -> list[int]:
+        """Returns of each phase the first row that `done` steps have not come to."""
+        rows = []
+        for phase in self.phases:
+            rows.append(phase.row_offset + min(done, phase.steps) * phase.batch_size)
+            done -= min(done, phase.steps)
+        return rows
+
     def model_of(self, phase: int) -> Model:
         """Returns the model as a phase trains it, with the phase's own base of rotary positions."""
         base = self.phases[phase].global_rotary_base or self.model.global_rotary_base
@@ -754,7 +765,7 @@ class Experiment(Section):
                     f"{where}: not a multiple of "
                     f"optimizer.reference_replicas={self.optimizer.reference_replicas}"
                 )
-            if phase.steps * phase.batch_size >= 2**32:
+            if phase.steps * phase.batch_size + phase.row_offset >= 2**32:
                 raise InputError(f"phases.{i}.steps={phase.steps}: over 2**32 rows in one phase")
             self._validate_packing(i, phase)
             if phase.global_rotary_base and self.model.kind != "modern":
@@ -779,15 +790,15 @@ class Experiment(Section):
                     "parallelism.state=zero3: its gradients arrive summed, so "
                     "optimizer.clip=per_replica cannot clip each replica's own; use clip=global"
                 )
-        if self.optimizer.warmup_steps >= self.total_steps:
+        total, schedule = self.total_steps, {}
+        for name in ("warmup_steps", "decay_steps"):
+            if steps := getattr(self.optimizer, name):
+                schedule[f"optimizer.{name}"] = steps
+        if self.optimizer.warmup_steps >= total or sum(schedule.values()) > total:
+            given = ", ".join(f"{name}={steps}" for name, steps in schedule.items())
+            short = " ".join(f"--set {name}={total // 10}" for name in schedule)
             raise InputError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps}: must be below the "
-                f"{self.total_steps} steps of all phases"
-            )
-        if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.total_steps:
-            raise InputError(
-                f"optimizer.decay_steps={self.optimizer.decay_steps}: with the warm-up they are "
-                f"more than the {self.total_steps} steps of all phases"
+                f"{given}: too many for the {total} steps of all phases; for a short trial {short}"
             )
 
     def _validate_window(self) -> None:

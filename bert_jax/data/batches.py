@@ -1,11 +1,11 @@
 """Batches as a function of (step, which rows), by plan and execute.
 
 The plan of an epoch lists its pairs (data.pairs); a step gathers, truncates and masks its rows.
-Within a phase, row = (step - first step) * batch + i, and epoch, slot = divmod(row, R), where R is
-the number of rows in the phase's first plan. Epoch e takes the first R rows of a random order of
-its own plan (data.plans); a shorter plan wraps to its start. With static masks (`Data.dupe_factor`
-n) epoch e is epoch e mod n again, draw for draw. Nothing here has memory: any host may compute any
-rows of any step, in any order.
+Within a phase, row = (step - first step) * batch + `Phase.row_offset` + i, and epoch, slot =
+divmod(row, R), where R is the number of rows in the phase's first plan. Epoch e takes the first R
+rows of a random order of its own plan (data.plans); a shorter plan wraps to its start. With static
+masks (`Data.dupe_factor` n) epoch e is epoch e mod n again, draw for draw. Nothing here has memory:
+any host may compute any rows of any step, in any order.
 
 Where examples share rows (data.packing), the R of an epoch are those that would have had a row
 each, with the numbers of those rows, and so with their draws. Their packed rows are counted as rows
@@ -55,11 +55,16 @@ class Ids:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Widths of a phase's batches."""
+    """Widths of a phase's batches, and what is added to the numbers of its rows."""
 
     sequence_length: int
     max_predictions: int
     batch_size: int
+    row_offset: int = 0
+
+    def rows(self, step: int, indices: np.ndarray) -> np.ndarray:
+        """Returns the numbers, int64 [B], of rows of a step of the phase."""
+        return np.int64(step) * self.batch_size + self.row_offset + np.asarray(indices, np.int64)
 
 
 def execute(
@@ -268,7 +273,7 @@ class TrainBatches:
         first_step: int = 0,
         total_steps: int = 1,
     ):
-        self.plans, self._ids, self._data, self._shape = plans, ids, data, shape
+        self.plans, self._ids, self._data, self.shape = plans, ids, data, shape
         self._first_step, self._total_steps = first_step, total_steps
         self._rows = rows_per_epoch
         self._key = draws.key_of(*plans.names)
@@ -294,8 +299,8 @@ class TrainBatches:
           InputError: a plan cannot be made.
           Unavailable: the process that makes it was killed again and again.
         """
-        size = self._shape.batch_size
-        return self.ready_for(step * size, (step + 1) * size - 1)
+        ends = np.array([0, self.shape.batch_size - 1])
+        return self.ready_for(*self.shape.rows(step, ends).tolist())
 
     def ready_for(self, first_row: int, last_row: int) -> bool:
         """Returns what `ready` does, of rows of the phase, the last one included."""
@@ -324,8 +329,7 @@ class TrainBatches:
         """
         while not self.ready(step):
             self.plans.pause()
-        row = np.int64(step) * self._shape.batch_size + np.asarray(indices, np.int64)
-        return self.batch_of(step, row)
+        return self.batch_of(step, self.shape.rows(step, indices))
 
     def batch_of(self, step: int, row: np.ndarray) -> Batch:
         """Returns what `batch` does, of rows of the phase, int64 [B], which are `ready_for` it.
@@ -358,8 +362,8 @@ class TrainBatches:
             draws.Counter(self._key, self._epoch_drawn(epochs) * per_epoch + slots),
             self._ids,
             policy,
-            self._shape.sequence_length,
-            self._shape.max_predictions,
+            self.shape.sequence_length,
+            self.shape.max_predictions,
         )
 
     def _packed(

@@ -64,15 +64,14 @@ class MixedBatches:
     Args:
       sources: the batches of each source by itself, unpacked, with the same shape.
       order: which source each row is of.
-      batch_size: rows of a step.
     """
 
-    def __init__(self, sources: Sequence[TrainBatches], order: Order, batch_size: int):
-        self._sources, self.order, self._size = tuple(sources), order, batch_size
+    def __init__(self, sources: Sequence[TrainBatches], order: Order):
+        self._sources, self.order, self._shape = tuple(sources), order, sources[0].shape
 
     def ready(self, step: int) -> bool:
         """Returns whether a step's batch can be made at once: see `TrainBatches.ready`."""
-        _, numbers, sources = self._rows(step, np.arange(self._size))
+        _, numbers, sources = self._rows(step, np.arange(self._shape.batch_size))
         # Of each source is asked, so that none waits for another's plan to be begun.
         are_ready = [
             one.ready_for(int(numbers[here].min()), int(numbers[here].max()))
@@ -99,7 +98,7 @@ class MixedBatches:
 
     def _rows(self, step: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns rows of the phase, their numbers among those of their sources, and these."""
-        rows = np.int64(step) * self._size + np.asarray(indices, np.int64)
+        rows = self._shape.rows(step, indices)
         sources, numbers = self.order.of(rows)
         return rows, numbers, sources
 

@@ -284,13 +284,14 @@ _OVERFITTING = Rule(
     "the model learns its text by heart",
     "more text, fewer steps, a smaller model, or more weight_decay and dropout",
 )  # fmt: skip
-# Adam divides the gradient's scale out, so being clipped always is only worth knowing; a norm of
-# that many times the clip is no healthy network's.
+# Every optimizer here divides the gradient's scale out, so that to be clipped always is no finding:
+# small batches are, and norms rise as the rate falls (Defazio 2025). A norm of so many times the
+# clip is worth knowing, and that many times no healthy network's.
 _CLIPPED_LINES = 0.9
 _CLIPPED = Rule(
     "the gradient norm lies above optimizer.clip_norm={clip:g} in {over:.0%} of lines after "
     "warm-up",
-    0, 30.0,
+    10.0, 30.0,
     "every gradient is scaled down to that norm; Adam hardly minds, unless it keeps growing",
     "none needed while the loss falls; else a lower optimizer.peak_learning_rate",
 )  # fmt: skip

@@ -12,7 +12,8 @@ bucket is written here, too: `mirror` sends it there.
     W/predictions.jsonl     what the model predicted in a few fixed texts, as exact as the metrics
     W/timings.jsonl         how long it took
     W/saved.json            the step of the newest checkpoint that was seen whole
-    W/origin.json           which experiment file and --set strings the last start was given
+    W/origin.json           which experiment file and --set strings the last start was given, and
+                            which checkpoint a fork began with
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.report)
     W/layers.json           what each layer knows (see tasks.layers), and a page of it
@@ -157,6 +158,12 @@ def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
         )
     where = str(workdir.named / workdir.experiment.name)
     return files.from_json(files.decode(workdir.experiment.read_bytes(), where), where, kind)
+
+
+def fork_of(workdir: Workdir) -> dict[str, Any]:
+    """Returns the `checkpoint` that a fork began with, its `sha256` and `experiment`; {}: none."""
+    there = workdir.origin.exists()
+    return read_json(workdir.origin, files.FORMAT_VERSION).get("fork", {}) if there else {}
 
 
 def _import_hint(workdir: Workdir) -> str:

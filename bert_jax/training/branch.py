@@ -1,26 +1,40 @@
-"""A decay that branches off a stable run (`optimizer.schedule=wsd`).
+"""A run that begins with another run's checkpoint: a decay (`--decay-from`), or a fork.
 
 As long as the rate is at its peak nothing depends on when it will fall. So a run of the same
-experiment that decays from step N on is, up to there, the stable run itself, and begins with its
-checkpoint: what it comes to is what it would have come to from step 0, bit for bit. Its own
-experiment is therefore all there is to record.
+experiment that decays from step N on (`optimizer.schedule=wsd`) is, up to there, the stable run
+itself, and begins with its checkpoint: what it comes to is what it would have come to from step 0,
+bit for bit. Its own experiment is therefore all there is to record.
+
+A fork may have other settings than the run it leaves, so that its own do not tell how its state
+came about: origin.json keeps the other run's, and `Phase.row_offset` which rows come next.
 """
 
+import json
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from etils import epath
 
 from bert_jax import config
-from bert_jax.config import Experiment
+from bert_jax.config import Experiment, Run
+from bert_jax.data import corpus
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, load_experiment, named_errors, write_atomic
-from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.storage.workdir import (
+    Workdir,
+    absolute,
+    fork_of,
+    load_experiment,
+    named_errors,
+    write_atomic,
+)
+from bert_jax.training.checkpoint import Checkpoints, sha256_of
 
-# Fields in which the experiments of the two runs may differ, next to the last phase's steps.
+# Fields in which a decay may differ from the stable run, next to the last phase's steps.
 _FREE = ("name:", "optimizer.decay_steps:", "optimizer.decay_shape:")
+# Fields in which a fork may not differ from the run it leaves: they say what the state is.
+_FIXED = ("model.", "data.code:", "init_from:")
 
 
 class Branch(NamedTuple):
@@ -28,26 +42,40 @@ class Branch(NamedTuple):
 
     workdir: Workdir
     step: int
+    flag: Literal["--decay-from", "--fork"]
 
     def __str__(self) -> str:
         return os.fspath(self.workdir.checkpoints / str(self.step))
 
-    def require(self, experiment: Experiment) -> None:
-        """Raises InputError unless the checkpoint is there, and the stable part of this experiment.
-
-        It is refused, too, where something else than the rate goes by the steps of all phases.
-        """
-        with Checkpoints(self.workdir.checkpoints, experiment.run, "read") as checkpoints:
+    def saved(self) -> tuple[Experiment, str]:
+        """Returns the experiment of the checkpoint, and its checksum; InputError: not there."""
+        with Checkpoints(self.workdir.checkpoints, Run(), "read") as checkpoints:
             if self.step not in checkpoints.steps:
                 there = ", ".join(map(str, checkpoints.steps)) or "none"
-                raise InputError(f"--decay-from {self}: no such checkpoint; there are {there}")
-            saved = checkpoints.experiment(self.step)
+                raise InputError(f"{self.flag} {self}: no such checkpoint; there are {there}")
+            return checkpoints.experiment(self.step), sha256_of(checkpoints.metadata(self.step))
+
+    def require(self, experiment: Experiment) -> None:
+        """Raises InputError unless the checkpoint is there, and this experiment may begin with it.
+
+        A decay must have the same stable part, and is refused, too, where something else than the
+        rate goes by the steps of all phases.
+        """
+        saved, _ = self.saved()
+        changed = config.differences(saved, experiment, "identity")
+        if self.flag == "--fork":
+            if fixed := [line for line in changed if line.startswith(_FIXED)]:
+                raise InputError(f"--fork {self}: of another model ({'; '.join(fixed)})")
+            if self.step >= experiment.total_steps:
+                raise InputError(f"--fork {self}: phases have {experiment.total_steps} steps alone")
+            if experiment.corpus.tokenizer == "train" and _is_other_text(changed):
+                raise InputError(
+                    "corpus.tokenizer=train: makes another vocabulary of another text; add --set "
+                    f"corpus.tokenizer={self.corpus / 'tokenizer'}"
+                )
+            return
         last = f"phases.{len(saved.phases) - 1}.steps:"
-        changed = [
-            line
-            for line in config.differences(saved, experiment, "identity")
-            if not line.startswith((*_FREE, last))
-        ]
+        changed = [line for line in changed if not line.startswith((*_FREE, last))]
         if changed:
             raise InputError(
                 f"--decay-from {self}: of a run with other settings ({'; '.join(changed)}); only "
@@ -65,33 +93,42 @@ class Branch(NamedTuple):
                 "the number of steps, which --decay-from changes; set it to 0"
             )
 
-    def copy_lines(self, workdir: Workdir) -> None:
-        """Copies the lines that the run begins with; those after the step are dropped later."""
+    @property
+    def corpus(self) -> epath.Path:
+        """The corpus of the run that is left."""
+        corpus_dir = load_experiment(self.workdir).run.corpus_dir
+        return Workdir(self.workdir.root, corpus_dir, self.workdir.remote).corpus
+
+    def begin(self, workdir: Workdir) -> None:
+        """Copies the lines that a run without a checkpoint begins with; later ones are dropped."""
+        if _has_saved(workdir):
+            return
+        if self.flag == "--fork":
+            one, other = map(corpus.open_manifest, (self.corpus, workdir.corpus))
+            if one["tokenizer"] != other["tokenizer"]:
+                raise InputError(
+                    f"{workdir.corpus}: has another vocabulary than {self.corpus}; remove it, and "
+                    f"add --set corpus.tokenizer={self.corpus / 'tokenizer'}"
+                )
         for name in ("metrics", "predictions"):
             source, target = getattr(self.workdir, name), getattr(workdir, name)
-            if source.exists() and not target.exists():
+            if source.exists():
                 with named_errors(source):
                     text = source.read_text()
                 write_atomic(target, text)
 
 
-def opened(
+def decayed(
     checkpoint: str, given: str | None, settings: Sequence[str]
 ) -> tuple[Experiment, Branch]:
     """Returns the experiment that decays from a checkpoint on, and where it branches off.
 
     Args:
       checkpoint: `RUN/checkpoints/STEP`.
-      given: an experiment file; None: the run's own experiment.
+      given: an experiment file; None: the run's own.
       settings: for `config.override`.
-
-    Raises:
-      InputError: no such run, or one whose rate is not made for it.
     """
-    path = epath.Path(checkpoint)
-    if not path.name.isdecimal() or path.parent.name != "checkpoints":
-        raise InputError(f"--decay-from {checkpoint}: name a checkpoint, RUN/checkpoints/STEP")
-    branch = Branch(mirror.opened(os.fspath(path.parent.parent)), int(path.name))
+    branch = _named("--decay-from", checkpoint)
     saved = load_experiment(branch.workdir)
     if saved.optimizer.schedule != "wsd":
         raise InputError(
@@ -112,3 +149,58 @@ def opened(
         )
     changed = f"phases.{len(experiment.phases) - 1}.steps={last}"
     return config.override(experiment, [changed]), branch
+
+
+def forked(
+    checkpoint: str, given: str | None, settings: Sequence[str], workdir: Workdir
+) -> tuple[Experiment, dict[str, Any] | None, Branch]:
+    """Returns what a fork computes, where that comes from, and the checkpoint it begins with.
+
+    Each phase goes on at its first row that was not seen, whatever its batch size; of another text
+    or seed none was. Once `workdir`, the fork's, has a checkpoint, nothing is asked of the run that
+    was left, and its record stays. For the other arguments see `decayed`.
+    """
+    branch, own, origin = _named("--fork", checkpoint), workdir.experiment, None
+    if _has_saved(workdir):
+        record = fork_of(workdir)
+        if record.get("checkpoint") != str(branch):
+            raise InputError(f"{workdir.named}: holds another run than a fork of {branch}")
+        parent = config.from_json(json.dumps(record["experiment"]), os.fspath(workdir.origin))
+        experiment = config.override(config.load(given or os.fspath(own)), settings)
+    else:
+        (parent, sha256), own = branch.saved(), branch.workdir.experiment
+        experiment, origin = config.load_with_origin(given or os.fspath(own), settings)
+        tree = json.loads(config.to_json(parent))
+        origin["fork"] = {"checkpoint": str(branch), "sha256": sha256, "experiment": tree}
+    is_other = _is_other_text(config.differences(parent, experiment, "identity"))
+    seen = [] if is_other or parent.seed != experiment.seed else parent.rows_after(branch.step)
+    seen += [0] * len(experiment.phases)
+    now = experiment.rows_after(branch.step)
+    offsets = [
+        f"phases.{i}.row_offset={phase.row_offset + seen[i] - now[i]}"
+        for i, phase in enumerate(experiment.phases)
+    ]
+    return config.override(experiment, offsets), origin, branch
+
+
+def begun(workdir: Workdir) -> Branch | None:
+    """Returns where a fork begins that was killed before its first save; None: there is none."""
+    record = {} if _has_saved(workdir) else fork_of(workdir)
+    return _named("--fork", record["checkpoint"]) if record else None
+
+
+def _has_saved(workdir: Workdir) -> bool:
+    """Returns whether there is a checkpoint, not only one that a kill has cut off."""
+    with Checkpoints(workdir.checkpoints, Run(), "read") as own:
+        return bool(own.steps)
+
+
+def _named(flag: Literal["--decay-from", "--fork"], checkpoint: str) -> Branch:
+    path = absolute(epath.Path(checkpoint))
+    if not path.name.isdecimal() or path.parent.name != "checkpoints":
+        raise InputError(f"{flag} {checkpoint}: name a checkpoint, RUN/checkpoints/STEP")
+    return Branch(mirror.opened(path.parent.parent), int(path.name), flag)
+
+
+def _is_other_text(changed: list[str]) -> bool:
+    return any(c.startswith("corpus.") and not c.startswith("corpus.mixture:") for c in changed)

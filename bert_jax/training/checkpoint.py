@@ -39,6 +39,7 @@ from bert_jax.storage.workdir import (
     DiskFull,
     Workdir,
     absolute,
+    fork_of,
     holds_finetuning,
     load_experiment,
     named_errors,
@@ -193,7 +194,7 @@ class Checkpoints:
                 step,
                 state,
                 force=True,
-                custom_metadata=metadata | {"sha256": _sha256(metadata)},
+                custom_metadata=metadata | {"sha256": sha256_of(metadata)},
             )
 
     def metadata(self, step: int) -> dict[str, Any]:
@@ -210,7 +211,7 @@ class Checkpoints:
             with _alone():
                 metadata = dict(ocp.metadata(absolute(folder)).custom_metadata)
             version, seal = metadata["format_version"], metadata.pop("sha256", None)
-            if version != _UNSEALED_VERSION and seal != _sha256(metadata):
+            if version != _UNSEALED_VERSION and seal != sha256_of(metadata):
                 raise ValueError("its metadata were changed")
             if version == FORMAT_VERSION and metadata["step"] != step:
                 raise ValueError(f"it is of step {metadata['step']}")
@@ -401,8 +402,7 @@ class Checkpoints:
             )
         if self._again(folder.exists):
             lost += f"; now {self.set_aside(step).name}"
-        if self._say is not None:
-            self._say(f"{lost}, going on from step {newest}")
+        retry.say(f"{lost}, going on from step {newest}")
 
     def set_aside(self, step: int) -> epath.Path:
         """Renames a damaged checkpoint, so that it is no longer counted; by one process for all."""
@@ -603,7 +603,8 @@ def _read_plainly(folder: epath.Path, part: Literal["metadata", "all"]) -> None:
             raise Unavailable(f"{path}: listed, but not found where it is read") from error
 
 
-def _sha256(metadata: dict[str, Any]) -> str:
+def sha256_of(metadata: dict[str, Any]) -> str:
+    """Returns the checksum of a checkpoint: of its metadata, and so of its arrays' checksums."""
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
@@ -657,6 +658,8 @@ def listing(folder: epath.Path) -> Iterator[str]:
     if not rows:
         yield f"{workdir.checkpoints}: no checkpoint yet"
     else:
+        if fork := fork_of(workdir):
+            yield f"forked from {fork['checkpoint']} (sha256 {fork['sha256'][:12]})"
         yield f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss"
     for row, (number, loss, damage) in enumerate(rows):
         place = workdir.checkpoints / str(number)

@@ -21,7 +21,6 @@ from bert_jax.data.plans import Packed, Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
-from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import evaluators, feed, own, session
@@ -112,7 +111,8 @@ class Prepared:
         files = sorted((self.folder / "stream" / "train").iterdir())
         self.stamps |= {os.fspath(path): _stamp(path) for path in files}
         data, names = experiment.data, (experiment.seed, "train", phase)
-        shape = batches.Shape(spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size)
+        widths = spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size
+        shape = batches.Shape(*widths, spec.row_offset)
 
         def of(part: Stream, *source: object) -> batches.TrainBatches:
             plans = Plans(
@@ -147,7 +147,7 @@ class Prepared:
                 )
         order = mixture.Order(weights, names)
         each = [of(part, "source", number) for number, part in enumerate(sources)]
-        return mixture.MixedBatches(each, order, spec.batch_size)
+        return mixture.MixedBatches(each, order)
 
     def sources(self, stream: Stream) -> list[Stream]:
         """Returns the parts of the training split that the sources of a mixture are."""
@@ -310,7 +310,8 @@ class PretrainingSetup:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
         if self._branch is not None:
             self._branch.require(self.experiment)
-        base_lib.start_of(self.experiment)
+        else:
+            base_lib.start_of(self.experiment)
 
     def differences(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
         """Returns how the experiment differs from a saved one that is to go on."""
@@ -342,8 +343,8 @@ class PretrainingSetup:
         """Makes the corpus, or finds it, with the streams that all processes would make at once."""
         experiment, folder = self.experiment, self._workdir.corpus
         corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self._say)
-        if self._branch is not None and not mirror.names(self._workdir.checkpoints):
-            self._branch.copy_lines(self._workdir)
+        if self._branch is not None:
+            self._branch.begin(self._workdir)
         if processes == 1:
             return
         prepared = Prepared.open(folder)

@@ -19,6 +19,8 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import optimizer as optimizer_lib
+from bert_jax.training.branch import Branch
 from bert_jax.training.checkpoint import Checkpoints, Restored
 from bert_jax.training.environment import changes
 from bert_jax.training.job import Job
@@ -62,7 +64,8 @@ def restore_or_initialize(
 ) -> Start:
     """Restores the newest checkpoint that can be used, the same on all processes.
 
-    Damaged ones before it are put aside. Without any, makes the state before the first step.
+    Damaged ones before it are put aside. Without any, restores that of another run that it branches
+    off, or makes the state before the first step.
 
     Raises:
       InputError: all are damaged, or of other data; none is there, though `was_saved` has a step.
@@ -119,26 +122,53 @@ def _restore(
         return peers.first_error(f"checkpoint {what}", error, patience=2 * retry.GIVE_UP)
 
     restored = saved.newest(abstract, at_most, agreed)
-    if restored is None and job.branch is not None:
-        step_there, folder = job.branch.step, job.branch.workdir.checkpoints
-        with Checkpoints(folder, job.experiment.run, "read") as others:
-            restored = others.newest(abstract, step_there, agreed)
-        if restored is None or restored.step != step_there:
-            raise InputError(f"--decay-from {job.branch}: damaged, or not there any more")
-        say(f"decay: from {job.branch} on")
+    branch = job.branch if restored is None else None
+    if branch is not None:
+        restored = _restore_branch(branch, job, mesh, abstract, agreed, say)
     if restored is None:
         return _initialize(job, mesh, jax.tree.map(lambda s: s.sharding, abstract))
     metadata = restored.metadata
-    job.require_same(metadata)
+    if branch is None or branch.flag == "--decay-from":
+        job.require_same(metadata)
     _put_aside(peers, saved, restored, say)
     if changed := changes(metadata["environment"]):
         say(f"resume: {changed}")
-    window = {k: np.array(v, np.float32) for k, v in metadata["window"].items()}
+    # A fork that learns something else drops the sums of what it does not measure.
+    window = step.empty_window(job.objective)
+    window = {k: np.array(metadata["window"].get(k, v), np.float32) for k, v in window.items()}
     window = feed.put(window, mesh_lib.replicated(mesh))
     skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)
     lines, held_out = metadata.get("lines", {}), metadata.get("held_out", [])
     init_sha256 = metadata["init_sha256"]
     return Start(restored.step, restored.state, window, skipped, init_sha256, lines, held_out)
+
+
+def _restore_branch(
+    branch: Branch,
+    job: Job,
+    mesh: jax.sharding.Mesh,
+    abstract: Any,
+    agreed: Callable[[str, str], str],
+    say: Callable[[str], None],
+) -> Restored:
+    """Reads the checkpoint that a run branches off; another optimizer than its begins afresh."""
+    with Checkpoints(branch.workdir.checkpoints, job.experiment.run, "read") as others:
+        theirs, ours = others.experiment(branch.step).optimizer, job.optimizer
+        there = step.abstract_state(job.objective, theirs, job.experiment.parallelism, mesh)
+        restored = others.newest(there, branch.step, agreed)
+    if restored is None or restored.step != branch.step:
+        raise InputError(f"{branch.flag} {branch}: damaged, or not there any more")
+    is_other = "; it is not the run that its settings give from step 0" * (branch.flag == "--fork")
+    say(f"{branch.flag[2:]}: from {branch} on{is_other}")
+    if theirs.name == ours.name:  # else than in parts without arrays, as of optimizer.layer_decay
+        leaves, tree = jax.tree.leaves(restored.state["optimizer"]), abstract["optimizer"]
+        restored.state["optimizer"] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    else:
+        places = jax.tree.map(lambda leaf: leaf.sharding, abstract["optimizer"])
+        init = jax.jit(optimizer_lib.make(ours).init, out_shardings=places)
+        restored.state["optimizer"] = init(restored.state["params"])
+        say(f"optimizer.name: {theirs.name} -> {ours.name}, whose moments begin at 0")
+    return restored
 
 
 def _initialize(job: Job, mesh: jax.sharding.Mesh, shardings: Any) -> Start:

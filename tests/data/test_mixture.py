@@ -43,7 +43,7 @@ def make(data=None, weights=WEIGHTS):
         names = (*NAMES, "source", number)
         source = plans.Plans(part, names, alone.LENGTH, data.short_seq_prob, units=data.units)
         sources.append(batches.TrainBatches(source, alone.IDS, data, shape))
-    return mixture.MixedBatches(sources, mixture.Order(weights, NAMES), SIZE_OF_BATCH)
+    return mixture.MixedBatches(sources, mixture.Order(weights, NAMES))
 
 
 def source_of(batch):
@@ -138,7 +138,7 @@ def test_large_sources_are_planned_as_small_ones(tmp_path, monkeypatch):
             shape = batches.Shape(alone.LENGTH, alone.PREDICTIONS, SIZE_OF_BATCH)
             sources.append(batches.TrainBatches(source, alone.IDS, Data(), shape))
         order = mixture.Order([*range(1, count + 1)], NAMES)
-        return mixture.MixedBatches(sources, order, SIZE_OF_BATCH)
+        return mixture.MixedBatches(sources, order)
 
     steps = (0, 31, 3)
     small = of_parts()

@@ -210,7 +210,8 @@ def test_a_planted_fault_is_the_one_problem_found(plant, what, where, tmp_path):
 
 
 def test_a_healthy_run_has_no_finding(tmp_path):
-    assert healthy().examine(tmp_path) == []
+    for run in (healthy(), clipped(2.5)):  # as of small batches all along
+        assert run.examine(tmp_path) == []
 
 
 @pytest.mark.parametrize("step", [0, 40, 100, 300, 600, 1_000])
@@ -234,10 +235,10 @@ def stands_still():
     return run
 
 
-def clipped():
+def clipped(norm=12.0):
     run = healthy()
     for line in run.train:
-        line["gradient_norm"] = 2.5
+        line["gradient_norm"] = norm
     return run
 
 

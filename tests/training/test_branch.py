@@ -1,11 +1,26 @@
-"""A decay that branches off a stable run is the run that would have decayed there anyway."""
+"""Runs that begin with another's checkpoint.
+
+A decay that branches off a stable run is the run that would have decayed there anyway. A fork goes
+on from there with other settings, and with the rows that were not seen.
+"""
 
 import json
+import shutil
+import signal
 
+import jax
+import numpy as np
 import pytest
-from broken import call
+from broken import call, tree
 from compare import assert_identical
-from small_run import final_state, pretrain, write_text
+from etils import epath
+from small_run import command, final_state, killed, pretrain, write_text
+
+from bert_jax import config
+from bert_jax.storage.workdir import Workdir
+from bert_jax.training import branch as branch_lib
+from bert_jax.training.pretraining import Prepared
+from bert_jax.verify.child import Fault, Plan
 
 # Phases of 14 and 8 steps, a checkpoint every 4, of which all are kept.
 STABLE = ("optimizer.schedule=wsd", "run.keep_checkpoints=9", "run.log_every=2")
@@ -79,3 +94,136 @@ def test_a_checkpoint_of_the_decay_is_no_stable_one(runs, tmp_path):
     assert code == 2 and "at its peak from step 3 to 16" in error
     code, error = call(f"pretrain --workdir {tmp_path}/w --decay-from {runs}/stable")
     assert code == 2 and "RUN/checkpoints/STEP" in error
+
+
+# --- forks ---
+
+
+def fork(folder, workdir, *settings, step=8, file=(), run="stable"):
+    changed = [word for setting in settings for word in ("--set", setting)]
+    place = f"--workdir {workdir} --fork {folder}/{run}/checkpoints/{step}"
+    return call(["pretrain", *file, *place.split(), *changed])
+
+
+def forked(folder, run, step, *settings):
+    """What a fork would compute, without computing it."""
+    place = f"{folder}/{run}/checkpoints/{step}"
+    return branch_lib.forked(place, None, settings, Workdir(folder / "not there"))[0]
+
+
+def rows_of(experiment, first, last):
+    """(phase, row) of all rows of the steps [first, last), in the order in which they are seen."""
+    prepared, found = Prepared.open(epath.Path(experiment.run.corpus_dir)), []
+    for step in range(first, last):
+        phase, begins = experiment.phase_at(step)
+        size = experiment.phases[phase].batch_size
+        batch = prepared.train_batches(experiment, phase).batch(step - begins, np.arange(size))
+        found += [(phase, row) for row in batch["rows"].tolist()]
+    return found
+
+
+def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(runs, tmp_path):
+    assert fork(runs, tmp_path / "w") == (0, "")
+    assert_identical(final_state(tmp_path / "w"), final_state(runs / "stable"))
+    for name in ("metrics.jsonl", "experiment.json"):
+        assert (tmp_path / "w" / name).read_bytes() == (runs / "stable" / name).read_bytes()
+
+
+def test_other_batches_go_on_at_the_rows_that_were_not_seen(runs, tmp_path):
+    """Also of a fork of a fork, and of a phase that was done and is on again."""
+    sizes = ("phases.0.batch_size=4", "phases.1.batch_size=8")
+    shorter = (*sizes, "phases.0.steps=18", "phases.1.steps=2", "optimizer.b1=0.8")
+    assert fork(runs, tmp_path / "one", *shorter) == (0, "")
+    one = config.from_json((tmp_path / "one" / "experiment.json").read_text(), "experiment")
+    longer = ("phases.0.steps=21", "phases.1.steps=8", "phases.0.batch_size=16")
+    two = forked(tmp_path, "one", 20, *longer, "phases.1.batch_size=4")
+    stable = config.override(config.load(str(runs / "small.py")), STABLE)
+    seen = rows_of(stable, 0, 8) + rows_of(one, 8, 20) + rows_of(two, 20, 29)
+    for phase, count in ((0, 8 * 8 + 10 * 4 + 16), (1, 2 * 8 + 8 * 4)):
+        assert [row for number, row in seen if number == phase] == list(range(count))
+    # Another seed has other rows, of which none was seen.
+    other = forked(runs, "stable", 8, "seed=1", "phases.0.batch_size=4")
+    assert rows_of(other, 8, 10) == [(0, row) for row in range(8)]
+
+
+def test_moments_are_kept_by_the_same_optimizer_alone(runs, tmp_path):
+    _, before = final_state(runs / "stable", 8)
+    for settings, kept in (
+        (("optimizer.b2=0.99", "optimizer.layer_decay=0.9"), True),
+        (("optimizer.name=lamb",), False),
+    ):
+        workdir = tmp_path / settings[0]
+        assert fork(runs, workdir, *settings, "phases.0.steps=8", "phases.1.steps=1") == (0, "")
+        _, state = final_state(workdir, 8)
+        assert_identical(state["params"], before["params"])
+        moments = jax.tree.leaves(state["optimizer"])
+        if kept:
+            assert_identical(moments, jax.tree.leaves(before["optimizer"]))
+        else:
+            assert not any(np.any(leaf) for leaf in moments)
+
+
+@pytest.mark.long
+def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, tmp_path):
+    shutil.copytree(runs / "stable", tmp_path / "stable")
+    sets = ("--set", "phases.0.batch_size=4", "--set", "optimizer.name=lamb", "--set", "name=x")
+    for name in ("alone", "w"):
+        begin = ["pretrain", "--fork", f"{tmp_path}/stable/checkpoints/8", *sets]
+        begin += ["--workdir", f"{tmp_path}/{name}"]
+        if name == "alone":
+            assert call(begin) == (0, "")
+    first = Plan(Fault("save", signal.SIGKILL, 8, part=1))
+    dead = command("-m", "bert_jax.verify.child", first.to_json(), *begin)
+    assert (
+        dead.returncode == -signal.SIGKILL and not (tmp_path / "w" / "checkpoints" / "8").exists()
+    )
+    # Its own settings say where it begins.
+    again = ["pretrain", "--workdir", f"{tmp_path}/w"]
+    assert killed(13, signal.SIGKILL, *again).returncode == -signal.SIGKILL
+    shutil.rmtree(tmp_path / "stable")
+    assert call(begin) == (0, "")
+    assert_identical(final_state(tmp_path / "w"), final_state(tmp_path / "alone"))
+    lines = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("w", "alone"))
+    assert len(set(lines)) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "words"),
+    [
+        ((), 15, ["checkpoints/15", "22, 20, 16, 12, 8, 4"]),
+        (("model.hidden_size=32", "optimizer.b1=0.8"), 8, ["model.hidden_size: 16 -> 32"]),
+        (("phases.0.steps=2", "phases.1.steps=2", "optimizer.warmup_steps=1"), 8, ["4 steps"]),
+        (("corpus.tokenizer=train",), 8, ["corpus.tokenizer", "corpus/tokenizer"]),
+    ],
+)
+def test_what_cannot_be_forked_is_one_line_and_leaves_nothing(
+    runs, tmp_path, settings, step, words
+):
+    code, error = fork(runs, tmp_path / "w", *settings, step=step)
+    assert code == 2 and error.count("\n") == 1
+    assert not [word for word in words if word not in error], error
+    assert not (tmp_path / "w").exists()
+
+
+def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(runs, tmp_path):
+    text = (runs / "vocab.txt").read_text().replace("wa\n", "wz\n", 1)
+    (tmp_path / "vocab.txt").write_text(text)
+    other = (f"corpus.tokenizer={tmp_path}/vocab.txt", f"run.corpus_dir={tmp_path}/corpus")
+    code, error = fork(runs, tmp_path / "w", *other)
+    assert code == 2 and "vocabulary" in error and error.count("\n") == 1
+    shutil.copytree(runs / "stable", tmp_path / "stable")
+    for file in (tmp_path / "stable" / "checkpoints" / "8").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[::-1])
+    code, error = fork(tmp_path, tmp_path / "w")
+    assert code == 2 and "checkpoints/8" in error and error.count("\n") == 1
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_workdir_holds_one_fork(runs, tmp_path):
+    for name in ("stable", "decayed"):
+        shutil.copytree(runs / name, tmp_path / name)
+    before = tree(tmp_path)
+    for workdir in ("stable", "decayed"):  # the run itself, and another one
+        code, error = fork(tmp_path, tmp_path / workdir)
+        assert code == 2 and workdir in error and "checkpoints/8" in error
+    assert tree(tmp_path) == before
