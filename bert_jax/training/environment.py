@@ -112,7 +112,7 @@ _ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 
 
 class Programs(compilation_cache.LRUCache):
-    """jax's folder of compiled programs, each behind a checksum: jax runs a damaged one."""
+    """Keeps jax's compiled programs in its folder, each behind a checksum: it runs a damaged one."""
 
     def get(self, key: str) -> bytes | None:
         """Returns a program; None where there is none, and of a damaged one, which is removed."""

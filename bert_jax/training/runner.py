@@ -592,7 +592,7 @@ class Trainer:
         return read_json(path, 1, mend, mend)["step"] if path.exists() else 0
 
     def _record_saved(self, step: int) -> None:
-        """Writes down which checkpoint is whole: a start that misses it must not begin anew."""
+        """Writes down which checkpoint is whole: a start that misses it must not begin again."""
         if self.peers.is_primary:
             record = json.dumps(sealed({"format_version": 1, "step": step}))
             with contextlib.suppress(DiskFull):
