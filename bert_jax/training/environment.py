@@ -112,7 +112,7 @@ _ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 
 
 class Programs(compilation_cache.LRUCache):
-    """Keeps jax's compiled programs in its folder, each behind a checksum: it runs a damaged one."""
+    """Keeps compiled programs as jax does, but behind checksums: jax runs a damaged one."""
 
     def get(self, key: str) -> bytes | None:
         """Returns a program; None where there is none, and of a damaged one, which is removed."""
@@ -134,7 +134,7 @@ class Programs(compilation_cache.LRUCache):
 def keep_compiled_programs() -> None:
     """Keeps what is compiled from now on, and finds what was compiled before, on this machine.
 
-    Whoever can write a program can run code: none is read from a bucket or a workdir. Of several
+    Those who can write a program can run code: none is read from a bucket or a workdir. Of several
     processes jax lets the first alone write. JAX_COMPILATION_CACHE_DIR names another place than the
     user's cache folder; empty: none.
     """
