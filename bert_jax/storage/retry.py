@@ -28,7 +28,7 @@ _ERRNO_NAMES = (
     *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENOMEM"),
 )
 _ERRNO = frozenset(getattr(errno, name) for name in _ERRNO_NAMES if hasattr(errno, name))
-# Of HTTP: too slow, too many requests, the server's own, but for what it can never do (501).
+# Of HTTP: too slow, too many requests, the server's own, except what it can never do (501).
 _STATUS = frozenset({408, 429, *range(500, 600)}) - {501}
 # A token that expired is answered so until it is renewed; so is an account without rights.
 _DENIED = frozenset({401, 403})
@@ -97,7 +97,9 @@ class Patience:
         now, reason = time.monotonic(), _reason(error)
         self._end = self._end or now + self._seconds
         if now + self._wait > min(self._end, latest):
-            how = f"for {self._seconds:.0f} seconds" if self._end <= latest else "when told to stop"
+            how = (
+                f"for {self._seconds:.0f} seconds" if self._end <= latest else "when asked to stop"
+            )
             raise Unavailable(
                 f"{self._where}: out of reach {how} ({reason}); run again to go on"
             ) from error
