@@ -208,8 +208,8 @@ def _listing(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
 
 
 def _written(vector: np.ndarray, form: str | None) -> str:
-    """Returns JSON of float32 [W]: its bytes, or a list of numbers, in nine digits, which whoever
-    reads them as float32 or as float64 rounds to the same bits (IEEE 754-2008, section 5.12.2).
+    """Returns JSON of float32 [W]: its bytes, or a list of numbers in nine digits, which are the
+    same bits again, read as float32 or rounded from float64 (IEEE 754-2008, section 5.12.2).
     """
     if form == "base64":
         return f'"{base64.b64encode(vector.astype("<f4")).decode()}"'
