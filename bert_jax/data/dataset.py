@@ -19,6 +19,8 @@ from tensorflow_datasets.proto import tf_example_pb2
 SPLITS = ("train", "validation")
 
 _NAME, _VERSION = "bert_corpus", "1.0.0"
+# Ids of a document that are Python's numbers at once.
+_AT_ONCE = 1 << 18
 
 
 @dataclasses.dataclass
@@ -75,7 +77,9 @@ class ShardWriter:
 def example(ids: np.ndarray, sentence_lengths: np.ndarray) -> bytes:
     """Returns a document as a tf.train.Example; equal ones as equal bytes."""
     record = tf_example_pb2.Example()
-    record.features.feature["ids"].int64_list.value.extend(ids.tolist())
+    values = record.features.feature["ids"].int64_list.value
+    for start in range(0, len(ids), _AT_ONCE):
+        values.extend(ids[start : start + _AT_ONCE].tolist())
     lengths = record.features.feature["sentence_lengths"].int64_list.value
     lengths.extend(sentence_lengths.tolist())
     return record.SerializeToString(deterministic=True)

@@ -178,7 +178,7 @@ def _is_flipped(document: Document, lines: list[str]) -> bool:
     short = [line for line in lines if len(line) <= _WRAPPED]
     if len(short) < _MOSTLY * len(lines):
         return False
-    return documents.contradiction("\n".join(short), "paragraphs_by_line") is not None
+    return documents.contradiction(short, "paragraphs_by_line") is not None
 
 
 def _is_by_sentence(document: Document, lines: list[str], split: list[str]) -> bool:

@@ -29,6 +29,8 @@ _MOST_OF_A_WORD = 4_000
 _SECTIONS = 64
 # Different words held while counting; a part of more is counted in several goes.
 _HELD = 300_000
+# Words of a document that are made into ids at once.
+_AT_ONCE = 1 << 18
 
 
 class Numbers(dict):
@@ -123,9 +125,15 @@ class Table:
     def ids(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of words, int32, and how many each word has, uint8 [numbers]."""
         lengths = self._lengths[numbers]
-        ends = np.cumsum(lengths, dtype=np.int64)
-        starts = np.repeat(self._firsts[numbers] - ends + lengths, lengths)
-        return self._ids[starts + np.arange(len(starts))], lengths
+        ids = np.empty(int(lengths.sum(dtype=int)), np.int32)
+        done = 0
+        for start in range(0, len(numbers), _AT_ONCE):
+            own = lengths[start : start + _AT_ONCE]
+            ends = np.cumsum(own, dtype=np.int64)
+            starts = np.repeat(self._firsts[numbers[start : start + _AT_ONCE]] - ends + own, own)
+            ids[done : done + len(starts)] = self._ids[starts + np.arange(len(starts))]
+            done += len(starts)
+        return ids, lengths
 
 
 def read_words(path: pathlib.Path) -> list[str]:
