@@ -121,13 +121,13 @@ def plan(corpus: Corpus) -> list[Part]:
         extents.clear()
         size = 0
 
-    for source in corpus.sources:
-        for extent in documents.extents(source, corpus, PART_BYTES):
+    for one in corpus.alone():
+        for extent in documents.extents(one.sources[0], one, PART_BYTES):
             is_packed = extent.kind == "tfds" or extent.path.endswith((".gz", ".zst"))
             more = extent.bytes * (_PACKED if is_packed else 1)
             if extents and size + more > PART_BYTES:
                 end()
-            extents.append(extent)
+            extents.append(dataclasses.replace(extent, field=one.text_field))
             size += more
     if extents:
         end()
@@ -168,14 +168,18 @@ class CountStretches:
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Writes the counts of stretches between blanks; returns its record."""
-        texts = (
-            piece
-            for document in self.part.documents(self.corpus)
-            for piece in _ticking(document.pieces, tick)
-        )
+        record = {"documents": 0}
+
+        def pieces() -> Iterator[str]:
+            for document in self.part.documents(self.corpus):
+                record["documents"] += bool(document.pieces)
+                yield from _ticking(document.pieces, tick)
+
+        texts = pieces()
         if unknown := self.corpus.unknown_word:
             texts = (text.replace(unknown, " ") for text in texts)
-        return {"offsets": words.write_stretches(texts, self.corpus.case, folder / "counts.json")}
+        offsets = words.write_stretches(texts, self.corpus.case, folder / "counts.json")
+        return {"offsets": offsets, **record}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +210,7 @@ class Read:
             (e.path for e in self.part.extents if e.kind in _ENCODED and e.start == 0),
             self.corpus.encoding,
         )
-        record: dict[str, Any] = {"layouts": {}, "replaced": 0}
+        record: dict[str, Any] = {"layouts": {}, "replaced": 0, "empty": 0}
         # Of files that are shared by several parts the first one's.
         record["sources"] = {
             extent.path: documents.sha256(extent.path)
@@ -220,6 +224,9 @@ class Read:
         )
         made, layouts = _DocumentWriter(folder, writer, self.corpus), record["layouts"]
         for document in self.part.documents(self.corpus):
+            if not document.pieces:
+                record["empty"] += 1
+                continue
             layouts[document.layout] = layouts.get(document.layout, 0) + 1
             for piece in _ticking(document.pieces, tick):
                 if self.corpus.encoding_errors == "replace":

@@ -126,6 +126,7 @@ class Extent:
       count: records of this shard.
       before: records of the dataset before it.
       bytes: how much there is to read, roughly.
+      field: that holds the text; empty: `Corpus.text_field`.
     """
 
     kind: str
@@ -136,6 +137,7 @@ class Extent:
     count: int = 0
     before: int = 0
     bytes: int = 0
+    field: str = ""
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
@@ -145,10 +147,11 @@ def read(corpus: Corpus) -> Iterator[Document]:
       InputError: a source without files, undecodable bytes, damaged compression or JSON, or a file
         whose lines contradict the layout word.
     """
-    for source in corpus.sources:
-        for extent in extents(source):
-            for document in read_extent(extent, corpus):
-                yield dataclasses.replace(document, pieces=tuple(document.pieces))
+    for one in corpus.alone():
+        for extent in extents(one.sources[0]):
+            for document in read_extent(extent, one):
+                if pieces := tuple(document.pieces):
+                    yield dataclasses.replace(document, pieces=pieces)
 
 
 def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterator[Extent]:
@@ -223,11 +226,13 @@ def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
 
 
 def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
-    """Yields the documents of an extent in order; those without any text are passed over.
+    """Yields the documents of an extent in order; those without any text have no pieces.
 
     Raises:
       InputError: as `read`.
     """
+    if extent.field:
+        corpus = dataclasses.replace(corpus, sources=corpus.sources[:1], text_field=extent.field)
     reader = {
         "text": _file_texts,
         "jsonl": _json_texts,
@@ -241,11 +246,15 @@ def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
         texts: Iterable[tuple[int, Iterable[str]]] = [(0, text())]
         if corpus.document_starts:
             texts = _cut(_lines_of(text()), corpus.document_starts)
+        is_empty = True
         for before, own in texts:
             pieces = _pieces(own, layout)
             if first := next(pieces, ""):
+                is_empty = False
                 whole = itertools.chain([first], pieces)
                 yield Document(name, whole, layout, line and line + before)
+        if is_empty:
+            yield Document(name, (), layout, line)
 
 
 def _pieces(text: Iterable[str], layout: Layout) -> Iterator[str]:
@@ -497,6 +506,8 @@ def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Tex
             line_number = number + _lines_before(extent)
             raise InputError(f"{path}:{line_number}: not JSON ({error})") from error
         text = record.get(corpus.text_field) if isinstance(record, dict) else None
+        if text is None and isinstance(record, dict) and corpus.text_field in record:
+            text = ""  # as a table's
         if not isinstance(text, str):
             raise InputError(
                 f"{path}:{number + _lines_before(extent)}: no text in field "
