@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 from etils import epath
 
-from bert_jax.config import Corpus, named
-from bert_jax.data import build, dataset, plans, stream
+from bert_jax.config import Corpus, Experiment, named
+from bert_jax.data import build, dataset, pairs, plans, sentences, stream
 from bert_jax.data.dataset import SPLITS
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import copies, mirror
@@ -228,6 +228,18 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
                 stream.write(dataset.folder_of(folder), split, target, vocab_size)
     _require(folder, manifest["files"], f"stream/{split}/", depth, mends["stream/"])
     return stream.Stream.open(target)
+
+
+def require_rows(folder: epath.Path, experiment: Experiment) -> None:
+    """Raises InputError if a split of a corpus gives no row, as a run of the experiment would."""
+    data, key, folder = experiment.data, (0, 0), here(folder)
+    validation, length = open_stream(folder, "validation"), data.eval_sequence_length
+    if data.units != "sentences":
+        pairs.sample(validation, length, data.short_seq_prob, key, 1, data.units)
+        return
+    sentences.plan(validation, length, key, 1)
+    for phase in experiment.phases:
+        sentences.plan(open_stream(folder, "train"), phase.sequence_length, key, 1)
 
 
 def _require(

@@ -398,11 +398,13 @@ class WriteShards:
             size = int(own.sum(dtype=np.int64))
             ids = np.asarray(tokens[token : token + size])
             sentence, token = sentence + len(own), token + size
-            if table is not None:
-                ids, pieces = table.ids(ids)
-                starts = np.cumsum(own, dtype=np.int64) - own
-                if len(own):
-                    own = np.add.reduceat(pieces, starts, dtype=np.int64)
+            if table is not None and len(own):
+                ends = np.cumsum(own, dtype=np.int64)
+                # A long document is made in several goes.
+                cuts = np.unique(np.searchsorted(ends, np.arange(_TOKENS, size, _TOKENS))) + 1
+                goes = zip(np.split(ids, ends[cuts - 1]), np.split(own, cuts), strict=True)
+                made = [table.ids(*go) for go in goes if len(go[1])]
+                ids, own = map(np.concatenate, zip(*made, strict=True))
             ends = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])
             bounds = np.cumsum([0, *counts[first:last].tolist()])
             for begin, end in itertools.pairwise(bounds.tolist()):
