@@ -144,7 +144,8 @@ def build(
         )
     # A field that is not there is refused before anything is read of another source.
     for one in corpus.alone():
-        for extent in itertools.islice(documents.extents(one.sources[0]), 1):
+        extents = () if one.sources[0].startswith("text:") else documents.extents(one.sources[0])
+        for extent in itertools.islice(extents, 1):
             next(documents.read_extent(extent, one), None)
     by_source = _planned(corpus)
     planned = [part for own in by_source for part in own]

@@ -20,6 +20,7 @@ import json
 import operator
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
@@ -67,7 +68,8 @@ _Text = Callable[[], Iterable[str]]
 
 # Where a piece may end: at the last end of a paragraph, of a line, of a word; the next of a word.
 _PARAGRAPH, _LINE = re.compile(r"(?s:.*)\n[^\S\n]*\n"), re.compile(r"(?s:.*)\n")
-_LAST_WORD, _NEXT_WORD = re.compile(r"(?s:.*)[\s。！？]"), re.compile(r"[\s。！？]")
+_LAST_WORD = re.compile(r"(?s:.*)[\s。！？]")
+_NEXT_WORD, _NEXT_LINE = re.compile(r"[\s。！？]"), re.compile(r"\n")
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,9 @@ def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
       InputError: as `read`.
     """
     if extent.field:
-        corpus = dataclasses.replace(corpus, sources=corpus.sources[:1], text_field=extent.field)
+        corpus = dataclasses.replace(
+            corpus, sources=corpus.sources[:1], mixture=(), text_field=extent.field
+        )
     reader = {
         "text": _file_texts,
         "jsonl": _json_texts,
@@ -260,9 +264,13 @@ def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
 def _pieces(text: Iterable[str], layout: Layout) -> Iterator[str]:
     """Yields a text without blanks around it in pieces that end with a paragraph, none empty.
 
-    A paragraph of over `_PIECE` characters is cut at a line's end or else a word's.
+    A paragraph of over `_PIECE` characters is cut at a line's end or else a word's; a sentence of
+    `sentences_by_line` is not, whatever its length.
     """
-    paragraph = [_PARAGRAPH] if layout == "wrapped" else []
+    places = [_PARAGRAPH, _LINE, _LAST_WORD] if layout == "wrapped" else [_LINE, _LAST_WORD]
+    next_place, longest = _NEXT_WORD, _WORD
+    if layout == "sentences_by_line":
+        places, next_place, longest = [_LINE], _NEXT_LINE, sys.maxsize
     rest, blanks = "", ""
     for chunk in text:
         # Blanks are of the text once more of it follows.
@@ -271,13 +279,13 @@ def _pieces(text: Iterable[str], layout: Layout) -> Iterator[str]:
         blanks = chunk[len(body) :]
         rest, start = rest + body, 0
         while len(rest) - start > _PIECE:
-            ends = (
-                end.match(rest, start, start + _PIECE) for end in (*paragraph, _LINE, _LAST_WORD)
+            ends = (place.match(rest, start, start + _PIECE) for place in places)
+            end = next(filter(None, ends), None) or next_place.search(
+                rest, start, min(start + longest, len(rest))
             )
-            end = next(filter(None, ends), None) or _NEXT_WORD.search(rest, start, start + _WORD)
-            if not end and len(rest) - start <= _WORD:
+            if not end and len(rest) - start <= longest:
                 break
-            stop = end.end() if end else start + _WORD
+            stop = end.end() if end else start + longest
             piece, start = rest[start:stop], stop
             yield piece if piece.endswith("\n") else piece + "\n"
         rest = rest[start:]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import hashlib
 import itertools
 import json
 import os
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from etils import epath
 
+from bert_jax import config
 from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, build, corpus, dataset, plans, stream
 from bert_jax.errors import InputError
@@ -522,11 +522,37 @@ def test_a_file_where_the_folder_should_be_is_named(place):
 # --- Bad input ---
 
 
+def test_an_example_written_in_pieces_is_the_one_that_protobuf_writes(monkeypatch):
+    ids = np.array([0, 1, 127, 128, 16_383, 16_384, 65_535, 2**21, 2**32 - 1], np.uint32)
+    lengths = np.array([4, 5], np.int64)
+    whole = dataset.example(ids, lengths)
+    monkeypatch.setattr(dataset, "_MANY", 4)
+    assert dataset.example(ids, lengths) == whole
+
+
+@pytest.mark.parametrize(
+    ("length", "changes"),
+    [
+        ("600", ["data.eval_sequence_length=600"]),
+        ("1100", ["phases.0.sequence_length=1100", "phases.0.max_predictions_per_seq=330"]),
+    ],
+)
+def test_splits_that_fill_no_row_are_refused_as_a_run_would(prepared_once, length, changes):
+    long = ["data.objective=mlm", "model.max_position_embeddings=2000"]
+    corpus.require_rows(prepared_once.folder, config.override(config.load("tiny"), long))
+    with pytest.raises(InputError, match=f"do not fill a row of {length}"):
+        given = config.override(config.load("tiny"), [*long, *changes])
+        corpus.require_rows(prepared_once.folder, given)
+
+
 def test_too_few_documents_are_refused_by_name(place):
     for number in range(15, 24):
         (place.text / f"{number:03}.txt").unlink()
-    with pytest.raises(InputError, match=r"15 different documents, but 16 are needed"):
-        place.prepare()
+    said = []
+    for changes in ({}, {"tokenizer": "train"}, {"tokenizer": "train", "tokenizer_kind": "bpe"}):
+        with pytest.raises(InputError, match=r"15 different documents, but 16 are needed"):
+            place.prepare(say=said.append, **changes)
+    assert not [line for line in said if "training" in line]  # of a vocabulary, for nothing
     # Repeats do not count.
     (place.text / "repeat.txt").write_text(document(0))
     with pytest.raises(InputError, match="15 different documents"):
