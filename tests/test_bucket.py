@@ -336,7 +336,7 @@ def test_a_copy_is_made_once_without_the_dataset_and_is_the_local_corpus(objects
     assert not (remote / "dataset").exists()
     here = pathlib.Path("corpus")
     for path in [p for p in here.rglob("*") if p.is_file() and "dataset" not in p.parts]:
-        if path.name not in ("lock", "plans.json", "croissant.json"):
+        if path.name not in ("lock", "plans.json"):
             assert (remote / path.relative_to(here)).read_bytes() == path.read_bytes()
     objects.fault = lambda method, name, kind: Fault(500) if "stream/" in name else None
     assert call(SHOW) == (0, "")

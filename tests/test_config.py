@@ -41,7 +41,7 @@ def test_set_changes_fields_of_every_type():
         [
             "model.hidden_size=1024",
             "model.num_attention_heads=16",
-            "phases.1.steps=5",
+            "phases.1.steps=5e3",
             "optimizer.peak_learning_rate=3e-4",
             "corpus.sources=text:c,text:d",
             "corpus.case=cased",
@@ -52,7 +52,7 @@ def test_set_changes_fields_of_every_type():
     assert changed.run.profile_steps == (10, 20)
     assert config.override(changed, ["run.profile_steps="]).run.profile_steps == ()
     assert changed.model.hidden_size == 1024
-    assert [p.steps for p in changed.phases] == [90_000, 5]
+    assert [p.steps for p in changed.phases] == [90_000, 5_000]
     assert changed.optimizer.peak_learning_rate == 3e-4
     assert changed.corpus.sources == ("text:c", "text:d")
     assert (changed.corpus.case, changed.seed) == ("cased", 3)
@@ -65,6 +65,8 @@ def test_set_changes_fields_of_every_type():
         ("modle.hidden_size=3", ["modle", "did you mean model"]),
         ("model.hidden_size=x", ["'x'", "whole number"]),
         ("model.hidden_size=1.5", ["whole number"]),
+        ("model.hidden_size=1.5e0", ["whole number"]),
+        ("model.hidden_size=1e999", ["whole number"]),
         ("model.hidden_size", ["FIELD=VALUE"]),
         ("model=3", ["whole section"]),
         ("model.hidden_size.deep=3", ["single value"]),
@@ -151,7 +153,7 @@ def test_set_changes_fields_of_every_type():
         ),
         (f"{_MODERN} model.num_attention_heads=256", ["model.num_attention_heads", "even"]),
         ("phases.1.steps=0", ["phases.1.steps=0", "at least 1"]),
-        ("corpus.sources=novels", ["novels", "text:"]),
+        ("corpus.sources=novel:a", ["novel:a", "text:"]),
         ("corpus.encoding=utf-99", ["utf-99"]),
         ("corpus.validation_share=0", ["validation_share"]),
         ("parallelism.accumulation=3", ["batch_size=256", "accumulation=3"]),

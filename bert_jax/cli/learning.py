@@ -61,6 +61,7 @@ def prepare(args: argparse.Namespace) -> int:
         args.workers,
         args.beam,
     )
+    corpus.require_rows(workdir.corpus, experiment)
     if args.verify:
         corpus.verify(workdir.corpus)
         say(f"corpus: every file of {workdir.corpus} is as it was made")

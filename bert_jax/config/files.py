@@ -314,7 +314,10 @@ def _parse(text: str, hint: Any, setting: str) -> object:
         if get_origin(hint) is tuple and not text.startswith("["):
             return [get_args(hint)[0](part) for part in text.split(",")] if text else []
         if hint is int:
-            return int(text)
+            # 1e3 is a whole number; any that a float holds exactly.
+            return (
+                int(float(text)) if "e" in text.lower() and float(text).is_integer() else int(text)
+            )
         if hint is float:
             return float(text)
         return json.loads(text)

@@ -5,6 +5,7 @@ what is computed; they may not change when a run is resumed. *Placement*: `Paral
 say where and how; they may. Each module of the library is given its own section and sees no other.
 """
 
+import itertools
 import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -14,6 +15,21 @@ from bert_jax.errors import InputError
 
 # Words of sources whose text lies in files.
 TEXT_FILES = ("text", "jsonl", "csv", "tsv", "parquet")
+# Codes of `corpus.language`: ISO 639-1, and of languages that have none there those of ISO 639-3
+# that sentencex has rules for, or knows whose rules to take.
+_LANGUAGES = """
+aa ab ae af ak am an ar as av ay az ba be bg bh bi bm bn bo br bs ca ce ch co cr cs cu cv cy da
+de dv dz ee el en eo es et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht hu hy hz
+ia id ie ig ii ik io is it iu ja jv ka kg ki kj kk kl km kn ko kr ks ku kv kw ky la lb lg li ln
+lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd ne ng nl nn no nr nv ny oc oj om or os pa pi
+pl ps pt qu rm rn ro ru rw sa sc sd se sg si sk sl sm sn so sq sr ss st su sv sw ta te tg th ti
+tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu ace als arc arz ast awa
+bar bcl bjn bpy bug bxr cdo ceb ckb crh csb diq dsb dty eml ext fon frp frr fur gag gan gcr glk
+gom gor hak haw hif hsb hyw ilo inh jam kaa kab kbd kbp koi krc krl ksh lad lbe lez lij liv lld
+lmo lrc ltg lzh mad mag mai mdf mhr min mnw mrj mwl myv mzn nah nan nap nds new nia nso olo pag
+pam pap pcd pfl pms pnb pnt rmy rue rup sah sat scn sco sgs shi shn skr smn srn stq szl tay tcy
+tet tpi trv tum tyv udm vec vep vls vro war wuu xal xmf yue zea zgh
+"""
 # Words of `run.trackers`: modules, and extras of the same name.
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow")
 # How many steps of a run may be left out.
@@ -230,7 +246,8 @@ class Corpus(Section):
     document_starts: str = ""
     # A document of more sentences than this is cut into several of about so many; 0: none is cut.
     cut_documents: int = 0
-    # The field of a JSON line or of a TFDS example that holds its text, or a column of a table.
+    # The field of a JSON line or of a TFDS example that holds its text, or a column of a table; of
+    # several sources that differ one each, in their order: text,body.
     text_field: str = "text"
     # Encoding of text files, by its name in Python, such as latin-1.
     encoding: str = "utf-8"
@@ -239,7 +256,8 @@ class Corpus(Section):
     encoding_errors: Literal["stop", "replace"] = "stop"
     # What the text has in place of words that its makers left out, as <unk>: it becomes [UNK].
     unknown_word: str = ""
-    # Language of the text, by whose rules it is split into sentences: a code such as en or de.
+    # Language of the text, by whose rules it is split into sentences: an ISO 639 code such as en,
+    # de or pt-br.
     language: str = "en"
     # What is done with a document that was there before, word for word.
     repeated_documents: Literal["keep", "drop"] = "keep"
@@ -255,6 +273,9 @@ class Corpus(Section):
 
     def _validate(self) -> None:
         self._require(len(self.sources) > 0, "sources", "name at least one source of text")
+        # A path alone is a folder of text.
+        sources = (source if ":" in source else f"text:{source}" for source in self.sources)
+        object.__setattr__(self, "sources", tuple(sources))
         for source in self.sources:
             word, _, rest = source.partition(":")
             if not rest or word not in (*TEXT_FILES, "tfds", "tfds_dir"):
@@ -264,6 +285,19 @@ class Corpus(Section):
                     "it, tfds:NAME or tfds_dir:PATH"
                 )
         self._validate_mixture()
+        self._require(
+            len(self._fields()) in (1, len(self.sources)),
+            "text_field",
+            f"{len(self._fields())} fields for {len(self.sources)} of corpus.sources; give one for "
+            "all, or one a source, in their order",
+        )
+        codes, near = _LANGUAGES.split(), self.language[:2].lower()
+        hint = f"did you mean {near}? T" if near in codes else "t"
+        self._require(
+            self.language.partition("-")[0] in codes,
+            "language",
+            f"no code of a language; {hint}here are {' '.join(codes)}",
+        )
         self._require_at_least(0, "cut_documents")
         if self.document_starts not in ("", "headings"):
             try:
@@ -288,6 +322,18 @@ class Corpus(Section):
             raise InputError(
                 f"corpus.encoding={self.encoding!r}: Python knows no such encoding"
             ) from error
+
+    def _fields(self) -> list[str]:
+        # A column of a single source may be called anything.
+        return self.text_field.split(",") if len(self.sources) > 1 else [self.text_field]
+
+    def alone(self) -> "tuple[Corpus, ...]":
+        """Returns a corpus of each source by itself, with its field."""
+        fields = itertools.cycle(self._fields())
+        return tuple(
+            replace(self, sources=(source,), text_field=field, mixture=())
+            for source, field in zip(self.sources, fields, strict=False)
+        )
 
     def _validate_mixture(self) -> None:
         if not self.mixture:

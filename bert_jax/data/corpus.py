@@ -2,7 +2,6 @@
 
     corpus/manifest.json    what went in (sources with hashes), what came out (counts, files with
                             hashes), versions
-    corpus/croissant.json   the same for catalogues (see data.croissant)
     corpus/tokenizer/       the tokenizer, trained here or copied
     corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
@@ -25,8 +24,8 @@ from typing import Any, Literal
 
 from etils import epath
 
-from bert_jax.config import Corpus, named
-from bert_jax.data import build, croissant, dataset, plans, stream
+from bert_jax.config import Corpus, Experiment, named
+from bert_jax.data import build, dataset, pairs, plans, sentences, stream
 from bert_jax.data.dataset import SPLITS
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import copies, mirror
@@ -231,6 +230,18 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
     return stream.Stream.open(target)
 
 
+def require_rows(folder: epath.Path, experiment: Experiment) -> None:
+    """Raises InputError if a split of a corpus gives no row, as a run of the experiment would."""
+    data, key, folder = experiment.data, (0, 0), here(folder)
+    validation, length = open_stream(folder, "validation"), data.eval_sequence_length
+    if data.units != "sentences":
+        pairs.sample(validation, length, data.short_seq_prob, key, 1, data.units)
+        return
+    sentences.plan(validation, length, key, 1)
+    for phase in experiment.phases:
+        sentences.plan(open_stream(folder, "train"), phase.sequence_length, key, 1)
+
+
 def _require(
     folder: epath.Path,
     files: dict[str, list[Any]],
@@ -356,9 +367,9 @@ def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> boo
     )
 
 
-# What `prepare` writes; `write_atomic` adds temporary files.
-_CROISSANT = "croissant.json"
-_OURS = {"manifest.json", _CROISSANT, "tokenizer", "dataset", "stream", COUNTS, "lock", build.PARTS}
+# What `prepare` writes, or wrote once (croissant.json); `write_atomic` adds temporary files.
+_OURS = {"manifest.json", "tokenizer", "dataset", "stream", COUNTS, "lock", build.PARTS}
+_OURS |= {"croissant.json"}
 _BESIDE = re.compile(r"\.((manifest|croissant)\.json|plans\.json|COMPLETE)\.\d+\.tmp")
 
 
@@ -410,7 +421,6 @@ def _build(
     made = build.build(corpus, vocab_size, folder, given, run, say)
     manifest = sealed({"format_version": FORMAT_VERSION, **made})
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
-    write_atomic(folder / _CROISSANT, croissant.describe(manifest))
     mark_complete(folder)
     (folder / build.PARTS).rmtree()
     for split in SPLITS:
@@ -459,7 +469,6 @@ def _prepare_there(
             if name.split("/")[0] in ("tokenizer", "dataset", "stream", COUNTS)
             and name not in manifest["files"]
         )
-        mirror.write(folder / _CROISSANT, croissant.describe(manifest))
         mirror.write(folder / "manifest.json", (made / "manifest.json").read_text())
         mirror.write(folder / COMPLETE, "")
         (made / "dataset").rmtree()  # only now that there is another

@@ -19,6 +19,8 @@ from tensorflow_datasets.proto import tf_example_pb2
 SPLITS = ("train", "validation")
 
 _NAME, _VERSION = "bert_corpus", "1.0.0"
+# Numbers written at once; of a document with more ids protobuf would take 20 bytes each.
+_MANY = 1 << 18
 
 
 @dataclasses.dataclass
@@ -74,11 +76,32 @@ class ShardWriter:
 
 def example(ids: np.ndarray, sentence_lengths: np.ndarray) -> bytes:
     """Returns a document as a tf.train.Example; equal ones as equal bytes."""
+    if len(ids) > _MANY:
+        features = (
+            _field(1, _field(1, name) + _field(2, _field(3, _field(1, _varints(values)))))
+            for name, values in ((b"ids", ids), (b"sentence_lengths", sentence_lengths))
+        )
+        return _field(1, b"".join(features))
     record = tf_example_pb2.Example()
     record.features.feature["ids"].int64_list.value.extend(ids.tolist())
     lengths = record.features.feature["sentence_lengths"].int64_list.value
     lengths.extend(sentence_lengths.tolist())
     return record.SerializeToString(deterministic=True)
+
+
+def _field(number: int, value: bytes) -> bytes:
+    """Returns a field of a message that has a length, as protobuf encodes it."""
+    return _varints(np.array([number << 3 | 2, len(value)])) + value
+
+
+def _varints(values: np.ndarray) -> bytes:
+    """Returns numbers below 2^35 as protobuf encodes them: 7 bits a byte, the lowest first."""
+    chunks = []
+    for start in range(0, len(values), _MANY):
+        rest = values[start : start + _MANY, None].astype(np.int64) >> np.arange(0, 35, 7)
+        encoded = (rest & 127 | (rest > 127) << 7).astype(np.uint8)
+        chunks.append(encoded[(rest > 0) | (np.arange(5) == 0)].tobytes())
+    return b"".join(chunks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,12 +41,13 @@ _PACKED = 3
 # Kinds of files that are of `Corpus.encoding`.
 _ENCODED = ("text", "jsonl", "csv", "tsv")
 
-# Characters of documents that are split together, and tokens that are written together.
-_BATCH, _TOKENS = 1 << 18, 1 << 18
+# Characters whose sentences are made into words together, sentences whose documents are written
+# together, and tokens that are written together.
+_BATCH, _SENTENCES, _TOKENS = 1 << 18, 1 << 12, 1 << 18
 
 _RECORD = "record.json"
 # Rises with every change of what parts are made into.
-_VERSION = 1
+_VERSION = 2
 
 # A document: the hash of its text, and how many sentences it has.
 DOCUMENT = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
@@ -120,13 +121,13 @@ def plan(corpus: Corpus) -> list[Part]:
         extents.clear()
         size = 0
 
-    for source in corpus.sources:
-        for extent in documents.extents(source, corpus, PART_BYTES):
+    for one in corpus.alone():
+        for extent in documents.extents(one.sources[0], one, PART_BYTES):
             is_packed = extent.kind == "tfds" or extent.path.endswith((".gz", ".zst"))
             more = extent.bytes * (_PACKED if is_packed else 1)
             if extents and size + more > PART_BYTES:
                 end()
-            extents.append(extent)
+            extents.append(dataclasses.replace(extent, field=one.text_field))
             size += more
     if extents:
         end()
@@ -167,10 +168,18 @@ class CountStretches:
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Writes the counts of stretches between blanks; returns its record."""
-        texts = (document.text for document in _ticking(self.part.documents(self.corpus), tick))
+        record = {"documents": 0}
+
+        def pieces() -> Iterator[str]:
+            for document in self.part.documents(self.corpus):
+                record["documents"] += bool(document.pieces)
+                yield from _ticking(document.pieces, tick)
+
+        texts = pieces()
         if unknown := self.corpus.unknown_word:
             texts = (text.replace(unknown, " ") for text in texts)
-        return {"offsets": words.write_stretches(texts, self.corpus.case, folder / "counts.json")}
+        offsets = words.write_stretches(texts, self.corpus.case, folder / "counts.json")
+        return {"offsets": offsets, **record}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +210,7 @@ class Read:
             (e.path for e in self.part.extents if e.kind in _ENCODED and e.start == 0),
             self.corpus.encoding,
         )
-        record: dict[str, Any] = {"layouts": {}, "replaced": 0}
+        record: dict[str, Any] = {"layouts": {}, "replaced": 0, "empty": 0}
         # Of files that are shared by several parts the first one's.
         record["sources"] = {
             extent.path: documents.sha256(extent.path)
@@ -213,27 +222,89 @@ class Read:
             if self.tokenizer
             else words.NumberWriter(folder, self.corpus.case, self.corpus.unknown_word)
         )
-        layouts = record["layouts"]
-        with (
-            open(folder / "sentences.bin", "wb") as sentences_file,
-            open(folder / "documents.bin", "wb") as documents_file,
-        ):
-            for batch in _batches(_ticking(self.part.documents(self.corpus), tick)):
-                for document in batch:
-                    layouts[document.layout] = layouts.get(document.layout, 0) + 1
-                    if self.corpus.encoding_errors == "replace":
-                        record["replaced"] += document.text.count("\ufffd")
-                documents_ = [d for one in batch for d in sentences.of_documents(one, self.corpus)]
-                split = [own for _, own in documents_]
-                lengths = writer.add(itertools.chain.from_iterable(split))
-                sentences_file.write(lengths[lengths > 0].astype(np.uint32).tobytes())
-                table = np.empty(len(documents_), DOCUMENT)
-                table["hash"] = [_text_hash(text) for text, _ in documents_]
-                before = np.concatenate([[0], np.cumsum(lengths > 0)])
-                table["sentences"] = np.diff(before[np.cumsum([0, *map(len, split)])])
-                documents_file.write(table.tobytes())
+        made, layouts = _DocumentWriter(folder, writer, self.corpus), record["layouts"]
+        for document in self.part.documents(self.corpus):
+            if not document.pieces:
+                record["empty"] += 1
+                continue
+            layouts[document.layout] = layouts.get(document.layout, 0) + 1
+            for piece in _ticking(document.pieces, tick):
+                if self.corpus.encoding_errors == "replace":
+                    record["replaced"] += piece.count("\ufffd")
+                one = dataclasses.replace(document, pieces=(piece,))
+                made.add(piece, sentences.split(one, self.corpus.language))
+            made.end()
+        made.close()
         writer.close()
         return {**record, "offsets": writer.offsets, "long_words": writer.long_words}
+
+
+class _DocumentWriter:
+    """Writes FOLDER/documents.bin and, of lengths of sentences, FOLDER/sentences.bin."""
+
+    def __init__(
+        self, folder: pathlib.Path, writer: "words.NumberWriter | _IdWriter", corpus: Corpus
+    ):
+        self._writer, self._corpus = writer, corpus
+        names = ("sentences.bin", "documents.bin")
+        self._sentences, self._documents = (open(folder / name, "wb") for name in names)  # noqa: SIM115
+        # Of the present document: its hash, and if it may be cut its sentences and their places.
+        self._digest, self._bounds = hashlib.sha256(), [0]
+        self._text = tempfile.TemporaryFile()  # noqa: SIM115
+        self._waiting: list[str] = []  # sentences, of so many characters of text
+        self._size = 0
+        # Since documents were last written: which sentences are kept, where documents end, hashes.
+        self._kept: list[np.ndarray] = []
+        self._met, self._ends, self._hashes = 0, [0], list[int]()
+
+    def add(self, piece: str, split: list[str]) -> None:
+        """Adds a piece of a document, and its sentences."""
+        self._digest.update(_bytes(piece))
+        for sentence in split if self._corpus.cut_documents else ():
+            self._bounds.append(self._bounds[-1] + self._text.write(_bytes(f"{sentence}\n")))
+        self._waiting += split
+        self._met += len(split)
+        self._size += len(piece)
+        if self._size > _BATCH:
+            self._write_sentences()
+
+    def end(self) -> None:
+        """Ends a document, or several where it is to be cut."""
+        first = self._ends[-1]
+        ends = sentences.ends_of(self._met - first, self._corpus)
+        if len(ends) < 2:
+            self._hashes.append(_number(self._digest))
+        else:
+            for a, b in itertools.pairwise([0, *ends]):
+                self._text.seek(self._bounds[a])
+                text = self._text.read(self._bounds[b] - self._bounds[a] - 1)
+                self._hashes.append(_number(hashlib.sha256(text)))
+        self._ends += [first + end for end in ends]
+        self._digest, self._bounds = hashlib.sha256(), [0]
+        self._text.seek(0)
+        if self._met > _SENTENCES:
+            self._write_documents()
+
+    def _write_sentences(self) -> None:
+        lengths = self._writer.add(self._waiting)
+        self._kept.append(lengths > 0)
+        self._sentences.write(lengths[lengths > 0].astype(np.uint32).tobytes())
+        self._waiting, self._size = [], 0
+
+    def _write_documents(self) -> None:
+        self._write_sentences()
+        before = np.concatenate([[0], np.cumsum(np.concatenate(self._kept))])
+        table = np.empty(len(self._hashes), DOCUMENT)
+        table["hash"] = self._hashes
+        table["sentences"] = np.diff(before[self._ends])
+        self._documents.write(table.tobytes())
+        self._kept, self._met, self._ends, self._hashes = [], 0, [0], []
+
+    def close(self) -> None:
+        """Ends the files."""
+        self._write_documents()
+        for file in (self._sentences, self._documents, self._text):
+            file.close()
 
 
 class _IdWriter:
@@ -327,11 +398,13 @@ class WriteShards:
             size = int(own.sum(dtype=np.int64))
             ids = np.asarray(tokens[token : token + size])
             sentence, token = sentence + len(own), token + size
-            if table is not None:
-                ids, pieces = table.ids(ids)
-                starts = np.cumsum(own, dtype=np.int64) - own
-                if len(own):
-                    own = np.add.reduceat(pieces, starts, dtype=np.int64)
+            if table is not None and len(own):
+                ends = np.cumsum(own, dtype=np.int64)
+                # A long document is made in several goes.
+                cuts = np.unique(np.searchsorted(ends, np.arange(_TOKENS, size, _TOKENS))) + 1
+                goes = zip(np.split(ids, ends[cuts - 1]), np.split(own, cuts), strict=True)
+                made = [table.ids(*go) for go in goes if len(go[1])]
+                ids, own = map(np.concatenate, zip(*made, strict=True))
             ends = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])
             bounds = np.cumsum([0, *counts[first:last].tolist()])
             for begin, end in itertools.pairwise(bounds.tolist()):
@@ -374,24 +447,10 @@ def here(place: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Pat
         return pathlib.Path(path)
 
 
-def _ticking(source: Iterator[Document], tick: Tick) -> Iterator[Document]:
-    for document in source:
-        yield document
-        tick(len(document.text))
-
-
-def _batches(source: Iterator[Document]) -> Iterator[list[Document]]:
-    """Yields documents that are worked on together, some `_BATCH` characters."""
-    batch: list[Document] = []
-    size = 0
-    for document in source:
-        batch.append(document)
-        size += len(document.text)
-        if size > _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _ticking(pieces: Iterable[str], tick: Tick) -> Iterator[str]:
+    for piece in pieces:
+        yield piece
+        tick(len(piece))
 
 
 @functools.lru_cache(maxsize=1)
@@ -412,10 +471,13 @@ def _reading(corpus: Corpus) -> list[Any]:
     return [corpus.layout, corpus.text_field, corpus.encoding, *set_]
 
 
-def _text_hash(text: str) -> int:
-    """Returns the first 64 bits of a text's SHA-256."""
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big")
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _number(digest: Any) -> int:
+    """Returns the first 64 bits of a SHA-256."""
+    return int.from_bytes(digest.digest()[:8], "big")
 
 
 def _hash(*what: Any) -> str:

@@ -35,16 +35,21 @@ def examine(corpus: Corpus) -> list[Finding]:
     Raises:
       InputError: a source without files.
     """
-    places: list[tuple[str, int]] = []
+    places: list[tuple[Corpus, int]] = []
     files: list[encodings.File] = []
-    for source in corpus.sources:
+    for one in corpus.alone():
+        (source,) = one.sources
         word = source.partition(":")[0]
         if word in ("parquet", "tfds", "tfds_dir"):
-            places.append((source, 0))
+            places.append((one, 0))
             continue
         scanned = [encodings.scan(path, corpus.encoding) for path in documents.files(source)]
         files += scanned
-        places += [(f"{word}:{glob.escape(f.path)}", f.size) for f in scanned if f.readable]
+        places += [
+            (dataclasses.replace(one, sources=(f"{word}:{glob.escape(f.path)}",)), f.size)
+            for f in scanned
+            if f.readable
+        ]
     survey = _Survey(corpus, places)
     findings = encoding.of_files(corpus, files) + survey.findings()
     if all(file.readable for file in files):
@@ -178,7 +183,7 @@ def _is_flipped(document: Document, lines: list[str]) -> bool:
     short = [line for line in lines if len(line) <= _WRAPPED]
     if len(short) < _MOSTLY * len(lines):
         return False
-    return documents.contradiction("\n".join(short), "paragraphs_by_line") is not None
+    return documents.contradiction(short, "paragraphs_by_line") is not None
 
 
 def _is_by_sentence(document: Document, lines: list[str], split: list[str]) -> bool:
@@ -295,10 +300,10 @@ class _Survey:
 
     Args:
       corpus: how to read them.
-      places: sources of one file each, with their bytes; 0 if not known.
+      places: sources of one file each, as they are read, with their bytes; 0 if not known.
     """
 
-    def __init__(self, corpus: Corpus, places: list[tuple[str, int]]):
+    def __init__(self, corpus: Corpus, places: list[tuple[Corpus, int]]):
         self._corpus = corpus
         self._characters, self._lines = encoding.Characters(), Lines(corpus)
         self._texts, self._repeats = Repeats(), Repeats()
@@ -312,13 +317,12 @@ class _Survey:
         self._most_of_a_file = max(_MOST_OF_A_FILE, _MOST // max(len(places), 1))
         if self._size > _MOST:
             random.Random(0).shuffle(places)
-        for source, _ in places:
-            for document in self._documents(source):
+        for one, _ in places:
+            for document in self._documents(one):
                 self._add(document)
 
-    def _documents(self, source: str) -> Iterator[Document]:
+    def _documents(self, one: Corpus) -> Iterator[Document]:
         """Yields documents of a source, until enough was read; keeps a refusal."""
-        one = dataclasses.replace(self._corpus, sources=(source,))
         most = self._most_of_a_file if self._size > _MOST else _MOST
         before = self._read
         if before > _MOST:

@@ -11,14 +11,17 @@ Either way equal texts fall into the same split.
 
 import codecs
 import dataclasses
+import functools
 import glob
 import hashlib
 import io
 import itertools
 import json
+import operator
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
@@ -32,6 +35,11 @@ from bert_jax.text import tables, tfds_files
 _WRAPPED_LINE = 200
 # A layout word is held against files of more lines than this.
 _LINES_TO_JUDGE = 100
+# Characters that a piece of a text has at most, and a paragraph, where it can be cut: the time in
+# which sentences are found grows with its square. Without any blank it may have more.
+_PIECE, _WORD = 1 << 17, 1 << 21
+# Pieces of a file that are held; of a larger one each is read again.
+_HELD = 32
 _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
 
 # What files of a source are called.
@@ -55,6 +63,14 @@ _LINE_ENCODINGS = frozenset(
 
 Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
 
+# Yields a text in any pieces, from its beginning each time it is called.
+_Text = Callable[[], Iterable[str]]
+
+# Where a piece may end: at the last end of a paragraph, of a line, of a word; the next of a word.
+_PARAGRAPH, _LINE = re.compile(r"(?s:.*)\n[^\S\n]*\n"), re.compile(r"(?s:.*)\n")
+_LAST_WORD = re.compile(r"(?s:.*)[\s。！？]")
+_NEXT_WORD, _NEXT_LINE = re.compile(r"[\s。！？]"), re.compile(r"\n")
+
 
 @dataclass(frozen=True)
 class Document:
@@ -62,15 +78,21 @@ class Document:
 
     Attributes:
       name: the file; with a number behind it, the first line of a block or a record's number.
-      text: without blank lines around it.
+      pieces: its text without blank lines around it, in pieces of whole paragraphs; `read_extent`
+        gives them once, before the next document.
       layout: how its lines are to be read.
       line: of the file, where the text begins; 0 in a record, whose text has no lines of a file.
     """
 
     name: str
-    text: str
+    pieces: Iterable[str]
     layout: Layout
     line: int
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Returns the whole text."""
+        return "".join(self.pieces)
 
     def place(self, number: int) -> str:
         """Returns FILE:LINE of a line of the text, counted from 0; for a record its name."""
@@ -83,11 +105,13 @@ class Document:
 
     def paragraphs(self) -> list[str]:
         """Returns the text as paragraphs, or as sentences if the layout gives one a line."""
-        if self.layout == "wrapped":
-            blocks = re.split(r"\n[^\S\n]*\n", self.text)
-            lines = [" ".join(block.split("\n")) for block in blocks]
-        else:
-            lines = self.text.split("\n")
+        lines: list[str] = []
+        for piece in self.pieces:
+            if self.layout == "wrapped":
+                blocks = re.split(r"\n[^\S\n]*\n", piece)
+                lines += [" ".join(block.split("\n")) for block in blocks]
+            else:
+                lines += piece.split("\n")
         return [line for line in map(str.strip, lines) if line]
 
 
@@ -104,6 +128,7 @@ class Extent:
       count: records of this shard.
       before: records of the dataset before it.
       bytes: how much there is to read, roughly.
+      field: that holds the text; empty: `Corpus.text_field`.
     """
 
     kind: str
@@ -114,6 +139,7 @@ class Extent:
     count: int = 0
     before: int = 0
     bytes: int = 0
+    field: str = ""
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
@@ -123,9 +149,11 @@ def read(corpus: Corpus) -> Iterator[Document]:
       InputError: a source without files, undecodable bytes, damaged compression or JSON, or a file
         whose lines contradict the layout word.
     """
-    for source in corpus.sources:
-        for extent in extents(source):
-            yield from read_extent(extent, corpus)
+    for one in corpus.alone():
+        for extent in extents(one.sources[0]):
+            for document in read_extent(extent, one):
+                if pieces := tuple(document.pieces):
+                    yield dataclasses.replace(document, pieces=pieces)
 
 
 def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterator[Extent]:
@@ -200,11 +228,15 @@ def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
 
 
 def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
-    """Yields the documents of an extent in order; those without any text are passed over.
+    """Yields the documents of an extent in order; those without any text have no pieces.
 
     Raises:
       InputError: as `read`.
     """
+    if extent.field:
+        corpus = dataclasses.replace(
+            corpus, sources=corpus.sources[:1], mixture=(), text_field=extent.field
+        )
     reader = {
         "text": _file_texts,
         "jsonl": _json_texts,
@@ -213,18 +245,58 @@ def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
         "parquet": _table_texts,
         "tfds": _dataset_texts,
     }[extent.kind]
-    for name, line, whole in reader(extent, corpus):
-        # Blank lines around a text do not make it another one.
-        text = whole.strip()
-        if text:
-            layout = decide_layout(text) if corpus.layout == "per_file" else corpus.layout
-            if line:
-                line += whole.count("\n", 0, len(whole) - len(whole.lstrip()))
-            document = Document(name, text, layout, line)
-            if corpus.document_starts:
-                yield from _cut(document, corpus.document_starts)
-            else:
-                yield document
+    for name, line, text in reader(extent, corpus):
+        layout = decide_layout(_lines_of(text())) if corpus.layout == "per_file" else corpus.layout
+        texts: Iterable[tuple[int, Iterable[str]]] = [(0, text())]
+        if corpus.document_starts:
+            texts = _cut(_lines_of(text()), corpus.document_starts)
+        is_empty = True
+        for before, own in texts:
+            pieces = _pieces(own, layout)
+            if first := next(pieces, ""):
+                is_empty = False
+                whole = itertools.chain([first], pieces)
+                yield Document(name, whole, layout, line and line + before)
+        if is_empty:
+            yield Document(name, (), layout, line)
+
+
+def _pieces(text: Iterable[str], layout: Layout) -> Iterator[str]:
+    """Yields a text without blanks around it in pieces that end with a paragraph, none empty.
+
+    A paragraph of over `_PIECE` characters is cut at a line's end or else a word's; a sentence of
+    `sentences_by_line` is not, whatever its length.
+    """
+    places = [_PARAGRAPH, _LINE, _LAST_WORD] if layout == "wrapped" else [_LINE, _LAST_WORD]
+    next_place, longest = _NEXT_WORD, _WORD
+    if layout == "sentences_by_line":
+        places, next_place, longest = [_LINE], _NEXT_LINE, sys.maxsize
+    rest, blanks = "", ""
+    for chunk in text:
+        # Blanks are of the text once more of it follows.
+        chunk = blanks + chunk if rest else chunk.lstrip()
+        body = chunk.rstrip()
+        blanks = chunk[len(body) :]
+        rest, start = rest + body, 0
+        while len(rest) - start > _PIECE:
+            ends = (place.match(rest, start, start + _PIECE) for place in places)
+            end = next(filter(None, ends), None) or next_place.search(
+                rest, start, min(start + longest, len(rest))
+            )
+            if not end and len(rest) - start <= longest:
+                break
+            stop = end.end() if end else start + longest
+            piece, start = rest[start:stop], stop
+            yield piece if piece.endswith("\n") else piece + "\n"
+        rest = rest[start:]
+    if rest:
+        yield rest
+
+
+def _lines_of(text: Iterable[str]) -> Iterator[str]:
+    """Yields the lines of a text without blanks around it; long ones are cut as pieces are."""
+    for piece in _pieces(text, "paragraphs_by_line"):
+        yield from piece.removesuffix("\n").split("\n")
 
 
 # Titles as wikis and Markdown write them, and numbered parts of books.
@@ -236,34 +308,31 @@ _PART = re.compile(
 )
 
 
-def _cut(document: Document, pattern: str) -> Iterator[Document]:
-    """Yields the documents of a text, cut before lines that begin one.
+def _cut(lines: Iterable[str], pattern: str) -> Iterator[tuple[int, Iterator[str]]]:
+    """Yields the number of the first line, and the lines, of each document that lines begin.
 
     Such lines that follow each other begin one document, as those of a table of contents.
     """
-    lines = document.text.split("\n")
-    first, is_empty, is_blank = 0, True, True
-    for number, line in enumerate(lines):
-        if _begins(line, pattern, is_blank):
-            if not is_empty:
-                yield _lines_of(document, lines, first, number)
-                first, is_empty = number, True
-        elif line.strip():
-            is_empty = False
-        is_blank = not line.strip()
-    yield _lines_of(document, lines, first, len(lines))
+
+    def numbered() -> Iterator[tuple[int, str]]:
+        first, is_empty, is_blank = 0, True, True
+        for number, line in enumerate(lines):
+            if _begins(line, pattern, is_blank):
+                if not is_empty:
+                    first, is_empty = number, True
+            elif line.strip():
+                is_empty = False
+            is_blank = not line.strip()
+            yield first, f"{line}\n"
+
+    for first, own in itertools.groupby(numbered(), operator.itemgetter(0)):
+        yield first, (line for _, line in own)
 
 
 def _begins(line: str, pattern: str, after_blank: bool) -> bool:
     if pattern == "headings":
         return after_blank and bool(_TITLE.match(line) or _PART.match(line))
     return bool(re.match(pattern, line))
-
-
-def _lines_of(document: Document, lines: list[str], first: int, last: int) -> Document:
-    # The line that begins it is not blank.
-    text = "\n".join(lines[first:last]).strip()
-    return dataclasses.replace(document, text=text, line=document.line and document.line + first)
 
 
 def files(source: str) -> list[str]:
@@ -372,25 +441,29 @@ def sha256(path: str) -> str:
         raise InputError(f"corpus.sources: {path}: {error.strerror or 'is missing'}") from error
 
 
-def decide_layout(text: str) -> Layout:
+def decide_layout(lines: Iterable[str]) -> Layout:
     """Returns `wrapped` if no line is over 200 characters, else `paragraphs_by_line`."""
-    longest = max((len(line) for line in text.split("\n")), default=0)
-    return "wrapped" if longest <= _WRAPPED_LINE else "paragraphs_by_line"
+    is_long = any(len(line) > _WRAPPED_LINE for line in lines)
+    return "paragraphs_by_line" if is_long else "wrapped"
 
 
-def contradiction(text: str, layout: Layout) -> str | None:
+def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
     """Returns why a file of over 100 lines cannot be in this layout, or None."""
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
-    if len(lines) <= _LINES_TO_JUDGE:
+    count = long = longest = broken = 0
+    before = "."
+    for line in filter(None, map(str.strip, lines)):
+        count += 1
+        long += len(line) > _WRAPPED_LINE
+        longest = max(longest, len(line))
+        # A sentence broken off at a line's end goes on in lower case; whole ones end in a mark.
+        broken += line[0].islower() and before[-1] not in _SENTENCE_ENDS
+        before = line
+    if count <= _LINES_TO_JUDGE:
         return None
-    long = sum(len(line) > _WRAPPED_LINE for line in lines) / len(lines)
-    longest = max(map(len, lines))
-    # A sentence broken off at a line's end goes on in lower case; whole ones end in a mark.
-    pairs = itertools.pairwise(lines)
-    broken = sum(b[0].islower() and a[-1] not in _SENTENCE_ENDS for a, b in pairs)
-    continued = broken / len(lines)
-    if layout == "wrapped" and long > 0.5:
-        return f"{long:.0%} of its lines are over {_WRAPPED_LINE} characters: paragraphs_by_line?"
+    continued = broken / count
+    if layout == "wrapped" and long > 0.5 * count:
+        share = long / count
+        return f"{share:.0%} of its lines are over {_WRAPPED_LINE} characters: paragraphs_by_line?"
     if layout == "paragraphs_by_line" and longest <= 100 and continued > 0.3:
         return f"{continued:.0%} of its lines go on in the next, none is over 100: wrapped?"
     if layout == "sentences_by_line" and continued > 0.3:
@@ -398,42 +471,39 @@ def contradiction(text: str, layout: Layout) -> str | None:
     return None
 
 
-def _file_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
+def _file_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Text]]:
     """Yields one document a file, or in sentences_by_line one a block of lines."""
     path = extent.path
-    if corpus.layout != "sentences_by_line":
-        text = _normal_newlines("".join(_lines(extent, corpus, "whole")))
-        if corpus.layout != "per_file":
-            _refuse_contradiction(path, text, corpus.layout)
-        yield path, 1, text
+    if corpus.layout == "sentences_by_line":
+        lines = _lines(extent, corpus)
+        head = [] if extent.start else list(itertools.islice(lines, 10 * _LINES_TO_JUDGE))
+        _refuse_contradiction(path, head, corpus.layout)
+        numbered = enumerate(itertools.chain(head, lines), 1)
+        for is_text, block in itertools.groupby(numbered, lambda line: bool(line[1].strip())):
+            if is_text:
+                start, first = next(block)
+                own = itertools.chain([first], (line for _, line in block))
+                text = (line.replace("\r\n", "\n") for line in own)
+                yield f"{path}:{start}", start, functools.partial(iter, text)
         return
-    block: list[str] = []
-    start = 1
-    head: list[str] = []
-    for number, line in enumerate(_lines(extent, corpus), 1):
-        if len(head) <= 10 * _LINES_TO_JUDGE and not extent.start:
-            head.append(line)
-            if len(head) == 10 * _LINES_TO_JUDGE:
-                _refuse_contradiction(path, "".join(head), corpus.layout)
-        if line.strip():
-            block.append(line)
-        else:
-            if block:
-                yield f"{path}:{start}", start, "".join(block).replace("\r\n", "\n")
-            block, start = [], number + 1
-    if len(head) < 10 * _LINES_TO_JUDGE:
-        _refuse_contradiction(path, "".join(head), corpus.layout)
-    if block:
-        yield f"{path}:{start}", start, "".join(block).replace("\r\n", "\n")
+    head = list(itertools.islice(_lines(extent, corpus, "in pieces"), _HELD))
+
+    def text() -> Iterable[str]:
+        return head if len(head) < _HELD else _lines(extent, corpus, "in pieces")
+
+    if corpus.layout != "per_file":
+        _refuse_contradiction(path, _lines_of(text()), corpus.layout)
+    begin = "".join(head[:1])
+    yield path, 1 + begin.count("\n", 0, len(begin) - len(begin.lstrip())), text
 
 
-def _refuse_contradiction(path: str, text: str, layout: Layout) -> None:
-    why = contradiction(text, layout)
+def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> None:
+    why = contradiction(lines, layout)
     if why:
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {why}")
 
 
-def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
+def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Text]]:
     path = extent.path
     for number, line in enumerate(_lines(extent, corpus), 1):
         if not line.strip():
@@ -444,14 +514,17 @@ def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]
             line_number = number + _lines_before(extent)
             raise InputError(f"{path}:{line_number}: not JSON ({error})") from error
         text = record.get(corpus.text_field) if isinstance(record, dict) else None
+        if text is None and isinstance(record, dict) and corpus.text_field in record:
+            text = ""  # as a table's
         if not isinstance(text, str):
             raise InputError(
                 f"{path}:{number + _lines_before(extent)}: no text in field "
                 f"{corpus.text_field!r}; name it with --set corpus.text_field=..."
             )
         # JSON can spell halves of surrogate pairs, which no encoding can: they become U+FFFD.
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        yield f"{path}:{number}", 0, _normal_newlines(text)
+        if _HALF.search(text):
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield f"{path}:{number}", 0, _record(text)
 
 
 def _lines_before(extent: Extent) -> int:
@@ -462,7 +535,7 @@ def _lines_before(extent: Extent) -> int:
         ).count(b"\n")
 
 
-def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
+def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Text]]:
     folder = extent.folder
     shard = tfds_files.shard_records(folder, extent.path, extent.count, extent.start, extent.stop)
     for number, record in enumerate(shard, extent.before + extent.start):
@@ -476,31 +549,35 @@ def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, s
             raise InputError(
                 f"{folder}: no text in field {corpus.text_field!r}; it has {', '.join(record)}"
             )
-        yield f"{folder}:{number}", 0, _normal_newlines(value)
+        yield f"{folder}:{number}", 0, _record(value)
 
 
-def _table_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, str]]:
+def _table_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Text]]:
     if extent.kind == "parquet":
         rows = tables.parquet(extent.path, corpus.text_field, extent.start, extent.stop)
     else:
         rows = tables.read(extent.path, _lines(extent, corpus), extent.kind, corpus.text_field)
     for name, text in rows:
-        yield name, 0, _normal_newlines(text)
+        yield name, 0, _record(text)
 
 
 def _lines(
-    extent: Extent, corpus: Corpus, how: Literal["by line", "whole"] = "by line"
+    extent: Extent, corpus: Corpus, how: Literal["by line", "in pieces"] = "by line"
 ) -> Iterator[str]:
-    """Yields decoded lines, split on \\n alone, or all as one, without a byte-order mark."""
+    """Yields decoded lines, split on \\n alone, or pieces of text, whose newlines are all \\n.
+
+    A byte-order mark is left out.
+    """
     path, encoding = extent.path, corpus.encoding
     errors = {"stop": "strict", "replace": "replace"}[corpus.encoding_errors]
     try:
         with (
             _extent_bytes(extent) as raw,
-            io.TextIOWrapper(raw, encoding, errors, newline="\n") as file,
+            io.TextIOWrapper(raw, encoding, errors, "\n" if how == "by line" else None) as file,
         ):
-            for number, line in enumerate(file if how == "by line" else iter(file.read, "")):
-                yield line.removeprefix("\ufeff") if number == extent.start == 0 else line
+            pieces = iter(functools.partial(file.read, _PIECE), "")
+            for number, line in enumerate(file if how == "by line" else pieces):
+                yield line.lstrip("\ufeff") if number == extent.start == 0 else line
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: byte {_first_bad_byte(path, encoding)} is not {encoding}; `bert-jax doctor` "
@@ -558,5 +635,10 @@ def _first_bad_byte(path: str, encoding: str) -> int:
     return 0  # a mark is missing: read as a stream UTF-16 must begin with one
 
 
-def _normal_newlines(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")
+# Half of a surrogate pair.
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def _record(text: str) -> _Text:
+    text = text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")
+    return lambda: (text,)

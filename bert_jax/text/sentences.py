@@ -45,11 +45,16 @@ def of_documents(document: Document, corpus: Corpus) -> list[tuple[str, list[str
     sentence.
     """
     split_ = split(document, corpus.language)
-    count = round(len(split_) / corpus.cut_documents) if corpus.cut_documents else 0
-    if count < 2:
+    ends = ends_of(len(split_), corpus)
+    if len(ends) < 2:
         return [(document.text, split_)]
-    bounds = [len(split_) * part // count for part in range(count + 1)]
-    return [("\n".join(split_[a:b]), split_[a:b]) for a, b in itertools.pairwise(bounds)]
+    return [("\n".join(split_[a:b]), split_[a:b]) for a, b in itertools.pairwise([0, *ends])]
+
+
+def ends_of(count: int, corpus: Corpus) -> list[int]:
+    """Returns one past the last sentence of each document that is made of one of `count`."""
+    parts = max(round(count / corpus.cut_documents), 1) if corpus.cut_documents else 1
+    return [count * part // parts for part in range(1, parts + 1)]
 
 
 def _cut(text: str, language: str, blanked: dict[int, str]) -> list[str]:

@@ -104,7 +104,7 @@ def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
 
 
 def parquet(path: str, column: str, start: int, stop: int) -> Iterator[tuple[str, str]]:
-    """Yields FILE:ROW, counted from 0, and the text of each row that has one.
+    """Yields FILE:ROW, counted from 0, and the text of each row; empty where there is none.
 
     Args:
       path: the file.
@@ -122,8 +122,7 @@ def parquet(path: str, column: str, start: int, stop: int) -> Iterator[tuple[str
             chosen = groups[start:] if stop < 0 else groups[start:stop]
             for batch in file.iter_batches(_ROWS, row_groups=list(chosen), columns=[column]):
                 for text in _leaf(batch).to_pylist():
-                    if text is not None:
-                        yield f"{path}:{number}", text
+                    yield f"{path}:{number}", text or ""
                     number += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             raise InputError(f"{path}: damaged Parquet file ({error})") from error

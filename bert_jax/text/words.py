@@ -116,16 +116,20 @@ class Table:
         ids = [tokenizer.pieces_of[word] if word else [tokenizer.unk_id] for word in words]
         self._lengths = np.fromiter(map(len, ids), np.uint8, len(ids))
         self._ids = np.fromiter(
-            (i for word_ids in ids for i in word_ids), np.int32, int(self._lengths.sum(dtype=int))
+            (i for word_ids in ids for i in word_ids),
+            np.min_scalar_type(tokenizer.size),
+            int(self._lengths.sum(dtype=int)),
         )
         self._firsts = np.cumsum(self._lengths, dtype=np.int64) - self._lengths
 
-    def ids(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of words, int32, and how many each word has, uint8 [numbers]."""
+    def ids(self, numbers: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ids of sentences of so many words each, none 0, and how many each has, int64."""
         lengths = self._lengths[numbers]
         ends = np.cumsum(lengths, dtype=np.int64)
         starts = np.repeat(self._firsts[numbers] - ends + lengths, lengths)
-        return self._ids[starts + np.arange(len(starts))], lengths
+        firsts = np.cumsum(counts, dtype=np.int64) - counts
+        pieces = np.add.reduceat(lengths, firsts, dtype=np.int64)
+        return self._ids[starts + np.arange(len(starts))], pieces
 
 
 def read_words(path: pathlib.Path) -> list[str]:

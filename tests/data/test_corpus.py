@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import hashlib
 import itertools
 import json
 import os
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from etils import epath
 
+from bert_jax import config
 from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, build, corpus, dataset, plans, stream
 from bert_jax.errors import InputError
@@ -143,25 +143,6 @@ def test_prepare_makes_both_splits_of_all_documents(prepared_once):
     }
     assert manifest["layouts"] == {"sentences_by_line": 24}
     assert len(manifest["sources"]) == 24
-
-
-def test_croissant_names_every_file_with_its_hash_and_the_fields_of_a_record(prepared_once):
-    folder = pathlib.Path(prepared_once.folder)
-    described = json.loads((folder / "croissant.json").read_text())
-    assert described["conformsTo"] == "http://mlcommons.org/croissant/1.0"
-    *files, records = described["distribution"]
-    for file in files:
-        content = (folder / file["contentUrl"]).read_bytes()
-        assert hashlib.sha256(content).hexdigest() == file["sha256"]
-        assert file["contentSize"] == f"{len(content)} B"
-    there = [p for p in folder.rglob("*") if p.is_file() and p.parent != folder]
-    assert len(files) == len([p for p in there if p.stat().st_size])
-    assert len(list(folder.glob(records["includes"]))) == 2
-    (record,) = described["recordSet"]
-    example = json.loads(next(folder.rglob("features.json")).read_text())
-    wanted = set(example["featuresDict"]["features"])
-    assert {field["source"]["extract"]["column"] for field in record["field"]} == wanted
-    assert len({x["@id"] for x in [*files, records, record, *record["field"]]}) == len(files) + 4
 
 
 def test_documents_stand_in_the_order_of_the_text(prepared_once):
@@ -439,7 +420,7 @@ def assert_finishes(place, undisturbed):
     assert ours == content(undisturbed.folder)
     left = {path.name for path in place.folder.iterdir()}
     folders = {"tokenizer", "dataset", "stream"}
-    assert left == {*folders, "manifest.json", "croissant.json", "lock", "COMPLETE"}
+    assert left == {*folders, "manifest.json", "lock", "COMPLETE"}
     assert not list(pathlib.Path(place.folder).rglob("*incomplete*"))
 
 
@@ -516,12 +497,13 @@ def test_a_foreign_file_among_leftovers_is_not_deleted(place):
     (place.folder / "lock").touch()
     (place.folder / "tokenizer").mkdir()
     (place.folder / ".manifest.json.123.tmp").touch()
+    (place.folder / "croissant.json").touch()  # of an earlier version
     (place.folder / "notes.tmp").write_text("mine")
     with pytest.raises(InputError, match=r"holds notes\.tmp"):
         place.prepare()
     (place.folder / "notes.tmp").unlink()
     place.prepare()
-    assert not (place.folder / ".manifest.json.123.tmp").exists()
+    assert not {".manifest.json.123.tmp", "croissant.json"} & {*os.listdir(place.folder)}
 
 
 def test_a_foreign_file_in_a_complete_corpus_stays(prepared):
@@ -540,11 +522,37 @@ def test_a_file_where_the_folder_should_be_is_named(place):
 # --- Bad input ---
 
 
+def test_an_example_written_in_pieces_is_the_one_that_protobuf_writes(monkeypatch):
+    ids = np.array([0, 1, 127, 128, 16_383, 16_384, 65_535, 2**21, 2**32 - 1], np.uint32)
+    lengths = np.array([4, 5], np.int64)
+    whole = dataset.example(ids, lengths)
+    monkeypatch.setattr(dataset, "_MANY", 4)
+    assert dataset.example(ids, lengths) == whole
+
+
+@pytest.mark.parametrize(
+    ("length", "changes"),
+    [
+        ("600", ["data.eval_sequence_length=600"]),
+        ("1100", ["phases.0.sequence_length=1100", "phases.0.max_predictions_per_seq=330"]),
+    ],
+)
+def test_splits_that_fill_no_row_are_refused_as_a_run_would(prepared_once, length, changes):
+    long = ["data.objective=mlm", "model.max_position_embeddings=2000"]
+    corpus.require_rows(prepared_once.folder, config.override(config.load("tiny"), long))
+    with pytest.raises(InputError, match=f"do not fill a row of {length}"):
+        given = config.override(config.load("tiny"), [*long, *changes])
+        corpus.require_rows(prepared_once.folder, given)
+
+
 def test_too_few_documents_are_refused_by_name(place):
     for number in range(15, 24):
         (place.text / f"{number:03}.txt").unlink()
-    with pytest.raises(InputError, match=r"15 different documents, but 16 are needed"):
-        place.prepare()
+    said = []
+    for changes in ({}, {"tokenizer": "train"}, {"tokenizer": "train", "tokenizer_kind": "bpe"}):
+        with pytest.raises(InputError, match=r"15 different documents, but 16 are needed"):
+            place.prepare(say=said.append, **changes)
+    assert not [line for line in said if "training" in line]  # of a vocabulary, for nothing
     # Repeats do not count.
     (place.text / "repeat.txt").write_text(document(0))
     with pytest.raises(InputError, match="15 different documents"):

@@ -395,8 +395,8 @@ def test_a_dataset_in_a_bucket_is_fetched_shard_by_shard_and_dropped(
     assert not list((tmp_path / "cache").rglob("*.array_record*"))
     assert not list((tmp_path / "cache" / "sources").iterdir())
     here = prepare(Corpus(sources=(f"tfds_dir:{folder}",), validation_share=0.2), tmp_path / "here")
-    # Two files name the source.
-    names = here.keys() - {"manifest.json", "croissant.json"}
+    # The manifest names the source.
+    names = here.keys() - {"manifest.json"}
     assert {name: there[name] for name in names} == {name: here[name] for name in names}
     # A start on it asks for the metadata's date alone; one that was changed is refused.
     assert prepare(claim, tmp_path / "there") == there

@@ -2,11 +2,15 @@
 
 import gzip
 import json
+import tracemalloc
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 import zstandard
 
 from bert_jax.config import Corpus
+from bert_jax.data import parts
 from bert_jax.errors import InputError
 from bert_jax.text import documents, sentences
 
@@ -279,3 +283,90 @@ def test_sources_are_read_in_the_order_named(tmp_path):
     corpus = Corpus(sources=(f"jsonl:{tmp_path}", f"text:{tmp_path}"))
     assert [d.text for d in documents.read(corpus)] == ["json", "text"]
     assert [row["bytes"] for row in documents.fingerprint(corpus)] == [16, 4]
+
+
+# --- Pieces: large texts are not held ---
+
+CHAPTERS = "\n\n".join(
+    f"CHAPTER {n}\n\n  It was  the.\nBest of times {n}.\n \t\n\nÉnd of.\nIt." for n in range(60)
+)
+
+
+@pytest.mark.parametrize("starts", ["", "headings"])
+@pytest.mark.parametrize("layout", ["wrapped", "paragraphs_by_line", "per_file"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+def test_a_text_read_in_pieces_is_the_same_text(tmp_path, monkeypatch, layout, starts, newline):
+    text = f"\ufeff \n\n {CHAPTERS}\n \n  ".replace("\n", newline)
+    write(tmp_path / "a.txt", text)
+    write(tmp_path / "a.jsonl", json.dumps({"text": text}))
+    sources = (f"text:{tmp_path}", f"jsonl:{tmp_path}")
+
+    def found():
+        read_ = [d for s in sources for d in read(s, layout=layout, document_starts=starts)]
+        assert all(d.pieces for d in read_)
+        return [(d.name, d.line, d.layout, d.text, d.paragraphs()) for d in read_]
+
+    whole = found()
+    monkeypatch.setattr(documents, "_PIECE", 90)
+    monkeypatch.setattr(documents, "_HELD", 2)
+    assert found() == whole
+    assert len(whole) == (2 if not starts else 120)
+
+
+@pytest.mark.parametrize("layout", ["wrapped", "paragraphs_by_line", "sentences_by_line"])
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_memory_does_not_grow_with_a_text(tmp_path, monkeypatch, kind, layout):
+    monkeypatch.setattr(documents, "_PIECE", 1 << 12)
+    monkeypatch.setattr(parts, "_BATCH", 1 << 12)
+    text = "".join(f"Sentence {n} stands here.\n{chr(10) * (n % 9 == 0)}" for n in range(8_000))
+    if layout == "sentences_by_line":
+        text = text.replace("\n\n", "\n")
+    write(tmp_path / "a.txt", text)
+    write(tmp_path / "a.jsonl", json.dumps({"text": text}))
+    corpus = Corpus(sources=(f"{kind}:{tmp_path}",), layout=layout)
+    (extent,) = documents.extents(corpus.sources[0])
+    (folder := tmp_path / "made").mkdir()
+    read_ = parts.Read("", corpus, parts.Part((extent,), (), 0))
+    tracemalloc.start()
+    read_.make(folder, lambda characters: None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    words = np.fromfile(folder / "tokens.bin", np.uint32)
+    assert len(words) == 8_000 * 5
+    # A record of JSON is held: as a line, and as its text.
+    assert peak < 2_500_000 + (3 * len(text) if kind == "jsonl" else 0)
+
+
+@pytest.mark.parametrize("blank", [" ", "\u3000", "。"])
+def test_a_paragraph_that_never_ends_is_cut_before_it_is_split(tmp_path, monkeypatch, blank):
+    """What sentencex takes for one grows with its square."""
+    seen = []
+    segment = sentences.sentencex.segment
+
+    def segmented(language, text):
+        seen.append(len(text))
+        return segment(language, text)
+
+    monkeypatch.setattr(sentences.sentencex, "segment", segmented)
+    text = blank.join(f"word{n}" for n in range(100_000))
+    write(tmp_path / "a.txt", text)
+    (document,) = read(f"text:{tmp_path}")
+    found = "".join(sentences.split(document, "zh"))
+    assert max(seen) <= 1 << 17
+    assert "".join(found.split()) == "".join(text.split())
+
+
+def test_a_null_is_a_text_that_is_not_there_in_every_kind_of_table(tmp_path):
+    texts = ["One.", None, "Two."]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    (tmp_path / "a.csv").write_text('text,n\nOne.,1\n"",2\nTwo.,3\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    for kind in ("jsonl", "csv", "parquet"):
+        corpus = Corpus(sources=(f"{kind}:{tmp_path}",))
+        assert [d.text for d in documents.read(corpus)] == ["One.", "Two."]
+        (extent,) = documents.extents(corpus.sources[0])
+        (folder := tmp_path / kind).mkdir()
+        record = parts.Read("", corpus, parts.Part((extent,), (), 0)).make(
+            folder, lambda characters: None
+        )
+        assert record["empty"] == 1

@@ -3,6 +3,8 @@
 import csv
 import gzip
 import io
+import itertools
+import json
 
 import fsspec
 import numpy as np
@@ -13,6 +15,7 @@ from etils import epath
 
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, parts
+from bert_jax.doctor import text as doctor_text
 from bert_jax.errors import InputError
 from bert_jax.text import documents, sentences, tables
 
@@ -99,11 +102,40 @@ def test_the_layout_is_that_of_the_file_and_not_of_its_parts(tmp_path):
         ({"document_starts": "("}, r"corpus\.document_starts='\(': no regular expression"),
         ({"document_starts": "headings", "layout": "sentences_by_line"}, "a blank line ends"),
         ({"cut_documents": -1}, r"corpus\.cut_documents=-1: must be at least 0"),
+        ({"language": "french"}, "corpus.language='french'.* fr"),
+        ({"language": "klingon"}, "corpus.language='klingon'.* fr"),
+        ({"language": ""}, "corpus.language=''.* fr"),
+        ({"sources": ("text:a", "jsonl:b"), "text_field": "a,b,c"}, "corpus.text_field='a,b,c'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, what):
     with pytest.raises(InputError, match=what):
-        Corpus(sources=("text:a",), **settings)
+        Corpus(**{"sources": ("text:a",), **settings})
+
+
+def test_languages_are_codes_and_a_path_alone_is_of_text():
+    for language in ("en", "fr", "pt-br", "zh-hans", "ceb"):
+        assert Corpus(sources=("shelf",), language=language).sources == ("text:shelf",)
+
+
+def test_each_source_has_a_field_which_is_missed_before_any_work(tmp_path):
+    number = itertools.count()
+    with open(tmp_path / "a.jsonl", "w") as file:
+        for _ in range(30):
+            file.write(json.dumps({"text": f"{words(next(number))}."}) + "\n")
+    table = pyarrow.table({"body": [f"{words(next(number))}." for _ in range(30)]})
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    sources = (f"jsonl:{tmp_path}/a.jsonl", f"parquet:{tmp_path}/b.parquet")
+    for order in (sources, sources[::-1]):
+        said = []
+        folder = epath.Path(tmp_path / "c")
+        with pytest.raises(InputError, match=r"a\.jsonl|b\.parquet"):
+            corpus.prepare(Corpus(sources=order), 40, folder, said.append)
+        assert not said and not folder.exists()
+    claim = Corpus(sources=sources, text_field="text,body", mixture=(1, 1))
+    made = corpus.prepare(claim, 40, folder, said.append)
+    assert sum(split["documents"] for split in made["splits"].values()) == 60
+    assert not [f for f in doctor_text.examine(claim) if "`prepare` refuses" in f.what]
 
 
 @pytest.mark.parametrize(("count", "lengths"), [(7, [7]), (29, [9, 10, 10]), (30, [10] * 3)])
@@ -258,7 +290,8 @@ def test_files_at_an_address_are_read_as_those_here(tmp_path, word):
     assert row["bytes"] == local.stat().st_size
     assert documents.sha256(row["file"]) == documents.sha256(str(local))
     (part,) = parts.plan(settings)
-    assert list(part.documents(settings)) == read(there, text_field="body")
+    found = [(d.name, d.text) for d in part.documents(settings) if d.pieces]
+    assert found == [(d.name, d.text) for d in read(there, text_field="body")]
     memory.pipe(f"/forms-{word}/{local.name}", b"changed")
     assert documents.fingerprint(settings) != [row]
 

@@ -9,7 +9,7 @@ from bert_jax.text.documents import Document
 
 
 def split(text: str, layout: str = "paragraphs_by_line", language: str = "en") -> list[str]:
-    return sentences.split(Document("a", text, layout, 0), language)
+    return sentences.split(Document("a", (text,), layout, 0), language)
 
 
 SPEECH = [
