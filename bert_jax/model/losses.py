@@ -33,16 +33,15 @@ LEARNED = {
 # The reference's guard against a batch without predictions (run_pretraining.py).
 MASKED_LM_EPS = 1e-5
 
-# Compilers for CPUs do an argmax, the first of equals, one element at a time. So the best is known
-# by a maximum, and the first of them by one of so many classes: of more, which are pieces, two are
-# equal at the top where all are.
-_TIES = 64
+# Compilers for CPUs do an argmax one element at a time, so a hit is known by a maximum. Of so few
+# classes several may share it, and the first is the answer; of more, which are pieces, none do.
+_FEW = 64
 
 
 def classification(
     logits: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes cross-entropy and accuracy, in which the first of equal scores is the answer.
+    """Computes cross-entropy and accuracy; of few classes the first of equal scores is the answer.
 
     Args:
       logits: float32 [..., C].
@@ -55,9 +54,10 @@ def classification(
     label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
     fixed = lax.stop_gradient(logits)
-    places = jnp.arange(min(_TIES, logits.shape[-1]))
-    before = jnp.where(places < labels[..., None], fixed[..., : len(places)], -jnp.inf).max(axis=-1)
-    hits = (label_logits >= fixed.max(axis=-1)) & (label_logits > before)
+    hits = label_logits >= fixed.max(axis=-1)
+    if logits.shape[-1] <= _FEW:
+        is_before = jnp.arange(logits.shape[-1]) < labels[..., None]
+        hits &= label_logits > jnp.where(is_before, fixed, -jnp.inf).max(axis=-1)
     hits = hits.astype(jnp.float32)
     count = weights.sum()
     return jnp.stack([(weights * nll).sum(), count]), jnp.stack([(weights * hits).sum(), count])
