@@ -96,17 +96,13 @@ def experiment(flags: argparse.Namespace) -> Experiment:
 
 
 class Arm:
-    """One of the two runs.
-
-    Attributes:
-      seconds: of CPU time that its steps and batches have taken.
-      steps, tokens, places, examples: done; trained on, padding left out; with padding.
-      lines: one an evaluation.
-    """
+    """One of the two runs."""
 
     def __init__(self, of: Experiment, prepared: Prepared):
+        # Done; trained on, padding left out; with padding.
+        # Of CPU time that its steps and batches have taken.
         self.seconds, self.steps, self.tokens, self.places, self.examples = 0.0, 0, 0, 0, 0
-        self.lines: list[dict[str, float]] = []
+        self.lines: list[dict[str, float]] = []  # one an evaluation
         self._size = of.phases[0].batch_size
         self._mesh = mesh_lib.make_mesh(of.parallelism, jax.devices()[:1])
         self._objective = objective = Pretraining(of.model)

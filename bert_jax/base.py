@@ -51,56 +51,38 @@ _FLOATS = {
 
 @dataclasses.dataclass
 class Moments:
-    """The moments that the reference's Adam (`bert_adam`) keeps next to weights.
+    """The moments that the reference's Adam (`bert_adam`) keeps next to weights."""
 
-    Attributes:
-      step: steps that it had done.
-      mean: of the gradients, a tree like the parameters.
-      square: of their squares, another.
-    """
-
-    step: int
-    mean: dict[str, Any]
-    square: dict[str, Any]
+    step: int  # steps that it had done
+    mean: dict[str, Any]  # of the gradients, a tree like the parameters
+    square: dict[str, Any]  # of their squares, another
 
 
 @dataclasses.dataclass(frozen=True)
 class TextVectors:
-    """The way in which the vector of a text is made of those of its pieces.
+    """The way in which the vector of a text is made of those of its pieces."""
 
-    Attributes:
-      pooling: `mean` of all, [CLS] and [SEP] among them, or the one of [CLS].
-      normalize: whether it is scaled to length 1.
-      max_length: pieces that are read, those two among them; 0: as many as there are positions.
-    """
-
+    # `mean` of all, [CLS] and [SEP] among them, or the one of [CLS].
     pooling: Literal["mean", "cls"] = "mean"
-    normalize: bool = False
+    normalize: bool = False  # whether it is scaled to length 1
+    # Pieces that are read, those two among them; 0: as many as there are positions.
     max_length: int = 0
 
 
 @dataclasses.dataclass
 class Base:
-    """Weights, and what they mean.
+    """Weights, and what they mean."""
 
-    Attributes:
-      model: their shape.
-      params: nested dict of float32 arrays, as model.heads.init_params gives it.
-      tokenizer: whose ids the rows of the word embeddings are.
-      source: in words, where they come from.
-      fresh: parts (`pooler`, `masked_lm`, `next_sentence`) that the source did not have.
-      moments: what a run that begins here begins with, too; None: with zeros.
-      sha256: of the weights, and of the moments if there are some; "" before it is written.
-      vectors: as its source makes them; None if the source says nothing of it.
-    """
-
-    model: Model
-    params: dict[str, Any]
-    tokenizer: tokenizer_lib.Tokenizer
-    source: str
+    model: Model  # their shape
+    params: dict[str, Any]  # nested dict of float32 arrays, as model.heads.init_params gives it
+    tokenizer: tokenizer_lib.Tokenizer  # whose ids the rows of the word embeddings are
+    source: str  # in words, where they come from
+    # Parts (`pooler`, `masked_lm`, `next_sentence`) that the source did not have.
     fresh: tuple[str, ...] = ()
-    moments: Moments | None = None
+    moments: Moments | None = None  # what a run that begins here begins with, too; None: with zeros
+    # Of the weights, and of the moments if there are some; "" before it is written.
     sha256: str = ""
+    # As its source makes them; None if the source says nothing of it.
     vectors: TextVectors | None = None
 
 
@@ -110,11 +92,7 @@ def is_base(folder: epath.Path) -> bool:
 
 
 def write(base: Base, folder: epath.Path) -> None:
-    """Writes a base into a new folder, whole or not at all.
-
-    Raises:
-      InputError: something is there already, or it cannot be written.
-    """
+    """Writes a base into a new folder, whole or not at all."""
     with new_folder(folder) as made:
         write_tensors(made / _WEIGHTS, flat(base.params), {"format": "bert_jax"})
         base.tokenizer.save(made / _TOKENIZER)
@@ -137,11 +115,7 @@ def write(base: Base, folder: epath.Path) -> None:
 
 
 def read(folder: epath.Path) -> Base:
-    """Opens a base, complete as `write` left it.
-
-    Raises:
-      InputError: none here, or damaged.
-    """
+    """Opens a base, complete as `write` left it."""
     if not is_base(folder):
         raise InputError(
             f"{folder}: no base here; make one with `bert-jax import SOURCE --workdir B` (SOURCE "
@@ -176,11 +150,7 @@ def vectors_of(record: Mapping[str, Any]) -> TextVectors | None:
 
 
 def begins_with(folder: epath.Path) -> str:
-    """Returns a hash of the weights that lie here now, and of the moments.
-
-    Raises:
-      InputError: there are no weights.
-    """
+    """Returns a hash of the weights that lie here now, and of the moments."""
     params, moments = _file_sha256(folder / _WEIGHTS), _moments_sha256(folder)
     return hashlib.sha256(f"{params} {moments}".encode()).hexdigest() if moments else params
 
@@ -244,12 +214,7 @@ def require_same_weights(where: str, sha256: str) -> None:
 
 
 def start_of(experiment: Experiment) -> Base | None:
-    """Reads the weights that a run begins with; None: fresh ones.
-
-    Raises:
-      InputError: `init_from` names no base, or one of another model, or one with moments that
-        the optimizer cannot go on with.
-    """
+    """Reads the weights that a run begins with; None: fresh ones."""
     if not experiment.init_from:
         return None
     base = read(epath.Path(experiment.init_from))
@@ -267,9 +232,6 @@ def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
     """Reads a file of safetensors by name; its floats of 16 and 32 bits as float32, losing nothing.
 
     Other types are kept as raw bytes: those who want such a tensor see a `uint8` array.
-
-    Raises:
-      InputError: no such file, or damaged.
     """
     with named_errors(path):
         content = path.read_bytes()
@@ -303,11 +265,7 @@ def write_tensors(
 
 
 def _file_sha256(path: epath.Path) -> str:
-    """Returns the SHA-256 of the file's bytes.
-
-    Raises:
-      InputError: it cannot be read.
-    """
+    """Returns the SHA-256 of the file's bytes."""
     digest = hashlib.sha256()
     with named_errors(path), path.open("rb") as file:
         while block := file.read(2**20):

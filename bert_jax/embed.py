@@ -43,47 +43,31 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Features:
-    """The vectors of the encoder that are wanted.
+    """The vectors of the encoder that are wanted."""
 
-    Attributes:
-      pooling: `mean` of all tokens, [CLS] and [SEP] among them, as sentence-transformers pools;
-        `cls`, the vector of [CLS]; `tokens`, one of each piece, without [CLS] and [SEP]; None: as
-        the run or base says, else `mean`.
-      layers: 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
-      combine: the layers' vectors, one behind the other, or their mean.
-      length: of a vector: as it comes, or 1; None: as the run or base says of texts.
-    """
-
+    # `mean` of all tokens, [CLS] and [SEP] among them, as sentence-transformers pools; `cls`, the
+    # vector of [CLS]; `tokens`, one of each piece, without [CLS] and [SEP]; None: as the run or
+    # base says, else `mean`.
     pooling: Literal["mean", "cls", "tokens"] | None = None
+    # 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
     layers: tuple[int, ...] = (-1,)
+    # The layers' vectors, one behind the other, or their mean.
     combine: Literal["concat", "mean"] = "concat"
+    # Of a vector: as it comes, or 1; None: as the run or base says of texts.
     length: Literal["as_is", "unit"] | None = None
 
 
 @dataclasses.dataclass
 class Embedded:
-    """The vectors of some texts in a row.
+    """The vectors of some texts in a row."""
 
-    Attributes:
-      vectors: float32 [texts, W]; of `tokens` [pieces, W], text after text.
-      pieces: of each text; None unless vectors are of `tokens`.
-      lengths: int64 [texts], tokens that were read, [CLS] and [SEP] among them.
-    """
-
-    vectors: np.ndarray
-    pieces: list[list[str]] | None
-    lengths: np.ndarray
+    vectors: np.ndarray  # float32 [texts, W]; of `tokens` [pieces, W], text after text
+    pieces: list[list[str]] | None  # of each text; None unless vectors are of `tokens`
+    lengths: np.ndarray  # int64 [texts], tokens that were read, [CLS] and [SEP] among them
 
 
 class Embedder:
     """An encoder, whole on each device of a mesh; texts are cut over them.
-
-    Attributes:
-      width: W.
-      max_length: tokens of a text that are read, [CLS] and [SEP] among them.
-      texts: done so far.
-      cut: those of them that were longer.
-      unknown: pieces of them that the vocabulary cannot read.
 
     Args:
       trained: whose encoder.
@@ -92,9 +76,6 @@ class Embedder:
       max_length: 0: as the run or base says, else as many as the model has positions.
       batch_tokens: that a device works on at a time; 0: 512 on a CPU, 16,384 elsewhere. A text
         of `max_length` fits in anyway.
-
-    Raises:
-      InputError: a layer that is not there, or a number out of range.
     """
 
     def __init__(
@@ -122,8 +103,10 @@ class Embedder:
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         layers = layer_numbers(features.layers, model)
         self.width = model.hidden_size * (len(layers) if features.combine == "concat" else 1)
+        # Tokens of a text that are read, [CLS] and [SEP] among them.
         self.max_length = max_length or known.max_length or most
-        self.texts = self.cut = 0
+        self.texts = self.cut = 0  # done so far, and those of them that were longer
+        # Pieces of them that the vocabulary cannot read.
         self.unknown = unknown.Share(trained.tokenizer)
         self._features, self._mesh, self._tokenizer = features, mesh, trained.tokenizer
         self._row_tokens = max(
@@ -146,11 +129,7 @@ class Embedder:
         return max(len(self._tokenizer.piece(i)) for i in range(self._tokenizer.size))
 
     def embed(self, texts: Iterable[str]) -> Iterator[Embedded]:
-        """Yields vectors of texts, in their order, some thousands at a time.
-
-        Raises:
-          InputError: the model gives numbers that are not finite, or has too much to do at once.
-        """
+        """Yields vectors of texts, in their order, some thousands at a time."""
         with ThreadPoolExecutor(1) as encoder:  # devices work on a window while the next is made
             ready = None
             for window in _windows(texts):
@@ -237,11 +216,7 @@ class Embedder:
 def write(
     embedder: Embedder, texts: Iterable[str], path: epath.Path, say: Callable[[str], None]
 ) -> None:
-    """Writes the vectors of texts to a file (see `vectors`), a row or an object a text.
-
-    Raises:
-      InputError: it cannot be written; see `Embedder.embed`.
-    """
+    """Writes the vectors of texts to a file (see `vectors`), a row or an object a text."""
     began = shown = time.monotonic()
     with vectors_lib.writing(path, embedder.width, embedder.longest_piece) as add:
         for part in embedder.embed(texts):
@@ -288,11 +263,7 @@ def _ranges(part: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def layer_numbers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Returns numbers of layers counted from 0, the embeddings.
-
-    Raises:
-      InputError: a layer that is not there.
-    """
+    """Returns numbers of layers counted from 0, the embeddings."""
     count = model.num_hidden_layers
     for number in numbers:
         if not -count - 1 <= number <= count:

@@ -75,11 +75,7 @@ _DAMAGE = (
 def reading(
     path: str | os.PathLike[str], remedy: str = "put the whole file back"
 ) -> Iterator[None]:
-    """Turns whatever parsing a file that we wrote can raise into one line that names the file.
-
-    Raises:
-      InputError: the file is damaged; what to do is `remedy`.
-    """
+    """Turns whatever parsing a file that we wrote can raise into one line that names the file."""
     try:
         yield
     except _DAMAGE as error:

@@ -47,32 +47,20 @@ PEAK_FLOPS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tpu:
-    """A generation of TPU, and the slices it is rented in.
+    """A generation of TPU, and the slices it is rented in."""
 
-    Attributes:
-      kind: as jax names its devices.
-      devices_per_chip: jax devices on a chip.
-      cores_per_device: tensor cores that work as one device.
-      clock_hz: of a core.
-      memory_bytes: of a chip.
-      memory_bandwidth: of a chip, bytes a second.
-      link_bandwidth: of one link between chips, one way, bytes a second.
-      published_link_bandwidth: the same, the most that is published.
-      ring: axes that are closed to rings: those as long as this number; or all, where each is a
-        multiple of 4 ("cubes").
-      slices: chips along each axis, as they are offered.
-    """
-
-    kind: str
-    devices_per_chip: int = 1
-    cores_per_device: int = 1
-    clock_hz: float
-    memory_bytes: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    published_link_bandwidth: float
+    kind: str  # as jax names its devices
+    devices_per_chip: int = 1  # jax devices on a chip
+    cores_per_device: int = 1  # tensor cores that work as one device
+    clock_hz: float  # of a core
+    memory_bytes: float  # of a chip
+    memory_bandwidth: float  # of a chip, bytes a second
+    link_bandwidth: float  # of one link between chips, one way, bytes a second
+    published_link_bandwidth: float  # the same, the most that is published
+    # Axes that are closed to rings: those as long as this number; or all, where each is a multiple
+    # of 4 ("cubes").
     ring: int | Literal["cubes"]
-    slices: tuple[str, ...]
+    slices: tuple[str, ...]  # chips along each axis, as they are offered
 
 
 _GIGA = 1e9

@@ -44,22 +44,15 @@ _LENGTH_STEP = 32
 
 
 class LoadedModel:
-    """A trained model, to be asked about texts.
-
-    Attributes:
-      name: of the run, the base or the folder.
-      step: of the checkpoint; 0 of weights without one.
-      model: the shape and numerics.
-      params: nested dicts of float32 arrays.
-      tokenizer: whose ids they know.
-    """
+    """A trained model, to be asked about texts."""
 
     def __init__(self, trained: Trained):
         self._trained = trained
-        self.name, self.step = trained.name, trained.step
-        self.model: Model = trained.model
-        self.params: dict[str, Any] = trained.params
-        self.tokenizer: Tokenizer = trained.tokenizer
+        # Of the checkpoint; 0 of weights without one.
+        self.name, self.step = trained.name, trained.step  # of the run, the base or the folder
+        self.model: Model = trained.model  # the shape and numerics
+        self.params: dict[str, Any] = trained.params  # nested dicts of float32 arrays
+        self.tokenizer: Tokenizer = trained.tokenizer  # whose ids they know
         self._predictor = Predictor(self.model, self.tokenizer)
 
         def hidden(params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
@@ -93,9 +86,6 @@ class LoadedModel:
         Returns:
           `masks`, a list of (piece, probability) for each [MASK], and `is_next`, the probability
           that B follows A, None without B.
-
-        Raises:
-          InputError: longer than the model reads.
         """
         return self._predictor.predict(self.params, text, next_text, top)
 
@@ -108,9 +98,6 @@ class LoadedModel:
 
         Returns:
           For each text float32 [layers, S, D].
-
-        Raises:
-          InputError: a layer that is not there, or a text longer than the model reads.
         """
         chosen = embed_lib.layer_numbers(tuple(layers), self.model)
         results = []
@@ -143,9 +130,6 @@ class LoadedModel:
         Returns:
           The S pieces, and float32 [L, H, S, S]: of each layer and head the probabilities with
           which a piece (third dimension) attends to each piece (last dimension).
-
-        Raises:
-          InputError: longer than the model reads.
         """
         ids = self._ids(text)
         hidden = self._all_hidden(ids)[:-1, 0, : len(ids)]
@@ -190,9 +174,6 @@ def load(place: Path, checkpoint: str = "newest", code: Path | None = None) -> L
       place: the folder; of a run or a base it may lie in a bucket.
       checkpoint: of a run: `newest`, `best` (by held-out loss), or a step.
       code: the file of a run's own objective or encoder, which runs if its hash is the run's.
-
-    Raises:
-      InputError: nothing of these is there, or it is damaged.
     """
     if code is not None:
         name_file(os.fspath(code))
@@ -220,9 +201,6 @@ def batches(experiment: Experiment | Path, step: int, workdir: Path | None = Non
       NumPy arrays: input_ids, segment_ids, input_mask int32 [B, S]; masked_lm_positions,
       masked_lm_ids int32 and masked_lm_weights float32 [B, P]; next_sentence_labels int32 [B], 1
       for a random next; rows uint32 [B]; row_weights float32 [B].
-
-    Raises:
-      InputError: the run has no such step, or the text is bad.
     """
     experiment = _experiment(experiment)
     if not 0 <= step < experiment.total_steps:
@@ -243,7 +221,6 @@ def pretrain(experiment: Experiment | Path, workdir: Path | None = None) -> Load
       workdir: where the run lives; None: runs/NAME.
 
     Raises:
-      InputError: bad settings, bad text, or a workdir of another run.
       RuntimeError: it ended before its last step.
     """
     experiment = _experiment(experiment)

@@ -41,16 +41,12 @@ _NOISE = re.compile(r"^(    @ |\*\*\* |\[Gloo\] |$)")
 
 
 class Ended(NamedTuple):
-    """The way in which a pod ended.
+    """The way in which a pod ended."""
 
-    Attributes:
-      code: 0: all have finished; 75: stopped on request; else the exit code of the first that
-        failed, 128 and the signal's number if it was killed.
-      asked: whether the pod as a whole was asked to stop.
-    """
-
+    # 0: all have finished; 75: stopped on request; else the exit code of the first that failed, 128
+    # and the signal's number if it was killed.
     code: int
-    asked: bool
+    asked: bool  # whether the pod as a whole was asked to stop
 
 
 @dataclasses.dataclass
@@ -92,9 +88,6 @@ def run(
       devices: virtual devices of each.
       arrive_within: seconds in which all must have found each other.
       hang_after: seconds without a step after which a process ends itself and says where it stood.
-
-    Raises:
-      InputError: the command cannot be run.
     """
     address = f"127.0.0.1:{_free_port()}"
     flag = "--xla_force_host_platform_device_count="

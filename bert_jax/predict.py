@@ -33,34 +33,21 @@ What = Literal["params", "with_moments"]
 
 @dataclasses.dataclass
 class Trained:
-    """Parameters, and what is known about them.
+    """Parameters, and what is known about them."""
 
-    Attributes:
-      name: of the run or the base.
-      model: their shape.
-      params: nested dict of float32 arrays, on one device.
-      tokenizer: whose ids they know.
-      fresh: parts that were never trained.
-      step: of the checkpoint; 0 of a base.
-      source: in words, where a base comes from; "" of a run.
-      experiment: of a run; None of a base.
-      manifest: of the corpus; None of a base.
-      evaluation: the line of metrics.jsonl of this step; None if there is none.
-      moments: of the optimizer, if they were asked for.
-      vectors: of texts, as the base makes them, or the one that the run began with; None: unsaid.
-    """
-
-    name: str
-    model: Model
-    params: dict[str, Any]
-    tokenizer: Tokenizer
-    fresh: tuple[str, ...] = ()
-    step: int = 0
-    source: str = ""
-    experiment: Experiment | None = None
-    manifest: dict[str, Any] | None = None
+    name: str  # of the run or the base
+    model: Model  # their shape
+    params: dict[str, Any]  # nested dict of float32 arrays, on one device
+    tokenizer: Tokenizer  # whose ids they know
+    fresh: tuple[str, ...] = ()  # parts that were never trained
+    step: int = 0  # of the checkpoint; 0 of a base
+    source: str = ""  # in words, where a base comes from; "" of a run
+    experiment: Experiment | None = None  # of a run; None of a base
+    manifest: dict[str, Any] | None = None  # of the corpus; None of a base
+    # The line of metrics.jsonl of this step; None if there is none.
     evaluation: dict[str, Any] | None = None
-    moments: Moments | None = None
+    moments: Moments | None = None  # of the optimizer, if they were asked for
+    # Of texts, as the base makes them, or the one that the run began with; None: unsaid.
     vectors: TextVectors | None = None
 
     @classmethod
@@ -71,9 +58,6 @@ class Trained:
           folder: of a base or a run.
           what: is wanted of it.
           which: of a run's checkpoints: `newest`, `best`, or a step.
-
-        Raises:
-          InputError: neither is here, or it is damaged, or has no moments that were asked for.
         """
         run = mirror.opened(folder)
         if base_lib.is_base(run.root):
@@ -136,9 +120,6 @@ def load_params(
     """Returns parameters, whole on each device of the mesh, and the step of their checkpoint.
 
     Of a base they are its own, and the step is 0.
-
-    Raises:
-      InputError: there is none, or it belongs to another experiment or corpus.
     """
     if base_lib.is_base(workdir.root):
         _require_newest(workdir.root, which)
@@ -200,11 +181,7 @@ def _restored(
 
 
 def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> Iterator[Text]:
-    """Yields lines about the first `rows` rows of the step after `done` steps.
-
-    Raises:
-      InputError: the run has no such step.
-    """
+    """Yields lines about the first `rows` rows of the step after `done` steps."""
     if not 0 <= done < experiment.total_steps:
         raise InputError(f"--step {done}: the run has steps 0 to {experiment.total_steps - 1}")
     phase, first = experiment.phase_at(done)
@@ -259,15 +236,10 @@ LABELS = {
 
 
 class Piece(NamedTuple):
-    """A piece of an example as it is shown.
+    """A piece of an example as it is shown."""
 
-    Attributes:
-      text: what the model is given, control characters as escapes.
-      stood: what stood here, if it is to be predicted; else None.
-    """
-
-    text: str
-    stood: str | None
+    text: str  # what the model is given, control characters as escapes
+    stood: str | None  # what stood here, if it is to be predicted; else None
 
 
 def row_pieces(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> list[Piece]:

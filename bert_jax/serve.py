@@ -58,24 +58,15 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The most that clients may ask.
+    """The most that clients may ask."""
 
-    Attributes:
-      requests: under way at once; one more is answered 503.
-      texts: of a request, or examples.
-      bytes: of its body.
-      seconds: until it is answered, its body arriving among them, and that a connection may be
-        silent, or read nothing of what it is sent.
-      rows: of a turn, and of an example: of 512 tokens each, seconds of a small model on a CPU.
-
-    Raises:
-      InputError: a number out of range.
-    """
-
-    requests: int = 256
-    texts: int = 2048
-    bytes: int = 2**21
+    requests: int = 256  # under way at once; one more is answered 503
+    texts: int = 2048  # of a request, or examples
+    bytes: int = 2**21  # of its body
+    # Until it is answered, its body arriving among them, and that a connection may be silent, or
+    # read nothing of what it is sent.
     seconds: float = 30.0
+    # Of a turn, and of an example: of 512 tokens each, seconds of a small model on a CPU.
     rows: int = 128
 
     def __post_init__(self) -> None:
@@ -248,12 +239,7 @@ class _Waiting(NamedTuple):
 
 
 class Service:
-    """The application that asks `served`.
-
-    Attributes:
-      app: to be run by an ASGI server.
-      answered: requests, by HTTP's status.
-    """
+    """The application that asks `served`."""
 
     def __init__(self, served: Vectors | Answers, limits: Limits):
         self._served, self._limits = served, limits
@@ -261,9 +247,11 @@ class Service:
         # What all requests under way hold, and may hold.
         self._held = collections.Counter[str]()
         self._most = {"requests": limits.requests, "rows": _ROWS, "bytes": limits.bytes + _BYTES}
+        # Requests, by HTTP's status.
         self.answered: collections.Counter[int] = collections.Counter()
         self._counts = dict.fromkeys(("left", "refused", "turns", "texts"), 0)
         self._in_bucket, self._seconds = [0] * (len(_SECONDS) + 1), 0.0
+        # To be run by an ASGI server.
         self.app = Starlette(
             routes=[
                 Route(served.path, self, methods=["POST"]),
@@ -524,11 +512,7 @@ class _Connection(H11Protocol):
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound, and does not listen yet.
-
-    Raises:
-      InputError: another process has the port, or there is no such address.
-    """
+    """Returns a socket that is bound, and does not listen yet."""
     if not 0 <= port < 2**16:
         raise InputError(f"--port {port}: must be from 0, any that is free, to {2**16 - 1}")
     try:

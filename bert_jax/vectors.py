@@ -41,9 +41,6 @@ def writing(path: epath.Path, width: int, longest_piece: int) -> Iterator[Add]:
       path: of the file; its suffix says which kind. What is there is replaced.
       width: numbers of a vector.
       longest_piece: characters; 0: vectors are of whole texts.
-
-    Raises:
-      InputError: another suffix, or it cannot be written.
     """
     if path.suffix not in _WRITERS:
         raise InputError(f"{path}: the name must end in {', '.join(_WRITERS)}")

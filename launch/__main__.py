@@ -75,11 +75,7 @@ def _local_problem(args: argparse.Namespace, command: Sequence[str] | None) -> s
 
 
 def _specified(args: argparse.Namespace) -> object:
-    """Returns the spec that the flags of a launch on rented machines describe.
-
-    Raises:
-      InputError: one of them cannot be used.
-    """
+    """Returns the spec that the flags of a launch on rented machines describe."""
     from bert_jax.plan import topology
 
     from . import checks, spec
@@ -103,11 +99,7 @@ def _specified(args: argparse.Namespace) -> object:
 
 
 def _asked(args: argparse.Namespace) -> int:
-    """Answers `status`, `logs` and `stop`.
-
-    Raises:
-      InputError: nothing was launched, or the place cannot be asked.
-    """
+    """Answers `status`, `logs` and `stop`."""
     from . import spec
 
     record = spec.find_record(args.workdir)

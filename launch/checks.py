@@ -23,11 +23,7 @@ _GIT_SECONDS = 60.0
 
 
 def forced(text: str) -> frozenset[str]:
-    """Returns the checks that `--force` overrules.
-
-    Raises:
-      InputError: there is no such check.
-    """
+    """Returns the checks that `--force` overrules."""
     given = [name.strip() for name in text.split(",") if name.strip()]
     for name in given:
         if name not in NAMES:
@@ -42,9 +38,6 @@ def check(spec: Spec, force: frozenset[str], price_per_chip_hour: float | None) 
       spec: what is to be launched, its workdir in a bucket.
       force: names of checks that are left out.
       price_per_chip_hour: in any currency; None: costs are left out.
-
-    Raises:
-      InputError: the first of them that speaks against it.
     """
     steps: dict[str, Callable[[], None]] = {
         "commit": commit_is_clean,
@@ -64,11 +57,7 @@ def check(spec: Spec, force: frozenset[str], price_per_chip_hour: float | None) 
 
 
 def head() -> str:
-    """Returns the commit that is shipped, in hexadecimal.
-
-    Raises:
-      InputError: this is no git checkout.
-    """
+    """Returns the commit that is shipped, in hexadecimal."""
     if not (ROOT / ".git").exists():  # installed, perhaps in somebody's checkout of something else
         raise InputError(
             f"{ROOT}: no git checkout, and what is shipped is a commit of one; clone bert_jax, and "

@@ -36,17 +36,11 @@ def tell(line: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A command that has ended.
+    """A command that has ended."""
 
-    Attributes:
-      code: its exit code; TIMED_OUT if it was ended for taking too long.
-      out: its standard output.
-      err: its standard error.
-    """
-
-    code: int
-    out: str
-    err: str
+    code: int  # its exit code; TIMED_OUT if it was ended for taking too long
+    out: str  # its standard output
+    err: str  # its standard error
 
     @property
     def complaint(self) -> str:
@@ -62,9 +56,6 @@ def run(argv: Sequence[str], seconds: float) -> Done:
     Args:
       argv: its words.
       seconds: that it may take.
-
-    Raises:
-      InputError: there is no such command.
     """
     try:
         process = subprocess.Popen(
@@ -92,11 +83,7 @@ def run(argv: Sequence[str], seconds: float) -> Done:
 
 
 def show(argv: Sequence[str]) -> int:
-    """Runs a command whose output is the user's, and returns its exit code.
-
-    Raises:
-      InputError: there is no such command.
-    """
+    """Runs a command whose output is the user's, and returns its exit code."""
     try:
         return subprocess.run(argv, stdin=subprocess.DEVNULL, check=False).returncode
     except OSError as error:

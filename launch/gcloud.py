@@ -51,17 +51,11 @@ def sleep(seconds: float) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A TPU slice: a queued resource, and its node of the same name.
+    """A TPU slice: a queued resource, and its node of the same name."""
 
-    Attributes:
-      name: of the queued resource.
-      zone: where.
-      project: whose; "": gcloud's own setting.
-    """
-
-    name: str
-    zone: str
-    project: str
+    name: str  # of the queued resource
+    zone: str  # where
+    project: str  # whose; "": gcloud's own setting
 
     # --- words of commands
 
@@ -139,9 +133,6 @@ class Slice:
 
         Args:
           tries: how often it is asked.
-
-        Raises:
-          InputError: it says nothing.
         """
         for attempt in range(tries):
             if attempt:
@@ -161,7 +152,6 @@ class Slice:
         Raises:
           Lost: they were taken away.
           Deleted: somebody has deleted them.
-          InputError: gcloud does not say.
         """
         now = self.state()
         if now in DELETED:
@@ -184,7 +174,6 @@ class Slice:
         Raises:
           Lost: the machines were taken away.
           Deleted: somebody has deleted them.
-          InputError: it fails.
         """
         for attempt in range(TRIES):
             if attempt:
@@ -200,9 +189,6 @@ class Slice:
 
         Args:
           argv: as `create_words` gives it.
-
-        Raises:
-          InputError: the request is refused.
         """
         remedy = ""
         for attempt in range(TRIES):
@@ -256,11 +242,7 @@ class Slice:
         return errors.INTERRUPTED
 
     def delete(self) -> None:
-        """Deletes the machines, and makes sure of it.
-
-        Raises:
-          InputError: the service does not say that they are gone.
-        """
+        """Deletes the machines, and makes sure of it."""
         say(f"deleting {self.name}")
         try:
             for _ in range(TRIES):

@@ -48,9 +48,6 @@ def context(cluster: str, zone: str, project: str) -> str:
       cluster: "": the one that kubectl is set to.
       zone: of the cluster, or its region.
       project: of the cluster.
-
-    Raises:
-      InputError: only some of them are named, or kubectl is set to none.
     """
     if cluster and zone and project:
         return f"gke_{project}_{zone}_{cluster}"
@@ -60,11 +57,7 @@ def context(cluster: str, zone: str, project: str) -> str:
 
 
 def _asked(what: str, argv: list[str], seconds: float = _QUICK) -> Done:
-    """Returns what kubectl answers.
-
-    Raises:
-      InputError: it fails; in one line, with what to do where that is known.
-    """
+    """Returns what kubectl answers."""
     done = run(argv, seconds)
     if done.code:
         lower = done.err.lower()
@@ -75,17 +68,11 @@ def _asked(what: str, argv: list[str], seconds: float = _QUICK) -> Done:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kubectl:
-    """The words of every kubectl command about one JobSet.
+    """The words of every kubectl command about one JobSet."""
 
-    Attributes:
-      name: of the JobSet and its ConfigMap.
-      context: the cluster, as kubectl knows it; "": the one it is set to.
-      namespace: where they live.
-    """
-
-    name: str
-    context: str
-    namespace: str
+    name: str  # of the JobSet and its ConfigMap
+    context: str  # the cluster, as kubectl knows it; "": the one it is set to
+    namespace: str  # where they live
 
     def get(self, output: str) -> list[str]:
         """Returns the command that prints the JobSet; nothing if there is none."""
@@ -131,9 +118,6 @@ def launch(args: argparse.Namespace, spec: Spec) -> int:
 
     Returns:
       FINISHED: Kubernetes does the rest.
-
-    Raises:
-      InputError: a check, or the cluster, speaks against it.
     """
     if args.grace < 1:
         raise InputError(f"--grace {args.grace}: must be at least 1")
@@ -190,11 +174,7 @@ def launch(args: argparse.Namespace, spec: Spec) -> int:
 
 
 def _is_under_way(spec: Spec, kubectl: Kubectl) -> bool:
-    """Returns whether this run's JobSet is there; one that has ended is deleted.
-
-    Raises:
-      InputError: there is another of this name, or it was launched for another workdir.
-    """
+    """Returns whether this run's JobSet is there; one that has ended is deleted."""
     out = _asked(spec.name, kubectl.get("json")).out
     try:
         there: Mapping[str, Any] = json.loads(out or "{}")
@@ -232,11 +212,7 @@ def logs(record: Record, host: int, follow: bool) -> int:
 
 
 def stop(record: Record) -> int:
-    """Stops the pods once they have saved, and deletes all that was made.
-
-    Raises:
-      InputError: they may still be there.
-    """
+    """Stops the pods once they have saved, and deletes all that was made."""
     say(f"deleting {record.name}; its pods save first")
     _delete(record)
     say(f"{record.name} is deleted; `bert-jax checkpoints {record.workdir}` lists what is saved")
@@ -244,11 +220,7 @@ def stop(record: Record) -> int:
 
 
 def _delete(record: Record) -> None:
-    """Deletes all that was made, once the pods have ended, and the record.
-
-    Raises:
-      InputError: the pods may still be there.
-    """
+    """Deletes all that was made, once the pods have ended, and the record."""
     argv = _of(record).delete()
     try:
         _asked("kubectl", argv, _DELETE + _QUICK)

@@ -210,11 +210,7 @@ def build_commands(commit: str, folder: pathlib.Path) -> list[list[str]]:
 
 
 def put_together(spec: Spec, commit: str) -> list[str]:
-    """Fills the staging folder; returns the paths of the files to copy to each host.
-
-    Raises:
-      InputError: the wheel cannot be built.
-    """
+    """Fills the staging folder; returns the paths of the files to copy to each host."""
     folder = staging(spec.name)
     with named_errors(folder):
         shutil.rmtree(folder, ignore_errors=True)

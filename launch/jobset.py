@@ -37,22 +37,14 @@ _LARGEST_CONFIG = 1_000_000  # bytes that a ConfigMap holds, nearly
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pods:
-    """The settings of the pods in a cluster, beyond those of the run itself.
+    """The settings of the pods in a cluster, beyond those of the run itself."""
 
-    Attributes:
-      image: that they run, with a tag or digest.
-      namespace: that they live in.
-      service_account: of Kubernetes, which may use the bucket; "": the namespace's default.
-      capacity: node labels that choose spot machines or a reservation.
-      grace: seconds between SIGTERM and SIGKILL, to finish the steps under way and save.
-      privileged: whether they run as root with all rights, which some nodes want for their TPUs.
-    """
-
-    image: str
-    namespace: str
-    service_account: str
-    capacity: dict[str, str]
-    grace: int
+    image: str  # that they run, with a tag or digest
+    namespace: str  # that they live in
+    service_account: str  # of Kubernetes, which may use the bucket; "": the namespace's default
+    capacity: dict[str, str]  # node labels that choose spot machines or a reservation
+    grace: int  # seconds between SIGTERM and SIGKILL, to finish the steps under way and save
+    # Whether they run as root with all rights, which some nodes want for their TPUs.
     privileged: bool
 
 
@@ -64,11 +56,7 @@ def capacity(spot: bool, reservation: str) -> dict[str, str]:
 
 
 def checked_image(image: str) -> str:
-    """Returns the image if its name fixes which one it is.
-
-    Raises:
-      InputError: its name does not say which: a host that comes later might get another one.
-    """
+    """Returns the image if its name fixes which one it is."""
     last = image.rpartition("/")[2]
     if "@sha256:" not in last and (":" not in last or last.endswith((":", ":latest"))):
         raise InputError(f"--image {image}: name one version of it, IMAGE:TAG or IMAGE@sha256:...")
@@ -83,11 +71,7 @@ def text(spec: Spec, pods: Pods) -> str:
 
 
 def objects(spec: Spec, pods: Pods) -> list[dict[str, Any]]:
-    """Returns a ConfigMap with the experiment, and the JobSet.
-
-    Raises:
-      InputError: GKE has no such slice, or the experiment is too large.
-    """
+    """Returns a ConfigMap with the experiment, and the JobSet."""
     if len("".join([spec.config, *spec.code.values()]).encode()) > _LARGEST_CONFIG:
         raise InputError(f"{spec.experiment.name}: as JSON it is larger than a ConfigMap may be")
     metadata = {

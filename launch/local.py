@@ -28,9 +28,6 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
     Returns:
       The exit code: 0 finished; 75 stopped on request; else that of the process that failed first,
       128 and the signal's number if it was killed.
-
-    Raises:
-      InputError: no such experiment or command.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -64,11 +61,7 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
 
 
 def _pod(command: Sequence[str], args: argparse.Namespace) -> pod.Ended:
-    """Runs a command in a pod; `bert-jax` is that of this interpreter, whatever is on the path.
-
-    Raises:
-      InputError: there is no such command.
-    """
+    """Runs a command in a pod; `bert-jax` is that of this interpreter, whatever is on the path."""
     if command[0] == "bert-jax":
         command = [sys.executable, "-m", "bert_jax.cli", *command[1:]]
     elif shutil.which(command[0]) is None:

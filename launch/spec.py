@@ -36,32 +36,19 @@ _HASH = 8  # characters of the config's hash that tell names apart
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One run, ready to be started.
+    """One run, ready to be started."""
 
-    Attributes:
-      name: of what is rented for it: lower case, digits and hyphens.
-      experiment: resolved.
-      config: the same as JSON, the text of the file EXPERIMENT.
-      sha256: of that text, in hexadecimal.
-      workdir: where the run keeps its files, as all hosts see it.
-      topology: the slice that it runs on; None: this machine.
-      hosts: how many; one process each.
-      extend: whether a run that finished may go on to more steps.
-      environment: variables of each process.
-      retries: how many times it may be started again after a preemption or the loss of a host.
-      code: {name: text} of the file of its own objective or encoder, next to EXPERIMENT.
-    """
-
-    name: str
-    experiment: Experiment
-    config: str
-    sha256: str
-    workdir: str
-    topology: "Topology | None"
-    hosts: int
-    extend: bool
-    environment: Mapping[str, str]
-    retries: int
+    name: str  # of what is rented for it: lower case, digits and hyphens
+    experiment: Experiment  # resolved
+    config: str  # the same as JSON, the text of the file EXPERIMENT
+    sha256: str  # of that text, in hexadecimal
+    workdir: str  # where the run keeps its files, as all hosts see it
+    topology: "Topology | None"  # the slice that it runs on; None: this machine
+    hosts: int  # how many; one process each
+    extend: bool  # whether a run that finished may go on to more steps
+    environment: Mapping[str, str]  # variables of each process
+    retries: int  # how many times it may be started again after a preemption or the loss of a host
+    # {name: text} of the file of its own objective or encoder, next to EXPERIMENT.
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def command(self, experiment: str = EXPERIMENT) -> tuple[str, ...]:
@@ -100,9 +87,6 @@ def specify(
       extend: see `Spec`.
       environment: see `Spec`; None: no variables.
       retries: see `Spec`.
-
-    Raises:
-      InputError: no such experiment, or a setting or name that cannot be used.
     """
     resolved = config.override(config.load(experiment), settings)
     text = config.to_json(resolved)
@@ -197,36 +181,20 @@ _FORMAT_VERSION = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """Machines that may be rented for a workdir: W/launch.json, from before they are until after.
+    """Machines that may be rented for a workdir: W/launch.json, there from before until after."""
 
-    Attributes:
-      launcher: the command that launched it.
-      place: what else that command needs to find it: project, zone, namespace.
-      name: of what was rented.
-      workdir: of the run.
-      topology: the slice, v5e:8x8.
-      hosts: processes.
-      config_sha256: of the resolved experiment.
-      time: of the launch, seconds since 1970.
-      price_per_chip_hour: None: nothing was given.
-    """
-
-    launcher: Literal["tpu_vm", "gke"]
-    place: dict[str, str]
-    name: str
-    workdir: str
-    topology: str
-    hosts: int
-    config_sha256: str
-    time: float
-    price_per_chip_hour: float | None
+    launcher: Literal["tpu_vm", "gke"]  # the command that launched it
+    place: dict[str, str]  # what else that command needs to find it: project, zone, namespace
+    name: str  # of what was rented
+    workdir: str  # of the run
+    topology: str  # the slice, v5e:8x8
+    hosts: int  # processes
+    config_sha256: str  # of the resolved experiment
+    time: float  # of the launch, seconds since 1970
+    price_per_chip_hour: float | None  # None: nothing was given
 
     def write(self) -> None:
-        """Writes the record into the workdir.
-
-        Raises:
-          InputError: another launch's is there: what that one rented would be forgotten.
-        """
+        """Writes the record into the workdir."""
         before = find_record(self.workdir)
         mine = (self.launcher, self.place, self.name)
         if before is not None and (before.launcher, before.place, before.name) != mine:
@@ -245,11 +213,7 @@ class Record:
 
 
 def find_record(workdir: str) -> Record | None:
-    """Returns the record of a workdir; None if nothing is rented for it.
-
-    Raises:
-      InputError: the record is damaged, or cannot be read.
-    """
+    """Returns the record of a workdir; None if nothing is rented for it."""
     path = epath.Path(workdir) / RECORD
     if not mirror.exists(path):
         return None
@@ -273,28 +237,18 @@ def find_record(workdir: str) -> Record | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Generation:
-    """How one generation is named.
+    """How one generation is named."""
 
-    Attributes:
-      prefix: of its accelerator types.
-      counts: what their number counts on a chip: its cores, or it alone.
-      runtime: the image of its machines that is meant for JAX.
-      whole_hosts: sizes in chips of slices that are one machine with as many chips. All others
-        have machines of 4.
-      gke: label of its nodes; "" where GKE does not offer it.
-      gke_single: the same of slices of one machine, where it is another.
-      machine: type of its nodes in GKE, for {} chips a machine.
-      machine_single: the same of slices of one machine, where it is another.
-    """
-
-    prefix: str
-    counts: int
-    runtime: str = "tpu-ubuntu2204-base"
+    prefix: str  # of its accelerator types
+    counts: int  # what their number counts on a chip: its cores, or it alone
+    runtime: str = "tpu-ubuntu2204-base"  # the image of its machines that is meant for JAX
+    # Sizes in chips of slices that are one machine with as many chips. All others have machines of
+    # 4.
     whole_hosts: tuple[int, ...] = (4,)
-    gke: str = ""
-    gke_single: str = ""
-    machine: str = ""
-    machine_single: str = ""
+    gke: str = ""  # label of its nodes; "" where GKE does not offer it
+    gke_single: str = ""  # the same of slices of one machine, where it is another
+    machine: str = ""  # type of its nodes in GKE, for {} chips a machine
+    machine_single: str = ""  # the same of slices of one machine, where it is another
 
 
 _CHIPS_A_HOST = 4
@@ -338,26 +292,17 @@ _GENERATIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SliceNames:
-    """One slice as it is rented.
+    """One slice as it is rented."""
 
-    Attributes:
-      accelerator_type: of Cloud TPU, v5litepod-64.
-      runtime_version: of Cloud TPU, the image of its machines.
-      hosts: machines; each runs one process.
-      chips_per_host: of each machine.
-      gke_accelerator: label cloud.google.com/gke-tpu-accelerator of GKE's nodes; "" where GKE does
-        not offer the generation.
-      gke_topology: label cloud.google.com/gke-tpu-topology, 8x8.
-      gke_machine_type: of GKE's nodes.
-    """
-
-    accelerator_type: str
-    runtime_version: str
-    hosts: int
-    chips_per_host: int
+    accelerator_type: str  # of Cloud TPU, v5litepod-64
+    runtime_version: str  # of Cloud TPU, the image of its machines
+    hosts: int  # machines; each runs one process
+    chips_per_host: int  # of each machine
+    # Label cloud.google.com/gke-tpu-accelerator of GKE's nodes; "" where GKE does not offer the
+    # generation.
     gke_accelerator: str
-    gke_topology: str
-    gke_machine_type: str
+    gke_topology: str  # label cloud.google.com/gke-tpu-topology, 8x8
+    gke_machine_type: str  # of GKE's nodes
 
 
 def slice_names(topology: "Topology") -> SliceNames:
@@ -381,11 +326,7 @@ def slice_names(topology: "Topology") -> SliceNames:
 
 
 def gke_names(topology: "Topology") -> SliceNames:
-    """Returns what `slice_names` does, for a slice that GKE offers.
-
-    Raises:
-      InputError: GKE does not offer the slice's generation.
-    """
+    """Returns what `slice_names` does, for a slice that GKE offers."""
     names = slice_names(topology)
     if not names.gke_accelerator:
         offered = ", ".join(word for word, known in _GENERATIONS.items() if known.gke)

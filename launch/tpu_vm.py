@@ -61,21 +61,13 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A launch, ready to go.
+    """A launch, ready to go."""
 
-    Attributes:
-      spec: what.
-      rented: its machines, there or not yet.
-      create: the command that asks for the machines.
-      wait_seconds: for them.
-      keep: whether they are left at the end, or deleted.
-    """
-
-    spec: Spec
-    rented: Slice
-    create: Sequence[str]
-    wait_seconds: float
-    keep: bool
+    spec: Spec  # what
+    rented: Slice  # its machines, there or not yet
+    create: Sequence[str]  # the command that asks for the machines
+    wait_seconds: float  # for them
+    keep: bool  # whether they are left at the end, or deleted
 
     def run(self, files: Sequence[str]) -> int:
         """Runs the experiment to its end; the machines are gone then, unless they are to be kept.
@@ -85,9 +77,6 @@ class Launch:
 
         Returns:
           The exit code of the run, or of what ended the launch.
-
-        Raises:
-          InputError: the machines may still be there.
         """
         try:
             code = self._attempts(files)
@@ -112,9 +101,6 @@ class Launch:
 
         Returns:
           The exit code of a run that saved; else INTERRUPTED.
-
-        Raises:
-          InputError: the machines may still be there.
         """
         if self.keep:
             workdir = self.spec.workdir
@@ -161,7 +147,6 @@ class Launch:
         Raises:
           Lost: they were taken away before they were there.
           Deleted: somebody has deleted the request.
-          InputError: the request was refused, has failed, or took too long.
         """
         name, rented = self.spec.name, self.rented
         before = rented.state()
@@ -241,9 +226,6 @@ def launch(args: argparse.Namespace, spec: Spec) -> int:
 
     Returns:
       The exit code of the run, or of what ended the launch.
-
-    Raises:
-      InputError: a check speaks against it, or machines may still be there.
     """
     assert spec.topology is not None
     if not _DURATION.fullmatch(args.valid_until):
@@ -313,11 +295,7 @@ def logs(record: Record, host: int, follow: bool) -> int:
 
 
 def stop(record: Record) -> int:
-    """Stops the run once it has saved, and deletes the machines; returns the run's exit code.
-
-    Raises:
-      InputError: the machines may still be there.
-    """
+    """Stops the run once it has saved, and deletes the machines; returns the run's exit code."""
     rented = _of(record)
     now = rented.state(TRIES)
     code = rented.save(record.hosts) if now == ACTIVE else errors.FINISHED

@@ -5,8 +5,6 @@ import itertools
 import pathlib
 import re
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted(path for room in ("bert_jax", "launch") for path in (ROOT / room).rglob("*.py"))
 # Where docstrings are a command's help: "Train ...".
@@ -63,12 +61,21 @@ def words(source):
             yield f"{node.lineno}: found"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_what_a_docstring_says_first(path):
-    source = path.read_text()
-    if path.relative_to(ROOT).as_posix() not in COMMANDS:
-        assert not badly_begun(source)
-    assert not list(words(source))
+def repeats(source):
+    """What a docstring says a second time: fields, which are explained where they stand, and that
+    bad input is an InputError."""
+    for number, line in enumerate(source.split("\n"), 1):
+        if re.match(r"\s*(Attributes:|InputError: .*)$", line):
+            yield f"{number}: {line.strip()}"
+
+
+def test_what_a_docstring_says_first():
+    for path in FILES:
+        source = path.read_text()
+        if path.relative_to(ROOT).as_posix() not in COMMANDS:
+            assert not badly_begun(source), path
+        assert not list(words(source)), path
+        assert not list(repeats(source)), path
 
 
 def test_what_would_be_seen():
@@ -82,3 +89,4 @@ def test_what_would_be_seen():
     ]
     lines = ("# told", "beside = 1", "# so, but for that", "found = 1", "def f(found): ...")
     assert len(list(itertools.chain.from_iterable(map(words, lines)))) == len(lines)
+    assert len(list(repeats("    Attributes:\n\n    Raises:\n      InputError: bad.\n"))) == 2

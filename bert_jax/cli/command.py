@@ -22,17 +22,12 @@ Argument = Callable[[argparse.ArgumentParser], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command: its function, what adds its arguments, and what else its help shows.
-
-    Attributes:
-      fields: whose settings the help lists.
-      codes: exit codes that mean something of this command's own.
-    """
+    """A command: its function, what adds its arguments, and what else its help shows."""
 
     function: Callable[[argparse.Namespace], int]
     arguments: tuple[Argument, ...]
-    fields: type[Section] | None
-    codes: Mapping[int, str]
+    fields: type[Section] | None  # whose settings the help lists
+    codes: Mapping[int, str]  # exit codes that mean something of this command's own
 
 
 COMMANDS: dict[str, Command] = {}

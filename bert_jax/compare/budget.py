@@ -18,11 +18,7 @@ _TIMED = 25
 
 
 def with_steps(experiment: Experiment, steps: int) -> Experiment:
-    """Returns the experiment with so many steps, of which phases, warm-up and decay keep shares.
-
-    Raises:
-      InputError: too few for its phases.
-    """
+    """Returns the experiment with so many steps, of which phases, warm-up and decay keep shares."""
     total, phases = experiment.total_steps, experiment.phases
     if steps < len(phases):
         raise InputError(f"{steps} steps are too few for its {len(phases)} phases")
@@ -52,9 +48,6 @@ def steps_within(experiment: Experiment, cpu_seconds: float, costs: list[float])
       experiment: whose phases share the steps as they do now.
       cpu_seconds: of all steps.
       costs: seconds of CPU that a step of each phase takes.
-
-    Raises:
-      InputError: fewer than one of each phase.
     """
     shares = [phase.steps / experiment.total_steps for phase in experiment.phases]
     mean = sum(share * cost for share, cost in zip(shares, costs, strict=True))
@@ -78,7 +71,6 @@ def seconds_a_step(experiment: Experiment, folder: epath.Path, progress: Progres
 
     Raises:
       Stopped: asked to stop.
-      InputError: as `pretrain`.
     """
     phases = tuple(dataclasses.replace(p, steps=2 * _TIMED) for p in experiment.phases)
     never = 2 * _TIMED * len(phases) + 1

@@ -37,27 +37,16 @@ _MEND = "remove it; what was measured is then measured again, and finished runs 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Something that is measured of each run.
+    """Something that is measured of each run."""
 
-    Attributes:
-      name: as the table has it.
-      title: for people.
-      task: of a column that asks a task; else None.
-      examples: a hash of those of the task.
-    """
-
-    name: str
-    title: str
-    task: Finetuning | None = None
-    examples: str = ""
+    name: str  # as the table has it
+    title: str  # for people
+    task: Finetuning | None = None  # of a column that asks a task; else None
+    examples: str = ""  # a hash of those of the task
 
     @classmethod
     def of(cls, name: str) -> "Column":
-        """Reads the file of a task, and its examples, so that what is wrong is known at once.
-
-        Raises:
-          InputError: as `config.load`, `Probes` and `examples.read`.
-        """
+        """Reads the file of a task, and its examples, so that what is wrong is known at once."""
         word, _, file = name.partition(":")
         if name in COLUMNS:
             return cls(name, COLUMNS[name])
@@ -105,51 +94,33 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A run of a row with one of the seeds.
+    """A run of a row with one of the seeds."""
 
-    Attributes:
-      row, seed: whose.
-      experiment: with all that the table gives it.
-      read: a hash of the corpus, and of the weights that it begins with; "" before it is known.
-      folder: its workdir.
-    """
-
-    row: str
+    row: str  # whose
     seed: int
-    experiment: Experiment
-    read: str
-    folder: epath.Path
+    experiment: Experiment  # with all that the table gives it
+    read: str  # a hash of the corpus, and of the weights that it begins with; "" before it is known
+    folder: epath.Path  # its workdir
 
 
 @dataclasses.dataclass
 class Results:
-    """A table with its columns, the runs it takes, and what was measured of them so far.
+    """A table with its columns, the runs it takes, and what was measured of them so far."""
 
-    Attributes:
-      table: what is compared.
-      root: its folder, of this machine.
-      columns: what is measured.
-      costs: seconds of CPU that a step of each phase takes, by `sha256` of the row's experiment.
-      values: what was measured, by `hash_of` and by what was read: None for what a run does not
-        learn; by which bert_jax; whether it had been measured before, of other text.
-      members: the runs, all rows with the first seed first; none before their steps are known.
-    """
-
-    table: Table
-    root: epath.Path
-    columns: list[Column]
+    table: Table  # what is compared
+    root: epath.Path  # its folder, of this machine
+    columns: list[Column]  # what is measured
+    # Seconds of CPU that a step of each phase takes, by `sha256` of the row's experiment.
     costs: dict[str, list[float]]
+    # What was measured, by `hash_of` and by what was read: None for what a run does not learn; by
+    # which bert_jax; whether it had been measured before, of other text.
     values: dict[str, dict[str, list[Any]]]
+    # The runs, all rows with the first seed first; none before their steps are known.
     members: list[Member] = dataclasses.field(default_factory=list)
 
     @classmethod
     def read(cls, table: Table, root: str) -> "Results":
-        """Reads what a folder holds of a table, perhaps nothing.
-
-        Raises:
-          InputError: a column's task that cannot be read, or that a row cannot be asked, or a
-            folder that holds other things.
-        """
+        """Reads what a folder holds of a table, perhaps nothing."""
         folder = Workdir(root).root
         columns = [Column.of(name) for name in table.columns]
         titles = [column.title for column in columns]

@@ -44,9 +44,6 @@ class Comparison:
     Args:
       results: of the table, as its folder has them.
       progress: shows what happens.
-
-    Raises:
-      InputError: a row that cannot be run with the table's budget.
     """
 
     def __init__(self, results: Results, progress: Progress):
@@ -61,9 +58,6 @@ class Comparison:
         """Does what is missing, and writes the table after each run.
 
         A run that fails does not keep the others from going on.
-
-        Raises:
-          InputError: what a run of them raises.
         """
         self._results.write()  # by which the folder is known for a table's
         self._prepare()

@@ -65,9 +65,6 @@ def own(function: Callable[..., Any]) -> str:
     """Returns what `data.code` or `model.code` is, for a function at the top of its file.
 
     An experiment file calls it with an objective or an encoder of its own.
-
-    Raises:
-      InputError: it is no such function, or its file is gone.
     """
     path = pathlib.Path(getattr(getattr(function, "__code__", None), "co_filename", ""))
     names = getattr(function, "__globals__", {})
@@ -90,11 +87,7 @@ def own(function: Callable[..., Any]) -> str:
 
 
 def name_file(path: str) -> None:
-    """Notes that a file may be run if a config asks for it by its hash: `--code`.
-
-    Raises:
-      InputError: there is none.
-    """
+    """Notes that a file may be run if a config asks for it by its hash: `--code`."""
     _content(pathlib.Path(path))
     named = _named()
     if os.path.abspath(path) not in named:
@@ -118,11 +111,7 @@ def _content(path: pathlib.Path) -> bytes:
 
 
 def function(reference: str) -> Callable[..., Any]:
-    """Returns the function of a reference, whose file is run if it was named and is the one.
-
-    Raises:
-      InputError: no file that was named is the one; or it fails, or has no such function.
-    """
+    """Returns the function of a reference, whose file is run if it was named and is the one."""
     wanted = Reference.parse(reference)
     names = _load(wanted).names
     if not callable(names.get(wanted.function)):
@@ -131,11 +120,7 @@ def function(reference: str) -> Callable[..., Any]:
 
 
 def files(section: Section) -> dict[str, str]:
-    """Returns the file that an experiment has code of, {`COPY`: its text}; of one without, {}.
-
-    Raises:
-      InputError: no file that was named is the one, or there are two.
-    """
+    """Returns the file that an experiment has code of, {`COPY`: its text}; of one without, {}."""
     references = [Reference.parse(text) for _, text in codes(section) if text]
     if len({reference.sha256 for reference in references}) > 1:
         names = " and ".join(reference.file for reference in references)
@@ -196,9 +181,6 @@ def run_file(path: pathlib.Path, function: str) -> tuple[Any, tuple[str, Section
 
     Returns:
       What the function gives; and the name and experiment of the file that it varies, if it does.
-
-    Raises:
-      InputError: the file or the function fails, or there is no such function.
     """
     with failures(path), _importing_from(path.parent.resolve()) as imported:
         names = runpy.run_path(str(path), run_name=path.stem)
@@ -216,11 +198,7 @@ def run_file(path: pathlib.Path, function: str) -> tuple[Any, tuple[str, Section
 
 @contextlib.contextmanager
 def failures(path: pathlib.Path) -> Iterator[None]:
-    """Has everything that code of a user raises be one line, which names its file and line.
-
-    Raises:
-      InputError: instead of what was raised.
-    """
+    """Has everything that code of a user raises be one line, which names its file and line."""
     folder = path.parent.resolve()
     try:
         yield

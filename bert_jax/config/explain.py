@@ -90,23 +90,14 @@ GUIDE = (
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One field, as `--set` names it.
+    """One field, as `--set` names it."""
 
-    Attributes:
-      path: `model.hidden_size`; of a phase `phases.N.steps`.
-      type: in words.
-      choices: the values it can have; empty: any of its type.
-      default: as `--set` takes it; None: it must be given.
-      comment: what it means.
-      role: of its section, "identity" or "placement".
-    """
-
-    path: str
-    type: str
-    choices: tuple[str, ...]
-    default: str | None
-    comment: str
-    role: str
+    path: str  # `model.hidden_size`; of a phase `phases.N.steps`
+    type: str  # in words
+    choices: tuple[str, ...]  # the values it can have; empty: any of its type
+    default: str | None  # as `--set` takes it; None: it must be given
+    comment: str  # what it means
+    role: str  # of its section, "identity" or "placement"
 
     def __str__(self) -> str:
         what = f"one of {', '.join(self.choices)}" if self.choices else self.type
@@ -185,11 +176,7 @@ def fields(root: type[Section]) -> str:
 
 
 def explain(name: str) -> str:
-    """Returns what `config --explain` prints of a field, of a section, or ("") of all.
-
-    Raises:
-      InputError: there is neither; the nearest is named.
-    """
+    """Returns what `config --explain` prints of a field, of a section, or ("") of all."""
     every = {s.path: s for root in (Finetuning, Experiment) for s in settings(root)}
     wanted = ".".join("N" if part.isdecimal() else part for part in name.split("."))
     chosen = [

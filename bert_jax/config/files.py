@@ -33,19 +33,12 @@ def load(path: str, kind: type[T] = Experiment) -> T:
     A bare name is that of a file that comes with the package. In a .py file sources that begin with
     `./` or `../` lie where the file does, others in the current folder. It may `import` others in
     its folder, to vary what their `experiment()` gives.
-
-    Raises:
-      InputError: there is none, it fails, or it is of another kind.
     """
     return _load(path, kind)[0]
 
 
 def load_table(path: str) -> Table:
-    """Reads TABLE: a .py file that defines `table()`.
-
-    Raises:
-      InputError: there is none, it fails, or gives something else.
-    """
+    """Reads TABLE: a .py file that defines `table()`."""
     file = pathlib.Path(path)
     if not file.is_file() or file.suffix != ".py":
         raise InputError(f"{path}: no such table; name a .py file that defines table()")
@@ -78,9 +71,6 @@ def finetuning_of(
         --second, --label.
       workdir: of the run; its last part names it. None: the first file to learn from does.
       settings: `--set` strings.
-
-    Raises:
-      InputError: a flag is missing, or a file is of no kind that is known by its name.
     """
     for flag in ("--kind", "--train", "--validation"):
         if flag not in described:
@@ -105,11 +95,7 @@ def finetuning_of(
 
 
 def source_of(flag: str, kind: str, file: str) -> str:
-    """Returns a source as `task.train` has it, by the end of the file's name.
-
-    Raises:
-      InputError: which names the flag, if that does not say how the file is read for this kind.
-    """
+    """Returns a source as `task.train` has it, by the end of the file's name."""
     if file.partition(":")[0] in SOURCES[kind]:
         return file
     ending = pathlib.PurePath(file).suffix.lower()
@@ -243,12 +229,7 @@ def decode(content: bytes, where: str) -> str:
 
 
 def override(experiment: T, settings: Sequence[str]) -> T:
-    """Applies `--set` strings like `model.hidden_size=128` or `phases.0.steps=10`, all at once.
-
-    Raises:
-      InputError: a string without "=", an unknown field (the nearest is suggested), a value of
-        another type, or a combination that validation refuses.
-    """
+    """Applies `--set` strings like `model.hidden_size=128` or `phases.0.steps=10`, all at once."""
     tree = _plain(experiment)
     for setting in settings:
         path, equals, text = setting.partition("=")
@@ -332,12 +313,7 @@ def to_json(experiment: Section) -> str:
 
 
 def from_json(text: str, where: str, kind: type[T] = Experiment) -> T:
-    """Reads what `to_json` wrote. `where` names the file in errors.
-
-    Raises:
-      InputError: not JSON, another format version, an experiment of another kind, an unknown,
-        missing or impossible field.
-    """
+    """Reads what `to_json` wrote. `where` names the file in errors."""
     tree = parse_object(text, where)
     version = tree.pop("format_version", None)
     if version != FORMAT_VERSION:
@@ -403,11 +379,7 @@ def flatten(section: Any, role: str = "all", path: str = "") -> list[tuple[str, 
 
 
 def section(kind: type[T], value: Any, where: str) -> T:
-    """Builds a section from the object that JSON gives for it; `where` begins its errors.
-
-    Raises:
-      InputError: an unknown field, or a value that the section refuses.
-    """
+    """Builds a section from the object that JSON gives for it; `where` begins its errors."""
     try:
         return _build(kind, value, "")
     except InputError as error:

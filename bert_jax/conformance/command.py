@@ -51,11 +51,7 @@ def write_instances(args: argparse.Namespace) -> int:
 
 
 def check() -> Iterator:
-    """Yields every rule of the reference, compared (see `rule.Rule`); takes some twenty seconds.
-
-    Raises:
-      InputError: JAX_PLATFORMS asks for a device that cannot be used.
-    """
+    """Yields every rule of the reference, compared (see `rule.Rule`); takes some twenty seconds."""
     import jax
 
     from bert_jax.config import Parallelism

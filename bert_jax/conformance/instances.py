@@ -30,9 +30,6 @@ def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Doc
     A line ends with \n. Bytes that are not UTF-8 are left out. A line of white space opens a new
     document; a line without tokens is dropped, and so is a document without lines. A file goes on
     with the document in which the one before ended.
-
-    Raises:
-      InputError: a file cannot be read.
     """
     documents: Documents = [[]]
     for path in paths:
@@ -81,11 +78,7 @@ def _as_written(batch: batches.Batch) -> dict[str, Any]:
 def write(
     texts: Sequence[epath.PathLike], vocab: epath.PathLike, settings: Settings, out: epath.PathLike
 ) -> int:
-    """Writes a line with the settings, then a line an instance; returns how many instances.
-
-    Raises:
-      InputError: a file cannot be read, `out` cannot be written, or is one of those read.
-    """
+    """Writes a line with the settings, then a line an instance; returns how many instances."""
     target = epath.Path(out)
     for path in (*texts, vocab):
         if target.resolve() == epath.Path(path).resolve():

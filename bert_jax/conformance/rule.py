@@ -9,21 +9,13 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One rule of the reference, compared.
+    """One rule of the reference, compared."""
 
-    Attributes:
-      part: data, tokenizer, optimizer, model or loss.
-      says: the rule in a few words.
-      compared: what with what.
-      difference: the largest; of exact rules, how many things differ.
-      most: what it may be; 0 for exact rules.
-    """
-
-    part: str
-    says: str
-    compared: str
-    difference: float
-    most: float = 0.0
+    part: str  # data, tokenizer, optimizer, model or loss
+    says: str  # the rule in a few words
+    compared: str  # what with what
+    difference: float  # the largest; of exact rules, how many things differ
+    most: float = 0.0  # what it may be; 0 for exact rules
 
     @property
     def holds(self) -> bool:

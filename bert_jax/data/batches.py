@@ -220,9 +220,6 @@ def _masked(
       text: bool [B, S], False for specials and padding.
       lengths: int64 [B], of the rows without padding.
       stream, array_draws, ids, policy, max_predictions: see `execute`.
-
-    Raises:
-      InputError: the stream holds ids that the vocabulary has not.
     """
     _require_known(stream, input_ids, ids)
     masked = masking.mask(
@@ -296,7 +293,6 @@ class TrainBatches:
         The plan of the epoch after it is begun, too.
 
         Raises:
-          InputError: a plan cannot be made.
           Unavailable: the process that makes it was killed again and again.
         """
         ends = np.array([0, self.shape.batch_size - 1])

@@ -23,11 +23,7 @@ from bert_jax.storage.retry import again
 
 
 def run(tasks: Sequence[parts.Task], options: str) -> list[dict[str, Any]]:
-    """Runs the tasks that are not done yet; returns the record that each left.
-
-    Raises:
-      InputError: of a task that fails, or Beam is not installed.
-    """
+    """Runs the tasks that are not done yet; returns the record that each left."""
     left = [task for task in tasks if parts.record_of(task) is None]
     if left:
         _run_pipeline(left, options)

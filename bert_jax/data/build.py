@@ -54,14 +54,10 @@ class Survey:
 
     A document goes to validation if the hash of its text is among the smallest
     `Corpus.validation_share`; so equal texts share a split, and a split does not depend on order.
-
-    Attributes:
-      first: bool [documents], no earlier document has the same text.
-      held_out: bool [documents], goes to validation.
     """
 
-    first: np.ndarray
-    held_out: np.ndarray
+    first: np.ndarray  # bool [documents], no earlier document has the same text
+    held_out: np.ndarray  # bool [documents], goes to validation
 
     @property
     def count(self) -> int:
@@ -75,11 +71,7 @@ class Survey:
 
     @classmethod
     def of(cls, hashes: np.ndarray, corpus: Corpus) -> "Survey":
-        """Decides by the hashes of all texts, uint64 [documents].
-
-        Raises:
-          InputError: no text, or too few documents to hold some out.
-        """
+        """Decides by the hashes of all texts, uint64 [documents]."""
         if not len(hashes):
             raise InputError(
                 f"corpus.sources: no text in any document of {', '.join(corpus.sources)}"
@@ -131,7 +123,6 @@ def build(
       What the manifest says: settings, sources, counts, versions, and the hash of every file.
 
     Raises:
-      InputError: bad sources, or too few documents.
       Unavailable: a bucket or a worker failed.
     """
     scratch = pathlib.Path(folder) / PARTS
@@ -248,9 +239,6 @@ def _mixed(corpus: Corpus, written: list[int], parts_of_sources: list[int]) -> d
       corpus: what was read.
       written: documents of that split, of each part.
       parts_of_sources: how many parts each source has.
-
-    Raises:
-      InputError: of a source there are too few.
     """
     if not corpus.mixture:
         return {}
@@ -385,15 +373,10 @@ def _drop_others(scratch: pathlib.Path, tasks: Sequence[parts.Task], say: Say) -
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Does the tasks of a stage.
+    """Does the tasks of a stage."""
 
-    Attributes:
-      workers: processes of this machine.
-      beam: a runner and its options, in place of them; None: no Beam.
-    """
-
-    workers: int = 1
-    beam: str | None = None
+    workers: int = 1  # processes of this machine
+    beam: str | None = None  # a runner and its options, in place of them; None: no Beam
 
     def __call__(self, what: str, tasks: Sequence[parts.Task], say: Say) -> list[dict[str, Any]]:
         """Returns the records that they left, in their order."""

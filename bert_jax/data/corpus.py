@@ -82,7 +82,6 @@ def prepare(
         Beam.
 
     Raises:
-      InputError: bad sources, or a folder made from other settings; `Changed` of other text.
       Unavailable: a bucket or a worker failed; run again to go on.
     """
     run = build.Run(workers, beam)
@@ -108,11 +107,7 @@ def prepare(
 
 
 def verify(folder: epath.Path) -> None:
-    """Reads all files of a corpus; of one in a bucket, those of this host's copy.
-
-    Raises:
-      InputError: nothing complete here, or a file that is not as `prepare` wrote it.
-    """
+    """Reads all files of a corpus; of one in a bucket, those of this host's copy."""
     folder = here(folder)
     manifest = open_manifest(folder)
     for below, mend in _mends(folder).items():
@@ -131,7 +126,6 @@ def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
       say: is given a line now and then while it is copied.
 
     Raises:
-      InputError: nothing complete in the bucket, or a file there is missing or damaged.
       Unavailable: the bucket is out of reach, or the disk full; what was copied stays.
     """
     if not mirror.is_bucket(folder):
@@ -172,11 +166,7 @@ def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
 
 
 def open_manifest(folder: epath.Path) -> dict[str, Any]:
-    """Returns the manifest of a complete corpus, here or in a bucket.
-
-    Raises:
-      InputError: nothing complete here.
-    """
+    """Returns the manifest of a complete corpus, here or in a bucket."""
     path = folder / "manifest.json"
     if not (mirror.exists(folder / COMPLETE) and mirror.exists(path)):
         raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
@@ -196,11 +186,7 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
 
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:
-    """Returns the tokenizer the corpus was made with.
-
-    Raises:
-      InputError: it was changed since.
-    """
+    """Returns the tokenizer the corpus was made with."""
     mend = _mends(folder)["tokenizer/"]
     # First: what is wrong with a damaged vocabulary is no fault of its author.
     _require(folder, manifest["files"], "tokenizer/", "cheap", mend)
@@ -211,11 +197,7 @@ def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.To
 
 
 def open_stream(folder: epath.Path, split: str) -> stream.Stream:
-    """Returns a split as flat ids, made from the dataset if it was removed.
-
-    Raises:
-      InputError: it is damaged; or is missing, and so is the dataset, or the folder is in use.
-    """
+    """Returns a split as flat ids, made from the dataset if it was removed."""
     manifest, target, mends = open_manifest(folder), folder / "stream" / split, _mends(folder)
     depth = "cheap"
     if not is_complete(target):

@@ -45,16 +45,11 @@ def folder_of(corpus: epath.Path) -> epath.Path:
 
 
 class ShardWriter:
-    """Writes documents to an ArrayRecord file, and counts them.
-
-    Attributes:
-      counts: of what was written.
-      num_bytes: of the examples.
-    """
+    """Writes documents to an ArrayRecord file, and counts them."""
 
     def __init__(self, path: pathlib.Path, unk_id: int):
-        self.counts = SplitCounts()
-        self.num_bytes = 0
+        self.counts = SplitCounts()  # of what was written
+        self.num_bytes = 0  # of the examples
         self._unk_id = unk_id
         # Random access to each document; as TFDS writes it.
         self._writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")

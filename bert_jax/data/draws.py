@@ -43,16 +43,11 @@ class Removals:
 
     The longer side loses `lead` tokens, then B and A in turn lose `rest`, B first, since a tie
     takes from B.
-
-    Attributes:
-      a_leads: bool [B], A is the longer side.
-      lead: int64 [B].
-      rest: int64 [B].
     """
 
-    a_leads: np.ndarray
-    lead: np.ndarray
-    rest: np.ndarray
+    a_leads: np.ndarray  # bool [B], A is the longer side
+    lead: np.ndarray  # int64 [B]
+    rest: np.ndarray  # int64 [B]
 
     @property
     def from_a(self) -> np.ndarray:

@@ -20,19 +20,13 @@ from bert_jax.data.draws import ArrayDraws
 
 
 class Policy(NamedTuple):
-    """The masks of a step: how much is predicted, and what it becomes.
+    """The masks of a step: how much is predicted, and what it becomes."""
 
-    Attributes:
-      share: of a row's length that is to be predicted.
-      mask_share: of what is predicted, the part that becomes [MASK].
-      random_share: the part that becomes any piece; the rest stays.
-      units: what is masked at once. A word's pieces go on it, and as in the reference such a piece
-        at the front of a truncated B joins the last word of A.
-    """
-
-    share: float
-    mask_share: float
-    random_share: float
+    share: float  # of a row's length that is to be predicted
+    mask_share: float  # of what is predicted, the part that becomes [MASK]
+    random_share: float  # the part that becomes any piece; the rest stays
+    # What is masked at once. A word's pieces go on it, and as in the reference such a piece at the
+    # front of a truncated B joins the last word of A.
     units: Literal["piece", "whole_word", "span"]
 
     @classmethod
@@ -49,19 +43,12 @@ HELD_OUT = Policy(0.15, 0.8, 0.1, "piece")
 
 
 class Masked(NamedTuple):
-    """Masked rows.
+    """Masked rows."""
 
-    Attributes:
-      input_ids: int32 [B, S], some replaced.
-      positions: int32 [B, P], rising, 0 behind the last.
-      ids: int32 [B, P], what stood there, 0 behind the last.
-      weights: float32 [B, P], 1, and 0 behind the last.
-    """
-
-    input_ids: np.ndarray
-    positions: np.ndarray
-    ids: np.ndarray
-    weights: np.ndarray
+    input_ids: np.ndarray  # int32 [B, S], some replaced
+    positions: np.ndarray  # int32 [B, P], rising, 0 behind the last
+    ids: np.ndarray  # int32 [B, P], what stood there, 0 behind the last
+    weights: np.ndarray  # float32 [B, P], 1, and 0 behind the last
 
 
 def number_to_predict(
@@ -144,18 +131,14 @@ def _entries(num: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Words(NamedTuple):
-    """The words of rows.
+    """The words of rows."""
 
-    Attributes:
-      count: int64 [B].
-      first: int64 [B, G + 1], the candidate that each starts with; behind a row's last word the
-        number of its candidates.
-      text: int64 [B, G], the number of the text in which it starts, rising; behind the last word
-        without meaning.
-    """
-
-    count: np.ndarray
+    count: np.ndarray  # int64 [B]
+    # int64 [B, G + 1], the candidate that each starts with; behind a row's last word the number of
+    # its candidates.
     first: np.ndarray
+    # int64 [B, G], the number of the text in which it starts, rising; behind the last word without
+    # meaning.
     text: np.ndarray
 
 

@@ -38,15 +38,10 @@ class Limits(NamedTuple):
 
 
 class Packs(NamedTuple):
-    """The packed rows of an epoch, in the order in which it takes them.
+    """The packed rows of an epoch, in the order in which it takes them."""
 
-    Attributes:
-      starts: uint64 [rows + 1], where each row's examples begin in `slots`.
-      slots: uint32 [examples], which examples of the epoch, row after row.
-    """
-
-    starts: np.ndarray
-    slots: np.ndarray
+    starts: np.ndarray  # uint64 [rows + 1], where each row's examples begin in `slots`
+    slots: np.ndarray  # uint32 [examples], which examples of the epoch, row after row
 
     def __len__(self) -> int:
         return len(self.starts) - 1

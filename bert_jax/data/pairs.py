@@ -89,9 +89,6 @@ def plan(
 
     Returns:
       `chunk_dtype` [chunks].
-
-    Raises:
-      InputError: no document has two sentences to be swapped.
     """
     most = sequence_length - SPECIAL_TOKENS
     document_offsets, total = stream.document_offsets, len(stream.sentence_offsets) - 1

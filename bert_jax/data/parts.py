@@ -58,24 +58,15 @@ Tick = Callable[[int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A stretch of text, in order.
+    """A stretch of text, in order."""
 
-    Attributes:
-      extents: what is read.
-      files: path, bytes and date of the files it comes from; of a TFDS dataset its metadata.
-      bytes: of text, roughly.
-    """
-
-    extents: tuple[Extent, ...]
+    extents: tuple[Extent, ...]  # what is read
+    # Path, bytes and date of the files it comes from; of a TFDS dataset its metadata.
     files: tuple[tuple[str, int, int], ...]
-    bytes: int
+    bytes: int  # of text, roughly
 
     def documents(self, corpus: Corpus) -> Iterator[Document]:
-        """Yields the documents of this part.
-
-        Raises:
-          InputError: as `documents.read`; or a file has changed since the parts were planned.
-        """
+        """Yields the documents of this part."""
         self._require_unchanged()
         try:
             for extent in self.extents:
@@ -97,11 +88,7 @@ class Part:
 
 
 def plan(corpus: Corpus) -> list[Part]:
-    """Returns the parts of a corpus, in order.
-
-    Raises:
-      InputError: a source is missing.
-    """
+    """Returns the parts of a corpus, in order."""
     parts: list[Part] = []
     extents: list[Extent] = []
     size = 0
@@ -418,11 +405,7 @@ def _mapped(path: pathlib.Path, dtype: Any) -> np.ndarray:
 
 
 def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
-    """Runs a task unless it is done; returns the record of its folder.
-
-    Raises:
-      InputError: bad text, or the place cannot be written.
-    """
+    """Runs a task unless it is done; returns the record of its folder."""
     record = record_of(task)
     if record is not None:
         return record

@@ -65,19 +65,12 @@ _WRITTEN = 1 << 20
 
 
 class Packed(NamedTuple):
-    """The limits within which examples share rows.
+    """The limits within which examples share rows."""
 
-    Attributes:
-      examples: of a row, at most.
-      predictions: of a row, at most.
-      masked_share: of an example's tokens that are predicted, the largest of any step.
-      max_predictions: of an example.
-    """
-
-    examples: int
-    predictions: int
-    masked_share: float
-    max_predictions: int
+    examples: int  # of a row, at most
+    predictions: int  # of a row, at most
+    masked_share: float  # of an example's tokens that are predicted, the largest of any step
+    max_predictions: int  # of an example
 
     @classmethod
     def of(cls, data: Data, phase: Phase) -> "Packed | None":
@@ -163,7 +156,6 @@ class Plans:
         """Returns the epoch's chunks in their random order, or None while they are being planned.
 
         Raises:
-          InputError: the plan cannot be written.
           Unavailable: the process that makes it was killed again and again.
         """
         plan = self._find(epoch)

@@ -27,22 +27,15 @@ _BLOCK = 1 << 15
 
 
 class Rows(NamedTuple):
-    """Rows before they are masked.
+    """Rows before they are masked."""
 
-    Attributes:
-      input_ids: int32 [B, S].
-      text: bool [B, S], neither specials nor padding.
-      length: int64 [B], specials counted.
-      document: int32 [B, S], which of the row's documents, from 1; 0 of padding. [CLS] is of the
-        first, a [SEP] of the one that it ends.
-      positions: int32 [B, S], counted from 0 within each document; 0 of padding.
-    """
-
-    input_ids: np.ndarray
-    text: np.ndarray
-    length: np.ndarray
+    input_ids: np.ndarray  # int32 [B, S]
+    text: np.ndarray  # bool [B, S], neither specials nor padding
+    length: np.ndarray  # int64 [B], specials counted
+    # int32 [B, S], which of the row's documents, from 1; 0 of padding. [CLS] is of the first, a
+    # [SEP] of the one that it ends.
     document: np.ndarray
-    positions: np.ndarray
+    positions: np.ndarray  # int32 [B, S], counted from 0 within each document; 0 of padding
 
 
 def plan(
@@ -57,9 +50,6 @@ def plan(
       sequence_length: of the rows, specials included.
       key: of the draws.
       most_rows: of the pass; None: all of it.
-
-    Raises:
-      InputError: the text does not fill one row.
     """
     if stream.tokens < sequence_length - SPECIAL_TOKENS:
         raise InputError(

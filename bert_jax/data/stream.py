@@ -24,22 +24,15 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass
 class Stream:
-    """One split.
+    """One split."""
 
-    Attributes:
-      ids: uint16 or uint32 [tokens], all documents after one another.
-      sentence_offsets: uint64 [sentences + 1], where each sentence starts in `ids`.
-      document_offsets: uint64 [documents + 1], where each document starts in `sentence_offsets`.
-      unigrams: int64 [vocabulary], how often each id stands in `ids`.
-      folder: where `write` wrote them; "" in memory.
-      documents: of those in the folder the first and one past the last; None: all of them.
-    """
-
-    ids: np.ndarray
-    sentence_offsets: np.ndarray
+    ids: np.ndarray  # uint16 or uint32 [tokens], all documents after one another
+    sentence_offsets: np.ndarray  # uint64 [sentences + 1], where each sentence starts in `ids`
+    # uint64 [documents + 1], where each document starts in `sentence_offsets`.
     document_offsets: np.ndarray
-    unigrams: np.ndarray
-    folder: str = ""
+    unigrams: np.ndarray  # int64 [vocabulary], how often each id stands in `ids`
+    folder: str = ""  # where `write` wrote them; "" in memory
+    # Of those in the folder the first and one past the last; None: all of them.
     documents: tuple[int, int] | None = None
 
     @classmethod
@@ -49,9 +42,6 @@ class Stream:
         Args:
           folder: that it was written to.
           documents: see `part`; None: all of them.
-
-        Raises:
-          InputError: a file is missing, or another than was written.
         """
         folder = epath.Path(folder)
         path, maps = folder / "stream.json", {}
@@ -106,9 +96,6 @@ def write(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: i
       split: of the dataset.
       folder: is made again.
       vocab_size: above all ids.
-
-    Raises:
-      InputError: the dataset is damaged, or the folder cannot be written; it is gone then.
     """
     with named_errors(folder):
         if folder.exists():

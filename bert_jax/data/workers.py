@@ -118,7 +118,6 @@ def run(tasks: Sequence[parts.Task], workers: int, progress: Progress) -> list[d
       progress: shows what is done.
 
     Raises:
-      InputError: of the first task that fails; what is done stays.
       Unavailable: a process was killed.
     """
     records = {number: parts.record_of(task) for number, task in enumerate(tasks)}

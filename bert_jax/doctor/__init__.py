@@ -29,9 +29,6 @@ def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
         experiment file (its sources are looked at), or text: a file or folder of .txt or .jsonl,
         which may be .gz or .zst.
       settings: changes to an experiment, as `--set` takes them.
-
-    Raises:
-      InputError: none of these, or a damaged one.
     """
     return sorted(_examine(path, settings), key=lambda finding: finding.severity != "problem")
 

@@ -32,9 +32,6 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
     Args:
       folder: the corpus folder.
       lengths: sequence lengths to plan for; the paper's by default.
-
-    Raises:
-      InputError: not complete, or damaged.
     """
     folder = corpus_lib.here(folder)
     manifest = corpus_lib.open_manifest(folder)

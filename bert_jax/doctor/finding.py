@@ -16,40 +16,24 @@ Severity = Literal["problem", "note"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or worth knowing.
+    """One thing that is wrong, or worth knowing."""
 
-    Attributes:
-      severity: `problem` if training suffers or is refused, `note` for a remark.
-      what: what is wrong, with its number.
-      example: where, and a short printable excerpt; empty where there is none to show.
-      effect: what it is likely to do to training.
-      remedy: the setting or action that mends it.
-    """
-
-    severity: Severity
-    what: str
-    example: str
-    effect: str
-    remedy: str
+    severity: Severity  # `problem` if training suffers or is refused, `note` for a remark
+    what: str  # what is wrong, with its number
+    example: str  # where, and a short printable excerpt; empty where there is none to show
+    effect: str  # what it is likely to do to training
+    remedy: str  # the setting or action that mends it
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The limits of a measured value, and the words of the finding where it is more.
+    """The limits of a measured value, and the words of the finding where it is more."""
 
-    Attributes:
-      what: the finding's, a template of `str.format`; `{value}` is the value as a share.
-      note_over: a larger value is worth knowing.
-      problem_over: a larger value is a problem.
-      effect: the finding's.
-      remedy: the finding's, a template as `what`.
-    """
-
-    what: str
-    note_over: float
-    problem_over: float
-    effect: str
-    remedy: str
+    what: str  # the finding's, a template of `str.format`; `{value}` is the value as a share
+    note_over: float  # a larger value is worth knowing
+    problem_over: float  # a larger value is a problem
+    effect: str  # the finding's
+    remedy: str  # the finding's, a template as `what`
 
     def check(self, value: float, example: str = "", **fields: Any) -> list[Finding]:
         """Returns the finding, or nothing if the value is within the limits."""

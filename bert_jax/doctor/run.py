@@ -19,11 +19,7 @@ Line = dict[str, Any]
 
 
 def examine(workdir: Workdir) -> list[Finding]:
-    """Examines a run and, where it is at hand, its corpus.
-
-    Raises:
-      InputError: no run here, or damaged files.
-    """
+    """Examines a run and, where it is at hand, its corpus."""
     experiment = load_experiment(workdir)
     workdir = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote)
     findings = damaged_lines(experiment, workdir) + examine_lines(experiment, workdir)
@@ -40,11 +36,7 @@ def examine(workdir: Workdir) -> list[Finding]:
 
 
 def examine_lines(experiment: Experiment, workdir: Workdir) -> list[Finding]:
-    """Examines what a run has written down, without its corpus.
-
-    Raises:
-      InputError: a damaged file.
-    """
+    """Examines what a run has written down, without its corpus."""
     timings = Lines(workdir.timings).read()
     with reading(workdir.metrics):
         train, evaluations = _read(workdir)

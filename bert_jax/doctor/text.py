@@ -30,11 +30,7 @@ _MOST_OF_A_FILE = 30_000_000
 
 
 def examine(corpus: Corpus) -> list[Finding]:
-    """Examines the sources of a corpus.
-
-    Raises:
-      InputError: a source without files.
-    """
+    """Examines the sources of a corpus."""
     places: list[tuple[Corpus, int]] = []
     files: list[encodings.File] = []
     for one in corpus.alone():

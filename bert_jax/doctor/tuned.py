@@ -20,11 +20,7 @@ Line = dict[str, Any]
 
 
 def examine(workdir: Workdir) -> list[Finding]:
-    """Examines a fine-tuned run and, where they can be read, its examples.
-
-    Raises:
-      InputError: no run here, or damaged files.
-    """
+    """Examines a fine-tuned run and, where they can be read, its examples."""
     experiment = load_experiment(workdir, Finetuning)
     findings = run.damaged_lines(experiment, workdir) + examine_lines(experiment, workdir)
     try:
@@ -38,11 +34,7 @@ def examine(workdir: Workdir) -> list[Finding]:
 
 
 def examine_lines(experiment: Finetuning, workdir: Workdir) -> list[Finding]:
-    """Examines what a fine-tuning has written down, without its examples.
-
-    Raises:
-      InputError: a damaged file.
-    """
+    """Examines what a fine-tuning has written down, without its examples."""
     lines = Lines(workdir.metrics).read()
     timings = Lines(workdir.timings).read()
     with reading(workdir.predictions):

@@ -67,11 +67,7 @@ _BASES = {_GLOBAL: 160_000.0, _LOCAL: 10_000.0}
 
 
 def read(path: epath.Path) -> Model:
-    """Reads a config.json as a Model section. Fields it lacks have their classes' defaults.
-
-    Raises:
-      InputError: another architecture, or a field whose value is not supported.
-    """
+    """Reads a config.json as a Model section. Fields it lacks have their classes' defaults."""
     fields = vocabularies.read_object(path)
     readers = {
         "bert": (_bert, _BERT_FIXED),

@@ -60,10 +60,6 @@ def export(
 
     Returns:
       The class that reads it.
-
-    Raises:
-      InputError: something is there, it cannot be written, the vocabulary is no WordPiece, they
-        have no such class, or the run learned no adapter.
     """
     architecture = architecture_of(model)
     adapt = model.experiment.adapt
@@ -96,11 +92,7 @@ def export(
 
 
 def architecture_of(model: TaskModel) -> str:
-    """Returns the class of theirs that holds a run.
-
-    Raises:
-      InputError: there is none.
-    """
+    """Returns the class of theirs that holds a run."""
     task, features = model.experiment.task.kind, model.experiment.adapt.features
     reasons = {
         "adapts a base of model.kind=bilstm": model.model.kind == "bilstm",

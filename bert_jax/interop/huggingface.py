@@ -55,9 +55,6 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     Args:
       folder: of config.json, weights and a vocabulary.
       say: is given what is not as in the source.
-
-    Raises:
-      InputError: nothing that can be read, or something that would be computed differently here.
     """
     stated = configs.read(folder / "config.json")
     naming = names.HUGGING_FACE[stated.kind]
@@ -91,11 +88,7 @@ def _weights_file(folder: epath.Path) -> epath.Path:
 def _without_copies(
     held: dict[str, np.ndarray], naming: Naming, where: str
 ) -> dict[str, np.ndarray]:
-    """Returns tensors by canonical names, without buffers and copies of tied weights.
-
-    Raises:
-      InputError: two tensors of one name, a type that is no float, or weights that are not tied.
-    """
+    """Returns tensors by canonical names, without buffers and copies of tied weights."""
     tensors: dict[str, np.ndarray] = {}
     spelled: dict[str, str] = {}
     for name, value in held.items():
@@ -121,12 +114,7 @@ def _without_copies(
 
 
 def _read_shards(index: epath.Path) -> dict[str, np.ndarray]:
-    """Reads tensors of files that an index lists: {"weight_map": {NAME OF TENSOR: FILE}}.
-
-    Raises:
-      InputError: an index that cannot be read or names a file elsewhere, or a file that is missing,
-        damaged, or does not hold just what it is listed for.
-    """
+    """Reads tensors of files that an index lists: {"weight_map": {NAME OF TENSOR: FILE}}."""
     with named_errors(index):
         content = index.read_bytes()
     try:
@@ -167,11 +155,7 @@ def forms_of(model: Model) -> list[str]:
 
 
 def architecture_of(model: Model, kind: Kind) -> str:
-    """Returns the class of theirs that holds what is wanted of such a model.
-
-    Raises:
-      InputError: there is none.
-    """
+    """Returns the class of theirs that holds what is wanted of such a model."""
     if model.code or model.kind not in ARCHITECTURES:
         which = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
         raise InputError(
@@ -197,10 +181,6 @@ def export_weights(
       kind: which of their classes reads it; `encoder` is for sentence-transformers, too.
       dtype: of the weights; bfloat16 rounds them.
       target: where it goes; nothing may be there.
-
-    Raises:
-      InputError: something is there, it cannot be written, the vocabulary is no WordPiece, or they
-        have no such class.
     """
     architecture, cfg = architecture_of(trained.model, kind), trained.model
     longest = cfg.max_position_embeddings

@@ -38,9 +38,6 @@ def import_weights(
         None keeps those.
       say: is given a line about what was made, and one about what is not as in the source.
       what: `with_moments` takes what the reference's Adam keeps, too.
-
-    Raises:
-      InputError: nothing that can be read, or something that would be computed differently here.
     """
     base = _read(source, say, what)
     if vocabulary is not None:
@@ -97,9 +94,6 @@ def with_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
 
     A piece that both have keeps its word embedding and output bias; a new one begins with the mean
     of the old ones, so that it is neither likely nor unlikely, and with moments of zero.
-
-    Raises:
-      InputError: one of the two is no WordPiece vocabulary.
     """
     for one in (base.tokenizer, tokenizer):
         if not isinstance(one, WordPiece):

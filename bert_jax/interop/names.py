@@ -81,54 +81,34 @@ _DECODER_LAYER = {
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of theirs.
+    """One tensor of theirs."""
 
-    Attributes:
-      name: theirs, with the prefix that it has under a head.
-      shape: theirs.
-      path: of the leaf of our tree that holds it.
-      part: what it belongs to.
-      layer: its place along the leaf's first dimension; None if the leaf is not stacked.
-      is_kernel: whether ours lies transposed.
-      is_vocabulary: whether ours has rows of padding.
-      share: number and count: ours is this one of so many equal parts of its first dimension.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    path: tuple[str, ...]
-    part: Part
+    name: str  # theirs, with the prefix that it has under a head
+    shape: tuple[int, ...]  # theirs
+    path: tuple[str, ...]  # of the leaf of our tree that holds it
+    part: Part  # what it belongs to
+    # Its place along the leaf's first dimension; None if the leaf is not stacked.
     layer: int | None = None
-    is_kernel: bool = False
-    is_vocabulary: bool = False
+    is_kernel: bool = False  # whether ours lies transposed
+    is_vocabulary: bool = False  # whether ours has rows of padding
+    # Number and count: ours is this one of so many equal parts of its first dimension.
     share: tuple[int, int] = (0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Naming:
-    """The names that others give to the same tensors.
+    """The names that others give to the same tensors."""
 
-    Attributes:
-      tensors: all of a model, the embeddings first.
-      word_embeddings: the name of the table that has a row a piece.
-      output_bias: the name of the other one.
-      config: the file that says the sizes.
-      model: what they are of, in words.
-      prefix: of the encoder's, which files of an encoder alone lack.
-      encoder: how those begin without it.
-      tied: copies that a file may hold of what stands elsewhere in it.
-      ignored: tensors that a file may hold and that mean nothing.
-    """
-
-    tensors: Callable[[Model], Iterator[Tensor]]
-    word_embeddings: str
-    output_bias: str
-    config: str
-    model: str = "BERT's pre-training model"
-    prefix: str = ""
-    encoder: tuple[str, ...] = ()
+    tensors: Callable[[Model], Iterator[Tensor]]  # all of a model, the embeddings first
+    word_embeddings: str  # the name of the table that has a row a piece
+    output_bias: str  # the name of the other one
+    config: str  # the file that says the sizes
+    model: str = "BERT's pre-training model"  # what they are of, in words
+    prefix: str = ""  # of the encoder's, which files of an encoder alone lack
+    encoder: tuple[str, ...] = ()  # how those begin without it
+    # Copies that a file may hold of what stands elsewhere in it.
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # tensors that a file may hold and that mean nothing
 
     def canonical(self, name: str) -> str:
         """Returns a name as newer versions write it, with its prefix."""
@@ -264,9 +244,6 @@ def to_ours(
       cfg: the shape; its vocabulary has no padding, and rows of theirs beyond it are left out.
       where: the file, for errors.
       naming: whose names they are; None: Hugging Face's.
-
-    Raises:
-      InputError: a tensor is missing, too many, of another shape, or not finite.
     """
     naming = naming or HUGGING_FACE[cfg.kind]
     wanted: dict[str, list[Tensor]] = {}
@@ -425,9 +402,6 @@ def fitted(
       file: where they were read.
       source: in words, where they come from.
       say: is given rows left out and parts freshly initialised.
-
-    Raises:
-      InputError: tensors, configuration and vocabulary do not fit together.
     """
     cfg = _without_padding(stated, tokenizer.size, tensors, naming, file, say)
     params, missing = to_ours(tensors, cfg, str(file), naming)
@@ -450,11 +424,7 @@ def _without_padding(
     file: epath.Path,
     say: Say,
 ) -> Model:
-    """Returns the model with as many pieces as the vocabulary has; the rows beyond are padding.
-
-    Raises:
-      InputError: the vocabulary, the configuration and the word embeddings do not fit together.
-    """
+    """Returns the model with as many pieces as the vocabulary has; the rows beyond are padding."""
     name = naming.word_embeddings
     word = tensors.get(name)
     if word is None:

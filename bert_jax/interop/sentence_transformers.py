@@ -19,11 +19,7 @@ _REMEDY = "remove modules.json to import the encoder alone"
 
 
 def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors | None:
-    """Reads how vectors of texts are made; None: the folder is of transformers alone.
-
-    Raises:
-      InputError: damaged, or they would be others here.
-    """
+    """Reads how vectors of texts are made; None: the folder is of transformers alone."""
     listed, pooling = folder / "modules.json", folder / "1_Pooling" / "config.json"
     if not listed.exists():
         return None

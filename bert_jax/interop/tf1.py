@@ -45,9 +45,6 @@ def find(source: epath.Path) -> epath.Path | None:
     Args:
       source: that beginning, with or without .index, or a folder with one checkpoint and no
         safetensors.
-
-    Raises:
-      InputError: a folder with several, of which none has the name of the released ones.
     """
     if source.is_dir():
         if any(source.glob("*.safetensors*")):
@@ -72,9 +69,6 @@ def read(prefix: epath.Path, what: Literal["params", "with_moments"], say: Say) 
       prefix: the common beginning of its files, as `find` gives it.
       what: `with_moments` takes what Adam keeps, too.
       say: is given what is not as in the source.
-
-    Raises:
-      InputError: nothing that can be read, or that does not fit together.
     """
     folder = prefix.parent
     stated = read_config(folder / _CONFIG, say)
@@ -96,9 +90,6 @@ def read_config(path: epath.Path, say: Say) -> Model:
 
     Their word `gelu` is erf in the code of the released models and tanh since February 2019; a
     field of ours says which. Without it: erf, as transformers does.
-
-    Raises:
-      InputError: a field whose value is not supported.
     """
     fields = {"type_vocab_size": _TYPES} | vocabularies.read_object(path)
     form = fields.get(_GELU_FORM)
@@ -188,9 +179,6 @@ def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np
     Args:
       prefix: the files' common beginning; PREFIX.index says what lies where.
       wanted: is asked of every name.
-
-    Raises:
-      InputError: a file that is missing, damaged, or not of this format.
     """
     index = prefix.with_name(f"{prefix.name}.index")
     with named_errors(index):

@@ -22,11 +22,7 @@ _CUTTER = "BertPreTokenizer"
 
 
 def read_object(path: epath.Path) -> dict[str, Any]:
-    """Reads a JSON object of others, which carries no format version.
-
-    Raises:
-      InputError: no such file, or not a JSON object.
-    """
+    """Reads a JSON object of others, which carries no format version."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -44,11 +40,7 @@ def write_json(path: epath.Path, value: Any) -> None:
 
 
 def read(folder: epath.Path) -> tokenizer_lib.WordPiece:
-    """Reads the tokenizer of a checkpoint folder.
-
-    Raises:
-      InputError: it has none, or one that gives other ids than ours would.
-    """
+    """Reads the tokenizer of a checkpoint folder."""
     for name in _SENTENCEPIECE:
         if (folder / name).exists() and not (folder / "vocab.txt").exists():
             raise InputError(
@@ -77,9 +69,6 @@ def read_plain(folder: epath.Path, say: Say) -> tokenizer_lib.WordPiece:
     """Reads a vocab.txt of google-research/bert, which does not say whether text is lower-cased.
 
     A piece that lower-casing would change can stand in a cased vocabulary alone.
-
-    Raises:
-      InputError: no vocabulary, or a tokenizer_config.json of another tokenizer.
     """
     vocab = vocabulary.read_vocab(folder / "vocab.txt")
     settings = folder / "tokenizer_config.json"
@@ -186,9 +175,6 @@ def write(
       longest: pieces that the model reads at most.
       inputs: names of what the model reads of a text.
       folder: where to.
-
-    Raises:
-      InputError: a tokenizer that transformers' BERT has no counterpart of.
     """
     if not isinstance(tok, tokenizer_lib.WordPiece):
         raise InputError(

@@ -28,15 +28,10 @@ KEPT = (_LOG_SUMS, _CONTEXT)
 
 
 class Shared(NamedTuple):
-    """Several examples in a row, one behind the other with no padding between them.
+    """Several examples in a row, one behind the other with no padding between them."""
 
-    Attributes:
-      numbers: int32 [B, S], of the example that each token is of, from 1; 0 for padding.
-      positions: int32 [B, S], of each token in its example.
-    """
-
-    numbers: jax.Array
-    positions: jax.Array
+    numbers: jax.Array  # int32 [B, S], of the example that each token is of, from 1; 0 for padding
+    positions: jax.Array  # int32 [B, S], of each token in its example
 
 
 class Packing(NamedTuple):
@@ -44,16 +39,12 @@ class Packing(NamedTuple):
 
     What is done to each token by itself takes rows as they are. Tokens are counted through all
     rows, B * S of them.
-
-    Attributes:
-      positions: int32 [B, S], of each token in its text.
-      tokens: int32 [N, K], of each text, in order; B * S where there is none.
-      places: int32 [B, S], of each token in `tokens`, counted through all N * K; any for padding
-        at the end of a row.
     """
 
-    positions: jax.Array
-    tokens: jax.Array
+    positions: jax.Array  # int32 [B, S], of each token in its text
+    tokens: jax.Array  # int32 [N, K], of each text, in order; B * S where there is none
+    # int32 [B, S], of each token in `tokens`, counted through all N * K; any for padding at the end
+    # of a row.
     places: jax.Array
 
     @property

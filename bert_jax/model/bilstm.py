@@ -40,17 +40,14 @@ _CLIP = 3.0
 
 
 class Direction(nnx.Module):
-    """An LSTM, whose state may be projected (Sak et al. 2014).
-
-    Attributes:
-      gates: kernel [N + P, 4 C], the rows of what is read before those of the state; input gate,
-        candidate, forget gate and output gate side by side.
-      projection: kernel [C, P]; None: the state is as wide as the cells.
-    """
+    """An LSTM, whose state may be projected (Sak et al. 2014)."""
 
     def __init__(self, reads: int, cells: int, gives: int | None, *, rngs: nnx.Rngs):
         init = jax.nn.initializers.glorot_uniform()
+        # Kernel [N + P, 4 C], the rows of what is read before those of the state; input gate,
+        # candidate, forget gate and output gate side by side.
         self.gates = layers.Dense(reads + (gives or cells), 4 * cells, init, rngs=rngs)
+        # Kernel [C, P]; None: the state is as wide as the cells.
         self.projection = None if gives is None else layers.Linear(cells, gives, init, rngs=rngs)
 
 
@@ -71,11 +68,7 @@ class Embeddings(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Embeddings and L layers.
-
-    Attributes:
-      layers: a layer whose parameters carry the first dimensions [L, 2].
-    """
+    """Embeddings and L layers."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.embeddings = Embeddings(cfg, rngs=rngs)
@@ -85,6 +78,7 @@ class Encoder(nnx.Module):
         def layer(key: jax.Array) -> Direction:
             return both_directions(half, cells, half, rngs=nnx.Rngs(params=key))
 
+        # A layer whose parameters carry the first dimensions [L, 2].
         self.layers = jax.vmap(layer)(keys)
 
 

@@ -176,19 +176,13 @@ def _read(
 
 
 class Cache(NamedTuple):
-    """The keys and values that need not be computed again for the next piece.
+    """The keys and values that need not be computed again for the next piece."""
 
-    Attributes:
-      keys, values: of the pieces so far, [L, N, K, T, H, D / H].
-      source_keys, source_values: [L, N, S, H, D / H].
-      source_mask: int32 [N, S], 0 for padding.
-    """
-
-    keys: jax.Array
+    keys: jax.Array  # of the pieces so far, [L, N, K, T, H, D / H]
     values: jax.Array
-    source_keys: jax.Array
+    source_keys: jax.Array  # [L, N, S, H, D / H]
     source_values: jax.Array
-    source_mask: jax.Array
+    source_mask: jax.Array  # int32 [N, S], 0 for padding
 
 
 def begin(
@@ -255,23 +249,14 @@ def next_logits(
 
 
 class _Best(NamedTuple):
-    """The best beginnings so far of N texts, the best of each first.
+    """The best beginnings so far of N texts, the best of each first."""
 
-    Attributes:
-      place: int32, pieces that were looked for.
-      ids: int32 [N, K, T]; behind the last piece all are the last.
-      total: float32 [N, K], logarithm of the probability.
-      length: int32 [N, K], in pieces.
-      done: bool [N, K], whether the last piece stands there.
-      cache: of all but the newest pieces.
-    """
-
-    place: jax.Array
-    ids: jax.Array
-    total: jax.Array
-    length: jax.Array
-    done: jax.Array
-    cache: Cache
+    place: jax.Array  # int32, pieces that were looked for
+    ids: jax.Array  # int32 [N, K, T]; behind the last piece all are the last
+    total: jax.Array  # float32 [N, K], logarithm of the probability
+    length: jax.Array  # int32 [N, K], in pieces
+    done: jax.Array  # bool [N, K], whether the last piece stands there
+    cache: Cache  # of all but the newest pieces
 
 
 def search(

@@ -32,19 +32,14 @@ Scores = Literal["kept", "recomputed"]
 
 
 class Loop(NamedTuple):
-    """The way in which the layers are run.
+    """The way in which the layers are run."""
 
-    Attributes:
-      remat: what is kept for the backward pass.
-      layers: scanned or unrolled.
-      kernels: how kernels for the devices are made; None: there are none, and XLA does it all.
-      gather: makes the parameters of a layer whole that lie cut over devices; called within what
-        the backward pass computes again, so that no more than one layer is whole at a time.
-    """
-
-    remat: Literal["none", "dots", "full"] = "none"
-    layers: Literal["scan", "unroll"] = "scan"
+    remat: Literal["none", "dots", "full"] = "none"  # what is kept for the backward pass
+    layers: Literal["scan", "unroll"] = "scan"  # scanned or unrolled
+    # How kernels for the devices are made; None: there are none, and XLA does it all.
     kernels: Kernels | None = None
+    # Makes the parameters of a layer whole that lie cut over devices; called within what the
+    # backward pass computes again, so that no more than one layer is whole at a time.
     gather: Callable[["Layer"], "Layer"] = lambda layer: layer
 
 
@@ -266,15 +261,12 @@ def run_layer_in_kernels(
 
 
 class Encoder(nnx.Module):
-    """Embeddings and L layers.
-
-    Attributes:
-      layers: one `Layer` whose parameters carry a first dimension L.
-    """
+    """Embeddings and L layers."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.embeddings = Embeddings(cfg, rngs=rngs)
         keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
+        # One `Layer` whose parameters carry a first dimension L.
         self.layers = jax.vmap(lambda key: Layer(cfg, rngs=nnx.Rngs(params=key)))(keys)
 
 

@@ -46,15 +46,11 @@ _TOKENS = (256, 128, 64, 32, 16)
 
 
 class Kernels(NamedTuple):
-    """The way in which kernels are made for a kind of TPU.
+    """The way in which kernels are made for a kind of TPU."""
 
-    Attributes:
-      operands: of the matrix unit: as they come, or `float32`, which v2 and v3 want of a kernel.
-      memory: bytes that a kernel may use of the core's own memory.
-    """
-
+    # Of the matrix unit: as they come, or `float32`, which v2 and v3 want of a kernel.
     operands: Literal["as_they_come", "float32"] = "as_they_come"
-    memory: int = 64 * 2**20
+    memory: int = 64 * 2**20  # bytes that a kernel may use of the core's own memory
 
 
 _ONE_CORE_OF_TWO = Kernels(operands="float32", memory=14 * 2**20)
@@ -89,19 +85,13 @@ def program_seed(words: Sequence[Any], program: Any) -> tuple[Any, Any]:
 
 
 class _Attention(NamedTuple):
-    """What is known of attention before it runs.
+    """What is known of attention before it runs."""
 
-    Attributes:
-      kernels: how they are made.
-      size: W / H.
-      rate: of dropout on the probabilities.
-      rows: `alone`: numbers are 1 for tokens and 0 for padding, which no query sees; `shared`: a
-        query sees the tokens that have its own number.
-    """
-
-    kernels: Kernels
-    size: int
-    rate: float
+    kernels: Kernels  # how they are made
+    size: int  # W / H
+    rate: float  # of dropout on the probabilities
+    # `alone`: numbers are 1 for tokens and 0 for padding, which no query sees; `shared`: a query
+    # sees the tokens that have its own number.
     rows: Literal["alone", "shared"]
 
 

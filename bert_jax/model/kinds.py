@@ -18,24 +18,20 @@ from bert_jax.model.encoder import Loop
 
 
 class Kind(NamedTuple):
-    """One kind of encoder.
+    """One kind of encoder."""
 
-    Attributes:
-      encoder: a module with its parameters, `embeddings` and stacked `layers` among them; made
-        from a `Model`.
-      encode, attention_probabilities: see the functions of these names.
-      masked_lm: a module with `transform`, `layer_norm` and `output_bias`; of `bilstm`, whose
-        states are those that predict, with the last alone.
-      below: the part of pre-training that stands below a task's head, by what that head reads.
-      token_flops: operations of a forward pass through all layers, of a `Model` and the length of
-        a row, a token.
-    """
-
+    # A module with its parameters, `embeddings` and stacked `layers` among them; made from a
+    # `Model`.
     encoder: Callable[..., nnx.Module]
-    encode: Callable[..., jax.Array]
+    encode: Callable[..., jax.Array]  # see the functions of these names
     attention_probabilities: Callable[..., jax.Array]
+    # A module with `transform`, `layer_norm` and `output_bias`; of `bilstm`, whose states are those
+    # that predict, with the last alone.
     masked_lm: Callable[..., nnx.Module]
+    # The part of pre-training that stands below a task's head, by what that head reads.
     below: Mapping[str, Literal["pooler", "masked_lm"]]
+    # Operations of a forward pass through all layers, of a `Model` and the length of a row, a
+    # token.
     token_flops: Callable[[Model, int], int]
 
 
@@ -43,20 +39,17 @@ class OwnEncoder(NamedTuple):
     """An encoder of an experiment's own: what the function that `model.code` names returns.
 
     It takes no arguments. Heads, and how operations are counted, stay those of `model.kind`.
-
-    Attributes:
-      encoder: a module with its parameters, made from a `Model` and `rngs`: `embeddings` with a
-        `word.embedding` [V, D], V padded, and stacked `layers`, whose parameters carry a first
-        dimension L.
-      encode: see the function of this name; the layers are run by `model.encoder.run_layers`.
-      attention_probabilities: see the function of this name.
-      rules: where its parameters are cut (`training.sharding.Rule`), one for each path, which
-        begins with `encoder/`.
     """
 
+    # A module with its parameters, made from a `Model` and `rngs`: `embeddings` with a
+    # `word.embedding` [V, D], V padded, and stacked `layers`, whose parameters carry a first
+    # dimension L.
     encoder: Callable[..., nnx.Module]
+    # See the function of this name; the layers are run by `model.encoder.run_layers`.
     encode: Callable[..., jax.Array]
-    attention_probabilities: Callable[..., jax.Array]
+    attention_probabilities: Callable[..., jax.Array]  # see the function of this name
+    # Where its parameters are cut (`training.sharding.Rule`), one for each path, which begins with
+    # `encoder/`.
     rules: Sequence[Any]
 
 
@@ -89,11 +82,7 @@ KINDS = {
 
 
 def encoder_of(cfg: Model) -> Kind | OwnEncoder:
-    """Returns the encoder's functions: the kind's, or those of the experiment's own code.
-
-    Raises:
-      InputError: the code is not at hand, or fails.
-    """
+    """Returns the encoder's functions: the kind's, or those of the experiment's own code."""
     return code.function(cfg.code)() if cfg.code else KINDS[cfg.kind]
 
 

@@ -259,12 +259,9 @@ class RowNoise(Noise):
     """The `threefry8` noise: 8 bits an element, from a key a row.
 
     It is the same on any mesh and micro-batch.
-
-    Attributes:
-      keys: threefry keys [B].
     """
 
-    keys: jax.Array
+    keys: jax.Array  # threefry keys [B]
 
     @classmethod
     def of(cls, key: jax.Array, rows: jax.Array) -> "RowNoise":
@@ -297,16 +294,11 @@ class PackedNoise(RowNoise):
 
     A threefry word is a function of a key and of the word's number, and so can be had for any
     token: the example's key, and the number that the word has where the example is alone in a row
-    of the same length. `RowNoise` draws as many.
-
-    Attributes:
-      keys: threefry keys [B, N], of the examples.
-      numbers: int32 [B, S], of the example that each token is of, from 1; 0 for padding.
-      positions: int32 [B, S], of each token in its example.
+    of the same length. `RowNoise` draws as many; here `keys` are [B, N], of the examples.
     """
 
-    numbers: jax.Array
-    positions: jax.Array
+    numbers: jax.Array  # int32 [B, S], of the example that each token is of, from 1; 0 for padding
+    positions: jax.Array  # int32 [B, S], of each token in its example
 
     @classmethod
     def of(
@@ -390,12 +382,9 @@ class ShardNoise(Noise):
 
     It is fast on TPU and depends on the mesh. It is that of `in_kernel` too, whose kernels draw
     their own bits, beginning with two words of the key.
-
-    Attributes:
-      key: an rbg key, the shard's own.
     """
 
-    key: jax.Array
+    key: jax.Array  # an rbg key, the shard's own
 
     def at(self, place: int | jax.Array) -> "ShardNoise":
         """Returns noise of its own for a layer, or for a site within it."""

@@ -77,15 +77,12 @@ def _output_initializer(cfg: Model) -> nnx.Initializer:
 
 
 class Encoder(nnx.Module):
-    """Embeddings, L layers and a norm.
-
-    Attributes:
-      layers: one `Layer` whose parameters carry a first dimension L.
-    """
+    """Embeddings, L layers and a norm."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.embeddings = Embeddings(cfg, rngs=rngs)
         keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
+        # One `Layer` whose parameters carry a first dimension L.
         self.layers = jax.vmap(lambda key: Layer(cfg, rngs=nnx.Rngs(params=key)))(keys)
         self.final_layer_norm = layers.ScaleNorm(cfg.hidden_size)
 

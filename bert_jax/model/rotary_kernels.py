@@ -39,21 +39,13 @@ _STEP = 64
 
 
 class _Static(NamedTuple):
-    """What is known of attention before it runs.
+    """What is known of attention before it runs."""
 
-    Attributes:
-      kernels: how they are made.
-      size: W / H.
-      rows: see `attention`.
-      half: of the window, places on each side; 0: every layer attends to whole rows.
-      held: how many layers of all attend to whole rows, as `plan.schedule` reads it.
-    """
-
-    kernels: Kernels
-    size: int
-    rows: Literal["alone", "shared"]
-    half: int
-    held: str
+    kernels: Kernels  # how they are made
+    size: int  # W / H
+    rows: Literal["alone", "shared"]  # see `attention`
+    half: int  # of the window, places on each side; 0: every layer attends to whole rows
+    held: str  # how many layers of all attend to whole rows, as `plan.schedule` reads it
 
 
 def fits(kernels: Kernels, heads: int, length: int, width: int, half: int) -> bool:
@@ -277,14 +269,11 @@ class _Row:
     """What both passes read, a program's heads in lanes of their own.
 
     A product over all lanes is one over a head's own if the others are zero in one operand.
-
-    Attributes:
-      key_ref: where the turned keys are kept, [S, lanes].
     """
 
     def __init__(self, static: _Static, refs: Sequence[Any], key_ref: Any):
         self._query, key, self.value_ref, self._turns, self._keys, self._queries = refs
-        self._static, self.key_ref = static, key_ref
+        self._static, self.key_ref = static, key_ref  # where the turned keys are kept, [S, lanes]
         self.dtype, (_, self.length, self.lanes) = key.dtype, key.shape
         self.size = static.size
         factor = 1.0 / math.sqrt(self.size)

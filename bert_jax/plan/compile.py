@@ -88,30 +88,22 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a job.
+    """The result of a job."""
 
-    Attributes:
-      kind: "too large" did not fit; "refused" cannot be laid over the slice; "failed" is the
-        compiler's refusal for another reason; "crashed" took the process down.
-      message: one line; "" if it compiled.
-      wanted: bytes of a device that did not fit; None if the compiler does not say.
-      available: bytes of a device that there were; None if it does not say.
-      memory: bytes of a device: peak, arguments, temporaries, code, donated. Empty unless compiled.
-      program: what it does; None unless compiled.
-      places: of the devices, in the order of the mesh: chip coordinates, number on the chip.
-      parameters: a line for each, see `parameter_table`.
-      whole_batch: see `hlo.whole_batch_arrays`.
-    """
-
+    # "too large" did not fit; "refused" cannot be laid over the slice; "failed" is the compiler's
+    # refusal for another reason; "crashed" took the process down.
     kind: Literal["compiled", "too large", "refused", "failed", "crashed"]
-    message: str = ""
+    message: str = ""  # one line; "" if it compiled
+    # Bytes of a device that did not fit; None if the compiler does not say.
     wanted: float | None = None
-    available: float | None = None
+    available: float | None = None  # bytes of a device that there were; None if it does not say
+    # Bytes of a device: peak, arguments, temporaries, code, donated. Empty unless compiled.
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    program: schedule.Program | None = None
+    program: schedule.Program | None = None  # what it does; None unless compiled
+    # Of the devices, in the order of the mesh: chip coordinates, number on the chip.
     places: tuple[tuple[int, ...], ...] = ()
-    parameters: tuple[str, ...] = ()
-    whole_batch: tuple[str, ...] | None = None
+    parameters: tuple[str, ...] = ()  # a line for each, see `parameter_table`
+    whole_batch: tuple[str, ...] | None = None  # see `hlo.whole_batch_arrays`
 
     @classmethod
     def from_json(cls, text: str) -> "Outcome":
@@ -136,11 +128,7 @@ def _frozen(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that a compilation depends on.
-
-    Raises:
-      InputError: libtpu is not installed.
-    """
+    """Returns the versions of the packages that a compilation depends on."""
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(
             "plan: libtpu, which holds the compiler, is not installed; install the extra [tpu] "
@@ -163,9 +151,6 @@ def compile_all(
       jobs: what to compile.
       log: gets a line when a compilation begins.
       refusals: what becomes of an experiment that cannot be laid over its slice.
-
-    Raises:
-      InputError: libtpu is not installed; or such an experiment, unless it is to be returned.
     """
     versions()
     workers = _Workers()
@@ -338,7 +323,6 @@ def compile_step(
     """Compiles the training step of a phase for devices that need not be there.
 
     Raises:
-      InputError: the experiment cannot be laid over so many devices.
       jax.errors.JaxRuntimeError: the compiler refuses.
       _HasKernels: it does, and there is no `dump`.
     """

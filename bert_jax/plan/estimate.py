@@ -40,21 +40,16 @@ Place = Sequence[int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """A step's time: its terms; and what they come from.
+    """A step's time: its terms; and what they come from."""
 
-    Attributes:
-      compute, kernels, random_bits, collectives, latency: the terms.
-      waits: for each of the program's collectives, what all its runs are waited for.
-      busy: for each axis, or WITHIN_CHIPS, how long its links transfer.
-    """
-
-    compute: float
+    compute: float  # the terms
     kernels: float
     random_bits: float
     collectives: float
     latency: float
+    # For each of the program's collectives, what all its runs are waited for.
     waits: tuple[float, ...]
-    busy: dict[int, float]
+    busy: dict[int, float]  # for each axis, or WITHIN_CHIPS, how long its links transfer
 
     @property
     def terms(self) -> dict[str, float]:
@@ -72,18 +67,12 @@ _TERMS = ("compute", "kernels", "random_bits", "collectives", "latency")
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The links that a collective has for itself.
+    """The links that a collective has for itself."""
 
-    Attributes:
-      size: devices of a group; of a permutation, pairs.
-      bandwidth: into each device, bytes a second; of a permutation, of the slowest pair.
-      hops: chips on the longest way.
-      axes: whose links are used; WITHIN_CHIPS among them where cores of one chip take part.
-    """
-
-    size: int
-    bandwidth: float
-    hops: int
+    size: int  # devices of a group; of a permutation, pairs
+    bandwidth: float  # into each device, bytes a second; of a permutation, of the slowest pair
+    hops: int  # chips on the longest way
+    # Whose links are used; WITHIN_CHIPS among them where cores of one chip take part.
     axes: frozenset[int]
 
 
@@ -105,14 +94,7 @@ def estimate(program: Program, topology: Topology, places: Sequence[Place]) -> S
 
 
 class _Timeline:
-    """Follows a schedule.
-
-    Attributes:
-      now: seconds since the step began.
-      free: when the links of an axis will be.
-      under_way: by name of the start, the collective's place and when it arrives.
-      terms, waits, busy: as `Seconds` has them, each as often as it occurs.
-    """
+    """Follows a schedule."""
 
     def __init__(self, program: Program, topology: Topology, places: Sequence[Place]):
         tpu = topology.tpu
@@ -121,9 +103,11 @@ class _Timeline:
         self.kernels = [kernel_seconds(kernel, tpu) for kernel in program.kernels]
         self.axes = [route(one, topology, places).axes for one in program.collectives]
         self.costs = [collective_seconds(one, topology, places) for one in program.collectives]
-        self.now = 0.0
-        self.free: dict[int, float] = {}
+        self.now = 0.0  # seconds since the step began
+        self.free: dict[int, float] = {}  # when the links of an axis will be
+        # By name of the start, the collective's place and when it arrives.
         self.under_way: dict[str, tuple[int, float]] = {}
+        # As `Seconds` has them, each as often as it occurs.
         self.terms: collections.Counter[str] = collections.Counter()
         self.waits = [0.0] * len(program.collectives)
         self.busy: collections.Counter[int] = collections.Counter()

@@ -31,23 +31,14 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """A line of a computation.
+    """A line of a computation."""
 
-    Attributes:
-      name: unique in its computation.
-      opcode: what it does: fusion, while, all-reduce-start.
-      type: of the result, a tuple in parentheses; layouts included.
-      operands: names of instructions.
-      argument: what stands in the parentheses of a constant or parameter.
-      attributes: all that follows.
-    """
-
-    name: str
-    opcode: str
-    type: str
-    operands: tuple[str, ...]
-    argument: str
-    attributes: str
+    name: str  # unique in its computation
+    opcode: str  # what it does: fusion, while, all-reduce-start
+    type: str  # of the result, a tuple in parentheses; layouts included
+    operands: tuple[str, ...]  # names of instructions
+    argument: str  # what stands in the parentheses of a constant or parameter
+    attributes: str  # all that follows
 
     @property
     def bytes(self) -> int:

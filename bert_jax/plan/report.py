@@ -50,10 +50,6 @@ def plan_and_write(
       price_per_chip_hour: in any currency; None: costs are left out.
       path: of the plan as JSON.
       log: gets the lines of the plan.
-
-    Raises:
-      InputError: libtpu is not installed, the experiment cannot be laid over a slice or is of a
-        kind that is not planned, or the plan cannot be written.
     """
     if path is not None:
         require_plain(path)

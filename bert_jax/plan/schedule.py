@@ -48,64 +48,42 @@ Step = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective of the program, with all that are like it.
+    """A collective of the program, with all that are like it."""
 
-    Attributes:
-      kind: one of COLLECTIVES.
-      count: runs in a step.
-      payload: bytes of the whole array that each device holds before or after it: the operand of
-        an all-reduce, a reduce-scatter or a permutation, the result of an all-gather.
-      group: devices, by their places in the mesh, of the first of the groups that it joins; of a
-        permutation none.
-      pairs: devices that a permutation goes from and to.
-      where: in the entry of the program, or in the body of a loop.
-      asynchronous: whether one instruction begins it and another waits for it.
-    """
-
-    kind: str
-    count: int
+    kind: str  # one of COLLECTIVES
+    count: int  # runs in a step
+    # Bytes of the whole array that each device holds before or after it: the operand of an
+    # all-reduce, a reduce-scatter or a permutation, the result of an all-gather.
     payload: int
+    # Devices, by their places in the mesh, of the first of the groups that it joins; of a
+    # permutation none.
     group: tuple[int, ...]
-    pairs: tuple[tuple[int, int], ...] = ()
-    where: str
-    asynchronous: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()  # devices that a permutation goes from and to
+    where: str  # in the entry of the program, or in the body of a loop
+    asynchronous: bool = False  # whether one instruction begins it and another waits for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A custom kernel (Pallas), to the compiler of the module a box that takes no time.
+    """A custom kernel (Pallas), to the compiler of the module a box that takes no time."""
 
-    Attributes:
-      name: of its operation.
-      count: runs in a step.
-      cycles: of one run, as the compiler schedules it; None where that is not known.
-      bytes: of the arrays in the device's memory (HBM) that one run reads and writes; at most what
-        its author states, since it may read a part of an array.
-    """
-
-    name: str
-    count: int
-    cycles: int | None
+    name: str  # of its operation
+    count: int  # runs in a step
+    cycles: int | None  # of one run, as the compiler schedules it; None where that is not known
+    # Of the arrays in the device's memory (HBM) that one run reads and writes; at most what its
+    # author states, since it may read a part of an array.
     bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """A step on one device.
+    """A step on one device."""
 
-    Attributes:
-      schedule: what is done, in order.
-      kernels: custom ones that differ.
-      collectives: those that differ.
-      operations: how often some kinds of operation run.
-      endless: loops whose number of rounds is not in the text; they are counted once.
-    """
-
-    schedule: tuple[Step, ...]
-    kernels: tuple[Kernel, ...]
-    collectives: tuple[Collective, ...]
-    operations: dict[str, int]
-    endless: int
+    schedule: tuple[Step, ...]  # what is done, in order
+    kernels: tuple[Kernel, ...]  # custom ones that differ
+    collectives: tuple[Collective, ...]  # those that differ
+    operations: dict[str, int]  # how often some kinds of operation run
+    endless: int  # loops whose number of rounds is not in the text; they are counted once
 
     @property
     def cycles(self) -> int:

@@ -336,9 +336,6 @@ def scale(
 
     Returns:
       For each phase what was compiled for each slice, and what came of it.
-
-    Raises:
-      InputError: libtpu is not installed, or slices of several generations.
     """
     first = topologies[0]
     if any(topology.tpu is not first.tpu for topology in topologies):

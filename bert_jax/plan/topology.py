@@ -11,17 +11,11 @@ from bert_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice of a TPU pod.
+    """A slice of a TPU pod."""
 
-    Attributes:
-      name: as it is asked for, v5e:8x8.
-      shape: chips along each axis of the torus.
-      tpu: what its chips can do.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    tpu: hardware.Tpu
+    name: str  # as it is asked for, v5e:8x8
+    shape: tuple[int, ...]  # chips along each axis of the torus
+    tpu: hardware.Tpu  # what its chips can do
 
     @property
     def chips(self) -> int:
@@ -62,11 +56,7 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """Returns the slice of a name like v5e:8x8.
-
-    Raises:
-      InputError: no such generation, or no such slice; the known ones are named.
-    """
+    """Returns the slice of a name like v5e:8x8."""
     generation, _, shape = name.partition(":")
     if generation not in hardware.TPUS:
         known = "; ".join(f"{word}: {', '.join(tpu.slices)}" for word, tpu in hardware.TPUS.items())
@@ -103,11 +93,7 @@ def layout_of(experiment: Experiment, phase: int) -> Layout:
 
 
 def with_layout(experiment: Experiment, phase: int, layout: Layout) -> Experiment:
-    """Returns the experiment with another layout of a phase.
-
-    Raises:
-      InputError: the experiment's other settings forbid it.
-    """
+    """Returns the experiment with another layout of a phase."""
     parts = [experiment.parallelism.accumulation_of(n) for n in range(len(experiment.phases))]
     parts[phase] = layout.accumulation
     parallelism = dataclasses.replace(

@@ -31,17 +31,12 @@ _Spent = Callable[[Sequence[int]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Axis:
-    """A quantity that learning is drawn over.
+    """A quantity that learning is drawn over."""
 
-    Attributes:
-      name: of a button, and under each picture.
-      of: gives what a run has spent up to its steps; None where that is not known.
-      text: an amount of it for people.
-    """
-
-    name: str
+    name: str  # of a button, and under each picture
+    # Gives what a run has spent up to its steps; None where that is not known.
     of: Callable[[Record], _Spent | None]
-    text: Callable[[float], str] = figures.short
+    text: Callable[[float], str] = figures.short  # an amount of it for people
 
 
 def _measured(amount: Callable[[Line], float]) -> Callable[[Record], _Spent | None]:

@@ -62,44 +62,27 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Curve:
-    """Points to draw.
+    """Points to draw."""
 
-    Attributes:
-      x: rising, often steps.
-      y: as many.
-      label: in the legend; "" for none.
-      colour: index into COLOURS.
-      style: `line`, `points` (joined, each marked), `dots` (not joined) or `dashes`.
-      errors: half-lengths of error bars, or none.
-    """
-
-    x: Sequence[float]
-    y: Sequence[float]
-    label: str
-    colour: int = 0
-    style: str = "line"
-    errors: Sequence[float] = ()
+    x: Sequence[float]  # rising, often steps
+    y: Sequence[float]  # as many
+    label: str  # in the legend; "" for none
+    colour: int = 0  # index into COLOURS
+    style: str = "line"  # `line`, `points` (joined, each marked), `dots` (not joined) or `dashes`
+    errors: Sequence[float] = ()  # half-lengths of error bars, or none
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A small picture.
+    """A small picture."""
 
-    Attributes:
-      title: what is drawn, with its unit.
-      curves: what to draw; a plot without any point is left out of the page.
-      levels: horizontal lines, (height, label).
-      scale: of y, `linear`, `log` or `percent`.
-      x_label: under the picture.
-      x_scale: `whole` numbers, as steps are, `linear` or `percent`.
-    """
-
-    title: str
-    curves: list[Curve]
+    title: str  # what is drawn, with its unit
+    curves: list[Curve]  # what to draw; a plot without any point is left out of the page
+    # Horizontal lines, (height, label).
     levels: list[tuple[float, str]] = field(default_factory=list)
-    scale: str = "linear"
-    x_label: str = "step"
-    x_scale: str = "whole"
+    scale: str = "linear"  # of y, `linear`, `log` or `percent`
+    x_label: str = "step"  # under the picture
+    x_scale: str = "whole"  # `whole` numbers, as steps are, `linear` or `percent`
 
     @property
     def empty(self) -> bool:

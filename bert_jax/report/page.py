@@ -56,9 +56,6 @@ def write(
       what: `events` writes TensorBoard event files into each workdir, too.
       log: gets a line with where the page is, and at the end what came of the time.
       price_per_chip_hour: in any currency; None: costs are left out.
-
-    Raises:
-      InputError: no run there, a damaged file, or a page that cannot be written.
     """
     records = _read(workdirs)
     for record in records:
@@ -141,9 +138,6 @@ def render(
       records: one or more.
       refresh_seconds: the browser loads the page again after so many; None: never.
       price_per_chip_hour: in any currency; None: costs are left out.
-
-    Raises:
-      InputError: lines that no run has written.
     """
     several = len(records) > 1
     root = ", ".join(str(record.workdir.named) for record in records)
@@ -431,11 +425,7 @@ _NOT_SCALARS = ("step", "kind", "time")
 
 
 class Events:
-    """Writes `W/tensorboard/{train,evaluation,probes,timings}` from the start, then adds.
-
-    Raises:
-      InputError: the [tensorboard] extra is not installed.
-    """
+    """Writes `W/tensorboard/{train,evaluation,probes,timings}` from the start, then adds."""
 
     def __init__(self, record: Record):
         try:

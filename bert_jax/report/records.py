@@ -41,43 +41,25 @@ _RECENT = 10
 
 @dataclasses.dataclass
 class Record:
-    """One run, a pre-training or a fine-tuning.
+    """One run, a pre-training or a fine-tuning."""
 
-    Attributes:
-      label: how it is called on the page.
-      workdir: where it lives.
-      experiment: its experiment.
-      origin: where that comes from (config.load_with_origin); empty if it was not noted.
-      state: how it stands.
-      train: training lines of metrics.jsonl.
-      evaluation: evaluation lines; of a fine-tuning those of scores.
-      probes: lines of probes.
-      predictions: lines of predictions.jsonl.
-      timings: lines of timings.jsonl.
-      plan: what it would take on TPUs (plan.report); empty if it was not planned.
-      layers: what each layer knows (tasks.layers); empty if it was not asked.
-    """
-
-    label: str
-    workdir: Workdir
-    experiment: Experiment | Finetuning
+    label: str  # how it is called on the page
+    workdir: Workdir  # where it lives
+    experiment: Experiment | Finetuning  # its experiment
+    # Where that comes from (config.load_with_origin); empty if it was not noted.
     origin: dict[str, Any]
-    state: State
-    train: list[Line]
-    evaluation: list[Line]
-    probes: list[Line]
-    predictions: list[Line]
-    timings: list[Line]
-    plan: dict[str, Any]
-    layers: dict[str, Any]
+    state: State  # how it stands
+    train: list[Line]  # training lines of metrics.jsonl
+    evaluation: list[Line]  # evaluation lines; of a fine-tuning those of scores
+    probes: list[Line]  # lines of probes
+    predictions: list[Line]  # lines of predictions.jsonl
+    timings: list[Line]  # lines of timings.jsonl
+    plan: dict[str, Any]  # what it would take on TPUs (plan.report); empty if it was not planned
+    layers: dict[str, Any]  # what each layer knows (tasks.layers); empty if it was not asked
 
     @classmethod
     def read(cls, root: str) -> "Record":
-        """Reads the record of a workdir.
-
-        Raises:
-          InputError: no run here, or a damaged file.
-        """
+        """Reads the record of a workdir."""
         opened = mirror.opened(root)
         tuned = holds_finetuning(opened)
         experiment = load_experiment(opened, Finetuning if tuned else Experiment)
@@ -190,19 +172,12 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """Shares that describe the pairs of a phase, from the first of its plan.
+    """Shares that describe the pairs of a phase, from the first of its plan."""
 
-    Attributes:
-      sequence_length: of the phase.
-      random_next: share of pairs whose B is random; None: none is.
-      filled: share of positions that are no padding.
-      truncated: share of the pairs' tokens that are cut off.
-    """
-
-    sequence_length: int
-    random_next: float | None
-    filled: float
-    truncated: float
+    sequence_length: int  # of the phase
+    random_next: float | None  # share of pairs whose B is random; None: none is
+    filled: float  # share of positions that are no padding
+    truncated: float  # share of the pairs' tokens that are cut off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,52 +190,31 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class MixedSource:
-    """A source of `corpus.mixture`.
+    """A source of `corpus.mixture`."""
 
-    Attributes:
-      name: as `corpus.sources` has it.
-      documents: to train on.
-      tokens: of these.
-      share_of_rows: of the training rows.
-      epochs: about how often all phases go through it: their filled positions over its tokens.
-    """
-
-    name: str
-    documents: int
-    tokens: int
-    share_of_rows: float
+    name: str  # as `corpus.sources` has it
+    documents: int  # to train on
+    tokens: int  # of these
+    share_of_rows: float  # of the training rows
+    # About how often all phases go through it: their filled positions over its tokens.
     epochs: float
 
 
 @dataclasses.dataclass(frozen=True)
 class CorpusStatistics:
-    """A corpus in numbers.
+    """A corpus in numbers."""
 
-    Attributes:
-      splits: counts of each split, from the manifest.
-      mixture: its sources; none where they are taken as they come.
-      repeated: documents whose whole text stood before.
-      unknown: share of [UNK] in the training split.
-      sentence_lengths: in pieces.
-      document_lengths: in pieces.
-      top_pieces: (piece, share), the commonest.
-      unused: share of the vocabulary, specials left out, that the part looked at never uses.
-      looked_at: pieces of the training split that were counted.
-      planned: one a phase.
-      examples: of each phase, a few pairs of its first plan, masked.
-    """
-
-    splits: dict[str, dict[str, int]]
-    mixture: list[MixedSource]
-    repeated: int
-    unknown: float
-    sentence_lengths: Histogram
-    document_lengths: Histogram
-    top_pieces: list[tuple[str, float]]
-    unused: float
-    looked_at: int
-    planned: list[Planned]
-    examples: list[list[Example]]
+    splits: dict[str, dict[str, int]]  # counts of each split, from the manifest
+    mixture: list[MixedSource]  # its sources; none where they are taken as they come
+    repeated: int  # documents whose whole text stood before
+    unknown: float  # share of [UNK] in the training split
+    sentence_lengths: Histogram  # in pieces
+    document_lengths: Histogram  # in pieces
+    top_pieces: list[tuple[str, float]]  # (piece, share), the commonest
+    unused: float  # share of the vocabulary, specials left out, that the part looked at never uses
+    looked_at: int  # pieces of the training split that were counted
+    planned: list[Planned]  # one a phase
+    examples: list[list[Example]]  # of each phase, a few pairs of its first plan, masked
 
     @classmethod
     def of(cls, experiment: Experiment, prepared: Prepared) -> "CorpusStatistics":

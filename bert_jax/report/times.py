@@ -83,15 +83,11 @@ class Goodput:
     A start is paid for from its beginning to its last line, on the chips that it had. Time away is
     not: whether machines were held meanwhile nobody has written down. Nor is what a killed process
     did after its last line, though a bill will have it.
-
-    Attributes:
-      parts: seconds of each of PARTS (`account`).
-      chip_hours: that were paid for, of starts whose devices are known chips.
-      other: kinds of devices of the other starts, whose cost nobody knows, as jax names them.
     """
 
-    parts: dict[str, float]
-    chip_hours: float
+    parts: dict[str, float]  # seconds of each of PARTS (`account`)
+    chip_hours: float  # that were paid for, of starts whose devices are known chips
+    # Kinds of devices of the other starts, whose cost nobody knows, as jax names them.
     other: tuple[str, ...]
 
     @property

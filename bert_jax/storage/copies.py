@@ -59,9 +59,6 @@ def here(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[e
       paths: of the files, all on this machine or all in a bucket.
       folder: where copies lie, which stay there and are not made twice; "": the cache of this
         machine, and they go at the end.
-
-    Raises:
-      InputError: an object is missing.
     """
     if not any(map(mirror.is_bucket, paths)):
         yield [epath.Path(path) for path in paths]
@@ -116,11 +113,7 @@ def is_copy(folder: epath.Path) -> bool:
 
 
 def fetch(path: epath.Path, target: epath.Path, say: Say | None = None) -> None:
-    """Copies one object to a local file; see `fetch_all`.
-
-    Raises:
-      InputError: nothing is there.
-    """
+    """Copies one object to a local file; see `fetch_all`."""
     listed = mirror.about(path)
     if listed is None:
         raise InputError(f"{path}: is missing")
@@ -154,7 +147,6 @@ def fetch_all(
       say: is given a line now and then.
 
     Raises:
-      InputError: an object is missing or damaged, or a file cannot be written.
       Unavailable: no answer for ten minutes, or a full disk.
     """
     wanted = {

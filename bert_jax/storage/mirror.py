@@ -85,26 +85,15 @@ _granted: set[tuple[str, Right]] = set()
 
 
 class Listed(NamedTuple):
-    """An object, as a list describes it.
+    """An object, as a list describes it."""
 
-    Attributes:
-      size: in bytes.
-      crc32c: of its content, base64 as the bucket says it.
-      updated: when it was written, RFC 3339.
-    """
-
-    size: int
-    crc32c: str
-    updated: str
+    size: int  # in bytes
+    crc32c: str  # of its content, base64 as the bucket says it
+    updated: str  # when it was written, RFC 3339
 
 
 def is_bucket(place: epath.PathLike) -> bool:
-    """Returns whether the place lies in a bucket.
-
-    Raises:
-      InputError: it lies at another kind of place that is no folder of this machine, no bucket is
-        named, or the [gcs] extra is not installed.
-    """
+    """Returns whether the place lies in a bucket."""
     name = os.fspath(place)
     if "://" not in name:
         return False
@@ -201,11 +190,7 @@ def about(path: epath.PathLike) -> Listed | None:
 
 
 def names(folder: epath.Path) -> set[str]:
-    """Returns the names that lie in a folder of this machine or a bucket; none if it is not there.
-
-    Raises:
-      InputError: there is no such bucket, or it may not be listed.
-    """
+    """Returns the names in a folder of this machine or a bucket; none if it is not there."""
     if not is_bucket(folder):
         with named_errors(folder):
             return {path.name for path in folder.iterdir()} if folder.exists() else set()
@@ -325,7 +310,6 @@ def _tried(
     """Does the work; again while the network fails.
 
     Raises:
-      InputError: the right is refused at its first use.
       Unavailable: the network has failed for so long.
     """
     bucket = _split(path)[0]
@@ -375,10 +359,6 @@ def opened(
       corpus_dir: where its corpus lies; "": next to it.
       access: `read` fetches the small files of a run in a bucket, as they are now; `write` names
         the local folder of the run itself, which `Mirror` fills and sends.
-
-    Raises:
-      InputError: a bucket that is not there or may not be used; to `write`: a folder of a bucket
-        that holds other things and no run.
     """
     if corpus_dir and is_bucket(corpus_dir):
         _listed(corpus_dir, "/")
@@ -451,13 +431,11 @@ class Mirror:
     Args:
       workdir: of the run, opened to `write`; process 0 holds the lock of its local folder.
       number: of this process.
-
-    Attributes:
-      token: of the start that the run belongs to; "" of a local run, and before `take` or `join`.
     """
 
     def __init__(self, workdir: Workdir, number: int = 0):
         self._local, self._remote, self._number = workdir.root, workdir.remote, number
+        # Of the start that the run belongs to; "" of a local run, and before `take` or `join`.
         self.token = ""
         self._is_first = False  # nobody had started the run before
         self._sent: dict[str, tuple[int, int]] = {}  # (bytes, time) of files that were sent
@@ -467,11 +445,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._push_again, name="mirror", daemon=True)
 
     def take(self) -> None:
-        """Makes this start the run's owner, and the local files those to go on with.
-
-        Raises:
-          InputError: objects may not be read or written there.
-        """
+        """Makes this start the run's owner, and the local files those to go on with."""
         if self._remote is None:
             return
         before, ours = owner(self._remote), self._owned()
@@ -503,7 +477,6 @@ class Mirror:
         """Sends all that has changed, however long it takes while the network is there.
 
         Raises:
-          InputError: the run belongs to another start now.
           Unavailable: the bucket was out of reach for ten minutes.
         """
         if self._remote is not None:

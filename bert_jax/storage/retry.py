@@ -123,7 +123,6 @@ def again(
       denied: `wait` takes refused rights for a token that will be renewed; `refuse` for bad input.
 
     Raises:
-      InputError: rights are refused, and `denied` is `refuse`.
       Unavailable: faults lasted too long.
       Exception: what `work` raised, if it does not pass.
     """

@@ -81,15 +81,6 @@ class Workdir:
       corpus_dir: where the corpus is, on this machine or in a bucket; "": next to the run.
       remote: the place in a bucket that `root` is written for, or was fetched from; None: the run
         lies here.
-
-    Attributes:
-      root: where the run's own files are.
-      remote: as above.
-      named: where users say that the run lies: in its bucket, or `root`.
-      corpus, checkpoints: below `named`: corpora are copied, and Orbax writes to buckets itself.
-
-    Raises:
-      InputError: `root` is no folder of this machine.
     """
 
     def __init__(
@@ -99,8 +90,10 @@ class Workdir:
         remote: epath.Path | None = None,
     ):
         require_local(root)
-        self.root, self.remote = epath.Path(root), remote
+        self.root, self.remote = epath.Path(root), remote  # as above
+        # Where users say that the run lies: in its bucket, or `root`.
         self.named = self.root if remote is None else remote
+        # Below `named`: corpora are copied, and Orbax writes to buckets itself.
         self.corpus = epath.Path(corpus_dir) if corpus_dir else self.named / "corpus"
         self.checkpoints = self.named / "checkpoints"
         self.experiment = self.root / "experiment.json"
@@ -129,11 +122,7 @@ class Workdir:
 
 
 def holds_finetuning(workdir: Workdir) -> bool:
-    """Tells whether a fine-tuned run lies here, not a pre-training, a base or nothing.
-
-    Raises:
-      InputError: what lies here cannot be read.
-    """
+    """Tells whether a fine-tuned run lies here, not a pre-training, a base or nothing."""
     if not workdir.experiment.exists():
         return False
     where = str(workdir.named / workdir.experiment.name)
@@ -142,11 +131,7 @@ def holds_finetuning(workdir: Workdir) -> bool:
 
 
 def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
-    """Reads the experiment that a run was started with.
-
-    Raises:
-      InputError: no run here, or one of another kind.
-    """
+    """Reads the experiment that a run was started with."""
     if (workdir.root / "base.json").exists():
         raise InputError(
             f"{workdir.named}: is a base, weights without a run; `evaluate`, `show` and `plan` ask "
@@ -193,19 +178,12 @@ def require_local(path: epath.PathLike) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """The process that holds a folder.
+    """The process that holds a folder."""
 
-    Attributes:
-      token: differs for each time that one is taken.
-      host: the machine's name.
-      process: its id there.
-      since: when it was taken, in seconds since 1970.
-    """
-
-    token: str
-    host: str
-    process: int
-    since: float
+    token: str  # differs for each time that one is taken
+    host: str  # the machine's name
+    process: int  # its id there
+    since: float  # when it was taken, in seconds since 1970
 
     @classmethod
     def me(cls) -> "Holder":
@@ -247,11 +225,7 @@ def absolute(path: epath.Path) -> epath.Path:
 
 
 def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
-    """Replaces the file's text, given whole or in parts, in one step, flushed to disk.
-
-    Raises:
-      InputError: it cannot be written, or is a device or a pipe, which would be replaced by a file.
-    """
+    """Replaces the file's text, given whole or in parts, in one step, flushed to disk."""
     with new_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines((text,) if isinstance(text, str) else text)
 
@@ -261,9 +235,6 @@ def new_file(path: epath.Path) -> Iterator[epath.Path]:
     """Gives a temporary file to write, which takes the file's place, flushed to disk, at the end.
 
     A failure leaves what was there before.
-
-    Raises:
-      InputError: it cannot be written, or is a device or a pipe, which would be replaced by a file.
     """
     require_local(path)
     require_plain(path)
@@ -320,10 +291,6 @@ def read_json(
       format_version: which is read.
       mend: what to do about another one, in words.
       restore: what to do about a damaged file.
-
-    Raises:
-      InputError: unreadable, not a JSON object, of another format version, or changed since it was
-        sealed.
     """
     try:
         content = path.read_bytes()
@@ -344,11 +311,7 @@ def parse_json(
     restore: str,
     seal: Literal["required", "optional"] = "optional",
 ) -> dict[str, Any]:
-    """Returns what `read_json` does, of a file whose content was read.
-
-    Raises:
-      InputError: as `read_json`; or it carries no checksum, where `seal` is `required`.
-    """
+    """Returns what `read_json` does, of a file whose content was read."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -380,7 +343,6 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
     """Turns errors of the file system into one line that names the path.
 
     Raises:
-      InputError: it refuses.
       Unavailable: it fails for now; DiskFull of a full disk.
     """
     try:
@@ -431,9 +393,6 @@ def lock(folder: epath.Path, named: epath.PathLike | None = None) -> Iterator[No
     Args:
       folder: of this machine.
       named: what users call it; None: the same.
-
-    Raises:
-      InputError: another process holds it, or it cannot be written.
     """
     require_local(folder)
     path = folder / "lock"
@@ -474,11 +433,7 @@ def made(folder: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
-    """Gives a folder to fill that takes its place, whole, at the end; a failure leaves nothing.
-
-    Raises:
-      InputError: something lies there already, or it cannot be written.
-    """
+    """Gives a folder to fill that takes its place, whole, at the end; a failure leaves nothing."""
     require_local(folder)
     folder = folder.absolute()  # else "." would have no folder above it
     with named_errors(folder):

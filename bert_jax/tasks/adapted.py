@@ -50,30 +50,17 @@ def kind_of(
 
 @dataclasses.dataclass
 class LoadedBase:
-    """The weights of a base that a task's head can read.
+    """The weights of a base that a task's head can read."""
 
-    Attributes:
-      model: of the base, with the dropout and the type of `adapt`.
-      params: `encoder`, and what a head reads or what scores pieces, on the host.
-      fresh_parts: of these, those that never learned.
-      tokenizer: of the base.
-      sha256: of the weights and the tokenizer: what trained parameters belong to.
-    """
-
-    model: Model
-    params: dict[str, Any]
-    fresh_parts: tuple[str, ...]
-    tokenizer: Tokenizer
-    sha256: str
+    model: Model  # of the base, with the dropout and the type of `adapt`
+    params: dict[str, Any]  # `encoder`, and what a head reads or what scores pieces, on the host
+    fresh_parts: tuple[str, ...]  # of these, those that never learned
+    tokenizer: Tokenizer  # of the base
+    sha256: str  # of the weights and the tokenizer: what trained parameters belong to
 
     @classmethod
     def of(cls, experiment: Finetuning) -> "LoadedBase":
-        """Reads the base that an experiment names.
-
-        Raises:
-          InputError: it names none, or there is none, or it does not read such long rows, or a
-            decoder is wanted and it is of a kind that has none.
-        """
+        """Reads the base that an experiment names."""
         if not experiment.init_from:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
         trained = Trained.of(epath.Path(experiment.init_from))

@@ -41,33 +41,23 @@ _LINE_FORMS = {
 
 @dataclass(frozen=True)
 class Sentence:
-    """One text, or several that belong together, with a label.
+    """One text, or several that belong together, with a label."""
 
-    Attributes:
-      place: see above.
-      texts: one for `classify` and `generate`; two for `pair` and `regress`; for `choice` the one
-        that comes first, then the texts to choose from.
-      label: its name; for `regress` a number, for `generate` a text; None if labels are not read.
-    """
-
-    place: str
+    place: str  # see above
+    # One for `classify` and `generate`; two for `pair` and `regress`; for `choice` the one that
+    # comes first, then the texts to choose from.
     texts: tuple[str, ...]
+    # Its name; for `regress` a number, for `generate` a text; None if labels are not read.
     label: str | float | None
 
 
 @dataclass(frozen=True)
 class Tagged:
-    """A sentence cut into words, each with a tag.
+    """A sentence cut into words, each with a tag."""
 
-    Attributes:
-      place: see above; where its first word stands.
-      words: at least one.
-      tags: as many; None if labels are not read.
-    """
-
-    place: str
-    words: tuple[str, ...]
-    tags: tuple[str, ...] | None
+    place: str  # see above; where its first word stands
+    words: tuple[str, ...]  # at least one
+    tags: tuple[str, ...] | None  # as many; None if labels are not read
 
 
 class Answer(NamedTuple):
@@ -79,40 +69,26 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """A question whose answer stands in its context.
+    """A question whose answer stands in its context."""
 
-    Attributes:
-      place: see above.
-      id: no other question of the task has it.
-      question, context: texts. Answers are counted in the context's characters, so it is as read.
-      answers: those that people gave; none if there is none, or if labels are not read.
-      possible: whether the context holds an answer; True if labels are not read.
-    """
-
-    place: str
-    id: str
-    question: str
+    place: str  # see above
+    id: str  # no other question of the task has it
+    question: str  # texts. Answers are counted in the context's characters, so it is as read.
     context: str
+    # Those that people gave; none if there is none, or if labels are not read.
     answers: tuple[Answer, ...]
-    possible: bool
+    possible: bool  # whether the context holds an answer; True if labels are not read
 
 
 @dataclass(frozen=True)
 class MinimalPair:
-    """Two texts that differ in little, of which one is acceptable (Warstadt et al. 2020).
+    """Two texts that differ in little, of which one is acceptable (Warstadt et al. 2020)."""
 
-    Attributes:
-      place: see above.
-      good, bad: the acceptable text, and the other one.
-      paradigm: what they are about.
-      field: what several paradigms belong to; "" if there are no fields.
-    """
-
-    place: str
-    good: str
+    place: str  # see above
+    good: str  # the acceptable text, and the other one
     bad: str
-    paradigm: str
-    field: str
+    paradigm: str  # what they are about
+    field: str  # what several paradigms belong to; "" if there are no fields
 
 
 Example = Sentence | Tagged | Question | MinimalPair
@@ -137,11 +113,6 @@ def each(
       labelled: whether every example must have a label, or labels are not read and their column
         may be missing.
       blank: is given the places of those that are left out by `task.blank_cells`.
-
-    Raises:
-      InputError: a source that cannot be read for this kind or has no examples, a column that is
-        not there, a blank text, a label that is missing or that the kind cannot have, words
-        without tags, an answer that is not in its context, an id that two questions have.
     """
     task.require_readable("source", sources)
     places: dict[str, str] = {}  # of questions, by id
@@ -184,11 +155,7 @@ def is_blank(value: Any) -> bool:
 
 
 def of_values(task: Task, place: str, values: list[Any]) -> Example:
-    """Returns an example of its cells: of `task.text_columns`, then those of labels, if any.
-
-    Raises:
-      InputError: see `each`.
-    """
+    """Returns an example of its cells: of `task.text_columns`, then those of labels, if any."""
     make = {"tag": _tagged, "minimal_pairs": _minimal_pair}.get(task.kind, _sentence)
     count = len(task.text_columns)
     return make(task, place, values[:count], values[count:])
@@ -306,9 +273,6 @@ def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Exampl
     Args:
       task: the task.
       lines: (place, line).
-
-    Raises:
-      InputError: too few or too many texts, or a blank one.
     """
     several = task.kind not in ("classify", "tag", "generate")
     written = ((place, line) for place, line in lines if line.strip())
@@ -317,11 +281,7 @@ def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Exampl
 
 
 def parse_arguments(task: Task, texts: Sequence[str]) -> Iterator[Example]:
-    """Yields unlabelled examples of as many texts each as the task has: `A B A B` are two pairs.
-
-    Raises:
-      InputError: too few texts, or a blank one.
-    """
+    """Yields unlabelled examples of as many texts each as the task has: `A B A B` are two pairs."""
     count = texts_of_example(task)
     for number, start in enumerate(range(0, len(texts), count), 1):
         yield _typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
@@ -360,10 +320,6 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
     Args:
       task: the task.
       train: its training examples, labelled.
-
-    Raises:
-      InputError: fewer than two labels, one that the task does not name, or, if the score is F1
-        of the second, more than two, or of entities, one that is not O, B-TYPE or I-TYPE.
     """
     if task.kind in ("regress", "span", "generate"):
         return ()

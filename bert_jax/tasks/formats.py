@@ -60,10 +60,6 @@ def rows(source: str, header: str, columns: Sequence[str]) -> Iterator[Row]:
     Yields:
       The place, and for TSV and CSV texts, for JSON and TFDS what stands there, for CoNLL a list
       of texts, a line each.
-
-    Raises:
-      InputError: a file that cannot be read, a column that is not there, a line with more or fewer
-        columns than the first, or not as its format has to be.
     """
     word, _, path = source.partition(":")
     if word == "tsv":
@@ -81,9 +77,6 @@ def records(source: str, header: str) -> Iterator[tuple[str, list[str], list[Any
     Args:
       source: `tsv`, `csv` or `jsonl`.
       header: as of `rows`.
-
-    Raises:
-      InputError: as `rows`.
     """
     word, _, path = source.partition(":")
     if word == "jsonl":
@@ -102,11 +95,7 @@ def records(source: str, header: str) -> Iterator[tuple[str, list[str], list[Any
 
 
 def chosen(columns: Sequence[str], names: list[str], place: str) -> list[int]:
-    """Returns where columns stand among those that there are.
-
-    Raises:
-      InputError: which names the place, if one is not there, or more than once.
-    """
+    """Returns where columns stand among those that there are."""
     _require_columns(columns, names, place)
     for column in columns:
         if names.count(column) > 1:
@@ -266,9 +255,6 @@ def questions(source: str) -> Iterator[Record]:
 
     Yields:
       Where it stands, and `id`, `question`, `context`, `answers` as a list of objects, and so on.
-
-    Raises:
-      InputError: no JSON, or not of SQuAD's form; and as `rows`.
     """
     word, _, path = source.partition(":")
     return _squad_file(path) if word == "squad" else _squad_dataset(source)
@@ -310,11 +296,7 @@ def _require_object(node: Any, where: str) -> None:
 
 
 def field(node: Any, key: str, of: type, where: str) -> Any:
-    """Returns the value of a key of a JSON object.
-
-    Raises:
-      InputError: no object, no such key, or a value of another type.
-    """
+    """Returns the value of a key of a JSON object."""
     _require_object(node, where)
     if key not in node:
         raise InputError(f"{where}: no {key!r}, but {listed(node) or 'nothing'}")

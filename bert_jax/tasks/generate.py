@@ -28,16 +28,12 @@ SOURCE = ("input_ids", "segment_ids", "input_mask")
 
 @dataclasses.dataclass
 class TargetRows(Rows):
-    """Rows of ids, and a text each.
+    """Rows of ids, and a text each."""
 
-    Attributes:
-      targets: of each row int32 [n], [CLS] and [SEP] around it; none if there are no labels.
-      target_limit: no target is longer without [CLS], nor is padded further.
-      cut: how many sources, and how many targets, were longer than they may be.
-    """
-
+    # Of each row int32 [n], [CLS] and [SEP] around it; none if there are no labels.
     targets: list[np.ndarray] = dataclasses.field(default_factory=list)
-    target_limit: int = 0
+    target_limit: int = 0  # no target is longer without [CLS], nor is padded further
+    # How many sources, and how many targets, were longer than they may be.
     cut: tuple[int, int] = (0, 0)
 
     def batch_like(self, which: np.ndarray, like: np.ndarray, pad_id: int) -> HostBatch:
@@ -118,16 +114,11 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateObjective(TaskObjective):
-    """The `Objective` of texts that are written: an encoder and a decoder, all of which learn.
+    """The `Objective` of texts that are written: an encoder and a decoder, all of which learn."""
 
-    Attributes:
-      first, last: the pieces that a text begins and ends with.
-      length: of a text at most, in pieces.
-    """
-
-    first: int = 0
+    first: int = 0  # the pieces that a text begins and ends with
     last: int = 0
-    length: int = 0
+    length: int = 0  # of a text at most, in pieces
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:

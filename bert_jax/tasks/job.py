@@ -47,9 +47,6 @@ def finetune(
       root: the workdir; None: runs/NAME.
       progress: shows what happens.
       origin: see session.run.
-
-    Raises:
-      InputError: no base, examples that cannot be read, or a workdir of another run.
     """
     if experiment.task.kind == "minimal_pairs":
         raise InputError(
@@ -78,10 +75,6 @@ class FinetuningSetup:
       experiment: with `init_from`.
       workdir: of the run.
       say: shows a line.
-
-    Attributes:
-      labels: their names, by number.
-      eval_batches: of the validation examples, once it is open.
     """
 
     how_to_go_on = "choose another --workdir"
@@ -100,7 +93,7 @@ class FinetuningSetup:
                 ("validation", experiment.task.validation),
             )
         )
-        self.labels = examples_lib.labels_of(experiment.task, self._train)
+        self.labels = examples_lib.labels_of(experiment.task, self._train)  # names, by number
         examples_lib.require_known(self.labels, self._held_out)
         self.sha256 = examples_lib.sha256([*self._train, *self._held_out], self.labels)
         self.total_steps = math.ceil(experiment.epochs * len(self._train) / experiment.batch_size)

@@ -35,19 +35,12 @@ _PAIRS = 1_000
 
 @dataclasses.dataclass(frozen=True)
 class Knowledge:
-    """A task as it is read off the layers.
+    """A task as it is read off the layers."""
 
-    Attributes:
-      name: of the task's file.
-      score: which one.
-      guess: the score without an encoder: of the commonest label; 0 of a similarity.
-      scores: of the embeddings, then of each layer.
-    """
-
-    name: str
-    score: str
-    guess: float
-    scores: tuple[float, ...]
+    name: str  # of the task's file
+    score: str  # which one
+    guess: float  # the score without an encoder: of the commonest label; 0 of a similarity
+    scores: tuple[float, ...]  # of the embeddings, then of each layer
 
     @property
     def best(self) -> int:
@@ -83,9 +76,6 @@ def ask(
 
     Returns:
       The length of texts, then the tasks.
-
-    Raises:
-      InputError: a file that holds no task of these kinds; and as `tasks.examples.read`.
     """
     tasks = [_task(path) for path in paths]
     names = [name for name, _ in tasks]

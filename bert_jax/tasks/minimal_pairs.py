@@ -39,24 +39,16 @@ _LENGTH_STEP = 8
 class MinimalPairs:
     """The pairs of a task, and a model to ask.
 
-    Attributes:
-      name: of the task's experiment.
-      task: where they are.
-      pairs: those that are asked.
-
     Args:
       most: how many are drawn of those that there are, as many of each paradigm, the same in every
         run; None: all.
-
-    Raises:
-      InputError: as `tasks.examples.read`.
     """
 
     def __init__(self, name: str, task: Task, most: int | None):
-        self.name, self.task = name, task
+        self.name, self.task = name, task  # where they are
         read = examples_lib.read(task, task.validation, "labelled")
         pairs = [pair for pair in read if isinstance(pair, MinimalPair)]
-        self.pairs = pairs if most is None else _drawn(pairs, most)
+        self.pairs = pairs if most is None else _drawn(pairs, most)  # those that are asked
 
     def open(
         self,
@@ -66,12 +58,7 @@ class MinimalPairs:
         mesh: jax.sharding.Mesh,
         size: int,
     ) -> int:
-        """Makes ids of the texts; see `tasks.probes.Probes.open`.
-
-        Raises:
-          InputError: a text that no piece is left of, or one that is longer than a row; or a
-            model that reads from both ends.
-        """
+        """Makes ids of the texts; see `tasks.probes.Probes.open`."""
         if model.kind == "bilstm":
             raise InputError(
                 f"{self.name}: task.kind=minimal_pairs: model.kind=bilstm gives a text two "
@@ -116,9 +103,6 @@ class MinimalPairs:
         Returns:
           `accuracy`, in which texts that are as likely count half, its standard error `error`, and
           `pairs`; the same of each of `fields` and `paradigms`, by name.
-
-        Raises:
-          InputError: the model gives numbers that are not finite.
         """
         likelihoods = self._log_likelihoods(params)
         if not np.isfinite(likelihoods).all():

@@ -192,27 +192,16 @@ def require_parallelism(adapt: Adapt, parallelism: Parallelism) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TaskObjective:
-    """The `Objective` of a task; see `training.objective`.
+    """The `Objective` of a task; see `training.objective`."""
 
-    Attributes:
-      model: of the base, with the dropout and the type of `adapt`.
-      kind: of the task.
-      reads: what its head reads.
-      outputs: how many scores its head gives.
-      rows_per_example: rows that make one example.
-      adapt: how the base is adapted.
-      fresh_parts: parts that the base never learned.
-      class_weights: of each label in the loss; empty: they are alike.
-    """
-
-    model: Model
-    kind: Kind
-    reads: Reads
-    outputs: int
-    rows_per_example: int
-    adapt: Adapt
-    fresh_parts: tuple[str, ...] = ()
-    class_weights: tuple[float, ...] = ()
+    model: Model  # of the base, with the dropout and the type of `adapt`
+    kind: Kind  # of the task
+    reads: Reads  # what its head reads
+    outputs: int  # how many scores its head gives
+    rows_per_example: int  # rows that make one example
+    adapt: Adapt  # how the base is adapted
+    fresh_parts: tuple[str, ...] = ()  # parts that the base never learned
+    class_weights: tuple[float, ...] = ()  # of each label in the loss; empty: they are alike
 
     losses: tuple[str, ...] = ("loss",)
 

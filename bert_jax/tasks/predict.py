@@ -41,20 +41,6 @@ class TaskModel:
       base: where the run's base lies now; None: where it lay then.
       which: of the run's checkpoints: `newest`, `best` (by held-out loss), or a step.
       beams: with which texts are searched for; None: one, as while it was trained.
-
-    Attributes:
-      experiment: of the run.
-      labels: in the order of the head's outputs; empty of regressions and spans.
-      step: of the checkpoint.
-      model: of the base, with the dropout and the type of the run.
-      tokenizer: of the base.
-      params: those that learned, on the devices.
-      fixed: those of the base that did not; None if all did.
-      evaluation: the line of scores of this step; None if there is none.
-
-    Raises:
-      InputError: no fine-tuned run here, no such checkpoint, a base that is not there or is not the
-        one that this run adapted.
     """
 
     def __init__(
@@ -75,6 +61,7 @@ class TaskModel:
             if number is None:
                 raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
             metadata = saved.metadata(number)
+            # Of the run.
             self.experiment = dataclasses.replace(
                 saved.experiment(number, Finetuning), init_from=base or newest.init_from
             )
@@ -84,6 +71,7 @@ class TaskModel:
                     f"--beam: {folder} has learned task.kind={self.experiment.task.kind}, which "
                     "writes no texts; leave it out"
                 )
+            # In the order of the head's outputs; empty of regressions and spans.
             task, self.labels = self.experiment.task, tuple(metadata["notes"]["labels"])
             self._kind = kind_of(task, self.labels, loaded.tokenizer)
             # Runs of the time before there were any have none.
@@ -91,14 +79,17 @@ class TaskModel:
             objective = loaded.objective(self.experiment, self._kind, self.labels, weights)
             abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
             restored = _restored(saved, which, {"params": abstract["params"]})
-        self.step, self.params = restored.step, restored.state["params"]
-        self.model, self.tokenizer = objective.model, loaded.tokenizer
+        # Those that learned, on the devices.
+        self.step, self.params = restored.step, restored.state["params"]  # of the checkpoint
+        # Of the base, with the dropout and the type of the run.
+        self.model, self.tokenizer = objective.model, loaded.tokenizer  # of the base
         lines = lines_lib.Lines(workdir.metrics).read()
         of_step = [x for x in lines if x.get("kind") == "scores" and x["step"] == self.step]
+        # The line of scores of this step; None if there is none.
         self.evaluation = of_step[-1] if of_step else None
         if task.kind == "span" and task.no_answer == "possible":
             self._kind = kind_of(task, self.labels, loaded.tokenizer, _threshold(restored))
-        self.fixed: Any = None
+        self.fixed: Any = None  # those of the base that did not; None if all did
         if self.experiment.adapt.how != "full":
             self.fixed = feed.put(loaded.read_by(objective), mesh_lib.replicated(mesh))
         self._forward = forward_of(objective, parallelism, mesh, beams or 1)
@@ -148,9 +139,6 @@ class TaskModel:
         Returns:
           As metrics.jsonl keeps them: `step`, `loss`, `score`, `examples` and all scores by name,
           those of spans that may have no answer by the run's threshold; and what `predict` yields.
-
-        Raises:
-          InputError: a label that the run did not learn.
         """
         if self.experiment.task.kind == "generate":
             scores_lib.require_sacrebleu()
@@ -252,9 +240,6 @@ def predict(
       what: is wanted.
       out: a file for the answers; None: they are yielded.
       beams: see `TaskModel`.
-
-    Raises:
-      InputError: see `TaskModel` and `examples.each`; or a file that cannot be written.
     """
     model = TaskModel(root, base, which, beams)
     task = model.experiment.task
@@ -311,9 +296,6 @@ def predict_table(
 
     Returns:
       How many rows were written, and how often each label was predicted, in words.
-
-    Raises:
-      InputError: see `TaskModel`; or a file that is no such, or has a column of these names.
     """
     model = TaskModel(root, base, which, beams)
     task = model.experiment.task
@@ -383,12 +365,7 @@ def _columns_of(answer: dict[str, Any]) -> list[Any]:
 def _written(
     rows_: Iterable[tuple[str, list[str], list[Any]]], ending: str, header: str
 ) -> Iterator[str]:
-    """Yields lines of a file that ends so; .csv and .tsv begin with names if `header` says so.
-
-    Raises:
-      InputError: rows of other columns than the first in a .csv or .tsv, a tab in a .tsv, or two
-        columns of one name in a .jsonl.
-    """
+    """Yields lines of a file that ends so; .csv and .tsv begin with names if `header` says so."""
     first: list[str] | None = None
     for place, names, values in rows_:
         if ending == ".jsonl":

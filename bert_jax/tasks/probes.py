@@ -50,23 +50,13 @@ _PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 @dataclasses.dataclass
 class Probe:
-    """A task; the last three attributes are there once it is open.
+    """A task; once it is open it has rows, batches and the `majority` score, too."""
 
-    Attributes:
-      name: of its file's experiment.
-      task: the task.
-      labels: by number.
-      train, validation: examples to learn from and to score.
-      kind: rows to answers to scores.
-      train_rows, validation_rows: of the examples, and the batches of both.
-      majority: the score of always predicting the commonest label.
-    """
-
-    name: str
+    name: str  # of its file's experiment
     task: Task
-    labels: tuple[str, ...]
-    train: Sequence[Example]
-    validation: Sequence[Example]
+    labels: tuple[str, ...]  # by number
+    train: Sequence[Example]  # to learn from
+    validation: Sequence[Example]  # to score
 
     def open(self, model: Model, tokenizer: Tokenizer, size: int) -> None:
         """Makes rows of the examples, and batches of so many rows."""
@@ -83,7 +73,7 @@ class Probe:
             always if self.kind.reads == "pooled" else np.tile(always, (n, 1))
             for n in self.validation_rows.lengths
         ]
-        self.majority = self.score(predicted)
+        self.majority = self.score(predicted)  # of always predicting the commonest label
 
     def score(self, outputs: list[np.ndarray]) -> float:
         """Returns the task's score of linear scores for each validation row."""
@@ -94,18 +84,10 @@ class Probe:
 class Probes:
     """The tasks of `run.probes`, or of `--task`.
 
-    Attributes:
-      probes: in the order of the files.
-      sha256: of their examples and labels.
-
     Args:
       paths: task files, or experiments of fine-tunings as JSON; of them the task alone is read.
       pairs: how many minimal pairs are drawn at most; None: all are asked.
       where: what names the files, for messages.
-
-    Raises:
-      InputError: a file that holds no task, a task of another kind than `classify`, `pair`, `tag`
-        or `minimal_pairs`, two of one name; and as `tasks.examples.read`.
     """
 
     def __init__(
@@ -115,7 +97,7 @@ class Probes:
         where: str = "run.probes",
     ):
         self._where = where
-        self.probes: list[Probe | MinimalPairs] = []
+        self.probes: list[Probe | MinimalPairs] = []  # in the order of the files
         digest = hashlib.sha256()
         for path in paths:
             try:
@@ -144,7 +126,7 @@ class Probes:
                 raise InputError(f"{where}: {path}: {error}") from error
             self.probes.append(Probe(name, task, labels, train, validation))
             digest.update(examples_lib.sha256([*train, *validation], labels).encode())
-        self.sha256 = digest.hexdigest()
+        self.sha256 = digest.hexdigest()  # of their examples and labels
 
     def open(
         self,
@@ -276,11 +258,7 @@ class Probes:
 
 
 def of_trained(probes: Probes, trained: Trained) -> dict[str, dict[str, Any]]:
-    """Returns what `Probes.ask` does, of a run's checkpoint or a base, on all devices.
-
-    Raises:
-      InputError: minimal pairs, and a base whose masked LM head has learned nothing.
-    """
+    """Returns what `Probes.ask` does, of a run's checkpoint or a base, on all devices."""
     if "masked_lm" in trained.fresh and probes.has_minimal_pairs:
         raise InputError(
             f"{trained.name}: has no masked LM head that has learned, and minimal pairs need one; "

@@ -24,24 +24,16 @@ LENGTH_STEP = 32
 
 @dataclasses.dataclass
 class Rows:
-    """Rows of ids, and their targets.
+    """Rows of ids, and their targets."""
 
-    Attributes:
-      ids: of each row int32 [n], [CLS] and [SEP] among them.
-      first: int32 [rows], how many of a row's ids are of segment 0.
-      numbers: targets that are one number a row: {name: [rows]}.
-      tokens: targets that are one number an id: {name: [n] of each row}; 0 where padded.
-      notes: what `TaskKind.answers` needs to know of each row.
-      limit: no row is longer, nor is padded further: the model may have no more positions.
-      rows_per_example: rows that make one example, one after the other: the texts of a choice.
-    """
-
-    ids: list[np.ndarray]
-    first: np.ndarray
-    numbers: dict[str, np.ndarray]
+    ids: list[np.ndarray]  # of each row int32 [n], [CLS] and [SEP] among them
+    first: np.ndarray  # int32 [rows], how many of a row's ids are of segment 0
+    numbers: dict[str, np.ndarray]  # targets that are one number a row: {name: [rows]}
+    # Targets that are one number an id: {name: [n] of each row}; 0 where padded.
     tokens: dict[str, list[np.ndarray]]
-    notes: list[Any]
-    limit: int
+    notes: list[Any]  # what `TaskKind.answers` needs to know of each row
+    limit: int  # no row is longer, nor is padded further: the model may have no more positions
+    # Rows that make one example, one after the other: the texts of a choice.
     rows_per_example: int = 1
 
     def __post_init__(self) -> None:
@@ -91,14 +83,10 @@ class TaskKind(Protocol):
     """A kind of task, for one tokenizer and one set of labels.
 
     `sentences`, `tags`, `spans` and `generate` have the four there are.
-
-    Attributes:
-      reads: what the head reads.
-      outputs: how many scores it gives.
     """
 
-    reads: Reads
-    outputs: int
+    reads: Reads  # what the head reads
+    outputs: int  # how many scores it gives
 
     def rows(self, examples: Sequence[Any]) -> Rows:
         """Returns the examples as the encoder reads them; with targets if they have labels."""

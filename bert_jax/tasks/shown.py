@@ -24,9 +24,6 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
       experiment: with `init_from`, whose tokenizer and examples are read.
       done: steps.
       most: rows.
-
-    Raises:
-      InputError: the run has no such step, or its base or its examples cannot be read.
     """
     task = experiment.task
     train = examples_lib.read(task, task.train, "labelled")

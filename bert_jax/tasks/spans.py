@@ -25,32 +25,21 @@ _LENGTH_SHARE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A row of a question.
+    """A row of a question."""
 
-    Attributes:
-      question: its number.
-      offset: where in the row the context begins.
-      places: int32 [n, 2], for each piece of the context here the characters of its word.
-      counts: bool [n], whether the piece has most context here.
-    """
-
-    question: int
-    offset: int
+    question: int  # its number
+    offset: int  # where in the row the context begins
+    # int32 [n, 2], for each piece of the context here the characters of its word.
     places: np.ndarray
-    counts: np.ndarray
+    counts: np.ndarray  # bool [n], whether the piece has most context here
 
 
 @dataclasses.dataclass(frozen=True)
 class _Predicted:
-    """Answers predicted for a question.
+    """Answers predicted for a question."""
 
-    Attributes:
-      best: (score, text) of answers, the best first.
-      no_answer: by how much no answer is better than the best.
-    """
-
-    best: list[tuple[float, str]]
-    no_answer: float
+    best: list[tuple[float, str]]  # (score, text) of answers, the best first
+    no_answer: float  # by how much no answer is better than the best
 
 
 class Spans:

@@ -31,23 +31,15 @@ _ODD = re.compile(r"[^A-Za-z0-9.+-]")
 
 @dataclasses.dataclass
 class Member:
-    """One of the runs.
+    """One of the runs."""
 
-    Attributes:
-      folder: its name.
-      settings: {field: value}, as they were written.
-      experiment: with them.
-      origin: see session.run.
-      outcome: how it ended; "" if it did not yet.
-      last, best: lines of metrics.jsonl: of the last evaluation, and of that with the highest
-        score; None before there is one.
-    """
-
-    folder: str
-    settings: dict[str, str]
-    experiment: Finetuning
-    origin: dict[str, Any]
-    outcome: str = ""
+    folder: str  # its name
+    settings: dict[str, str]  # {field: value}, as they were written
+    experiment: Finetuning  # with them
+    origin: dict[str, Any]  # see session.run
+    outcome: str = ""  # how it ended; "" if it did not yet
+    # Lines of metrics.jsonl: of the last evaluation, and of that with the highest score; None
+    # before there is one.
     last: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
 
@@ -64,10 +56,6 @@ def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Mem
       file: of the task.
       settings: `--set` strings of all of them.
       axes: FIELD=V1,V2 each.
-
-    Raises:
-      InputError: an axis that is not so written or is there twice, or an experiment that is
-        refused.
     """
     values: dict[str, list[str]] = {}
     for axis in axes:
@@ -110,9 +98,6 @@ def run(
       base: a base or a run; None: the one that the experiment names.
       root: the folder of the runs; None: runs/NAME-sweep.
       progress: shows what happens.
-
-    Raises:
-      InputError: a folder with other things, or what a fine-tuning of them raises.
     """
     folder = epath.Path(root or f"runs/{of[0].experiment.name}-sweep")
     there = mirror.names(folder)

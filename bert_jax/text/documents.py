@@ -74,19 +74,14 @@ _NEXT_WORD, _NEXT_LINE = re.compile(r"[\s。！？]"), re.compile(r"\n")
 
 @dataclass(frozen=True)
 class Document:
-    """One document.
+    """One document."""
 
-    Attributes:
-      name: the file; with a number behind it, the first line of a block or a record's number.
-      pieces: its text without blank lines around it, in pieces of whole paragraphs; `read_extent`
-        gives them once, before the next document.
-      layout: how its lines are to be read.
-      line: of the file, where the text begins; 0 in a record, whose text has no lines of a file.
-    """
-
-    name: str
+    name: str  # the file; with a number behind it, the first line of a block or a record's number
+    # Its text without blank lines around it, in pieces of whole paragraphs; `read_extent` gives
+    # them once, before the next document.
     pieces: Iterable[str]
-    layout: Layout
+    layout: Layout  # how its lines are to be read
+    # Of the file, where the text begins; 0 in a record, whose text has no lines of a file.
     line: int
 
     @functools.cached_property
@@ -117,38 +112,21 @@ class Document:
 
 @dataclass(frozen=True)
 class Extent:
-    """A stretch that is read by itself: a file, a range of its bytes, or records of a TFDS shard.
+    """A stretch that is read by itself: a file, some of its bytes, or records of a TFDS shard."""
 
-    Attributes:
-      kind: the word of a source.
-      path: the file.
-      folder: of a TFDS dataset, where its metadata lies.
-      start: of its bytes, records or, of a Parquet file, row groups.
-      stop: of the same; -1: all that follow.
-      count: records of this shard.
-      before: records of the dataset before it.
-      bytes: how much there is to read, roughly.
-      field: that holds the text; empty: `Corpus.text_field`.
-    """
-
-    kind: str
-    path: str
-    folder: str = ""
-    start: int = 0
-    stop: int = -1
-    count: int = 0
-    before: int = 0
-    bytes: int = 0
-    field: str = ""
+    kind: str  # the word of a source
+    path: str  # the file
+    folder: str = ""  # of a TFDS dataset, where its metadata lies
+    start: int = 0  # of its bytes, records or, of a Parquet file, row groups
+    stop: int = -1  # of the same; -1: all that follow
+    count: int = 0  # records of this shard
+    before: int = 0  # records of the dataset before it
+    bytes: int = 0  # how much there is to read, roughly
+    field: str = ""  # that holds the text; empty: `Corpus.text_field`
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
-    """Yields the documents of all sources in order; those without any text are passed over.
-
-    Raises:
-      InputError: a source without files, undecodable bytes, damaged compression or JSON, or a file
-        whose lines contradict the layout word.
-    """
+    """Yields the documents of all sources in order; those without any text are passed over."""
     for one in corpus.alone():
         for extent in extents(one.sources[0]):
             for document in read_extent(extent, one):
@@ -166,9 +144,6 @@ def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterato
         lines of sentences_by_line, between records of an ArrayRecord file and row groups of a
         Parquet file. A compressed file, a TFRecord file, a CSV file, one at an address, and a text
         in any other layout stay whole.
-
-    Raises:
-      InputError: as `read`, before any text is read.
     """
     word, _, place = source.partition(":")
     if word in ("tfds", "tfds_dir"):
@@ -228,11 +203,7 @@ def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
 
 
 def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
-    """Yields the documents of an extent in order; those without any text have no pieces.
-
-    Raises:
-      InputError: as `read`.
-    """
+    """Yields the documents of an extent in order; those without any text have no pieces."""
     if extent.field:
         corpus = dataclasses.replace(
             corpus, sources=corpus.sources[:1], mixture=(), text_field=extent.field
@@ -336,12 +307,7 @@ def _begins(line: str, pattern: str, after_blank: bool) -> bool:
 
 
 def files(source: str) -> list[str]:
-    """Returns the files of a source of files, sorted.
-
-    Raises:
-      InputError: no such folder, an empty glob, a folder without files of this kind, or an address
-        that nothing is installed for.
-    """
+    """Returns the files of a source of files, sorted."""
     word, _, place = source.partition(":")
     if "://" in place:
         return _files_there(source, word, place)
@@ -392,9 +358,6 @@ def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:
     """Returns `file`, `bytes` and `mtime_ns` of each file of the sources, of which nothing is read.
 
     A TFDS dataset is recognised by its dataset_info.json, which carries the sizes of its shards.
-
-    Raises:
-      InputError: a file is missing.
     """
     rows = []
     for source in corpus.sources:
@@ -409,11 +372,7 @@ def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:
 
 
 def state(path: str) -> dict[str, int]:
-    """Returns `bytes` and `mtime_ns` of a file, or of an object in a bucket.
-
-    Raises:
-      InputError: it is missing.
-    """
+    """Returns `bytes` and `mtime_ns` of a file, or of an object in a bucket."""
     try:
         if "://" in path and not path.startswith("gs://"):
             system, name = text_lines.system_of(path)
@@ -427,11 +386,7 @@ def state(path: str) -> dict[str, int]:
 
 
 def sha256(path: str) -> str:
-    """Returns the SHA-256 of a file, or of a small object in a bucket.
-
-    Raises:
-      InputError: it cannot be read.
-    """
+    """Returns the SHA-256 of a file, or of a small object in a bucket."""
     try:
         if "://" in path and path.endswith(_ALL_SUFFIXES):
             with text_lines.packed(path) as file:

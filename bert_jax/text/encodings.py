@@ -25,27 +25,17 @@ _BAD = re.compile("[\udc80-\udcff]")
 
 @dataclasses.dataclass
 class File:
-    """One file as bytes.
+    """One file as bytes."""
 
-    Attributes:
-      path: its name.
-      size: bytes, uncompressed.
-      high: bytes above 127.
-      nuls: NUL characters.
-      bad: bytes that do not decode.
-      where: offset and line of the first of them, bytes before it, and bytes from there on.
-      utf8: it is UTF-8, and was to be read as something else.
-      damage: why it cannot be read, or empty.
-    """
-
-    path: str
-    size: int = 0
-    high: int = 0
-    nuls: int = 0
-    bad: int = 0
+    path: str  # its name
+    size: int = 0  # bytes, uncompressed
+    high: int = 0  # bytes above 127
+    nuls: int = 0  # NUL characters
+    bad: int = 0  # bytes that do not decode
+    # Offset and line of the first of them, bytes before it, and bytes from there on.
     where: tuple[int, int, bytes, bytes] = (0, 0, b"", b"")
-    utf8: bool = False
-    damage: str = ""
+    utf8: bool = False  # it is UTF-8, and was to be read as something else
+    damage: str = ""  # why it cannot be read, or empty
 
     @property
     def readable(self) -> bool:
@@ -112,11 +102,7 @@ def _around(data: bytes, at: int) -> tuple[bytes, bytes]:
 
 
 def require_not_utf8(paths: Iterable[str], encoding: str) -> None:
-    """Refuses files that are UTF-8 where another encoding is named, which garbles them silently.
-
-    Raises:
-      InputError: one is.
-    """
+    """Refuses files that are UTF-8 where another encoding is named, which garbles them silently."""
     if codecs.lookup(encoding).name in ("utf-8", "utf-8-sig"):
         return
     for path in paths:

@@ -25,12 +25,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Reads files as `decoded` does; one whose name ends in .gz or .zst is uncompressed.
-
-    Raises:
-      InputError: one is missing (which is seen before any is read), cannot be read, is damaged, or
-        is not UTF-8.
-    """
+    """Reads files as `decoded` does; one whose name ends in .gz or .zst is uncompressed."""
     for path in paths:
         if not os.path.exists(path):
             raise InputError(f"{path}: no such file")
@@ -38,11 +33,7 @@ def read(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
-    """Yields (NAME:NUMBER, line) of lines of UTF-8, split at \\n alone.
-
-    Raises:
-      InputError: a line is not UTF-8.
-    """
+    """Yields (NAME:NUMBER, line) of lines of UTF-8, split at \\n alone."""
     for number, line in enumerate(raw, 1):
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
@@ -56,11 +47,7 @@ def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
 
 
 def of_file(path: str) -> Iterator[tuple[str, str]]:
-    """Reads one file as `read` does, but sees that it is missing only when a line is asked for.
-
-    Raises:
-      InputError: it cannot be read, is damaged, or is not UTF-8.
-    """
+    """Reads one file as `read` does, but sees that it is missing only when a line is asked for."""
     try:
         with open_bytes(path) as file:
             yield from decoded(file, path)
@@ -76,7 +63,6 @@ def open_bytes(path: str) -> IO[bytes]:
     """Returns the bytes of a file, uncompressed if its name ends in .gz or .zst.
 
     Raises:
-      InputError: an address that this machine has nothing for.
       OSError: it cannot be read.
     """
     if path.endswith(".gz"):
@@ -95,11 +81,7 @@ def packed(path: str) -> IO[bytes]:
 
 
 def system_of(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Returns what fsspec opens an address with, and the name there.
-
-    Raises:
-      InputError: fsspec does not know it, or the package for it is not installed.
-    """
+    """Returns what fsspec opens an address with, and the name there."""
     try:
         return fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:

@@ -24,11 +24,7 @@ _ROWS = 1_000
 def read(
     path: str, lines: Iterable[str], kind: Literal["csv", "tsv"], column: str
 ) -> Iterator[tuple[str, str]]:
-    """Yields FILE:LINE and the text of each row of a file's decoded lines, blank rows left out.
-
-    Raises:
-      InputError: no such column, a row of more or fewer cells than there are names, or no CSV.
-    """
+    """Yields FILE:LINE and the text of each row of a file's decoded lines, blank rows left out."""
     rows = _csv(path, lines) if kind == "csv" else _tsv(lines)
     _, names = next(rows, (0, []))
     if not names:
@@ -84,9 +80,6 @@ def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
       path: the file.
       column: which texts are counted.
       most: bytes of text in a part, roughly; a row group is not cut.
-
-    Raises:
-      InputError: no Parquet file, or it has no such column of texts.
     """
     with _opened(path, column) as (file, place):
         sizes = [
@@ -111,9 +104,6 @@ def parquet(path: str, column: str, start: int, stop: int) -> Iterator[tuple[str
       column: its name; of one within another, as `article.text`.
       start: the first row group.
       stop: one past the last; -1: all that follow.
-
-    Raises:
-      InputError: as `parts`.
     """
     with _opened(path, column) as (file, _):
         try:

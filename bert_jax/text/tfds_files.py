@@ -38,9 +38,6 @@ def find(name: str) -> epath.Path:
     """Returns the folder of a dataset `NAME[/CONFIG][:VERSION]`, its latest version by default.
 
     Looks in $TFDS_DATA_DIR or ~/tensorflow_datasets, and generates nothing.
-
-    Raises:
-      InputError: no prepared dataset of this name there.
     """
     root = epath.Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()
     name, _, version = name.partition(":")
@@ -61,12 +58,7 @@ def find(name: str) -> epath.Path:
 
 
 def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
-    """Returns a builder for the dataset in `folder`, once its features are seen to be plain data.
-
-    Raises:
-      InputError: no dataset there, damaged metadata, a feature class outside TFDS's own, or
-        examples without named fields.
-    """
+    """Returns a builder for the dataset in `folder`, whose features are seen to be plain data."""
     folder = epath.Path(folder)
     try:
         texts = {
@@ -108,21 +100,13 @@ def _unreadable(folder: epath.PathLike, error: Exception) -> InputError:
 
 
 def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Yields the examples of a split, in order, from array_record or tfrecord files.
-
-    Raises:
-      InputError: no such split or format, or a file that is missing, damaged or cut short.
-    """
+    """Yields the examples of a split, in order, from array_record or tfrecord files."""
     for path, count, _, _ in shards(folder, split):
         yield from shard_records(folder, path, count)
 
 
 def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Path, int, int, bool]]:
-    """Returns a split's files in order: path, records, bytes (roughly), whether it can be cut.
-
-    Raises:
-      InputError: no such split or format.
-    """
+    """Returns a split's files in order: path, records, bytes (roughly), whether it can be cut."""
     folder = epath.Path(folder)
     info = open_folder(folder).info
     if split not in info.splits:
@@ -154,7 +138,6 @@ def shard_records(
       stop: one past the last; -1: all.
 
     Raises:
-      InputError: it is missing, damaged or cut short.
       Unavailable: the bucket was out of reach for minutes.
     """
     path, info = epath.Path(path), open_folder(folder).info
@@ -170,11 +153,7 @@ def shard_records(
 
 
 def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:
-    """Returns features whose numbers stand for classes, or are sequences of such, by their keys.
-
-    Raises:
-      InputError: as `open_folder`.
-    """
+    """Returns features whose numbers stand for classes, or are sequences of such, by their keys."""
     labels = {}
     for key, feature in open_folder(folder).info.features.items():
         if isinstance(feature, tfds.features.Sequence):

@@ -214,9 +214,6 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
     Args:
       path: file or folder. A folder knows its own case.
       case: for a file: whether text is lower-cased first.
-
-    Raises:
-      InputError: no such file, damaged, or without a special.
     """
     path = epath.Path(path)
     if path.is_dir():

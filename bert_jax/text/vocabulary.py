@@ -25,20 +25,15 @@ _SENTENCEPIECE_THREADS = 16
 
 @dataclasses.dataclass
 class Counted:
-    """Words of a corpus.
+    """Words of a corpus."""
 
-    Attributes:
-      words: those that train a vocabulary (see text.words), sorted.
-      counts: how often each occurs.
-      different: how many there are in all.
-      characters: how often each character occurs in all of them, by its code point.
-      inner: code points that stand behind the first place of a word.
-    """
-
+    # Those that train a vocabulary (see text.words), sorted.
     words: list[str] = dataclasses.field(default_factory=list)
-    counts: list[int] = dataclasses.field(default_factory=list)
-    different: int = 0
+    counts: list[int] = dataclasses.field(default_factory=list)  # how often each occurs
+    different: int = 0  # how many there are in all
+    # How often each character occurs in all of them, by its code point.
     characters: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    # Code points that stand behind the first place of a word.
     inner: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
@@ -64,12 +59,7 @@ class Counted:
 
 
 def read_vocab(path: epath.PathLike) -> list[str]:
-    """Reads the pieces of a `vocab.txt`, one a line; a line's number is its id.
-
-    Raises:
-      InputError: not UTF-8, one of [PAD] [UNK] [CLS] [SEP] [MASK] is missing, or a piece stands
-        twice.
-    """
+    """Reads the pieces of a `vocab.txt`, one a line; a line's number is its id."""
     try:
         lines = epath.Path(path).read_bytes().decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -93,11 +83,7 @@ def read_vocab(path: epath.PathLike) -> list[str]:
 
 
 def require_specials(vocab: list[str], where: str) -> list[str]:
-    """Returns the vocabulary, if it is one of BERT's; `where` begins the complaint.
-
-    Raises:
-      InputError: one of [PAD] [UNK] [CLS] [SEP] [MASK] is missing.
-    """
+    """Returns the vocabulary, if it is one of BERT's; `where` begins the complaint."""
     missing = [name for name in SPECIALS if name not in vocab]
     if missing:
         raise InputError(
@@ -114,9 +100,6 @@ def train_wordpiece(counted: Counted, vocab_size: int) -> list[str]:
       counted: words as `basic_tokens` gives them when encoding.
       vocab_size: number of pieces, specials included; where the text is too small for so many, the
         last are `unused`.
-
-    Raises:
-      InputError: the characters of the text alone are more pieces.
     """
     alphabet, continuing = _alphabet(counted)
     vocab = [*SPECIALS, *alphabet, *continuing]
@@ -156,9 +139,6 @@ def train_sentencepiece(counted: Counted, vocab_size: int, kind: str) -> bytes:
 
     The specials stand in ids 0 to 4 as control pieces, which text never yields. Where the text is
     too small for so many pieces, `unused` ones follow them.
-
-    Raises:
-      InputError: the trainer refuses the text.
     """
     try:
         return _sentencepiece(counted, vocab_size, kind, 0)

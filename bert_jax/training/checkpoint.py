@@ -75,19 +75,12 @@ class Damaged(InputError):
 
 @dataclasses.dataclass
 class Restored:
-    """A checkpoint that was read.
+    """A checkpoint that was read."""
 
-    Attributes:
-      step: steps done.
-      state: what was asked for of the state, as it was saved.
-      metadata: the JSON that was saved with it.
-      damaged: newer checkpoints that cannot be used: {step: why}.
-    """
-
-    step: int
-    state: Any
-    metadata: dict[str, Any]
-    damaged: dict[int, str]
+    step: int  # steps done
+    state: Any  # what was asked for of the state, as it was saved
+    metadata: dict[str, Any]  # the JSON that was saved with it
+    damaged: dict[int, str]  # newer checkpoints that cannot be used: {step: why}
 
 
 class Checkpoints:
@@ -150,7 +143,6 @@ class Checkpoints:
         """Waits until what is being saved is on disk; a save that fails leaves nothing.
 
         Raises:
-          InputError: it could not be written; DiskFull of a full disk.
           Unavailable: it could not be written for now. What was saved before stands, and the next
             save begins afresh.
         """
@@ -178,7 +170,6 @@ class Checkpoints:
             evaluated at this step.
 
         Raises:
-          InputError: it cannot be written; DiskFull of a full disk.
           Unavailable: it cannot be written for now.
         """
         metadata = {
@@ -202,7 +193,6 @@ class Checkpoints:
 
         Raises:
           Damaged: it is not what was written.
-          InputError: it is of another format, or may not be read.
           Unavailable: the storage has not answered for ten minutes.
         """
         folder = self._folder / str(step)
@@ -227,11 +217,7 @@ class Checkpoints:
         )
 
     def experiment(self, step: int, kind: type[Saved] = Experiment) -> Saved:
-        """Returns the experiment that the checkpoint belongs to, an `Experiment` or the like.
-
-        Raises:
-          InputError: it is of another kind.
-        """
+        """Returns the experiment that the checkpoint belongs to, an `Experiment` or the like."""
         where = f"{self._folder / str(step)}"
         return config.from_json(json.dumps(self.metadata(step)["experiment"]), where, kind)
 
@@ -245,7 +231,6 @@ class Checkpoints:
 
         Raises:
           Damaged: it is not what was written.
-          InputError: it is of another format, may not be read, or does not fit into memory.
           Unavailable: the storage has not answered for ten minutes.
         """
         metadata, state = self._load(step, abstract_state)
@@ -317,7 +302,6 @@ class Checkpoints:
             All come to it before they compute anything together.
 
         Raises:
-          InputError: see `restore`; or all are damaged.
           Unavailable: see `restore`.
         """
         damaged: dict[int, str] = {}
@@ -347,9 +331,6 @@ class Checkpoints:
 
         Args:
           which: a step, or `best`: the lowest held-out loss of those that have one.
-
-        Raises:
-          InputError: there is no such checkpoint.
         """
         if which == "best":
             losses = {}
@@ -368,11 +349,7 @@ class Checkpoints:
         )
 
     def newest_step(self) -> int | None:
-        """Returns the step of the newest checkpoint with whole metadata; None if there is none.
-
-        Raises:
-          InputError: there are only damaged ones, or one of another format.
-        """
+        """Returns the step of the newest checkpoint with whole metadata; None if there is none."""
         unreadable = self.unreadable()
         readable = [step for step in self.steps if step not in unreadable]
         if unreadable and not readable:
@@ -645,11 +622,7 @@ def _overhear_closed_loops(unraisable: Any) -> None:
 
 
 def listing(folder: epath.Path) -> Iterator[str]:
-    """Yields a table of a run's checkpoints, the newest first, and those that were put aside.
-
-    Raises:
-      InputError: no run here, or it cannot be read.
-    """
+    """Yields a table of a run's checkpoints, the newest first, and those that were put aside."""
     experiment, workdir, saved = _open(folder)
     with saved:
         rows = [(number, *_loss_or_damage(saved, number)) for number in saved.steps]
@@ -674,11 +647,7 @@ def listing(folder: epath.Path) -> Iterator[str]:
 
 
 def verify(folder: epath.Path) -> Iterator[tuple[int, str]]:
-    """Reads all checkpoints of a run, whole, on one device: (step, what is wrong or "").
-
-    Raises:
-      InputError: no run here, or it cannot be read.
-    """
+    """Reads all checkpoints of a run, whole, on one device: (step, what is wrong or "")."""
     _, _, saved = _open(folder)
     place = mesh_lib.replicated(mesh_lib.one_device())
     with saved:

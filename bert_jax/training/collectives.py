@@ -23,21 +23,17 @@ CompilerOptions = tuple[tuple[str, bool | int], ...]
 
 
 class Method(NamedTuple):
-    """The way in which devices of a kind exchange parameters and gradients.
+    """The way in which devices of a kind exchange parameters and gradients."""
 
-    Attributes:
-      gather: along one axis of the torus after another, or along all of them at once.
-      scatter: by the compiler's own reduce-scatter along each axis, or from neighbour to neighbour
-        in a ring along it.
-      order: which axis carries all of a gradient, and the others what it leaves of it: the
-        `outermost`, the `innermost`, or each its share of the parameters (`balanced`).
-      compiler_options: of all steps on such devices.
-    """
-
+    # Along one axis of the torus after another, or along all of them at once.
     gather: Literal["by_axis", "at_once"] = "by_axis"
+    # By the compiler's own reduce-scatter along each axis, or from neighbour to neighbour in a ring
+    # along it.
     scatter: Literal["reduce_scatter", "ring"] = "reduce_scatter"
+    # Which axis carries all of a gradient, and the others what it leaves of it: the `outermost`,
+    # the `innermost`, or each its share of the parameters (`balanced`).
     order: Literal["outermost", "innermost", "balanced"] = "outermost"
-    compiler_options: CompilerOptions = ()
+    compiler_options: CompilerOptions = ()  # of all steps on such devices
 
 
 # v2 and v3 hide nothing, and their innermost axis holds the two cores of a chip: with it in the
@@ -81,19 +77,12 @@ def method_of(device_kind: str) -> Method:
 
 
 class Collectives(NamedTuple):
-    """The way in which a parameter and its gradient travel over DATA.
+    """The way in which a parameter and its gradient travel over DATA."""
 
-    Attributes:
-      axes: of DATA, in the order in which they cut a dimension, the coarsest first.
-      copy: the type in which parameters are gathered.
-      reduction: the type in which gradients are added up.
-      method: as the devices do it best.
-    """
-
-    axes: tuple[str, ...]
-    copy: str
-    reduction: str
-    method: Method
+    axes: tuple[str, ...]  # of DATA, in the order in which they cut a dimension, the coarsest first
+    copy: str  # the type in which parameters are gathered
+    reduction: str  # the type in which gradients are added up
+    method: Method  # as the devices do it best
 
     def along(self, axes: tuple[str, ...]) -> "Collectives":
         """Returns the same in this order of axes."""

@@ -32,20 +32,13 @@ from bert_jax.training.objective import Objective
 
 @dataclasses.dataclass
 class HeldOut:
-    """The evaluation rows and their baselines.
+    """The evaluation rows and their baselines."""
 
-    Attributes:
-      batches: as data.batches.eval_batches gives them.
-      rows: how many rows are real.
-      unigram_loss: nats a predicted piece, with the training split's frequencies (one added to
-        each).
-      majority: share of the commoner label of pairs; None: rows have none.
-    """
-
-    batches: list[batches_lib.Batch]
-    rows: int
+    batches: list[batches_lib.Batch]  # as data.batches.eval_batches gives them
+    rows: int  # how many rows are real
+    # Nats a predicted piece, with the training split's frequencies (one added to each).
     unigram_loss: float
-    majority: float | None
+    majority: float | None  # share of the commoner label of pairs; None: rows have none
 
     @classmethod
     def of(
@@ -168,15 +161,11 @@ _LENGTH_STEP = 32
 
 @dataclasses.dataclass
 class Prediction:
-    """The model's answer to a text.
+    """The model's answer to a text."""
 
-    Attributes:
-      masks: for each [MASK] in order, the likeliest pieces with their probabilities.
-      is_next: probability that B follows A; None without B.
-    """
-
+    # For each [MASK] in order, the likeliest pieces with their probabilities.
     masks: list[list[tuple[str, float]]]
-    is_next: float | None
+    is_next: float | None  # probability that B follows A; None without B
 
 
 class Predictor:
@@ -189,11 +178,7 @@ class Predictor:
         )
 
     def predict(self, params: Any, a: str, b: str | None, top: int) -> Prediction:
-        """Fills every [MASK] of A and B with its `top` likeliest pieces.
-
-        Raises:
-          InputError: longer than the position table.
-        """
+        """Fills every [MASK] of A and B with its `top` likeliest pieces."""
         second = None if b is None else self.encode(b)
         probs, is_next = self.probabilities(params, self.encode(a), second)
         return Prediction([self.likeliest(p, top) for p in probs], is_next)
@@ -211,9 +196,6 @@ class Predictor:
         Returns:
           float32 [masks, vocabulary] for the [MASK]s of A and B in order, and the probability that
           B follows A, None without B.
-
-        Raises:
-          InputError: longer than the position table, or a model that reads from one side.
         """
         if self._model.one_sided:
             raise InputError(
@@ -261,25 +243,15 @@ _TOP = 5
 
 @dataclasses.dataclass(frozen=True)
 class Sentence:
-    """A sentence with a [MASK].
+    """A sentence with a [MASK]."""
 
-    Attributes:
-      ids: without [CLS] and [SEP].
-      text: as it is shown.
-      truth: the id of the piece that stood there; None if nobody knows.
-    """
-
-    ids: list[int]
-    text: str
-    truth: int | None
+    ids: list[int]  # without [CLS] and [SEP]
+    text: str  # as it is shown
+    truth: int | None  # the id of the piece that stood there; None if nobody knows
 
 
 class Watched:
-    """The sentences, and a predictor to ask.
-
-    Raises:
-      InputError: a text of `run.watch` without [MASK], or longer than the model reads.
-    """
+    """The sentences, and a predictor to ask."""
 
     def __init__(
         self, texts: tuple[str, ...], model: Model, tokenizer: Tokenizer, validation: Stream

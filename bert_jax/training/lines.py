@@ -98,11 +98,7 @@ class Lines:
             self._write()
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns all whole lines; a last one cut off by a kill is left out.
-
-        Raises:
-          InputError: another line is not JSON, or has no step.
-        """
+        """Returns all whole lines; a last one cut off by a kill is left out."""
         if not self._path.exists():
             return []
         with named_errors(self._path):
@@ -123,9 +119,6 @@ class Lines:
         Args:
           step: up to which lines are kept.
           written: what `written` returned at the checkpoint of this step; None: nothing.
-
-        Raises:
-          InputError: the lines up to the step are not those.
         """
         self.flush()
         damage = self.damage(step, written) if written else ""

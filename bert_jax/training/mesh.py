@@ -24,12 +24,7 @@ TENSOR = "tensor"
 def make_mesh(
     parallelism: Parallelism, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """Returns a mesh of these devices; of all devices of all processes if none are named.
-
-    Raises:
-      InputError: `parallelism.tensor` does not divide the devices, or there is no device of the
-        kind that JAX_PLATFORMS asks for.
-    """
+    """Returns a mesh of these devices; of all devices of all processes if none are named."""
     grid = _torus(_all_devices() if devices is None else devices)
     if grid.shape[-1] % parallelism.tensor:
         raise InputError(
@@ -51,11 +46,7 @@ def make_mesh(
 
 
 def one_device() -> jax.sharding.Mesh:
-    """Returns a mesh of this process's first device.
-
-    Raises:
-      InputError: see `make_mesh`.
-    """
+    """Returns a mesh of this process's first device."""
     ours = [d for d in _all_devices() if d.process_index == jax.process_index()]
     return make_mesh(Parallelism(), ours[:1])
 

@@ -21,17 +21,12 @@ class Objective(Protocol):
 
     Two that compute the same are equal and hashable, as frozen dataclasses are: compiled steps are
     found by them. An experiment's own (`data.code`) is what a function of (model, data) returns.
-
-    Attributes:
-      model: the encoder's shape and numerics.
-      metrics: names of what `forward` returns.
-      losses: those of them whose means are added up to the loss.
-      rules: where the parameters are cut: exactly one for each, by its path.
     """
 
-    model: Model
-    metrics: tuple[str, ...]
-    losses: tuple[str, ...]
+    model: Model  # the encoder's shape and numerics
+    metrics: tuple[str, ...]  # names of what `forward` returns
+    losses: tuple[str, ...]  # those of them whose means are added up to the loss
+    # Where the parameters are cut: exactly one for each, by its path.
     rules: Sequence[sharding.Rule]
 
     def init_params(self, key: jax.Array) -> Any:
@@ -145,11 +140,7 @@ class BidirectionalLM(Pretraining):
 
 
 def of(model: Model, data: Data) -> Objective:
-    """Returns what is learned in pre-training: what `data.objective` names, or own code.
-
-    Raises:
-      InputError: the code is not at hand.
-    """
+    """Returns what is learned in pre-training: what `data.objective` names, or own code."""
     if data.code:
         return code.function(data.code)(model, data)
     if data.objective == "bidirectional_lm":

@@ -56,29 +56,18 @@ _HEAR, _RETRY, _LONGEST = 5.0, 0.1, 4096
 
 
 class Place(NamedTuple):
-    """A process's place among those of a run.
+    """A process's place among those of a run."""
 
-    Attributes:
-      address: host:port of process 0.
-      number: of the process, from 0.
-      count: of processes.
-    """
-
-    address: str
-    number: int
-    count: int
+    address: str  # host:port of process 0
+    number: int  # of the process, from 0
+    count: int  # of processes
 
 
 class Peers:
-    """This process among those of its run.
-
-    Attributes:
-      number: of this process, from 0.
-      count: of processes.
-    """
+    """This process among those of its run."""
 
     def __init__(self, number: int, count: int, store: Any, limit: float):
-        self.number, self.count = number, count
+        self.number, self.count = number, count  # of processes
         self._store, self._limit = store, limit
         self._me = f"process {number} ({socket.gethostname()})"
         self._failure: dict[str, Any] | None = None
@@ -395,7 +384,6 @@ def connected() -> Iterator[Peers]:
     """Connects the processes of this run while entered, which must be before jax has devices.
 
     Raises:
-      InputError: variables that do not fit.
       Unavailable: a process that does not arrive, or a device that fails.
     """
     peers = _connect()
@@ -465,11 +453,7 @@ def _place_in_slurm() -> Place | None:
 
 
 def seconds(name: str) -> float | None:
-    """Reads seconds from the environment; None if the variable is not set.
-
-    Raises:
-      InputError: not a positive number.
-    """
+    """Reads seconds from the environment; None if the variable is not set."""
     text = os.environ.get(name)
     if not text:
         return None
@@ -540,7 +524,6 @@ def wait_for_all(place: Place, limit: float) -> None:
 
     Raises:
       Unavailable: some have not in time; the same message on all.
-      InputError: two have one number, or were given other counts; the same message on all.
     """
     host, _, port = place.address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:

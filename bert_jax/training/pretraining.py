@@ -38,22 +38,14 @@ from bert_jax.training.progress import Progress
 
 @dataclasses.dataclass
 class Prepared:
-    """A corpus, opened.
+    """A corpus, opened."""
 
-    Attributes:
-      manifest: what it was made from, and with.
-      tokenizer: with which it was made.
-      ids: of the tokenizer.
-      folder: where it lies here.
-      named: where users say it lies: in a bucket, perhaps.
-      stamps: {file: (bytes, when written)} of what batches are made of.
-    """
-
-    manifest: dict[str, Any]
-    tokenizer: Tokenizer
-    ids: batches.Ids
-    folder: epath.Path
-    named: epath.Path
+    manifest: dict[str, Any]  # what it was made from, and with
+    tokenizer: Tokenizer  # with which it was made
+    ids: batches.Ids  # of the tokenizer
+    folder: epath.Path  # where it lies here
+    named: epath.Path  # where users say it lies: in a bucket, perhaps
+    # {file: (bytes, when written)} of what batches are made of.
     stamps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -102,9 +94,6 @@ class Prepared:
           phase: its number.
           sends_counts: whether to send to the corpus's bucket how many rows an epoch has, as one
             process of a run does.
-
-        Raises:
-          InputError: a source of a mixture is too small to fill a row.
         """
         spec = experiment.phases[phase]
         stream = corpus.open_stream(self.folder, "train")
@@ -184,13 +173,9 @@ def _stamp(path: epath.PathLike) -> tuple[int, int]:
 
 
 class Probes(Protocol):
-    """The probes of the encoder, next to its own losses; see `tasks.probes`.
+    """The probes of the encoder, next to its own losses; see `tasks.probes`."""
 
-    Attributes:
-      sha256: of what is asked.
-    """
-
-    sha256: str
+    sha256: str  # of what is asked
 
     def open(
         self,
@@ -228,9 +213,6 @@ def pretrain(
       origin: see session.run.
       probes: those that `run.probes` names; None: none.
       branch: what a run begins with that is not there yet; None: its step 0.
-
-    Raises:
-      InputError: bad settings, bad text, or a workdir of another run.
     """
 
     def make() -> PretrainingSetup:

@@ -32,25 +32,17 @@ _LOOKS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 @dataclasses.dataclass
 class Start:
-    """The point from which a run goes on.
+    """The point from which a run goes on."""
 
-    Attributes:
-      done: steps.
-      state: of training.step, laid over the mesh.
-      window: sums since the last line was written.
-      skipped: steps that are left out.
-      init_sha256: of the weights the first step began with; "" of fresh ones.
-      lines: what the run's files of lines held up to here (see lines.Lines.written); empty before
-        the first step.
-      held_out: (step, loss) of each evaluation up to here, of a job with patience.
-    """
-
-    done: int
-    state: step.State
-    window: dict[str, jax.Array]
-    skipped: tuple[int, ...]
-    init_sha256: str
+    done: int  # steps
+    state: step.State  # of training.step, laid over the mesh
+    window: dict[str, jax.Array]  # sums since the last line was written
+    skipped: tuple[int, ...]  # steps that are left out
+    init_sha256: str  # of the weights the first step began with; "" of fresh ones
+    # What the run's files of lines held up to here (see lines.Lines.written); empty before the
+    # first step.
     lines: dict[str, Any]
+    # (step, loss) of each evaluation up to here, of a job with patience.
     held_out: list[tuple[int, float]]
 
 
@@ -68,7 +60,6 @@ def restore_or_initialize(
     off, or makes the state before the first step.
 
     Raises:
-      InputError: all are damaged, or of other data; none is there, though `was_saved` has a step.
       Unavailable: the storage does not answer, or the processes see different checkpoints.
     """
     _agree_on_steps(peers, saved)

@@ -64,55 +64,35 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The reason for which a run cannot go on.
+    """The reason for which a run cannot go on."""
 
-    Attributes:
-      reason: `stop`: the settings say so; `skipped`: too many steps are left out already;
-        `checkpoints`: none is from shortly before the bad steps; `loss`: a held-out loss that is
-        not finite.
-      step: of the held-out loss; from which one all would be done again.
-      bad: steps without a finite loss or gradient.
-      skipped: how many steps are left out already.
-    """
-
+    # `stop`: the settings say so; `skipped`: too many steps are left out already; `checkpoints`:
+    # none is from shortly before the bad steps; `loss`: a held-out loss that is not finite.
     reason: Literal["stop", "skipped", "checkpoints", "loss"]
-    step: int
-    bad: range = range(0)
-    skipped: int = 0
+    step: int  # of the held-out loss; from which one all would be done again
+    bad: range = range(0)  # steps without a finite loss or gradient
+    skipped: int = 0  # how many steps are left out already
 
 
 @dataclasses.dataclass(frozen=True)
 class Unsaved:
-    """The reason for which the last steps are in no checkpoint.
+    """The reason for which the last steps are in no checkpoint."""
 
-    Attributes:
-      newest: step of the newest checkpoint.
-      going_back: steps that the run is to go back over.
-      bad: steps up to the last one without a finite loss or gradient.
-      error: of the disk.
-    """
-
-    newest: int
-    going_back: range = range(0)
-    bad: int = 0
-    error: DiskFull | None = None
+    newest: int  # step of the newest checkpoint
+    going_back: range = range(0)  # steps that the run is to go back over
+    bad: int = 0  # steps up to the last one without a finite loss or gradient
+    error: DiskFull | None = None  # of the disk
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The end of a run, after so many steps.
+    """The end of a run, after so many steps."""
 
-    Attributes:
-      outcome: the state is saved unless the run failed, or `unsaved` says why not.
-      done: steps.
-      failure: of a run that failed.
-      unsaved: None if the last steps are saved.
-    """
-
+    # The state is saved unless the run failed, or `unsaved` says why not.
     outcome: Literal["finished", "stopped", "failed"]
-    done: int
-    failure: Failure | None = None
-    unsaved: Unsaved | None = None
+    done: int  # steps
+    failure: Failure | None = None  # of a run that failed
+    unsaved: Unsaved | None = None  # None if the last steps are saved
 
 
 class Trainer:

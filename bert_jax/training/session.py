@@ -46,9 +46,6 @@ def run(
       progress: shows what happens.
       length: `extend` allows more steps than the run was started with.
       origin: where the experiment comes from, by config.load_with_origin; kept for the report.
-
-    Raises:
-      InputError: bad settings, bad text, or a workdir of another run.
     """
     with peers_lib.connected() as peers:
         if not peers.is_primary:

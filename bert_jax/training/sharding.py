@@ -28,17 +28,13 @@ Module = TypeVar("Module")
 
 
 class Rule(NamedTuple):
-    """The dimensions in which the parameters of these paths are cut.
+    """The dimensions in which the parameters of these paths are cut."""
 
-    Attributes:
-      path: regular expression of whole paths.
-      data: dimensions that DATA may cut, the first that `tensor` leaves free; none: never cut, for
-        what is so small that all of it travels in one vector.
-      tensor: the dimension that `tensor` cuts; None: whole on all devices that share rows.
-    """
-
-    path: str
+    path: str  # regular expression of whole paths
+    # Dimensions that DATA may cut, the first that `tensor` leaves free; none: never cut, for what
+    # is so small that all of it travels in one vector.
     data: tuple[int, ...] = ()
+    # The dimension that `tensor` cuts; None: whole on all devices that share rows.
     tensor: int | None = None
 
 
@@ -123,16 +119,11 @@ def generator_rules(model: Model) -> Sequence[Rule]:
 
 
 class Partition(NamedTuple):
-    """The dimensions in which a parameter is cut, for DATA and for `tensor`; None: it is not.
+    """The dimensions in which a parameter is cut, for DATA and for `tensor`; None: it is not."""
 
-    Attributes:
-      data: cut by DATA.
-      tensor: cut by `tensor`.
-      axes: of DATA, in the order in which they cut it, the coarsest first; () if they do not.
-    """
-
-    data: int | None
-    tensor: int | None
+    data: int | None  # cut by DATA
+    tensor: int | None  # cut by `tensor`
+    # Of DATA, in the order in which they cut it, the coarsest first; () if they do not.
     axes: tuple[str, ...] = ()
 
 
@@ -148,7 +139,6 @@ def partitions(
       rules: the table; each parameter has exactly one rule, each rule a parameter.
 
     Raises:
-      InputError: a dimension that the devices do not divide.
       ValueError: the table does not fit the parameters.
     """
     used = set()

@@ -62,11 +62,7 @@ def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
 def abstract_state(
     objective: Objective, optimizer: Optimizer, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> State:
-    """Returns shapes, types and shardings of the state; nothing is computed.
-
-    Raises:
-      InputError: the devices do not divide a dimension that is to be cut.
-    """
+    """Returns shapes, types and shardings of the state; nothing is computed."""
     shapes = jax.eval_shape(lambda: init_state(objective, optimizer, 0))
     everywhere = mesh_lib.replicated(mesh)
     partition = sharding.partitions(shapes["params"], parallelism, mesh, objective.rules)
@@ -115,23 +111,14 @@ def self_checks(device_kind: str) -> CompilerOptions:
 
 
 class StepSpec(NamedTuple):
-    """The specification of a training step.
+    """The specification of a training step."""
 
-    Attributes:
-      objective: what is learned.
-      optimizer: the update.
-      parallelism: how the step is laid over devices.
-      accumulation: micro-batches, `parallelism.accumulation_of` the phase.
-      total_steps: of all phases; the schedule's length.
-      mesh: the devices.
-    """
-
-    objective: Objective
-    optimizer: Optimizer
-    parallelism: Parallelism
-    accumulation: int
-    total_steps: int
-    mesh: jax.sharding.Mesh
+    objective: Objective  # what is learned
+    optimizer: Optimizer  # the update
+    parallelism: Parallelism  # how the step is laid over devices
+    accumulation: int  # micro-batches, `parallelism.accumulation_of` the phase
+    total_steps: int  # of all phases; the schedule's length
+    mesh: jax.sharding.Mesh  # the devices
 
 
 # Those made before are kept: a run that goes on or back, or the next of a sweep, need not trace the
@@ -155,9 +142,6 @@ def make_train_step(
     Args:
       objective, optimizer, parallelism, accumulation, total_steps, mesh: see `StepSpec`.
       compiler_options: beyond those of the devices' `collectives.Method`; see `self_checks`.
-
-    Raises:
-      InputError: the devices do not divide a dimension that is to be cut.
     """
     spec = StepSpec(objective, optimizer, parallelism, accumulation, total_steps, mesh)
     tx = optimizer_lib.make(optimizer)

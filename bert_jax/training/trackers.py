@@ -34,27 +34,17 @@ _NO_VALUES = ("step", "kind", "time")
 
 
 class Place(NamedTuple):
-    """A run as trackers are shown it.
+    """A run as trackers are shown it."""
 
-    Attributes:
-      folder: of the run, on this machine.
-      name: of the experiment.
-      settings: all fields of it, by their paths.
-    """
-
-    folder: str
-    name: str
-    settings: dict[str, Any]
+    folder: str  # of the run, on this machine
+    name: str  # of the experiment
+    settings: dict[str, Any]  # all fields of it, by their paths
 
 
 class Tracker(Protocol):
-    """One tracked run.
+    """One tracked run."""
 
-    Attributes:
-      id: by which it is found again after a resume.
-    """
-
-    id: str
+    id: str  # by which it is found again after a resume
 
     def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
         """Takes the numbers of one line; `group` is train, evaluation, probes or timings, say."""

@@ -43,45 +43,30 @@ Place = Literal["step", "save", "evaluation", "start", "prepare", "roll_back"]
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The place at which a process is killed.
+    """The place at which a process is killed."""
 
-    Attributes:
-      at: before a step; once a save has begun; in an evaluation; while a run is being restored;
-        while the corpus is made; between a roll-back and the next save.
-      signal: what it gets.
-      step: steps done then; if this place is not met, the next of its kind.
-      part: of a save, files that exist; of an evaluation, batches done; of a start, files of lines
-        that were opened; of a roll-back, steps done again.
-      after: seconds from that place on.
-      process: of several, which one.
-    """
-
+    # Before a step; once a save has begun; in an evaluation; while a run is being restored; while
+    # the corpus is made; between a roll-back and the next save.
     at: Place
-    signal: int = signal.SIGKILL
-    step: int = 0
+    signal: int = signal.SIGKILL  # what it gets
+    step: int = 0  # steps done then; if this place is not met, the next of its kind
+    # Of a save, files that exist; of an evaluation, batches done; of a start, files of lines that
+    # were opened; of a roll-back, steps done again.
     part: int = 0
-    after: float = 0.0
-    process: int = 0
+    after: float = 0.0  # seconds from that place on
+    process: int = 0  # of several, which one
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan of one start of the command: what it does next to its work.
+    """The plan of one start of the command: what it does next to its work."""
 
-    Attributes:
-      fault: how it ends; None: by itself.
-      journal: the file it appends to; "" for none.
-      start: its number among the starts that share this journal.
-      processes: how many are started on this machine to be one run.
-      not_finite: steps whose loss is made not to be finite.
-      nudged: whether each parameter is another by its last bit or two when training begins.
-    """
-
-    fault: Fault | None = None
-    journal: str = ""
-    start: int = 0
-    processes: int = 1
-    not_finite: tuple[int, ...] = ()
+    fault: Fault | None = None  # how it ends; None: by itself
+    journal: str = ""  # the file it appends to; "" for none
+    start: int = 0  # its number among the starts that share this journal
+    processes: int = 1  # how many are started on this machine to be one run
+    not_finite: tuple[int, ...] = ()  # steps whose loss is made not to be finite
+    # Whether each parameter is another by its last bit or two when training begins.
     nudged: bool = False
 
     def to_json(self) -> str:

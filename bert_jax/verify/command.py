@@ -68,9 +68,6 @@ def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, say:
       count: how many kills.
       seed: of the random steps at which the kills come.
       say: is given each line.
-
-    Raises:
-      InputError: a run or a folder that this cannot be done with, or an undisturbed run that fails.
     """
     _require_possible(experiment, root, count)
     folder = pathlib.Path(root).absolute()

@@ -23,37 +23,24 @@ from bert_jax.training.lines import Lines
 
 @dataclasses.dataclass
 class Execution:
-    """A step that was handed to the devices.
+    """A step that was handed to the devices."""
 
-    Attributes:
-      start: number of the start that did it.
-      step: its number, counted from 0.
-      rows: uint64 [B], rising.
-      hashes: uint64 [B], of what they held.
-    """
-
-    start: int
-    step: int
-    rows: np.ndarray
-    hashes: np.ndarray
+    start: int  # number of the start that did it
+    step: int  # its number, counted from 0
+    rows: np.ndarray  # uint64 [B], rising
+    hashes: np.ndarray  # uint64 [B], of what they held
 
 
 @dataclasses.dataclass
 class Journal:
-    """The record that the children of one workdir journaled (see `verify.child`).
+    """The record that the children of one workdir journaled (see `verify.child`)."""
 
-    Attributes:
-      executions: in the order in which they were begun; what several processes did of a step is
-        one of them.
-      killed: {start: steps done when it was killed}.
-      rolled_back: {start: (steps done, steps done where it went back to)}.
-      prepare_seconds: what making the corpus took; 0 if nothing was made.
-    """
-
+    # In the order in which they were begun; what several processes did of a step is one of them.
     executions: list[Execution]
-    killed: dict[int, int]
+    killed: dict[int, int]  # {start: steps done when it was killed}
+    # {start: (steps done, steps done where it went back to)}.
     rolled_back: dict[int, tuple[int, int]]
-    prepare_seconds: float = 0.0
+    prepare_seconds: float = 0.0  # what making the corpus took; 0 if nothing was made
 
     @classmethod
     def read(cls, path: pathlib.Path) -> "Journal":
@@ -92,17 +79,11 @@ class Journal:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two things, compared.
+    """Two things, compared."""
 
-    Attributes:
-      whose: the run that is compared with the undisturbed one.
-      what: in words, with how much of it there is.
-      differences: a line each; none if they are the same.
-    """
-
-    whose: str
-    what: str
-    differences: list[str]
+    whose: str  # the run that is compared with the undisturbed one
+    what: str  # in words, with how much of it there is
+    differences: list[str]  # a line each; none if they are the same
 
 
 def batches(executions: Sequence[Execution], planned: dict[int, Execution]) -> list[str]:

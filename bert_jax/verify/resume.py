@@ -54,30 +54,18 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Undisturbed:
-    """The run that nobody kills: where kills can come, and what each step must see.
+    """The run that nobody kills: where kills can come, and what each step must see."""
 
-    Attributes:
-      saves: steps after which it saves; the last is its end.
-      evaluations: steps after which it evaluates.
-      evaluation_batches: of an evaluation.
-      saved_files: of a checkpoint.
-      not_finite: steps in a row whose loss is made not to be finite, in all runs alike.
-      rolled_back: (steps done when it went back, steps done where it went back to); None if it
-        never did.
-      step_seconds: of a step.
-      prepare_seconds: of making the corpus.
-      planned: {step: what it did there}.
-    """
-
-    saves: tuple[int, ...]
-    evaluations: tuple[int, ...]
-    evaluation_batches: int
-    saved_files: int
-    not_finite: range
+    saves: tuple[int, ...]  # steps after which it saves; the last is its end
+    evaluations: tuple[int, ...]  # steps after which it evaluates
+    evaluation_batches: int  # of an evaluation
+    saved_files: int  # of a checkpoint
+    not_finite: range  # steps in a row whose loss is made not to be finite, in all runs alike
+    # (steps done when it went back, steps done where it went back to); None if it never did.
     rolled_back: tuple[int, int] | None
-    step_seconds: float
-    prepare_seconds: float
-    planned: dict[int, Execution]
+    step_seconds: float  # of a step
+    prepare_seconds: float  # of making the corpus
+    planned: dict[int, Execution]  # {step: what it did there}
 
     @property
     def total(self) -> int:
@@ -158,17 +146,12 @@ def _fault(kind: Kind, run: Undisturbed, chance: random.Random) -> Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The way in which a start ended.
+    """The way in which a start ended."""
 
-    Attributes:
-      code: its exit code; minus a signal's number; HUNG if it was ended for taking too long.
-      seconds: that it took.
-      tail: its last lines.
-    """
-
+    # Its exit code; minus a signal's number; HUNG if it was ended for taking too long.
     code: int | str
-    seconds: float
-    tail: tuple[str, ...]
+    seconds: float  # that it took
+    tail: tuple[str, ...]  # its last lines
 
     def __str__(self) -> str:
         return f"ended with exit code {self.code}: {'; '.join(self.tail) or 'without a line'}"
@@ -176,14 +159,10 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class Children:
-    """Starts `bert-jax COMMAND EXPERIMENT --workdir W`, one after the other.
+    """Starts `bert-jax COMMAND EXPERIMENT --workdir W`, one after the other."""
 
-    Attributes:
-      experiment: a resolved config.
-      patience: seconds after which a start has hung; None: it may take as long as it likes.
-    """
-
-    experiment: pathlib.Path
+    experiment: pathlib.Path  # a resolved config
+    # Seconds after which a start has hung; None: it may take as long as it likes.
     patience: float | None = None
 
     def run(
@@ -240,19 +219,13 @@ class Children:
 
 @dataclasses.dataclass
 class Killed:
-    """The result of one round.
+    """The result of one round."""
 
-    Attributes:
-      ended: how the process ended.
-      began: the newest checkpoint when it started; None of what is no run.
-      done: steps done when it was killed; None if it was not: the run came to its end before.
-      differences: what is not as it should be, a line each.
-    """
-
-    ended: Ended
-    began: int | None
+    ended: Ended  # how the process ended
+    began: int | None  # the newest checkpoint when it started; None of what is no run
+    # Steps done when it was killed; None if it was not: the run came to its end before.
     done: int | None
-    differences: list[str]
+    differences: list[str]  # what is not as it should be, a line each
 
 
 class ResumedRun:
