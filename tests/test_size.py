@@ -32,7 +32,7 @@ LINES = {
     "benchmarks": 4_165,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 34_902,
+    "tests": 34_976,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -63,7 +63,7 @@ TOO_LONG = {
     "tests/compare/test_compare.py": 719,
     "tests/data/test_batches.py": 494,
     "tests/data/test_corpus.py": 646,
-    "tests/tasks/test_serve.py": 575,
+    "tests/tasks/test_serve.py": 589,
     "tests/test_bucket.py": 452,
     "tests/training/test_checkpoint.py": 506,
 }
