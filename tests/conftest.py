@@ -44,6 +44,11 @@ LONGEST = (
 )
 
 
+# Bytes that a worker may take before it gives back what it can, and what it had then.
+MUCH = 500_000_000
+kept = {"bytes": 0}
+
+
 def pytest_collection_modifyitems(items):
     """Keeps the order within each file."""
     place = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
@@ -52,16 +57,35 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_dropped():
-    """Gives back, after each file, the memory of its programs: a worker stays below 2 GB.
-
-    Without it jax keeps every program, and the C library every page that one was compiled in.
-    """
+    """Gives back, after each file, the memory of its programs: a worker stays below 2 GB."""
     yield
+    give_back()
+
+
+@pytest.fixture(autouse=True)
+def _not_too_many_programs():
+    """The same within a file, once its tests have left many."""
+    yield
+    if resident() > kept["bytes"] + MUCH:
+        give_back()
+
+
+def resident() -> int:
+    """Bytes of memory of this process; 0 where nobody says."""
+    if sys.platform != "linux":
+        return 0
+    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back():
+    """Without it jax keeps every program, and the C library every page that one was compiled in."""
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
         if sys.platform == "linux":
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+    kept["bytes"] = resident()
 
 
 @pytest.hookimpl(optionalhook=True)
