@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -561,7 +562,9 @@ class Trainer:
             f"{self.workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and {more} more "
             f"checkpoints take {one / 1e6:,.1f} MB each; free some space"
         )
-        if free < one and run.when_disk_is_full == "stop":
+        # What no memory holds, either, the first step names: no larger disk would help.
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if free < one < memory and run.when_disk_is_full == "stop":
             raise DiskFull(f"{words} and run again")
         if free < more * one:
             self.say(words)

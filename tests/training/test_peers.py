@@ -156,6 +156,9 @@ class Store:
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
             return self._values[key]
 
+    def key_value_try_get(self, key):
+        return self.blocking_key_value_get(key, 0)
+
 
 def together(work, count: int = 3, limit: float = 10.0) -> list:
     """What `work(peers)` returns or raises in each of so many processes."""
