@@ -26,13 +26,13 @@ LINES = {
     "storage": 1_638,
     "tasks": 4_590,
     "text": 2_336,
-    "training": 6_768,
+    "training": 6_771,
     "verify": 1_201,
     "launch": 2_367,
     "benchmarks": 4_165,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 34_976,
+    "tests": 35_004,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -59,7 +59,7 @@ TOO_LONG = {
     "bert_jax/training/checkpoint.py": 693,
     "bert_jax/training/peers.py": 670,
     "bert_jax/training/pretraining.py": 496,
-    "bert_jax/training/runner.py": 651,
+    "bert_jax/training/runner.py": 654,
     "tests/compare/test_compare.py": 719,
     "tests/data/test_batches.py": 494,
     "tests/data/test_corpus.py": 646,
