@@ -21,7 +21,7 @@ TORCH := .venv-torch
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long fuzz lint settings bench scale-run scale-text bench-torch bench-embed bench-serve parity plans \
+.PHONY: all pretrain test test-long test-nightly fuzz lint settings bench scale-run scale-text bench-torch bench-embed bench-serve parity plans \
   image-lint image-steps clean another-interpreter
 
 all: $(STAMP)
@@ -53,10 +53,17 @@ pretrain: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest
 
-# The tests that take longest, on programs that are compiled as for a user. Many of them wait for
-# processes, so that three workers keep two cores busy.
+# The tests that take longest. Many of them wait for processes, so that three workers keep two cores
+# busy. Those of bits are on programs that are compiled as for a user, the others on those that
+# `make test` has compiled.
+BITS := tests/verify $(addprefix tests/training/test_,branch.py divergence.py resume.py)
 test-long: $(STAMP)
-	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m long -n 3
+	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m long -n 3 $(BITS)
+	$(BIN)/python -m pytest -m long -n 3 $(addprefix --ignore=,$(BITS))
+
+# Every benchmark at its smallest, a wheel, rounds of another objective: before a release.
+test-nightly: $(STAMP)
+	$(BIN)/python -m pytest -m nightly
 
 # A pod of four hosts, its bucket away at times, preempted and moved, on this machine; half an hour.
 rehearse-pod: $(STAMP)

@@ -54,7 +54,7 @@ def test_launchers_are_a_command_of_the_package(tmp_path, monkeypatch, capsys):
     assert f"{sys.executable} -m bert_jax.launch local" in capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_wheel_works_where_there_is_no_checkout(tmp_path):
     source = tmp_path / "source"
     for name in ("bert_jax", "launch", "experiments"):

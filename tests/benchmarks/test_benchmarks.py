@@ -31,7 +31,7 @@ def figures(name, folder, *arguments):
     return kept["figures"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_step_prints_its_figures(tmp_path):
     found = figures("step", tmp_path, "--shapes", "micro", "--rounds", 1)
     assert 0 < found["micro_float32_utilisation"] < 1
@@ -44,14 +44,14 @@ def test_data_prints_its_figures(tmp_path):
     assert json.loads((tmp_path / "data.json").read_text())["details"]["text_to_ids"]["equal"] == 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_packing_prints_its_figures(tmp_path):
     arguments = ("--seconds", 2, "--layers", 1, "--length", 256, "--rows", 2, "--steps", 20)
     found = figures("packing", tmp_path, *arguments)
     assert 0.5 < found["unpacked_share_of_real_tokens"] < found["packed_share_of_real_tokens"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_long_rows_prints_its_figures(tmp_path):
     arguments = ("--short-steps", 8, "--steps", 8, "--length", 128, "--rows", 2)
     arguments += ("--set", "data.eval_rows=16")
@@ -60,20 +60,20 @@ def test_long_rows_prints_its_figures(tmp_path):
     assert 0 < found["loss_128"] < 2 * found["unigram_loss"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_loop_prints_its_figures(tmp_path):
     arguments = ("--rounds", 1, "--laps", 1, "--state", "micro")
     assert 0 < figures("loop", tmp_path, *arguments)["save_blocking_share"] < 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_reliability_prints_its_figures(tmp_path):
     arguments = ("--rounds", 1, "--laps", 2, "--shape", "micro", "--state", "micro")
     found = figures("reliability", tmp_path, *arguments)
     assert 0 < found["blocking_share"] < 1 and 0 < found["verification_share_of_restore"] < 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_scale_run_prints_its_figures_goes_on_and_cleans_up(tmp_path):
     sizes = ("--documents", 80_000, "--ids", 5e7, "--source-gigabytes", 0.01)
     folder = ("--folder", tmp_path / "scale")
@@ -89,7 +89,7 @@ def test_scale_run_prints_its_figures_goes_on_and_cleans_up(tmp_path):
     assert not (tmp_path / "scale").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_start_prints_its_figures(tmp_path):
     experiment = small_run.write_text(tmp_path / "small")
     assert figures("start", tmp_path, experiment, "--rounds", 1)["warm_cpu_seconds"] > 0
@@ -127,7 +127,7 @@ def test_embed_is_compared_with_the_peer_s_best_batch():
     assert (found["first_ratio"], found["largest_difference"]) == (0.5, 1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_serve_prints_its_figures(tmp_path):
     flags = {"--sentences": 20, "--seconds": 1, "--rounds": 1, "--clients": "1,3"}
     found = figures("serve", tmp_path, *itertools.chain(*flags.items()), "--max-length", 16)

@@ -36,7 +36,7 @@ def verified(tmp_path_factory):
     return folder / "v", printed.splitlines()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_rounds_of_another_objective_find_no_difference(tmp_path):
     """Of full rows, of another encoder and direction; the other objectives differ in less."""
     sets = [word for setting in OBJECTIVES["causal"] for word in ("--set", setting)]
