@@ -137,7 +137,7 @@ def test_other_batches_go_on_at_the_rows_that_were_not_seen(runs):
     assert rows_of(other, 8, 10) == [(0, row) for row in range(8)]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_path):
     """Also in a phase that was done and is on again."""
     sizes = ("phases.0.batch_size=4", "phases.1.batch_size=8")
