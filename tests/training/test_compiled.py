@@ -104,11 +104,12 @@ def both(tmp_path) -> list[tuple[int, int]]:
 
 @pytest.mark.long
 def test_processes_of_a_machine_compile_once_and_again_what_is_damaged(tmp_path):
-    assert both(tmp_path) == [(2, 0), (2, 0)]
+    # The second process finds what the first, which alone writes, has compiled by then.
+    assert both(tmp_path)[0] == (2, 0)
     assert both(tmp_path) == [(2, 2), (2, 2)]
     entries = sorted(tmp_path.rglob("*-cache"))
     assert len(entries) == 2
     for entry in entries:
         flip(entry, 4 * entry.stat().st_size)
-    assert both(tmp_path) == [(2, 0), (2, 0)]
+    assert both(tmp_path)[0] == (2, 0)
     assert both(tmp_path) == [(2, 2), (2, 2)]

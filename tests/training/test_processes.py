@@ -237,7 +237,8 @@ def test_one_process_that_cannot_read_leaves_none_waiting(text, stopped, tmp_pat
     run = ("pretrain", file, "--workdir", workdir, *CUT)
     code, lines = pod(folder, "blinded", 2, "1 0 blinded", *run)
     assert code == 74
-    assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
+    # Before its last word the one that fails may say that it tries again.
+    assert said(lines, 0) == said(lines, 1)[-1:] and len(said(lines, 0)) == 1
     assert "process 1 (" in said(lines, 0)[0] and "out of reach for 3 seconds" in said(lines, 0)[0]
     assert pod(folder, "blind", 2, "1 0 blind", *run)[0] == 0
     assert not list((workdir / "checkpoints").glob("damaged-*"))
