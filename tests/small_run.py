@@ -90,10 +90,10 @@ def bert_jax(*args: object, **options) -> subprocess.CompletedProcess:
 def killed(step: int, signal: int, *args: object, **options) -> subprocess.CompletedProcess:
     """Runs `bert-jax ARGS`, sent the signal before step STEP."""
     # Not above: conftest reads this module before jax may start.
-    from bert_jax.verify.child import Fault, Plan
+    from bert_jax.verify.faults import Fault, Plan
 
     plan = Plan(Fault("step", signal, step))
-    return command("-m", "bert_jax.verify.child", plan.to_json(), *args, **options)
+    return command("-m", "bert_jax.cli.child", plan.to_json(), *args, **options)
 
 
 def settings(devices: int) -> dict[str, str]:

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 2_528,
-    "cli": 1_480,
+    "cli": 1_719,
     "compare": 738,
     "config": 2_604,
     "conformance": 1_442,
@@ -27,12 +27,12 @@ LINES = {
     "tasks": 4_590,
     "text": 2_336,
     "training": 6_771,
-    "verify": 1_201,
+    "verify": 968,
     "launch": 2_367,
     "benchmarks": 4_165,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 35_004,
+    "tests": 34_990,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -8,7 +8,7 @@ W/killed/              the run that was killed; killed-2 goes on where its end c
 W/prepared/N/          the corpus of round N, if it differs
 W/nudged/              the run from parameters whose last bits are others
 W/elsewhere/           the run over other devices and processes
-W/NAME.log, .journal   what the starts of each printed, and journaled (see verify.child)
+W/NAME.log, .journal   what the starts of each printed, and journaled (see cli.child)
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from bert_jax.errors import InputError, printable, quantity
 from bert_jax.storage.workdir import Workdir, lock, named_errors, require_local, write_atomic
 from bert_jax.training.lines import Lines
 from bert_jax.verify import compare, resume
-from bert_jax.verify.child import Fault, Plan
 from bert_jax.verify.compare import Comparison, Journal
+from bert_jax.verify.faults import Fault, Plan
 from bert_jax.verify.resume import Children, Killed, ResumedRun, Round, Undisturbed
 
 FORMAT_VERSION = 1

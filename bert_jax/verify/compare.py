@@ -33,7 +33,7 @@ class Execution:
 
 @dataclasses.dataclass
 class Journal:
-    """The record that the children of one workdir journaled (see `verify.child`)."""
+    """The record that the children of one workdir journaled (see `cli.child`)."""
 
     # In the order in which they were begun; what several processes did of a step is one of them.
     executions: list[Execution]

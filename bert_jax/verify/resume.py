@@ -19,11 +19,11 @@ from bert_jax.config import Experiment
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training.lines import Lines
 from bert_jax.verify import compare
-from bert_jax.verify.child import Fault, Plan, files_below
 from bert_jax.verify.compare import Execution, Journal
+from bert_jax.verify.faults import Fault, Plan, files_below
 
 # What is started; a test of what a broken run would show puts another here.
-CHILD = "bert_jax.verify.child"
+CHILD = "bert_jax.cli.child"
 HUNG = "hung"
 
 _TAIL = 5

@@ -20,7 +20,7 @@ from bert_jax import config
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import branch as branch_lib
 from bert_jax.training.pretraining import Prepared
-from bert_jax.verify.child import Fault, Plan
+from bert_jax.verify.faults import Fault, Plan
 
 # Phases of 14 and 8 steps, a checkpoint every 4, of which all are kept.
 STABLE = ("optimizer.schedule=wsd", "run.keep_checkpoints=9", "run.log_every=2")
@@ -180,7 +180,7 @@ def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, 
         if name == "alone":
             assert call(begin) == (0, "")
     first = Plan(Fault("save", signal.SIGKILL, 8, part=1))
-    dead = command("-m", "bert_jax.verify.child", first.to_json(), *begin)
+    dead = command("-m", "bert_jax.cli.child", first.to_json(), *begin)
     assert (
         dead.returncode == -signal.SIGKILL and not (tmp_path / "w" / "checkpoints" / "8").exists()
     )

@@ -13,7 +13,7 @@ from etils import epath
 from small_run import bert_jax, command, final_state, killed, pretrain, write_text
 
 from bert_jax.storage.workdir import lock
-from bert_jax.verify.child import Fault, Plan
+from bert_jax.verify.faults import Fault, Plan
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_second_interrupt_leaves_at_once(undisturbed, tmp_path):
     _, file, _ = undisturbed
     driver = tmp_path / "twice.py"
     driver.write_text(
-        "import os, sys; from bert_jax.verify import child; kill = os.kill\n"
+        "import os, sys; from bert_jax.cli import child; kill = os.kill\n"
         "os.kill = lambda *whom: (kill(*whom), kill(*whom))\n"
         "sys.exit(child.main(sys.argv[1:]))\n"
     )

@@ -2,8 +2,8 @@
 
 import sys
 
+from bert_jax.cli import child
 from bert_jax.training.feed import Feed
-from bert_jax.verify import child
 
 init = Feed.__init__
 

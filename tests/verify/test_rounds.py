@@ -12,8 +12,8 @@ from small_run import write_text
 
 from bert_jax import cli, config
 from bert_jax.verify import command, compare, resume
-from bert_jax.verify.child import Fault, Plan
 from bert_jax.verify.compare import Execution, Journal
+from bert_jax.verify.faults import Fault, Plan
 from bert_jax.verify.resume import Ended, ResumedRun, Round, Undisturbed
 
 KINDS = resume.Kind.__args__

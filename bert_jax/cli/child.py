@@ -1,91 +1,32 @@
-"""`python -m bert_jax.verify.child PLAN ARGS...`: `bert-jax ARGS`, killed where the plan says.
+"""`python -m bert_jax.cli.child PLAN ARGS...`: `bert-jax ARGS`, killed where the plan says.
 
-PLAN is a `Plan` as JSON. What dies at a place and journals each step is patched into the training
-modules of this process: the runner knows nothing of it. A line of the journal is one JSON object,
-written in one call to a file opened for appending, so that neither a kill nor a second process can
-cut it:
-
-    {"kind": "step", "start": N, "process": P, "step": S, "rows": [...], "hashes": [...]}
-    {"kind": "killed", "start": N, "process": P, "done": S}
-    {"kind": "rolled_back", "start": N, "process": P, "done": S, "to": S}
-    {"kind": "prepared", "start": N, "process": P, "seconds": T}
+PLAN is a `verify.faults.Plan` as JSON. What dies at a place and journals each step is patched into
+the training modules of this process: the runner knows nothing of it.
 """
 
-import contextlib
-import dataclasses
 import hashlib
-import importlib
 import json
 import os
 import pathlib
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
-from bert_jax import pod, system
+from bert_jax import cli, pod, system
 from bert_jax.data import corpus
 from bert_jax.training import evaluators, restore, step
 from bert_jax.training import lines as lines_lib
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.verify.faults import Fault, Plan, files_below
 
 # Of several processes: how long all may take to arrive, and a step, in seconds.
 _ARRIVE, _HANG = 120.0, 600.0
 _POLL = 0.005  # seconds between two looks at a save: more often would slow it down
-
-Place = Literal["step", "save", "evaluation", "start", "prepare", "roll_back"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """The place at which a process is killed."""
-
-    # Before a step; once a save has begun; in an evaluation; while a run is being restored; while
-    # the corpus is made; between a roll-back and the next save.
-    at: Place
-    signal: int = signal.SIGKILL  # what it gets
-    step: int = 0  # steps done then; if this place is not met, the next of its kind
-    # Of a save, files that exist; of an evaluation, batches done; of a start, files of lines that
-    # were opened; of a roll-back, steps done again.
-    part: int = 0
-    after: float = 0.0  # seconds from that place on
-    process: int = 0  # of several, which one
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The plan of one start of the command: what it does next to its work."""
-
-    fault: Fault | None = None  # how it ends; None: by itself
-    journal: str = ""  # the file it appends to; "" for none
-    start: int = 0  # its number among the starts that share this journal
-    processes: int = 1  # how many are started on this machine to be one run
-    not_finite: tuple[int, ...] = ()  # steps whose loss is made not to be finite
-    # Whether each parameter is another by its last bit or two when training begins.
-    nudged: bool = False
-
-    def to_json(self) -> str:
-        """Returns the plan as `from_json` reads it."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        """Reads what `to_json` wrote."""
-        values = json.loads(text)
-        fault = values.pop("fault")
-        return cls(**values, fault=Fault(**fault) if fault else None)
-
-
-def files_below(folder: pathlib.Path) -> int:
-    """Counts files while others write and remove some: how far a save is."""
-    with contextlib.suppress(OSError):
-        return sum(path.is_file() for path in folder.rglob("*"))
-    return 0
 
 
 def rows_of(batch: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
@@ -278,7 +219,7 @@ def main(argv: Sequence[str]) -> int:
     system.die_with_parent()
     plan = Plan.from_json(argv[0])
     if plan.processes > 1 and "JAX_PROCESS_ID" not in os.environ:
-        command = [sys.executable, "-m", "bert_jax.verify.child", *argv]
+        command = [sys.executable, "-m", "bert_jax.cli.child", *argv]
         ended = pod.run(
             command,
             processes=plan.processes,
@@ -289,8 +230,7 @@ def main(argv: Sequence[str]) -> int:
         return ended.code
     child = _Child(plan)
     child.patch()
-    # By its name: the command line imports this package, which is one of its commands.
-    code = importlib.import_module("bert_jax.cli").main(argv[1:])
+    code = cli.main(argv[1:])
     child.wait()
     return code
 
