@@ -20,6 +20,7 @@ cut out of one fixed torus, of 16 x 16 and 32 x 32, and close the axes that are 
 """
 
 import dataclasses
+import functools
 import math
 import time
 from typing import Literal
@@ -176,8 +177,11 @@ def peak_flops(compute_dtype: str) -> float | None:
     return None if peak is None else peak * jax.device_count()
 
 
+@functools.lru_cache
 def measured_matmul_flops(width: int = _WIDTH, dtype: str = "float32") -> float:
-    """Measures operations a second of a square product on one device, the best of a few.
+    """Measures, once a process, operations a second of a square product on one device.
+
+    The best of a few is returned.
 
     Args:
       width: of the two matrices.

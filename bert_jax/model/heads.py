@@ -3,6 +3,7 @@
 Shape letters: B batch, S sequence, P predictions, D width, V vocabulary rows (padded).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -42,12 +43,19 @@ def merge(cfg: Model, params: Params) -> Pretrainer:
 
     A head that they do not have cannot be used.
     """
-    graph, state = nnx.split(
+    graph, shapes = _split(cfg)
+    state = jax.tree.map(lambda shape: shape, shapes)
+    nnx.replace_by_pure_dict(state, {name: params[name] for name in params if name in state})
+    return nnx.merge(graph, state)
+
+
+@functools.lru_cache
+def _split(cfg: Model) -> tuple[nnx.GraphDef, nnx.State]:
+    """Returns the module and the shapes of its parameters; to trace it takes half a second."""
+    return nnx.split(
         nnx.eval_shape(lambda: Pretrainer(cfg, rngs=nnx.Rngs(params=jax.random.key(0)))),
         nnx.Param,
     )
-    nnx.replace_by_pure_dict(state, {name: params[name] for name in params if name in state})
-    return nnx.merge(graph, state)
 
 
 def completed(cfg: Model, params: Params) -> tuple[Params, tuple[str, ...]]:

@@ -168,14 +168,17 @@ class Prediction:
     is_next: float | None  # probability that B follows A; None without B
 
 
+@functools.lru_cache
+def _logits_of(model: Model) -> Callable[..., Any]:
+    return jax.jit(functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop()))
+
+
 class Predictor:
     """A model's heads and its tokenizer; parameters are given with each text."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer):
         self._model, self._tokenizer = model, tokenizer
-        self._logits = jax.jit(
-            functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop())
-        )
+        self._logits = _logits_of(model)
 
     def predict(self, params: Any, a: str, b: str | None, top: int) -> Prediction:
         """Fills every [MASK] of A and B with its `top` likeliest pieces."""

@@ -117,7 +117,7 @@ def _restore(
     if branch is not None:
         restored = _restore_branch(branch, job, mesh, abstract, agreed, say)
     if restored is None:
-        return _initialize(job, mesh, jax.tree.map(lambda s: s.sharding, abstract))
+        return _initialize(job, mesh)
     metadata = restored.metadata
     if branch is None or branch.flag == "--decay-from":
         job.require_same(metadata)
@@ -162,17 +162,12 @@ def _restore_branch(
     return restored
 
 
-def _initialize(job: Job, mesh: jax.sharding.Mesh, shardings: Any) -> Start:
+def _initialize(job: Job, mesh: jax.sharding.Mesh) -> Start:
     """Makes the state before the first step."""
-    make = jax.jit(
-        lambda: step.init_state(job.objective, job.optimizer, job.experiment.seed),
-        out_shardings=shardings,
-    )
-    window = jax.jit(
-        lambda: step.empty_window(job.objective), out_shardings=mesh_lib.replicated(mesh)
-    )
-    state, sha256 = job.initial_state(make())
-    return Start(0, state, window(), (), sha256, {}, [])
+    make = step.make_init(job.objective, job.optimizer, job.experiment.parallelism, mesh)
+    fresh, window = make(job.experiment.seed)
+    state, sha256 = job.initial_state(fresh)
+    return Start(0, state, window, (), sha256, {}, [])
 
 
 def _agree_on_steps(peers: Peers, saved: Checkpoints) -> None:

@@ -59,6 +59,7 @@ def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
     }
 
 
+@functools.lru_cache
 def abstract_state(
     objective: Objective, optimizer: Optimizer, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> State:
@@ -80,6 +81,20 @@ def empty_window(objective: Objective) -> Metrics:
     """Returns the sums of a window without steps."""
     names = (*objective.metrics, *OWN_METRICS, WORST_STEP)
     return {name: jnp.zeros(2, jnp.float32) for name in names}
+
+
+@functools.lru_cache(maxsize=_KEPT_STEPS)
+def make_init(
+    objective: Objective, optimizer: Optimizer, parallelism: Parallelism, mesh: jax.sharding.Mesh
+) -> Callable[[int], tuple[State, Metrics]]:
+    """Compiles `seed -> (state before the first step, empty window)`."""
+    abstract = abstract_state(objective, optimizer, parallelism, mesh)
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract), mesh_lib.replicated(mesh)
+    return jax.jit(
+        lambda seed: (init_state(objective, optimizer, seed), empty_window(objective)),
+        out_shardings=places,
+        static_argnums=0,
+    )
 
 
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
@@ -218,6 +233,7 @@ def _guarded(
     return after, sums | {WORST_STEP: jnp.where(good & (loss > worst[0]), this, worst)}
 
 
+@functools.lru_cache(maxsize=_KEPT_STEPS)
 @functools.lru_cache(maxsize=_KEPT_STEPS)
 def make_eval_step(
     objective: Objective, parallelism: Parallelism, mesh: jax.sharding.Mesh

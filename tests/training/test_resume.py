@@ -1,6 +1,7 @@
 """A run that is killed and started again is the run that was never killed."""
 
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -13,6 +14,7 @@ from etils import epath
 from small_run import bert_jax, command, final_state, killed, pretrain, write_text
 
 from bert_jax.storage.workdir import lock
+from bert_jax.training import step as step_lib
 from bert_jax.verify.faults import Fault, Plan
 
 
@@ -32,25 +34,47 @@ def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
     assert_identical(a_state, b_state)
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param((("epoch", 0),), id="one kill"),
-        pytest.param(
-            (("epoch", 1), *(("phase", off) for off in (-1, 0, 1))),
-            marks=pytest.mark.long,
-            id="after an epoch; before, at and after a phase",
-        ),
-    ],
-)
-def test_resume_is_bit_exact(undisturbed, tmp_path, kills):
-    """Killed at an epoch's end, and about the switch of phases, with dropout on."""
+def test_a_run_that_breaks_off_goes_on_bit_exact(tmp_path, monkeypatch):
+    """As a kill does, between two saves, in each phase; then a stop, which saves."""
+    file = write_text(tmp_path)
+    make, breaks = step_lib.make_train_step, {10, 17}
+
+    def breaking(*args):
+        train_step = make(*args)
+
+        def one(state, *rest):
+            at = int(state["step"])
+            if at in breaks:
+                breaks.remove(at)
+                raise RuntimeError("broken off")
+            if at == 19 and not breaks:
+                breaks.add(-1)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return train_step(state, *rest)
+
+        return one
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_lib, "make_train_step", breaking)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="broken off"):
+                pretrain(file, tmp_path / "broken")
+        outcome, shown = pretrain(file, tmp_path / "broken")
+        assert outcome == "stopped" and "resume: from step" in shown
+    assert pretrain(file, tmp_path / "broken")[0] == "finished"
+    assert pretrain(file, tmp_path / "whole")[0] == "finished"
+    assert_same_run(tmp_path / "broken", tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_resume_is_bit_exact(undisturbed, tmp_path):
+    """Killed after an epoch's end, and about the switch of phases, with dropout on."""
     folder, file, _ = undisturbed
     rows = list(json.loads((folder / "corpus" / "plans.json").read_text())["rows"].values())
-    places = {"epoch": rows[0] // 8, "phase": 14}
-    assert 2 < places["epoch"] < 12, "the first phase must cross an epoch's end"
+    epoch, phase = rows[0] // 8, 14
+    assert 2 < epoch < 12, "the first phase must cross an epoch's end"
     run = ("pretrain", file, "--workdir", tmp_path / "killed")
-    for step in sorted({places[place] + off for place, off in kills}):
+    for step in (epoch + 1, phase - 1, phase, phase + 1):
         dead = killed(step, signal.SIGKILL, *run)
         assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
     done = bert_jax(*run)
@@ -59,20 +83,12 @@ def test_resume_is_bit_exact(undisturbed, tmp_path, kills):
     assert_same_run(tmp_path / "killed", folder / "undisturbed")
 
 
-@pytest.mark.parametrize(
-    "stops",
-    [
-        pytest.param(((10, signal.SIGTERM),), id="SIGTERM"),
-        pytest.param(
-            ((10, signal.SIGTERM), (16, signal.SIGINT)), marks=pytest.mark.long, id="and SIGINT"
-        ),
-    ],
-)
-def test_a_run_that_is_stopped_saves_and_goes_on(undisturbed, tmp_path, stops):
+@pytest.mark.long
+def test_a_run_that_is_stopped_saves_and_goes_on(undisturbed, tmp_path):
     """Stopped at a step that is no multiple of the log or checkpoint interval."""
     folder, file, _ = undisturbed
     run = ("pretrain", file, "--workdir", tmp_path / "stopped")
-    for step, by in stops:
+    for step, by in ((10, signal.SIGTERM), (16, signal.SIGINT)):
         stopped = killed(step, by, *run)
         assert stopped.returncode == 75, stopped.stderr.decode()
         last = stopped.stdout.decode().splitlines()[-1]
@@ -83,6 +99,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on(undisturbed, tmp_path, stops):
     assert_same_run(tmp_path / "stopped", folder / "undisturbed")
 
 
+@pytest.mark.long
 def test_a_finished_run_says_so(undisturbed):
     folder, file, output = undisturbed
     outcome, again = pretrain(file, folder / "undisturbed")
@@ -92,6 +109,7 @@ def test_a_finished_run_says_so(undisturbed):
         assert "to start again choose another --workdir" in text
 
 
+@pytest.mark.long
 def test_extend_goes_on_and_says_that_the_schedule_changes(undisturbed, tmp_path):
     folder, file, _ = undisturbed
     shutil.copytree(folder / "undisturbed", tmp_path / "extended")
@@ -118,6 +136,7 @@ def test_a_second_interrupt_leaves_at_once(undisturbed, tmp_path):
     assert left.returncode == 130
 
 
+@pytest.mark.long
 def test_two_runs_in_one_workdir_are_refused(undisturbed):
     folder, file, _ = undisturbed
     workdir = folder / "undisturbed"
