@@ -241,7 +241,8 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
 
 def _summary(experiment: Experiment, objective: Objective, mesh: jax.sharding.Mesh) -> str:
     """Returns what is shown before the first step: the model, the devices and the work."""
-    shapes = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
+    args = experiment.optimizer, experiment.parallelism, mesh
+    shapes = step_lib.abstract_state(objective, *args)["params"]
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     kind = mesh.devices.flat[0].device_kind
     phases = ", then ".join(
