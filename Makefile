@@ -58,8 +58,8 @@ test: lint
 # `make test` has compiled.
 BITS := tests/verify $(addprefix tests/training/test_,branch.py divergence.py resume.py)
 test-long: $(STAMP)
-	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m long -n 3 $(BITS)
-	$(BIN)/python -m pytest -m long -n 3 $(addprefix --ignore=,$(BITS))
+	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m 'long and not nightly' -n 3 $(BITS)
+	$(BIN)/python -m pytest -m 'long and not nightly' -n 3 $(addprefix --ignore=,$(BITS))
 
 # Every benchmark at its smallest, a wheel, rounds of another objective: before a release.
 test-nightly: $(STAMP)

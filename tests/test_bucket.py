@@ -187,6 +187,7 @@ def test_a_bucket_that_is_away_for_long_ends_a_run_that_goes_on_later(
     assert [line["step"] for line in timings if line["kind"] == "start"] == [0, 4]
 
 
+@pytest.mark.long
 def test_a_run_that_is_taken_over_ends_with_one_line(objects, copy_of_run, remote, monkeypatch):
     save = runner.Trainer._save
 
@@ -220,6 +221,7 @@ def test_a_run_is_forked_into_a_bucket_and_out_of_it(objects, copy_of_run, remot
     assert lines[0] == lines[1] == objects.files("run/")["run/metrics.jsonl"]
 
 
+@pytest.mark.long
 def test_rights_on_objects_suffice_to_save_and_to_remove_old_checkpoints(
     objects, copy_of_run, remote
 ):

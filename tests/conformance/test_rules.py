@@ -27,6 +27,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 BASE = str(ROOT / "experiments" / "bert_base.py")
 
 
+@pytest.mark.long
 def test_the_certified_recipe_is_as_reviewed(capsys):
     """Every rule holds, and every deviation is explained; read the diff after a change."""
     assert cli.main(["conformance", BASE]) == 0

@@ -66,7 +66,7 @@ def undisturbed(tmp_path_factory):
     return folder, file
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_launched_run_is_preempted_twice_and_ends_as_one_that_was_not(undisturbed, tmp_path):
     """On GKE, on TPU VMs and on GKE again: what is launched is the same, and so is the run."""
     folder, file = undisturbed

@@ -374,6 +374,7 @@ def test_each_command_takes_its_own_kind_of_file(full):
 PATIENT = ("patience=2", "run.eval_every=5", "run.checkpoint_every=5", "run.keep_checkpoints=9")
 
 
+@pytest.mark.long
 def test_a_run_whose_evaluations_are_in_vain_ends_and_so_does_one_that_goes_on(capsys):
     """With so small a learning rate no float32 moves: 5 is the best, 10 and 15 are in vain."""
 

@@ -95,6 +95,7 @@ def assert_same_metrics(ours: pathlib.Path, theirs: pathlib.Path, tolerance: flo
             np.testing.assert_allclose(x[name], y[name], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.long
 def test_processes_train_as_one(text):
     folder, file = text
     name = "two"
@@ -228,7 +229,7 @@ def test_damage_that_one_process_sees_is_skipped_by_all(text, stopped, tmp_path)
     assert_same_metrics(workdir, folder / "one", 1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_process_that_cannot_read_leaves_none_waiting(text, stopped, tmp_path):
     """Checksums are computed by both. Nothing is put aside."""
     folder, file = text
@@ -246,7 +247,7 @@ def test_one_process_that_cannot_read_leaves_none_waiting(text, stopped, tmp_pat
     assert_same_metrics(workdir, folder / "one", 1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_process_that_takes_longer_to_its_first_step_is_waited_for(text, tmp_path):
     """As where one compiles longer: gloo gives the first meeting of devices 30 seconds."""
     folder, file = text
@@ -262,6 +263,7 @@ def damage_of_one(checkpoint: pathlib.Path) -> list[str]:
     return sorted(str(p.relative_to(checkpoint)) for p in files)
 
 
+@pytest.mark.long
 def test_other_settings_on_one_host_end_all_with_the_same_line(text, tmp_path):
     folder, file = text
     workdir = tmp_path / "w"
@@ -275,7 +277,7 @@ def test_other_settings_on_one_host_end_all_with_the_same_line(text, tmp_path):
     assert not workdir.exists(), "nothing half-written is left"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_error_in_the_text_ends_all_with_the_same_line(text, tmp_path):
     """`prepare` runs in process 0 alone."""
     folder, file = text
@@ -289,7 +291,7 @@ def test_an_error_in_the_text_ends_all_with_the_same_line(text, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_process_that_never_arrives_is_named(text, tmp_path):
     folder, file = text
     code, lines = pod(
@@ -303,7 +305,7 @@ def test_a_process_that_never_arrives_is_named(text, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_killed_process_is_named_and_ends_the_pod(victim, text, tmp_path):
     folder, file = text
     code, lines = pod(
@@ -333,7 +335,7 @@ def test_a_hang_ends_with_the_line_that_hangs(text, tmp_path):
     assert any("process 1 stood at" in line and "pod_member.py" in line for line in last)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_failure_during_training_ends_all_with_its_line(text, tmp_path):
     """The others wait for it in a computation."""
     folder, file = text

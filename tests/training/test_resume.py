@@ -180,7 +180,7 @@ def assert_same_lines(ours: pathlib.Path, theirs: pathlib.Path) -> None:
         np.testing.assert_allclose(list(x.values()), [y[name] for name in x], 1e-4, 1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_sixteen_devices_then_eight_see_the_same_batches(undisturbed, tmp_path):
     """The lines say so: they are those of one device, to rounding."""
     _, file, _ = undisturbed
@@ -210,7 +210,7 @@ def test_what_many_devices_trained_one_device_reads(relaid, tmp_path):
         assert done.returncode == 0, done.stderr.decode()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_of_mixed_sources_resumes_bit_exact(tmp_path):
     file, _ = write_text(tmp_path / "one"), write_text(tmp_path / "other", 12)
     sources = ",".join(f"text:{tmp_path / name / 'text'}" for name in ("one", "other"))

@@ -51,6 +51,7 @@ def test_sharded_equals_replicated(parallelism, reference):  # noqa: F811
     assert_same_run(samples.run(STEPS, devices=4, parallelism=parallelism), reference)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("state", "method"),
     [

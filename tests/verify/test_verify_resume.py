@@ -104,6 +104,7 @@ def test_a_folder_with_something_of_the_user_s_is_refused(verified, tmp_path):
     assert sorted(path.name for path in copy.rglob("*")) == before
 
 
+@pytest.mark.long
 def test_a_refused_experiment_leaves_nothing(tmp_path):
     refused = bert_jax(
         "verify-resume", write_text(tmp_path), "--workdir", tmp_path / "v", "--set",
@@ -122,6 +123,7 @@ def experiment_of(folder):
     return config.from_json((folder / "experiment.json").read_text(), "experiment.json")
 
 
+@pytest.mark.long
 def test_a_flipped_bit_of_a_parameter_is_named(alike, tmp_path):
     experiment = experiment_of(alike)
     shutil.copytree(alike / "killed", tmp_path / "killed")
@@ -144,6 +146,7 @@ def test_a_flipped_bit_of_a_parameter_is_named(alike, tmp_path):
     assert not compare.states(experiment, alike / "killed", alike / "undisturbed").differences
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["metrics.jsonl", "predictions.jsonl"])
 def test_a_changed_line_is_named(name, alike, tmp_path):
     lines = (alike / "killed" / name).read_text().splitlines(keepends=True)
@@ -154,6 +157,7 @@ def test_a_changed_line_is_named(name, alike, tmp_path):
         assert line.startswith(f"{name}:{where} differs: ")
 
 
+@pytest.mark.long
 def test_another_corpus_is_named(alike, tmp_path):
     shutil.copytree(alike / "corpus", tmp_path / "corpus")
     assert compare.corpora(tmp_path / "corpus", alike / "corpus") == []
