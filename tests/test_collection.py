@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_worker_collects_the_same_tests():
     """At another second and with other hashes: pytest-xdist ends a run whose workers differ."""
 

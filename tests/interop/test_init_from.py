@@ -109,7 +109,7 @@ def test_a_run_begins_with_moments_only_where_its_base_was_asked_for_them(copy_o
     broken.refuses(broken.Case("gone", "predict --workdir full wa", ("moments_sha256",), gone))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_pieces_added_to_a_vocabulary_begin_with_the_mean_and_without_moments(copy_of_run):
     lines = pathlib.Path("vocab.txt").read_text().split("\n")
     pathlib.Path("more.txt").write_text("\n".join([*lines[:-1], "new", "##er", "[NEWS]", ""]))
@@ -139,7 +139,7 @@ def test_pieces_added_to_a_vocabulary_begin_with_the_mean_and_without_moments(co
         assert_identical(before, after)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_resume_with_other_weights_is_refused(copy_of_run, capsys):
     base_of_run(CLS)
     short = "--set phases.1.steps=2"

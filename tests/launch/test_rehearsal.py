@@ -103,7 +103,7 @@ def test_a_launched_run_is_preempted_twice_and_ends_as_one_that_was_not(undistur
     assert metrics[0] == metrics[1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_pod_outlasts_a_failing_bucket_two_preemptions_and_new_machines(tmp_path):
     """The small form of `make rehearse-pod`."""
     assert rehearse_pod.rehearsed(tmp_path, faults=25, outages=(15.0,), seed=1) == 0

@@ -193,7 +193,7 @@ def test_processes_with_other_examples_are_known_by_their_hash(text):
     assert len(hashes) == 3
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
     folder, file = text
     settings = [probed(folder, "letters", "words"), "run.probe_share=1"]

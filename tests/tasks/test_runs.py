@@ -137,7 +137,7 @@ def full(folder):
     return "full"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_profiled_fine_tuning_is_the_one_without_bit_for_bit(full):
     finished("profiled", "run.profile_steps=3,6")
     assert os.listdir("profiled/profile/plugins/profile") == ["steps_4_to_6"]
@@ -210,7 +210,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request, monke
     assert_identical(final_state(f"{how}-stopped")[1], final_state(undisturbed)[1])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_processes_are_one_run(lora):
     """Each reads the base's checkpoint and the examples, once they are connected."""
     command = ["finetune", "classify.py", "--from", "run", "--workdir", "pod"]
@@ -414,7 +414,7 @@ def test_a_run_whose_evaluations_are_in_vain_ends_and_so_does_one_that_goes_on(c
     assert "resume: from step 5" in said(finetune_) and lines("patient") == done
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_that_has_ended_early_is_whole_and_its_loss_counts_labels_alike(capsys):
     done = finished("weighed", *PATIENT, "class_weights=balanced", "patience=1", "epochs=8")
     assert finished("weighed", *PATIENT, "class_weights=balanced", "patience=1", "epochs=8") == done

@@ -152,7 +152,7 @@ def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_pa
         assert [row for number, row in seen if number == phase] == list(range(count))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_moments_are_kept_by_the_same_optimizer_alone(runs, tmp_path):
     _, before = final_state(runs / "stable", 8)
     for settings, kept in (

@@ -66,15 +66,18 @@ def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(text, tmp_path, monk
     assert steps == sorted(set(steps)) and steps[-1] == 22
 
     # What it comes to is the run of a step that leaves these four out from the start.
-    make = step.init_state
+    make = step.make_init
 
     def without(*args):
-        state = make(*args)
-        state["skipped_steps"] = state["skipped_steps"].at[:4].set(np.arange(4, 8))
-        return state
+        def begin(seed):
+            state, window = make(*args)(seed)
+            state["skipped_steps"] = state["skipped_steps"].at[:4].set(np.arange(4, 8))
+            return state, window
+
+        return begin
 
     with monkeypatch.context() as patch:
-        patch.setattr(step, "init_state", without)
+        patch.setattr(step, "make_init", without)
         pretrain(file, tmp_path / "reference", *settings)
     assert_identical(state, final_state(tmp_path / "reference")[1])
     ours, theirs = (tmp_path / name / "metrics.jsonl" for name in ("w", "reference"))
@@ -298,6 +301,7 @@ def test_few_steps_wait_for_the_devices(text, tmp_path, monkeypatch):
     assert 1 <= most[0] <= 5  # the one at work, too
 
 
+@pytest.mark.long
 def test_a_run_may_stop_instead(text, tmp_path, monkeypatch):
     _, file = text
     poison(monkeypatch, {5, 6, 7})
@@ -307,6 +311,7 @@ def test_a_run_may_stop_instead(text, tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "w" / "checkpoints").iterdir()] == ["4"]
 
 
+@pytest.mark.long
 def test_a_run_that_is_never_finite_fails_by_name(text, tmp_path):
     _, file = text
     rate = "optimizer.peak_learning_rate=1e30"

@@ -91,7 +91,7 @@ def test_a_modern_encoder_sharded_equals_replicated(parallelism):
     assert_same_run(samples.run(3, devices=4, model=model, parallelism=parallelism), alone)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "parallelism",
     [
@@ -217,7 +217,7 @@ def _collectives(parallelism, parts):
     return outside, inside
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_pmap_gives_the_same_step():
     """Upstream keeps pmap alive on top of jit; this witnesses that the step is what it computes."""
     model, cfg, devices = samples.MODEL, samples.OPTIMIZER, 4
