@@ -160,34 +160,6 @@ def _parser() -> argparse.ArgumentParser:
             "failed first, 128 and the signal's number if it was killed",
         )
     )
-    tpu_vm = commands.add_parser(
-        "tpu_vm",
-        help="the hosts of a TPU slice that is rented for the run",
-        epilog="exit code: 0 finished; 74, 75, 134 launch again to go on; 1 the run failed; 2 bad "
-        "input, or no machines",
-    )
-    _add_rented(tpu_vm)
-    tpu_vm.add_argument("--zone", required=True, help="where to rent, e.g. us-west4-a")
-    tpu_vm.add_argument(
-        "--project", default="", help="Google Cloud project that is billed [gcloud's own setting]"
-    )
-    tier = tpu_vm.add_mutually_exclusive_group()
-    tier.add_argument("--spot", action="store_true", help="cheaper machines, may be taken back")
-    tier.add_argument("--reserved", action="store_true", help="machines of your reservation")
-    tpu_vm.add_argument(
-        "--valid-until",
-        default="24h",
-        metavar="T",
-        help="how long to wait for machines: 90m, 2d [24h]",
-    )
-    tpu_vm.add_argument(
-        "--runtime-version", metavar="V", help="software version of the machines [by type of TPU]"
-    )
-    tpu_vm.add_argument(
-        "--keep",
-        action="store_true",
-        help="keep the machines at the end, and pay for them; Ctrl-C leaves the run going, too",
-    )
     gke = commands.add_parser(
         "gke",
         help="a TPU slice of a GKE cluster, as a JobSet",
@@ -226,6 +198,34 @@ def _parser() -> argparse.ArgumentParser:
         "--privileged",
         action="store_true",
         help="run pods as root with all rights, for nodes that give their TPUs only to such",
+    )
+    tpu_vm = commands.add_parser(
+        "tpu_vm",
+        help="the hosts of a TPU slice that is rented for the run",
+        epilog="exit code: 0 finished; 74, 75, 134 launch again to go on; 1 the run failed; 2 bad "
+        "input, or no machines",
+    )
+    _add_rented(tpu_vm)
+    tpu_vm.add_argument("--zone", required=True, help="where to rent, e.g. us-west4-a")
+    tpu_vm.add_argument(
+        "--project", default="", help="Google Cloud project that is billed [gcloud's own setting]"
+    )
+    tier = tpu_vm.add_mutually_exclusive_group()
+    tier.add_argument("--spot", action="store_true", help="cheaper machines, may be taken back")
+    tier.add_argument("--reserved", action="store_true", help="machines of your reservation")
+    tpu_vm.add_argument(
+        "--valid-until",
+        default="24h",
+        metavar="T",
+        help="how long to wait for machines: 90m, 2d [24h]",
+    )
+    tpu_vm.add_argument(
+        "--runtime-version", metavar="V", help="software version of the machines [by type of TPU]"
+    )
+    tpu_vm.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep the machines at the end, and pay for them; Ctrl-C leaves the run going, too",
     )
     for name, description in (
         ("status", "show the machines of a launched run, and how far it has come"),

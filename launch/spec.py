@@ -146,23 +146,6 @@ def is_final(code: int) -> bool:
     return code == errors.FINISHED or code in FINAL
 
 
-def verdict(codes: Sequence[int | None]) -> int:
-    """Returns one exit code of a run from those of its hosts; None: of one that was lost.
-
-    A failure is the cause of what it did to the others. UNAVAILABLE: a host says that its machine
-    or network failed; LOST: one that neither finished nor stopped nor failed was killed, or lost
-    the others.
-    """
-    for failure in FINAL:
-        if failure in codes:
-            return failure
-    if all(code == errors.FINISHED for code in codes):
-        return errors.FINISHED
-    if set(codes) <= {errors.FINISHED, errors.STOPPED}:
-        return errors.STOPPED
-    return errors.UNAVAILABLE if errors.UNAVAILABLE in codes else errors.LOST
-
-
 def ending(code: int) -> str:
     """Returns what became of a run that ended so, in words."""
     return {

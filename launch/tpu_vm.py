@@ -1,220 +1,185 @@
 """`python -m launch tpu_vm EXPERIMENT ...`: a run on the hosts of a TPU slice, rented for it.
 
-The machines are a queued resource. They are asked for, given the wheel of this very commit, the
-resolved experiment and the constraints; the run is started on all hosts, its log shown, and it is
-started again after a preemption; the machines are deleted at the end, whatever the end. Every step
-leaves alone what is there already, so that the same command goes on with what it finds. On the
+All is one script of bash, which `--dry-run` prints and a launch runs: `launch/tpu_vm.sh`, after
+lines that say what is rented and write what hosts are given. It builds the wheel of this very
+commit, asks for the machines, starts the run on all hosts, shows the log of the first, begins again
+on new machines after a preemption, and deletes the machines at the end, whatever the end. On the
 hosts jax finds the others by what the machine says of itself (`bert_jax.training.peers`).
 """
 
 import argparse
-import contextlib
-import dataclasses
 import os
+import pathlib
 import re
 import shlex
+import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
+import bert_jax
 from bert_jax import errors
-from bert_jax.errors import InputError, Unavailable
+from bert_jax.errors import InputError
+from bert_jax.storage.workdir import named_errors, write_atomic
 
-from . import checks, hosts
-from .commands import PROGRAM, run, say, show, tell
-from .gcloud import (
-    ACTIVE,
-    DELETED,
-    FAILED,
-    POLL,
-    QUICK,
-    SLOW,
-    SUSPENDED,
-    TRIES,
-    Deleted,
-    Lost,
-    Slice,
-    sleep,
-)
-from .spec import (
-    Record,
-    Spec,
-    ending,
-    find_record,
-    is_final,
-    script_that_writes,
-    slice_names,
-    staging,
-    verdict,
-)
+from . import checks
+from .commands import run, say, show
+from .spec import EXPERIMENT, FINAL, Record, Spec, script_that_writes, slice_names, staging
 
+# What is the same in every launch: bash of this machine; and of each host, by name.
+_BODY = pathlib.Path(__file__).with_suffix(".sh")
+_SCRIPT = "launch.sh"
+# Seconds between looks at the request and the hosts, and between tries.
+POLL = 30
 # Beyond the time in which the service must have found machines: to make them.
-_MAKING_SECONDS = 1800.0
-# Between a stop that nobody here asked for and a look whether the machines are being taken away.
-_PREEMPTION_SECONDS = 60.0
-# Looks without an answer from any host, after which they count as lost.
-_SILENT = 10
+_MAKING_SECONDS = 1800
+_QUICK, _DELETE = 300.0, 3600.0
 
 _DURATION = re.compile(r"[1-9][0-9]{0,5}[smhd]")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
+# Of a Python for machines whose own is older than what we need: of a tool that brings one.
+_INSTALL = """\
+# Makes venv/ of the wheel.
+set -eu
+cd "$(dirname "$0")"
+[ -f venv/installed ] && exit 0
+python=
+for version in 3.13 3.12 3.11; do
+  if "python$version" -c 'import ensurepip' 2>/dev/null; then python="python$version"; break; fi
+done
+if [ -z "$python" ]; then
+  python3 -m pip install --quiet --user 'uv>=0.8,<1'
+  python3 -m uv python install --quiet 3.12
+  python="$(python3 -m uv python find --managed-python 3.12)"
+fi
+"$python" -m venv --clear venv
+venv/bin/python -m pip install --quiet --disable-pip-version-check \\
+  --constraint constraints.txt "$(echo ./*.whl)[tpu,gcs]"
+touch venv/installed
+"""
+_START = """\
+# Starts the run, once, in a session that outlives this connection.
+set -eu
+cd "$(dirname "$0")"
+[ -f run.pid ] && exit 0
+setsid nohup bash run.sh < /dev/null > run.log 2>&1 &
+for _ in $(seq 300); do [ -f run.pid ] && exit 0; sleep 0.1; done
+echo "start.sh: the run did not start" >&2
+exit 1
+"""
+# jax's coordinator listens on the address inside the network alone.
+_RUN = """\
+# The run: its exit code goes to run.exit.
+cd "$(dirname "$0")"
+{environment}
+address="$(curl -sf -H 'Metadata-Flavor: Google' \\
+  http://metadata.google.internal/computeMetadata/v1/instance/network-interfaces/0/ip)"
+if [ -n "$address" ]; then
+  export JAX_COORDINATOR_PORT=8482 JAX_COORDINATOR_BIND_ADDRESS="$address:8482"
+fi
+PATH="$PWD/venv/bin:$PATH"
+{command} &
+echo $! > run.pid
+wait $!
+echo $? > run.exit.new
+mv run.exit.new run.exit
+"""
+# Marked, since ssh and gcloud print lines of their own.
+_CODE = """\
+# Prints the exit code of the run, "running", or 134 of one that was killed with its machine.
+cd "$(dirname "$0")"
+code=134
+kill -0 "$(cat run.pid)" 2>/dev/null && code=running
+[ -f run.exit ] && code="$(cat run.exit)"
+echo "bert-jax-run $code"
+"""
+_STOP = """\
+# Asks the run to save and end, and waits for it.
+cd "$(dirname "$0")"
+[ -f run.exit ] || kill -s TERM "$(cat run.pid)" || exit 1
+for _ in $(seq 900); do [ -f run.exit ] && exit 0; sleep 1; done
+exit 1
+"""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Launch:
-    """A launch, ready to go."""
 
-    spec: Spec  # what
-    rented: Slice  # its machines, there or not yet
-    create: Sequence[str]  # the command that asks for the machines
-    wait_seconds: float  # for them
-    keep: bool  # whether they are left at the end, or deleted
+def host_files(spec: Spec) -> dict[str, str]:
+    """Returns the names and texts of what every host is given beside the wheel."""
+    given = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
+    environment = f"export {' '.join(given)}" if given else "# no variables of its own"
+    return {
+        EXPERIMENT: spec.config,
+        **spec.code,
+        "install.sh": _INSTALL,
+        "start.sh": _START,
+        "run.sh": _RUN.format(environment=environment, command=shlex.join(spec.command())),
+        "code.sh": _CODE,
+        "stop.sh": _STOP,
+    }
 
-    def run(self, files: Sequence[str]) -> int:
-        """Runs the experiment to its end; the machines are gone then, unless they are to be kept.
 
-        Args:
-          files: for every host.
+def _folder(name: str) -> str:
+    """Returns where the files of a launch lie on a host, below the user's home."""
+    return f"bert-jax/{name}"
 
-        Returns:
-          The exit code of the run, or of what ended the launch.
-        """
-        try:
-            code = self._attempts(files)
-        except (InputError, Unavailable, KeyboardInterrupt) as error:
-            say(str(error) or "interrupted")
-            code = errors.of_error(error)[1]
-            saved = self._give_back(save=True)
-            if not self.keep:
-                code = saved if isinstance(error, KeyboardInterrupt) else code
-        except BaseException:
-            self._give_back(save=True)
-            raise
-        else:
-            self._give_back(save=False)
-        return code
 
-    def _give_back(self, save: bool) -> int:
-        """Deletes the machines, unless they are to be kept.
+def script(args: argparse.Namespace, spec: Spec, commit: str) -> Iterator[str]:
+    """Yields the lines of the script that does all of a launch.
 
-        Args:
-          save: whether the run may still be under way, and saves first.
-
-        Returns:
-          The exit code of a run that saved; else INTERRUPTED.
-        """
-        if self.keep:
-            workdir = self.spec.workdir
-            say(f"{self.spec.name} is kept and costs money; `{PROGRAM} stop {workdir}`")
-            return errors.INTERRUPTED
-        code = self.rented.save(self.spec.hosts) if save else errors.INTERRUPTED
-        self.rented.delete()
-        return code
-
-    def _attempts(self, files: Sequence[str]) -> int:
-        left, there = self.spec.retries, False
-        while True:
-            try:
-                if not there:
-                    self._have_machines()
-                there = True
-                if "running" not in self.rented.states().values():
-                    self._start(files)
-                code = verdict(self._watch())
-                what = ending(code)
-                if code == errors.STOPPED and left:
-                    sleep(_PREEMPTION_SECONDS)
-                    self.rented.require_active()
-            except Deleted:
-                say("the run was stopped: its machines were deleted from elsewhere")
-                return errors.STOPPED
-            except Lost as lost:
-                code, what = errors.LOST, str(lost)
-            if is_final(code):
-                say(f"the run {what}")
-                return code
-            if not left:
-                say(f"{what}, and no retries are left; launch again to go on")
-                return code
-            left -= 1
-            say(f"{what}; going on from the newest checkpoint, {left} retries left")
-            if code != errors.STOPPED:
-                self.rented.delete()
-                there = False
-
-    def _have_machines(self) -> None:
-        """Asks for machines, unless they were asked for, and waits for them.
-
-        Raises:
-          Lost: they were taken away before they were there.
-          Deleted: somebody has deleted the request.
-        """
-        name, rented = self.spec.name, self.rented
-        before = rented.state()
-        if before in (FAILED, *SUSPENDED, *DELETED):
-            if before:
-                rented.delete()
-            assert self.spec.topology is not None
-            say(f"asking for {self.spec.topology.name} as {name}")
-            rented.create(self.create)
-        for _ in range(round(self.wait_seconds / POLL) + 1):
-            now = rented.state()
-            if now != before:
-                say(f"{name}: {now or 'no such request'}")
-                before = now
-            if now == FAILED:
-                raise InputError(
-                    f"{name}: the request failed: no machines in time, or a problem with it, which "
-                    "`gcloud compute tpus queued-resources describe` names"
-                )
-            if now in (ACTIVE, *SUSPENDED, *DELETED):
-                return rented.require_active()
-            sleep(POLL)
-        raise InputError(f"{name}: no machines within {self.wait_seconds / 3600:g} hours")
-
-    def _start(self, files: Sequence[str]) -> None:
-        """Copies the files to all hosts, installs, and starts the run; each waits for all hosts."""
-        rented = self.rented
-        folder = hosts.folder(rented.name)
-        rented.insist(rented.ssh_words(("mkdir", "-p", folder)), QUICK, "reached")
-        say(f"copying {len(files)} files to {self.spec.hosts} hosts, and installing")
-        rented.insist(rented.copy_words(files), SLOW, "filled")
-        rented.insist(rented.script_words("install.sh"), SLOW, "filled: install.sh fails")
-        rented.insist(rented.script_words("start.sh"), QUICK, "started")
-        say("started on all hosts")
-
-    def _watch(self) -> list[int | None]:
-        """Shows the log of host 0 until no host runs any more.
-
-        A host that hangs or has lost another ends by itself (`run.hang_after_seconds`, jax's
-        heartbeats): none is ended from here.
-
-        Returns:
-          The exit code of each host; None for one that was lost.
-
-        Raises:
-          Lost: the machines were taken away, or no host answers.
-          Deleted: somebody has deleted them.
-        """
-        shown = silent = missing = unread = 0
-        while True:
-            states = self.rented.states()
-            running = "running" in states.values()
-            log = run(self.rented.log_words(0, f"--lines=+{shown + 1}"), QUICK)
-            unread = unread + 1 if log.code else 0
-            *lines, unfinished = log.out.split("\n")
-            if unfinished and not running:
-                lines.append(unfinished)
-            shown += len(lines)
-            for line in lines:
-                tell(line)
-            missing = missing + 1 if len(states) < self.spec.hosts else 0
-            if states and not running and not 0 < max(missing, unread) < TRIES:
-                return hosts.exit_codes(states, self.spec.hosts)
-            self.rented.require_active()
-            silent = 0 if states else silent + 1
-            if silent > _SILENT:
-                raise Lost(f"{self.spec.name}: no host answers")
-            sleep(POLL)
+    Args:
+      args: flags of `launch tpu_vm`.
+      spec: what is launched.
+      commit: whose wheel is shipped, in hexadecimal.
+    """
+    assert spec.topology is not None
+    known = slice_names(spec.topology)
+    wait = int(args.valid_until[:-1]) * _SECONDS[args.valid_until[-1]] + _MAKING_SECONDS
+    request = [
+        f"--node-id={spec.name}",
+        f"--accelerator-type={known.accelerator_type}",
+        f"--runtime-version={args.runtime_version or known.runtime_version}",
+        f"--valid-until-duration={args.valid_until}",
+        *(f"--{tier}" for tier in ("spot", "reserved") if getattr(args, tier)),
+    ]
+    folder, texts = staging(spec.name), host_files(spec)
+    wheel = f"bert_jax-{bert_jax.__version__}-py3-none-any.whl"
+    files = [os.fspath(folder / name) for name in sorted([*texts, wheel, "constraints.txt"])]
+    values = {
+        "NAME": spec.name,
+        "HOSTS": str(spec.hosts),
+        "RETRIES": str(spec.retries),
+        "KEEP": "yes" if args.keep else "",
+        "COMMIT": commit,
+        "CHECKOUT": os.fspath(checks.ROOT),
+        "PYTHON": sys.executable,
+        "FOLDER": os.fspath(folder),
+        "THERE": _folder(spec.name),
+        "POLL": str(POLL),
+        "WAIT": str(wait),
+    }
+    lists = {
+        "WHERE": _where({"zone": args.zone, "project": args.project}),
+        "REQUEST": request,
+        "FILES": files,
+        "FINAL": map(str, FINAL),
+    }
+    yield "#!/usr/bin/env bash"
+    yield f"# {spec.name}: {spec.topology.name}; chips: {spec.topology.chips}, hosts: {spec.hosts};"
+    yield f"# commit {commit}, config sha256 {spec.sha256}."
+    yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
+    yield "set -euo pipefail"
+    for name, value in values.items():
+        yield f"{name}={shlex.quote(value)}"
+    for name, words in lists.items():
+        yield f"{name}=({shlex.join(words)})"
+    yield ""
+    yield 'mkdir -p "$FOLDER"'
+    for name in sorted(texts):
+        yield from script_that_writes(folder / name, texts[name])
+    yield ""
+    yield _BODY.read_text().removesuffix("\n")
 
 
 def launch(args: argparse.Namespace, spec: Spec) -> int:
@@ -233,23 +198,9 @@ def launch(args: argparse.Namespace, spec: Spec) -> int:
             f"--valid-until {args.valid_until}: write a whole number and one of s, m, h, d, like "
             "24h"
         )
-    known = slice_names(spec.topology)
-    rented = Slice(name=spec.name, zone=args.zone, project=args.project)
-    job = Launch(
-        spec=spec,
-        rented=rented,
-        create=rented.create_words(
-            known.accelerator_type,
-            args.runtime_version or known.runtime_version,
-            "spot" if args.spot else "reserved" if args.reserved else "",
-            args.valid_until,
-        ),
-        wait_seconds=int(args.valid_until[:-1]) * _SECONDS[args.valid_until[-1]] + _MAKING_SECONDS,
-        keep=args.keep,
-    )
-    commit = checks.head()
+    lines = "\n".join(script(args, spec, checks.head()))
     if args.dry_run:
-        print("\n".join(_script(job, commit)))
+        print(lines)
         return errors.FINISHED
     checks.check(spec, checks.forced(args.force), args.price_per_chip_hour)
     record = Record(
@@ -263,113 +214,83 @@ def launch(args: argparse.Namespace, spec: Spec) -> int:
         time=time.time(),
         price_per_chip_hour=args.price_per_chip_hour,
     )
-    if rented.state(1):
-        before = find_record(spec.workdir)
-        if before is None or before.config_sha256 != spec.sha256:
-            raise InputError(
-                f"{spec.name}: is there already in {args.zone}, and was not launched for this "
-                f"experiment in {spec.workdir}; name another with --name"
-            )
-        say(f"{spec.name} is there already; going on with it")
+    if shutil.which("gcloud") is None:
+        run(["gcloud", "version"], _QUICK)  # says how to get it
     record.write()
-    files = hosts.put_together(spec, commit)
-    with _hang_up_as_interrupt():
-        code = job.run(files)
-    if not job.keep:
+    folder = staging(spec.name)
+    with named_errors(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_atomic(folder / _SCRIPT, lines + "\n")
+    code = _bash(folder / _SCRIPT)
+    if _is_gone(record):
         record.remove()
     return code
 
 
-def status(record: Record) -> int:
-    """Shows the state of the request, and how the run stands on each host."""
-    rented = _of(record)
-    now = rented.state(1)
-    print(f"queued resource: {now or 'none'}", flush=True)
-    return show(rented.script_words("state.sh")) if now == ACTIVE else errors.FINISHED
-
-
-def logs(record: Record, host: int, follow: bool) -> int:
-    """Shows the output of a host."""
-    more = ("--follow=name",) if follow else ()
-    return show(_of(record).log_words(host, "--lines=+1", *more))
-
-
-def stop(record: Record) -> int:
-    """Stops the run once it has saved, and deletes the machines; returns the run's exit code."""
-    rented = _of(record)
-    now = rented.state(TRIES)
-    code = rented.save(record.hosts) if now == ACTIVE else errors.FINISHED
-    if now:
-        rented.delete()
-    record.remove()
-    say(f"`bert-jax checkpoints {record.workdir}` lists what is saved")
-    return errors.FINISHED if code == errors.STOPPED else code
-
-
-def _of(record: Record) -> Slice:
-    return Slice(name=record.name, **record.place)
-
-
-@contextlib.contextmanager
-def _hang_up_as_interrupt() -> Iterator[None]:
-    """Answers SIGTERM and the end of the terminal as Ctrl-C, unless nohup hides them; once."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-
-    def interrupt(number: int, frame: object) -> None:
-        for each in numbers:  # a closing terminal sends both
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
+def _bash(path: pathlib.Path) -> int:
+    """Runs the script; what should end us goes to it, which saves and deletes first."""
+    process = subprocess.Popen(["bash", os.fspath(path)], stdin=subprocess.DEVNULL)
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        before[number] = signal.getsignal(number)
+        if before[number] != signal.SIG_IGN:  # nohup hides one
+            signal.signal(number, lambda number, _: process.send_signal(number))
     try:
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:
-                signal.signal(number, interrupt)
-        yield
+        return process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _script(job: Launch, commit: str) -> Iterator[str]:
-    """Yields a script that does the same where there is no trouble; remarks tell the rest."""
-    spec, rented = job.spec, job.rented
-    assert spec.topology is not None
-    folder = staging(spec.name)
-    texts = hosts.files(spec, hosts.wheel())
-    yield "#!/usr/bin/env bash"
-    yield f"# {spec.name}: {spec.topology.name}; chips: {spec.topology.chips}, hosts: {spec.hosts};"
-    yield f"# commit {commit}, config sha256 {spec.sha256}."
-    yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
-    yield "set -eu"
-    yield ""
-    yield "# What every host is given."
-    for argv in (["mkdir", "-p", os.fspath(folder)], *hosts.build_commands(commit, folder)):
-        yield shlex.join(argv)
-    for name in sorted(texts):
-        yield from script_that_writes(folder / name, texts[name])
-    yield ""
-    yield "# The machines, unless they are there. They are deleted if they do not come in time."
-    yield shlex.join(job.create)
-    yield f'until [ "$({shlex.join(rented.state_words())})" = {ACTIVE} ]; do sleep 30; done'
-    yield ""
-    yield "# Five times, while a host does not answer yet."
-    yield shlex.join(rented.ssh_words(("mkdir", "-p", hosts.folder(rented.name))))
-    names = sorted([*texts, hosts.wheel(), hosts.CONSTRAINTS])
-    yield shlex.join(rented.copy_words([os.fspath(folder / name) for name in names]))
-    yield shlex.join(rented.script_words("install.sh"))
-    yield shlex.join(rented.script_words("start.sh"))
-    yield ""
-    yield "# Every half minute, until no host runs any more: how the run stands on each, the log of"
-    yield "# host 0 from the line that was shown last, and whether the machines are still there."
-    yield shlex.join(rented.script_words("state.sh"))
-    yield shlex.join(rented.log_words(0, "--lines=+1"))
-    yield shlex.join(rented.state_words())
-    yield ""
-    yield f"# Preempted, or a host lost: deleted and asked for again, {spec.retries} times at most."
-    yield "# Stopped with exit code 75: started again on the same machines, counted alike."
-    yield "# Ctrl-C: the run is asked to save, and waited for, before the machines are deleted:"
-    yield f"#   {shlex.join(rented.script_words('stop.sh'))}"
-    yield ""
-    yield "# At the end, whatever the end; with --keep, not."
-    yield shlex.join(rented.delete_words())
+# --- What is asked about a launch ----------------------------------------------------------------
+
+
+def status(record: Record) -> int:
+    """Shows the state of the request, and how the run stands on each host."""
+    shown = show(_queued(record, "describe", "--format=value(state.state)"))
+    return shown or show(_ssh(record, "all", f"bash {_folder(record.name)}/code.sh"))
+
+
+def logs(record: Record, host: int, follow: bool) -> int:
+    """Shows the output of a host."""
+    more = "--follow=name " if follow else ""
+    path = f"{_folder(record.name)}/run.log"
+    return show(_ssh(record, str(host), f"tail {more}--lines=+1 {path}"))
+
+
+def stop(record: Record) -> int:
+    """Stops the run once it has saved, and deletes the machines."""
+    say(f"asking {record.name} to save and stop")
+    show(_ssh(record, "all", f"bash {_folder(record.name)}/stop.sh"))
+    delete = _queued(record, "delete", "--force")
+    done = run(delete, _DELETE)
+    if not _is_gone(record):
+        raise InputError(
+            f"{record.name}: may still be there and cost money ({done.complaint}); delete it with: "
+            f"{shlex.join(delete)}"
+        )
+    record.remove()
+    say(f"{record.name} is deleted; `bert-jax checkpoints {record.workdir}` lists what is saved")
+    return errors.FINISHED
+
+
+def _is_gone(record: Record) -> bool:
+    """Returns whether the service says that there is no such request: no answer is none."""
+    done = run(_queued(record, "describe", "--format=value(state.state)"), _QUICK)
+    return done.code != 0 and "NOT_FOUND" in done.err
+
+
+def _queued(record: Record, verb: str, *flags: str) -> list[str]:
+    words = ["gcloud", "compute", "tpus", "queued-resources", verb, record.name]
+    return [*words, *flags, *_where(record.place)]
+
+
+def _ssh(record: Record, worker: str, command: str) -> list[str]:
+    words = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", record.name, f"--worker={worker}"]
+    return [*words, f"--command={command}", *_where(record.place)]
+
+
+def _where(place: Mapping[str, str]) -> list[str]:
+    project = [f"--project={place['project']}"] if place["project"] else []
+    return [f"--zone={place['zone']}", *project, "--quiet"]

@@ -70,7 +70,7 @@ def test_the_wheel_works_where_there_is_no_checkout(tmp_path):
         file.extractall(tmp_path / "installed")
     tops = {name.partition("/")[0] for name in names}
     assert tops - {top for top in tops if top.endswith(".dist-info")} == {"bert_jax"}
-    assert names >= {f"bert_jax/{name}" for name in NEEDED} | {"bert_jax/launch/tpu_vm.py"}
+    assert names >= {f"bert_jax/{name}" for name in NEEDED} | {"bert_jax/launch/tpu_vm.sh"}
     shutil.rmtree(source)
 
     def run(*words):

@@ -1,13 +1,15 @@
-"""A bucket, and what stands for gcloud and kubectl: launches reach none of them."""
+"""A bucket, a checkout, and what stands for kubectl: launches reach no cloud."""
 
 import importlib.util
+import os
+import subprocess
 from collections.abc import Callable
 
 import fake_gcs
 import fsspec
 import pytest
 
-from launch import __main__, checks, gcloud, gke, tpu_vm
+from launch import __main__, checks, gke
 from launch.commands import Done
 
 
@@ -21,6 +23,19 @@ def bucket():
             patch.setenv(name, value)
         patch.setitem(fsspec.config.conf["gs"], "token", "anon")
         yield objects
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout of one commit, with constraints."""
+    monkeypatch.setattr(checks, "ROOT", tmp_path / "checkout")
+    checks.ROOT.mkdir()
+    (checks.ROOT / "constraints.txt").write_text("committed\n")
+    author = ("-c", "user.name=n", "-c", "user.email=e")
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "one"]):
+        git = ["git", "-C", os.fspath(checks.ROOT), *words]
+        subprocess.run(git, check=True)
+    return checks.ROOT
 
 
 @pytest.fixture
@@ -51,8 +66,7 @@ def answers(tmp_path, monkeypatch):
     """Has commands of others answered."""
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
     fake = Answers()
-    for module in (gke, gcloud, tpu_vm):
-        monkeypatch.setattr(module, "run", fake.run)
+    monkeypatch.setattr(gke, "run", fake.run)
     return fake
 
 

@@ -1,10 +1,9 @@
-"""One host of a rehearsal: `rehearse.py PLACE FOLDER ATTEMPT WHO STEP WHAT`, in a local pod.
+"""One host of a rehearsal: `rehearse.py FOLDER ATTEMPT WHO STEP WHAT`, in a local pod.
 
-It starts what its place would: of PLACE `gke` the container of the manifest in FOLDER, with the
-variables that Kubernetes, JobSet and GKE give that pod; of `tpu_vm` the script run.sh, with those
-of a TPU VM. Only what this machine does not have is replaced: its TPU, names of other hosts, and
-the folders of a container. The run's exit code goes to FOLDER/code-ATTEMPT-NUMBER; process WHO
-gets the signal WHAT before step STEP (`pod_member.py`).
+It starts what GKE would: the container of the manifest in FOLDER, with the variables that
+Kubernetes, JobSet and GKE give that pod. Only what this machine does not have is replaced: its TPU,
+names of other hosts, and the folders of a container. The run's exit code goes to
+FOLDER/code-ATTEMPT-NUMBER; process WHO gets the signal WHAT before step STEP (`pod_member.py`).
 """
 
 import json
@@ -15,7 +14,7 @@ import sys
 
 import cluster
 
-from launch import hosts, jobset
+from launch import jobset
 
 HERE = pathlib.Path(__file__).resolve().parent
 MEMBER = HERE.parent / "training" / "pod_member.py"
@@ -50,33 +49,11 @@ def on_gke(folder: pathlib.Path, number: int, program: list[str]) -> int:
     return subprocess.run([*program, *words[1:]], env=os.environ | given, check=False).returncode
 
 
-def on_tpu_vm(folder: pathlib.Path, number: int, program: list[str]) -> int:
-    """Runs run.sh; returns the exit code that it leaves."""
-    host = folder / f"host-{number}"
-    command = host / "venv" / "bin" / "bert-jax"
-    command.parent.mkdir(parents=True)
-    command.write_text(f'#!/bin/sh\nexec {" ".join(program)} "$@"\n')
-    command.chmod(0o755)
-    curl = command.with_name("curl")  # no server here says what the machine's address is
-    curl.write_text("#!/bin/sh\nexit 22\n")
-    curl.chmod(0o755)
-    for path in (folder / "host").iterdir():
-        (host / path.name).write_text(path.read_text())
-    given = {
-        "TPU_WORKER_ID": str(number),
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "PATH": f"{command.parent}:{os.environ['PATH']}",
-    }
-    subprocess.run(["bash", host / "run.sh"], env=os.environ | given, check=True)
-    return int((host / "run.exit").read_text())
-
-
-def main(place: str, folder: pathlib.Path, attempt: str, *deed: str) -> int:
+def main(folder: pathlib.Path, attempt: str, *deed: str) -> int:
     """Returns the run's exit code."""
     number = int(os.environ["JAX_PROCESS_ID"])
     program = [sys.executable, str(MEMBER), str(folder / f"rows-{attempt}"), *deed]
-    code = {"gke": on_gke, "tpu_vm": on_tpu_vm}[place](folder, number, program)
+    code = on_gke(folder, number, program)
     (folder / f"code-{attempt}-{number}").write_text(str(code))
     return code
 
@@ -92,12 +69,10 @@ PODS = jobset.Pods(
 
 
 def files(folder: pathlib.Path, spec) -> None:
-    """Writes what each place is given of a spec."""
-    (folder / "host").mkdir(parents=True)
-    for name, text in hosts.files(spec, "bert_jax-0-py3-none-any.whl").items():
-        (folder / "host" / name).write_text(text)
+    """Writes the manifest of a spec."""
+    folder.mkdir(parents=True)
     (folder / "manifest.yaml").write_text(jobset.text(spec, PODS))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], pathlib.Path(sys.argv[2]), *sys.argv[3:]))
+    sys.exit(main(pathlib.Path(sys.argv[1]), *sys.argv[2:]))

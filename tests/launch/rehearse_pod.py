@@ -109,7 +109,7 @@ def start(
     of.weather.new_start()
     words = ["--processes", HOSTS, "--devices-per-process", DEVICES, "--arrive-within", 300]
     words += ["--hang-after", 900, "--", sys.executable, HERE / "rehearse.py"]
-    words += ["gke", at, number, *deed.split()]
+    words += [at, number, *deed.split()]
     process = subprocess.Popen(
         [sys.executable, "-m", "launch", "local", *map(str, words)],
         cwd=ROOT,

@@ -1,9 +1,6 @@
 """What is looked at before anything is rented, and what is shipped."""
 
 import importlib.util
-import os
-import pathlib
-import subprocess
 from unittest import mock
 
 import pytest
@@ -15,25 +12,9 @@ from bert_jax.errors import InputError
 from bert_jax.plan import topology
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import mark_complete
-from launch import checks, hosts, spec
+from launch import checks, spec
 
 ALL = frozenset(checks.NAMES)
-
-
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A checkout of one commit, with constraints."""
-    monkeypatch.setattr(checks, "ROOT", tmp_path / "checkout")
-    checks.ROOT.mkdir()
-    (checks.ROOT / "constraints.txt").write_text("committed\n")
-    git("init", "--quiet")
-    git("add", ".")
-    git("-c", "user.name=n", "-c", "user.email=e", "commit", "--quiet", "--message=one")
-    return checks.ROOT
-
-
-def git(*words: str) -> None:
-    subprocess.run(["git", "-C", os.fspath(checks.ROOT), *words], check=True)
 
 
 def specified(workdir, *settings: str) -> spec.Spec:
@@ -159,42 +140,3 @@ def test_without_the_compiler_the_extra_is_named(tmp_path, monkeypatch):
     )
     with pytest.raises(InputError, match=r"libtpu.* \[tpu\] .*; --force plan launches"):
         check(tmp_path, "plan")
-
-
-def build_commands(build):
-    """Those of `hosts`, the wheel's builder stood in for by a command of (source, target)."""
-    real = hosts.build_commands
-
-    def commands(commit, folder):
-        argvs = real(commit, folder)
-        at = next(i for i, argv in enumerate(argvs) if "wheel" in argv)
-        return [*argvs[:at], build(argvs[at][-1], os.fspath(folder)), *argvs[at + 1 :]]
-
-    return commands
-
-
-def test_what_is_shipped_is_the_commit(checkout, tmp_path, monkeypatch):
-    """Not what lies next to it."""
-    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    (checkout / "constraints.txt").write_text("changed since\n")
-    copy = build_commands(lambda source, to: ["cp", f"{source}/constraints.txt", f"{to}/a.whl"])
-    monkeypatch.setattr(hosts, "build_commands", copy)
-    wanted = specified("gs://b/x", "seed=3")
-    spec.staging(wanted.name).mkdir(parents=True)
-    (spec.staging(wanted.name) / "left.whl").write_text("of an earlier launch")
-    files = {os.path.basename(path): path for path in hosts.put_together(wanted, "HEAD")}
-    assert sorted(files) == [
-        *("a.whl", "constraints.txt", "experiment.json", "install.sh", "run.sh"),
-        *("start.sh", "state.sh", "stop.sh"),
-    ]
-    for name in ("a.whl", "constraints.txt"):
-        assert pathlib.Path(files[name]).read_text() == "committed\n"
-    assert pathlib.Path(files["experiment.json"]).read_text() == wanted.config
-
-
-def test_a_wheel_that_cannot_be_built(checkout, tmp_path, monkeypatch):
-    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    complain = ["sh", "-c", "echo 'ERROR: no network' >&2; exit 1"]
-    monkeypatch.setattr(hosts, "build_commands", build_commands(lambda *_: complain))
-    with pytest.raises(InputError, match=r"the wheel of commit HEAD: cannot be built \(ERROR: no"):
-        hosts.put_together(specified("gs://b/x"), "HEAD")

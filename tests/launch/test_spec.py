@@ -137,27 +137,6 @@ def test_commands_are_named():
         assert f"'{name}'" in done.stderr.decode()
 
 
-@pytest.mark.parametrize(
-    ("codes", "one"),
-    [
-        ([0, 0], 0),
-        ([75, 75], 75),
-        ([0, 75], 75),
-        ([134, 1, 134], 1),
-        ([2, 75], 2),
-        ([134, 134], 134),
-        ([137, 75], 134),
-        ([0, None], 134),
-        ([130, 134], 130),
-        ([134, 74, 134], 74),
-        ([74, 75, 0], 74),
-        ([74, 2], 2),
-    ],
-)
-def test_one_exit_code_of_many(codes, one):
-    assert spec.verdict(codes) == one
-
-
 def test_only_a_finish_and_a_failure_of_the_run_itself_are_final():
     assert [code for code in range(256) if spec.is_final(code)] == [0, 1, 2, 130]
 

@@ -2,27 +2,40 @@
 # bert-large-pod-SHA256: v5e:8x8; chips: 64, hosts: 16;
 # commit 0123456789abcdef0123456789abcdef01234567, config sha256 SHA256.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
-set -eu
+set -euo pipefail
+NAME=bert-large-pod-SHA256
+HOSTS=16
+RETRIES=10
+KEEP=''
+COMMIT=0123456789abcdef0123456789abcdef01234567
+CHECKOUT=/checkout
+PYTHON=python
+FOLDER=/cache/launch/bert-large-pod-SHA256
+THERE=bert-jax/bert-large-pod-SHA256
+POLL=30
+WAIT=174600
+WHERE=(--zone=us-west4-a --quiet)
+REQUEST=(--node-id=bert-large-pod-SHA256 --accelerator-type=v5litepod-64 --runtime-version=v2-alpha-tpuv5-lite --valid-until-duration=2d --spot)
+FILES=(/cache/launch/bert-large-pod-SHA256/bert_jax-0.1.0-py3-none-any.whl /cache/launch/bert-large-pod-SHA256/code.sh /cache/launch/bert-large-pod-SHA256/constraints.txt /cache/launch/bert-large-pod-SHA256/experiment.json /cache/launch/bert-large-pod-SHA256/install.sh /cache/launch/bert-large-pod-SHA256/run.sh /cache/launch/bert-large-pod-SHA256/start.sh /cache/launch/bert-large-pod-SHA256/stop.sh)
+FINAL=(1 2 130)
 
-# What every host is given.
-mkdir -p /cache/launch/bert-large-pod-SHA256
-git -C /checkout archive --format=tar --output=/cache/launch/bert-large-pod-SHA256/commit.tar 0123456789abcdef0123456789abcdef01234567
-mkdir /cache/launch/bert-large-pod-SHA256/source
-tar -x -f /cache/launch/bert-large-pod-SHA256/commit.tar -C /cache/launch/bert-large-pod-SHA256/source
-python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir /cache/launch/bert-large-pod-SHA256 /cache/launch/bert-large-pod-SHA256/source
-cp /cache/launch/bert-large-pod-SHA256/source/constraints.txt /cache/launch/bert-large-pod-SHA256
-rm -r /cache/launch/bert-large-pod-SHA256/source /cache/launch/bert-large-pod-SHA256/commit.tar
+mkdir -p "$FOLDER"
+cat > /cache/launch/bert-large-pod-SHA256/code.sh <<'END'
+# Prints the exit code of the run, "running", or 134 of one that was killed with its machine.
+cd "$(dirname "$0")"
+code=134
+kill -0 "$(cat run.pid)" 2>/dev/null && code=running
+[ -f run.exit ] && code="$(cat run.exit)"
+echo "bert-jax-run $code"
+END
 cat > /cache/launch/bert-large-pod-SHA256/experiment.json <<'END'
 EXPERIMENT
 END
 cat > /cache/launch/bert-large-pod-SHA256/install.sh <<'END'
-#!/usr/bin/env bash
-# Makes venv/ of the wheel, unless it is there, or a run uses the one that is.
+# Makes venv/ of the wheel.
 set -eu
 cd "$(dirname "$0")"
-flock --shared --nonblock run.lock true || exit 0
-wheel=bert_jax-0.1.0-py3-none-any.whl
-[ "$(cat venv/installed 2>/dev/null)" = "$(sha256sum "$wheel" constraints.txt)" ] && exit 0
+[ -f venv/installed ] && exit 0
 python=
 for version in 3.13 3.12 3.11; do
   if "python$version" -c 'import ensurepip' 2>/dev/null; then python="python$version"; break; fi
@@ -32,86 +45,175 @@ if [ -z "$python" ]; then
   python3 -m uv python install --quiet 3.12
   python="$(python3 -m uv python find --managed-python 3.12)"
 fi
-rm -rf venv
-"$python" -m venv venv
+"$python" -m venv --clear venv
 venv/bin/python -m pip install --quiet --disable-pip-version-check \
-  --constraint constraints.txt "./$wheel[tpu,gcs]"
-sha256sum "$wheel" constraints.txt > venv/installed
+  --constraint constraints.txt "$(echo ./*.whl)[tpu,gcs]"
+touch venv/installed
 END
 cat > /cache/launch/bert-large-pod-SHA256/run.sh <<'END'
-#!/usr/bin/env bash
 # The run: its exit code goes to run.exit.
-{  # read as a whole, whatever becomes of this file meanwhile
 cd "$(dirname "$0")"
-exec 9> run.lock
-flock --timeout 10 9 || exit 1  # a look at the lock may hold it for a moment
 export JAX_PLATFORMS=tpu,cpu
 address="$(curl -sf -H 'Metadata-Flavor: Google' \
   http://metadata.google.internal/computeMetadata/v1/instance/network-interfaces/0/ip)"
-if [ -n "$address" ]; then  # the coordinator listens inside the network alone
+if [ -n "$address" ]; then
   export JAX_COORDINATOR_PORT=8482 JAX_COORDINATOR_BIND_ADDRESS="$address:8482"
 fi
 PATH="$PWD/venv/bin:$PATH"
-bert-jax pretrain experiment.json --workdir gs://BUCKET/bert_large_pod 9>&- &
+bert-jax pretrain experiment.json --workdir gs://BUCKET/bert_large_pod &
 echo $! > run.pid
 wait $!
 echo $? > run.exit.new
 mv run.exit.new run.exit
-exit
-}
 END
 cat > /cache/launch/bert-large-pod-SHA256/start.sh <<'END'
-#!/usr/bin/env bash
-# Starts the run, unless it runs, in a session that outlives this connection.
+# Starts the run, once, in a session that outlives this connection.
 set -eu
 cd "$(dirname "$0")"
-flock --shared --nonblock run.lock true || exit 0
-rm -f run.exit run.pid
-[ -f run.log ] && mv run.log run.log.old
-: > run.log
-setsid nohup bash run.sh < /dev/null >> run.log 2>&1 &
+[ -f run.pid ] && exit 0
+setsid nohup bash run.sh < /dev/null > run.log 2>&1 &
 for _ in $(seq 300); do [ -f run.pid ] && exit 0; sleep 0.1; done
 echo "start.sh: the run did not start" >&2
 exit 1
 END
-cat > /cache/launch/bert-large-pod-SHA256/state.sh <<'END'
-#!/usr/bin/env bash
-# Prints how the run stands: absent, running, ended CODE, or lost (killed with this script's like).
-cd "$(dirname "$0")"
-if ! [ -f run.log ]; then state=absent
-elif ! flock --shared --nonblock run.lock true; then state=running
-elif [ -f run.exit ]; then state="ended $(cat run.exit)"
-else state=lost
-fi
-echo "bert-jax-host $(hostname) $state"
-END
 cat > /cache/launch/bert-large-pod-SHA256/stop.sh <<'END'
-#!/usr/bin/env bash
-# Asks the run to save and end.
+# Asks the run to save and end, and waits for it.
 cd "$(dirname "$0")"
-if ! flock --shared --nonblock run.lock true; then kill -s TERM "$(cat run.pid)"; fi
+[ -f run.exit ] || kill -s TERM "$(cat run.pid)" || exit 1
+for _ in $(seq 900); do [ -f run.exit ] && exit 0; sleep 1; done
+exit 1
 END
 
-# The machines, unless they are there. They are deleted if they do not come in time.
-gcloud compute tpus queued-resources create bert-large-pod-SHA256 --node-id=bert-large-pod-SHA256 --accelerator-type=v5litepod-64 --runtime-version=v2-alpha-tpuv5-lite --valid-until-duration=2d --spot --zone=us-west4-a --quiet
-until [ "$(gcloud compute tpus queued-resources describe bert-large-pod-SHA256 '--format=value(state.state)' --zone=us-west4-a --quiet)" = ACTIVE ]; do sleep 30; done
+say() { echo "launch: $*" >&2; }
+queued() { gcloud compute tpus queued-resources "$1" "$NAME" "${@:2}" "${WHERE[@]}"; }
+on() { gcloud compute tpus tpu-vm ssh "$NAME" --worker="$1" --command="$2" "${WHERE[@]}"; }
+copy() { gcloud compute tpus tpu-vm scp "${FILES[@]}" "$NAME:$THERE/" --worker=all "${WHERE[@]}"; }
 
-# Five times, while a host does not answer yet.
-gcloud compute tpus tpu-vm ssh bert-large-pod-SHA256 --worker=all '--command=mkdir -p bert-jax/bert-large-pod-SHA256' --zone=us-west4-a --quiet
-gcloud compute tpus tpu-vm scp /cache/launch/bert-large-pod-SHA256/bert_jax-0.1.0-py3-none-any.whl /cache/launch/bert-large-pod-SHA256/constraints.txt /cache/launch/bert-large-pod-SHA256/experiment.json /cache/launch/bert-large-pod-SHA256/install.sh /cache/launch/bert-large-pod-SHA256/run.sh /cache/launch/bert-large-pod-SHA256/start.sh /cache/launch/bert-large-pod-SHA256/state.sh /cache/launch/bert-large-pod-SHA256/stop.sh bert-large-pod-SHA256:bert-jax/bert-large-pod-SHA256/ --worker=all --zone=us-west4-a --quiet
-gcloud compute tpus tpu-vm ssh bert-large-pod-SHA256 --worker=all '--command=bash bert-jax/bert-large-pod-SHA256/install.sh' --zone=us-west4-a --quiet
-gcloud compute tpus tpu-vm ssh bert-large-pod-SHA256 --worker=all '--command=bash bert-jax/bert-large-pod-SHA256/start.sh' --zone=us-west4-a --quiet
+# The state of the request; GONE if there is none, nothing if gcloud cannot tell.
+state() {
+  queued describe '--format=value(state.state)' 2> "$FOLDER/describe" && return
+  if grep -q NOT_FOUND "$FOLDER/describe"; then echo GONE; fi
+}
 
-# Every half minute, until no host runs any more: how the run stands on each, the log of
-# host 0 from the line that was shown last, and whether the machines are still there.
-gcloud compute tpus tpu-vm ssh bert-large-pod-SHA256 --worker=all '--command=bash bert-jax/bert-large-pod-SHA256/state.sh' --zone=us-west4-a --quiet
-gcloud compute tpus tpu-vm ssh bert-large-pod-SHA256 --worker=0 '--command=tail --lines=+1 bert-jax/bert-large-pod-SHA256/run.log' --zone=us-west4-a --quiet
-gcloud compute tpus queued-resources describe bert-large-pod-SHA256 '--format=value(state.state)' --zone=us-west4-a --quiet
+# Saves and deletes, whatever the end.
+leave() {
+  code=$?
+  trap '' INT TERM HUP
+  trap - EXIT
+  kill $(jobs -p) 2> /dev/null || true
+  if [ -n "$KEEP" ]; then
+    say "$NAME is kept and costs money; launch stop ends it"
+    exit "$code"
+  fi
+  if [ -n "$started" ]; then
+    say "asking the run to save and stop"
+    on all "bash $THERE/stop.sh" && [ "$code" = 130 ] && code=75
+  fi
+  give_back || code=1
+  exit "$code"
+}
 
-# Preempted, or a host lost: deleted and asked for again, 10 times at most.
-# Stopped with exit code 75: started again on the same machines, counted alike.
-# Ctrl-C: the run is asked to save, and waited for, before the machines are deleted:
-#   gcloud compute tpus tpu-vm ssh bert-large-pod-SHA256 --worker=all '--command=bash bert-jax/bert-large-pod-SHA256/stop.sh' --zone=us-west4-a --quiet
+give_back() {
+  say "deleting $NAME"
+  for _ in 1 2 3 4 5; do
+    queued delete --force || sleep "$POLL"
+    if [ "$(state)" = GONE ]; then return 0; fi
+  done
+  say "$NAME may still be there and cost money; delete it with:" \
+    "gcloud compute tpus queued-resources delete $NAME --force ${WHERE[*]}"
+  return 1
+}
 
-# At the end, whatever the end; with --keep, not.
-gcloud compute tpus queued-resources delete bert-large-pod-SHA256 --force --zone=us-west4-a --quiet
+wait_for_machines() {
+  for _ in $(seq $((WAIT / (POLL + 1) + 1))); do
+    case "$(state)" in
+      ACTIVE) return 0 ;;
+      FAILED) say "$NAME: no machines in time, or a problem that describe names"; return 2 ;;
+      SUSPEND*) return 134 ;;
+      GONE | DELETING) say "$NAME was deleted from elsewhere"; exit 75 ;;
+    esac
+    sleep "$POLL"
+  done
+  say "$NAME: no machines in time"
+  return 2
+}
+
+# Again, while a host does not answer yet.
+insist() {
+  for _ in 1 2 3 4 5; do
+    if "$@"; then return 0; fi
+    sleep "$POLL"
+    case "$(state)" in SUSPEND*) return 134 ;; GONE | DELETING) exit 75 ;; esac
+  done
+  say "$NAME: its hosts fail at: $*"
+  return 2
+}
+
+# Shows the log of host 0 until no host runs; returns one exit code of all.
+follow() {
+  local from=+1 silent=0 codes failure
+  while true; do
+    on 0 "cd $THERE && tail --lines=$from --follow --pid=\$(cat run.pid) run.log" &
+    wait $! || true  # unlike a command in the foreground, it is cut short by a signal to us
+    from=0
+    codes=" $(on all "bash $THERE/code.sh" | sed -n 's/.*bert-jax-run \([0-9a-z]*\)$/\1/p' | tr '\n' ' ')"
+    case "$(state)" in SUSPEND*) return 134 ;; GONE | DELETING) exit 75 ;; esac
+    if [[ $codes != *" running "* ]]; then
+      if [ "$(wc -w <<< "$codes")" = "$HOSTS" ]; then break; fi
+      silent=$((silent + 1))
+      if [ "$silent" -gt 10 ]; then return 134; fi
+    fi
+    sleep "$POLL"
+  done
+  started=
+  # A failure is the cause of what it did to the others.
+  for failure in "${FINAL[@]}" 74; do
+    if [[ $codes == *" $failure "* ]]; then return "$failure"; fi
+  done
+  case "$(tr ' ' '\n' <<< "$codes" | sort -u | xargs)" in
+    0) return 0 ;;
+    75 | '0 75') return 75 ;;
+    *) return 134 ;;
+  esac
+}
+
+attempt() {
+  say "asking for $NAME"
+  queued create "${REQUEST[@]}" || return 2
+  wait_for_machines || return
+  say "copying ${#FILES[@]} files to $HOSTS hosts, and installing"
+  insist on all "mkdir -p $THERE" || return
+  insist copy || return
+  insist on all "bash $THERE/install.sh" || return
+  started=yes
+  insist on all "bash $THERE/start.sh" || return
+  follow
+}
+
+# The wheel of the commit, whatever else lies in the checkout.
+rm -rf "$FOLDER/source"
+mkdir "$FOLDER/source"
+git -C "$CHECKOUT" archive --format=tar "$COMMIT" | tar -x -C "$FOLDER/source"
+"$PYTHON" -m pip wheel --quiet --disable-pip-version-check --no-deps \
+  --wheel-dir "$FOLDER" "$FOLDER/source"
+cp "$FOLDER/source/constraints.txt" "$FOLDER"
+
+# What another launch has rented is not ours to delete.
+if [ "$(state)" != GONE ]; then
+  cat "$FOLDER/describe" >&2
+  say "$NAME is there already, or gcloud cannot tell: launch stop, or another --name"
+  exit 2
+fi
+started=
+trap leave EXIT
+trap 'exit 130' INT TERM HUP
+for left in $(seq "$RETRIES" -1 0); do
+  code=0
+  attempt || code=$?
+  say "the run ended with exit code $code"
+  if [[ " 0 ${FINAL[*]} " == *" $code "* ]] || [ "$left" = 0 ]; then break; fi
+  say "going on from the newest checkpoint on new machines, $left retries left"
+  started=
+  give_back || exit 1
+done
+exit "$code"
