@@ -307,7 +307,6 @@ def plan(args: argparse.Namespace) -> int:
         help="with --follow: seconds between writes [20]",
     ),
     PRICE,
-    flag("--tensorboard", "write event files to W/tensorboard, too"),
 )
 def report(args: argparse.Namespace) -> int:
     """Write one HTML page about a run, or about several compared."""
@@ -319,7 +318,6 @@ def report(args: argparse.Namespace) -> int:
         args.workdirs,
         args.out,
         args.every if args.follow else None,
-        "events" if args.tensorboard else "page",
         say,
         _price(args),
     )

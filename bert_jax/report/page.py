@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 import markupsafe
@@ -28,7 +28,7 @@ from bert_jax.report import comparison, figures, times, tuned
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import CorpusStatistics, Line, Record
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, named_errors
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training.pretraining import Prepared
 
 # What an evaluation has of pairs.
@@ -42,7 +42,6 @@ def write(
     workdirs: Sequence[str],
     out: str | None,
     every: int | None,
-    what: Literal["page", "events"],
     log: Callable[[str], None],
     price_per_chip_hour: float | None = None,
 ) -> None:
@@ -53,7 +52,6 @@ def write(
       out: where the page goes; None: into the workdir, or into this folder where several are
         compared.
       every: seconds after which it is written again while one of the runs goes on; None: once.
-      what: `events` writes TensorBoard event files into each workdir, too.
       log: gets a line with where the page is, and at the end what came of the time.
       price_per_chip_hour: in any currency; None: costs are left out.
     """
@@ -65,22 +63,16 @@ def write(
         if damaged:
             raise InputError(f"{record.workdir.named}/{damaged[0].what}; {damaged[0].remedy}")
     path = _place(records, out)
-    with contextlib.ExitStack() as stack:
-        events = []
-        if what == "events":
-            events = [stack.enter_context(contextlib.closing(Events(r))) for r in records]
+    refresh = _write_page(path, records, every, price_per_chip_hour)
+    log(f"report: {path}")
+    while refresh is not None:
+        try:
+            time.sleep(refresh)
+        except KeyboardInterrupt:
+            _write_page(path, records, None, price_per_chip_hour)
+            raise
+        records = _read(workdirs)
         refresh = _write_page(path, records, every, price_per_chip_hour)
-        log(f"report: {path}")
-        while refresh is not None:
-            try:
-                time.sleep(refresh)
-            except KeyboardInterrupt:
-                _write_page(path, records, None, price_per_chip_hour)
-                raise
-            records = _read(workdirs)
-            for record, files in zip(records, events, strict=False):
-                files.add(record)
-            refresh = _write_page(path, records, every, price_per_chip_hour)
     for record in records:
         which = f"{record.label}: " if len(records) > 1 else ""
         log(which + times.goodput(record.timings).line(price_per_chip_hour))
@@ -416,63 +408,3 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, default=list, ensure_ascii=False)
-
-
-# --- TensorBoard ---
-
-# Neither is a curve.
-_NOT_SCALARS = ("step", "kind", "time")
-
-
-class Events:
-    """Writes `W/tensorboard/{train,evaluation,probes,timings}` from the start, then adds."""
-
-    def __init__(self, record: Record):
-        try:
-            from tensorboard.summary import Writer
-        except ImportError as error:
-            raise InputError(
-                "--tensorboard: needs the [tensorboard] extra: pip install 'bert-jax[tensorboard]'"
-            ) from error
-        if record.workdir.remote is not None:
-            raise InputError(
-                f"--tensorboard: event files are added to, which cannot be done in a bucket; copy "
-                f"{record.workdir.named} to this machine"
-            )
-        self._newest = dict.fromkeys(("train", "evaluation", "probes", "timings"), -1)
-        self._writers = {}
-        for name in self._newest:
-            folder = record.workdir.root / "tensorboard" / name
-            with named_errors(folder):
-                # TensorBoard adds up the files it finds: an earlier report's would show twice.
-                for old in folder.glob("events.out.tfevents.*"):
-                    old.unlink()
-                self._writers[name] = Writer(str(folder))
-        self.add(record)
-
-    def add(self, record: Record) -> None:
-        """Writes the lines of steps that are not written yet."""
-        wall_times = {line["step"]: line["time"] for line in record.laps}
-        probes = [{"step": line["step"]} | line["scores"] for line in record.probes]
-        for name, lines in (
-            ("train", record.train),
-            ("evaluation", record.evaluation),
-            ("probes", probes),
-            ("timings", record.laps),
-        ):
-            for line in lines:
-                step = line["step"]
-                if step > self._newest[name]:
-                    for tag, value in line.items():
-                        if tag not in _NOT_SCALARS:
-                            tag = f"probe/{tag}" if name == "probes" else tag
-                            self._writers[name].add_scalar(
-                                tag, value, step, wall_time=wall_times.get(step)
-                            )
-                    self._newest[name] = step
-            self._writers[name].flush()
-
-    def close(self) -> None:
-        """Ends the files."""
-        for writer in self._writers.values():
-            writer.close()

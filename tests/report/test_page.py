@@ -267,20 +267,6 @@ def test_bad_input_is_named(args, words, run, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_event_files_hold_the_lines(run, capsys):
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    ).EventAccumulator
-    for _ in range(2):  # the second time they replace the first
-        assert cli.main(["report", str(run), "--tensorboard"]) == 0
-    events = accumulator(str(run / "tensorboard" / "evaluation"))
-    events.Reload()
-    found = [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("masked_lm_loss")]
-    lines = Record.read(str(run)).evaluation
-    assert [step for step, _ in found] == [line["step"] for line in lines]
-    assert [value for _, value in found] == pytest.approx([x["masked_lm_loss"] for x in lines])
-
-
 def test_a_long_curve_is_thinned_without_losing_its_ends():
     x, y = figures.thin(list(range(100_001)), [1.0] * 100_001)
     assert len(x) <= 400 and x[-1] == 100_000 and set(y) == {1.0}
