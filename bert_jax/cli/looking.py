@@ -144,9 +144,9 @@ def layers(args: argparse.Namespace) -> int:
         every = range(trained.model.num_hidden_layers + 1)
         means = functools.partial(model.embed, layers=every)
         known = layers_lib.ask(args.tasks, trained, means, say)
-        for line in layers_lib.lines(known):
-            print(line)
         record = layers_lib.record_of(trained, known)
+        for line in page.table(record).lines():
+            print(line)
     elif place.layers.exists():
         record = read_json(place.layers, layers_lib.FORMAT_VERSION)
     if args.tasks:

@@ -1,32 +1,26 @@
-"""The report: one HTML file that needs nothing else, written once or for as long as a run goes on.
-
-Everything shown comes from text that may be hostile: the template escapes all values, and a
-Content-Security-Policy lets no script run and nothing load.
-"""
+"""The report: one HTML file that needs nothing else, written once or while a run goes on."""
 
 import contextlib
-import datetime
 import functools
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jinja2
-import markupsafe
 from etils import epath
 
 from bert_jax import config
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.doctor import run
 from bert_jax.doctor import tuned as doctor_tuned
-from bert_jax.errors import InputError, printable, reading
+from bert_jax.errors import InputError, reading
 from bert_jax.model import losses
 from bert_jax.report import comparison, figures, times, tuned
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import CorpusStatistics, Line, Record
+from bert_jax.report.render import page, percent
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training.pretraining import Prepared
@@ -136,9 +130,9 @@ def render(
     files = f"{root}: metrics.jsonl, predictions.jsonl, timings.jsonl, origin.json or plan.json"
     with reading(files):
         try:
-            return template("page.html").render(
+            return page(
+                "page.html",
                 title=" · ".join(record.label for record in records),
-                now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
                 refresh=refresh_seconds,
                 runs=[
                     _summary(record)
@@ -146,6 +140,7 @@ def render(
                     for record in records
                 ],
                 table=comparison.table(records) if several else None,
+                notes=comparison.notes(records) if several else [],
                 learning=comparison.of_learning(records) if several else _curves(records[0]),
                 steps=comparison.of_steps(records) if several else [],
                 differing=_differing(records) if several else [],
@@ -153,32 +148,6 @@ def render(
             )
         except jinja2.UndefinedError as error:
             raise LookupError(error.message) from error
-
-
-@functools.cache
-def template(name: str, package: str = "bert_jax.report") -> jinja2.Template:
-    """Returns a template of a package, which may include those of the report."""
-    packages = dict.fromkeys((package, "bert_jax.report"))
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(one, ".") for one in packages]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "duration": times.duration,
-        "percent": _percent,
-        "svg": markupsafe.Markup,
-        "shown": printable,
-        "field": _breakable,
-    }
-    return environment.get_template(name)
-
-
-def _breakable(path: str) -> markupsafe.Markup:
-    """Returns a field's name that a narrow column breaks between its words, never inside one."""
-    return markupsafe.Markup(re.sub(r"([._])", r"\1<wbr>", str(markupsafe.escape(path))))
 
 
 def _curves(record: Record) -> list[tuple[str, list[Figure]]]:
@@ -208,15 +177,15 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
         yield from (_scores if tuned_run else _losses)(record, record.evaluation[-1])
     rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
     if rate is not None:
-        more = "" if padding is None else f"; padding is {_percent(padding)}"
+        more = "" if padding is None else f"; padding is {percent(padding)}"
         yield f"{rate:,.0f}", f"tokens a second{more}"
     used, real = record.recent("utilisation"), record.recent("real_utilisation")
     if used is not None:
-        more = "" if real is None else f"; {_percent(real)} without padding"
-        yield _percent(used), f"utilisation of the devices{more}"
+        more = "" if real is None else f"; {percent(real)} without padding"
+        yield percent(used), f"utilisation of the devices{more}"
     goodput = times.goodput(record.timings)
     if goodput.share is not None:
-        yield _percent(goodput.share), "goodput: of all time, in steps that counted"
+        yield percent(goodput.share), "goodput: of all time, in steps that counted"
     cost = None if price is None else goodput.cost(price)
     if cost is not None:
         yield f"{cost:,.2f}", f"cost so far, of {goodput.chip_hours:,.2f} chip-hours"
@@ -230,10 +199,10 @@ def _losses(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
     where = f"{abs(below):.3f} {'below' if below >= 0 else 'above'} unigrams"
     words = losses.PIECES[losses.learned(newest, losses.PIECES)]
     yield f"{nats:.3f} nat", f"held-out {words}; {where}"
-    yield _percent(right), "of predicted pieces right, held out"
+    yield percent(right), "of predicted pieces right, held out"
     pairs = losses.learned(newest, losses.PAIRS)
     if pairs:
-        accuracy, error, majority = (_percent(newest[f"{pairs}_{x}"]) for x in _OF_PAIRS)
+        accuracy, error, majority = (percent(newest[f"{pairs}_{x}"]) for x in _OF_PAIRS)
         yield accuracy, f"{losses.PAIRS[pairs]} ± {error}; majority {majority}"
 
 
@@ -273,12 +242,8 @@ def _scores(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
     if task:
         unknown = task["unknown"]
         yield f"{task['examples']['train']:,}", "examples to learn from"
-        words = f"unknown pieces in training; {_percent(unknown['validation'])} in validation"
-        yield _percent(unknown["train"]), words
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+        words = f"unknown pieces in training; {percent(unknown['validation'])} in validation"
+        yield percent(unknown["train"]), words
 
 
 def _detail(record: Record, price: float | None) -> dict[str, Any]:
