@@ -99,6 +99,18 @@ def quantity(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Formats seconds: 4210.0 as 1 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    days, hours_left = divmod(hours, 24)
+    return f"{days} d {hours_left} h" if days > 2 else f"{hours} h {minutes} min"
+
+
 def of_error(error: BaseException) -> tuple[str, int]:
     """Returns the line that is printed for an error, and the exit code."""
     if isinstance(error, InputError):

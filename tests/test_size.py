@@ -52,7 +52,6 @@ TOO_LONG = {
     "bert_jax/plan/report.py": 460,
     "bert_jax/plan/schedule.py": 486,
     "bert_jax/report/figures.py": 493,
-    "bert_jax/report/page.py": 478,
     "bert_jax/storage/mirror.py": 567,
     "bert_jax/storage/workdir.py": 492,
     "bert_jax/text/documents.py": 599,
@@ -78,9 +77,9 @@ TOO_SHORT = {
 # A folder holds 17 modules, the package 22 names; where there are more, how many at most.
 MODULES, NAMES = 17, 22
 TOO_MANY = {
-    ".": 2_535,
-    "training": 6_800,
-    "tasks": 19,
+    ".": 26,
+    "training": 24,
+    "tasks": 18,
 }
 
 

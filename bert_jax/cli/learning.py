@@ -211,7 +211,8 @@ def compare(args: argparse.Namespace) -> int:
 def finetune(args: argparse.Namespace) -> int:
     """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
     system.use_one_memory_pool()
-    from bert_jax.tasks import job, sweep
+    from bert_jax.compare import sweep
+    from bert_jax.tasks import job
     from bert_jax.training.progress import LineConsole, Progress
 
     progress = Progress(LineConsole())

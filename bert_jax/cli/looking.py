@@ -144,9 +144,9 @@ def layers(args: argparse.Namespace) -> int:
         every = range(trained.model.num_hidden_layers + 1)
         means = functools.partial(model.embed, layers=every)
         known = layers_lib.ask(args.tasks, trained, means, say)
-        for line in layers_lib.lines(known):
-            print(line)
         record = layers_lib.record_of(trained, known)
+        for line in page.table(record).lines():
+            print(line)
     elif place.layers.exists():
         record = read_json(place.layers, layers_lib.FORMAT_VERSION)
     if args.tasks:
@@ -307,7 +307,6 @@ def plan(args: argparse.Namespace) -> int:
         help="with --follow: seconds between writes [20]",
     ),
     PRICE,
-    flag("--tensorboard", "write event files to W/tensorboard, too"),
 )
 def report(args: argparse.Namespace) -> int:
     """Write one HTML page about a run, or about several compared."""
@@ -319,7 +318,6 @@ def report(args: argparse.Namespace) -> int:
         args.workdirs,
         args.out,
         args.every if args.follow else None,
-        "events" if args.tensorboard else "page",
         say,
         _price(args),
     )

@@ -1,19 +1,15 @@
 """A table as people and tools read it: text, CSV, and a page with plots that needs nothing else."""
 
-import csv
-import datetime
-import io
 import math
-from typing import Any
 
 import numpy as np
 
 from bert_jax import config
-from bert_jax.compare.results import AGAIN, Column, Member, Results
+from bert_jax.compare.results import Column, Member, Results
 from bert_jax.model import losses
 from bert_jax.report import figures, times
 from bert_jax.report.figures import Curve, Figure, Plot
-from bert_jax.report.page import template
+from bert_jax.report.render import Table, page
 from bert_jax.storage.workdir import Workdir, write_atomic
 from bert_jax.training.lines import Lines
 
@@ -28,18 +24,16 @@ def write(results: Results) -> None:
 
 def _csv(results: Results) -> str:
     """Returns a line a row: its name, and of each column mean, standard error and runs."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     parts = ("", "_error", "_runs")
     names = [f"{column.name}{part}" for column in results.columns for part in parts]
-    writer.writerow(["row", *names])
+    rows = []
     for row in results.table.rows:
-        cells: list[Any] = [row.name]
+        cells = [row.name]
         for column in results.columns:
             count, mean, error = results.mean(row.name, column)
-            cells += ["" if math.isnan(x) else repr(x) for x in (mean, error)] + [count]
-        writer.writerow(cells)
-    return text.getvalue()
+            cells += ["" if math.isnan(x) else repr(x) for x in (mean, error)] + [str(count)]
+        rows.append(cells)
+    return Table(["row", *names], rows).csv()
 
 
 def _html(results: Results) -> str:
@@ -47,27 +41,29 @@ def _html(results: Results) -> str:
     rows, before = [], None
     for row in table.rows:
         changed = [] if before is None else config.differences(before, row.experiment, "all")
-        cells = [results.cell(row.name, column) for column in results.columns]
         changed = [line for line in changed if not line.startswith("name: ")]
         of_row = [one for column in results.columns for one in results.of_row(row.name, column)]
         origin = {f"text {member.read}" for member in results.members if member.row == row.name}
         origin |= {f"measured by bert-jax {version}" for _, version, _ in of_row}
-        rows.append({"name": row.name, "cells": cells, "changed": changed, "origin": origin})
+        rows.append({"name": row.name, "changed": changed, "origin": origin})
         before = row.experiment
     budget = "each run does the steps of its experiment"
     if table.steps:
         budget = f"{table.steps:,} steps a run"
     elif table.cpu_seconds:
         budget = f"{table.cpu_seconds:,.0f} seconds of CPU a run"
-    return template("table.html", "bert_jax.compare").render(
-        name=table.name,
+    titles = [column.title for column in results.columns]
+    return page(
+        "table.html",
+        "bert_jax.compare",
+        title=table.name,
         budget=budget,
         seeds=", ".join(map(str, table.seeds)),
         columns=results.columns,
+        table=Table(["row", *titles], results.cells()),
         rows=rows,
-        again=[line for line in results.lines() if line == AGAIN],
+        again=results.again,
         figures=[*_dots(results), *_curves(results)],
-        now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 

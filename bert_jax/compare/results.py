@@ -21,6 +21,7 @@ from bert_jax import config
 from bert_jax.config import Experiment, Finetuning, Section, Table
 from bert_jax.config.comparison import COLUMNS
 from bert_jax.errors import InputError
+from bert_jax.report import render
 from bert_jax.storage.workdir import Workdir, named_errors, read_json, sealed, write_atomic
 from bert_jax.tasks import adapted, examples
 from bert_jax.tasks.probes import Probes
@@ -193,18 +194,28 @@ class Results:
         mark = "*" * any(again for *_, again in self.of_row(row, column))
         return column.text(mean) + ("" if math.isnan(error) else f" +- {column.text(error)}") + mark
 
+    def cells(self) -> list[list[str]]:
+        """Returns a line a row: its name, then its cells."""
+        return [
+            [row.name, *(self.cell(row.name, column) for column in self.columns)]
+            for row in self.table.rows
+        ]
+
+    @property
+    def again(self) -> str:
+        """Returns what the marks in cells mean; "" where there are none."""
+        return AGAIN if any(cell.endswith("*") for row in self.cells() for cell in row[1:]) else ""
+
     def lines(self) -> Iterator[str]:
         """Yields the table as text."""
-        cells = [["", "runs", *(column.heading for column in self.columns)]]
-        for row in self.table.rows:
-            runs = max(self.mean(row.name, column)[0] for column in self.columns)
-            cells.append([row.name, str(runs), *(self.cell(row.name, c) for c in self.columns)])
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for line in cells:
-            name, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            yield "  ".join([line[0].ljust(len(name)), *rest])
-        if any(cell.endswith("*") for line in cells for cell in line[2:]):
-            yield AGAIN
+        rows = []
+        for name, *cells in self.cells():
+            runs = max(self.mean(name, column)[0] for column in self.columns)
+            rows.append([name, str(runs), *cells])
+        headings = [column.heading for column in self.columns]
+        yield from render.Table(["", "runs", *headings], rows).lines()
+        if self.again:
+            yield self.again
 
 
 def _require_adaptable(table: Table, column: Column) -> None:

@@ -15,7 +15,7 @@ from typing import IO, Any
 from rich import progress as rich_progress
 
 from bert_jax.data import parts
-from bert_jax.errors import Unavailable
+from bert_jax.errors import Unavailable, duration
 from bert_jax.system import die_with_parent
 
 # Seconds between two lines.
@@ -91,7 +91,7 @@ class Progress:
             return
         self._next = now + _EVERY
         rate = done / (now - self._start)
-        rest = _time((self._left - done) / rate) if done else "unknown time"
+        rest = duration((self._left - done) / rate) if done else "unknown time"
         before = self._total - self._left
         self._say(
             f"{self._what}: {_mb(before + done)} of {_mb(self._total)}, {rate / 1e6:.1f} MB/s, "
@@ -101,12 +101,6 @@ class Progress:
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
-
-
-def _time(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def run(tasks: Sequence[parts.Task], workers: int, progress: Progress) -> list[dict[str, Any]]:

@@ -14,8 +14,7 @@ from bert_jax.config import Experiment
 from bert_jax.errors import InputError, printable
 from bert_jax.model import flops
 from bert_jax.plan import compile as compile_lib
-from bert_jax.plan import estimate
-from bert_jax.plan import search as search_lib
+from bert_jax.plan import estimate, variants
 from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.schedule import Program
 from bert_jax.plan.topology import Layout, Topology, layout_of, shards_of
@@ -60,7 +59,7 @@ def plan_and_write(
         )
     if mode == "scaling":
         plan = _document(experiment, [], price_per_chip_hour)
-        plan["scaling"] = _scaling(search_lib.scale(experiment, topologies, _log_progress))
+        plan["scaling"] = _scaling(variants.scale(experiment, topologies, _log_progress))
     else:
         plan = make_plan(experiment, topologies, mode, price_per_chip_hour)
     for line in lines(plan):
@@ -81,7 +80,7 @@ def make_plan(
     A search finds what fits: with it nothing else is looked for.
 
     Returns:
-      The plan; with `search`, each slice holds what `search.search` gives.
+      The plan; with `search`, each slice holds what `variants.search` gives.
     """
     numbers = range(len(experiment.phases))
     jobs = [Job(experiment, number, topology) for topology in topologies for number in numbers]
@@ -92,11 +91,11 @@ def make_plan(
         entry = _slice_entry(experiment, topology, mine, price_per_chip_hour)
         for phase in entry["phases"]:
             if phase["outcome"] == "too large" and mode == "plan":
-                phase["remedies"] = search_lib.remedies(
+                phase["remedies"] = variants.remedies(
                     experiment, phase["phase"], topology, _log_progress
                 )
         if mode == "search":
-            entry["search"] = search_lib.search(experiment, topology, _log_progress)
+            entry["search"] = variants.search(experiment, topology, _log_progress)
         slices.append(entry)
     return _document(experiment, slices, price_per_chip_hour)
 
@@ -335,11 +334,9 @@ def _slice_lines(entry: Entry) -> Iterator[str]:
 
 
 def _search_lines(search: Entry) -> Iterator[str]:
-    more = f"; {search_lib.MOST} were tried and others left" if search["cut_short"] else ""
     yield (
-        f"  search: of {search['possible']} layouts of a phase {search['excluded']} cannot fit by "
-        f"arithmetic, {search['compiled']} were compiled, {search['unfit']} of which do not "
-        f"fit{more}; the best:"
+        f"  search: {search['compiled']} layouts of a phase were compiled, {search['unfit']} of "
+        "which do not fit; the best:"
     )
     for one in search["ranked"]:
         settings = " ".join(f"--set {setting}" for setting in one["settings"])

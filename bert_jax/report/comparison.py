@@ -18,6 +18,7 @@ from bert_jax.model import flops, losses
 from bert_jax.report import figures, times
 from bert_jax.report.figures import COIN, GUESSING, Curve, Figure, Plot, curve
 from bert_jax.report.records import Line, Record
+from bert_jax.report.render import Table, percent
 
 # Unigram lines of the same text that differ by more are not of the same rows; other seeds' do less.
 _SAME_LINE = 0.01
@@ -124,19 +125,20 @@ def _no_scores(records: Sequence[Record]) -> str:
 # --- the table ----------------------------------------------------------------------------------
 
 
-def table(records: Sequence[Record]) -> dict[str, Any]:
-    """Returns the newest figures of each run, as text: `columns`, `rows` and `notes`.
-
-    Columns that no run has are left out.
-    """
+def table(records: Sequence[Record]) -> Table:
+    """Returns the newest figures of each run; columns that no run has are left out."""
     texts = [(_come_to(record), _spent_by(record)) for record in records]
     columns = list(dict.fromkeys(n for part in zip(*texts, strict=True) for of in part for n in of))
     rows = [
-        {"label": record.label, "cells": [(newest | spent).get(name, "") for name in columns]}
+        [record.label, *((newest | spent).get(name, "") for name in columns)]
         for record, (newest, spent) in zip(records, texts, strict=True)
     ]
-    notes = [note for note in (no_nats(records), _no_scores(records)) if note]
-    return {"columns": columns, "rows": rows, "notes": notes}
+    return Table(["run", *columns], rows)
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    """Returns what of these runs does not compare, and why."""
+    return [note for note in (no_nats(records), _no_scores(records)) if note]
 
 
 def _come_to(record: Record) -> dict[str, str]:
@@ -160,13 +162,13 @@ def _losses(newest: Line) -> dict[str, str]:
     texts = {
         f"{losses.PIECES[losses.learned(newest, losses.PIECES)]}, nat": f"{nats:.3f}",
         "below unigrams": f"{newest['unigram_loss'] - nats:.3f}",
-        "pieces right": f"{100 * right:.1f} %",
+        "pieces right": percent(right),
     }
     pairs = losses.learned(newest, losses.PAIRS)
     if pairs:
         accuracy, error = newest[f"{pairs}_accuracy"], newest[f"{pairs}_error"]
         texts[losses.PAIRS[pairs]] = f"{100 * accuracy:.1f} ± {100 * error:.1f} %"
-        texts["majority"] = f"{100 * newest[f'{pairs}_majority']:.1f} %"
+        texts["majority"] = percent(newest[f"{pairs}_majority"])
     return texts
 
 

@@ -1,6 +1,5 @@
 """W/layers.html: what each layer knows, and where heads look in a text."""
 
-import datetime
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,7 @@ from etils import epath
 
 from bert_jax.report import figures
 from bert_jax.report.figures import Figure
-from bert_jax.report.page import template
+from bert_jax.report.render import Table, page
 from bert_jax.storage.workdir import write_atomic
 
 
@@ -32,12 +31,24 @@ def write(
         pictures.append(Figure(plot.title, figures.LAYERS, figures.draw(plot, "layers")))
     if attention is not None:
         maps = {"pieces": attention[0], "svg": figures.draw_maps(attention[1], "attention")}
-    page = template("layers.html").render(
+    text = page(
+        "layers.html",
+        title=f"{name}: layers",
         name=name,
         step=record.get("step"),
-        tasks=tasks,
+        table=table(record) if tasks else None,
         figures=pictures,
         maps=maps,
-        now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    write_atomic(path, page)
+    write_atomic(path, text)
+
+
+def table(record: dict[str, Any]) -> Table:
+    """Returns a line a task; see `write`."""
+    tasks = record["tasks"]
+    rows = []
+    for one in tasks:
+        scores = [f"{value:.3f}" for value in (*one["scores"], one["guess"])]
+        rows.append([one["name"], one["score"], *scores, str(one["best"]), f"{one['centre']:.2f}"])
+    layers = map(str, range(len(tasks[0]["scores"])))
+    return Table(["task", "score", *layers, "guess", "best", "centre"], rows, 2)

@@ -1,34 +1,28 @@
-"""The report: one HTML file that needs nothing else, written once or for as long as a run goes on.
-
-Everything shown comes from text that may be hostile: the template escapes all values, and a
-Content-Security-Policy lets no script run and nothing load.
-"""
+"""The report: one HTML file that needs nothing else, written once or while a run goes on."""
 
 import contextlib
-import datetime
 import functools
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
-import markupsafe
 from etils import epath
 
 from bert_jax import config
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.doctor import run
 from bert_jax.doctor import tuned as doctor_tuned
-from bert_jax.errors import InputError, printable, reading
+from bert_jax.errors import InputError, reading
 from bert_jax.model import losses
 from bert_jax.report import comparison, figures, times, tuned
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import CorpusStatistics, Line, Record
+from bert_jax.report.render import page, percent
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, named_errors
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training.pretraining import Prepared
 
 # What an evaluation has of pairs.
@@ -42,7 +36,6 @@ def write(
     workdirs: Sequence[str],
     out: str | None,
     every: int | None,
-    what: Literal["page", "events"],
     log: Callable[[str], None],
     price_per_chip_hour: float | None = None,
 ) -> None:
@@ -53,7 +46,6 @@ def write(
       out: where the page goes; None: into the workdir, or into this folder where several are
         compared.
       every: seconds after which it is written again while one of the runs goes on; None: once.
-      what: `events` writes TensorBoard event files into each workdir, too.
       log: gets a line with where the page is, and at the end what came of the time.
       price_per_chip_hour: in any currency; None: costs are left out.
     """
@@ -65,22 +57,16 @@ def write(
         if damaged:
             raise InputError(f"{record.workdir.named}/{damaged[0].what}; {damaged[0].remedy}")
     path = _place(records, out)
-    with contextlib.ExitStack() as stack:
-        events = []
-        if what == "events":
-            events = [stack.enter_context(contextlib.closing(Events(r))) for r in records]
+    refresh = _write_page(path, records, every, price_per_chip_hour)
+    log(f"report: {path}")
+    while refresh is not None:
+        try:
+            time.sleep(refresh)
+        except KeyboardInterrupt:
+            _write_page(path, records, None, price_per_chip_hour)
+            raise
+        records = _read(workdirs)
         refresh = _write_page(path, records, every, price_per_chip_hour)
-        log(f"report: {path}")
-        while refresh is not None:
-            try:
-                time.sleep(refresh)
-            except KeyboardInterrupt:
-                _write_page(path, records, None, price_per_chip_hour)
-                raise
-            records = _read(workdirs)
-            for record, files in zip(records, events, strict=False):
-                files.add(record)
-            refresh = _write_page(path, records, every, price_per_chip_hour)
     for record in records:
         which = f"{record.label}: " if len(records) > 1 else ""
         log(which + times.goodput(record.timings).line(price_per_chip_hour))
@@ -144,9 +130,9 @@ def render(
     files = f"{root}: metrics.jsonl, predictions.jsonl, timings.jsonl, origin.json or plan.json"
     with reading(files):
         try:
-            return template("page.html").render(
+            return page(
+                "page.html",
                 title=" · ".join(record.label for record in records),
-                now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
                 refresh=refresh_seconds,
                 runs=[
                     _summary(record)
@@ -154,6 +140,7 @@ def render(
                     for record in records
                 ],
                 table=comparison.table(records) if several else None,
+                notes=comparison.notes(records) if several else [],
                 learning=comparison.of_learning(records) if several else _curves(records[0]),
                 steps=comparison.of_steps(records) if several else [],
                 differing=_differing(records) if several else [],
@@ -161,32 +148,6 @@ def render(
             )
         except jinja2.UndefinedError as error:
             raise LookupError(error.message) from error
-
-
-@functools.cache
-def template(name: str, package: str = "bert_jax.report") -> jinja2.Template:
-    """Returns a template of a package, which may include those of the report."""
-    packages = dict.fromkeys((package, "bert_jax.report"))
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(one, ".") for one in packages]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "duration": times.duration,
-        "percent": _percent,
-        "svg": markupsafe.Markup,
-        "shown": printable,
-        "field": _breakable,
-    }
-    return environment.get_template(name)
-
-
-def _breakable(path: str) -> markupsafe.Markup:
-    """Returns a field's name that a narrow column breaks between its words, never inside one."""
-    return markupsafe.Markup(re.sub(r"([._])", r"\1<wbr>", str(markupsafe.escape(path))))
 
 
 def _curves(record: Record) -> list[tuple[str, list[Figure]]]:
@@ -216,15 +177,15 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
         yield from (_scores if tuned_run else _losses)(record, record.evaluation[-1])
     rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
     if rate is not None:
-        more = "" if padding is None else f"; padding is {_percent(padding)}"
+        more = "" if padding is None else f"; padding is {percent(padding)}"
         yield f"{rate:,.0f}", f"tokens a second{more}"
     used, real = record.recent("utilisation"), record.recent("real_utilisation")
     if used is not None:
-        more = "" if real is None else f"; {_percent(real)} without padding"
-        yield _percent(used), f"utilisation of the devices{more}"
+        more = "" if real is None else f"; {percent(real)} without padding"
+        yield percent(used), f"utilisation of the devices{more}"
     goodput = times.goodput(record.timings)
     if goodput.share is not None:
-        yield _percent(goodput.share), "goodput: of all time, in steps that counted"
+        yield percent(goodput.share), "goodput: of all time, in steps that counted"
     cost = None if price is None else goodput.cost(price)
     if cost is not None:
         yield f"{cost:,.2f}", f"cost so far, of {goodput.chip_hours:,.2f} chip-hours"
@@ -238,10 +199,10 @@ def _losses(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
     where = f"{abs(below):.3f} {'below' if below >= 0 else 'above'} unigrams"
     words = losses.PIECES[losses.learned(newest, losses.PIECES)]
     yield f"{nats:.3f} nat", f"held-out {words}; {where}"
-    yield _percent(right), "of predicted pieces right, held out"
+    yield percent(right), "of predicted pieces right, held out"
     pairs = losses.learned(newest, losses.PAIRS)
     if pairs:
-        accuracy, error, majority = (_percent(newest[f"{pairs}_{x}"]) for x in _OF_PAIRS)
+        accuracy, error, majority = (percent(newest[f"{pairs}_{x}"]) for x in _OF_PAIRS)
         yield accuracy, f"{losses.PAIRS[pairs]} ± {error}; majority {majority}"
 
 
@@ -281,12 +242,8 @@ def _scores(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
     if task:
         unknown = task["unknown"]
         yield f"{task['examples']['train']:,}", "examples to learn from"
-        words = f"unknown pieces in training; {_percent(unknown['validation'])} in validation"
-        yield _percent(unknown["train"]), words
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+        words = f"unknown pieces in training; {percent(unknown['validation'])} in validation"
+        yield percent(unknown["train"]), words
 
 
 def _detail(record: Record, price: float | None) -> dict[str, Any]:
@@ -416,63 +373,3 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, default=list, ensure_ascii=False)
-
-
-# --- TensorBoard ---
-
-# Neither is a curve.
-_NOT_SCALARS = ("step", "kind", "time")
-
-
-class Events:
-    """Writes `W/tensorboard/{train,evaluation,probes,timings}` from the start, then adds."""
-
-    def __init__(self, record: Record):
-        try:
-            from tensorboard.summary import Writer
-        except ImportError as error:
-            raise InputError(
-                "--tensorboard: needs the [tensorboard] extra: pip install 'bert-jax[tensorboard]'"
-            ) from error
-        if record.workdir.remote is not None:
-            raise InputError(
-                f"--tensorboard: event files are added to, which cannot be done in a bucket; copy "
-                f"{record.workdir.named} to this machine"
-            )
-        self._newest = dict.fromkeys(("train", "evaluation", "probes", "timings"), -1)
-        self._writers = {}
-        for name in self._newest:
-            folder = record.workdir.root / "tensorboard" / name
-            with named_errors(folder):
-                # TensorBoard adds up the files it finds: an earlier report's would show twice.
-                for old in folder.glob("events.out.tfevents.*"):
-                    old.unlink()
-                self._writers[name] = Writer(str(folder))
-        self.add(record)
-
-    def add(self, record: Record) -> None:
-        """Writes the lines of steps that are not written yet."""
-        wall_times = {line["step"]: line["time"] for line in record.laps}
-        probes = [{"step": line["step"]} | line["scores"] for line in record.probes]
-        for name, lines in (
-            ("train", record.train),
-            ("evaluation", record.evaluation),
-            ("probes", probes),
-            ("timings", record.laps),
-        ):
-            for line in lines:
-                step = line["step"]
-                if step > self._newest[name]:
-                    for tag, value in line.items():
-                        if tag not in _NOT_SCALARS:
-                            tag = f"probe/{tag}" if name == "probes" else tag
-                            self._writers[name].add_scalar(
-                                tag, value, step, wall_time=wall_times.get(step)
-                            )
-                    self._newest[name] = step
-            self._writers[name].flush()
-
-    def close(self) -> None:
-        """Ends the files."""
-        for writer in self._writers.values():
-            writer.close()

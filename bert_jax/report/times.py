@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bert_jax import hardware
-from bert_jax.errors import printable
+from bert_jax.errors import duration, printable
 
 # In the order in which they are shown; the first is what one pays for.
 PARTS = {
@@ -173,15 +173,3 @@ def _share_kept(lap: dict[str, Any], again: float) -> float:
     """Returns the share of a lap's steps that no later start does again."""
     done_again = min(max(lap["step"] - again, 0), lap["steps"])
     return 1 - done_again / max(lap["steps"], 1)
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds: 4210.0 as 1 h 10 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    days, hours_left = divmod(hours, 24)
-    return f"{days} d {hours_left} h" if days > 2 else f"{hours} h {minutes} min"

@@ -119,23 +119,6 @@ def record_of(trained: Trained, known: Sequence[Knowledge]) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "step": trained.step, "tasks": tasks}
 
 
-def lines(known: Sequence[Knowledge]) -> list[str]:
-    """Returns a table for people: a line a task."""
-    layers = range(len(known[0].scores))
-    cells = [["", "", *map(str, layers), "guess", "best", "centre"]]
-    for one in known:
-        values = [f"{value:.3f}" for value in (*one.scores, one.guess)]
-        cells.append([one.name, one.score, *values, str(one.best), f"{one.centre:.2f}"])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if number < 2 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
-
-
 def _task(path: str) -> tuple[str, Task]:
     try:
         experiment = config.load(path, Finetuning)

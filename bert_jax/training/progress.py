@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from bert_jax.errors import duration
 from bert_jax.model import losses
 
 # What is shown of a training line, and its label.
@@ -102,9 +103,7 @@ class Progress:
 
     def _left(self, done: float) -> str:
         pace = self._seconds / max(self._steps, 1)
-        minutes, seconds = divmod(round(pace * (self._total - done)), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        return duration(pace * (self._total - done))
 
 
 # What the loop waits for by name; the rest of a lap is steps. Waiting for data counts as steps:

@@ -345,10 +345,10 @@ def test_lines_tell_how_far_it_is_and_how_long_it_takes(monkeypatch):
         shown.end(50_000_000)
     assert lines == [
         "prepare: reading: 100 MB of 300 MB were done before",
-        "prepare: reading: 115 MB of 300 MB, 0.5 MB/s, 6:10 left",
-        "prepare: reading: 130 MB of 300 MB, 0.5 MB/s, 5:40 left",
-        "prepare: reading: 145 MB of 300 MB, 0.5 MB/s, 5:10 left",
-        "prepare: reading: 200 MB of 300 MB, 0.8 MB/s, 2:10 left",
+        "prepare: reading: 115 MB of 300 MB, 0.5 MB/s, 6 min left",
+        "prepare: reading: 130 MB of 300 MB, 0.5 MB/s, 6 min left",
+        "prepare: reading: 145 MB of 300 MB, 0.5 MB/s, 5 min left",
+        "prepare: reading: 200 MB of 300 MB, 0.8 MB/s, 2 min left",
     ]
 
 

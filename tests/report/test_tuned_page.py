@@ -85,7 +85,7 @@ def titles_of(records):
 
 def test_runs_of_the_same_held_out_rows_are_compared_in_nats(several):
     records = several({}, {"optimizer.peak_learning_rate": 1e-3})
-    assert comparison.table(records)["notes"] == []
+    assert comparison.notes(records) == []
     titles = titles_of(records)
     assert "Held-out masked LM loss, nat" in titles and "Masked LM loss in training, nat" in titles
 
@@ -95,7 +95,7 @@ def test_runs_of_the_same_held_out_rows_are_compared_in_nats(several):
 )
 def test_runs_of_other_held_out_rows_are_compared_with_their_unigrams(change, several):
     records = several({}, change)
-    (note,) = comparison.table(records)["notes"]
+    (note,) = comparison.notes(records)
     assert f"Held-out rows differ ({next(iter(change))})" in note
     titles = titles_of(records)
     assert "Nats below its own unigram line" in titles
@@ -137,8 +137,8 @@ def test_the_table_has_scores_first_and_then_what_they_took(tmp_path):
     made = comparison.table([Record.read(run) for run in runs])
     spent = ["steps", "tokens", "seconds", "CPU seconds"]
     scores = ["accuracy", "guessing", "held-out loss", "examples"]
-    assert made["columns"] == [*scores, "spearman", *spent]
-    first, second = (row["cells"] for row in made["rows"])
+    assert made.columns == ["run", *scores, "spearman", *spent]
+    first, second = (row[1:] for row in made.rows)
     assert first[1] == "0.4000" and first[4] == second[0] == ""
     assert first[5:] == second[5:] == ["400", "480k", "80", "120"]
 

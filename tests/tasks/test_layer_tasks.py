@@ -115,7 +115,7 @@ def test_the_command_prints_a_table_and_writes_a_page(here, capsys):
     words = ["layers", "--workdir", "base", "--tasks", "classify.py", "regress.py"]
     assert cli.main([*words, "--attention", "wa xb"]) == 0
     out = [x for x in capsys.readouterr().out.splitlines() if not x.startswith("layers: ")]
-    assert out[0].split() == ["0", "1", "guess", "best", "centre"]
+    assert out[0].split() == ["task", "score", "0", "1", "guess", "best", "centre"]
     assert [line.split()[0] for line in out[1:]] == ["length", "classify", "regress"]
     page = pathlib.Path("base/layers.html").read_text()
     assert "What each layer knows" in page and "Where heads look" in page

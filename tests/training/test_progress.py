@@ -40,5 +40,5 @@ def test_the_time_left_leaves_out_compilation_and_counts_saves():
         saved = {"steps": 10, "seconds": 30.0, "checkpoint_seconds": 20.0}
         progress.train({"step": 70, "loss": 1.5}, saved)
     first, second = text.getvalue().splitlines()
-    assert first.endswith("  0:50 left")
-    assert second.endswith("  1:20 left")
+    assert first.endswith("  50 s left")
+    assert second.endswith("  1 min left")

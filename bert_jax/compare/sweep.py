@@ -18,6 +18,7 @@ from etils import epath
 from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.errors import InputError
+from bert_jax.report.render import Table
 from bert_jax.storage import mirror
 from bert_jax.tasks import job
 from bert_jax.training import lines as lines_lib
@@ -161,7 +162,7 @@ def _groups(of: list[Member]) -> list[dict[str, Any]]:
 
 def table(of: list[Member]) -> Iterator[str]:
     """Yields lines with every run's scores, and their means over the seeds."""
-    rows = [[*of[0].settings, "step", "last", "best", "of step"]]
+    rows = []
     for member in of:
         cells = [member.outcome, "-", "-", "-"]
         if member.outcome == "finished" and member.last and member.best:
@@ -169,20 +170,14 @@ def table(of: list[Member]) -> Iterator[str]:
             cells = [last["step"], _four(last["score"]), _four(best["score"]), best["step"]]
         rows.append([*member.settings.values(), *map(str, cells)])
     yield f"{_score(of)} on the validation examples, of the last evaluation and of the best:"
-    yield from _aligned(rows)
-    rows = [[*of[0].group, "runs", "mean", "deviation"]]
+    yield from Table([*of[0].settings, "step", "last", "best", "of step"], rows, 0).lines()
+    rows = []
     for group in _groups(of):
         mean, deviation = _four(group["mean"]), _four(group["deviation"])
         rows.append([*group["settings"].values(), str(group["runs"]), mean, deviation])
     yield "of the last evaluations, over seeds, the mean and the standard deviation (n - 1):"
-    yield from _aligned(rows)
+    yield from Table([*of[0].group, "runs", "mean", "deviation"], rows, 0).lines()
 
 
 def _four(number: float | None) -> str:
     return "-" if number is None else f"{number:.4f}"
-
-
-def _aligned(rows: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
