@@ -106,6 +106,8 @@ def pretrain(args: argparse.Namespace) -> int:
 
     workdir = workdir_of(args, experiment, "write")
     progress = Progress(LineConsole())
+    for note in config.notes(experiment):
+        progress.say(note)
     extend = "extend" if args.extend else "keep"
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
     outcome = pretraining.pretrain(experiment, workdir, extend, progress, origin, probes, branch)
@@ -221,6 +223,8 @@ def finetune(args: argparse.Namespace) -> int:
     if experiment is None:
         of = sweep.members(args.task, args.set, args.sweep)
         return CODES[sweep.run(of, args.base, args.workdir, progress)]
+    for note in config.notes(experiment):
+        progress.say(note)
     return CODES[job.finetune(experiment, args.base, args.workdir, progress, origin)]
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -191,7 +192,9 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
         if holds_finetuning(mirror.opened(args.workdir)):
             from bert_jax.tasks import shown
 
-            return shown.show(saved_experiment(args, Finetuning), args.step, args.rows)
+            tuned = saved_experiment(args, Finetuning)
+            lines = shown.show(tuned, args.step, args.rows)
+            return itertools.chain(config.notes(tuned), lines)
     experiment, workdir = experiment_of(args)
     from bert_jax import predict
     from bert_jax.storage.workdir import fork_of, load_experiment
@@ -206,7 +209,8 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
     begins = fork_of(workdir).get("checkpoint", "0")
     if args.step < int(begins.rpartition("/")[2]):
         raise InputError(f"--step {args.step}: of the run that began with {begins}; ask that one")
-    return predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
+    shown = predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
+    return itertools.chain(config.notes(experiment), shown)
 
 
 @command(
