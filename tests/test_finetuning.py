@@ -102,25 +102,27 @@ def test_a_task_is_described_by_flags_alone():
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "words"),
+    ("kind", "settings", "names"),
     [
-        ("pair", {"second_column": ""}, "task.second_column='': task.kind=pair has two texts"),
-        ("pair", {"text_column": "premise", "second_column": ""}, "second, hypothesis say"),
+        ("pair", {"second_column": ""}, "task.second_column='' pair"),
+        ("pair", {"text_column": "premise", "second_column": ""}, "second_column hypothesis"),
         ("regress", {"second_column": ""}, "task.second_column=''"),
         ("classify", {"second_column": "b"}, "task.second_column='b'"),
         ("choice", {"choice_columns": ("b",)}, "task.choice_columns=('b',)"),
         ("classify", {"choice_columns": ("b", "c")}, "task.choice_columns"),
-        ("pair", {"second_column": "sentence"}, "each column once"),
-        ("pair", {"second_column": "label"}, "each column once"),
-        ("classify", {"text_column": ""}, "none is empty"),
+        ("classify", {"field_column": "b"}, "task.field_column='b'"),
+        ("pair", {"second_column": "sentence"}, "task.text_column 'sentence'"),
+        ("pair", {"second_column": "label"}, "task.text_column 'label'"),
+        ("classify", {"text_column": ""}, "task.text_column ''"),
         ("classify", {"labels": ("a", "a")}, "task.labels"),
-        ("classify", {"labels": ("a",)}, "two at least"),
-        ("classify", {"labels": ("a", "b ")}, "blanks around"),
-        ("classify", {"labels": ("a", "")}, "one is empty"),
-        ("choice", {"labels": ("A", "B", "C")}, "each of the 2 choices"),
-        ("regress", {"labels": ("a", "b")}, "task.kind=regress has none"),
-        ("span", {"labels": ("a", "b")}, "task.kind=span has none"),
-        ("tag", {"score": "f1"}, "task.score='f1'"),
+        ("classify", {"labels": ("a",)}, "task.labels"),
+        ("classify", {"labels": ("a", "b ")}, "task.labels"),
+        ("classify", {"labels": ("a", "")}, "task.labels"),
+        ("choice", {"labels": ("A", "B", "C")}, "task.labels 2"),
+        ("regress", {"labels": ("a", "b")}, "task.labels task.kind=regress"),
+        ("span", {"labels": ("a", "b")}, "task.labels task.kind=span"),
+        ("span", {"blank_cells": "skip"}, "task.blank_cells task.kind=span"),
+        ("tag", {"score": "f1"}, "task.score='f1' entity_f1"),
         ("classify", {"train": ()}, "task.train=()"),
         ("classify", {"validation": ()}, "task.validation=()"),
         ("classify", {"max_sequence_length": 7}, "task.max_sequence_length=7"),
@@ -128,20 +130,19 @@ def test_a_task_is_described_by_flags_alone():
         (
             "span",
             {"max_sequence_length": 67, "document_stride": 1},
-            "task.max_query_length=64: task.max_sequence_length=67 has no room",
+            "task.max_query_length=64 task.max_sequence_length=67",
         ),
         (
             "span",
             {"max_sequence_length": 128},
-            "task.document_stride=128: would leave pieces out, since windows of "
-            "task.max_sequence_length=128 have room for 61",
+            "task.document_stride=128 task.max_sequence_length=128 61",
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(kind, settings, words):
+def test_what_does_not_go_together_is_refused_by_name(kind, settings, names):
     with pytest.raises(InputError) as caught:
         task(kind, **settings)
-    assert words in str(caught.value)
+    assert not [name for name in names.split() if name not in str(caught.value)]
 
 
 def test_windows_may_lie_side_by_side():
@@ -160,23 +161,21 @@ def test_the_first_score_of_a_kind_decides_unless_another_is_named():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "names"),
     [
-        (
-            "optimizer.warmup_steps=5",
-            ("optimizer.warmup_steps=5", "warmup_share", "warmup_steps=0"),
-        ),
-        ("optimizer.schedule=wsd", ("optimizer.schedule=wsd", "linear or cosine")),
-        ("optimizer.clip=per_replica", ("optimizer.clip", "not for fine-tuning")),
-        ("adapt.how=lora optimizer.layer_decay=0.9", ("optimizer.layer_decay=0.9", "lora")),
-        ("run.probes=classify.py", ("run.probes", "pre-training")),
-        ("run.watch=a", ("run.watch", "pre-training")),
-        ("run.corpus_dir=there", ("run.corpus_dir", "pre-training")),
-        ("parallelism.accumulation=3", ("parallelism.accumulation=(3,)", "batch_size=32")),
-        ("adapt.lora_targets=query,pooler", ("adapt.lora_targets: 'pooler'",)),
+        ("optimizer.warmup_steps=5", "optimizer.warmup_steps=5 warmup_share"),
+        ("optimizer.schedule=wsd", "optimizer.schedule='wsd'"),
+        ("optimizer.clip=per_replica", "optimizer.clip='per_replica'"),
+        ("adapt.how=lora optimizer.layer_decay=0.9", "optimizer.layer_decay=0.9 lora"),
+        ("adapt.features=last", "adapt.features='last' task.kind=classify"),
+        ("run.probes=classify.py", "run.probes"),
+        ("run.watch=a", "run.watch"),
+        ("run.corpus_dir=there", "run.corpus_dir"),
+        ("parallelism.accumulation=3", "parallelism.accumulation=(3,) batch_size=32"),
+        ("adapt.lora_targets=query,pooler", "adapt.lora_targets 'pooler'"),
     ],
 )
-def test_settings_of_a_fine_tuning_that_cannot_be_are_refused(settings, words):
+def test_settings_of_a_fine_tuning_that_cannot_be_are_refused(settings, names):
     with pytest.raises(InputError) as caught:
         config.override(Finetuning(name="a", task=task()), settings.split())
-    assert all(word in str(caught.value) for word in words)
+    assert not [name for name in names.split() if name not in str(caught.value)]

@@ -211,7 +211,7 @@ def test_electra_takes_no_rows_of_several_examples(tmp_path):
 def test_probes_of_the_objectives_that_come_along_are_refused(tmp_path):
     small_run.write_text(tmp_path)
     experiment = config.load(str(write(tmp_path, "electra")))
-    with pytest.raises(InputError, match=r"run\.probes: .*data\.code"):
+    with pytest.raises(InputError, match=r"run\.probes.*data\.code"):
         config.override(experiment, ["run.probes=a.py"])
 
 

@@ -60,11 +60,11 @@ def doctor(args: argparse.Namespace) -> int:
 )
 def verify_resume(args: argparse.Namespace) -> int:
     """Kill the run at random moments and prove that it goes on as if nothing had happened."""
+    experiment = config.override(config.load(args.experiment), args.set)
     from etils import epath
 
     from bert_jax.verify import command
 
-    experiment = config.override(config.load(args.experiment), args.set)
     root = epath.Path(args.workdir or f"runs/{experiment.name}-verify")
     differences = command.verify(experiment, root, args.rounds, args.seed, say)
     return FAILED if differences else FINISHED

@@ -47,9 +47,9 @@ from bert_jax.errors import FINISHED, InputError
 )
 def prepare(args: argparse.Namespace) -> int:
     """Make the corpus: tokenizer, ids, splits."""
+    experiment, workdir = experiment_of(args, "write")
     from bert_jax.data import corpus
 
-    experiment, workdir = experiment_of(args, "write")
     workdir.require_ours()
     if args.workers < 1:
         raise InputError(f"--workers {args.workers}: must be at least 1")
@@ -99,13 +99,15 @@ def prepare(args: argparse.Namespace) -> int:
 def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
     system.use_one_memory_pool()
+    experiment, origin, branch = _pretraining(args)
     from bert_jax.tasks.probes import Probes
     from bert_jax.training import pretraining
     from bert_jax.training.progress import LineConsole, Progress
 
-    experiment, origin, branch = _pretraining(args)
     workdir = workdir_of(args, experiment, "write")
     progress = Progress(LineConsole())
+    for note in config.notes(experiment):
+        progress.say(note)
     extend = "extend" if args.extend else "keep"
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
     outcome = pretraining.pretrain(experiment, workdir, extend, progress, origin, probes, branch)
@@ -117,20 +119,20 @@ def _pretraining(args: argparse.Namespace):
 
     The origin is None of a decay, and of a run that goes on and has its record already.
     """
-    from bert_jax.storage import mirror
-    from bert_jax.training import branch
-
     others = [place for place in (args.decay_from, args.fork) if place is not None]
     if others and (args.extend or not args.workdir or len(others) > 1):
         raise InputError("--decay-from, --fork: need a --workdir, no --extend, and not each other")
+    if args.experiment is not None and not others:
+        return *config.load_with_origin(args.experiment, args.set), None
+    from bert_jax.storage import mirror
+    from bert_jax.training import branch
+
     if args.decay_from is not None:
         experiment, begins = branch.decayed(args.decay_from, args.experiment, args.set)
         return experiment, None, begins
     if args.fork is not None:
         return branch.forked(args.fork, args.experiment, args.set, mirror.opened(args.workdir))
-    if args.experiment is None:
-        return saved_experiment(args, Experiment), None, branch.begun(mirror.opened(args.workdir))
-    return *config.load_with_origin(args.experiment, args.set), None
+    return saved_experiment(args, Experiment), None, branch.begun(mirror.opened(args.workdir))
 
 
 @command(
@@ -142,12 +144,12 @@ def _pretraining(args: argparse.Namespace):
 def compare(args: argparse.Namespace) -> int:
     """Run what a table names at equal budgets, and compare; run again to go on where it stopped."""
     system.use_one_memory_pool()
+    table = config.load_table(args.table)
     from bert_jax.compare.results import Results
     from bert_jax.compare.runs import Comparison
     from bert_jax.storage.workdir import lock
     from bert_jax.training.progress import LineConsole, Progress
 
-    table = config.load_table(args.table)
     progress = Progress(LineConsole())
     results = Results.read(table, args.workdir or f"runs/{table.name}")
     comparison = Comparison(results, progress)
@@ -211,17 +213,19 @@ def compare(args: argparse.Namespace) -> int:
 def finetune(args: argparse.Namespace) -> int:
     """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
     system.use_one_memory_pool()
+    if args.sweep and args.task is None:
+        raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
+    experiment, origin = (None, None) if args.sweep else _finetuning(args)
     from bert_jax.compare import sweep
     from bert_jax.tasks import job
     from bert_jax.training.progress import LineConsole, Progress
 
     progress = Progress(LineConsole())
-    if args.sweep:
-        if args.task is None:
-            raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
+    if experiment is None:
         of = sweep.members(args.task, args.set, args.sweep)
         return CODES[sweep.run(of, args.base, args.workdir, progress)]
-    experiment, origin = _finetuning(args)
+    for note in config.notes(experiment):
+        progress.say(note)
     return CODES[job.finetune(experiment, args.base, args.workdir, progress, origin)]
 
 

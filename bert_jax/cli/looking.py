@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ def evaluate(args: argparse.Namespace) -> int:
     """Score a checkpoint on held-out text, or on minimal pairs and other tasks."""
     if args.tasks:
         return _evaluate_tasks(args)
+    experiment, workdir = experiment_of(args)
     from bert_jax.predict import load_params
     from bert_jax.training import evaluators, step
     from bert_jax.training import mesh as mesh_lib
@@ -56,7 +58,6 @@ def evaluate(args: argparse.Namespace) -> int:
     from bert_jax.training.pretraining import Prepared
 
     keep_compiled_programs()
-    experiment, workdir = experiment_of(args)
     prepared = Prepared.open(workdir.corpus)
     parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
     mesh = mesh_lib.make_mesh(parallelism)
@@ -172,10 +173,10 @@ def layers(args: argparse.Namespace) -> int:
 )
 def show(args: argparse.Namespace) -> int:
     """Decode the batch of a step: text, masks, labels."""
-    from rich.console import Console
-
     if args.rows < 1:
         raise InputError(f"--rows {args.rows}: must be at least 1")
+    from rich.console import Console
+
     console = Console()
     for line in _shown(args):
         console.print(line, soft_wrap=not console.is_terminal)
@@ -184,15 +185,21 @@ def show(args: argparse.Namespace) -> int:
 
 def _shown(args: argparse.Namespace) -> Iterator[Any]:
     """Lines about a step of a pre-training, or of the fine-tuned run in --workdir."""
+    if args.experiment is None and args.workdir:
+        from bert_jax.storage import mirror
+        from bert_jax.storage.workdir import holds_finetuning
+
+        if holds_finetuning(mirror.opened(args.workdir)):
+            from bert_jax.tasks import shown
+
+            tuned = saved_experiment(args, Finetuning)
+            lines = shown.show(tuned, args.step, args.rows)
+            return itertools.chain(config.notes(tuned), lines)
+    experiment, workdir = experiment_of(args)
     from bert_jax import predict
-    from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import fork_of, holds_finetuning, load_experiment
-    from bert_jax.tasks import shown
+    from bert_jax.storage.workdir import fork_of, load_experiment
     from bert_jax.training.pretraining import Prepared
 
-    if args.experiment is None and args.workdir and holds_finetuning(mirror.opened(args.workdir)):
-        return shown.show(saved_experiment(args, Finetuning), args.step, args.rows)
-    experiment, workdir = experiment_of(args)
     saved = load_experiment(workdir) if workdir.experiment.exists() else experiment
     if changed := config.differences(saved, experiment, "identity"):
         raise InputError(
@@ -202,7 +209,8 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
     begins = fork_of(workdir).get("checkpoint", "0")
     if args.step < int(begins.rpartition("/")[2]):
         raise InputError(f"--step {args.step}: of the run that began with {begins}; ask that one")
-    return predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
+    shown = predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
+    return itertools.chain(config.notes(experiment), shown)
 
 
 @command(
@@ -269,16 +277,16 @@ def _plan_mode(parser: argparse.ArgumentParser) -> None:
 )
 def plan(args: argparse.Namespace) -> int:
     """Compile the steps for TPU pods nobody has booked: what fits, how fast, at what cost."""
-    from etils import epath
-
-    from bert_jax.plan import report, topology
-
     experiment, workdir = experiment_of(args, "write")
     price = _price(args)
     if args.workdir and args.out:
         raise InputError("--out: the plan goes into --workdir; name one of the two")
     if args.workdir:
         workdir.require_ours()
+    from etils import epath
+
+    from bert_jax.plan import report, topology
+
     report.plan_and_write(
         experiment,
         topology.parse_list(args.topology),

@@ -3,8 +3,9 @@
 import dataclasses
 import difflib
 from dataclasses import dataclass
+from typing import Annotated
 
-from bert_jax.config.fields import Section
+from bert_jax.config.fields import Count, FolderName, Section, at_least
 from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError
 
@@ -33,12 +34,9 @@ class Row(Section):
     label = "row"
 
     # Names the row, and folders of its runs.
-    name: str
+    name: FolderName
     # What it runs; the table gives it its name, seeds, budget and corpus folder.
     experiment: Experiment
-
-    def _validate(self) -> None:
-        self._require_folder_name("name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class Table(Section):
     label = "table"
 
     # Names the table, and its folder runs/NAME.
-    name: str
+    name: FolderName
     # The experiments, the one to start from first.
     rows: tuple[Row, ...]
     # Of COLUMNS, or probe:TASKFILE and finetune:TASKFILE.
@@ -57,32 +55,22 @@ class Table(Section):
     # A run of each row for each; the means are over them.
     seeds: tuple[int, ...] = (0,)
     # Of each run; 0: those of its experiment. Phases, warm-up and decay keep their shares.
-    steps: int = 0
+    steps: Count = 0
     # Of each run's steps, instead; as many steps are done as fit. 0: no such budget.
-    cpu_seconds: float = 0.0
+    cpu_seconds: Annotated[float, at_least(0)] = 0.0
 
     def _validate(self) -> None:
-        self._require_folder_name("name")
-        self._require_at_least(0, "steps", "cpu_seconds")
         if self.steps and self.cpu_seconds:
-            raise InputError(
-                f"table.cpu_seconds={self.cpu_seconds:g}: table.steps={self.steps} is set, too; "
-                "give one budget"
-            )
-        self._require(len(self.rows) > 0, "rows", "name at least one row")
-        self._require(len(self.columns) > 0, "columns", f"name some of {', '.join(_FORMS)}")
-        self._require(len(self.seeds) > 0, "seeds", "name at least one seed")
-        for name, values in (
-            ("rows", [row.name for row in self.rows]),
-            ("columns", self.columns),
-            ("seeds", self.seeds),
-        ):
-            for i, value in enumerate(values):
-                if value in values[:i]:
+            self._refuse("cpu_seconds", f"table.steps={self.steps} is set, too; give one budget")
+        names = {"rows": [row.name for row in self.rows], "columns": self.columns}
+        for name, values in {**names, "seeds": self.seeds}.items():
+            if not values:
+                self._refuse(name, "name at least one")
+            for value in set(values):
+                if list(values).count(value) > 1:
                     raise InputError(f"table.{name}: {value!r} is there twice; give each once")
-        for seed in self.seeds:
-            if not 0 <= seed < 2**32:
-                raise InputError(f"table.seeds: {seed} is not in [0, 2**32)")
+        if min(self.seeds) < 0:
+            self._refuse("seeds", "must be at least 0")
         for column in self.columns:
             _require_known(column)
         self._require_one_corpus()

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import sys
 import textwrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -145,18 +146,24 @@ def _text(value: Any) -> str | None:
 
 def _comments(section: type[Section]) -> dict[str, str]:
     """Reads the comment lines above each field, from the source of the section."""
-    source = textwrap.dedent(inspect.getsource(section))
-    lines = source.splitlines()
+    lines, classes = _source(section.__module__)
     comments = {}
-    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+    for node in classes[section.__name__].body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            above = node.lineno - 2
-            words: list[str] = []
-            while lines[above].strip().startswith("#"):
-                words.insert(0, lines[above].strip().removeprefix("#").strip())
-                above -= 1
+            first = node.lineno - 1
+            while lines[first - 1].startswith("#"):
+                first -= 1
+            words = (line.removeprefix("#").strip() for line in lines[first : node.lineno - 1])
             comments[node.target.id] = " ".join(words)
     return comments
+
+
+@functools.cache
+def _source(module: str) -> tuple[list[str], dict[str, ast.ClassDef]]:
+    """Returns the lines of a module, without indentation, and its classes."""
+    text = inspect.getsource(sys.modules[module])
+    classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    return [line.strip() for line in text.splitlines()], classes
 
 
 def _sections(root: type[Section]) -> dict[str, list[Setting]]:

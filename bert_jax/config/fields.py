@@ -4,7 +4,19 @@ import math
 import os
 import re
 import reprlib
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+import sys
+from collections.abc import Callable
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from bert_jax.errors import InputError
 
@@ -16,69 +28,89 @@ _LONGEST_NAME = 255
 CODE = re.compile(r"([\w.-]+\.py):([A-Za-z_]\w*):([0-9a-f]{64})")
 
 
+class Rule(NamedTuple):
+    """A condition on the values of a field, which stands in its type, as `Annotated` has it."""
+
+    holds: Callable[[Any], bool]
+    why: str
+
+
+def at_least(least: int) -> Rule:
+    """Returns the rule of numbers from `least` on."""
+    return Rule(lambda value: value >= least, f"must be at least {least}")
+
+
+def _is_folder_name(value: str) -> bool:
+    is_part = value.isprintable() and not set(value) & set("/\\ ") and value[:1] not in ("", ".")
+    return is_part and len(value.encode()) <= _LONGEST_NAME
+
+
+Count = Annotated[int, at_least(0)]
+PositiveCount = Annotated[int, at_least(1)]
+RowLength = Annotated[int, at_least(8)]
+Seed = Annotated[int, Rule(lambda value: 0 <= value < 2**32, "must be in [0, 2**32)")]
+# XLA's compiler for CPUs ends the process at a matrix with a longer side.
+Side = Annotated[int, Rule(lambda value: 1 <= value < 2**31, "must be in [1, 2**31)")]
+Positive = Annotated[float, Rule(lambda value: value > 0, "must be positive")]
+Share = Annotated[float, Rule(lambda value: 0 <= value < 1, "must be in [0, 1)")]
+WholeShare = Annotated[float, Rule(lambda value: 0 <= value <= 1, "must be in [0, 1]")]
+PositiveShare = Annotated[float, Rule(lambda value: 0 < value <= 1, "must be in (0, 1]")]
+FolderName = Annotated[
+    str,
+    Rule(_is_folder_name, "must be usable as a folder name, short, without blanks or slashes"),
+]
+Code = Annotated[
+    str,
+    Rule(
+        lambda value: value == "" or CODE.fullmatch(value) is not None,
+        "must be FILE:FUNCTION:SHA256, as bert_jax.config.own(FUNCTION) gives it",
+    ),
+]
+
+
 class Section:
-    """Base of the sections: a field is checked for its type, then `_validate` for its value."""
+    """Base of the sections: a field is checked by its type and rule, then all by `_validate`."""
 
     role: ClassVar[Literal["identity", "placement"]]
     label: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
             if get_origin(hint) is ClassVar:
                 continue
-            value = getattr(self, name)
-            if hint is float and type(value) is int:
-                try:
-                    object.__setattr__(self, name, float(value))
-                except OverflowError as error:
-                    where = f"{self.label}.{name}"
-                    raise InputError(
-                        f"{where}: must be a finite number, not one so large"
-                    ) from error
-                continue
-            if hint == tuple[float, ...] and isinstance(value, tuple):
-                small = [type(one) is int and abs(one) < _INTEGERS for one in value]
-                value = tuple(map(lambda one, is_: float(one) if is_ else one, value, small))
-                object.__setattr__(self, name, value)
-            if hint == tuple[int, ...] and type(value) is int:
-                value = (value,)
-                object.__setattr__(self, name, value)
+            hint, *rules = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            value = _converted(getattr(self, name), hint)
+            object.__setattr__(self, name, value)
             _check_type(f"{self.label}.{name}", value, hint)
+            for rule in rules:
+                if not rule.holds(value):
+                    self._refuse(name, rule.why)
         self._validate()
 
     def _validate(self) -> None:
         """Raises InputError if values are impossible."""
 
-    def _require(self, holds: bool, name: str, why: str) -> None:
-        if not holds:
-            raise InputError(f"{self.label}.{name}={getattr(self, name)!r}: {why}")
+    def _refuse(self, name: str, why: str) -> NoReturn:
+        """Raises InputError; `name` is a field, or a path as `phases.0.steps`."""
+        value: Any = self
+        for key in name.split("."):
+            value = value[int(key)] if key.isdecimal() else getattr(value, key)
+        where = name if "." in name else f"{self.label}.{name}"
+        raise InputError(f"{where}={value!r}: {why}")
 
-    def _require_at_least(self, least: float, *names: str) -> None:
-        for name in names:
-            self._require(getattr(self, name) >= least, name, f"must be at least {least}")
+    def _is_default(self, name: str) -> bool:
+        return getattr(self, name) == type(self).__dataclass_fields__[name].default  # type: ignore
 
-    def _require_folder_name(self, name: str) -> None:
-        value = getattr(self, name)
-        self._require(
-            value.isprintable()
-            and not set(value) & set("/\\ ")
-            and value[:1] not in ("", ".")
-            and len(value.encode()) <= _LONGEST_NAME,
-            name,
-            "must be usable as a folder name, short, without blanks or slashes",
-        )
 
-    def _require_code(self, name: str) -> None:
-        value = getattr(self, name)
-        self._require(
-            value == "" or CODE.fullmatch(value) is not None,
-            name,
-            "must be FILE:FUNCTION:SHA256, as bert_jax.config.own(FUNCTION) gives it",
-        )
-
-    def _require_share(self, *names: str) -> None:
-        for name in names:
-            self._require(0.0 <= getattr(self, name) < 1.0, name, "must be in [0, 1)")
+def _converted(value: Any, hint: Any) -> Any:
+    """Returns whole numbers as floats, and one as a tuple, where such are asked for."""
+    if hint is float and type(value) is int and abs(value) <= sys.float_info.max:
+        return float(value)
+    if hint == tuple[int, ...] and type(value) is int:
+        return (value,)
+    if hint == tuple[float, ...] and isinstance(value, tuple):
+        return tuple(_converted(one, float) for one in value)
+    return value
 
 
 def _check_type(where: str, value: object, hint: Any) -> None:
@@ -93,7 +125,7 @@ def _check_type(where: str, value: object, hint: Any) -> None:
         for i, item in enumerate(value):
             _check_type(f"{where}[{i}]", item, get_args(hint)[0])
     elif type(value) is not hint:
-        raise InputError(f"{where}={value!r}: expected {hint.__name__}")
+        raise InputError(f"{where}={reprlib.repr(value)}: expected {hint.__name__}")
     elif hint is float and not math.isfinite(value):
         raise InputError(f"{where}={value!r}: must be a finite number")
     elif hint is int and abs(value) >= _INTEGERS:

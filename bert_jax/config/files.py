@@ -360,6 +360,33 @@ def differences(old: Section, new: Section, role: str) -> list[str]:
     return lines
 
 
+# Settings that change nothing but with another one.
+_ONLY_WITH = {
+    "model.global_every": "model.kind=modern",
+    "model.local_window": "model.kind=modern",
+    "model.global_rotary_base": "model.kind=modern",
+    "model.local_rotary_base": "model.kind=modern",
+    "phases.N.global_rotary_base": "model.kind=modern",
+    "phases.N.examples_per_row": "data.packing=pairs",
+    "phases.N.predictions_per_row": "data.packing=pairs",
+    "optimizer.decay_steps": "optimizer.schedule=wsd",
+    "optimizer.reference_replicas": "optimizer.clip=per_replica",
+}
+
+
+def notes(experiment: Section) -> list[str]:
+    """Returns a line for each setting that was given and changes nothing."""
+    given = dict(flatten(experiment))
+    usual = {setting.path: setting.default for setting in explain.settings(type(experiment))}
+    lines = []
+    for path, value in given.items():
+        field = re.sub(r"\.\d+\.", ".N.", path)
+        name, _, wanted = _ONLY_WITH.get(field, "").partition("=")
+        if name and given[name] != wanted and str(value) != usual[field]:
+            lines.append(f"note: {path}={value} has a meaning with {name}={wanted} only")
+    return lines
+
+
 def flatten(section: Any, role: str = "all", path: str = "") -> list[tuple[str, object]]:
     """Lists (path, value) of every field, in order; `role` keeps identity or placement alone.
 
@@ -404,7 +431,8 @@ def _build(hint: Any, value: Any, where: str) -> Any:
         prefix = f"{where}." if where else ""
         for key in value:
             if key not in hints:
-                raise InputError(_unknown(key, where, hints))
+                near = explain.suggestion(key, hints)
+                raise InputError(f"{where or 'experiment'} has no field {key!r}; {near}")
         for f in dataclasses.fields(hint):
             required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
             if required and f.name not in value:
@@ -418,9 +446,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
             if not (dot and where.startswith(f"{name}.")):
                 raise
             raise InputError(f"{where}.{rest}") from error
-    if get_origin(hint) is tuple and not (hint == tuple[int, ...] and type(value) is int):
-        if not isinstance(value, list):
-            raise InputError(f"{where}: expected a list")
+    if get_origin(hint) is tuple and isinstance(value, list):
         item = get_args(hint)[0]
         return tuple(_build(item, v, f"{where}.{i}") for i, v in enumerate(value))
     return value
@@ -429,9 +455,3 @@ def _build(hint: Any, value: Any, where: str) -> Any:
 def _field_types(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(typing.cast(Any, cls))}
-
-
-def _unknown(key: str, where: str, known: Sequence[str] | dict) -> str:
-    close = difflib.get_close_matches(key, list(known), n=1)
-    hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
-    return f"{where or 'experiment'} has no field {key!r}; {hint}"

@@ -8,7 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bert_jax.config.fields import Section
+from bert_jax.config.fields import (
+    Count,
+    FolderName,
+    Positive,
+    PositiveCount,
+    RowLength,
+    Section,
+    Seed,
+    Share,
+)
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
 from bert_jax.errors import InputError
 
@@ -104,16 +113,16 @@ class Task(Section):
     # The score that runs are compared by; empty: the usual one of the kind.
     score: str = ""
     # The most tokens in a row; longer texts are cut, or read in windows.
-    max_sequence_length: int = 128
+    max_sequence_length: RowLength = 128
     # For generate: the most pieces in a text that is written, with its end; longer ones are cut.
-    max_target_length: int = 128
+    max_target_length: RowLength = 128
     # For span: a long context is read in windows, each so many pieces after the last (SQuAD: 128
     # with rows of 384).
-    document_stride: int = 128
+    document_stride: PositiveCount = 128
     # For span: pieces of a question that are kept.
-    max_query_length: int = 64
+    max_query_length: PositiveCount = 64
     # For span: the most pieces in an answer.
-    max_answer_length: int = 30
+    max_answer_length: PositiveCount = 30
     # For span: whether there may be no answer (SQuAD 2.0).
     no_answer: Literal["never", "possible"] = "never"
 
@@ -158,66 +167,44 @@ class Task(Section):
     def _validate(self) -> None:
         self._validate_columns()
         self._validate_labels()
-        learns = self.kind != "minimal_pairs"
-        self._require(
-            learns or not self.train,
-            "train",
-            "nothing is learned from minimal pairs; leave it out",
-        )
+        kind, learns = self.kind, self.kind != "minimal_pairs"
+        if self.train and not learns:
+            self._refuse("train", "nothing is learned from minimal pairs; leave it out")
         for name in ("train", "validation") if learns else ("validation",):
-            self._require(len(getattr(self, name)) > 0, name, "name at least one source")
+            if not getattr(self, name):
+                self._refuse(name, "name at least one source")
             self.require_readable(f"task.{name}", getattr(self, name))
-        self._require(
-            self.score in ("", *SCORES[self.kind]),
-            "score",
-            f"task.kind={self.kind} is scored by {', '.join(SCORES[self.kind])}",
-        )
-        self._require_at_least(8, "max_sequence_length", "max_target_length")
-        self._require_at_least(1, "document_stride", "max_query_length", "max_answer_length")
-        if self.kind == "span":
-            self._require(
-                self.blank_cells == "stop",
-                "blank_cells",
-                "task.kind=span has no columns with cells; leave it at stop",
-            )
+        if self.score not in ("", *SCORES[kind]):
+            self._refuse("score", f"task.kind={kind} is scored by {', '.join(SCORES[kind])}")
+        if kind == "span":
             self._validate_windows()
 
     def _validate_windows(self) -> None:
+        if self.blank_cells != "stop":
+            self._refuse("blank_cells", "task.kind=span has no columns with cells; leave it out")
         # [CLS], a question and two [SEP] leave a window its room for the context.
         room = self.max_sequence_length - self.max_query_length - 3
-        whole = f"task.max_sequence_length={self.max_sequence_length}"
-        self._require(
-            room > 0,
-            "max_query_length",
-            f"{whole} has no room for a context next to it; set it to 384, as is usual, or shorten "
-            "the question",
-        )
-        self._require(
-            self.document_stride <= room,
-            "document_stride",
-            f"would leave pieces out, since windows of {whole} have room for {room} next to a "
-            "question; set it to 384, as is usual, or take shorter strides",
-        )
+        whole = f"task.max_sequence_length={self.max_sequence_length}, which is usually 384,"
+        if room <= 0:
+            self._refuse("max_query_length", f"{whole} has no room for a context next to it")
+        if self.document_stride > room:
+            why = f"{whole} has room for {room} next to a question; larger strides leave some out"
+            self._refuse("document_stride", why)
 
     def _validate_columns(self) -> None:
-        two, texts = self.kind in _OF_TWO_TEXTS, len(self.choice_columns)
-        example = "hypothesis" if self.text_column == "premise" else "text_b"
-        what = f"task.kind={self.kind} has " + (
-            f"two texts; name the column of the second, {example} say"
-            if two
-            else "one text; leave it out, or set task.kind=pair"
-        )
-        self._require(two == (self.second_column != ""), "second_column", what)
-        choice = self.kind == "choice"
-        what = (
-            f"task.kind={self.kind} {'needs two at least' if choice else 'has none; leave it out'}"
-        )
-        self._require(texts >= 2 if choice else texts == 0, "choice_columns", what)
-        self._require(
-            self.kind == "minimal_pairs" or not self.field_column,
-            "field_column",
-            f"task.kind={self.kind} has none; leave it out",
-        )
+        kind, texts = f"task.kind={self.kind}", len(self.choice_columns)
+        two = self.kind in _OF_TWO_TEXTS
+        if two and not self.second_column:
+            example = "hypothesis" if self.text_column == "premise" else "text_b"
+            why = f"{kind} has two texts; name the column of the second, {example} say"
+            self._refuse("second_column", why)
+        if self.second_column and not two:
+            self._refuse("second_column", f"{kind} has one text; leave it out, or say pair")
+        if self.kind == "choice" and texts < 2:
+            self._refuse("choice_columns", f"{kind} needs two at least")
+        for name, of in (("choice_columns", "choice"), ("field_column", "minimal_pairs")):
+            if getattr(self, name) and self.kind != of:
+                self._refuse(name, f"{kind} has none; leave it out")
         columns = self._columns
         if "" in columns or len(set(columns)) < len(columns):
             raise InputError(
@@ -225,27 +212,18 @@ class Task(Section):
             )
 
     def _validate_labels(self) -> None:
-        self._require(
-            len(set(self.labels)) == len(self.labels), "labels", "one is named more than once"
-        )
+        labels, choices = self.labels, len(self.choice_columns)
+        if len(set(labels)) < len(labels):
+            self._refuse("labels", "one is named more than once")
         # As they are read.
-        self._require(
-            all(label and label == label.strip() for label in self.labels),
-            "labels",
-            "one is empty, or has blanks around it",
-        )
-        if self.kind in ("regress", "span", "generate", "minimal_pairs"):
-            self._require(
-                not self.labels, "labels", f"task.kind={self.kind} has none; leave it out"
-            )
-        elif self.kind == "choice":
-            self._require(
-                len(self.labels) in (0, len(self.choice_columns)),
-                "labels",
-                f"name one for each of the {len(self.choice_columns)} choices, or none",
-            )
-        else:
-            self._require(len(self.labels) != 1, "labels", "name two at least, or none")
+        if not all(label and label == label.strip() for label in labels):
+            self._refuse("labels", "one is empty, or has blanks around it")
+        if labels and self.kind in ("regress", "span", "generate", "minimal_pairs"):
+            self._refuse("labels", f"task.kind={self.kind} has none; leave it out")
+        if self.kind == "choice" and len(labels) not in (0, choices):
+            self._refuse("labels", f"name one for each of the {choices} choices, or none")
+        if len(labels) == 1:
+            self._refuse("labels", "name two at least, or none")
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -276,31 +254,23 @@ class Adapt(Section):
     # the last layer.
     features: Features = ""
     # With how=lora: rank of the low-rank additions.
-    lora_rank: int = 8
+    lora_rank: PositiveCount = 8
     # With how=lora: the additions are scaled by lora_alpha / lora_rank.
-    lora_alpha: float = 16.0
+    lora_alpha: Positive = 16.0
     # With how=lora: the kernels of each layer that have an addition.
     lora_targets: tuple[str, ...] = ("query", "value")
     # Dropout of embeddings and of what each layer adds.
-    hidden_dropout_prob: float = 0.1
+    hidden_dropout_prob: Share = 0.1
     # Dropout of attention probabilities.
-    attention_probs_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: Share = 0.1
     # Dropout of what the head reads.
-    head_dropout_prob: float = 0.1
+    head_dropout_prob: Share = 0.1
     # Type of activations and matrix products.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def _validate(self) -> None:
-        self._require_at_least(1, "lora_rank")
-        self._require(self.lora_alpha > 0, "lora_alpha", "must be positive")
-        self._require_share(
-            "hidden_dropout_prob", "attention_probs_dropout_prob", "head_dropout_prob"
-        )
-        for name in self.lora_targets:
-            if name not in LORA_TARGETS:
-                raise InputError(
-                    f"adapt.lora_targets: {name!r} is none of {', '.join(LORA_TARGETS)}"
-                )
+        if not set(self.lora_targets) <= set(LORA_TARGETS):
+            self._refuse("lora_targets", f"choose from {', '.join(LORA_TARGETS)}")
 
 
 # Of a layer, what has a kernel; model.kind=modern alone has gates.
@@ -325,79 +295,50 @@ class Finetuning(Section):
     label = "finetuning"
 
     # Names the run, and its folder runs/NAME.
-    name: str
+    name: FolderName
     # Seed of every random draw: the head's weights, order and dropout.
-    seed: int = 0
+    seed: Seed = 0
     # A base or a run, whose encoder is adapted; `--from` names it.
     init_from: str = ""
     task: Task
     adapt: Adapt = field(default_factory=Adapt)
     # Passes over the training examples.
-    epochs: float = 3.0
+    epochs: Positive = 3.0
     # The run ends after so many evaluations in a row without a lower held-out loss; 0: it does not.
-    patience: int = 0
+    patience: Count = 0
     # How examples count in the loss: none: all alike; balanced: each label as much as any other,
     # however often it comes.
     class_weights: Literal["none", "balanced"] = "none"
     # Examples a step, over all devices.
-    batch_size: int = 32
+    batch_size: PositiveCount = 32
     # Share of all steps in which the learning rate rises.
-    warmup_share: float = 0.1
+    warmup_share: Share = 0.1
     optimizer: Optimizer = field(default_factory=_usual_update)
     parallelism: Parallelism = field(default_factory=Parallelism)
     run: Run = field(default_factory=_usual_run)
 
     def _validate(self) -> None:
-        self._require_folder_name("name")
-        self._require(0 <= self.seed < 2**32, "seed", "must be in [0, 2**32)")
-        self._require(self.epochs > 0, "epochs", "must be positive")
-        self._require_at_least(1, "batch_size")
-        self._require_at_least(0, "patience")
-        self._require(
-            self.class_weights == "none" or self.task.kind in ("classify", "pair", "tag"),
-            "class_weights",
-            f"task.kind={self.task.kind} has no labels to be weighed; leave it at none",
-        )
-        if self.adapt.features and self.task.kind != "tag":
-            raise InputError(
-                f"adapt.features={self.adapt.features}: only for task.kind=tag, not "
-                f"task.kind={self.task.kind}; leave it out"
-            )
-        if self.task.kind == "generate" and self.adapt.how != "full":
-            raise InputError(
-                f"adapt.how={self.adapt.how}: task.kind=generate learns everything, since its "
-                "decoder's attention to the source begins with nothing; set it to full"
-            )
-        self._require_share("warmup_share")
+        kind, how, optimizer = self.task.kind, self.adapt.how, self.optimizer
+        if self.class_weights != "none" and kind not in ("classify", "pair", "tag"):
+            self._refuse("class_weights", f"task.kind={kind} has no labels to weigh; leave it out")
+        if self.adapt.features and kind != "tag":
+            self._refuse("adapt.features", f"not for task.kind={kind}, only for tag; leave it out")
+        if kind == "generate" and how != "full":
+            self._refuse("adapt.how", "task.kind=generate learns everything; set it to full")
         for name in ("watch", "probes", "corpus_dir"):
             if getattr(self.run, name):
-                raise InputError(f"run.{name}: only for pre-training; leave it out")
-        if self.optimizer.warmup_steps:
-            raise InputError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps}: not for fine-tuning, where "
-                "warmup_share counts the steps; write warmup_steps=0, since "
-                f"{Optimizer().warmup_steps} is what an Optimizer has unless it is named"
-            )
-        if self.optimizer.schedule == "wsd":
-            raise InputError(
-                "optimizer.schedule=wsd: not for fine-tuning, whose steps follow from its "
-                "examples; choose linear or cosine"
-            )
-        if self.optimizer.clip == "per_replica":
-            raise InputError(
-                "optimizer.clip=per_replica: not for fine-tuning, where a gradient is clipped as a "
-                "whole; set it to global"
-            )
-        if self.optimizer.layer_decay < 1 and self.adapt.how != "full":
-            raise InputError(
-                f"optimizer.layer_decay={self.optimizer.layer_decay}: adapt.how={self.adapt.how} "
-                "trains no layer of the encoder; leave it at 1"
-            )
-        if (
-            len(self.parallelism.accumulation) != 1
-            or self.batch_size % self.parallelism.accumulation[0]
-        ):
-            raise InputError(
-                f"parallelism.accumulation={self.parallelism.accumulation}: give one number that "
-                f"divides batch_size={self.batch_size}"
-            )
+                self._refuse(f"run.{name}", "only for pre-training; leave it out")
+        if optimizer.warmup_steps:
+            # 10,000 is what an Optimizer has unless it is named.
+            self._refuse("optimizer.warmup_steps", "must be 0: warmup_share counts the steps")
+        if optimizer.schedule == "wsd":
+            why = "not for fine-tuning, whose steps follow from its examples; choose another"
+            self._refuse("optimizer.schedule", why)
+        if optimizer.clip == "per_replica":
+            self._refuse("optimizer.clip", "not for fine-tuning; set it to global")
+        if optimizer.layer_decay < 1 and how != "full":
+            self._refuse("optimizer.layer_decay", f"adapt.how={how} trains no layer; set it to 1")
+        parts = self.parallelism.accumulation
+        if len(parts) != 1 or self.batch_size % parts[0]:
+            why = f"give one number that divides batch_size={self.batch_size}"
+            self._refuse("parallelism.accumulation", why)

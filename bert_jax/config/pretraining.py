@@ -8,9 +8,23 @@ say where and how; they may. Each module of the library is given its own section
 import itertools
 import re
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
-from bert_jax.config.fields import Section
+from bert_jax.config.fields import (
+    Code,
+    Count,
+    FolderName,
+    Positive,
+    PositiveCount,
+    PositiveShare,
+    RowLength,
+    Section,
+    Seed,
+    Share,
+    Side,
+    WholeShare,
+    at_least,
+)
 from bert_jax.errors import InputError
 
 # Words of sources whose text lies in files.
@@ -38,9 +52,25 @@ SKIPPED_STEPS = 64
 _PAPERS_SHARE = 0.15
 # How many are traced at most: a trace is kept in memory.
 _TRACED_STEPS = 100
-# Fields that kind=bert does not look at.
-_OF_MODERN = ("global_every", "local_window", "global_rotary_base", "local_rotary_base")
-_LESS = {1: "one", 2: "two"}
+
+
+class _Objective(NamedTuple):
+    """What goes with a word of `data.objective`."""
+
+    units: Literal["pairs", "swapped_pairs", "sentences"]  # what a row is made of
+    unpredicted: int  # places of a row that are never predicted; 0: a share of them is masked
+    kinds: tuple[str, ...]  # of encoders that learn it
+    direction: Literal["both", "left_to_right"]  # what they attend to
+
+
+_TRANSFORMERS = ("bert", "modern")
+_OBJECTIVES = {
+    "mlm_nsp": _Objective("pairs", 0, _TRANSFORMERS, "both"),
+    "mlm_sop": _Objective("swapped_pairs", 0, _TRANSFORMERS, "both"),
+    "mlm": _Objective("sentences", 0, _TRANSFORMERS, "both"),
+    "causal": _Objective("sentences", 1, _TRANSFORMERS, "left_to_right"),
+    "bidirectional_lm": _Objective("sentences", 2, ("bilstm",), "both"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,27 +91,27 @@ class Model(Section):
 
     # An encoder of the experiment file's own instead of the kind's, FILE:FUNCTION:SHA256, which
     # bert_jax.config.own(FUNCTION) gives; empty: the kind's.
-    code: str = ""
+    code: Code = ""
     # Pieces of the tokenizer, specials included; one that is trained on too little text has some
     # [unused]. The embedding table is padded to a multiple of 1,024 rows.
-    vocab_size: int = 30_522
+    vocab_size: Side = 30_522
     # Width of the encoder, a multiple of the heads; of kind=bilstm both directions' projections.
-    hidden_size: int = 768
+    hidden_size: Side = 768
     # Layers of the encoder.
-    num_hidden_layers: int = 12
+    num_hidden_layers: PositiveCount = 12
     # Attention heads of each layer; 1 for kind=bilstm, which has none.
-    num_attention_heads: int = 12
+    num_attention_heads: PositiveCount = 12
     # Width of each layer's feed-forward part; for kind=bilstm, cells of each LSTM.
-    intermediate_size: int = 3_072
+    intermediate_size: Side = 3_072
     # What a token attends to: the text on both sides, or up to itself (data.objective=causal).
     direction: Literal["both", "left_to_right"] = "both"
     # Tokens in the longest row; kind=bert has a position embedding for each of them.
-    max_position_embeddings: int = 512
+    max_position_embeddings: Side = 512
     # Number of segments, A and B; kind=modern has no segment embeddings.
     type_vocab_size: int = 2
     # For kind=modern: the first layer and then every so many attend to whole rows; the others to a
     # window around each token.
-    global_every: int = 3
+    global_every: PositiveCount = 3
     # For kind=modern: width of that window in tokens, half on each side of the token.
     local_window: int = 128
     # Base of the rotary positions of layers that attend to whole rows.
@@ -91,11 +121,11 @@ class Model(Section):
     # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
     hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
     # Dropout of embeddings and of what each layer adds.
-    hidden_dropout_prob: float = 0.1
+    hidden_dropout_prob: Share = 0.1
     # Dropout of attention probabilities.
-    attention_probs_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: Share = 0.1
     # Standard deviation of fresh weights, a normal distribution cut off at twice it.
-    initializer_range: float = 0.02
+    initializer_range: Positive = 0.02
     # Fresh layers as the kind's reference draws them, or scaled: by 1/sqrt(hidden_size), and what a
     # layer adds begins as zero.
     initialization: Literal["reference", "scaled"] = "reference"
@@ -107,44 +137,59 @@ class Model(Section):
     dropout_rng: Literal["threefry8", "rbg16", "in_kernel"] = "threefry8"
 
     def _validate(self) -> None:
-        self._require_code("code")
-        self._require_at_least(
-            1,
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-        )
-        # XLA's compiler for CPUs ends the process at a matrix with a longer side.
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
-            self._require(getattr(self, name) < 2**31, name, "must be below 2**31")
         # [PAD] [UNK] [CLS] [SEP] [MASK] and one piece to predict.
-        self._require_at_least(6, "vocab_size")
-        self._require_at_least(8, "max_position_embeddings")
-        self._require_share("hidden_dropout_prob", "attention_probs_dropout_prob")
-        if self.kind == "bert":
-            self._require(self.type_vocab_size >= 2, "type_vocab_size", "pairs need two segments")
-        self._require(self.initializer_range > 0, "initializer_range", "must be positive")
-        self._require(
-            self.hidden_size % self.num_attention_heads == 0,
-            "num_attention_heads",
-            f"must divide model.hidden_size={self.hidden_size}",
-        )
+        if self.vocab_size < 6:
+            self._refuse("vocab_size", "must be at least 6")
+        if self.max_position_embeddings < 8:
+            self._refuse("max_position_embeddings", "must be at least 8")
+        if self.hidden_size % self.num_attention_heads:
+            why = f"must divide model.hidden_size={self.hidden_size}"
+            self._refuse("num_attention_heads", why)
         steps = 256 if self.dropout_rng == "threefry8" else 65_536
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-            drawn = round(getattr(self, name) * steps)
-            self._require(
-                0 < drawn < steps or getattr(self, name) == 0.0,
-                name,
-                f"model.dropout_rng={self.dropout_rng} draws in steps of 1/{steps}",
-            )
+            share = getattr(self, name)
+            if share > 0 and not 0 < round(share * steps) < steps:
+                why = f"model.dropout_rng={self.dropout_rng} draws in steps of 1/{steps}"
+                self._refuse(name, why)
+        if self.kind == "bert" and self.type_vocab_size < 2:
+            self._refuse("type_vocab_size", "pairs need two segments")
         if self.kind == "modern":
             self._validate_modern()
-            return
-        for name in _OF_MODERN:
-            self._require_default(name, "has a meaning with model.kind=modern only")
         if self.kind == "bilstm":
             self._validate_bilstm()
+
+    def _validate_bilstm(self) -> None:
+        if self.num_attention_heads != 1:
+            self._refuse("num_attention_heads", "model.kind=bilstm: set it to 1")
+        if self.hidden_size % 2:
+            self._refuse("hidden_size", "must be even; each direction has half of it")
+        for name in ("type_vocab_size", "hidden_act", "initialization", "code"):
+            if not self._is_default(name):
+                self._refuse(name, "has no meaning with model.kind=bilstm; leave it out")
+
+    def _validate_modern(self) -> None:
+        every, window = self.global_every, self.local_window
+        width = self.hidden_size // self.num_attention_heads
+        if not self._is_default("type_vocab_size"):
+            self._refuse("type_vocab_size", "model.kind=modern has no segment embeddings")
+        if width % 2:
+            self._refuse("num_attention_heads", f"heads are {width} wide, and must be even")
+        for name in ("global_rotary_base", "local_rotary_base"):
+            if getattr(self, name) <= 1:
+                self._refuse(name, "must be over 1")
+        if self.num_hidden_layers % every != 1 % every:
+            self._refuse(
+                "num_hidden_layers", f"must be a multiple of model.global_every={every}, plus 1"
+            )
+        if every == 1:
+            for name in ("local_window", "local_rotary_base"):
+                if not self._is_default(name):
+                    self._refuse(name, "has no meaning with model.global_every=1")
+        elif window < 2 or window % 2:
+            self._refuse("local_window", "must be even, half of it on each side")
+        elif window > self.max_position_embeddings:
+            most = self.max_position_embeddings
+            self._refuse("local_window", f"is over model.max_position_embeddings={most}")
 
     @property
     def one_sided(self) -> str:
@@ -152,54 +197,6 @@ class Model(Section):
         if self.kind == "bilstm":
             return "model.kind=bilstm"
         return "" if self.direction == "both" else f"model.direction={self.direction}"
-
-    def _validate_bilstm(self) -> None:
-        self._require(
-            self.num_attention_heads == 1, "num_attention_heads", "model.kind=bilstm: set it to 1"
-        )
-        self._require(
-            self.hidden_size % 2 == 0, "hidden_size", "must be even; each direction has half of it"
-        )
-        for name in ("type_vocab_size", "hidden_act", "initialization"):
-            self._require_default(name, "has no meaning with model.kind=bilstm; leave it out")
-        self._require(not self.code, "code", "not with model.kind=bilstm; leave one of them out")
-
-    def _validate_modern(self) -> None:
-        self._require_default("type_vocab_size", "model.kind=modern has no segment embeddings")
-        self._require(
-            self.hidden_size // self.num_attention_heads % 2 == 0,
-            "num_attention_heads",
-            f"makes heads {self.hidden_size // self.num_attention_heads} wide; rotary positions "
-            "turn pairs, so the width must be even",
-        )
-        self._require_at_least(1, "global_every")
-        self._require(self.global_rotary_base > 1, "global_rotary_base", "must be over 1")
-        self._require(
-            self.num_hidden_layers % self.global_every == 1 % self.global_every,
-            "num_hidden_layers",
-            f"must be a multiple of model.global_every={self.global_every}, plus 1",
-        )
-        if self.global_every == 1:
-            for name in ("local_window", "local_rotary_base"):
-                self._require_default(name, "has no meaning with model.global_every=1")
-            return
-        self._require(self.local_rotary_base > 1, "local_rotary_base", "must be over 1")
-        self._require(
-            self.local_window >= 2 and self.local_window % 2 == 0,
-            "local_window",
-            "must be even, half of it on each side",
-        )
-        self._require(
-            self.local_window <= self.max_position_embeddings,
-            "local_window",
-            f"longer than the position table, model.max_position_embeddings="
-            f"{self.max_position_embeddings}",
-        )
-
-    def _require_default(self, name: str, why: str) -> None:
-        self._require(
-            getattr(self, name) == type(self).__dataclass_fields__[name].default, name, why
-        )
 
 
 # What stands before a path that an experiment's file gave as relative to its own folder.
@@ -245,7 +242,7 @@ class Corpus(Section):
     # line begins with, as CHAPTER; headings: those of wikis, of Markdown and of books.
     document_starts: str = ""
     # A document of more sentences than this is cut into several of about so many; 0: none is cut.
-    cut_documents: int = 0
+    cut_documents: Count = 0
     # The field of a JSON line or of a TFDS example that holds its text, or a column of a table; of
     # several sources that differ one each, in their order: text,body.
     text_field: str = "text"
@@ -272,7 +269,8 @@ class Corpus(Section):
     validation_share: float = 0.005
 
     def _validate(self) -> None:
-        self._require(len(self.sources) > 0, "sources", "name at least one source of text")
+        if not self.sources:
+            self._refuse("sources", "name at least one source of text")
         # A path alone is a folder of text.
         sources = (source if ":" in source else f"text:{source}" for source in self.sources)
         object.__setattr__(self, "sources", tuple(sources))
@@ -280,48 +278,31 @@ class Corpus(Section):
             word, _, rest = source.partition(":")
             if not rest or word not in (*TEXT_FILES, "tfds", "tfds_dir"):
                 words = " ".join(f"{word}:" for word in TEXT_FILES)
-                raise InputError(
-                    f"corpus.sources: {source!r} is not one of {words} with FOLDER_OR_GLOB behind "
-                    "it, tfds:NAME or tfds_dir:PATH"
-                )
+                why = f"{words} go before FOLDER_OR_GLOB, tfds: before NAME, tfds_dir: before PATH"
+                self._refuse("sources", f"{source!r} is no source; {why}")
         self._validate_mixture()
-        self._require(
-            len(self._fields()) in (1, len(self.sources)),
-            "text_field",
-            f"{len(self._fields())} fields for {len(self.sources)} of corpus.sources; give one for "
-            "all, or one a source, in their order",
-        )
+        fields, sources = len(self._fields()), len(self.sources)
+        if fields not in (1, sources):
+            why = f"{fields} fields for {sources} of corpus.sources; give one for all, or one each"
+            self._refuse("text_field", why)
         codes, near = _LANGUAGES.split(), self.language[:2].lower()
-        hint = f"did you mean {near}? T" if near in codes else "t"
-        self._require(
-            self.language.partition("-")[0] in codes,
-            "language",
-            f"no code of a language; {hint}here are {' '.join(codes)}",
-        )
-        self._require_at_least(0, "cut_documents")
+        if self.language.partition("-")[0] not in codes:
+            hint = f"did you mean {near}? T" if near in codes else "t"
+            self._refuse("language", f"no code of a language; {hint}here are {' '.join(codes)}")
+        if self.document_starts and self.layout == "sentences_by_line":
+            why = "in corpus.layout=sentences_by_line a blank line ends a document; leave it out"
+            self._refuse("document_starts", why)
         if self.document_starts not in ("", "headings"):
             try:
                 re.compile(self.document_starts)
             except re.error as error:
-                raise InputError(
-                    f"corpus.document_starts={self.document_starts!r}: no regular expression "
-                    f"({error})"
-                ) from error
-        self._require(
-            not (self.document_starts and self.layout == "sentences_by_line"),
-            "document_starts",
-            "in corpus.layout=sentences_by_line a blank line ends a document; leave it out, or "
-            "name another layout",
-        )
-        self._require(
-            0.0 < self.validation_share < 1.0, "validation_share", "must be between 0 and 1"
-        )
+                self._refuse("document_starts", f"no regular expression ({error})")
+        if not 0.0 < self.validation_share < 1.0:
+            self._refuse("validation_share", "must be between 0 and 1")
         try:
             "".encode(self.encoding)
-        except (LookupError, UnicodeError) as error:
-            raise InputError(
-                f"corpus.encoding={self.encoding!r}: Python knows no such encoding"
-            ) from error
+        except (LookupError, UnicodeError):
+            self._refuse("encoding", "Python knows no such encoding")
 
     def _fields(self) -> list[str]:
         # A column of a single source may be called anything.
@@ -338,26 +319,14 @@ class Corpus(Section):
     def _validate_mixture(self) -> None:
         if not self.mixture:
             return
-        weights, sources = len(self.mixture), len(self.sources)
-        self._require(
-            weights == sources,
-            "mixture",
-            f"{weights} weights for {sources} of corpus.sources; give one a source, in their order",
-        )
-        whole = sum(weight / max(self.mixture) for weight in self.mixture if max(self.mixture))
+        if len(self.mixture) != len(self.sources):
+            self._refuse("mixture", f"give {len(self.sources)} weights, one for each source")
+        largest = max(self.mixture)
+        whole = sum(weight / largest for weight in self.mixture if largest)
         for weight, source in zip(self.mixture, self.sources, strict=True):
-            self._require(
-                weight > 0.0,
-                "mixture",
-                f"{source} has no share; give it a weight above 0, or leave it out of "
-                "corpus.sources",
-            )
-            self._require(
-                weight / max(self.mixture) * MIXED_ROWS >= whole,
-                "mixture",
-                f"{source} has less than one row in {MIXED_ROWS:,}; give it a larger weight, or "
-                "leave it out of corpus.sources",
-            )
+            if weight <= 0.0 or weight / largest * MIXED_ROWS < whole:
+                why = f"{source} has less than one row in {MIXED_ROWS:,}; give it a larger weight"
+                self._refuse("mixture", f"{why}, or leave it out of corpus.sources")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,95 +345,66 @@ class Data(Section):
     objective: Literal["mlm_nsp", "mlm_sop", "mlm", "causal", "bidirectional_lm"] = "mlm_nsp"
     # Something else that is learned of the same rows: an objective of the experiment file's own,
     # FILE:FUNCTION:SHA256, which bert_jax.config.own(FUNCTION) gives; empty: nothing else.
-    code: str = ""
+    code: Code = ""
     # Of rows of full sentences: whether a token attends to all documents of its row, or to its own
     # alone, in which positions begin at 0 again, as they do for a text by itself.
     attention: Literal["whole_row", "per_document"] = "whole_row"
     # Share of examples that are made of a random, shorter length; only of objectives with pairs.
-    short_seq_prob: float = 0.1
+    short_seq_prob: Share = 0.1
     # Share of an example's tokens that are to be predicted.
-    masked_lm_prob: float = 0.15
+    masked_lm_prob: Share = 0.15
     # data.masked_lm_prob moves in even steps to this share at the last step; 0: it stays. Held-out
     # rows are masked alike whatever is set here: 15 % of the pieces, of which 80 % become [MASK].
-    final_masked_lm_prob: float = 0.0
+    final_masked_lm_prob: Share = 0.0
     # Of the tokens to be predicted, the share that becomes [MASK].
-    mask_share: float = 0.8
+    mask_share: WholeShare = 0.8
     # Of the tokens to be predicted, the share that becomes a random piece; the rest stays as it is.
-    random_share: float = 0.1
+    random_share: WholeShare = 0.1
     # What is masked at once: single pieces, all pieces of a word, or up to ten words (SpanBERT's
     # spans: geometric with p 0.2, each replaced as a whole).
     masking: Literal["piece", "whole_word", "span"] = "piece"
     # 0: new pairs and masks in every epoch; n: those of the first n epochs again and again.
-    dupe_factor: int = 0
+    dupe_factor: Count = 0
     # pairs: as many examples as fit share a row, without attending to each other; next to no
     # padding.
     packing: Literal["none", "pairs"] = "none"
     # Length of the held-out rows.
-    eval_sequence_length: int = 128
+    eval_sequence_length: RowLength = 128
     # The most masked tokens that a held-out row may have.
-    eval_max_predictions_per_seq: int = 20
+    eval_max_predictions_per_seq: PositiveCount = 20
     # Held-out rows that are scored, the same at every evaluation; fewer if there are fewer.
-    eval_rows: int = 10_000
+    eval_rows: PositiveCount = 10_000
     # Seed that draws held-out rows and their masks, whatever the run's own, so that runs of several
     # seeds are scored on the same.
-    eval_seed: int = 0
+    eval_seed: Count = 0
 
     def _validate(self) -> None:
-        self._require_code("code")
-        self._require_share("short_seq_prob", "masked_lm_prob", "final_masked_lm_prob")
-        for name in ("mask_share", "random_share"):
-            self._require(0.0 <= getattr(self, name) <= 1.0, name, "must be in [0, 1]")
-        self._require(
-            self.mask_share + self.random_share <= 1.0,
-            "random_share",
-            f"is over 1 together with data.mask_share={self.mask_share}",
-        )
-        self._require_at_least(8, "eval_sequence_length")
-        self._require_at_least(1, "eval_max_predictions_per_seq", "eval_rows")
-        self._require_at_least(0, "dupe_factor", "eval_seed")
-        self._require(
-            self.units != "sentences" or self.packing == "none",
-            "packing",
-            f"data.objective={self.objective} has no pairs, and fills its rows already",
-        )
-        self._require(
-            self.units == "sentences" or self.attention == "whole_row",
-            "attention",
-            f"rows of data.objective={self.objective} are pairs; it has a meaning with mlm and "
-            "causal",
-        )
-        if self.unpredicted:
-            most = self.eval_sequence_length - self.unpredicted
-            self._require(
-                self.eval_max_predictions_per_seq == most,
-                "eval_max_predictions_per_seq",
-                f"data.objective={self.objective} predicts all pieces; set it to {most}, "
-                f"{_LESS[self.unpredicted]} less than the length",
-            )
-        self._require(
-            self.objective != "bidirectional_lm" or self.attention == "whole_row",
-            "attention",
-            "data.objective=bidirectional_lm reads rows from end to end; leave it out",
-        )
-        if self.dupe_factor:
-            self._require(
-                self.final_masked_lm_prob == 0.0,
-                "final_masked_lm_prob",
-                f"cannot change the masks that data.dupe_factor={self.dupe_factor} repeats; set "
-                "data.dupe_factor=0",
-            )
+        objective, mask, length = self.objective, self.mask_share, self.eval_sequence_length
+        if mask + self.random_share > 1.0:
+            self._refuse("random_share", f"is over 1 together with data.mask_share={mask}")
+        if self.units == "sentences" and self.packing != "none":
+            why = f"data.objective={objective} has no pairs, and fills its rows already"
+            self._refuse("packing", why)
+        if self.attention != "whole_row" and objective not in ("mlm", "causal"):
+            why = f"rows of data.objective={objective} are read whole; leave it out"
+            self._refuse("attention", why)
+        if self.unpredicted and self.eval_max_predictions_per_seq != length - self.unpredicted:
+            why = f"data.objective={objective} predicts all pieces; "
+            why += f"set it to {length - self.unpredicted}"
+            self._refuse("eval_max_predictions_per_seq", why)
+        if self.dupe_factor and self.final_masked_lm_prob:
+            why = "cannot change masks that are repeated; set data.dupe_factor=0"
+            self._refuse("final_masked_lm_prob", why)
 
     @property
     def units(self) -> Literal["pairs", "swapped_pairs", "sentences"]:
         """Returns what a row is made of."""
-        if self.objective == "mlm_nsp":
-            return "pairs"
-        return "swapped_pairs" if self.objective == "mlm_sop" else "sentences"
+        return _OBJECTIVES[self.objective].units
 
     @property
     def unpredicted(self) -> int:
         """Returns how many places of a row are never predicted; 0: a share of them is masked."""
-        return {"causal": 1, "bidirectional_lm": 2}.get(self.objective, 0)
+        return _OBJECTIVES[self.objective].unpredicted
 
     @property
     def largest_masked_share(self) -> float:
@@ -480,15 +420,15 @@ class Phase(Section):
     label = "phases"
 
     # Updates in this phase.
-    steps: int
+    steps: PositiveCount
     # Length of a row, in tokens.
-    sequence_length: int
+    sequence_length: RowLength
     # The most masked tokens that an example may have.
-    max_predictions_per_seq: int
+    max_predictions_per_seq: PositiveCount
     # Rows a step, over all devices.
-    batch_size: int = 256
+    batch_size: PositiveCount = 256
     # With data.packing=pairs: the most examples that may share a row.
-    examples_per_row: int = 8
+    examples_per_row: PositiveCount = 8
     # With data.packing=pairs: the most masked tokens in a row; 0: max_predictions_per_seq plus
     # examples_per_row.
     predictions_per_row: int = 0
@@ -505,26 +445,15 @@ class Phase(Section):
         return self.predictions_per_row or self.max_predictions_per_seq + self.examples_per_row
 
     def _validate(self) -> None:
-        self._require_at_least(1, "steps", "batch_size", "max_predictions_per_seq")
-        self._require_at_least(1, "examples_per_row")
-        self._require(
-            self.global_rotary_base == 0 or self.global_rotary_base > 1,
-            "global_rotary_base",
-            "must be over 1, or 0",
-        )
-        self._require(
-            self.predictions_per_row == 0
-            or self.predictions_per_row >= self.max_predictions_per_seq,
-            "predictions_per_row",
-            f"an example may have phases.max_predictions_per_seq={self.max_predictions_per_seq}; "
-            "must be at least as many, or 0",
-        )
-        self._require_at_least(8, "sequence_length")
-        self._require(
-            self.max_predictions_per_seq < self.sequence_length,
-            "max_predictions_per_seq",
-            f"must be below the sequence length {self.sequence_length}",
-        )
+        most = self.max_predictions_per_seq
+        if self.global_rotary_base != 0 and self.global_rotary_base <= 1:
+            self._refuse("global_rotary_base", "must be over 1, or 0")
+        if 0 != self.predictions_per_row < most:
+            why = f"must be 0, or at least phases.max_predictions_per_seq={most}"
+            self._refuse("predictions_per_row", why)
+        if most >= self.sequence_length:
+            why = f"must be below the sequence length {self.sequence_length}"
+            self._refuse("max_predictions_per_seq", why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -543,66 +472,45 @@ class Optimizer(Section):
     # their means remember.
     name: Literal["bert_adam", "adamw", "lamb", "stable_adamw"] = "bert_adam"
     # The highest learning rate, at the end of the warm-up.
-    peak_learning_rate: float = 1e-4
+    peak_learning_rate: Positive = 1e-4
     # Steps in which the learning rate rises.
-    warmup_steps: int = 10_000
+    warmup_steps: Count = 10_000
     # paper: linear decay from step 0, replaced by a linear warm-up that leaves a jump at its end;
     # wsd: warm-up, a stable stretch at the peak, and a decay in the last decay_steps.
     schedule: Literal["paper", "linear", "cosine", "wsd"] = "paper"
     # Of schedule=wsd, the last steps, in which the rate falls to 0; 0: it never does.
-    decay_steps: int = 0
+    decay_steps: Count = 0
     # Of schedule=wsd, how it falls: in even steps, or as 1 - sqrt of the share of them done.
     decay_shape: Literal["one_minus_sqrt", "linear"] = "one_minus_sqrt"
     # Adam's beta 1: decay of the running mean of gradients.
-    b1: float = 0.9
+    b1: Share = 0.9
     # Adam's beta 2: decay of the running mean of squared gradients.
-    b2: float = 0.999
+    b2: Share = 0.999
     # Adam's epsilon: added to the root of the mean of squared gradients.
-    eps: float = 1e-6
+    eps: Positive = 1e-6
     # Decay of kernels and embeddings; biases and layer norms have none.
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, at_least(0)] = 0.01
     # Which norm is limited: the whole gradient's, that of each of reference_replicas groups of
     # rows, or none.
     clip: Literal["global", "per_replica", "none"] = "global"
     # A gradient with a larger norm is scaled down to this one.
-    clip_norm: float = 1.0
+    clip_norm: Positive = 1.0
     # With clip=per_replica: groups of rows in a batch, each of whose gradients is clipped by
     # itself.
-    reference_replicas: int = 1
+    reference_replicas: PositiveCount = 1
     # Type in which devices add up their gradients.
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
     # Each layer learns by so much slower than the one above it, the embeddings slowest of all.
-    layer_decay: float = 1.0
+    layer_decay: PositiveShare = 1.0
     # A step whose loss or gradient is not finite changes nothing. After so many in a row the run
     # goes back to the checkpoint before them and leaves them out, or ends.
-    bad_steps_in_a_row: int = 10
+    bad_steps_in_a_row: PositiveCount = 10
     # What the run does after bad_steps_in_a_row: goes back to the checkpoint before them, or ends.
     after_bad_steps: Literal["roll_back", "stop"] = "roll_back"
 
     def _validate(self) -> None:
-        self._require(self.peak_learning_rate > 0, "peak_learning_rate", "must be positive")
-        self._require_at_least(0, "warmup_steps", "weight_decay", "decay_steps")
-        self._require(
-            self.decay_steps == 0 or self.schedule == "wsd",
-            "decay_steps",
-            "has a meaning with optimizer.schedule=wsd only",
-        )
-        self._require_share("b1", "b2")
-        self._require(0 < self.layer_decay <= 1, "layer_decay", "must be in (0, 1]")
-        self._require(self.eps > 0, "eps", "must be positive")
-        self._require(self.clip_norm > 0, "clip_norm", "must be positive")
-        self._require_at_least(1, "reference_replicas", "bad_steps_in_a_row")
-        self._require(
-            self.bad_steps_in_a_row < SKIPPED_STEPS,
-            "bad_steps_in_a_row",
-            f"a run leaves out {SKIPPED_STEPS} steps at most, these and the one before them",
-        )
-        if self.clip != "per_replica":
-            self._require(
-                self.reference_replicas == 1,
-                "reference_replicas",
-                "has a meaning with optimizer.clip=per_replica only",
-            )
+        if self.bad_steps_in_a_row >= SKIPPED_STEPS:
+            self._refuse("bad_steps_in_a_row", f"must be below {SKIPPED_STEPS}, as many are noted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -616,7 +524,7 @@ class Parallelism(Section):
     # zero3 each layer's where it is used.
     state: Literal["replicated", "zero1", "zero3"] = "replicated"
     # Devices that share a row: heads, feed-forward and vocabulary are cut over them.
-    tensor: int = 1
+    tensor: PositiveCount = 1
     # Micro-batches a step: one number for all phases, or one a phase.
     accumulation: tuple[int, ...] = (1,)
     # What is kept of each layer for the backward pass: everything (none), the results of matrix
@@ -626,12 +534,8 @@ class Parallelism(Section):
     layer_loop: Literal["scan", "unroll"] = "scan"
 
     def _validate(self) -> None:
-        self._require_at_least(1, "tensor")
-        self._require(
-            len(self.accumulation) > 0 and min(self.accumulation) >= 1,
-            "accumulation",
-            "must be at least 1, for all phases or for each",
-        )
+        if min(self.accumulation, default=0) < 1:
+            self._refuse("accumulation", "must be at least 1, for all phases or for each")
 
     def accumulation_of(self, phase: int) -> int:
         """Returns the micro-batches of a step of this phase."""
@@ -646,31 +550,31 @@ class Run(Section):
     label = "run"
 
     # Steps between lines of metrics.jsonl.
-    log_every: int = 100
+    log_every: PositiveCount = 100
     # Steps between evaluations on held-out text.
-    eval_every: int = 10_000
+    eval_every: PositiveCount = 10_000
     # Rows scored at a time.
-    eval_batch_size: int = 256
+    eval_batch_size: PositiveCount = 256
     # Steps between checkpoints.
-    checkpoint_every: int = 1_000
+    checkpoint_every: PositiveCount = 1_000
     # How many of the newest checkpoints are kept.
     keep_checkpoints: int = 3
     # How many checkpoints of the lowest held-out loss are kept, too.
-    keep_best: int = 1
+    keep_best: Count = 1
     # Checkpoints of steps divisible by this are kept, too; 0: none.
-    keep_every: int = 0
+    keep_every: Count = 0
     # A checkpoint that does not fit on the disk ends the run, or is left out and tried again.
     when_disk_is_full: Literal["stop", "go_on"] = "stop"
     # The process prints its stacks and ends when no step was done for so many seconds; 0: never. An
     # evaluation counts as a step; what compiles may take twice as long.
-    hang_after_seconds: int = 1_800
+    hang_after_seconds: Count = 1_800
     # Steps between those that TPU chips compute several times to check their arithmetic; 0: none.
     # On TPUs only. A chip that fails its check ends the run; run it again on another machine.
-    check_every: int = 0
+    check_every: Count = 0
     # Batches made ahead of the step that needs them.
-    prefetch_batches: int = 4
+    prefetch_batches: PositiveCount = 4
     # Processes that make batches; 0: a thread.
-    data_workers: int = 0
+    data_workers: Count = 0
     # 10,20 traces the steps after the 10th up to the 20th, for a profiler; empty: no trace.
     profile_steps: tuple[int, ...] = ()
     # Texts whose [MASK] is filled in at every evaluation; empty: sentences of held-out documents.
@@ -680,7 +584,7 @@ class Run(Section):
     # evaluations as often as run.probe_share allows.
     probes: tuple[str, ...] = ()
     # Share of the run's operations that run.probes may take.
-    probe_share: float = 0.05
+    probe_share: PositiveShare = 0.05
     # Where metrics are sent while the run goes on: tensorboard, trackio, wandb, mlflow, each an
     # extra to install; they stay in the workdir unless the tracker's own variables name a server.
     trackers: tuple[str, ...] = ()
@@ -688,30 +592,16 @@ class Run(Section):
     corpus_dir: str = ""
 
     def _validate(self) -> None:
-        self._require_at_least(1, "log_every", "eval_every", "eval_batch_size", "checkpoint_every")
-        self._require_at_least(1, "prefetch_batches")
-        self._require_at_least(0, "data_workers", "keep_best", "keep_every", "hang_after_seconds")
-        self._require_at_least(0, "check_every")
-        self._require(0 < self.probe_share <= 1, "probe_share", "must be in (0, 1]")
-        self._require(
-            set(self.trackers) <= set(TRACKERS), "trackers", f"choose from {', '.join(TRACKERS)}"
-        )
-        self._require(
-            self.keep_checkpoints >= 2,
-            "keep_checkpoints",
-            "must be at least 2: where the newest cannot be used, the one before is needed",
-        )
+        if not set(self.trackers) <= set(TRACKERS):
+            self._refuse("trackers", f"choose from {', '.join(TRACKERS)}")
+        if self.keep_checkpoints < 2:
+            why = "must be at least 2: where the newest cannot be used, the one before is needed"
+            self._refuse("keep_checkpoints", why)
         if self.profile_steps:
-            self._require(
-                len(self.profile_steps) == 2 and 0 <= self.profile_steps[0] < self.profile_steps[1],
-                "profile_steps",
-                "must be empty, or two rising steps between which to trace, e.g. 10,20",
-            )
-            self._require(
-                self.profile_steps[1] - self.profile_steps[0] <= _TRACED_STEPS,
-                "profile_steps",
-                f"must be {_TRACED_STEPS} steps at most",
-            )
+            first, last = (*self.profile_steps, -1)[:2]
+            if len(self.profile_steps) != 2 or not 0 <= first < last <= first + _TRACED_STEPS:
+                why = f"must be two rising steps, e.g. 10,20, {_TRACED_STEPS} steps at most apart"
+                self._refuse("profile_steps", why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -722,9 +612,9 @@ class Experiment(Section):
     label = "experiment"
 
     # Names the run, and its folder runs/NAME.
-    name: str
+    name: FolderName
     # Seed of every random draw in training: weights, order, pairs, masks and dropout.
-    seed: int = 0
+    seed: Seed = 0
     # A folder that `bert-jax import` made, whose weights the run begins with; empty: fresh ones.
     init_from: str = ""
     model: Model = field(default_factory=Model)
@@ -767,150 +657,101 @@ class Experiment(Section):
         return self.model_of(self.phase_at(max(done - 1, 0))[0])
 
     def _validate(self) -> None:
-        self._require_folder_name("name")
-        self._require(0 <= self.seed < 2**32, "seed", "must be in [0, 2**32)")
-        self._require(len(self.phases) > 0, "phases", "name at least one phase")
-        lengths = {
-            f"phases.{i}.sequence_length": p.sequence_length for i, p in enumerate(self.phases)
-        }
-        lengths["data.eval_sequence_length"] = self.data.eval_sequence_length
-        for where, length in lengths.items():
-            if length > self.model.max_position_embeddings:
-                raise InputError(
-                    f"{where}={length}: longer than the position table, "
-                    f"model.max_position_embeddings={self.model.max_position_embeddings}"
-                )
-        self._validate_window()
-        self._validate_direction()
-        if len(self.parallelism.accumulation) not in (1, len(self.phases)):
-            raise InputError(
-                f"parallelism.accumulation={self.parallelism.accumulation}: give one number, or "
-                f"one for each of the {len(self.phases)} phases"
+        if not self.phases:
+            self._refuse("phases", "name at least one phase")
+        self._validate_objective()
+        self._validate_parallelism()
+        self._validate_schedule()
+        if self.data.packing != "none" and self.corpus.mixture:
+            self._refuse(
+                "data.packing", "corpus.mixture has rows of one source each; leave one out"
             )
-        if self.data.code and self.run.probes:
-            raise InputError(
-                "run.probes: are for the objectives that come with bert-jax, and data.code is "
-                "another; leave them out, and ask the run later with `bert-jax evaluate --task`"
-            )
-        share = self.data.largest_masked_share
-        for i, phase in enumerate(self.phases):
-            # The paper's share is cut off by a narrow table, as in the reference.
-            wanted, most = round(share * phase.sequence_length), phase.max_predictions_per_seq
-            if share > _PAPERS_SHARE and wanted > most:
-                raise InputError(
-                    f"phases.{i}.max_predictions_per_seq={most}: too few for {share:g} of "
-                    f"{phase.sequence_length} tokens, as data.masked_lm_prob and "
-                    f"data.final_masked_lm_prob ask for; set it to {wanted}"
-                )
-            where = f"phases.{i}.batch_size={phase.batch_size}"
-            parts = self.parallelism.accumulation_of(i)
-            if phase.batch_size % parts:
-                raise InputError(f"{where}: not a multiple of parallelism.accumulation={parts}")
-            if phase.batch_size % self.optimizer.reference_replicas:
-                raise InputError(
-                    f"{where}: not a multiple of "
-                    f"optimizer.reference_replicas={self.optimizer.reference_replicas}"
-                )
-            if phase.steps * phase.batch_size + phase.row_offset >= 2**32:
-                raise InputError(f"phases.{i}.steps={phase.steps}: over 2**32 rows in one phase")
-            self._validate_packing(i, phase)
-            if phase.global_rotary_base and self.model.kind != "modern":
-                raise InputError(
-                    f"phases.{i}.global_rotary_base={phase.global_rotary_base}: has a meaning with "
-                    "model.kind=modern only"
-                )
-        if self.model.num_attention_heads % self.parallelism.tensor:
-            raise InputError(
-                f"parallelism.tensor={self.parallelism.tensor}: does not divide "
-                f"model.num_attention_heads={self.model.num_attention_heads}"
-            )
-        if self.optimizer.clip == "per_replica":
-            if max(self.parallelism.accumulation) != 1:
-                raise InputError(
-                    f"parallelism.accumulation={max(self.parallelism.accumulation)}: "
-                    "optimizer.clip=per_replica already takes one backward pass a replica; set "
-                    "parallelism.accumulation=1"
-                )
-            if self.parallelism.state == "zero3":
-                raise InputError(
-                    "parallelism.state=zero3: its gradients arrive summed, so "
-                    "optimizer.clip=per_replica cannot clip each replica's own; use clip=global"
-                )
-        total, schedule = self.total_steps, {}
-        for name in ("warmup_steps", "decay_steps"):
-            if steps := getattr(self.optimizer, name):
-                schedule[f"optimizer.{name}"] = steps
-        if self.optimizer.warmup_steps >= total or sum(schedule.values()) > total:
-            given = ", ".join(f"{name}={steps}" for name, steps in schedule.items())
-            short = " ".join(f"--set {name}={total // 10}" for name in schedule)
-            raise InputError(
-                f"{given}: too many for the {total} steps of all phases; for a short trial {short}"
-            )
-
-    def _validate_window(self) -> None:
+        self._validate_length("data.eval_sequence_length", self.data.eval_sequence_length)
+        for number, phase in enumerate(self.phases):
+            self._validate_length(f"phases.{number}.sequence_length", phase.sequence_length)
+            self._validate_phase(number, phase)
         longest = max(phase.sequence_length for phase in self.phases)
         windowed = self.model.kind == "modern" and self.model.global_every > 1
         # Weights that were there before bring their window along.
         if windowed and self.model.local_window > longest and not self.init_from:
-            raise InputError(
-                f"model.local_window={self.model.local_window}: longer than the longest row, of "
-                f"{longest}, so that no layer would have a window; set it lower, or say "
-                "model.global_every=1"
-            )
+            why = f"is over the longest row, of {longest}; set it lower, or model.global_every=1"
+            self._refuse("model.local_window", why)
 
-    def _validate_direction(self) -> None:
-        objective = self.data.objective
-        is_causal, is_elmo = objective == "causal", objective == "bidirectional_lm"
-        if is_elmo != (self.model.kind == "bilstm"):
-            wanted = "model.kind=bilstm" if is_elmo else "data.objective=bidirectional_lm"
-            given = f"data.objective={objective}" if is_elmo else "model.kind=bilstm"
-            raise InputError(f"{given}: is ELMo's, and goes with {wanted} alone; set that, too")
-        if is_elmo and self.parallelism.tensor > 1:
-            raise InputError(
-                f"parallelism.tensor={self.parallelism.tensor}: model.kind=bilstm cuts the batch "
-                "alone over devices; set it to 1"
-            )
-        if is_causal != (self.model.direction == "left_to_right"):
-            wanted = "left_to_right" if is_causal else "both"
-            raise InputError(
-                f"data.objective={self.data.objective}: set model.direction={wanted}"
-                + (", or each piece would see the one it predicts" if is_causal else "")
-            )
-        if is_causal and self.model.code:
-            raise InputError(
-                "data.objective=causal: an encoder of the experiment's own (model.code) attends as "
-                "it likes; leave one of them out"
-            )
-        if self.data.unpredicted and self.run.watch:
-            raise InputError(
-                f"run.watch: data.objective={objective} fills no [MASK]; leave it out, --set "
-                "run.watch="
-            )
-        for i, phase in enumerate(self.phases):
-            most = phase.sequence_length - self.data.unpredicted
-            if self.data.unpredicted and phase.max_predictions_per_seq != most:
-                raise InputError(
-                    f"phases.{i}.max_predictions_per_seq={phase.max_predictions_per_seq}: "
-                    f"data.objective={objective} predicts all pieces; set it to {most}, "
-                    f"{_LESS[self.data.unpredicted]} less than the length"
-                )
+    def _validate_length(self, name: str, length: int) -> None:
+        most = self.model.max_position_embeddings
+        if length > most:
+            why = f"longer than the position table, model.max_position_embeddings={most}"
+            self._refuse(name, why)
 
-    def _validate_packing(self, number: int, phase: Phase) -> None:
-        where = f"phases.{number}"
-        if self.data.packing != "none" and self.corpus.mixture:
-            raise InputError(
-                f"data.packing={self.data.packing}: rows of a corpus.mixture are of one source "
-                "each; leave one of them out"
+    def _validate_phase(self, number: int, phase: Phase) -> None:
+        where, length = f"phases.{number}", phase.sequence_length
+        share, most = self.data.largest_masked_share, phase.max_predictions_per_seq
+        unpredicted = self.data.unpredicted
+        # The paper's share is cut off by a narrow table, as in the reference.
+        if share > _PAPERS_SHARE and round(share * length) > most:
+            why = f"data.masked_lm_prob and data.final_masked_lm_prob ask for {share:g} of {length}"
+            self._refuse(
+                f"{where}.max_predictions_per_seq", f"{why}; set it to {round(share * length)}"
             )
-        if self.data.packing == "none":
-            for name in ("examples_per_row", "predictions_per_row"):
-                value = getattr(phase, name)
-                if value != getattr(Phase, name):
-                    raise InputError(
-                        f"{where}.{name}={value}: has a meaning with data.packing=pairs only"
-                    )
-        elif phase.steps * phase.batch_size * phase.examples_per_row >= 2**32:
+        if unpredicted and most != length - unpredicted:
+            why = f"data.objective={self.data.objective} predicts all pieces; set it to "
+            self._refuse(f"{where}.max_predictions_per_seq", f"{why}{length - unpredicted}")
+        parts = {"parallelism.accumulation": self.parallelism.accumulation_of(number)}
+        if self.optimizer.clip == "per_replica":
+            parts["optimizer.reference_replicas"] = self.optimizer.reference_replicas
+        for name, divisor in parts.items():
+            if phase.batch_size % divisor:
+                self._refuse(f"{where}.batch_size", f"not a multiple of {name}={divisor}")
+        rows = phase.steps * phase.batch_size
+        if rows + phase.row_offset >= 2**32:
+            self._refuse(f"{where}.steps", "over 2**32 rows in one phase")
+        if self.data.packing != "none" and rows * phase.examples_per_row >= 2**32:
+            self._refuse(f"{where}.examples_per_row", "over 2**32 examples in one phase")
+
+    def _validate_objective(self) -> None:
+        objective, model, run = self.data.objective, self.model, self.run
+        wanted = _OBJECTIVES[objective]
+        if model.kind not in wanted.kinds:
+            why = f"data.objective={objective} needs {' or '.join(wanted.kinds)}; set one of them"
+            self._refuse("model.kind", f"{why} (bilstm learns bidirectional_lm)")
+        if model.direction != wanted.direction:
+            why = f"data.objective={objective}: set model.direction={wanted.direction}"
+            self._refuse("model.direction", why)
+        if objective == "causal" and model.code:
+            self._refuse(
+                "model.code", "attends as it likes, which data.objective=causal cannot use"
+            )
+        if wanted.unpredicted and run.watch:
+            why = f"data.objective={objective} fills no [MASK]; leave it out, --set run.watch="
+            self._refuse("run.watch", why)
+        if self.data.code and run.probes:
+            why = "know no objective of data.code; ask later with `bert-jax evaluate --task`"
+            self._refuse("run.probes", why)
+
+    def _validate_parallelism(self) -> None:
+        given, heads = self.parallelism, self.model.num_attention_heads
+        if len(given.accumulation) not in (1, len(self.phases)):
+            why = f"give one number, or one for each of the {len(self.phases)} phases"
+            self._refuse("parallelism.accumulation", why)
+        if heads % given.tensor:
+            why = f"does not divide model.num_attention_heads={heads}"
+            self._refuse("parallelism.tensor", why)
+        if self.optimizer.clip == "per_replica":
+            if max(given.accumulation) != 1:
+                why = "optimizer.clip=per_replica takes the batch in parts already; set it to 1"
+                self._refuse("parallelism.accumulation", why)
+            if given.state == "zero3":
+                why = "sums gradients, so that optimizer.clip=per_replica has none to clip"
+                self._refuse("parallelism.state", why)
+
+    def _validate_schedule(self) -> None:
+        total, schedule = self.total_steps, {"optimizer.warmup_steps": self.optimizer.warmup_steps}
+        if self.optimizer.schedule == "wsd":
+            schedule["optimizer.decay_steps"] = self.optimizer.decay_steps
+        if self.optimizer.warmup_steps >= total or sum(schedule.values()) > total:
+            schedule = {name: steps for name, steps in schedule.items() if steps}
+            given = ", ".join(f"{name}={steps}" for name, steps in schedule.items())
+            short = " ".join(f"--set {name}={total // 10}" for name in schedule)
             raise InputError(
-                f"{where}.examples_per_row={phase.examples_per_row}: {phase.steps} steps of "
-                f"{phase.batch_size} rows may hold over 2**32 examples"
+                f"{given}: too many for the {total} steps of all phases; for a short trial {short}"
             )

