@@ -370,8 +370,8 @@ def serve(args: argparse.Namespace) -> int:
     ),
     flag(
         "--with-optimizer",
-        "import bert_adam's moments, too, from a TensorFlow 1 checkpoint or a run: a run with "
-        "init_from=B then begins with them, at step 0 of its own schedule",
+        "import bert_adam's moments of a run, too: a run with init_from=B then begins with them, "
+        "at step 0 of its own schedule",
     ),
 )
 def import_(args: argparse.Namespace) -> int:
