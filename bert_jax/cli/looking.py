@@ -1,7 +1,6 @@
 """The commands that look at runs."""
 
 import argparse
-import functools
 import json
 import math
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ def evaluate(args: argparse.Namespace) -> int:
     """Score a checkpoint on held-out text, or on minimal pairs and other tasks."""
     if args.tasks:
         return _evaluate_tasks(args)
-    from bert_jax.predict import load_params
+    from bert_jax.loaded import load_params
     from bert_jax.training import evaluators, step
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training import objective as objective_lib
@@ -77,7 +76,7 @@ def evaluate(args: argparse.Namespace) -> int:
 def _evaluate_tasks(args: argparse.Namespace) -> int:
     from etils import epath
 
-    from bert_jax.predict import Trained
+    from bert_jax.loaded import Loaded
     from bert_jax.tasks import minimal_pairs, probes
     from bert_jax.training.environment import keep_compiled_programs
 
@@ -85,7 +84,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
     keep_compiled_programs()
     asked = probes.Probes(args.tasks, pairs=None, where="--task")
-    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
     answer = probes.of_trained(asked, trained)
     for name, score in answer["scores"].items():
         if name in answer.get("minimal_pairs", {}):
@@ -118,8 +117,7 @@ def layers(args: argparse.Namespace) -> int:
     """Show what each layer knows of some tasks, and where its heads look; writes W/layers.html."""
     from etils import epath
 
-    from bert_jax.library import LoadedModel
-    from bert_jax.predict import Trained
+    from bert_jax.loaded import Loaded
     from bert_jax.report import layers as page
     from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
     from bert_jax.tasks import layers as layers_lib
@@ -130,20 +128,17 @@ def layers(args: argparse.Namespace) -> int:
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
     keep_compiled_programs()
-    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
     place = Workdir(args.workdir)
     record: dict[str, Any] = {}
-    model = LoadedModel(trained)
     attention = None
     if args.attention is not None:
         try:
-            attention = model.attention(args.attention)
+            attention = trained.attention(args.attention)
         except InputError as error:
             raise InputError(f"--attention: {error}") from error
     if args.tasks:
-        every = range(trained.model.num_hidden_layers + 1)
-        means = functools.partial(model.embed, layers=every)
-        known = layers_lib.ask(args.tasks, trained, means, say)
+        known = layers_lib.ask(args.tasks, trained, say)
         for line in layers_lib.lines(known):
             print(line)
         record = layers_lib.record_of(trained, known)
@@ -184,7 +179,7 @@ def show(args: argparse.Namespace) -> int:
 
 def _shown(args: argparse.Namespace) -> Iterator[Any]:
     """Lines about a step of a pre-training, or of the fine-tuned run in --workdir."""
-    from bert_jax import predict
+    from bert_jax import library
     from bert_jax.storage import mirror
     from bert_jax.storage.workdir import fork_of, holds_finetuning, load_experiment
     from bert_jax.tasks import shown
@@ -202,7 +197,7 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
     begins = fork_of(workdir).get("checkpoint", "0")
     if args.step < int(begins.rpartition("/")[2]):
         raise InputError(f"--step {args.step}: of the run that began with {begins}; ask that one")
-    return predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
+    return library.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
 
 
 @command(

@@ -10,7 +10,7 @@ from bert_jax import config
 from bert_jax.config import Finetuning, Model, Section
 from bert_jax.errors import printable
 from bert_jax.interop.names import PARTS
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.training import evaluators
 
 _USE = {
@@ -49,7 +49,7 @@ _PATHS = ("corpus.sources", "corpus.tokenizer", "init_from", "task.train", "task
 _PARTS = {"pooler": "pooler", "masked_lm": "masked LM head", "next_sentence": "NSP head"}
 
 
-def write(trained: Trained, architecture: str, dtype: str, folder: str) -> str:
+def write(trained: Loaded, architecture: str, dtype: str, folder: str) -> str:
     """Returns the text of README.md, with names of files and runs as code: no markup is read there.
 
     Args:
@@ -79,7 +79,7 @@ def write(trained: Trained, architecture: str, dtype: str, folder: str) -> str:
 
 
 def write_task(
-    trained: Trained,
+    trained: Loaded,
     experiment: Finetuning,
     labels: Sequence[str],
     architecture: str,
@@ -152,14 +152,14 @@ def _how_to(architecture: str, folder: str) -> Iterator[str]:
     yield ""
 
 
-def _fresh(trained: Trained, architecture: str) -> Iterator[str]:
+def _fresh(trained: Loaded, architecture: str) -> Iterator[str]:
     unlearned = [_PARTS[part] for part in trained.fresh if part in PARTS[architecture]]
     if unlearned:
         yield f"Never trained, freshly initialised: {', '.join(unlearned)}."
         yield ""
 
 
-def _model(trained: Trained) -> Iterator[str]:
+def _model(trained: Loaded) -> Iterator[str]:
     yield "## Model"
     yield ""
     for path, value in config.flatten(trained.model):
@@ -170,7 +170,7 @@ def _model(trained: Trained) -> Iterator[str]:
     yield ""
 
 
-def _scores(trained: Trained) -> Iterator[str]:
+def _scores(trained: Loaded) -> Iterator[str]:
     if trained.evaluation is None:
         return
     yield f"## Held-out scores at step {trained.step}"
@@ -183,7 +183,7 @@ def _scores(trained: Trained) -> Iterator[str]:
     yield ""
 
 
-def _corpus(trained: Trained) -> Iterator[str]:
+def _corpus(trained: Loaded) -> Iterator[str]:
     if trained.manifest is None:
         return
     sources: list[dict[str, Any]] = trained.manifest["sources"]
@@ -202,7 +202,7 @@ def _corpus(trained: Trained) -> Iterator[str]:
     yield ""
 
 
-def _recipe(trained: Trained) -> Iterator[str]:
+def _recipe(trained: Loaded) -> Iterator[str]:
     if trained.experiment is None:
         return
     yield "## Recipe"

@@ -11,7 +11,7 @@ from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import vocabularies
 from bert_jax.interop.names import PARTS
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 
 # Under the same name in both.
 _SIZES = (
@@ -187,7 +187,7 @@ def _base(path: epath.Path, fields: dict[str, Any], layer_type: str, older: str)
     return _number(path, says, "rope_theta", default)
 
 
-def fields_of(trained: Trained, architecture: str, dtype: str) -> dict[str, Any]:
+def fields_of(trained: Loaded, architecture: str, dtype: str) -> dict[str, Any]:
     """Returns the config.json that their class `architecture` reads."""
     write = {"bert": _bert_fields, "modern": _modern_fields}[trained.model.kind]
     return {
@@ -222,7 +222,7 @@ def task_fields(
     return fields
 
 
-def _bert_fields(trained: Trained) -> dict[str, Any]:
+def _bert_fields(trained: Loaded) -> dict[str, Any]:
     ours = dataclasses.asdict(trained.model)
     return {
         "model_type": "bert",
@@ -233,7 +233,7 @@ def _bert_fields(trained: Trained) -> dict[str, Any]:
     }
 
 
-def _modern_fields(trained: Trained) -> dict[str, Any]:
+def _modern_fields(trained: Loaded) -> dict[str, Any]:
     cfg, tok = trained.model, trained.tokenizer
     ours, act = dataclasses.asdict(cfg), _THEIR_ACTIVATIONS[cfg.hidden_act]
     bases = {_GLOBAL: cfg.global_rotary_base, _LOCAL: cfg.local_rotary_base}

@@ -16,7 +16,7 @@ from etils import epath
 from bert_jax.errors import InputError, printable
 from bert_jax.interop import card, configs, names, vocabularies
 from bert_jax.interop.huggingface import INPUTS, write_tensors
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.storage.workdir import new_folder
 from bert_jax.tasks.objective import merged_params
 from bert_jax.tasks.predict import TaskModel
@@ -110,12 +110,12 @@ def architecture_of(model: TaskModel) -> str:
     return ARCHITECTURES[model.model.kind][model.experiment.task.kind]
 
 
-def _as_trained(model: TaskModel, params: dict[str, Any]) -> Trained:
-    return Trained(
-        model.experiment.name,
+def _as_trained(model: TaskModel, params: dict[str, Any]) -> Loaded:
+    return Loaded(
         model.model,
         params,
         model.tokenizer,
+        name=model.experiment.name,
         step=model.step,
         evaluation=model.evaluation,
     )

@@ -14,7 +14,7 @@ from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, sentence_transformers, vocabularies
 from bert_jax.interop.names import Naming, Say
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.storage.workdir import named_errors, new_folder
 
 # By `model.kind`, and by what is wanted.
@@ -172,7 +172,7 @@ def architecture_of(model: Model, kind: Kind) -> str:
 
 
 def export_weights(
-    trained: Trained, kind: Kind, dtype: Literal["float32", "bfloat16"], target: epath.Path
+    trained: Loaded, kind: Kind, dtype: Literal["float32", "bfloat16"], target: epath.Path
 ) -> None:
     """Writes a folder that transformers reads, whole or not at all.
 

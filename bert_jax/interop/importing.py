@@ -14,8 +14,8 @@ from bert_jax.base import Base, Moments
 from bert_jax.errors import InputError, printable
 from bert_jax.interop import huggingface, tf1
 from bert_jax.interop.names import Say
+from bert_jax.loaded import Loaded
 from bert_jax.model.encoder import padded_vocab_size
-from bert_jax.predict import Trained
 from bert_jax.storage import mirror
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
@@ -82,7 +82,7 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
 
 
 def _of_run(source: epath.Path, what: Literal["params", "with_moments"]) -> Base:
-    trained = Trained.of(source, what)
+    trained = Loaded.of(source, what)
     where = f"{source.name}, step {trained.step}"
     kept = {"moments": trained.moments, "vectors": trained.vectors}
     return Base(trained.model, trained.params, trained.tokenizer, where, **kept)

@@ -13,7 +13,7 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.tasks import tagger
 from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective, TargetRows
 from bert_jax.tasks.objective import TaskObjective, below_head
@@ -63,7 +63,7 @@ class LoadedBase:
         """Reads the base that an experiment names."""
         if not experiment.init_from:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
-        trained = Trained.of(epath.Path(experiment.init_from))
+        trained = Loaded.of(epath.Path(experiment.init_from))
         generates = experiment.task.kind == "generate"
         if generates:
             require_decodable(trained.model, f"--from {experiment.init_from}")
