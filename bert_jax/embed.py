@@ -20,7 +20,6 @@ from etils import epath
 from jax.sharding import PartitionSpec
 
 from bert_jax import system
-from bert_jax import vectors as vectors_lib
 from bert_jax.base import Base, TextVectors
 from bert_jax.config import Model
 from bert_jax.data import packing
@@ -29,6 +28,7 @@ from bert_jax.model import heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
+from bert_jax.storage import vectors as vectors_lib
 from bert_jax.text import unknown
 from bert_jax.training import mesh as mesh_lib
 

@@ -13,8 +13,8 @@ MODULES = {
 # Each imports from those before it alone.
 LAYERS = (
     *("errors", "hardware", "system", "config", "storage", "text", "data", "model"),
-    *("base", "training", "vectors", "embed", "loaded", "tasks", "interop", "library", "plan"),
-    *("doctor", "report", "serve", "conformance", "compare", "pod", "verify"),
+    *("base", "training", "embed", "loaded", "tasks", "interop", "library", "plan"),
+    *("doctor", "report", "serve", "conformance", "compare", "verify"),
     *("launch", "cli"),
 )
 

@@ -32,7 +32,7 @@ _CONFIG, _PREFIX = "bert_config.json", "bert_model.ckpt"
 _GELU_FORM, _FORMS = "gelu_form", {"erf": "gelu", "tanh": "gelu_tanh"}
 # Of a bert_config.json that says nothing of them.
 _TYPES = 16
-# What training keeps beside the weights, and nobody goes on with: its steps, and Adam's means.
+# What training keeps next to weights, and nobody goes on with: its steps, and Adam's moments.
 _OF_TRAINING = ("global_step", "/adam_m", "/adam_v")
 _NSP = "cls.seq_relationship"
 
@@ -85,9 +85,7 @@ def read_config(path: epath.Path, say: Say) -> Model:
     field of ours says which. Without it: erf, as transformers does.
     """
     fields = {"type_vocab_size": _TYPES} | vocabularies.read_object(path)
-    form = fields.get(_GELU_FORM)
-    if form not in (None, *_FORMS):
-        raise InputError(f"{path}: {_GELU_FORM}={form!r}: only {', '.join(_FORMS)} are supported")
+    form = vocabularies.require(path, _GELU_FORM, fields.get(_GELU_FORM), [None, *_FORMS])
     if form is None and fields.get("hidden_act", "gelu") == "gelu":
         say(
             f"{path.name}: gelu is taken for the released models' form, erf; if these weights were "

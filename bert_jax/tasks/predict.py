@@ -153,7 +153,7 @@ class TaskModel:
         """Returns what the head gives for each row, the mean loss, and the rows.
 
         Returns:
-          As `Forward.predict_rows` does, and `TaskKind.rows`.
+          As `adapted.Forward` does, and `TaskKind.rows`.
         """
         made = self._kind.rows(examples)
         self.unknown.add(made.ids)
@@ -164,7 +164,7 @@ class TaskModel:
         size = next((size for size in sizes if size >= count), sizes[-1])
         size = -(-size // self._shards) * self._shards * made.rows_per_example
         batches = rows.eval_batches(made, self._pad_id, size)
-        return *self._forward.predict_rows(self.params, self.fixed, batches, made), made
+        return *self._forward(self.params, self.fixed, batches, made), made
 
 
 def _with_inputs(

@@ -289,7 +289,7 @@ REFUSED = {
     ),
     "another activation": (config(hidden_act="relu"), ["hidden_act", "relu"]),
     "no activation": (config(hidden_act=["gelu"]), ["hidden_act"]),
-    "half a decoder": (config(is_decoder="yes"), ["is_decoder='yes'", "true or false"]),
+    "half a decoder": (config(is_decoder="yes"), ["is_decoder='yes'"]),
     "a decoder of two texts": (config(add_cross_attention=True), ["add_cross_attention"]),
     "another norm": (config(layer_norm_eps=1e-5), ["layer_norm_eps", "1e-05"]),
     "a size of text": (config(hidden_size="64"), ["config.json", "hidden_size"]),
