@@ -50,14 +50,7 @@ _PARTS = {"pooler": "pooler", "masked_lm": "masked LM head", "next_sentence": "N
 
 
 def write(trained: Loaded, architecture: str, dtype: str, folder: str) -> str:
-    """Returns the text of README.md, with names of files and runs as code: no markup is read there.
-
-    Args:
-      trained: what is exported.
-      architecture: the class that reads it.
-      dtype: of the weights.
-      folder: what the folder is called.
-    """
+    """Returns the text of README.md; names of files and runs are code: no markup is read there."""
     # What was imported was trained by others, or by a run that its source names.
     made = "written" if trained.source else "pre-trained"
     place = quoted(folder)
@@ -92,16 +85,7 @@ def write_task(
     dtype: str,
     how_to: Sequence[str],
 ) -> str:
-    """Returns the text of README.md of a fine-tuned model.
-
-    Args:
-      trained: what is exported; its `evaluation` is the line of scores of its step.
-      experiment: the fine-tuning.
-      labels: their names, by number.
-      architecture: the class that reads it.
-      dtype: of the weights.
-      how_to: Python that loads it.
-    """
+    """Returns the text of README.md of a fine-tuned model."""
     use = f"`{architecture}`, for texts as task.kind={experiment.task.kind} has them"
     return _text(
         *_top(trained, "fine-tuned", use, architecture, dtype)[:-1],

@@ -190,14 +190,7 @@ def fields_of(trained: Loaded, architecture: str, dtype: str) -> dict[str, Any]:
 def task_fields(
     kind: str, labels: Sequence[str], column: str, head_dropout_prob: float
 ) -> dict[str, Any]:
-    """Returns what a config.json has next to `fields_of` for the head of a task.
-
-    Args:
-      kind: of the task.
-      labels: their names, by number.
-      column: what a regression's one number is called.
-      head_dropout_prob: of what the head reads.
-    """
+    """Returns what a config.json has next to `fields_of` for the head of a task."""
     fields: dict[str, Any] = {"classifier_dropout": head_dropout_prob}
     names = [column] if kind == "regress" else labels
     if names:  # a span has none

@@ -61,12 +61,7 @@ def find(source: epath.Path) -> epath.Path | None:
 
 
 def read(prefix: epath.Path, say: Say) -> Base:
-    """Reads the weights of a checkpoint as a base.
-
-    Args:
-      prefix: the common beginning of its files, as `find` gives it.
-      say: is given what is not as in the source.
-    """
+    """Reads the weights of a checkpoint as a base."""
     folder = prefix.parent
     stated = read_config(folder / _CONFIG, say)
     tokenizer = vocabularies.read_plain(folder, say)

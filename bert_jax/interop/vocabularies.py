@@ -168,14 +168,7 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
 def write(
     tok: tokenizer_lib.Tokenizer, longest: int, inputs: Sequence[str], folder: epath.Path
 ) -> None:
-    """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json.
-
-    Args:
-      tok: the tokenizer.
-      longest: pieces that the model reads at most.
-      inputs: names of what the model reads of a text.
-      folder: where to.
-    """
+    """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
     if not isinstance(tok, tokenizer_lib.WordPiece):
         raise InputError(
             f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece; "

@@ -32,14 +32,7 @@ def kind_of(
     tokenizer: Tokenizer,
     no_answer_threshold: float | None = None,
 ) -> TaskKind:
-    """Returns the kind of a task for these labels, in their order, and this tokenizer.
-
-    Args:
-      task: the task.
-      labels: their names.
-      tokenizer: of the base.
-      no_answer_threshold: see `Spans`.
-    """
+    """Returns the kind of a task for these labels, in their order, and this tokenizer."""
     if task.kind == "span":
         return Spans(task, tokenizer, no_answer_threshold)
     if task.kind == "generate":

@@ -69,13 +69,7 @@ def finetune(
 
 
 class FinetuningSetup:
-    """A task and the base that is adapted to it, read at once; see `training.job.Setup`.
-
-    Args:
-      experiment: with `init_from`.
-      workdir: of the run.
-      say: shows a line.
-    """
+    """A task and the base that is adapted to it, read at once; see `training.job.Setup`."""
 
     how_to_go_on = "choose another --workdir"
 
@@ -185,9 +179,9 @@ class FinetuningSetup:
             "guess": guess,
         }
 
-        def once(kind: str, when: int, found: Callable[[Any], dict[str, Any]]) -> Evaluator:
+        def once(kind: str, when: int, ask: Callable[[Any], dict[str, Any]]) -> Evaluator:
             return Evaluator(
-                kind, lambda done: done == when, found, lambda line: "", file="predictions"
+                kind, lambda done: done == when, ask, lambda line: "", file="predictions"
             )
 
         evaluators = (

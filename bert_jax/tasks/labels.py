@@ -54,10 +54,7 @@ class Sentences:
     ) -> list[Any]:
         """Returns for each example `label` and `probabilities` by label, or a regression's `value`.
 
-        Args:
-          outputs: of each row, float32 [outputs].
-          rows: which rows they are.
-          examples: whose rows they are.
+        Outputs of a row are float32 [outputs].
         """
         del rows, examples
         if self._task.kind == "regress":
@@ -142,10 +139,7 @@ class Tags:
     ) -> list[Any]:
         """Returns for each example its `words` and their predicted `tags`.
 
-        Args:
-          outputs: of each row, float32 [n, outputs].
-          rows: which rows they are.
-          examples: whose rows they are.
+        Outputs of a row are float32 [n, outputs].
         """
         answers = [{"words": list(example.words), "tags": []} for example in examples]
         for logits, (number, begins) in zip(outputs, rows.notes, strict=True):

@@ -206,20 +206,12 @@ class Probes:
         )
 
     def score_of_layers(self, probe: Probe, params: Any) -> list[float]:
-        """Returns the score of a probe from each layer, the embeddings first.
-
-        Args:
-          probe: one of these, which are open.
-          params: of pre-training, on the devices.
-        """
+        """Returns the score of a probe from each layer, the embeddings first."""
         return self._scores(probe, params, "all")
 
     def ask(self, params: Any) -> dict[str, dict[str, Any]]:
         """Returns what a linear layer reads off the encoder, and how often the acceptable text of a
         minimal pair is the likelier one; all processes call it.
-
-        Args:
-          params: of pre-training, on the devices.
 
         Returns:
           `scores` and `majority`, each by the name of the probe; if there are minimal pairs,
