@@ -11,7 +11,7 @@ from benchmarks import worker
 from bert_jax import embed
 from bert_jax.config import Parallelism
 from bert_jax.interop import importing
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.training import mesh as mesh_lib
 
 
@@ -24,7 +24,7 @@ class Ours:
         self._folder = pathlib.Path(folder)
         base = epath.Path(folder) / "base"
         importing.import_weights(epath.Path(source), base, None, lambda line: None)
-        trained = Trained.of(base)
+        trained = Loaded.of(base)
         mesh = mesh_lib.make_mesh(Parallelism())
         self._embedder = embed.Embedder(trained, embed.Features(), mesh, max_length)
         self._texts = (self._folder / "texts.txt").read_text().splitlines()

@@ -25,7 +25,7 @@ from bert_jax import base as base_lib
 from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.interop import huggingface
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.job import FinetuningSetup, finetune
 from bert_jax.training import lines as lines_lib
@@ -54,7 +54,7 @@ def main() -> int:
     pairs = []
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        base = Trained.of(epath.Path(flags.base))
+        base = Loaded.of(epath.Path(flags.base))
         huggingface.export_weights(base, "encoder", "float32", epath.Path(folder / "base"))
         for seed in range(flags.seeds):
             pairs.append(one(config.override(experiment, [f"seed={seed}"]), folder, flags.python))

@@ -20,7 +20,7 @@ from benchmarks import measure
 from bert_jax import config
 from bert_jax.config import Data, Experiment, Phase
 from bert_jax.data import batches
-from bert_jax.predict import load_params
+from bert_jax.loaded import load_params
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import evaluators, pretraining, step
 from bert_jax.training import mesh as mesh_lib

@@ -25,10 +25,10 @@ from bert_jax import base, config
 from bert_jax.config import Experiment, Optimizer, Phase
 from bert_jax.data import corpus
 from bert_jax.interop import huggingface, importing, names
+from bert_jax.loaded import Loaded
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
-from bert_jax.predict import Trained
 from bert_jax.text import tokenizer
 from bert_jax.training import feed, optimizer, step
 from bert_jax.training import lines as lines_lib
@@ -100,7 +100,7 @@ def compare(model: str, folder: pathlib.Path, python: str) -> int:
 
 def make_model(
     folder: pathlib.Path, settings: Sequence[str]
-) -> tuple[Trained, Prepared, Experiment]:
+) -> tuple[Loaded, Prepared, Experiment]:
     """tiny_paper.py's model on its corpus without dropout; no parameter is zero or one."""
     experiment = config.override(
         config.load("experiments/tiny_paper.py"),
@@ -129,10 +129,10 @@ def make_model(
     params = jax.tree.map_with_path(stir, params)
     made = base.Base(experiment.model, params, prepared.tokenizer, "benchmarks.parity")
     base.write(made, epath.Path(folder / "base"))
-    return Trained.of(epath.Path(folder / "base")), prepared, experiment
+    return Loaded.of(epath.Path(folder / "base")), prepared, experiment
 
 
-def outputs(trained: Trained, prepared: Prepared, experiment: Experiment) -> dict[str, Any]:
+def outputs(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dict[str, Any]:
     """One batch, and what all forms make of it."""
     batch = prepared.train_batches(experiment, 0).batch(0, np.arange(16))
     ready = {name: jnp.asarray(value) for name, value in batch.items()}
@@ -150,7 +150,7 @@ def outputs(trained: Trained, prepared: Prepared, experiment: Experiment) -> dic
     }
 
 
-def training(trained: Trained, prepared: Prepared, experiment: Experiment) -> dict[str, Any]:
+def training(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dict[str, Any]:
     """Batches, learning rates and losses of 50 steps."""
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     cfg, total = experiment.optimizer, experiment.total_steps
@@ -178,7 +178,7 @@ def training(trained: Trained, prepared: Prepared, experiment: Experiment) -> di
     return stacked | {"losses": np.array(losses), "learning_rates": np.array(rates)}
 
 
-def returned(trained: Trained, architectures: dict[str, str], folder: pathlib.Path) -> int:
+def returned(trained: Loaded, architectures: dict[str, str], folder: pathlib.Path) -> int:
     """Imports what transformers has saved: 1 if a bit of it differs."""
     wrong = 0
     for kind, architecture in architectures.items():

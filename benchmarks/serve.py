@@ -31,8 +31,8 @@ from benchmarks.embed import sample
 from bert_jax import base as base_lib
 from bert_jax import embed
 from bert_jax.config import Model, Parallelism
+from bert_jax.loaded import Loaded
 from bert_jax.model import heads
-from bert_jax.predict import Trained
 from bert_jax.text import vocabulary
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.training import mesh as mesh_lib
@@ -131,7 +131,7 @@ def ask(port: int, clients: int, seconds: float, texts: list[str]) -> dict[str, 
 
 def compare(workdir: str, texts: list[str], flags: argparse.Namespace) -> None:
     """Rounds of both sides in turns."""
-    trained = Trained.of(epath.Path(workdir))
+    trained = Loaded.of(epath.Path(workdir))
     mesh = mesh_lib.make_mesh(Parallelism())
     embedder = embed.Embedder(trained, embed.Features(), mesh, flags.max_length)
     embedder.warm()

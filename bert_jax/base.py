@@ -76,7 +76,7 @@ class Base:
     model: Model  # their shape
     params: dict[str, Any]  # nested dict of float32 arrays, as model.heads.init_params gives it
     tokenizer: tokenizer_lib.Tokenizer  # whose ids the rows of the word embeddings are
-    source: str  # in words, where they come from
+    source: str = ""  # in words, where they come from
     # Parts (`pooler`, `masked_lm`, `next_sentence`) that the source did not have.
     fresh: tuple[str, ...] = ()
     moments: Moments | None = None  # what a run that begins here begins with, too; None: with zeros

@@ -20,8 +20,7 @@ from etils import epath
 from jax.sharding import PartitionSpec
 
 from bert_jax import system
-from bert_jax import vectors as vectors_lib
-from bert_jax.base import TextVectors
+from bert_jax.base import Base, TextVectors
 from bert_jax.config import Model
 from bert_jax.data import packing
 from bert_jax.errors import InputError, quantity
@@ -29,7 +28,7 @@ from bert_jax.model import heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
-from bert_jax.predict import Trained
+from bert_jax.storage import vectors as vectors_lib
 from bert_jax.text import unknown
 from bert_jax.training import mesh as mesh_lib
 
@@ -70,7 +69,7 @@ class Embedder:
     """An encoder, whole on each device of a mesh; texts are cut over them.
 
     Args:
-      trained: whose encoder.
+      base: whose encoder.
       features: which of its vectors.
       mesh: of the devices.
       max_length: 0: as the run or base says, else as many as the model has positions.
@@ -80,14 +79,14 @@ class Embedder:
 
     def __init__(
         self,
-        trained: Trained,
+        base: Base,
         features: Features,
         mesh: jax.sharding.Mesh,
         max_length: int = 0,
         batch_tokens: int = 0,
     ):
-        model, most = trained.model, trained.model.max_position_embeddings
-        known = trained.vectors or TextVectors()
+        model, most = base.model, base.model.max_position_embeddings
+        known = base.vectors or TextVectors()
         pooling = features.pooling or known.pooling
         length = features.length or ("unit" if known.normalize and pooling != "tokens" else "as_is")
         features = dataclasses.replace(features, pooling=pooling, length=length)
@@ -107,13 +106,13 @@ class Embedder:
         self.max_length = max_length or known.max_length or most
         self.texts = self.cut = 0  # done so far, and those of them that were longer
         # Pieces of them that the vocabulary cannot read.
-        self.unknown = unknown.Share(trained.tokenizer)
-        self._features, self._mesh, self._tokenizer = features, mesh, trained.tokenizer
+        self.unknown = unknown.Share(base.tokenizer)
+        self._features, self._mesh, self._tokenizer = features, mesh, base.tokenizer
         self._row_tokens = max(
             batch_tokens or (_CPU_TOKENS if on_cpu else _OTHER_TOKENS), self.max_length
         )
         depth = max(*layers, 1)
-        params = _up_to(depth, trained.params)
+        params = _up_to(depth, base.params)
         self._params = jax.device_put(params, mesh_lib.replicated(mesh))
         self._run = _program(model, depth, features, layers, mesh)
         # Batches at a time, a thread each. Cores that share a row wait for each other at every

@@ -14,9 +14,10 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 
-from bert_jax import errors, pod
+from bert_jax import errors
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, write_atomic
+from bert_jax.verify import pod
 
 from .commands import say
 from .spec import EXPERIMENT, Spec, ending, is_final, script_that_writes, specify, staging

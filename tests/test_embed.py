@@ -17,7 +17,7 @@ from bert_jax import embed
 from bert_jax.conformance import golden
 from bert_jax.errors import InputError
 from bert_jax.interop import importing
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 
 LAYERS, HEADS, WIDTH = 3, 4, 64
 CLS, SEP = 2, 3
@@ -67,7 +67,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("embed")
     source = epath.Path(hf_folder.write(folder / "hf"))
     importing.import_weights(source, epath.Path(folder / "base"), None, lambda line: None)
-    return Trained.of(epath.Path(folder / "base"))
+    return Loaded.of(epath.Path(folder / "base"))
 
 
 @pytest.fixture(scope="module")

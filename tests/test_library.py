@@ -12,11 +12,11 @@ from etils import epath
 from small_run import write_text
 
 import bert_jax
-from bert_jax import config, library
+from bert_jax import config
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
+from bert_jax.loaded import Loaded
 from bert_jax.model import heads, layers
-from bert_jax.predict import Trained
 from bert_jax.training.pretraining import Prepared
 
 
@@ -42,7 +42,7 @@ def test_a_run_a_base_and_a_folder_of_transformers_give_the_same(run, tmp_path):
     _, workdir, trained = run
     folder = tmp_path / "theirs"
     huggingface.export_weights(
-        Trained.of(epath.Path(workdir)), "pretraining", "float32", epath.Path(folder)
+        Loaded.of(epath.Path(workdir)), "pretraining", "float32", epath.Path(folder)
     )
     theirs = bert_jax.load(folder)
     ours = bert_jax.load(str(workdir))
@@ -128,6 +128,6 @@ def test_heads_that_a_bilstm_has_not_are_named():
     params = heads.init_params(cfg, jax.random.key(0))
     ids = np.full((1, 4), 5, np.int32)
     batch = {"input_ids": ids, "segment_ids": ids * 0, "input_mask": ids * 0 + 1}
-    model = library.LoadedModel(Trained("elmo", cfg, params, kinds.TOKENIZER))
+    model = Loaded(cfg, params, kinds.TOKENIZER, name="elmo")
     with pytest.raises(InputError, match="bilstm"):
         model.apply(params, batch | {"masked_lm_positions": ids[:, :1] * 0})

@@ -20,7 +20,7 @@ from bert_jax.base import Base, Moments
 from bert_jax.config import Corpus
 from bert_jax.data import corpus as corpus_lib
 from bert_jax.interop import huggingface, tf1
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.text import documents, tokenizer, vocabulary
 from bert_jax.training.pretraining import Prepared
 
@@ -111,7 +111,7 @@ def imported(tmp_path_factory):
     root = tmp_path_factory.mktemp("hf")
     plain = epath.Path(hf_folder.write(root / "plain"))
     base = huggingface.read_folder(plain, silent)
-    trained = Trained("x", base.model, base.params, base.tokenizer)
+    trained = Loaded(base.model, base.params, base.tokenizer, name="x")
     huggingface.export_weights(trained, "pretraining", "float32", epath.Path(root / "whole"))
     shutil.copytree(root / "whole", root / "shards")
     hf_folder.cut_in_shards(root / "shards")

@@ -133,7 +133,7 @@ def _do_task(args: argparse.Namespace) -> int:
 def _fill_masks(args: argparse.Namespace) -> int:
     from etils import epath
 
-    from bert_jax.predict import Trained
+    from bert_jax.loaded import Loaded
     from bert_jax.text.unknown import Share
     from bert_jax.training.environment import keep_compiled_programs
     from bert_jax.training.evaluators import Predictor
@@ -144,7 +144,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
     if top < 1:
         raise InputError(f"--top {top}: must be at least 1")
     keep_compiled_programs()
-    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
     if trained.experiment is not None and "masked_lm" in trained.fresh:
         raise InputError(
             f"{args.workdir}: its objective ({trained.experiment.data.code}) trained no masked_lm "
@@ -262,7 +262,7 @@ def _embedder(args: argparse.Namespace):
     from etils import epath
 
     from bert_jax import embed
-    from bert_jax.predict import Trained
+    from bert_jax.loaded import Loaded
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.environment import keep_compiled_programs
 
@@ -273,7 +273,7 @@ def _embedder(args: argparse.Namespace):
         combine=args.combine,
         length={None: None, True: "unit", False: "as_is"}[args.normalize],
     )
-    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
     mesh = mesh_lib.make_mesh(Parallelism())
     embedder = embed.Embedder(trained, features, mesh, args.max_length, args.batch_tokens)
     return trained.name, embedder
@@ -370,8 +370,8 @@ def serve(args: argparse.Namespace) -> int:
     ),
     flag(
         "--with-optimizer",
-        "import bert_adam's moments, too, from a TensorFlow 1 checkpoint or a run: a run with "
-        "init_from=B then begins with them, at step 0 of its own schedule",
+        "import bert_adam's moments of a run, too: a run with init_from=B then begins with them, "
+        "at step 0 of its own schedule",
     ),
 )
 def import_(args: argparse.Namespace) -> int:
@@ -415,7 +415,7 @@ def export(args: argparse.Namespace) -> int:
     from etils import epath
 
     from bert_jax.interop import finetuned, huggingface
-    from bert_jax.predict import Trained
+    from bert_jax.loaded import Loaded
     from bert_jax.storage import mirror
     from bert_jax.storage.workdir import holds_finetuning
     from bert_jax.tasks.predict import TaskModel
@@ -436,7 +436,7 @@ def export(args: argparse.Namespace) -> int:
     else:
         if args.base is not None:
             raise InputError(f"--from: {args.workdir}: only a fine-tuned run takes this")
-        trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+        trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
         there = huggingface.forms_of(trained.model)  # none of an encoder that they do not have
         if there and args.kind not in of_run:
             given = ":" if args.kind is None else f" {args.kind}: {args.workdir} is not fine-tuned;"

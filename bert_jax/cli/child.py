@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import cli, pod, system
+from bert_jax import cli, system
 from bert_jax.data import corpus
 from bert_jax.training import evaluators, restore, step
 from bert_jax.training import lines as lines_lib
 from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.verify import pod
 from bert_jax.verify.faults import Fault, Plan, files_below
 
 # Of several processes: how long all may take to arrive, and a step, in seconds.

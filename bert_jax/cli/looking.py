@@ -1,7 +1,6 @@
 """The commands that look at runs."""
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -50,7 +49,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.tasks:
         return _evaluate_tasks(args)
     experiment, workdir = experiment_of(args)
-    from bert_jax.predict import load_params
+    from bert_jax.loaded import load_params
     from bert_jax.training import evaluators, step
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training import objective as objective_lib
@@ -78,7 +77,7 @@ def evaluate(args: argparse.Namespace) -> int:
 def _evaluate_tasks(args: argparse.Namespace) -> int:
     from etils import epath
 
-    from bert_jax.predict import Trained
+    from bert_jax.loaded import Loaded
     from bert_jax.tasks import minimal_pairs, probes
     from bert_jax.training.environment import keep_compiled_programs
 
@@ -86,7 +85,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
     keep_compiled_programs()
     asked = probes.Probes(args.tasks, pairs=None, where="--task")
-    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
     answer = probes.of_trained(asked, trained)
     for name, score in answer["scores"].items():
         if name in answer.get("minimal_pairs", {}):
@@ -119,8 +118,7 @@ def layers(args: argparse.Namespace) -> int:
     """Show what each layer knows of some tasks, and where its heads look; writes W/layers.html."""
     from etils import epath
 
-    from bert_jax.library import LoadedModel
-    from bert_jax.predict import Trained
+    from bert_jax.loaded import Loaded
     from bert_jax.report import layers as page
     from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
     from bert_jax.tasks import layers as layers_lib
@@ -131,20 +129,17 @@ def layers(args: argparse.Namespace) -> int:
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
     keep_compiled_programs()
-    trained = Trained.of(epath.Path(args.workdir), which=args.checkpoint)
+    trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
     place = Workdir(args.workdir)
     record: dict[str, Any] = {}
-    model = LoadedModel(trained)
     attention = None
     if args.attention is not None:
         try:
-            attention = model.attention(args.attention)
+            attention = trained.attention(args.attention)
         except InputError as error:
             raise InputError(f"--attention: {error}") from error
     if args.tasks:
-        every = range(trained.model.num_hidden_layers + 1)
-        means = functools.partial(model.embed, layers=every)
-        known = layers_lib.ask(args.tasks, trained, means, say)
+        known = layers_lib.ask(args.tasks, trained, say)
         record = layers_lib.record_of(trained, known)
         for line in page.table(record).lines():
             print(line)
@@ -196,7 +191,7 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
             lines = shown.show(tuned, args.step, args.rows)
             return itertools.chain(config.notes(tuned), lines)
     experiment, workdir = experiment_of(args)
-    from bert_jax import predict
+    from bert_jax import library
     from bert_jax.storage.workdir import fork_of, load_experiment
     from bert_jax.training.pretraining import Prepared
 
@@ -209,7 +204,7 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
     begins = fork_of(workdir).get("checkpoint", "0")
     if args.step < int(begins.rpartition("/")[2]):
         raise InputError(f"--step {args.step}: of the run that began with {begins}; ask that one")
-    shown = predict.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
+    shown = library.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
     return itertools.chain(config.notes(experiment), shown)
 
 

@@ -24,8 +24,8 @@ from bert_jax.config import Experiment, Row
 from bert_jax.config.comparison import COLUMNS
 from bert_jax.data import corpus
 from bert_jax.errors import InputError
+from bert_jax.loaded import Loaded
 from bert_jax.model import losses
-from bert_jax.predict import Trained
 from bert_jax.report import times
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import job
@@ -247,5 +247,5 @@ def _real_tokens(experiment: Experiment, lines: Sequence[dict[str, Any]]) -> flo
 
 def _probed(column: Column, workdir: Workdir) -> float:
     probes = Probes([column.name.partition(":")[2]], PAIRS, column.name)
-    (score,) = of_trained(probes, Trained.of(workdir.root))["scores"].values()
+    (score,) = of_trained(probes, Loaded.of(workdir.root))["scores"].values()
     return score

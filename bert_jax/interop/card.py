@@ -2,15 +2,15 @@
 
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import bert_jax
 from bert_jax import config
-from bert_jax.config import Finetuning, Model, Section
+from bert_jax.config import Finetuning, Section
 from bert_jax.errors import printable
 from bert_jax.interop.names import PARTS
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.training import evaluators
 
 _USE = {
@@ -49,78 +49,53 @@ _PATHS = ("corpus.sources", "corpus.tokenizer", "init_from", "task.train", "task
 _PARTS = {"pooler": "pooler", "masked_lm": "masked LM head", "next_sentence": "NSP head"}
 
 
-def write(trained: Trained, architecture: str, dtype: str, folder: str) -> str:
-    """Returns the text of README.md, with names of files and runs as code: no markup is read there.
-
-    Args:
-      trained: what is exported.
-      architecture: the class that reads it.
-      dtype: of the weights.
-      folder: what the folder is called.
-    """
-    family = _FAMILIES[trained.model.kind]
-    parts = [
-        *_front(trained.model, *_HUB[architecture]),
-        f"# {code(trained.name)}",
+def write(trained: Loaded, architecture: str, dtype: str, folder: str) -> str:
+    """Returns the text of README.md; names of files and runs are code: no markup is read there."""
+    # What was imported was trained by others, or by a run that its source names.
+    made = "written" if trained.source else "pre-trained"
+    place = quoted(folder)
+    how_to = [
+        f"from transformers import AutoTokenizer, {architecture}",
         "",
-        # What was imported was trained by others, or by a run that its source names.
-        f"A {family} {'written' if trained.source else 'pre-trained'} with bert_jax "
-        f"{bert_jax.__version__}: `{architecture}`, {_USE[architecture]}.",
-        f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
-        "",
-        *_how_to(architecture, folder),
-        *_fresh(trained, architecture),
-        *_model(trained),
-        *_scores(trained),
-        *_corpus(trained),
-        *_recipe(trained),
+        f"tokenizer = AutoTokenizer.from_pretrained({place})",
+        f"model = {architecture}.from_pretrained({place})",
     ]
-    return "\n".join(parts).rstrip("\n") + "\n"
+    unlearned = [_PARTS[part] for part in trained.fresh if part in PARTS[architecture]]
+    fresh = [f"Never trained, freshly initialised: {', '.join(unlearned)}.", ""]
+    recipe: list[str] = []
+    if (experiment := trained.experiment) is not None:
+        done = f"- step: {trained.step} of {experiment.total_steps}"
+        recipe = _section("Recipe", done, *_fields(experiment))
+    return _text(
+        *_top(trained, made, f"`{architecture}`, {_USE[architecture]}", architecture, dtype),
+        *_python(how_to),
+        *(fresh if unlearned else []),
+        *_model(trained),
+        *_scores(trained, evaluators.summary),
+        *_corpus(trained),
+        *recipe,
+    )
 
 
 def write_task(
-    trained: Trained,
+    trained: Loaded,
     experiment: Finetuning,
     labels: Sequence[str],
     architecture: str,
     dtype: str,
     how_to: Sequence[str],
 ) -> str:
-    """Returns the text of README.md of a fine-tuned model.
-
-    Args:
-      trained: what is exported; its `evaluation` is the line of scores of its step.
-      experiment: the fine-tuning.
-      labels: their names, by number.
-      architecture: the class that reads it.
-      dtype: of the weights.
-      how_to: Python that loads it.
-    """
-    parts = [
-        *_front(trained.model, *_HUB[architecture]),
-        f"# {code(trained.name)}",
-        "",
-        f"A {_FAMILIES[trained.model.kind]} fine-tuned with bert_jax {bert_jax.__version__}: "
-        f"`{architecture}`, for texts as task.kind={experiment.task.kind} has them.",
-        f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
+    """Returns the text of README.md of a fine-tuned model."""
+    use = f"`{architecture}`, for texts as task.kind={experiment.task.kind} has them"
+    return _text(
+        *_top(trained, "fine-tuned", use, architecture, dtype)[:-1],
         *(["", f"Labels: {', '.join(map(code, labels))}."] if labels else []),
         "",
-        "```python",
-        *how_to,
-        "```",
-        "",
+        *_python(how_to),
         *_model(trained),
-    ]
-    if trained.evaluation is not None:
-        parts += [f"## Held-out scores at step {trained.step}", ""]
-        parts += [
-            f"- {name}: {value:.6g}"
-            for name, value in trained.evaluation.items()
-            if isinstance(value, float)
-        ]
-        parts.append("")
-    parts += ["## Recipe", "", f"- step: {trained.step}", *_fields(experiment)]
-    return "\n".join(parts).rstrip("\n") + "\n"
+        *_scores(trained),
+        *_section("Recipe", f"- step: {trained.step}", *_fields(experiment)),
+    )
 
 
 def code(text: str) -> str:
@@ -128,88 +103,68 @@ def code(text: str) -> str:
     return f"`{printable(text).replace('`', chr(39)) or ' '}`"
 
 
-def _front(model: Model, library: str, task: str) -> list[str]:
-    """Returns what model hubs read; fixed words alone."""
+def quoted(name: str) -> str:
+    """Returns a name as Python writes it, within a block of code."""
+    return json.dumps(printable(name).replace("`", "'"))
+
+
+def _text(*lines: str) -> str:
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _section(title: str, *lines: str) -> list[str]:
+    return [f"## {title}", "", *lines, ""]
+
+
+def _python(lines: Sequence[str]) -> list[str]:
+    return ["```python", *lines, "```", ""]
+
+
+def _top(trained: Loaded, made: str, use: str, architecture: str, dtype: str) -> list[str]:
+    """Returns what model hubs read, fixed words alone, and what this is."""
+    family, (library, task) = _FAMILIES[trained.model.kind], _HUB[architecture]
     return [
-        "---",
-        f"library_name: {library}",
-        f"pipeline_tag: {task}",
-        "tags:",
-        f"- {_FAMILIES[model.kind].lower()}",
-        "---",
+        *("---", f"library_name: {library}", f"pipeline_tag: {task}"),
+        *("tags:", f"- {family.lower()}", "---", ""),
+        f"# {code(trained.name)}",
+        "",
+        f"A {family} {made} with bert_jax {bert_jax.__version__}: {use}.",
+        f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
         "",
     ]
 
 
-def _how_to(architecture: str, folder: str) -> Iterator[str]:
-    name = json.dumps(printable(folder).replace("`", "'"))
-    yield "```python"
-    yield f"from transformers import AutoTokenizer, {architecture}"
-    yield ""
-    yield f"tokenizer = AutoTokenizer.from_pretrained({name})"
-    yield f"model = {architecture}.from_pretrained({name})"
-    yield "```"
-    yield ""
+def _model(trained: Loaded) -> list[str]:
+    fields = [f"- {path}: {code(str(value))}" for path, value in config.flatten(trained.model)]
+    source = [f"- imported from: {code(trained.source)}"] if trained.source else []
+    text = f"- text: {trained.tokenizer.case} {trained.tokenizer.kind}"
+    return _section("Model", *fields, text, *source)
 
 
-def _fresh(trained: Trained, architecture: str) -> Iterator[str]:
-    unlearned = [_PARTS[part] for part in trained.fresh if part in PARTS[architecture]]
-    if unlearned:
-        yield f"Never trained, freshly initialised: {', '.join(unlearned)}."
-        yield ""
-
-
-def _model(trained: Trained) -> Iterator[str]:
-    yield "## Model"
-    yield ""
-    for path, value in config.flatten(trained.model):
-        yield f"- {path}: {code(str(value))}"
-    yield f"- text: {trained.tokenizer.case} {trained.tokenizer.kind}"
-    if trained.source:
-        yield f"- imported from: {code(trained.source)}"
-    yield ""
-
-
-def _scores(trained: Trained) -> Iterator[str]:
+def _scores(trained: Loaded, summary: Callable[[Any], str] | None = None) -> list[str]:
     if trained.evaluation is None:
-        return
-    yield f"## Held-out scores at step {trained.step}"
-    yield ""
-    yield evaluators.summary(trained.evaluation)
-    yield ""
-    for name, value in trained.evaluation.items():
-        if isinstance(value, float):
-            yield f"- {name}: {value:.6g}"
-    yield ""
+        return []
+    numbers = [f"- {k}: {v:.6g}" for k, v in trained.evaluation.items() if isinstance(v, float)]
+    above = [] if summary is None else [summary(trained.evaluation), ""]
+    return _section(f"Held-out scores at step {trained.step}", *above, *numbers)
 
 
-def _corpus(trained: Trained) -> Iterator[str]:
+def _corpus(trained: Loaded) -> list[str]:
     if trained.manifest is None:
-        return
+        return []
     sources: list[dict[str, Any]] = trained.manifest["sources"]
-    yield "## Text"
-    yield ""
+    lines = []
     for split, counts in trained.manifest["splits"].items():
         shown = ", ".join(f"{n} {what}" for what, n in counts.items() if isinstance(n, int))
-        yield f"- {code(split)}: {shown}"
-    yield f"- vocabulary: sha256 {code(trained.tokenizer.sha256)}"
-    yield f"- files: {len(sources)}"
+        lines.append(f"- {code(split)}: {shown}")
+    lines.append(f"- vocabulary: sha256 {code(trained.tokenizer.sha256)}")
+    lines.append(f"- files: {len(sources)}")
     for source in sources[:_NAMED]:
         name, sha256 = pathlib.PurePath(source["file"]).name, str(source.get("sha256"))
-        yield f"  - {code(name)}, sha256 {code(sha256)}"
+        lines.append(f"  - {code(name)}, sha256 {code(sha256)}")
     if len(sources) > _NAMED:
-        yield f"  - and {len(sources) - _NAMED} more"
-    yield ""
-
-
-def _recipe(trained: Trained) -> Iterator[str]:
-    if trained.experiment is None:
-        return
-    yield "## Recipe"
-    yield ""
-    yield f"- step: {trained.step} of {trained.experiment.total_steps}"
-    yield from _fields(trained.experiment)
-    yield ""
+        lines.append(f"  - and {len(sources) - _NAMED} more")
+    return _section("Text", *lines)
 
 
 def _fields(experiment: Section) -> Iterator[str]:

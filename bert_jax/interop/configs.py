@@ -11,7 +11,8 @@ from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import vocabularies
 from bert_jax.interop.names import PARTS
-from bert_jax.predict import Trained
+from bert_jax.interop.vocabularies import require
+from bert_jax.loaded import Loaded
 
 # Under the same name in both.
 _SIZES = (
@@ -74,26 +75,19 @@ def read(path: epath.Path) -> Model:
         "modernbert": (_modern, _MODERN_FIXED),
         _DECODER: (_modern, _MODERN_FIXED),
     }
-    model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in readers:
-        raise InputError(
-            f"{path}: model_type={model_type!r}: only {' and '.join(map(repr, readers))} are "
-            "supported"
-        )
+    model_type = require(path, "model_type", fields.get("model_type"), readers)
     named = fields.get("architectures") or []
-    if not isinstance(named, list) or not all(name in list(PARTS) for name in named):
-        raise InputError(f"{path}: architectures={named!r}: only {', '.join(PARTS)} are supported")
+    for name in named if isinstance(named, list) else [named]:
+        require(path, "architectures", name, PARTS)
     reader, fixed = readers[model_type]
     for name, value in fixed.items():
-        if fields.get(name) not in (None, value):
-            raise InputError(f"{path}: {name}={fields[name]!r}: only {value!r} is supported")
+        if fields.get(name) is not None:
+            require(path, name, fields[name], [value])
     return reader(path, fields)
 
 
 def _bert(path: epath.Path, fields: dict[str, Any]) -> Model:
-    decodes = fields.get("is_decoder") or False
-    if not isinstance(decodes, bool):
-        raise InputError(f"{path}: is_decoder={decodes!r}: must be true or false")
+    decodes = require(path, "is_decoder", fields.get("is_decoder") or False, [False, True])
     direction = "left_to_right" if decodes else "both"
     return dataclasses.replace(model_of(path, fields), direction=direction)
 
@@ -108,11 +102,9 @@ def model_of(path: epath.Path, fields: dict[str, Any]) -> Model:
 
 def _modern(path: epath.Path, fields: dict[str, Any]) -> Model:
     act = _activation(path, "hidden_activation", fields)
-    if _activation(path, "classifier_activation", fields) != act:
-        raise InputError(
-            f"{path}: classifier_activation={fields.get('classifier_activation')!r}: only the "
-            "hidden_activation is supported"
-        )
+    require(
+        path, "classifier_activation", _activation(path, "classifier_activation", fields), [act]
+    )
     sizes = _MODERN_DEFAULTS | {name: fields[name] for name in _SIZES if name in fields}
     every = _global_every(path, fields, sizes["num_hidden_layers"])
     ours = sizes | {
@@ -136,10 +128,7 @@ def _modern(path: epath.Path, fields: dict[str, Any]) -> Model:
 
 
 def _activation(path: epath.Path, name: str, fields: dict[str, Any]) -> str:
-    act = fields.get(name, "gelu")
-    if not isinstance(act, str) or act not in _ACTIVATIONS:
-        raise InputError(f"{path}: {name}={act!r}: only {', '.join(_ACTIVATIONS)} are supported")
-    return _ACTIVATIONS[act]
+    return _ACTIVATIONS[require(path, name, fields.get(name, "gelu"), _ACTIVATIONS)]
 
 
 def _number(path: epath.Path, fields: dict[str, Any], name: str, default: float) -> float:
@@ -174,8 +163,7 @@ def _layer_types(count: int, every: int) -> list[str]:
 
 def _base(path: epath.Path, fields: dict[str, Any], layer_type: str, older: str) -> float:
     """Returns the base of the rotary positions of such layers."""
-    if fields.get("rope_scaling") is not None:
-        raise InputError(f"{path}: rope_scaling={fields['rope_scaling']!r}: not supported")
+    require(path, "rope_scaling", fields.get("rope_scaling"), [None])
     default = _number(path, fields, older, _BASES[layer_type])
     by_type = fields.get("rope_parameters") or {}
     says = by_type.get(layer_type) or {} if isinstance(by_type, dict) else None
@@ -187,7 +175,7 @@ def _base(path: epath.Path, fields: dict[str, Any], layer_type: str, older: str)
     return _number(path, says, "rope_theta", default)
 
 
-def fields_of(trained: Trained, architecture: str, dtype: str) -> dict[str, Any]:
+def fields_of(trained: Loaded, architecture: str, dtype: str) -> dict[str, Any]:
     """Returns the config.json that their class `architecture` reads."""
     write = {"bert": _bert_fields, "modern": _modern_fields}[trained.model.kind]
     return {
@@ -202,14 +190,7 @@ def fields_of(trained: Trained, architecture: str, dtype: str) -> dict[str, Any]
 def task_fields(
     kind: str, labels: Sequence[str], column: str, head_dropout_prob: float
 ) -> dict[str, Any]:
-    """Returns what a config.json has next to `fields_of` for the head of a task.
-
-    Args:
-      kind: of the task.
-      labels: their names, by number.
-      column: what a regression's one number is called.
-      head_dropout_prob: of what the head reads.
-    """
+    """Returns what a config.json has next to `fields_of` for the head of a task."""
     fields: dict[str, Any] = {"classifier_dropout": head_dropout_prob}
     names = [column] if kind == "regress" else labels
     if names:  # a span has none
@@ -222,7 +203,7 @@ def task_fields(
     return fields
 
 
-def _bert_fields(trained: Trained) -> dict[str, Any]:
+def _bert_fields(trained: Loaded) -> dict[str, Any]:
     ours = dataclasses.asdict(trained.model)
     return {
         "model_type": "bert",
@@ -233,7 +214,7 @@ def _bert_fields(trained: Trained) -> dict[str, Any]:
     }
 
 
-def _modern_fields(trained: Trained) -> dict[str, Any]:
+def _modern_fields(trained: Loaded) -> dict[str, Any]:
     cfg, tok = trained.model, trained.tokenizer
     ours, act = dataclasses.asdict(cfg), _THEIR_ACTIVATIONS[cfg.hidden_act]
     bases = {_GLOBAL: cfg.global_rotary_base, _LOCAL: cfg.local_rotary_base}

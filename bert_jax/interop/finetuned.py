@@ -6,17 +6,16 @@ adapter_model.safetensors, and in `base` the class without them, whose head is z
 adapter brings its own.
 """
 
-import json
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from etils import epath
 
-from bert_jax.errors import InputError, printable
+from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, vocabularies
 from bert_jax.interop.huggingface import INPUTS, write_tensors
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.storage.workdir import new_folder
 from bert_jax.tasks.objective import merged_params
 from bert_jax.tasks.predict import TaskModel
@@ -110,12 +109,12 @@ def architecture_of(model: TaskModel) -> str:
     return ARCHITECTURES[model.model.kind][model.experiment.task.kind]
 
 
-def _as_trained(model: TaskModel, params: dict[str, Any]) -> Trained:
-    return Trained(
-        model.experiment.name,
+def _as_trained(model: TaskModel, params: dict[str, Any]) -> Loaded:
+    return Loaded(
         model.model,
         params,
         model.tokenizer,
+        name=model.experiment.name,
         step=model.step,
         evaluation=model.evaluation,
     )
@@ -201,14 +200,10 @@ def _write_adapter(
 
 def _how_to(architecture: str, form: Form, folder: str) -> list[str]:
     """Returns Python that loads the folder."""
-
-    def quoted(name: str) -> str:
-        return json.dumps(printable(name).replace("`", "'"))
-
-    load = f"{architecture}.from_pretrained({quoted(folder + '/base' * (form == 'adapter'))})"
+    load = f"{architecture}.from_pretrained({card.quoted(folder + '/base' * (form == 'adapter'))})"
     lines = [f"from transformers import AutoTokenizer, {architecture}"]
     if form == "adapter":
         lines.insert(0, "from peft import PeftModel")
-        load = f"PeftModel.from_pretrained({load}, {quoted(folder)})"
-    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({quoted(folder)})"
+        load = f"PeftModel.from_pretrained({load}, {card.quoted(folder)})"
+    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({card.quoted(folder)})"
     return [*lines, "", tokenizer, f"model = {load}"]

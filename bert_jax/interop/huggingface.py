@@ -1,7 +1,6 @@
 """Folders of Hugging Face's transformers, read and written: config.json and weights."""
 
-import json
-import pathlib
+import re
 from typing import Literal
 
 import ml_dtypes
@@ -14,8 +13,9 @@ from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, sentence_transformers, vocabularies
 from bert_jax.interop.names import Naming, Say
-from bert_jax.predict import Trained
-from bert_jax.storage.workdir import named_errors, new_folder
+from bert_jax.interop.vocabularies import read_object
+from bert_jax.loaded import Loaded
+from bert_jax.storage.workdir import new_folder
 
 # By `model.kind`, and by what is wanted.
 ARCHITECTURES = {
@@ -50,12 +50,7 @@ Kind = Literal["pretraining", "masked_lm", "encoder", "causal_lm"]
 
 
 def read_folder(folder: epath.Path, say: Say) -> Base:
-    """Reads what `save_pretrained` wrote of one of `ARCHITECTURES`.
-
-    Args:
-      folder: of config.json, weights and a vocabulary.
-      say: is given what is not as in the source.
-    """
+    """Reads what `save_pretrained` wrote of one of `ARCHITECTURES`."""
     stated = configs.read(folder / "config.json")
     naming = names.HUGGING_FACE[stated.kind]
     tokenizer = vocabularies.read(folder)
@@ -115,20 +110,15 @@ def _without_copies(
 
 def _read_shards(index: epath.Path) -> dict[str, np.ndarray]:
     """Reads tensors of files that an index lists: {"weight_map": {NAME OF TENSOR: FILE}}."""
-    with named_errors(index):
-        content = index.read_bytes()
-    try:
-        listed = json.loads(content)["weight_map"]
-    except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise InputError(f"{index}: damaged, no JSON object with a weight_map") from error
+    listed = read_object(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise InputError(f"{index}: damaged, its weight_map lists no tensors")
     for name, file in listed.items():
         # A plain name: anything else may lie elsewhere.
-        if not isinstance(file, str) or file != pathlib.PurePath(file).name or "\\" in file:
-            raise InputError(f"{index}: tensor {name!r}: {file!r} is no file next to the index")
-        if not file.endswith(".safetensors"):
-            raise InputError(f"{index}: tensor {name!r}: {file!r} is no .safetensors file")
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\]+\.safetensors", file):
+            raise InputError(
+                f"{index}: tensor {name!r}: {file!r} is no .safetensors file next to the index"
+            )
     tensors: dict[str, np.ndarray] = {}
     for file in sorted(set(listed.values())):
         shard = index.parent / file
@@ -172,7 +162,7 @@ def architecture_of(model: Model, kind: Kind) -> str:
 
 
 def export_weights(
-    trained: Trained, kind: Kind, dtype: Literal["float32", "bfloat16"], target: epath.Path
+    trained: Loaded, kind: Kind, dtype: Literal["float32", "bfloat16"], target: epath.Path
 ) -> None:
     """Writes a folder that transformers reads, whole or not at all.
 

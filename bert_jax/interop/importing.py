@@ -14,8 +14,8 @@ from bert_jax.base import Base, Moments
 from bert_jax.errors import InputError, printable
 from bert_jax.interop import huggingface, tf1
 from bert_jax.interop.names import Say
+from bert_jax.loaded import Loaded
 from bert_jax.model.encoder import padded_vocab_size
-from bert_jax.predict import Trained
 from bert_jax.storage import mirror
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
@@ -37,7 +37,7 @@ def import_weights(
       vocabulary: a vocab.txt or a tokenizer folder whose pieces take the place of the source's;
         None keeps those.
       say: is given a line about what was made, and one about what is not as in the source.
-      what: `with_moments` takes what the reference's Adam keeps, too.
+      what: `with_moments` takes what `bert_adam` keeps of a run, too.
     """
     base = _read(source, say, what)
     if vocabulary is not None:
@@ -66,9 +66,7 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
     if run.remote is not None:
         raise InputError(f"{source}: no run there; copy others' checkpoints to this machine first")
     prefix = tf1.find(source)
-    if prefix is not None:
-        return tf1.read(prefix, what, say)
-    if not source.is_dir():
+    if prefix is None and not source.is_dir():
         on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", os.fspath(source))
         fetched = f"; a hub's model, where there is a network: `hf download {source} --local-dir D`"
         raise InputError(
@@ -77,13 +75,14 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
         )
     if what == "with_moments":
         raise InputError(
-            f"{source}: --with-optimizer: a Hugging Face folder holds weights alone; leave it out"
+            f"{source}: --with-optimizer: only those of a run are imported, of others' checkpoints "
+            "weights alone; leave it out"
         )
-    return huggingface.read_folder(source, say)
+    return huggingface.read_folder(source, say) if prefix is None else tf1.read(prefix, say)
 
 
 def _of_run(source: epath.Path, what: Literal["params", "with_moments"]) -> Base:
-    trained = Trained.of(source, what)
+    trained = Loaded.of(source, what)
     where = f"{source.name}, step {trained.step}"
     kept = {"moments": trained.moments, "vectors": trained.vectors}
     return Base(trained.model, trained.params, trained.tokenizer, where, **kept)

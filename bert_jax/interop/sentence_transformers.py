@@ -8,7 +8,7 @@ from etils import epath
 from bert_jax.base import TextVectors
 from bert_jax.config import Model
 from bert_jax.errors import InputError, reading
-from bert_jax.interop.vocabularies import read_object, write_json
+from bert_jax.interop.vocabularies import read_object, require, write_json
 from bert_jax.text.tokenizer import Tokenizer
 
 # Names and folders, in this order; the last may be missing.
@@ -31,8 +31,7 @@ def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors 
     old = [_MODES.get(it, it) for it in fields if it.startswith("pooling_mode_") and fields[it]]
     mode = fields.get("pooling_mode", old or "mean")
     mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
-    if mode not in list(_MODES.values()):
-        raise InputError(f"{pooling}: pooling_mode={mode!r}: only cls and mean; {_REMEDY}")
+    require(pooling, "pooling_mode", mode, _MODES.values())
     reads = _there(folder / "sentence_bert_config.json")
     others = {
         "do_lower_case": tokenizer.case == "cased" and reads.get("do_lower_case"),

@@ -13,15 +13,14 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import google_crc32c
-import jax
 import ml_dtypes
 import numpy as np
 from etils import epath
 
-from bert_jax.base import Base, Moments
+from bert_jax.base import Base
 from bert_jax.config import Model
 from bert_jax.errors import InputError, reading
 from bert_jax.interop import configs, names, vocabularies
@@ -33,9 +32,8 @@ _CONFIG, _PREFIX = "bert_config.json", "bert_model.ckpt"
 _GELU_FORM, _FORMS = "gelu_form", {"erf": "gelu", "tanh": "gelu_tanh"}
 # Of a bert_config.json that says nothing of them.
 _TYPES = 16
-_STEP = "global_step"
-# Means of the gradients and of their squares; `VARIABLE/adam_m`, `VARIABLE/adam_v`.
-_SLOTS = ("adam_m", "adam_v")
+# What training keeps next to weights, and nobody goes on with: its steps, and Adam's moments.
+_OF_TRAINING = ("global_step", "/adam_m", "/adam_v")
 _NSP = "cls.seq_relationship"
 
 
@@ -62,27 +60,17 @@ def find(source: epath.Path) -> epath.Path | None:
     return prefix if prefix.with_name(f"{prefix.name}.index").exists() else None
 
 
-def read(prefix: epath.Path, what: Literal["params", "with_moments"], say: Say) -> Base:
-    """Reads a checkpoint as a base.
-
-    Args:
-      prefix: the common beginning of its files, as `find` gives it.
-      what: `with_moments` takes what Adam keeps, too.
-      say: is given what is not as in the source.
-    """
+def read(prefix: epath.Path, say: Say) -> Base:
+    """Reads the weights of a checkpoint as a base."""
     folder = prefix.parent
     stated = read_config(folder / _CONFIG, say)
     tokenizer = vocabularies.read_plain(folder, say)
-    held = variables(prefix, lambda name: what == "with_moments" or not _is_of_training(name))
-    for name, value in held.items():
-        if name != _STEP and value.dtype != np.float32:
+    params = variables(prefix, lambda name: not name.endswith(_OF_TRAINING))
+    for name, value in params.items():
+        if value.dtype != np.float32:
             raise InputError(f"{prefix}: variable {name!r} is {value.dtype}; only float32 is read")
-    params = {name: value for name, value in held.items() if not _is_of_training(name)}
     source = f"TensorFlow checkpoint {prefix.name} of {folder.absolute().name}"
-    base = names.fitted(params, naming(), stated, tokenizer, prefix, source, say)
-    if what == "with_moments":
-        base.moments = _moments(held, base, prefix)
-    return base
+    return names.fitted(params, NAMING, stated, tokenizer, prefix, source, say)
 
 
 def read_config(path: epath.Path, say: Say) -> Model:
@@ -92,9 +80,7 @@ def read_config(path: epath.Path, say: Say) -> Model:
     field of ours says which. Without it: erf, as transformers does.
     """
     fields = {"type_vocab_size": _TYPES} | vocabularies.read_object(path)
-    form = fields.get(_GELU_FORM)
-    if form not in (None, *_FORMS):
-        raise InputError(f"{path}: {_GELU_FORM}={form!r}: only {', '.join(_FORMS)} are supported")
+    form = vocabularies.require(path, _GELU_FORM, fields.get(_GELU_FORM), [None, *_FORMS])
     if form is None and fields.get("hidden_act", "gelu") == "gelu":
         say(
             f"{path.name}: gelu is taken for the released models' form, erf; if these weights were "
@@ -104,45 +90,15 @@ def read_config(path: epath.Path, say: Say) -> Model:
     return cfg if form is None else dataclasses.replace(cfg, hidden_act=_FORMS[form])
 
 
-def _is_of_training(name: str) -> bool:
-    return name == _STEP or name.endswith(tuple(f"/{slot}" for slot in _SLOTS))
-
-
-def _moments(held: dict[str, np.ndarray], base: Base, prefix: epath.Path) -> Moments:
-    step = held.get(_STEP)
-    if step is None or step.shape != () or step.dtype.kind != "i" or not 0 <= step < 2**32:
-        raise InputError(
-            f"{prefix}: --with-optimizer: no count of steps, {_STEP!r}, in it; a released "
-            "checkpoint holds weights alone, leave it out"
-        )
-    trees = []
-    for slot in _SLOTS:
-        kept = {name: value for name, value in held.items() if name.endswith(f"/{slot}")}
-        tree, missing = names.to_ours(kept, base.model, str(prefix), naming(slot))
-        if missing != base.fresh:
-            raise InputError(
-                f"{prefix}: --with-optimizer: not every variable has its {slot}; leave it out"
-            )
-        zeros = {part: jax.tree.map(np.zeros_like, base.params[part]) for part in missing}
-        trees.append(tree | zeros)
-    return Moments(int(step), *trees)
-
-
 # --- names ----------------------------------------------------------------------------------------
 
 
-def naming(slot: str = "") -> Naming:
-    """Returns the names of the variables of a pre-training model, or of one of their slots."""
-    ending = f"/{slot}" if slot else ""
-
-    def tensors(cfg: Model) -> Iterator[Tensor]:
-        for tensor in names.tensors(cfg):
-            if tensor.is_kernel and not tensor.name.startswith(_NSP):
-                tensor = dataclasses.replace(tensor, shape=tensor.shape[::-1], is_kernel=False)
-            yield dataclasses.replace(tensor, name=_name(tensor.name) + ending)
-
-    word, bias = _name(names.WORD_EMBEDDINGS), _name(names.OUTPUT_BIAS)
-    return Naming(tensors, word + ending, bias + ending, _CONFIG)
+def _tensors(cfg: Model) -> Iterator[Tensor]:
+    """Yields the variables of a pre-training model."""
+    for tensor in names.tensors(cfg):
+        if tensor.is_kernel and not tensor.name.startswith(_NSP):
+            tensor = dataclasses.replace(tensor, shape=tensor.shape[::-1], is_kernel=False)
+        yield dataclasses.replace(tensor, name=_name(tensor.name))
 
 
 def _name(theirs: str) -> str:
@@ -160,6 +116,8 @@ def _name(theirs: str) -> str:
         leaf = {"weight": "kernel", "bias": "bias"}[leaf]
     return re.sub(r"layer\.(\d+)", r"layer_\1", f"{above}.{leaf}").replace(".", "/")
 
+
+NAMING = Naming(_tensors, _name(names.WORD_EMBEDDINGS), _name(names.OUTPUT_BIAS), _CONFIG)
 
 # --- files ----------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Tokenizer files of others and our WordPiece tokenizer; and JSON of others."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tokenizers
@@ -37,6 +37,15 @@ def read_object(path: epath.Path) -> dict[str, Any]:
 def write_json(path: epath.Path, value: Any) -> None:
     """Writes JSON as others lay it out."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def require(path: epath.Path, name: str, value: Any, allowed: Iterable[Any]) -> Any:
+    """Returns a value of others; raises InputError unless it is one that we compute with."""
+    allowed = list(allowed)
+    if value not in allowed:
+        shown = " or ".join(map(repr, allowed))
+        raise InputError(f"{path}: {name}={value!r}: only {shown} is supported")
+    return value
 
 
 def read(folder: epath.Path) -> tokenizer_lib.WordPiece:
@@ -86,9 +95,8 @@ def _pieces(path: epath.Path, parts: dict[str, Any]) -> list[str]:
     model = parts.get("model")
     kind = model.get("type") if isinstance(model, dict) else None
     ids = model.get("vocab") if isinstance(model, dict) else None
-    if kind != "WordPiece" or not isinstance(ids, dict):
-        raise InputError(f"{path}: its model is {kind!r}; only WordPiece is supported")
-    if not all(type(number) is int for number in ids.values()):
+    require(path, "its model", kind, ["WordPiece"])
+    if not isinstance(ids, dict) or not all(type(number) is int for number in ids.values()):
         raise InputError(f"{path}: damaged, an id of its vocabulary is no whole number")
     _require_ours(path, parts, model)
     by_id = {number: piece for piece, number in ids.items()}
@@ -110,20 +118,16 @@ def _pieces(path: epath.Path, parts: dict[str, Any]) -> list[str]:
 
 def _require_ours(path: epath.Path, parts: dict[str, Any], model: dict[str, Any]) -> None:
     """Raises InputError if text would be cut into other pieces than ours are."""
-    before = parts.get("pre_tokenizer") or {"type": _CUTTER}
     settings = {
-        "continuing_subword_prefix": (model.get("continuing_subword_prefix", "##"), ["##"]),
-        "unk_token": (model.get("unk_token", vocabulary.UNK), [vocabulary.UNK]),
-        "max_input_chars_per_word": (
-            model.get("max_input_chars_per_word", _THEIR_LONGEST_WORD),
-            [_THEIR_LONGEST_WORD, _LONGEST_WORD],
-        ),
-        "pre_tokenizer": (before.get("type") if isinstance(before, dict) else before, [_CUTTER]),
+        "continuing_subword_prefix": ["##"],
+        "unk_token": [vocabulary.UNK],
+        "max_input_chars_per_word": [_THEIR_LONGEST_WORD, _LONGEST_WORD],
     }
-    for name, (value, ours) in settings.items():
-        if value not in ours:
-            allowed = " or ".join(map(repr, ours))
-            raise InputError(f"{path}: {name}={value!r}: only {allowed} is supported")
+    for name, ours in settings.items():
+        require(path, name, model.get(name, ours[0]), ours)
+    before = parts.get("pre_tokenizer") or {"type": _CUTTER}
+    cutter = before.get("type") if isinstance(before, dict) else before
+    require(path, "pre_tokenizer", cutter, [_CUTTER])
 
 
 def _added(tokens: Any) -> list[str]:
@@ -138,10 +142,7 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
     normalizer = parts.get("normalizer") or {}
     kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
     if normalizer and (kind != "BertNormalizer" or not isinstance(normalizer, dict)):
-        raise InputError(
-            f"{folder / 'tokenizer.json'}: its normalizer is {kind!r}; only BertNormalizer is "
-            "supported"
-        )
+        require(folder / "tokenizer.json", "normalizer", normalizer, [{"type": "BertNormalizer"}])
     lowers = {
         "tokenizer.json: normalizer.lowercase": normalizer.get("lowercase"),
         "tokenizer_config.json: do_lower_case": says.get("do_lower_case"),
@@ -160,22 +161,14 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
                 "bert-jax strips accents of uncased text, and of no other"
             )
         for name in _ALWAYS:
-            if values.get(name, True) is not True:
-                raise InputError(f"{folder / where}: {name}={values[name]}: only true is supported")
+            require(folder / where, name, values.get(name, True), [True])
     return "uncased" if uncased else "cased"
 
 
 def write(
     tok: tokenizer_lib.Tokenizer, longest: int, inputs: Sequence[str], folder: epath.Path
 ) -> None:
-    """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json.
-
-    Args:
-      tok: the tokenizer.
-      longest: pieces that the model reads at most.
-      inputs: names of what the model reads of a text.
-      folder: where to.
-    """
+    """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
     if not isinstance(tok, tokenizer_lib.WordPiece):
         raise InputError(
             f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece; "

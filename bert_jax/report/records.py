@@ -17,8 +17,8 @@ from bert_jax.data import batches, corpus, draws, masking, pairs, sentences
 from bert_jax.data.plans import Packed
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
+from bert_jax.library import LABELS, Piece, row_pieces
 from bert_jax.plan import report as plan_report
-from bert_jax.predict import LABELS, Piece, row_pieces
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, read_json
 from bert_jax.tasks import layers

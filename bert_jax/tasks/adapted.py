@@ -13,14 +13,13 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.tasks import tagger
 from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective, TargetRows
+from bert_jax.tasks.labels import Sentences, Tags
 from bert_jax.tasks.objective import TaskObjective, below_head
 from bert_jax.tasks.rows import Batch, Rows, TaskKind
-from bert_jax.tasks.sentences import Sentences
 from bert_jax.tasks.spans import Spans
-from bert_jax.tasks.tags import Tags
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import feed, step
 from bert_jax.training import lines as lines_lib
@@ -33,14 +32,7 @@ def kind_of(
     tokenizer: Tokenizer,
     no_answer_threshold: float | None = None,
 ) -> TaskKind:
-    """Returns the kind of a task for these labels, in their order, and this tokenizer.
-
-    Args:
-      task: the task.
-      labels: their names.
-      tokenizer: of the base.
-      no_answer_threshold: see `Spans`.
-    """
+    """Returns the kind of a task for these labels, in their order, and this tokenizer."""
     if task.kind == "span":
         return Spans(task, tokenizer, no_answer_threshold)
     if task.kind == "generate":
@@ -63,7 +55,7 @@ class LoadedBase:
         """Reads the base that an experiment names."""
         if not experiment.init_from:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
-        trained = Trained.of(epath.Path(experiment.init_from))
+        trained = Loaded.of(epath.Path(experiment.init_from))
         generates = experiment.task.kind == "generate"
         if generates:
             require_decodable(trained.model, f"--from {experiment.init_from}")
@@ -198,85 +190,44 @@ def run_rows(
     return outputs
 
 
-class Forward:
-    """A head over its encoder, compiled for the devices of a mesh, without noise."""
-
-    def __init__(self, objective: TaskObjective, parallelism: Parallelism, mesh: jax.sharding.Mesh):
-        self._mesh = mesh
-        self._logits = step.make_rows_step(objective, objective.logits, parallelism, mesh)
-        self._measure = jax.jit(objective.measure, out_shardings=mesh_lib.replicated(mesh))
-
-    def predict_rows(
-        self, params: Any, fixed: Any, batches: list[tuple[np.ndarray, Batch]], rows: Rows
-    ) -> tuple[list[np.ndarray], float]:
-        """Returns the scores of every row as `run_rows` does, and the mean loss.
-
-        Args:
-          params: those that learn.
-          fixed: those that do not.
-          batches: of `rows`, as tasks.rows.eval_batches gives them.
-          rows: all of them; the loss is nan if they have no targets.
-        """
-        sums = np.zeros(2)
-        labelled = bool(rows.numbers or rows.tokens)
-
-        def run(batch: Any) -> jax.Array:
-            nonlocal sums
-            logits = self._logits(params, fixed, batch)
-            if labelled:
-                sums = sums + lines_lib.fetch(self._measure(logits, batch)["loss"])
-            return logits
-
-        outputs = run_rows(run, batches, rows, self._mesh)
-        return outputs, float(sums[0] / sums[1]) if labelled else float("nan")
-
-
-class Writing:
-    """An encoder and a decoder, compiled for the devices of a mesh, without noise.
-
-    It is asked as `Forward` is.
-
-    Args:
-      objective: what was learned.
-      parallelism: how the parameters lie.
-      mesh: the devices.
-      beams: of the search.
-    """
-
-    def __init__(
-        self,
-        objective: GenerateObjective,
-        parallelism: Parallelism,
-        mesh: jax.sharding.Mesh,
-        beams: int = 1,
-    ):
-        self._mesh = mesh
-        texts = functools.partial(objective.texts, beams)
-        self._texts = step.make_rows_step(objective, texts, parallelism, mesh)
-        self._add_metrics = step.make_eval_step(objective, parallelism, mesh)
-        self._nothing = {name: np.zeros(2, np.float32) for name in objective.metrics}
-
-    def predict_rows(
-        self, params: Any, fixed: Any, batches: list[tuple[np.ndarray, Batch]], rows: TargetRows
-    ) -> tuple[list[np.ndarray], float]:
-        """Returns the ids that are written for each row, and the mean loss of a target's piece."""
-        sums: Any = self._nothing
-
-        def run(batch: Any) -> jax.Array:
-            nonlocal sums
-            if rows.targets:
-                sums = self._add_metrics(params, sums, batch)
-            return self._texts(params, fixed, {name: batch[name] for name in SOURCE})
-
-        outputs = run_rows(run, batches, rows, self._mesh)
-        total, count = lines_lib.fetch(sums)["loss"]
-        return outputs, float(total / count) if rows.targets else float("nan")
+# Gives the outputs of every row as `run_rows` does, and the mean loss, nan of rows without targets;
+# of parameters that learn, those that do not, batches of rows (tasks.rows.eval_batches), the rows.
+Forward = Callable[[Any, Any, list[tuple[np.ndarray, Batch]], Rows], tuple[list[np.ndarray], float]]
 
 
 def forward_of(
     objective: TaskObjective, parallelism: Parallelism, mesh: jax.sharding.Mesh, beams: int = 1
-) -> Forward | Writing:
-    """Returns what asks a model of this objective; `beams` are those of its search, if any."""
-    if isinstance(objective, GenerateObjective):
-        return Writing(objective, parallelism, mesh, beams)
-    return Forward(objective, parallelism, mesh)
+) -> Forward:
+    """Returns what asks a model of this objective, compiled for the devices of a mesh.
+
+    Of a decoder outputs are the ids that are written, by a search with so many `beams`, and the
+    loss is that of a target's piece.
+    """
+    writes = isinstance(objective, GenerateObjective)
+    asked = functools.partial(objective.texts, beams) if writes else objective.logits
+    ask = step.make_rows_step(objective, asked, parallelism, mesh)
+    measure = jax.jit(objective.measure, out_shardings=mesh_lib.replicated(mesh))
+    add_metrics = step.make_eval_step(objective, parallelism, mesh) if writes else None
+
+    def forward(params, fixed, batches, rows):
+        targets = rows.targets if isinstance(rows, TargetRows) else rows.numbers or rows.tokens
+        labelled, sums = bool(targets), np.zeros(2)
+        if writes:
+            sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
+
+        def run(batch: Any) -> jax.Array:
+            nonlocal sums
+            if add_metrics is None:
+                logits = ask(params, fixed, batch)
+                if labelled:
+                    sums = sums + lines_lib.fetch(measure(logits, batch)["loss"])
+                return logits
+            if labelled:
+                sums = add_metrics(params, sums, batch)
+            return ask(params, fixed, {name: batch[name] for name in SOURCE})
+
+        outputs = run_rows(run, batches, rows, mesh)
+        total, count = lines_lib.fetch(sums)["loss"] if writes else sums
+        return outputs, float(total / count) if labelled else float("nan")
+
+    return forward

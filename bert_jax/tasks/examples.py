@@ -268,12 +268,7 @@ def _number(value: Any, what: str, place: str) -> float:
 
 
 def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Example]:
-    """Yields an unlabelled example of each line that is not blank; tabs separate its texts.
-
-    Args:
-      task: the task.
-      lines: (place, line).
-    """
+    """Yields an unlabelled example of each line that is not blank; tabs separate its texts."""
     several = task.kind not in ("classify", "tag", "generate")
     written = ((place, line) for place, line in lines if line.strip())
     for number, (place, line) in enumerate(written, 1):
@@ -316,10 +311,6 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
 
     A choice has those of the task, or 0, 1 and so on, one for each text to choose from;
     regressions, spans and texts that are generated have none.
-
-    Args:
-      task: the task.
-      train: its training examples, labelled.
     """
     if task.kind in ("regress", "span", "generate"):
         return ()

@@ -88,10 +88,7 @@ class Generate:
     ) -> list[Any]:
         """Returns for each example the text that is `generated`.
 
-        Args:
-          outputs: of each row its ids, int32 [T], [SEP] from the end on.
-          rows: which rows they are.
-          examples: whose rows they are.
+        Outputs of a row are its ids, int32 [T], [SEP] from the end on.
         """
         del rows, examples
         tok = self._tokenizer

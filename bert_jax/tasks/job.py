@@ -3,21 +3,21 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from bert_jax import config
-from bert_jax.config import SCORES, Finetuning, Task
+from bert_jax.config import SCORES, Finetuning
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import mistakes, rows, scores
-from bert_jax.tasks.adapted import Forward, LoadedBase, Writing, forward_of, kind_of
+from bert_jax.tasks.adapted import Forward, LoadedBase, forward_of, kind_of
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.objective import TaskObjective, require_parallelism
@@ -69,13 +69,7 @@ def finetune(
 
 
 class FinetuningSetup:
-    """A task and the base that is adapted to it, read at once; see `training.job.Setup`.
-
-    Args:
-      experiment: with `init_from`.
-      workdir: of the run.
-      say: shows a line.
-    """
+    """A task and the base that is adapted to it, read at once; see `training.job.Setup`."""
 
     how_to_go_on = "choose another --workdir"
 
@@ -156,73 +150,49 @@ class FinetuningSetup:
             {"examples": self.sha256[:16], "base": self._base.sha256[:16]},
             "give all of them the same files",
         )
-        experiment, tokenizer, fixed = self.experiment, self._base.tokenizer, None
+        experiment, shards, fixed = self.experiment, mesh_lib.data_shards(mesh), None
         if experiment.adapt.how != "full":
             replicated = mesh_lib.replicated(mesh)
             fixed = feed.put(self._base.read_by(self.objective), replicated)
         forward = forward_of(self.objective, experiment.parallelism, mesh)
-        size = -(-experiment.run.eval_batch_size // mesh_lib.data_shards(mesh))
         self._eval_rows = self._kind.rows(self._held_out)
-        self.eval_batches = rows.eval_batches(
-            self._eval_rows,
-            tokenizer.pad_id,
-            size * mesh_lib.data_shards(mesh) * self._eval_rows.rows_per_example,
-        )
-        self._say(
-            f"finetune: {quantity(len(self._train), 'example')}, {len(self._held_out):,} held out, "
-            f"{quantity(self.total_steps, 'step')}; {experiment.init_from} {self._base.sha256[:12]}"
-        )
-        self._guess = mistakes.guess(experiment.task, self.labels, self._held_out)
-        guessing = _guessing(experiment.task, self._guess)
-        if experiment.task.kind in ("classify", "pair", "choice"):
-            self._say(f"finetune: {_counted(experiment.task, self.labels, self._train)}{guessing}")
-        if self.objective.class_weights:
-            by_label = zip(self.labels[:_LABELS], self.objective.class_weights, strict=False)
-            shown = ", ".join(f"{name} {weight:.3g}" for name, weight in by_label)
-            self._say(f"finetune: class weights {shown}{_more(self.labels)}")
-        if experiment.task.blank_cells == "skip":
-            self._say(f"finetune: left out for blank cells: {examples_lib.in_words(self._blank)}")
-        if isinstance(self._rows, TargetRows) and isinstance(self._eval_rows, TargetRows):
-            self._say(f"finetune: {_cut_in_words(experiment.task, self._rows, self._eval_rows)}")
-            if tokenizer.case == "uncased":
-                self._say("finetune: an uncased base writes lower case, and scores count case")
+        size = -(-experiment.run.eval_batch_size // shards) * shards
+        size *= self._eval_rows.rows_per_example
+        pad_id = self._base.tokenizer.pad_id
+        self.eval_batches = rows.eval_batches(self._eval_rows, pad_id, size)
+        guess = mistakes.guess(experiment.task, self.labels, self._held_out)
+        score = experiment.task.main_score
+        guessing = "" if guess is None else f"; {guess[0]}: {score} {guess[1]:.4f}"
         shares = {
-            "train": unknown.Share(tokenizer).add(self._rows.ids),
-            "validation": unknown.Share(tokenizer).add(self._eval_rows.ids),
+            name: unknown.Share(self._base.tokenizer).add(made.ids)
+            for name, made in (("train", self._rows), ("validation", self._eval_rows))
         }
-        values = ", ".join(f"{share.value:.1%} of {name}" for name, share in shares.items())
-        self._say(f"finetune: unknown pieces: {values}")
-        for name, share in shares.items():
-            if warning := share.warning(name):
-                self._say(warning)
+        for line in self._about(guessing, shares):
+            self._say(line)
         size = experiment.batch_size * self._rows.rows_per_example
         phase = PhaseBatches(0, 0, self.total_steps, size, self._batches.batch)
-        evaluator = Evaluator(
-            "scores",
-            every(experiment.run.eval_every, self.total_steps),
-            lambda params: self._evaluate(params, forward, fixed),
-            lambda line: summary(line) + guessing,
-        )
         what_is_learned = {
             "total_steps": self.total_steps,
             "examples": {"train": len(self._train), "validation": len(self._held_out)},
             "unknown": {name: share.value for name, share in shares.items()},
             "cut": {"train": _cut(self._rows), "validation": _cut(self._eval_rows)},
-            "guess": self._guess,
+            "guess": guess,
         }
-        at_first = Evaluator(
-            "task",
-            lambda done: done == 0,
-            lambda params: what_is_learned,
-            lambda line: "",
-            file="predictions",
-        )
-        at_the_end = Evaluator(
-            "mistakes",
-            lambda done: done == self.total_steps,
-            lambda params: self._mistakes(),
-            lambda line: "",
-            file="predictions",
+
+        def once(kind: str, when: int, ask: Callable[[Any], dict[str, Any]]) -> Evaluator:
+            return Evaluator(
+                kind, lambda done: done == when, ask, lambda line: "", file="predictions"
+            )
+
+        evaluators = (
+            once("task", 0, lambda params: what_is_learned),
+            Evaluator(
+                "scores",
+                every(experiment.run.eval_every, self.total_steps),
+                lambda params: self._evaluate(params, forward, fixed),
+                lambda line: summary(line) + guessing,
+            ),
+            once("mistakes", self.total_steps, lambda params: self._mistakes()),
         )
         return Job(
             experiment=experiment,
@@ -231,7 +201,7 @@ class FinetuningSetup:
             total_steps=self.total_steps,
             batches=lambda done: phase,
             initial_state=self.initial_state,
-            evaluators=(at_first, evaluator, at_the_end),
+            evaluators=evaluators,
             data_sha256=self.sha256,
             require_same=self._require_same,
             operations=self._operations,
@@ -242,6 +212,40 @@ class FinetuningSetup:
             fixed=fixed,
             patience=experiment.patience,
         )
+
+    def _about(self, guessing: str, shares: dict[str, unknown.Share]) -> Iterator[str]:
+        """Yields lines about what is learned, and what of it may go wrong."""
+        experiment, task, labels = self.experiment, self.experiment.task, self.labels[:_LABELS]
+        more = f" and {len(self.labels) - _LABELS} more" if len(self.labels) > _LABELS else ""
+        yield (
+            f"finetune: {quantity(len(self._train), 'example')}, {len(self._held_out):,} held out, "
+            f"{quantity(self.total_steps, 'step')}; {experiment.init_from} {self._base.sha256[:12]}"
+        )
+        if task.kind in ("classify", "pair", "choice"):
+            counts = collections.Counter(str(example.label) for example in self._train)
+            shown = ", ".join(f"{name} {counts[name]:,}" for name in labels)
+            two = len(labels) == 2 and "f1" in SCORES[task.kind]
+            positive = f"; f1 is of {labels[1]!r}" if two else ""
+            yield f"finetune: labels {shown}{more}{positive}{guessing}"
+        if weights := self.objective.class_weights:
+            by_label = zip(labels, weights, strict=False)
+            shown = ", ".join(f"{name} {weight:.3g}" for name, weight in by_label)
+            yield f"finetune: class weights {shown}{more}"
+        if task.blank_cells == "skip":
+            yield f"finetune: left out for blank cells: {examples_lib.in_words(self._blank)}"
+        if isinstance(self._rows, TargetRows) and isinstance(self._eval_rows, TargetRows):
+            limits = {"texts": "max_sequence_length", "targets": "max_target_length"}
+            sides = zip(limits.items(), self._rows.cut, self._eval_rows.cut, strict=True)
+            cut = ", ".join(
+                f"{a} {side} of train and {b} of validation at task.{name}={getattr(task, name)}"
+                for (side, name), a, b in sides
+            )
+            yield f"finetune: cut {cut}"
+            if self._base.tokenizer.case == "uncased":
+                yield "finetune: an uncased base writes lower case, and scores count case"
+        values = ", ".join(f"{share.value:.1%} of {name}" for name, share in shares.items())
+        yield f"finetune: unknown pieces: {values}"
+        yield from filter(None, (share.warning(name) for name, share in shares.items()))
 
     def _operations(self, batch: dict[str, jax.Array]) -> int:
         # Of `full`, to which others come close, since gradients flow to the bottom.
@@ -281,9 +285,9 @@ class FinetuningSetup:
             "class_weights": list(self.objective.class_weights),
         }
 
-    def _evaluate(self, params: Any, forward: Forward | Writing, fixed: Any) -> dict[str, Any]:
+    def _evaluate(self, params: Any, forward: Forward, fixed: Any) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
-        outputs, loss = forward.predict_rows(params, fixed, self.eval_batches, self._eval_rows)
+        outputs, loss = forward(params, fixed, self.eval_batches, self._eval_rows)
         by_name = self.scores(outputs)
         self._newest = outputs, by_name.get("no_answer_threshold")
         score = by_name[self.experiment.task.main_score]
@@ -308,42 +312,12 @@ def _laid_over(fresh: Any, tree: Any) -> Any:
     return fresh | {name: _laid_over(fresh[name], part) for name, part in tree.items()}
 
 
-def _cut_in_words(task: Task, train: TargetRows, held_out: TargetRows) -> str:
-    """Returns how many texts of either side are too long."""
-    names = ("max_sequence_length", "max_target_length")
-    sides = zip(names, ("texts", "targets"), train.cut, held_out.cut, strict=True)
-    shown = (
-        f"{a} {side} of train and {b} of validation at task.{name}={getattr(task, name)}"
-        for name, side, a, b in sides
-    )
-    return f"cut {', '.join(shown)}"
-
-
 def _cut(made: rows.Rows) -> float:
     """Returns the share of rows that hold as much as they may, as texts do that are cut.
 
     Tags and spans go on in another row, and are not cut.
     """
     return 0.0 if made.notes else float((made.lengths >= made.limit).mean())
-
-
-def _guessing(task: Task, guess: tuple[str, float] | None) -> str:
-    """Returns in words what the best guess without reading scores; "" where it scores nothing."""
-    return "" if guess is None else f"; {guess[0]}: {task.main_score} {guess[1]:.4f}"
-
-
-def _counted(task: Task, labels: Sequence[str], train: Sequence[Any]) -> str:
-    """Returns how often each label is trained on, and which one F1 is of."""
-    counts = collections.Counter(str(example.label) for example in train)
-    shown = ", ".join(f"{name} {counts[name]:,}" for name in labels[:_LABELS])
-    positive = ""
-    if len(labels) == 2 and "f1" in SCORES[task.kind]:
-        positive = f"; f1 is of {labels[1]!r}"
-    return f"labels {shown}{_more(labels)}{positive}"
-
-
-def _more(labels: Sequence[str]) -> str:
-    return f" and {len(labels) - _LABELS} more" if len(labels) > _LABELS else ""
 
 
 def summary(line: dict[str, Any]) -> str:

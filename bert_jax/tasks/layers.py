@@ -16,7 +16,7 @@ import numpy as np
 from bert_jax import config
 from bert_jax.config import Finetuning, Parallelism, Run, Task
 from bert_jax.errors import InputError
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import probes as probes_lib
 from bert_jax.tasks import scores
@@ -61,8 +61,7 @@ class Knowledge:
 
 def ask(
     paths: Sequence[str],
-    trained: Trained,
-    means: Callable[[list[str]], np.ndarray],
+    trained: Loaded,
     say: Callable[[str], None],
 ) -> list[Knowledge]:
     """Reads tasks off each layer of a run's checkpoint or a base, on all devices.
@@ -70,8 +69,6 @@ def ask(
     Args:
       paths: task files, or experiments of fine-tunings as JSON; of them the task alone is read.
       trained: whose encoder.
-      means: gives of N texts the means of their pieces in the embeddings and in each layer, one
-        behind the other, float32 [N, (L + 1) D].
       say: is given each task when it is done.
 
     Returns:
@@ -107,13 +104,13 @@ def ask(
     for name, task in tasks:
         if task.kind == "regress":
             pairs = similar[name]
-            by_layer = _similarity(task.main_score, pairs, means, trained.model.hidden_size)
+            by_layer = _similarity(task.main_score, pairs, trained)
             read[name] = Knowledge(name, task.main_score, 0.0, by_layer)
             say(f"layers: {name} is scored")
     return [read[name] for name in (_LENGTH, *names) if name in read]
 
 
-def record_of(trained: Trained, known: Sequence[Knowledge]) -> dict[str, Any]:
+def record_of(trained: Loaded, known: Sequence[Knowledge]) -> dict[str, Any]:
     """Returns the JSON of what was read off a checkpoint."""
     tasks = [dataclasses.asdict(one) | {"best": one.best, "centre": one.centre} for one in known]
     return {"format_version": FORMAT_VERSION, "step": trained.step, "tasks": tasks}
@@ -173,17 +170,12 @@ def _lengths(task: Task, train: list[Example], validation: list[Example]) -> Pro
     return Probe(_LENGTH, asked, labels, labelled(train), labelled(validation))
 
 
-def _similarity(
-    score: str,
-    pairs: Sequence[Example],
-    means: Callable[[list[str]], np.ndarray],
-    width: int,
-) -> tuple[float, ...]:
+def _similarity(score: str, pairs: Sequence[Example], trained: Loaded) -> tuple[float, ...]:
     """Returns the correlation of cosines with the truth, of each layer."""
-    sides = []
+    every, sides = range(trained.model.num_hidden_layers + 1), []
     for side in range(2):
         texts = [pair.texts[side] for pair in pairs if isinstance(pair, Sentence)]
-        vectors = means(texts).reshape(len(texts), -1, width)
+        vectors = trained.embed(texts, layers=every).reshape(len(texts), len(every), -1)
         sides.append(vectors / np.linalg.norm(vectors, axis=-1, keepdims=True))
     cosines = (sides[0] * sides[1]).sum(-1)
     truth = np.array([pair.label for pair in pairs if isinstance(pair, Sentence)])

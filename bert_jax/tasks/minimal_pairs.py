@@ -97,9 +97,6 @@ class MinimalPairs:
     def ask(self, params: Any) -> dict[str, Any]:
         """Returns how often the acceptable text is the likelier one; all processes call it.
 
-        Args:
-          params: of pre-training, on the devices.
-
         Returns:
           `accuracy`, in which texts that are as likely count half, its standard error `error`, and
           `pairs`; the same of each of `fields` and `paradigms`, by name.

@@ -128,14 +128,7 @@ def task_logits(
 def trainable_params(
     adapt: Adapt, params: Tree, fresh_parts: tuple[str, ...], key: jax.Array
 ) -> Tree:
-    """Returns those of freshly made parameters that learn; with `lora`, its matrices.
-
-    Args:
-      adapt: how the base is adapted.
-      params: as `init_params` gives them.
-      fresh_parts: parts that the base never learned: they learn with the head.
-      key: of the matrices.
-    """
+    """Returns those of freshly made parameters that learn; with `lora`, its matrices."""
     if adapt.how == "full":
         return params
     learn = ("head", "tagger", *fresh_parts)

@@ -100,11 +100,7 @@ class TaskModel:
         self._most = 0  # examples of a batch so far, before that
 
     def warm(self, sizes: tuple[int, ...]) -> None:
-        """Compiles what examples of any length need; batches have no other sizes from then on.
-
-        Args:
-          sizes: examples of a batch, smallest first.
-        """
+        """Compiles what examples of any length need; batches have no other sizes from then on."""
         self._sizes = sizes
         task = self.experiment.task
         others = ["a"] * (examples_lib.texts_of_example(task) - 1)
@@ -153,7 +149,7 @@ class TaskModel:
         """Returns what the head gives for each row, the mean loss, and the rows.
 
         Returns:
-          As `Forward.predict_rows` does, and `TaskKind.rows`.
+          As `adapted.Forward` does, and `TaskKind.rows`.
         """
         made = self._kind.rows(examples)
         self.unknown.add(made.ids)
@@ -164,7 +160,7 @@ class TaskModel:
         size = next((size for size in sizes if size >= count), sizes[-1])
         size = -(-size // self._shards) * self._shards * made.rows_per_example
         batches = rows.eval_batches(made, self._pad_id, size)
-        return *self._forward.predict_rows(self.params, self.fixed, batches, made), made
+        return *self._forward(self.params, self.fixed, batches, made), made
 
 
 def _with_inputs(
@@ -275,6 +271,8 @@ def _warn_of_unknown(model: TaskModel) -> None:
 # What is written next to the columns of a file.
 _PREDICTED, _PROBABILITY = "predicted", "probability"
 _WRITTEN = (".csv", ".tsv", ".jsonl")
+# By the kind of task, what of an answer is predicted without a probability; of others a label is.
+_ALONE = {"regress": "value", "tag": "tags", "generate": "generated"}
 
 
 def predict_table(
@@ -285,14 +283,6 @@ def predict_table(
     `predicted` is a label, a regression's number, a list of tags or a text; `probability` is the
     label's.
     A row with a blank text has neither, and is counted; labels are not read.
-
-    Args:
-      root: of the run.
-      base: where its base lies now; None: where it lay.
-      which: of its checkpoints.
-      file: .csv, .tsv or .jsonl, or a source of one.
-      out: .csv, .tsv or .jsonl.
-      beams: see `TaskModel`.
 
     Returns:
       How many rows were written, and how often each label was predicted, in words.
@@ -328,9 +318,8 @@ def _predicted_rows(
     """Yields place, names and values of each row, with the predicted ones; counts labels."""
     task = model.experiment.task
     records = formats.records(source, task.header)
-    more = (
-        [_PREDICTED] if task.kind in ("regress", "tag", "generate") else [_PREDICTED, _PROBABILITY]
-    )
+    alone = _ALONE.get(task.kind)
+    more = [_PREDICTED] if alone else [_PREDICTED, _PROBABILITY]
     none = True
     while window := list(itertools.islice(records, WINDOW)):
         none, examples = False, list[Example]()
@@ -348,18 +337,13 @@ def _predicted_rows(
         for place, names, values in window:
             predicted: list[Any] = [None] * len(more)
             if place not in left_out:
-                predicted = _columns_of(next(answers))
+                answer = next(answers)
+                predicted = [answer[alone or "label"]]
+                predicted += [] if alone else [answer["probabilities"][answer["label"]]]
                 counts[str(predicted[0])] += 1
             yield place, [*names, *more], [*values, *predicted]
     if none:
         raise InputError(f"{source}: holds no examples")
-
-
-def _columns_of(answer: dict[str, Any]) -> list[Any]:
-    for name in ("tags", "value", "generated"):
-        if name in answer:
-            return [answer[name]]
-    return [answer["label"], answer["probabilities"][answer["label"]]]
 
 
 def _written(

@@ -24,10 +24,10 @@ from bert_jax import config
 from bert_jax.config import Finetuning, Model, Parallelism, Run, Task
 from bert_jax.data import draws
 from bert_jax.errors import InputError
+from bert_jax.loaded import Loaded
 from bert_jax.model import flops, heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode, of_text
-from bert_jax.predict import Trained
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows
 from bert_jax.tasks.adapted import kind_of, run_rows
@@ -206,20 +206,12 @@ class Probes:
         )
 
     def score_of_layers(self, probe: Probe, params: Any) -> list[float]:
-        """Returns the score of a probe from each layer, the embeddings first.
-
-        Args:
-          probe: one of these, which are open.
-          params: of pre-training, on the devices.
-        """
+        """Returns the score of a probe from each layer, the embeddings first."""
         return self._scores(probe, params, "all")
 
     def ask(self, params: Any) -> dict[str, dict[str, Any]]:
         """Returns what a linear layer reads off the encoder, and how often the acceptable text of a
         minimal pair is the likelier one; all processes call it.
-
-        Args:
-          params: of pre-training, on the devices.
 
         Returns:
           `scores` and `majority`, each by the name of the probe; if there are minimal pairs,
@@ -257,7 +249,7 @@ class Probes:
         return each
 
 
-def of_trained(probes: Probes, trained: Trained) -> dict[str, dict[str, Any]]:
+def of_trained(probes: Probes, trained: Loaded) -> dict[str, dict[str, Any]]:
     """Returns what `Probes.ask` does, of a run's checkpoint or a base, on all devices."""
     if "masked_lm" in trained.fresh and probes.has_minimal_pairs:
         raise InputError(

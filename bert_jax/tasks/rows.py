@@ -82,7 +82,7 @@ def padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.nd
 class TaskKind(Protocol):
     """A kind of task, for one tokenizer and one set of labels.
 
-    `sentences`, `tags`, `spans` and `generate` have the four there are.
+    `labels` (two), `spans` and `generate` have the four there are.
     """
 
     reads: Reads  # what the head reads

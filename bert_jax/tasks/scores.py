@@ -96,10 +96,6 @@ def of_texts(truth: Sequence[str], written: Sequence[str]) -> dict[str, float]:
 
     With sacreBLEU's settings (Post 2018): characters without blanks for `chrf`, words as the script
     mteval-v13a cuts them for `bleu`; case counts (`case:mixed` in its signature).
-
-    Args:
-      truth: a text each.
-      written: as many.
     """
     import sacrebleu
 

@@ -19,11 +19,6 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
 
     A piece with a tag, and the first and the last of an answer, are written {piece|what it is};
     behind `->` stands a text that is to be generated.
-
-    Args:
-      experiment: with `init_from`, whose tokenizer and examples are read.
-      done: steps.
-      most: rows.
     """
     task = experiment.task
     train = examples_lib.read(task, task.train, "labelled")

@@ -101,10 +101,7 @@ class Spans:
     ) -> list[Any]:
         """Returns the predicted answers of questions.
 
-        Args:
-          outputs: of each row, float32 [n, 2].
-          rows: which rows they are.
-          examples: whose rows they are.
+        Outputs of a row are float32 [n, 2].
 
         Returns:
           For each question its `id`, the best `answer`, the `score` of it and of others, and, if

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from bert_jax import config
 from bert_jax.errors import InputError, printable
@@ -41,134 +41,102 @@ class Place(NamedTuple):
     settings: dict[str, Any]  # all fields of it, by their paths
 
 
-class Tracker(Protocol):
-    """One tracked run."""
+class Tracker(NamedTuple):
+    """One tracked run: how it is found again after a resume, and what takes its numbers."""
 
-    id: str  # by which it is found again after a resume
-
-    def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
-        """Takes the numbers of one line; `group` is train, evaluation, probes or timings, say."""
-
-    def close(self) -> None:
-        """Ends it; a resumed run opens it again by its id."""
+    id: str
+    # Takes (group, step, numbers of a line); a group is train, evaluation, probes or timings, say.
+    log: Callable[[str, int, Mapping[str, float]], Any]
+    close: Callable[[], Any]
 
 
-class TensorBoard:
-    """Event files in W/tensorboard, one folder a group."""
+def _tensorboard(place: Place, known: str) -> Tracker:
+    """Writes event files in W/tensorboard, one folder a group, each line at once."""
+    from tensorboard.summary import Writer
 
-    id = ""
+    writers: dict[str, Any] = {}
 
-    def __init__(self, place: Place, known: str):
-        from tensorboard.summary import Writer
-
-        self._make = lambda group: Writer(os.path.join(place.folder, "tensorboard", group))
-        self._writers: dict[str, Any] = {}
-
-    def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
-        """Adds a line, and has it be on the disk."""
-        if group not in self._writers:
-            self._writers[group] = self._make(group)
+    def log(group: str, step: int, values: Mapping[str, float]) -> None:
+        if group not in writers:
+            writers[group] = Writer(os.path.join(place.folder, "tensorboard", group))
         for name, value in values.items():
-            self._writers[group].add_scalar(name, value, step)
-        self._writers[group].flush()
+            writers[group].add_scalar(name, value, step)
+        writers[group].flush()
 
-    def close(self) -> None:
-        """Ends the files."""
-        for writer in self._writers.values():
-            writer.close()
+    return Tracker(known, log, lambda: [writer.close() for writer in writers.values()])
 
 
-class Trackio:
-    """A run of trackio, in W/trackio."""
+def _trackio(place: Place, known: str) -> Tracker:
+    """Opens a run of trackio, in W/trackio."""
+    os.environ.setdefault("TRACKIO_DIR", os.path.join(place.folder, "trackio"))
+    import trackio
 
-    def __init__(self, place: Place, known: str):
-        os.environ.setdefault("TRACKIO_DIR", os.path.join(place.folder, "trackio"))
-        import trackio
-
-        self.id = known or f"{place.name}-{uuid.uuid4().hex[:8]}"
-        self._run = trackio.init(
-            project=_PROJECT, name=self.id, config=place.settings, resume="allow", embed=False
-        )
-
-    def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
-        """Adds a line."""
-        self._run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
-
-    def close(self) -> None:
-        """Ends the run."""
-        self._run.finish()
+    name = known or f"{place.name}-{uuid.uuid4().hex[:8]}"
+    run = trackio.init(
+        project=_PROJECT, name=name, config=place.settings, resume="allow", embed=False
+    )
+    return _of_run(name, run)
 
 
-class WandB:
-    """A run of Weights & Biases, in W/wandb; `wandb sync` sends it."""
+def _wandb(place: Place, known: str) -> Tracker:
+    """Opens a run of Weights & Biases, in W/wandb; `wandb sync` sends it."""
+    os.environ.setdefault("WANDB_MODE", "offline")
+    import wandb
 
-    def __init__(self, place: Place, known: str):
-        os.environ.setdefault("WANDB_MODE", "offline")
-        import wandb
-
-        self.id = known or uuid.uuid4().hex
-        self._run = wandb.init(
-            project=_PROJECT,
-            name=place.name,
-            id=self.id,
-            resume="allow",
-            dir=place.folder,
-            config=place.settings,
-            settings=wandb.Settings(console="off", silent=True),
-        )
-
-    def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
-        """Adds a line."""
-        self._run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
-
-    def close(self) -> None:
-        """Ends the run."""
-        self._run.finish()
+    name = known or uuid.uuid4().hex
+    run = wandb.init(
+        project=_PROJECT,
+        name=place.name,
+        id=name,
+        resume="allow",
+        dir=place.folder,
+        config=place.settings,
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    return _of_run(name, run)
 
 
-class MLflow:
-    """A run of MLflow, in W/mlflow."""
+def _of_run(name: str, run: Any) -> Tracker:
+    def log(group: str, step: int, values: Mapping[str, float]) -> None:
+        run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
 
-    def __init__(self, place: Place, known: str):
-        from mlflow.entities import Metric
-        from mlflow.tracking import MlflowClient
+    return Tracker(name, log, run.finish)
 
-        folder = os.path.abspath(os.path.join(place.folder, "mlflow"))
-        os.makedirs(folder, exist_ok=True)
-        # Its plain files are no longer written: a file of SQLite.
-        here = f"sqlite:///{folder}/mlflow.db"
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or here)
-        self._metric, self.id = Metric, known
-        if self.id:
-            self._client.update_run(self.id, status="RUNNING")
-            return
-        project = self._client.get_experiment_by_name(_PROJECT)
+
+def _mlflow(place: Place, known: str) -> Tracker:
+    """Opens a run of MLflow, in W/mlflow: a file of SQLite, since it writes plain ones no more."""
+    from mlflow.entities import Metric
+    from mlflow.tracking import MlflowClient
+
+    folder = os.path.abspath(os.path.join(place.folder, "mlflow"))
+    os.makedirs(folder, exist_ok=True)
+    here = f"sqlite:///{folder}/mlflow.db"
+    client, run = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or here), known
+    if run:
+        client.update_run(run, status="RUNNING")
+    else:
+        project = client.get_experiment_by_name(_PROJECT)
         if project is None:
-            number = self._client.create_experiment(_PROJECT, f"file://{folder}/artifacts")
+            number = client.create_experiment(_PROJECT, f"file://{folder}/artifacts")
         else:
             number = project.experiment_id
-        self.id = self._client.create_run(number, run_name=place.name).info.run_id
+        run = client.create_run(number, run_name=place.name).info.run_id
         for name, value in place.settings.items():
-            self._client.log_param(self.id, name, value)
+            client.log_param(run, name, value)
 
-    def log(self, group: str, step: int, values: Mapping[str, float]) -> None:
-        """Adds a line."""
+    def log(group: str, step: int, values: Mapping[str, float]) -> None:
         now = round(time.time() * 1000)
-        metrics = [
-            self._metric(f"{group}/{name}", value, now, step) for name, value in values.items()
-        ]
-        self._client.log_batch(self.id, metrics=metrics)
+        metrics = [Metric(f"{group}/{name}", value, now, step) for name, value in values.items()]
+        client.log_batch(run, metrics=metrics)
 
-    def close(self) -> None:
-        """Ends the run."""
-        self._client.set_terminated(self.id)
+    return Tracker(run, log, lambda: client.set_terminated(run))
 
 
 _OPENED: dict[str, Callable[[Place, str], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": WandB,
-    "mlflow": MLflow,
+    "tensorboard": _tensorboard,
+    "trackio": _trackio,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
 }
 
 

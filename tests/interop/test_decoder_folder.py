@@ -13,8 +13,8 @@ from bert_jax import base as base_lib
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
+from bert_jax.loaded import Loaded
 from bert_jax.model import heads
-from bert_jax.predict import Trained
 from bert_jax.text.tokenizer import WordPiece
 
 CLASSES = {
@@ -30,7 +30,7 @@ def trained(kind, direction="left_to_right"):
         cfg = Model(direction=direction, **{name: getattr(MODEL, name) for name in shared})
         cfg = dataclasses.replace(cfg, num_hidden_layers=2, intermediate_size=24)
     params = jax.device_get(heads.init_params(cfg, jax.random.key(0)))
-    return Trained("a test", cfg, params, WordPiece(PIECES, "uncased"))
+    return Loaded(cfg, params, WordPiece(PIECES, "uncased"), name="a test")
 
 
 @pytest.mark.parametrize("kind", CLASSES)

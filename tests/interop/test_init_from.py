@@ -13,7 +13,7 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax import cli, config
 from bert_jax.doctor import run as run_lib
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
@@ -70,9 +70,7 @@ def test_a_run_begins_with_the_weights_of_its_base_and_keeps_how_vectors_are_mad
     assert not np.array_equal(last["params"]["pooler"]["kernel"], base.params["pooler"]["kernel"])
     assert len(notes("new")) == 1 and not notes("run")
     assert broken.call("import new --workdir again")[0] == 0
-    assert (
-        base_lib.read(epath.Path("again")).vectors == Trained.of(epath.Path("new")).vectors == CLS
-    )
+    assert base_lib.read(epath.Path("again")).vectors == Loaded.of(epath.Path("new")).vectors == CLS
 
 
 @pytest.mark.long
@@ -153,7 +151,7 @@ def test_a_resume_with_other_weights_is_refused(copy_of_run, capsys):
     broken.refuses(broken.Case("other weights", again, ("init_from=base", "other weights")))
     pathlib.Path("base").rename("worse")
     assert broken.call(again)[0] == 0  # no base at all: a run may be carried elsewhere
-    assert Trained.of(epath.Path("new")).vectors == CLS
+    assert Loaded.of(epath.Path("new")).vectors == CLS
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_is_made(copy_of_run):

@@ -14,8 +14,8 @@ from bert_jax import base as base_lib
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import configs, huggingface, importing
+from bert_jax.loaded import Loaded
 from bert_jax.model import heads
-from bert_jax.predict import Trained
 from bert_jax.text.tokenizer import WordPiece
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(30))]
@@ -45,7 +45,7 @@ def trained():
     params["encoder"]["embeddings"]["word"]["embedding"][MODEL.vocab_size :] = 0
     params["masked_lm"]["output_bias"][MODEL.vocab_size :] = 0
     params["encoder"]["layers"]["attention_layer_norm"]["scale"][0] = 1
-    return Trained("a test", MODEL, params, WordPiece(PIECES, "uncased"))
+    return Loaded(MODEL, params, WordPiece(PIECES, "uncased"), name="a test")
 
 
 def write(folder, kind="masked_lm", **changes):

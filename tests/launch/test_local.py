@@ -6,7 +6,8 @@ import subprocess
 import pytest
 from small_run import final_state, write_text
 
-from bert_jax import config, errors, pod
+from bert_jax import config, errors
+from bert_jax.verify import pod
 from launch import __main__
 
 

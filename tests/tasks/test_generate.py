@@ -146,7 +146,7 @@ def trained(devices, parallelism=Parallelism(), steps=3):  # noqa: B008
         state, window = make(state, window, batch, key)
     writing = adapted.forward_of(task, parallelism, mesh)
     of_eval = eval_batches(rows, kinds.TOKENIZER.pad_id, 4)
-    outputs, loss = writing.predict_rows(state["params"], None, of_eval, rows)
+    outputs, loss = writing(state["params"], None, of_eval, rows)
     return jax.device_get(state["params"]), jax.device_get(window), outputs, loss
 
 

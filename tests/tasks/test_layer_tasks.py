@@ -1,6 +1,5 @@
 """What each layer knows: scores against NumPy, the page, and what is refused."""
 
-import functools
 import json
 import pathlib
 
@@ -12,8 +11,7 @@ from scipy import stats
 
 import bert_jax
 from bert_jax import cli
-from bert_jax.library import LoadedModel
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import layers, probes
 from bert_jax.tasks.layers import Knowledge
@@ -50,9 +48,8 @@ def here(folder, monkeypatch):
 def asked(folder):
     files = [str(folder / f"{name}.py") for name in NAMES]
     done: list[str] = []
-    trained = Trained.of(epath.Path(folder / "base"))
-    means = functools.partial(LoadedModel(trained).embed, layers=(0, 1))
-    known = layers.ask(files, trained, means, done.append)
+    trained = Loaded.of(epath.Path(folder / "base"))
+    known = layers.ask(files, trained, done.append)
     assert len(done) == 4
     return {one.name: one for one in known}
 

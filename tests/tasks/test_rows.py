@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kinds import TOKENIZER, ids, sentence, task
 
+from bert_jax.tasks.labels import Sentences
 from bert_jax.tasks.rows import Rows, TrainBatches, eval_batches, joined
-from bert_jax.tasks.sentences import Sentences
 
 LIMIT = 100
 

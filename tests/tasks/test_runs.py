@@ -183,9 +183,9 @@ def test_it_begins_with_the_weights_of_the_run_and_a_fresh_head(full, folder):
         step.abstract_state(setup.objective, setup.optimizer, setup.experiment.parallelism, mesh),
     )
     begun, _ = setup.initial_state(jax.device_put(fresh, places))
-    from bert_jax.predict import Trained
+    from bert_jax.loaded import Loaded
 
-    theirs = Trained.of(epath.Path("run")).params
+    theirs = Loaded.of(epath.Path("run")).params
     for name in ("encoder", "pooler"):
         assert_identical(jax.device_get(begun["params"][name]), jax.device_get(theirs[name]))
     kernels = [t["encoder"]["layers"]["query"]["kernel"] for t in (state["params"], theirs)]

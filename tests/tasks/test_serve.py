@@ -27,7 +27,7 @@ from etils import epath
 from bert_jax import embed, serve
 from bert_jax.config import Task
 from bert_jax.errors import InputError
-from bert_jax.predict import Trained
+from bert_jax.loaded import Loaded
 from bert_jax.tasks import examples
 from bert_jax.tasks.predict import TaskModel
 
@@ -37,7 +37,7 @@ TEXTS = ["wa wb", "", "xa " * 90, "wc ? xd", "\u65e5\x00 wa"]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     tuned.write_base(tmp_path_factory.mktemp("serve") / "base")
-    return Trained.of(epath.Path(tmp_path_factory.getbasetemp() / "serve0" / "base"))
+    return Loaded.of(epath.Path(tmp_path_factory.getbasetemp() / "serve0" / "base"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import samples
 from compare import assert_close
 
 from bert_jax.config import Adapt, Parallelism
-from bert_jax.tasks.adapted import Forward
+from bert_jax.tasks.adapted import forward_of
 from bert_jax.tasks.rows import TrainBatches, eval_batches
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
@@ -116,8 +116,8 @@ def test_evaluation_is_the_same_however_rows_lie():
             lambda s: s.sharding,
             step.abstract_state(objective, kinds.OPTIMIZER, parallelism, mesh)["params"],
         )
-        forward = Forward(objective, parallelism, mesh)
-        found.append(forward.predict_rows(feed.put(params, places), None, batches, rows))
+        forward = forward_of(objective, parallelism, mesh)
+        found.append(forward(feed.put(params, places), None, batches, rows))
     (ours, loss), (theirs, other_loss) = found
     assert [len(row) for row in ours] == rows.lengths.tolist()
     for a, b in zip(ours, theirs, strict=True):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kinds import TOKENIZER, WORDS, ids, tagged, task
 
-from bert_jax.tasks.tags import Tags
+from bert_jax.tasks.labels import Tags
 
 LABELS = ("B-X", "I-X", "O")
 # Of one piece, of two, of three, unknown, and of none.

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.path import atomicity
 from small_run import final_state, pretrain, write_text
 
-from bert_jax import predict
+from bert_jax import loaded
 from bert_jax.config import Run
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, finish
 def test_readers_use_the_one_before_and_touch_nothing(finished, run, capsys):
     cut_off(run / "checkpoints" / "22")
     other_window(run / "checkpoints" / "20")
-    trained = predict.Trained.of(epath.Path(run), "params")
+    trained = loaded.Loaded.of(epath.Path(run), "params")
     assert trained.step == 16
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all("step 16 is used instead" in line for line in said)

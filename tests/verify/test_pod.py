@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def start(code: str, *flags: str, processes: int = 3) -> subprocess.Popen:

@@ -8,8 +8,8 @@ import pytest
 from etils import epath
 from pyarrow import parquet
 
-from bert_jax import vectors
 from bert_jax.errors import InputError
+from bert_jax.storage import vectors
 
 WIDTH = 3
 # Texts of one, no and two pieces, then of one.

@@ -1,0 +1,290 @@
+"""A trained model, from wherever it lies: its weights, what is known of them, and its answers.
+
+Shape letters: B rows, S pieces of a text with [CLS] and [SEP], D width, H heads, L layers.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from bert_jax import base as base_lib
+from bert_jax import config
+from bert_jax import embed as embed_lib
+from bert_jax.base import Base, Moments
+from bert_jax.config import Experiment, Parallelism
+from bert_jax.data.batches import Batch
+from bert_jax.embed import Embedder, Features
+from bert_jax.errors import InputError
+from bert_jax.model import heads
+from bert_jax.model.encoder import Loop
+from bert_jax.model.kinds import attention_probabilities, encode
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import Workdir, load_experiment
+from bert_jax.training import lines as lines_lib
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import objective, step
+from bert_jax.training import optimizer as optimizer_lib
+from bert_jax.training.checkpoint import Checkpoints, Restored
+from bert_jax.training.evaluators import Prediction, Predictor
+from bert_jax.training.pretraining import Prepared
+
+What = Literal["params", "with_moments"]
+# Lengths are rounded up to a multiple, so that texts share compiled programs.
+_LENGTH_STEP = 32
+
+
+@dataclasses.dataclass(repr=False)
+class Loaded(Base):
+    """Weights on one device, and what is known about them; to be asked about texts.
+
+    Of a run `source` is "", and `vectors` are as the base makes them that it began with.
+    """
+
+    name: str = ""  # of the run, the base or the folder
+    step: int = 0  # of the checkpoint; 0 of weights without one
+    experiment: Experiment | None = None  # of a run; None of a base
+    manifest: dict[str, Any] | None = None  # of the corpus; None of a base
+    # The line of metrics.jsonl of this step; None if there is none.
+    evaluation: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, folder: epath.Path, what: What = "params", which: str = "newest") -> "Loaded":
+        """Reads a base, or a checkpoint of a run.
+
+        Args:
+          folder: of a base or a run.
+          what: is wanted of a run.
+          which: of a run's checkpoints: `newest`, `best`, or a step.
+        """
+        run = mirror.opened(folder)
+        if base_lib.is_base(run.root):
+            _require_newest(folder, which)
+            return cls.of_base(base_lib.read(run.root), folder.name)
+        experiment = load_experiment(run)
+        workdir = Workdir(run.root, experiment.run.corpus_dir, run.remote)
+        prepared = Prepared.open(workdir.corpus)
+        if what == "with_moments" and experiment.optimizer.name != "bert_adam":
+            raise InputError(
+                f"{folder}: --with-optimizer: optimizer.name={experiment.optimizer.name}; only "
+                "bert_adam's moments can be imported"
+            )
+        restored = _restored(experiment, workdir, prepared, mesh_lib.one_device(), what, which)
+        state, done = restored.state, restored.step
+        moments = None
+        if what == "with_moments":
+            kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
+            moments = Moments(done, kept.mu, kept.nu)
+        params, fresh = heads.completed(experiment.model, state["params"])
+        lines = lines_lib.Lines(workdir.metrics).read()
+        of_step = [x for x in lines if x.get("kind") == "evaluation" and x["step"] == done]
+        return cls(
+            experiment.model_after(done),
+            params,
+            prepared.tokenizer,
+            fresh=fresh,
+            moments=moments,
+            vectors=base_lib.vectors_of(restored.metadata.get("notes", {})),
+            name=experiment.name,
+            step=done,
+            experiment=experiment,
+            manifest=prepared.manifest,
+            evaluation=of_step[-1] if of_step else None,
+        )
+
+    @classmethod
+    def of_base(cls, base: Base, name: str) -> "Loaded":
+        """Puts the weights of a base on a device."""
+        fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(Base)}
+        return cls(**fields | {"params": jax.device_put(base.params)}, name=name)
+
+    def __repr__(self) -> str:
+        """Returns the name, the step and the size."""
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return f"<bert_jax model {self.name}, step {self.step}, {count / 1e6:.1f}M parameters>"
+
+    def tokenize(self, text: str) -> list[str]:
+        """Returns the pieces of a text, in which [MASK] stands for itself."""
+        return [self.tokenizer.piece(i) for i in self._predictor.encode(text)]
+
+    def fill(self, text: str, next_text: str | None = None, top: int = 5) -> Prediction:
+        """Fills every [MASK] with its likeliest pieces.
+
+        Args:
+          text: A, with any number of [MASK]s.
+          next_text: B, if the question is whether it follows A, too.
+          top: how many pieces are returned for each [MASK].
+
+        Returns:
+          `masks`, a list of (piece, probability) for each [MASK], and `is_next`, the probability
+          that B follows A, None without B.
+        """
+        return self._predictor.predict(self.params, text, next_text, top)
+
+    def hidden(self, texts: str | Sequence[str], layers: Sequence[int] = (-1,)) -> list[np.ndarray]:
+        """Returns what layers make of each text, piece by piece, [CLS] first and [SEP] last.
+
+        Args:
+          texts: one or several.
+          layers: 0 the embeddings, 1 the first layer; negative numbers count from the last, -1.
+
+        Returns:
+          For each text float32 [layers, S, D].
+        """
+        chosen = embed_lib.layer_numbers(tuple(layers), self.model)
+        results = []
+        for text in [texts] if isinstance(texts, str) else texts:
+            ids = self._ids(text)
+            every = np.asarray(self._all_hidden(ids))[:, 0, : len(ids)]
+            results.append(every[list(chosen)])
+        return results
+
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        pooling: Literal["mean", "cls"] | None = None,
+        layers: Sequence[int] = (-1,),
+        length: Literal["as_is", "unit"] | None = None,
+    ) -> np.ndarray:
+        """Returns a vector of each text, float32 [texts, W]; see `bert_jax.embed.Features`.
+
+        What is None is as the run or base says. Longer texts than are read are cut.
+        """
+        features = Features(pooling=pooling, layers=tuple(layers), length=length)
+        embedder = Embedder(self, features, mesh_lib.make_mesh(Parallelism()))
+        asked = [texts] if isinstance(texts, str) else texts
+        parts = [part.vectors for part in embedder.embed(asked)]
+        return np.concatenate(parts) if parts else np.empty((0, embedder.width), np.float32)
+
+    def attention(self, text: str) -> tuple[list[str], np.ndarray]:
+        """Returns a text's pieces, [CLS] and [SEP] too, and where each of them looks.
+
+        Returns:
+          The S pieces, and float32 [L, H, S, S]: of each layer and head the probabilities with
+          which a piece (third dimension) attends to each piece (last dimension).
+        """
+        ids = self._ids(text)
+        hidden = self._all_hidden(ids)[:-1, 0, : len(ids)]
+        encoder = heads.merge(self.model, self.params).encoder
+        maps = attention_probabilities(encoder, self.model, hidden)
+        return [self.tokenizer.piece(i) for i in ids], np.asarray(maps)
+
+    def apply(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Computes both heads' scores of a batch, for any parameters of this shape.
+
+        Args:
+          params: nested dicts of float32 arrays; `self.params`, or others.
+          batch: as `bert_jax.batches` returns it.
+
+        Returns:
+          float32 [B, P, V] of masked pieces, V rounded up to 1,024s, and [B, 2] of "B follows A"
+          and "B is random". May be differentiated.
+        """
+        if self.model.kind == "bilstm":
+            raise InputError("model.kind=bilstm: has neither head; ask hidden or embed")
+        return self._apply(params, batch)
+
+    @functools.cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor(self.model, self.tokenizer)
+
+    @functools.cached_property
+    def _apply(self) -> Any:
+        logits = heads.pretraining_logits
+        return jax.jit(functools.partial(logits, self.model, noise=None, loop=Loop()))
+
+    @functools.cached_property
+    def _every_layer(self) -> Any:
+        def run(params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
+            encoder, kinds = heads.merge(self.model, params).encoder, jnp.zeros_like(ids)
+            hidden = encode(encoder, self.model, ids, kinds, mask, None, Loop(), "all")
+            return hidden.astype(jnp.float32)
+
+        return jax.jit(run)
+
+    def _ids(self, text: str) -> list[int]:
+        tok, limit = self.tokenizer, self.model.max_position_embeddings
+        ids = [tok.cls_id, *self._predictor.encode(text), tok.sep_id]
+        if len(ids) > limit:
+            raise InputError(f"text of {len(ids)} pieces; the model reads {limit} at most")
+        return ids
+
+    def _all_hidden(self, ids: list[int]) -> jax.Array:
+        """Returns float32 [L + 1, 1, S, D], S rounded up; no piece attends to what is added."""
+        limit = self.model.max_position_embeddings
+        length = min(-(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP, limit)
+        row = np.pad(np.array(ids, np.int32), (0, length - len(ids)))
+        return self._every_layer(self.params, row[None], (np.arange(length) < len(ids))[None])
+
+
+def load_params(
+    experiment: Experiment,
+    workdir: Workdir,
+    prepared: Prepared,
+    mesh: jax.sharding.Mesh,
+    which: str = "newest",
+) -> tuple[Any, int]:
+    """Returns parameters, whole on each device of the mesh, and the step of their checkpoint.
+
+    Of a base they are its own, and the step is 0.
+    """
+    if base_lib.is_base(workdir.root):
+        _require_newest(workdir.root, which)
+        base = base_lib.read(workdir.root)
+        base_lib.require_same_model(base, experiment.model, str(workdir.root))
+        base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
+        return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
+    restored = _restored(experiment, workdir, prepared, mesh, "params", which)
+    return restored.state["params"], restored.step
+
+
+def _require_newest(folder: epath.Path, which: str) -> None:
+    if which != "newest":
+        raise InputError(f"--checkpoint {which}: {folder} is a base, which has none; leave it out")
+
+
+def _restored(
+    experiment: Experiment,
+    workdir: Workdir,
+    prepared: Prepared,
+    mesh: jax.sharding.Mesh,
+    what: What,
+    which: str,
+) -> Restored:
+    """Returns `params`, and `optimizer` if it is wanted, of a checkpoint.
+
+    They are whole on each device of the mesh: a run's own sharding is for the devices it had.
+    """
+    if not mirror.names(workdir.checkpoints):
+        raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
+    with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
+        newest = saved.newest_step()
+        if newest is None:
+            raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
+        changed = config.differences(saved.experiment(newest), experiment, "identity")
+        if changed:
+            raise InputError(
+                f"{workdir.named}: was trained with other settings ({'; '.join(changed)})"
+            )
+        abstract = step.abstract_state(
+            objective.of(experiment.model, experiment.data),
+            experiment.optimizer,
+            Parallelism(),
+            mesh,
+        )
+        wanted = ("params",) if what == "params" else ("params", "optimizer")
+        part = {name: abstract[name] for name in wanted}
+        if which == "newest":
+            restored = saved.newest(part)
+        else:
+            restored = saved.restore(saved.named(which), part)
+        prepared.require_same(restored.metadata)
+        for why in restored.damaged.values():
+            print(f"{why}; step {restored.step} is used instead", file=sys.stderr)
+        return restored

@@ -1,0 +1,178 @@
+"""Texts to an answer, or each of their words to a tag (Devlin et al. 2018, sections 3.2 and 5.3).
+
+One layer reads what [CLS] comes to (`classify`, `pair`, `regress` and `choice`) or the first piece
+of each word (`tag`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bert_jax.config import SCORES, Task
+from bert_jax.tasks import scores
+from bert_jax.tasks.examples import Sentence, Tagged
+from bert_jax.tasks.rows import Rows, joined
+from bert_jax.text.tokenizer import Tokenizer
+
+
+class Sentences:
+    """The `TaskKind` of one label or number an example.
+
+    Of a choice each text is read with the first one, and the highest of their scores is the answer.
+    """
+
+    reads = "pooled"
+
+    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
+        self._task, self._labels, self._tokenizer = task, labels, tokenizer
+        self._rows_per_example = len(labels) if task.kind == "choice" else 1
+        self.outputs = 1 if task.kind in ("regress", "choice") else len(labels)
+
+    def rows(self, examples: Sequence[Sentence]) -> Rows:
+        """Returns one row for each text, pair or choice.
+
+        What is too long loses a piece at a time from the end of the longer text.
+        """
+        ids, first = [], []
+        for example in examples:
+            pieces = [self._tokenizer.encode(text) for text in example.texts]
+            pairs = [(pieces[0], other) for other in pieces[1:]] or [(pieces[0], None)]
+            for a, b in pairs:
+                row, split = joined(self._tokenizer, *self._cut(a, b))
+                ids.append(row)
+                first.append(split)
+        numbers = {}
+        if examples[0].label is not None:
+            truth = self._truth(examples)
+            numbers["targets"] = np.repeat(truth, self._rows_per_example)
+        limit = self._task.max_sequence_length
+        return Rows(ids, np.array(first, np.int32), numbers, {}, [], limit, self._rows_per_example)
+
+    def answers(
+        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]
+    ) -> list[Any]:
+        """Returns for each example `label` and `probabilities` by label, or a regression's `value`.
+
+        Outputs of a row are float32 [outputs].
+        """
+        del rows, examples
+        if self._task.kind == "regress":
+            return [{"value": float(row[0])} for row in outputs]
+        answers = []
+        for logits in self._by_example(outputs):
+            chances = np.exp(logits - logits.max())
+            chances /= chances.sum()
+            by_label = dict(zip(self._labels, map(float, chances), strict=True))
+            answers.append({"label": self._labels[int(logits.argmax())], "probabilities": by_label})
+        return answers
+
+    def scores(
+        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]
+    ) -> dict[str, float]:
+        """Returns all scores of the kind; `f1` of two labels alone, the second the positive one."""
+        del rows
+        truth = self._truth(examples)
+        if self._task.kind == "regress":
+            predicted = np.array([row[0] for row in outputs])
+        else:
+            predicted = self._by_example(outputs).argmax(axis=1)
+        names = SCORES[self._task.kind]
+        if len(self._labels) != 2:
+            names = tuple(name for name in names if name != "f1")
+        return {name: scores.score(name, truth, predicted) for name in names}
+
+    def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
+        if self._task.kind == "regress":
+            return np.array([example.label for example in examples], np.float32)
+        number = {label: i for i, label in enumerate(self._labels)}
+        return np.array([number[str(example.label)] for example in examples], np.int32)
+
+    def _by_example(self, outputs: list[np.ndarray]) -> np.ndarray:
+        """Groups the scores of rows: [examples, labels]."""
+        return np.stack(outputs).reshape(-1, len(self._labels))
+
+    def _cut(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None]:
+        room = self._task.max_sequence_length - (2 if b is None else 3)
+        if b is None:
+            return a[:room], None
+        a, b = list(a), list(b)
+        while len(a) + len(b) > room:
+            (a if len(a) > len(b) else b).pop()
+        return a, b
+
+
+class Tags:
+    """The `TaskKind` of `tag`.
+
+    A sentence that is too long for a row goes on in another, so that no word is without a tag.
+    """
+
+    reads = "tokens"
+
+    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
+        self._task, self._labels, self._tokenizer = task, labels, tokenizer
+        self._number = {label: i for i, label in enumerate(labels)}
+        self.outputs = len(labels)
+
+    def rows(self, examples: Sequence[Tagged]) -> Rows:
+        """Returns one row or more of each sentence; a word that is longer than a row is cut."""
+        ids, tags, weights, notes = [], [], [], []
+        for number, example in enumerate(examples):
+            for pieces, begins, words in self._cut(example.words):
+                row, _ = joined(self._tokenizer, pieces, None)
+                at = np.zeros(len(row), np.float32)
+                at[begins] = 1.0
+                tag = np.zeros(len(row), np.int32)
+                if example.tags is not None:
+                    tag[begins] = [self._number[example.tags[word]] for word in words]
+                ids.append(row)
+                tags.append(tag)
+                weights.append(at)
+                notes.append((number, begins))
+        first = np.array([len(row) for row in ids], np.int32)
+        targets = {"targets": tags, "target_weights": weights}
+        return Rows(ids, first, {}, targets, notes, self._task.max_sequence_length)
+
+    def answers(
+        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Tagged]
+    ) -> list[Any]:
+        """Returns for each example its `words` and their predicted `tags`.
+
+        Outputs of a row are float32 [n, outputs].
+        """
+        answers = [{"words": list(example.words), "tags": []} for example in examples]
+        for logits, (number, begins) in zip(outputs, rows.notes, strict=True):
+            answers[number]["tags"] += [self._labels[i] for i in logits[begins].argmax(axis=1)]
+        return answers
+
+    def scores(
+        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Tagged]
+    ) -> dict[str, float]:
+        """Returns the share of words with the right tag, and entities' F1 if that is the score."""
+        truth = [list(example.tags or ()) for example in examples]
+        predicted = [answer["tags"] for answer in self.answers(outputs, rows, examples)]
+        right = [
+            a == b
+            for ours, theirs in zip(predicted, truth, strict=True)
+            for a, b in zip(ours, theirs, strict=True)
+        ]
+        by_name = {"accuracy": float(np.mean(right))}
+        if self._task.main_score == "entity_f1":
+            by_name["entity_f1"] = scores.entity_f1(truth, predicted)
+        return by_name
+
+    def _cut(self, words: Sequence[str]) -> list[tuple[list[int], list[int], list[int]]]:
+        """Returns for each row its pieces, where in it words begin, and which words these are."""
+        room = self._task.max_sequence_length - 2
+        rows: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
+        for number, word in enumerate(words):
+            # What has no piece (a lone control character) is a word nevertheless.
+            pieces = (self._tokenizer.encode(word) or [self._tokenizer.unk_id])[:room]
+            if len(rows[-1][0]) + len(pieces) > room:
+                rows.append(([], [], []))
+            row, begins, here = rows[-1]
+            begins.append(len(row) + 1)  # after [CLS]
+            here.append(number)
+            row += pieces
+        return rows
