@@ -106,7 +106,7 @@ exit 1
 
 
 def host_files(spec: Spec) -> dict[str, str]:
-    """Returns the names and texts of what every host is given beside the wheel."""
+    """Returns the names and texts of what every host is given, except the wheel."""
     given = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
     environment = f"export {' '.join(given)}" if given else "# no variables of its own"
     return {

@@ -128,7 +128,7 @@ def test_the_machines_are_deleted_at_any_end(run, retries, code, rented, cloud, 
     assert not (cloud / "request").exists() and spec.find_record(workdir) is None
 
 
-@pytest.mark.parametrize("verb", ["scp", "ssh"])
+@pytest.mark.parametrize("verb", ["create", "scp"])
 def test_the_trap_deletes_when_a_command_fails(verb, cloud, launch, workdir):
     (cloud / "refuse").write_text(verb)
     code, shown = launch("tpu_vm", *FLAGS, "--name", "two")
