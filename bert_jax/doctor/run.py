@@ -405,15 +405,10 @@ def _pairs(experiment: Experiment, train: list[Line], last: Line, done: int) -> 
         f"metrics.jsonl: step {last['step']}; in training the loss is {loss:.3f}, guessing "
         f"{guessing:.3f}"
     )
-    values = {
-        "what": losses.PAIRS[task],
-        "accuracy": accuracy,
-        "error": error,
-        "majority": majority,
-    }
-    if late and loss > _GUESSING * guessing:
-        return [_NEVER_LEARNED.finding("problem", where, **values)]
-    return [_NOT_YET_LEARNED.finding("note", where, **values)]
+    never = late and loss > _GUESSING * guessing
+    rule, severity = (_NEVER_LEARNED, "problem") if never else (_NOT_YET_LEARNED, "note")
+    values = {"accuracy": accuracy, "error": error, "majority": majority}
+    return [rule.finding(severity, where, what=losses.PAIRS[task], **values)]
 
 
 def _overfitting(
