@@ -85,6 +85,7 @@ def calls(cloud, *verbs: str) -> list[str]:
     return [verb for verb in done if verb in verbs]
 
 
+@pytest.mark.long
 def test_a_run_that_is_preempted_once_and_then_finishes(cloud, checkout, launch):
     """On new machines, of the commit and not of what lies next to it."""
     (checkout / "constraints.txt").write_text("changed since\n")
@@ -110,6 +111,7 @@ def test_a_run_that_is_preempted_once_and_then_finishes(cloud, checkout, launch)
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("run", "retries", "code", "rented"),
     [
@@ -145,6 +147,7 @@ def test_machines_that_cannot_be_deleted_are_named_with_the_command(cloud, launc
     assert spec.find_record(workdir).name == "two"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_has_the_run_save_and_deletes(number, cloud, launch, workdir):
     runs(
@@ -165,6 +168,7 @@ def test_ctrl_c_has_the_run_save_and_deletes(number, cloud, launch, workdir):
     assert not (cloud / "request").exists() and spec.find_record(workdir) is None
 
 
+@pytest.mark.long
 def test_what_is_kept_is_neither_deleted_nor_rented_again(cloud, launch, workdir, capfd):
     runs(cloud, "echo some line")
     code, shown = launch("tpu_vm", *FLAGS, "--name", "two", "--keep")
