@@ -8,7 +8,7 @@ import sys
 import pytest
 from small_run import write_text
 
-from bert_jax import cli, config, predict
+from bert_jax import cli, config, loaded
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer
 from bert_jax.training import environment, evaluators
@@ -277,7 +277,7 @@ def test_predictions_do_not_depend_on_padding(run):
     place = Workdir(workdir, experiment.run.corpus_dir)
     prepared = Prepared.open(place.corpus)
     mesh = mesh_lib.make_mesh(experiment.parallelism)
-    params, step = predict.load_params(experiment, place, prepared, mesh)
+    params, step = loaded.load_params(experiment, place, prepared, mesh)
     assert step == 22
     asked = evaluators.Predictor(experiment.model, prepared.tokenizer)
     short = asked.predict(params, "wa [MASK] wb", None, 3)

@@ -18,7 +18,7 @@ from etils import epath
 from rich.console import Console
 from small_run import pretrain, write_text
 
-from bert_jax import config, predict
+from bert_jax import config, loaded
 from bert_jax.config import Run
 from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
@@ -119,7 +119,7 @@ def test_reading_a_run_leaves_a_save_under_way_alone(text, finished):
     experiment = config.load(str(file))
     place = Workdir(finished, experiment.run.corpus_dir)
     mesh = mesh_lib.make_mesh(experiment.parallelism)
-    assert predict.load_params(experiment, place, Prepared.open(place.corpus), mesh)[1] == 22
+    assert loaded.load_params(experiment, place, Prepared.open(place.corpus), mesh)[1] == 22
     # Orbax clears up in the background: what a writer would have removed is gone by then.
     time.sleep(1.5)
     assert (under_way / "half").exists()
