@@ -262,6 +262,10 @@ REFUSED = {
         lambda: shards(listed={QUERY: "../model.safetensors"}),
         ["index.json", QUERY, "../model.safetensors"],
     ),
+    "a shard at an absolute path": (
+        lambda: shards(listed={QUERY: "/etc/model.safetensors"}),
+        ["index.json", QUERY, "/etc/model.safetensors"],
+    ),
     "a shard of no name": (lambda: shards(listed={QUERY: 3}), ["index.json", QUERY, "3"]),
     "a shard that is a pickle": (
         lambda: shards(listed={QUERY: "pytorch_model.bin"}),
@@ -275,6 +279,7 @@ REFUSED = {
         config(architectures=["BertForTokenClassification"]),
         ["BertForTokenClassification"],
     ),
+    "no list of classes": (config(architectures=7), ["architectures"]),
     "layers beyond count": (config(num_hidden_layers=4_000_000_000), ["encoder.layer.3."]),
     "a width beyond memory": (config(hidden_size=4_000_000_000), ["4000000000"]),
     "relative positions": (
@@ -282,6 +287,7 @@ REFUSED = {
         ["position_embedding_type", "relative_key"],
     ),
     "another activation": (config(hidden_act="relu"), ["hidden_act", "relu"]),
+    "no activation": (config(hidden_act=["gelu"]), ["hidden_act"]),
     "half a decoder": (config(is_decoder="yes"), ["is_decoder"]),
     "a decoder of two texts": (config(add_cross_attention=True), ["add_cross_attention"]),
     "another norm": (config(layer_norm_eps=1e-5), ["layer_norm_eps", "1e-05"]),
