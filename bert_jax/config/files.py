@@ -236,7 +236,7 @@ def override(experiment: T, settings: Sequence[str]) -> T:
         if not equals:
             raise InputError(
                 f"--set {setting}: write it as FIELD=VALUE, e.g. model.hidden_size=128; "
-                "`bert-jax config --explain` says what fields there are, and which ones matter"
+                "`bert-jax config --explain` says what fields there are"
             )
         _assign(type(experiment), tree, path.strip(), text, setting)
     return _build(type(experiment), tree, "")
