@@ -52,18 +52,16 @@ def test_the_page_of_settings_is_what_is_generated():
     assert (ROOT / "docs" / "settings.md").read_text() == explain.page()
 
 
-def test_what_people_change_can_be_had_as_it_stands(capsys):
-    """In any of the forms in which it is shown; the guide leads there."""
+def test_what_people_change_can_be_had_as_it_stands():
+    """As the table in docs/training.md has it."""
     papers = config.override(config.load("tiny"), ["data.masked_lm_prob=0.15"])
-    for what, examples, words in explain.GUIDE:
-        changed = config.override(papers, examples.split())
-        assert changed != papers, what
-        named = re.findall(r"\b(?:corpus|data|model|optimizer|run)\.\w+", words)
-        assert set(named) <= set(leaves(config.Experiment))
-    with pytest.raises(InputError, match="`bert-jax config --explain` says what fields there are"):
-        config.override(papers, ["help"])
-    assert cli.main(["config", "--explain"]) == 0
-    assert capsys.readouterr().out.startswith("what people change\n\nyour text\n")
+    page = (ROOT / "docs" / "training.md").read_text()
+    table = page.partition("## What people change")[2].partition("##")[0]
+    rows = [line.split("|")[1:4] for line in table.splitlines() if "`" in line]
+    examples = [re.findall(r"`(\S+=\S+)`", settings) for _, settings, _ in rows]
+    assert len(list(filter(None, examples))) == 9
+    for changes in filter(None, examples):
+        assert config.override(papers, changes) != papers, changes
 
 
 def test_defaults_are_as_set_takes_them():
