@@ -17,7 +17,7 @@ from flax import nnx
 from bert_jax import config
 from bert_jax.config import Experiment, Model
 from bert_jax.model import encoder as bert
-from bert_jax.model import layers
+from bert_jax.model import layers, transformer
 from bert_jax.model.attention import MASKED_SCORE, Packing, Shared
 from bert_jax.model.kinds import OwnEncoder
 from bert_jax.training import sharding
@@ -45,7 +45,7 @@ class Encoder(nnx.Module):
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.embeddings = Embeddings(cfg, rngs=rngs)
         keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
-        self.layers = jax.vmap(lambda key: bert.Layer(cfg, rngs=nnx.Rngs(params=key)))(keys)
+        self.layers = jax.vmap(lambda key: transformer.Layer(cfg, rngs=nnx.Rngs(params=key)))(keys)
 
 
 def biases(heads: int, length: int) -> jax.Array:
@@ -83,7 +83,7 @@ def attend(query, key, value, input_mask, noise, rate):
     return context.astype(value.dtype)
 
 
-def run_layer(layer: bert.Layer, cfg: Model, x: jax.Array, input_mask, noise) -> jax.Array:
+def run_layer(layer: transformer.Layer, cfg: Model, x: jax.Array, input_mask, noise) -> jax.Array:
     """[B, S, D] in the compute type -> the same."""
     at = (lambda site: None) if noise is None else noise.at
     split = (*x.shape[:2], cfg.num_attention_heads, -1)
@@ -116,7 +116,7 @@ def encode(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, output
 def attention_probabilities(encoder, cfg, hidden: jax.Array) -> jax.Array:
     """See `bert_jax.model.kinds.attention_probabilities`."""
 
-    def of_layer(layer: bert.Layer, x: jax.Array) -> jax.Array:
+    def of_layer(layer: transformer.Layer, x: jax.Array) -> jax.Array:
         split = (len(x), cfg.num_attention_heads, -1)
         query, key = (dense(x).reshape(split) for dense in (layer.query, layer.key))
         return jax.nn.softmax(scores(query, key), axis=-1)

@@ -17,9 +17,8 @@ from flax import nnx
 from jax import lax
 
 from bert_jax.config import Model
-from bert_jax.model import attention, heads, layers
-from bert_jax.model import encoder as bert
-from bert_jax.model.encoder import Loop, Scores
+from bert_jax.model import attention, heads, layers, transformer
+from bert_jax.model.encoder import Loop, Scores, run_layers
 from bert_jax.model.kinds import encode
 
 Batch = dict[str, jax.Array]
@@ -27,13 +26,13 @@ Batch = dict[str, jax.Array]
 _ALPHA = 0.6
 
 
-class DecoderLayer(bert.Layer):
+class DecoderLayer(transformer.Layer):
     """A layer of the encoder that attends to a source between its two halves."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
         width = cfg.hidden_size
-        init, output_init = bert.layer_initializers(cfg, bert.initializer(cfg))
+        init, output_init = transformer.layer_initializers(cfg)
         self.cross_query = layers.Dense(width, width, init, rngs=rngs)
         self.cross_key = layers.Dense(width, width, init, rngs=rngs)
         self.cross_value = layers.Dense(width, width, init, rngs=rngs)
@@ -53,9 +52,9 @@ class Generator(nnx.Module):
     """An encoder, a decoder, and what scores pieces."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
-        self.encoder = bert.Encoder(cfg, rngs=rngs)
+        self.encoder = transformer.Encoder(cfg, rngs=rngs)
         self.decoder = Decoder(cfg, rngs=rngs)
-        self.masked_lm = bert.MaskedLM(cfg, rngs=rngs)
+        self.masked_lm = transformer.MaskedLM(cfg, rngs=rngs)
 
 
 def init_params(cfg: Model, key: jax.Array) -> dict[str, Any]:
@@ -95,10 +94,10 @@ def _run_layer(
     own = layer.query, layer.attention_output, layer.attention_layer_norm, attend, 1
     cross = layer.cross_query, layer.cross_output, layer.cross_layer_norm, attend_to_source, 4
     for query, output, norm, look, site in (own, cross):
-        context = look(bert.product(query, x, _heads(cfg, x))).reshape(x.shape)
-        added = bert.product(output, context, x.shape).astype(jnp.float32)
+        context = look(transformer.product(query, x, _heads(cfg, x))).reshape(x.shape)
+        added = transformer.product(output, context, x.shape).astype(jnp.float32)
         x = norm(x + layers.dropout(added, at(site), cfg.hidden_dropout_prob)).astype(x.dtype)
-    return bert.feed_forward(layer, cfg, x, noise)
+    return transformer.feed_forward(layer, cfg, x, noise)
 
 
 def _heads(cfg: Model, x: jax.Array) -> tuple[int, ...]:
@@ -110,7 +109,8 @@ def _projected(
     cfg: Model, key: layers.Dense, value: layers.Dense, x: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns keys and values: [B, S, D] -> [B, S, H, D / H] each."""
-    return bert.product(key, x, _heads(cfg, x)), bert.product(value, x, _heads(cfg, x))
+    shape = _heads(cfg, x)
+    return transformer.product(key, x, shape), transformer.product(value, x, shape)
 
 
 def target_logits(
@@ -160,7 +160,7 @@ def target_logits(
 
     # A decoder's layers are gathered before, kernels attend to both sides.
     loop = Loop(loop.remat, loop.layers)
-    x, _ = bert.run_layers(run, generator.decoder.layers, x, noise, loop, "last")
+    x, _ = run_layers(run, generator.decoder.layers, x, noise, loop, "last")
     return heads.piece_logits(generator, cfg, x)
 
 

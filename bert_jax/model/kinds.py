@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bert_jax.config import Model, code
-from bert_jax.model import bilstm, layers, modern
-from bert_jax.model import encoder as bert
+from bert_jax.model import bilstm, layers, transformer
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
 
@@ -55,20 +54,20 @@ class OwnEncoder(NamedTuple):
 
 KINDS = {
     "bert": Kind(
-        bert.Encoder,
-        bert.encode,
-        bert.attention_probabilities,
-        bert.MaskedLM,
+        transformer.Encoder,
+        transformer.encode,
+        transformer.attention_probabilities,
+        transformer.MaskedLM,
         {"pooled": "pooler"},
-        bert.token_flops,
+        transformer.token_flops,
     ),
     "modern": Kind(
-        modern.Encoder,
-        modern.encode,
-        modern.attention_probabilities,
-        modern.MaskedLM,
+        transformer.Encoder,
+        transformer.encode,
+        transformer.attention_probabilities,
+        transformer.MaskedLM,
         {"pooled": "masked_lm", "tokens": "masked_lm"},
-        modern.token_flops,
+        transformer.token_flops,
     ),
     "bilstm": Kind(
         bilstm.Encoder,

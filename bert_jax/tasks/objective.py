@@ -17,7 +17,7 @@ from flax import nnx
 
 from bert_jax.config import Adapt, Features, Kind, Model, Parallelism
 from bert_jax.errors import InputError
-from bert_jax.model import heads, layers, modern
+from bert_jax.model import heads, layers, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, initializer
 from bert_jax.model.kinds import KINDS, encode, make_encoder, of_text
@@ -60,7 +60,7 @@ class Tuned(nnx.Module):
             width = cfg.hidden_size
             self.pooler = layers.Dense(width, width, initializer(cfg), rngs=rngs)
         if below_head(cfg, reads, features) == "masked_lm":
-            self.masked_lm = modern.Transform(cfg, rngs=rngs)
+            self.masked_lm = transformer.Transform(cfg, rngs=rngs)
         self.head = layers.Dense(cfg.hidden_size, outputs, initializer(cfg), rngs=rngs)
 
 

@@ -16,7 +16,8 @@ from flax import nnx
 
 from bert_jax.config import Model
 from bert_jax.model import attention, kernels, layers
-from bert_jax.model.encoder import Encoder, Loop, encode
+from bert_jax.model.encoder import Loop
+from bert_jax.model.transformer import Encoder, encode
 from bert_jax.training import step
 
 # Of the largest number of an array. float32: sums of hundreds of terms, in another order. bfloat16

@@ -11,9 +11,9 @@ from test_kernels import TOLERANCE
 from test_kernels import products_that_a_cpu_computes as products_that_a_cpu_computes
 
 from bert_jax.config import Model
-from bert_jax.model import kernels, layers, modern, rotary_kernels
+from bert_jax.model import kernels, layers, rotary_kernels, transformer
 from bert_jax.model.attention import Shared
-from bert_jax.model.encoder import Loop
+from bert_jax.model.encoder import Loop, rotations
 
 HOW = kernels.Kernels()
 LENGTH, WIDTH, HEADS, HALF = 512, 128, 2, 40
@@ -91,7 +91,7 @@ def test_attention_and_its_gradients(dtype, layer, part, monkeypatch):
     place = np.arange(LENGTH)
     firsts = np.array([np.flatnonzero(row == n)[0] for row in numbers for n in row])
     positions = place - firsts.reshape(2, LENGTH)
-    turns = rotary_kernels.turns(modern.rotations(CFG, jnp.asarray(positions)), WIDTH // HEADS)
+    turns = rotary_kernels.turns(rotations(CFG, jnp.asarray(positions)), WIDTH // HEADS)
     context, pullback = jax.vjp(
         lambda *x: rotary_kernels.attention(
             HOW,
@@ -120,7 +120,7 @@ def test_attention_and_its_gradients(dtype, layer, part, monkeypatch):
 @pytest.mark.parametrize("rows", ["alone", pytest.param("shared", marks=pytest.mark.long)])
 def test_an_encoder_of_kernels_computes_what_xla_computes(rows):
     """Four layers, the first and the last of which attend to whole rows; its gradients, too."""
-    graph, params = nnx.split(modern.Encoder(CFG, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(transformer.Encoder(CFG, rngs=nnx.Rngs(0)))
     params = jax.tree.map(lambda x: 3 * x, params)  # else every token is attended to alike
     rng = np.random.default_rng(6)
     ids = jnp.asarray(rng.integers(0, 64, (2, LENGTH)), jnp.int32)
@@ -135,7 +135,7 @@ def test_an_encoder_of_kernels_computes_what_xla_computes(rows):
     weights = jnp.asarray(rng.standard_normal((2, LENGTH, WIDTH)), jnp.float32) * real[:, :, None]
 
     def value(params, loop):
-        hidden = modern.encode(nnx.merge(graph, params), CFG, ids, ids, mask, noise, loop)
+        hidden = transformer.encode(nnx.merge(graph, params), CFG, ids, ids, mask, noise, loop)
         return (hidden * weights).sum(), hidden * real[:, :, None]
 
     run = jax.jit(jax.value_and_grad(value, has_aux=True), static_argnums=1)
@@ -174,4 +174,4 @@ def test_dropped_probabilities_are_xlas():
     noise = layers.ShardNoise(jax.random.key(1, impl="rbg"))
     for model, kernel in ((CFG, HOW), (cfg, None)):
         given = (2, LENGTH, WIDTH), jnp.ones((2, LENGTH), jnp.int32), noise, Loop(kernels=HOW)
-        assert modern._kernels(model, *given) is kernel
+        assert transformer._kernels(model, *given) is kernel

@@ -1,0 +1,424 @@
+"""The transformer's encoder, as BERT and as ModernBERT have it: `model.kind` says which.
+
+`bert` (Devlin et al. 2018, section 3), numerics and layout as google-research/bert, modeling.py: a
+layer norm follows the embeddings and what each part of a layer adds. Positions and segments are
+vectors, added to the tokens'.
+
+`modern` (Warner et al. 2024), as transformers' ModernBertModel: a layer norm comes after the
+embeddings, before each part of a layer (not before the first attention) and at the end; none has a
+bias, and no product. Queries and keys are turned by their positions, the feed-forward part has a
+gate. Layers 0, n, 2n, ... attend to whole rows, n being `model.global_every`, the others to a
+window around each token. No token knows which segment it is of.
+
+Shape letters: B batch, S sequence, D width, F feed-forward, H heads, L layers, V vocabulary.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from bert_jax.config import Model
+from bert_jax.model import attention, layers, rotary_kernels
+from bert_jax.model import kernels as kernels_lib
+from bert_jax.model.attention import Packing, Shared
+from bert_jax.model.encoder import (
+    PRODUCT,
+    Embedding,
+    Loop,
+    Scores,
+    initializer,
+    look_up,
+    padded_vocab_size,
+    rotate,
+    rotations,
+    run_layers,
+)
+from bert_jax.model.kernels import Kernels
+
+# --- parameters -------------------------------------------------------------------------------
+
+
+def _is_modern(cfg: Model) -> bool:
+    return cfg.kind == "modern"
+
+
+def _norm(cfg: Model) -> layers.LayerNorm | layers.ScaleNorm:
+    """Returns a layer norm as wide as the encoder."""
+    return (layers.ScaleNorm if _is_modern(cfg) else layers.LayerNorm)(cfg.hidden_size)
+
+
+def _dense(cfg: Model) -> type[layers.Dense | layers.Linear]:
+    """Returns what makes a product: with a bias, or without."""
+    return layers.Linear if _is_modern(cfg) else layers.Dense
+
+
+def _output_initializer(cfg: Model) -> nnx.Initializer:
+    """Returns the reference's distribution of what adds to the residual, 2 L times in all."""
+    if not _is_modern(cfg):
+        return initializer(cfg)
+    deviation = cfg.initializer_range / (2 * cfg.num_hidden_layers) ** 0.5
+    return jax.nn.initializers.truncated_normal(deviation)
+
+
+def layer_initializers(cfg: Model) -> tuple[nnx.Initializer, nnx.Initializer]:
+    """Returns how the kernels of a layer are drawn: those that read x, and those that add to it."""
+    if cfg.initialization == "reference":
+        return initializer(cfg), _output_initializer(cfg)
+    scaled = jax.nn.initializers.truncated_normal(cfg.hidden_size**-0.5)
+    return scaled, jax.nn.initializers.zeros
+
+
+class Embeddings(nnx.Module):
+    """Token embeddings, normalised; of `bert` with segment and position embeddings added."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        init, width = initializer(cfg), cfg.hidden_size
+        self.word = Embedding(cfg.vocab_size, width, init, rngs=rngs, rows=padded_vocab_size(cfg))
+        if not _is_modern(cfg):
+            self.position = Embedding(cfg.max_position_embeddings, width, init, rngs=rngs)
+            self.segment = Embedding(cfg.type_vocab_size, width, init, rngs=rngs)
+        self.layer_norm = _norm(cfg)
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        segment_ids: jax.Array,
+        dtype: jnp.dtype,
+        positions: jax.Array | None,
+    ) -> jax.Array:
+        """int32 [B, S] each -> float32 [B, S, D]; words as they are in the compute type.
+
+        Positions rise from 0 in each row if none are given.
+        """
+        word = look_up(self.word.embedding[...], input_ids, dtype)
+        if not hasattr(self, "position"):
+            return self.layer_norm(word)
+        position = self.position.embedding
+        position = position[: input_ids.shape[1]] if positions is None else position[positions]
+        # A product with one-hot rows: its gradient is a product too, not a scatter into two rows.
+        table = self.segment.embedding[...]
+        one_hot = jax.nn.one_hot(segment_ids.reshape(-1), len(table), dtype=jnp.float32)
+        segment = (one_hot @ table).reshape(word.shape)
+        return self.layer_norm(word + position + segment)
+
+
+class Layer(nnx.Module):
+    """Attention and feed-forward, each with a layer norm: after it, or of `modern` before it.
+
+    The first layer of `modern` has no norm before its attention: that scale is not used, and
+    stays 1.
+    """
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        width, inner, dense = cfg.hidden_size, cfg.intermediate_size, _dense(cfg)
+        init, output_init = layer_initializers(cfg)
+        self.query = dense(width, width, init, rngs=rngs)
+        self.key = dense(width, width, init, rngs=rngs)
+        self.value = dense(width, width, init, rngs=rngs)
+        self.attention_output = dense(width, width, output_init, rngs=rngs)
+        self.attention_layer_norm = _norm(cfg)
+        self.intermediate = dense(width, inner, init, rngs=rngs)
+        if _is_modern(cfg):
+            self.gate = dense(width, inner, init, rngs=rngs)
+        self.output = dense(inner, width, output_init, rngs=rngs)
+        self.output_layer_norm = _norm(cfg)
+
+
+class Encoder(nnx.Module):
+    """Embeddings and L layers; of `modern` a norm."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        self.embeddings = Embeddings(cfg, rngs=rngs)
+        keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
+        # One `Layer` whose parameters carry a first dimension L.
+        self.layers = jax.vmap(lambda key: Layer(cfg, rngs=nnx.Rngs(params=key)))(keys)
+        if _is_modern(cfg):
+            self.final_layer_norm = _norm(cfg)
+
+
+class Transform(nnx.Module):
+    """The layers before the output's product; `model.heads.transformed` runs it."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        width = cfg.hidden_size
+        self.transform = _dense(cfg)(width, width, _output_initializer(cfg), rngs=rngs)
+        self.layer_norm = _norm(cfg)
+
+
+class MaskedLM(Transform):
+    """Transform and output bias; the output weights are the word embeddings."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.output_bias = nnx.Param(jnp.zeros(padded_vocab_size(cfg), jnp.float32))
+
+
+# --- windows ----------------------------------------------------------------------------------
+
+
+def _global_every(cfg: Model) -> int:
+    """Returns n, of which layers 0, n, 2n, ... attend to whole rows."""
+    return cfg.global_every if _is_modern(cfg) else 1
+
+
+def _wholes(cfg: Model) -> int:
+    """Returns how many layers attend to whole rows."""
+    return -(-cfg.num_hidden_layers // _global_every(cfg))
+
+
+def _half(cfg: Model) -> int:
+    """Returns how far a window reaches on each side; 0 if every layer attends to whole rows."""
+    return 0 if _global_every(cfg) == 1 else cfg.local_window // 2
+
+
+def _window(cfg: Model, is_global: jax.Array, length: int) -> jax.Array | None:
+    """Returns which keys a query attends to, bool [S, S]; None if every layer attends to all."""
+    half = _half(cfg)
+    left = attention.to_the_left(length) if cfg.direction == "left_to_right" else None
+    if not half or length <= half + 1:
+        return left
+    place = jnp.arange(length)
+    near = is_global | (jnp.abs(place[:, None] - place) <= half)
+    return near if left is None else near & left
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+
+def product(dense: layers.Dense | layers.Linear, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns W x + b of this shape, in the type of x, which `remat="dots"` keeps."""
+    return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), PRODUCT)
+
+
+def _attention_reads(layer: Layer, cfg: Model, number: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns what attention of the `number`-th layer reads, in the type of x."""
+    if not _is_modern(cfg):
+        return x
+    return jnp.where(number == 0, x, layer.attention_layer_norm(x).astype(x.dtype))
+
+
+def _queries_and_keys(
+    layer: Layer,
+    x: jax.Array,
+    heads: tuple[int, ...],
+    is_global: jax.Array,
+    turns: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns them of shape `heads`, turned by `rotations` if there are any."""
+    if turns is None:
+        return product(layer.query, x, heads), product(layer.key, x, heads)
+    rotation = jnp.where(is_global, turns[0], turns[1])
+    query = rotate(product(layer.query, x, heads), rotation)
+    return query, rotate(product(layer.key, x, heads), rotation)
+
+
+def run_layer(
+    layer: Layer,
+    cfg: Model,
+    number: jax.Array,
+    x: jax.Array,
+    input_mask: jax.Array | Shared | Packing,
+    turns: jax.Array | None,
+    noise: layers.Noise | None,
+    scores: Scores,
+    kernels: Kernels | None = None,
+) -> jax.Array:
+    """Runs one layer, the `number`-th from 0: [B, S, D] in the compute type -> the same.
+
+    `turns` are `rotations`, of `modern`. With `kernels` its attention runs in them, and `turns` are
+    laid out for them.
+    """
+    at = (lambda site: None) if noise is None else noise.at
+    b, s, d = x.shape
+    heads = (b, s, cfg.num_attention_heads, d // cfg.num_attention_heads)
+    is_global = None if turns is None else number % _global_every(cfg) == 0
+    read = _attention_reads(layer, cfg, number, x)
+    if kernels is not None:
+        shared = isinstance(input_mask, Shared)
+        context = rotary_kernels.attention(
+            kernels,
+            *(product(dense, read, x.shape) for dense in (layer.query, layer.key, layer.value)),
+            turns,
+            input_mask.numbers if shared else input_mask,
+            is_global,
+            cfg.num_attention_heads,
+            "shared" if shared else "alone",
+            _half(cfg),
+            (_wholes(cfg), cfg.num_hidden_layers),
+        )
+    else:
+        query, key = _queries_and_keys(layer, read, heads, is_global, turns)
+        value = product(layer.value, read, heads)
+        longest = input_mask.tokens.shape[1] if isinstance(input_mask, Packing) else s
+        window = _window(cfg, is_global, longest)
+        if isinstance(input_mask, Packing):
+            context = attention.attend_packed(query, key, value, input_mask, window)
+        else:
+            attend = attention.attend if scores == "kept" else attention.attend_recomputed
+            rate = cfg.attention_probs_dropout_prob
+            context = attend(query, key, value, input_mask, at(0), rate, window)
+    attended = product(layer.attention_output, context.reshape(b, s, d), x.shape)
+    attended = layers.dropout(attended.astype(jnp.float32), at(1), cfg.hidden_dropout_prob)
+    added = x + attended
+    added = added if _is_modern(cfg) else layer.attention_layer_norm(added)
+    return feed_forward(layer, cfg, added.astype(x.dtype), noise)
+
+
+def feed_forward(layer: Layer, cfg: Model, x: jax.Array, noise: layers.Noise | None) -> jax.Array:
+    """Runs the second half of a layer: [B, S, D] in the compute type -> the same.
+
+    Of the layer's noise it takes site 2.
+    """
+    at = (lambda site: None) if noise is None else noise.at
+    read = layer.output_layer_norm(x).astype(x.dtype) if _is_modern(cfg) else x
+    inner = product(layer.intermediate, read, (*x.shape[:2], -1)).astype(jnp.float32)
+    if _is_modern(cfg):
+        gate = product(layer.gate, read, inner.shape).astype(jnp.float32)
+        inner = layers.activation(cfg.hidden_act, inner) * gate
+    else:
+        inner = layers.activation(cfg.hidden_act, inner)
+    outer = product(layer.output, inner.astype(x.dtype), x.shape).astype(jnp.float32)
+    added = x + layers.dropout(outer, at(2), cfg.hidden_dropout_prob)
+    return (added if _is_modern(cfg) else layer.output_layer_norm(added)).astype(x.dtype)
+
+
+def run_layer_in_kernels(
+    layer: Layer,
+    cfg: Model,
+    x: jax.Array,
+    input_mask: jax.Array | Shared,
+    noise: layers.Noise,
+    kernels: Kernels,
+) -> jax.Array:
+    """Runs one layer of `bert` as `run_layer` does, with all but its products in kernels.
+
+    The biases of products that kernels read are added there.
+    """
+    rate = cfg.hidden_dropout_prob
+
+    def product(dense: layers.Dense, x: jax.Array) -> jax.Array:
+        kernel = dense.kernel[...]
+        nothing = jnp.zeros(kernel.shape[1], jnp.float32)
+        return checkpoint_name(layers.linear(x, kernel, nothing).astype(x.dtype), PRODUCT)
+
+    def normed(dense: layers.Dense, inner: jax.Array, norm: layers.LayerNorm, site: int):
+        """The layer norm of x and what `dense` makes of `inner`."""
+        flat = (array.reshape(-1, x.shape[-1]) for array in (x, product(dense, inner)))
+        vectors = dense.bias[...], norm.scale[...], norm.bias[...]
+        seed = noise.at(site).words()
+        return kernels_lib.residual_norm(kernels, *flat, *vectors, seed, rate).reshape(x.shape)
+
+    projections = (layer.query, layer.key, layer.value)
+    shared = isinstance(input_mask, Shared)
+    context = kernels_lib.attention(
+        kernels,
+        *(product(dense, x) for dense in projections),
+        jnp.stack([dense.bias[...] for dense in projections]),
+        input_mask.numbers if shared else input_mask,
+        noise.at(0).words(),
+        cfg.num_attention_heads,
+        cfg.attention_probs_dropout_prob,
+        "shared" if shared else "alone",
+    )
+    x = normed(layer.attention_output, context, layer.attention_layer_norm, 1)
+    inner = checkpoint_name(layer.intermediate(x).astype(x.dtype), PRODUCT)
+    inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
+    return normed(layer.output, inner, layer.output_layer_norm, 2)
+
+
+def encode(
+    encoder: Encoder,
+    cfg: Model,
+    input_ids: jax.Array,
+    segment_ids: jax.Array,
+    input_mask: jax.Array | Shared | Packing,
+    noise: layers.Noise | None,
+    loop: Loop,
+    outputs: Literal["last", "all"] = "last",
+) -> jax.Array:
+    """Runs the encoder: see `model.kinds`.
+
+    Without its upper layers `modern` is not normalised at the end either.
+    """
+    dtype = jnp.dtype(cfg.compute_dtype)
+    positions = input_mask.positions if isinstance(input_mask, Shared | Packing) else None
+    if _is_modern(cfg) and positions is None:
+        positions = jnp.arange(input_ids.shape[1])
+    x = encoder.embeddings(input_ids, segment_ids, dtype, positions)
+    embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
+    x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
+    turns = rotations(cfg, positions) if _is_modern(cfg) else None
+    kernels = _kernels(cfg, x.shape, input_mask, noise, loop)
+    if kernels is not None and turns is not None:
+        turns = rotary_kernels.turns(turns, x.shape[-1] // cfg.num_attention_heads)
+
+    def run(
+        layer: Layer, number: jax.Array, x: jax.Array, noise: layers.Noise | None, scores: Scores
+    ) -> jax.Array:
+        if kernels is not None and not _is_modern(cfg):
+            return run_layer_in_kernels(layer, cfg, x, input_mask, noise, kernels)
+        return run_layer(layer, cfg, number, x, input_mask, turns, noise, scores, kernels)
+
+    last, every = run_layers(run, encoder.layers, x, noise, loop, outputs)
+    if _is_modern(cfg) and len(jax.tree.leaves(encoder.layers)[0]) == cfg.num_hidden_layers:
+        last = encoder.final_layer_norm(last).astype(dtype)
+        every = None if every is None else every.at[-1].set(last)
+    return last if every is None else every
+
+
+def _kernels(
+    cfg: Model,
+    shape: tuple[int, ...],
+    input_mask: jax.Array | Shared | Packing,
+    noise: layers.Noise | None,
+    loop: Loop,
+) -> Kernels | None:
+    """Returns how kernels are made; None if XLA's form is to compute it.
+
+    They attend to both sides, and those that turn drop no probabilities. Without noise nothing is
+    gained, and texts that are by themselves are no rows.
+    """
+    if loop.kernels is None or noise is None or isinstance(input_mask, Packing):
+        return None
+    if cfg.direction == "left_to_right":
+        return None
+    if _is_modern(cfg):
+        sizes = cfg.num_attention_heads, *shape[1:], _half(cfg)
+        fits = not cfg.attention_probs_dropout_prob and rotary_kernels.fits(loop.kernels, *sizes)
+    else:
+        fits = kernels_lib.fits(cfg.num_attention_heads, *shape)
+    return loop.kernels if fits else None
+
+
+def attention_probabilities(encoder: Encoder, cfg: Model, hidden: jax.Array) -> jax.Array:
+    """Computes where the pieces of a text look in each layer: see `model.kinds`."""
+    count, length, width = hidden.shape
+    heads = (length, cfg.num_attention_heads, width // cfg.num_attention_heads)
+    turns = rotations(cfg, jnp.arange(length)) if _is_modern(cfg) else None
+
+    def of_layer(layer: Layer, number: jax.Array, x: jax.Array) -> jax.Array:
+        is_global = number % _global_every(cfg) == 0
+        read = _attention_reads(layer, cfg, number, x)
+        query, key = _queries_and_keys(layer, read, heads, is_global, turns)
+        scores = jnp.einsum("qhd,khd->hqk", query, key) / heads[-1] ** 0.5
+        window = _window(cfg, is_global, length)
+        seen = scores if window is None else jnp.where(window, scores, -jnp.inf)
+        return jax.nn.softmax(seen, axis=-1)
+
+    return jax.vmap(of_layer)(encoder.layers, jnp.arange(count), hidden)
+
+
+def token_flops(cfg: Model, sequence_length: int) -> int:
+    """Counts the operations of a forward pass through all layers, a token of so long a row."""
+    width, count = cfg.hidden_size, cfg.num_hidden_layers
+    wholes = _wholes(cfg)
+    half = min(_half(cfg), sequence_length - 1)
+    # A window is cut off at both ends of a row: half (half + 1) keys are missing in all.
+    near = 2 * half + 1 - half * (half + 1) / sequence_length
+    keys = wholes * sequence_length + (count - wholes) * near
+    # Query, key, value, output; feed-forward and gate; scores and their product with the values.
+    inner = (3 if _is_modern(cfg) else 2) * cfg.intermediate_size
+    return round(count * 2 * (4 * width + inner) * width + 4 * keys * width)
