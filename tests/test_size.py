@@ -13,14 +13,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 2_064,
-    "cli": 1_726,
+    "cli": 1_700,
     "compare": 928,
-    "config": 2_435,
+    "config": 2_343,
     "conformance": 1_438,
     "data": 4_481,
     "doctor": 1_987,
     "interop": 1_934,
-    "model": 3_497,
+    "model": 3_397,
     "plan": 2_128,
     "report": 1_999,
     "storage": 1_786,
@@ -32,7 +32,7 @@ LINES = {
     "benchmarks": 4_165,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 34_299,
+    "tests": 34_300,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -41,7 +41,6 @@ SLACK = 30
 SHORTEST, LONGEST = 60, 450
 TOO_LONG = {
     "bert_jax/serve.py": 576,
-    "bert_jax/config/files.py": 457,
     "bert_jax/config/pretraining.py": 757,
     "bert_jax/data/corpus.py": 483,
     "bert_jax/data/parts.py": 468,
