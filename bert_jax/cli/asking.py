@@ -15,6 +15,7 @@ from bert_jax.cli.command import (
     flag,
     input_lines,
     say,
+    trained_of,
 )
 from bert_jax.config import Parallelism
 from bert_jax.errors import FINISHED, InputError, printable
@@ -77,24 +78,11 @@ def predict(args: argparse.Namespace) -> int:
     from bert_jax.storage.workdir import holds_finetuning
 
     tuned = holds_finetuning(mirror.opened(args.workdir))
-    if tuned:
-        given, what = (
-            {"--next": args.next, "--top": args.top},
-            "a fine-tuned run does not take this",
-        )
-    else:
-        given = {
-            "--source": args.source or None,
-            "--score": args.score or None,
-            "--input": args.input,
-            "--out": args.out,
-            "--beam": args.beam,
-            "--from": args.base,
-        }
-        what = "only a fine-tuned run takes this"
-    for name, value in given.items():
-        if value is not None:
-            raise InputError(f"{name}: {args.workdir}: {what}; leave it out")
+    for name in ("next", "top") if tuned else ("source", "score", "input", "out", "beam", "base"):
+        value = getattr(args, name)
+        if value is not None and value is not False and value != []:
+            named, runs = name.replace("base", "from"), "no" if tuned else "only a"
+            raise InputError(f"--{named}: {args.workdir}: {runs} fine-tuned run takes this")
     return _do_task(args) if tuned else _fill_masks(args)
 
 
@@ -106,16 +94,15 @@ def _do_task(args: argparse.Namespace) -> int:
         raise InputError(f"--beam {args.beam}: must be from 1 to {_MOST_BEAMS}")
     if args.text and (args.source or args.score):
         raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
+    if args.input is not None and (args.text or args.source or args.score or args.out is None):
+        raise InputError("--input: needs --out, and no TEXT, --source or --score")
+    keep_compiled_programs()
     if args.input is not None:
-        if args.text or args.source or args.score or args.out is None:
-            raise InputError("--input: needs --out, and no TEXT, --source or --score")
-        keep_compiled_programs()
         written = predict_lib.predict_table(
             args.workdir, args.base, args.checkpoint, args.input, args.out, args.beam
         )
         say(f"{printable(args.out)}: {printable(written)}")
         return FINISHED
-    keep_compiled_programs()
     for line in predict_lib.predict(
         args.workdir,
         args.base,
@@ -131,20 +118,15 @@ def _do_task(args: argparse.Namespace) -> int:
 
 
 def _fill_masks(args: argparse.Namespace) -> int:
-    from etils import epath
-
-    from bert_jax.loaded import Loaded
-    from bert_jax.text.unknown import Share
-    from bert_jax.training.environment import keep_compiled_programs
-    from bert_jax.training.evaluators import Predictor
-
     top = 5 if args.top is None else args.top
     if args.next is not None and len(args.text) != 1:
         raise InputError("--next: give exactly one TEXT with it")
     if top < 1:
         raise InputError(f"--top {top}: must be at least 1")
-    keep_compiled_programs()
-    trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
+    trained = trained_of(args)
+    from bert_jax.text.unknown import Share
+    from bert_jax.training.evaluators import Predictor
+
     if trained.experiment is not None and "masked_lm" in trained.fresh:
         raise InputError(
             f"{args.workdir}: its objective ({trained.experiment.data.code}) trained no masked_lm "
@@ -259,21 +241,16 @@ def embed(args: argparse.Namespace) -> int:
 
 def _embedder(args: argparse.Namespace):
     """The name of the run or base in --workdir, and what gives its vectors."""
-    from etils import epath
-
     from bert_jax import embed
-    from bert_jax.loaded import Loaded
     from bert_jax.training import mesh as mesh_lib
-    from bert_jax.training.environment import keep_compiled_programs
 
-    keep_compiled_programs()
     features = embed.Features(
         pooling=args.pooling,
         layers=args.layers,
         combine=args.combine,
         length={None: None, True: "unit", False: "as_is"}[args.normalize],
     )
-    trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
+    trained = trained_of(args)
     mesh = mesh_lib.make_mesh(Parallelism())
     embedder = embed.Embedder(trained, features, mesh, args.max_length, args.batch_tokens)
     return trained.name, embedder

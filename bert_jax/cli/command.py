@@ -146,6 +146,17 @@ def workdir_of(args: argparse.Namespace, experiment: Experiment, access: Literal
     return mirror.opened(root, experiment.run.corpus_dir, access)
 
 
+def trained_of(args: argparse.Namespace):
+    """Returns the model of the run or base in --workdir, as --checkpoint names it."""
+    from etils import epath
+
+    from bert_jax.loaded import Loaded
+    from bert_jax.training.environment import keep_compiled_programs
+
+    keep_compiled_programs()
+    return Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
+
+
 def input_lines() -> Iterator[tuple[str, str]]:
     """Yields (where, line) of standard input."""
     from bert_jax.text import lines

@@ -22,6 +22,7 @@ from bert_jax.cli.command import (
     saved_experiment,
     say,
     settings,
+    trained_of,
 )
 from bert_jax.config import Finetuning, Parallelism, explain
 from bert_jax.errors import FAILED, FINISHED, InputError
@@ -75,17 +76,12 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def _evaluate_tasks(args: argparse.Namespace) -> int:
-    from etils import epath
-
-    from bert_jax.loaded import Loaded
-    from bert_jax.tasks import minimal_pairs, probes
-    from bert_jax.training.environment import keep_compiled_programs
-
     if args.experiment is not None or args.set or not args.workdir:
         raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
-    keep_compiled_programs()
+    from bert_jax.tasks import minimal_pairs, probes
+
     asked = probes.Probes(args.tasks, pairs=None, where="--task")
-    trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
+    trained = trained_of(args)
     answer = probes.of_trained(asked, trained)
     for name, score in answer["scores"].items():
         if name in answer.get("minimal_pairs", {}):
@@ -116,20 +112,15 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
 )
 def layers(args: argparse.Namespace) -> int:
     """Show what each layer knows of some tasks, and where its heads look; writes W/layers.html."""
-    from etils import epath
-
-    from bert_jax.loaded import Loaded
-    from bert_jax.report import layers as page
-    from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
-    from bert_jax.tasks import layers as layers_lib
-    from bert_jax.training.environment import keep_compiled_programs
-
     if not args.tasks and args.attention is None:
         raise InputError("layers: name --tasks, --attention, or both")
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
-    keep_compiled_programs()
-    trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
+    from bert_jax.report import layers as page
+    from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
+    from bert_jax.tasks import layers as layers_lib
+
+    trained = trained_of(args)
     place = Workdir(args.workdir)
     record: dict[str, Any] = {}
     attention = None

@@ -66,11 +66,7 @@ def finetuning_of(
 ) -> tuple[Finetuning, dict[str, Any]]:
     """Makes a fine-tuning of the flags that describe a task, as `load_with_origin` does of a file.
 
-    Args:
-      described: values by flag, those that were given: --kind, --train, --validation, --text,
-        --second, --label.
-      workdir: of the run; its last part names it. None: the first file to learn from does.
-      settings: `--set` strings.
+    The last part of `workdir` names it, or the first file to learn from does.
     """
     for flag in ("--kind", "--train", "--validation"):
         if flag not in described:
@@ -322,10 +318,7 @@ def from_json(text: str, where: str, kind: type[T] = Experiment) -> T:
             "bert-jax that wrote it"
         )
     _require_kind(kind_of(tree), kind, where)
-    try:
-        built = _build(kind, tree, "")
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+    built = section(kind, tree, where)
     if isinstance(built, Experiment) and "eval_seed" not in tree.get("data", {}):
         # Before there was this field, the run's own seed drew held-out rows.
         data = dataclasses.replace(built.data, eval_seed=built.seed)
