@@ -87,7 +87,7 @@ class Embeddings(nnx.Module):
         input_ids: jax.Array,
         segment_ids: jax.Array,
         dtype: jnp.dtype,
-        positions: jax.Array | None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         """int32 [B, S] each -> float32 [B, S, D]; words as they are in the compute type.
 
