@@ -586,7 +586,7 @@ def row(here, name="a", *settings):
         ({"seeds": ()}, "table.seeds="),
         ({"seeds": (1, 1)}, "table.seeds: 1 is there twice"),
         ({"seeds": (-1,)}, "table.seeds="),
-        ({"seeds": (2**32,)}, "table.seeds="),
+        ({"seeds": (2**32,)}, "table.seeds[0]"),
         ({"steps": 5, "cpu_seconds": 2.0}, "table.cpu_seconds="),
         ({"steps": -1}, "table.steps=-1"),
         ({"name": "a b"}, "table.name='a b'"),
