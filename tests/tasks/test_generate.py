@@ -269,7 +269,7 @@ def test_what_a_generating_run_cannot_do_is_refused_by_name(here, capsys, monkey
     refused("--beam 65: must be from 1 to 64", "predict", "--workdir", "run", "--beam", "65", "wa")
     refused("task.kind=generate", "export", "--workdir", "run", "--as", "task", "--out", "hf")
     finetune = ["finetune", "task.py", "--from", "base", "--workdir", "new", "--set"]
-    refused("adapt.how=lora: task.kind=generate", *finetune, "adapt.how=lora")
+    refused("adapt.how", *finetune, "adapt.how=lora")
     refused("task.max_target_length=65: longer than", *finetune, "task.max_target_length=65")
     refused("task.labels", *finetune, "task.labels=a,b")
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
