@@ -54,16 +54,16 @@ test: lint
 	$(BIN)/python -m pytest
 
 # The tests that take longest. Many of them wait for processes, so that three workers keep two cores
-# busy. Those of bits are on programs that are compiled as for a user, the others on those that
-# `make test` has compiled.
-BITS := tests/verify $(addprefix tests/training/test_,branch.py divergence.py resume.py)
+# busy. They take the programs that `make test` has compiled.
 test-long: $(STAMP)
-	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m 'long and not nightly' -n 3 $(BITS)
-	$(BIN)/python -m pytest -m 'long and not nightly' -n 3 $(addprefix --ignore=,$(BITS))
+	$(BIN)/python -m pytest -m 'long and not nightly' -n 3
 
-# Every benchmark at its smallest, a wheel, rounds of another objective: before a release.
+# Every benchmark at its smallest, a wheel, rounds of another objective, and what is the same bit for
+# bit once more on programs that are compiled as for a user: before a release.
+BITS := tests/verify $(addprefix tests/training/test_,branch.py divergence.py resume.py)
 test-nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly
+	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m 'long and not nightly' -n 3 $(BITS)
 
 # A pod of four hosts, its bucket away at times, preempted and moved, on this machine; half an hour.
 rehearse-pod: $(STAMP)

@@ -100,7 +100,7 @@ def settings(devices: int) -> dict[str, str]:
     """Environment of jax: virtual devices, and a folder of compiled programs.
 
     Tests compile the same small programs again and again, so they share what is compiled, and it
-    is compiled quickly, unless `make test-long` has it as a user's.
+    is compiled quickly, unless `make test-nightly` has it as a user's.
     """
     cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"
     flags = [f"--xla_force_host_platform_device_count={devices}"]
