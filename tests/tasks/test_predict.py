@@ -213,8 +213,8 @@ def test_a_label_that_was_not_learned_has_no_score(run, capsys):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--next", "xa", "wa"], "--next: run: a fine-tuned run"),
-        (["--top", "3", "wa"], "--top: run: a fine-tuned run"),
+        (["--next", "xa", "wa"], "--next"),
+        (["--top", "3", "wa"], "--top"),
         (["--score", "wa"], "TEXT: --source and --score"),
         (["--source", "text:test"], "'text:test' is not tsv:FILE"),
         (["--source", "jsonl:nowhere"], "nowhere"),

@@ -138,10 +138,14 @@ def torus(monkeypatch):
 
     def use(method: Method) -> None:
         monkeypatch.setitem(collectives.METHODS, "cpu", method)
+        forget()
+
+    def forget() -> None:
         step.make_train_step.cache_clear()
+        step.abstract_state.cache_clear()
 
     yield use
-    step.make_train_step.cache_clear()
+    forget()
 
 
 def test_a_step_is_compiled_with_its_devices_options(torus, monkeypatch):
