@@ -32,7 +32,7 @@ LINES = {
     "benchmarks": 4_165,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 34_300,
+    "tests": 34_302,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -58,7 +58,7 @@ TOO_LONG = {
     "bert_jax/training/peers.py": 670,
     "bert_jax/training/pretraining.py": 497,
     "bert_jax/training/runner.py": 654,
-    "tests/compare/test_compare.py": 715,
+    "tests/compare/test_compare.py": 713,
     "tests/data/test_batches.py": 494,
     "tests/data/test_corpus.py": 646,
     "tests/tasks/test_serve.py": 589,
