@@ -26,13 +26,13 @@ LINES = {
     "storage": 1_786,
     "tasks": 4_228,
     "text": 2_336,
-    "training": 6_753,
+    "training": 6_752,
     "verify": 1_274,
     "launch": 1_786,
     "benchmarks": 4_165,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 34_302,
+    "tests": 34_304,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

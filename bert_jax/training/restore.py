@@ -164,10 +164,9 @@ def _restore_branch(
 
 def _initialize(job: Job, mesh: jax.sharding.Mesh) -> Start:
     """Makes the state before the first step."""
-    make = step.make_init(job.objective, job.optimizer, job.experiment.parallelism, mesh)
-    fresh, window = make(job.experiment.seed)
-    state, sha256 = job.initial_state(fresh)
-    return Start(0, state, window, (), sha256, {}, [])
+    make, begin = step.make_init(job.objective, job.optimizer, job.experiment.parallelism, mesh)
+    state, sha256 = job.initial_state(make(job.experiment.seed))
+    return Start(0, state, begin(), (), sha256, {}, [])
 
 
 def _agree_on_steps(peers: Peers, saved: Checkpoints) -> None:

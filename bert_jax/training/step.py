@@ -86,15 +86,15 @@ def empty_window(objective: Objective) -> Metrics:
 @functools.lru_cache(maxsize=_KEPT_STEPS)
 def make_init(
     objective: Objective, optimizer: Optimizer, parallelism: Parallelism, mesh: jax.sharding.Mesh
-) -> Callable[[int], tuple[State, Metrics]]:
-    """Compiles `seed -> (state before the first step, empty window)`."""
+) -> tuple[Callable[[int], State], Callable[[], Metrics]]:
+    """Compiles `seed -> state before the first step`, and what returns an empty window."""
     abstract = abstract_state(objective, optimizer, parallelism, mesh)
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract), mesh_lib.replicated(mesh)
-    return jax.jit(
-        lambda seed: (init_state(objective, optimizer, seed), empty_window(objective)),
-        out_shardings=places,
-        static_argnums=0,
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    make = jax.jit(
+        lambda seed: init_state(objective, optimizer, seed), out_shardings=places, static_argnums=0
     )
+    everywhere = mesh_lib.replicated(mesh)
+    return make, jax.jit(lambda: empty_window(objective), out_shardings=everywhere)
 
 
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:

@@ -69,12 +69,14 @@ def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(text, tmp_path, monk
     make = step.make_init
 
     def without(*args):
-        def begin(seed):
-            state, window = make(*args)(seed)
-            state["skipped_steps"] = state["skipped_steps"].at[:4].set(np.arange(4, 8))
-            return state, window
+        first, window = make(*args)
 
-        return begin
+        def begin(seed):
+            state = first(seed)
+            state["skipped_steps"] = state["skipped_steps"].at[:4].set(np.arange(4, 8))
+            return state
+
+        return begin, window
 
     with monkeypatch.context() as patch:
         patch.setattr(step, "make_init", without)
