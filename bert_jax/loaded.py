@@ -32,7 +32,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective, step
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.checkpoint import Checkpoints, Restored
-from bert_jax.training.evaluators import Prediction, Predictor
+from bert_jax.training.evaluators import Prediction, Predictor, logits_of
 from bert_jax.training.pretraining import Prepared
 
 What = Literal["params", "with_moments"]
@@ -188,16 +188,11 @@ class Loaded(Base):
         """
         if self.model.kind == "bilstm":
             raise InputError("model.kind=bilstm: has neither head; ask hidden or embed")
-        return self._apply(params, batch)
+        return logits_of(self.model)(params, batch)
 
     @functools.cached_property
     def _predictor(self) -> Predictor:
         return Predictor(self.model, self.tokenizer)
-
-    @functools.cached_property
-    def _apply(self) -> Any:
-        logits = heads.pretraining_logits
-        return jax.jit(functools.partial(logits, self.model, noise=None, loop=Loop()))
 
     @functools.cached_property
     def _every_layer(self) -> Any:

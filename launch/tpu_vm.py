@@ -40,7 +40,7 @@ _QUICK, _DELETE = 300.0, 3600.0
 _DURATION = re.compile(r"[1-9][0-9]{0,5}[smhd]")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-# Of a Python for machines whose own is older than what we need: of a tool that brings one.
+# Where a machine's own Python is older than what we need, uv brings one.
 _INSTALL = """\
 # Makes venv/ of the wheel.
 set -eu

@@ -12,8 +12,8 @@ from typing import NoReturn
 from bert_jax import __version__, errors
 from bert_jax.cli.command import COMMANDS
 from bert_jax.config import Section, explain
-from bert_jax.config.code import name_file
-from bert_jax.errors import FAILED, InputError, printable
+from bert_jax.config.code import name_file, was_used
+from bert_jax.errors import FAILED, FINISHED, InputError, printable
 
 # Commands enter COMMANDS when they are imported; the help lists them in this order.
 # isort: off
@@ -108,6 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(args, "code", None):
             name_file(args.code)
         code = args.command(args)
+        if getattr(args, "code", None) and code == FINISHED and not was_used(args.code):
+            print(
+                f"--code {printable(args.code)}: this command uses no code of it; leave it out",
+                file=sys.stderr,
+            )
         sys.stdout.flush()
         return code
     except BrokenPipeError:

@@ -81,8 +81,9 @@ def predict(args: argparse.Namespace) -> int:
     for name in ("next", "top") if tuned else ("source", "score", "input", "out", "beam", "base"):
         value = getattr(args, name)
         if value is not None and value is not False and value != []:
-            named, runs = name.replace("base", "from"), "no" if tuned else "only a"
-            raise InputError(f"--{named}: {args.workdir}: {runs} fine-tuned run takes this")
+            flag, runs = name.replace("base", "from"), "no" if tuned else "only a"
+            why = f"{runs} fine-tuned run takes this; leave it out"
+            raise InputError(f"--{flag}: {args.workdir}: {why}")
     return _do_task(args) if tuned else _fill_masks(args)
 
 

@@ -94,6 +94,11 @@ def name_file(path: str) -> None:
         os.environ[_NAMED] = os.pathsep.join([*named, os.path.abspath(path)])
 
 
+def was_used(path: str) -> bool:
+    """Tells whether a config has asked for this file, as it is now."""
+    return hashlib.sha256(_content(pathlib.Path(path))).hexdigest() in _loaded
+
+
 def _named() -> list[str]:
     return [path for path in os.environ.get(_NAMED, "").split(os.pathsep) if path]
 

@@ -87,7 +87,9 @@ def read(path: epath.Path) -> Model:
 
 
 def _bert(path: epath.Path, fields: dict[str, Any]) -> Model:
-    decodes = require(path, "is_decoder", fields.get("is_decoder") or False, [False, True])
+    decodes = fields.get("is_decoder") or False
+    if not isinstance(decodes, bool):
+        raise InputError(f"{path}: is_decoder={decodes!r}: must be true or false")
     direction = "left_to_right" if decodes else "both"
     return dataclasses.replace(model_of(path, fields), direction=direction)
 
@@ -102,9 +104,11 @@ def model_of(path: epath.Path, fields: dict[str, Any]) -> Model:
 
 def _modern(path: epath.Path, fields: dict[str, Any]) -> Model:
     act = _activation(path, "hidden_activation", fields)
-    require(
-        path, "classifier_activation", _activation(path, "classifier_activation", fields), [act]
-    )
+    if _activation(path, "classifier_activation", fields) != act:
+        given = fields.get("classifier_activation")
+        raise InputError(
+            f"{path}: classifier_activation={given!r}: only the hidden_activation is supported"
+        )
     sizes = _MODERN_DEFAULTS | {name: fields[name] for name in _SIZES if name in fields}
     every = _global_every(path, fields, sizes["num_hidden_layers"])
     ours = sizes | {

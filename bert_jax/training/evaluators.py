@@ -169,7 +169,8 @@ class Prediction:
 
 
 @functools.lru_cache
-def _logits_of(model: Model) -> Callable[..., Any]:
+def logits_of(model: Model) -> Callable[[Any, batches_lib.Batch], tuple[jax.Array, jax.Array]]:
+    """Compiles `(parameters, batch) -> both heads' scores`, see `heads.pretraining_logits`."""
     return jax.jit(functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop()))
 
 
@@ -178,7 +179,7 @@ class Predictor:
 
     def __init__(self, model: Model, tokenizer: Tokenizer):
         self._model, self._tokenizer = model, tokenizer
-        self._logits = _logits_of(model)
+        self._logits = logits_of(model)
 
     def predict(self, params: Any, a: str, b: str | None, top: int) -> Prediction:
         """Fills every [MASK] of A and B with its `top` likeliest pieces."""

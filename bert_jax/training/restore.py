@@ -164,9 +164,10 @@ def _restore_branch(
 
 def _initialize(job: Job, mesh: jax.sharding.Mesh) -> Start:
     """Makes the state before the first step."""
-    make, begin = step.make_init(job.objective, job.optimizer, job.experiment.parallelism, mesh)
+    make = step.make_init(job.objective, job.optimizer, job.experiment.parallelism, mesh)
     state, sha256 = job.initial_state(make(job.experiment.seed))
-    return Start(0, state, begin(), (), sha256, {}, [])
+    window = step.make_empty_window(job.objective, mesh)()
+    return Start(0, state, window, (), sha256, {}, [])
 
 
 def _agree_on_steps(peers: Peers, saved: Checkpoints) -> None:

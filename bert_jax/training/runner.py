@@ -117,10 +117,7 @@ class Trainer:
         # Whose lines up to a checkpoint never change again.
         self._lasting = {"metrics.jsonl": self.metrics, "predictions.jsonl": self.predictions}
         self.saved = Checkpoints(workdir.checkpoints, run, "write")
-        self.empty_window = jax.jit(
-            lambda: step.empty_window(job.objective),
-            out_shardings=mesh_lib.replicated(self.mesh),
-        )
+        self.empty_window = step.make_empty_window(job.objective, self.mesh)
         self.profile = Profile(
             run.profile_steps,
             workdir.profile,

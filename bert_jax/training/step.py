@@ -86,15 +86,21 @@ def empty_window(objective: Objective) -> Metrics:
 @functools.lru_cache(maxsize=_KEPT_STEPS)
 def make_init(
     objective: Objective, optimizer: Optimizer, parallelism: Parallelism, mesh: jax.sharding.Mesh
-) -> tuple[Callable[[int], State], Callable[[], Metrics]]:
-    """Compiles `seed -> state before the first step`, and what returns an empty window."""
+) -> Callable[[int], State]:
+    """Compiles `seed -> state before the first step`."""
     abstract = abstract_state(objective, optimizer, parallelism, mesh)
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = jax.jit(
-        lambda seed: init_state(objective, optimizer, seed), out_shardings=places, static_argnums=0
+    return jax.jit(
+        lambda seed: init_state(objective, optimizer, seed),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
+        static_argnums=0,
     )
-    everywhere = mesh_lib.replicated(mesh)
-    return make, jax.jit(lambda: empty_window(objective), out_shardings=everywhere)
+
+
+# Not in one program with the state: of one that does not fit, it would be waited for without end.
+@functools.lru_cache(maxsize=_KEPT_STEPS)
+def make_empty_window(objective: Objective, mesh: jax.sharding.Mesh) -> Callable[[], Metrics]:
+    """Compiles what returns the sums of a window without steps, whole on all devices."""
+    return jax.jit(lambda: empty_window(objective), out_shardings=mesh_lib.replicated(mesh))
 
 
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:

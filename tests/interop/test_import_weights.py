@@ -266,6 +266,7 @@ REFUSED = {
         lambda: shards(listed={QUERY: "/etc/model.safetensors"}),
         ["index.json", QUERY, "/etc/model.safetensors"],
     ),
+    "a shard that is none": (lambda: shards(listed={QUERY: ".."}), ["index.json", QUERY, "'..'"]),
     "a shard of no name": (lambda: shards(listed={QUERY: 3}), ["index.json", QUERY, "3"]),
     "a shard that is a pickle": (
         lambda: shards(listed={QUERY: "pytorch_model.bin"}),
@@ -288,7 +289,7 @@ REFUSED = {
     ),
     "another activation": (config(hidden_act="relu"), ["hidden_act", "relu"]),
     "no activation": (config(hidden_act=["gelu"]), ["hidden_act"]),
-    "half a decoder": (config(is_decoder="yes"), ["is_decoder"]),
+    "half a decoder": (config(is_decoder="yes"), ["is_decoder='yes'", "true or false"]),
     "a decoder of two texts": (config(add_cross_attention=True), ["add_cross_attention"]),
     "another norm": (config(layer_norm_eps=1e-5), ["layer_norm_eps", "1e-05"]),
     "a size of text": (config(hidden_size="64"), ["config.json", "hidden_size"]),
@@ -310,6 +311,14 @@ REFUSED = {
         ["tokenizer.json", "id"],
     ),
     "broken tokens": (lambda: edit("hf/tokenizer.json", **ADDED | {"added_tokens": 3}), ["'3'"]),
+    "a broken normalizer": (
+        lambda: edit("hf/tokenizer.json", **fast(normalizer=["x"])),
+        ["normalizer", "'x'"],
+    ),
+    "another normalizer": (
+        lambda: edit("hf/tokenizer.json", **fast(normalizer={"type": "NFC"})),
+        ["normalizer", "NFC"],
+    ),
     "a normalizer by its name": (
         lambda: edit("hf/tokenizer.json", **fast(normalizer="BertNormalizer")),
         ["normalizer", "BertNormalizer"],

@@ -1,6 +1,7 @@
 """What is looked at before anything is rented, and what is shipped."""
 
 import importlib.util
+import time
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from bert_jax.errors import InputError
 from bert_jax.plan import topology
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import mark_complete
-from launch import checks, spec
+from launch import checks, commands, spec
 
 ALL = frozenset(checks.NAMES)
 
@@ -140,3 +141,13 @@ def test_without_the_compiler_the_extra_is_named(tmp_path, monkeypatch):
     )
     with pytest.raises(InputError, match=r"libtpu.* \[tpu\] .*; --force plan launches"):
         check(tmp_path, "plan")
+
+
+def test_commands_cannot_ask_and_end_with_us():
+    asked = commands.run(["sh", "-c", "read x < /dev/tty; read y; echo got $y; exit 3"], 30)
+    assert (asked.code, asked.out) == (3, "got\n")
+    began = time.monotonic()
+    assert commands.run(["sh", "-c", "sleep 60 & wait"], 0.2).code == commands.TIMED_OUT
+    assert time.monotonic() - began < 30
+    with pytest.raises(InputError, match="no-such"):
+        commands.run(["no-such"], 30)

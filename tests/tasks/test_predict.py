@@ -213,8 +213,8 @@ def test_a_label_that_was_not_learned_has_no_score(run, capsys):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--next", "xa", "wa"], "--next"),
-        (["--top", "3", "wa"], "--top"),
+        (["--next", "xa", "wa"], "--next: run: "),
+        (["--top", "3", "wa"], "--top: run: "),
         (["--score", "wa"], "TEXT: --source and --score"),
         (["--source", "text:test"], "'text:test' is not tsv:FILE"),
         (["--source", "jsonl:nowhere"], "nowhere"),
@@ -374,12 +374,14 @@ def test_rows_of_a_file_keep_their_columns_and_get_two_more(run, capsys, ending,
         assert float(row["probability"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_blank_line_of_one_column_is_a_row(run, capsys):
+def test_a_blank_line_of_one_column_is_a_row_and_nobody_s_code_is_named(run, capsys):
     pathlib.Path("one.csv").write_text('sentence\nwa\n\n"xa\nxb"\nxa\n\n')
+    pathlib.Path("own.py").write_text("1\n")
     words = ["predict", "--workdir", "run", "--input", "one.csv", "--out", "found.csv"]
-    assert cli.main(words) == 0
+    assert cli.main([*words, "--code", "own.py"]) == 0
     said = capsys.readouterr()
     assert "4 rows of one.csv" in said.out and "for 1 of them (the first at one.csv:3)" in said.out
+    assert said.err == "--code own.py: this command uses no code of it; leave it out\n"
     with open("found.csv", newline="") as file:
         _, *rows_ = csv.reader(file)
     assert [row[:2] for row in rows_] == [
