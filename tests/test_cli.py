@@ -442,3 +442,11 @@ def test_what_is_to_be_done_is_shown_before_the_first_step(run, capsys, tmp_path
     shown = next(i for i, line in enumerate(lines) if line.startswith("small: 0.0M parameters"))
     assert code == 0 and lines[shown + 1].startswith("step ")
     assert "14 steps of 8 x 16 tokens, then 8 steps of 4 x 24 tokens" in lines[shown]
+
+
+def test_a_setting_without_effect_is_said(copy_of_run, monkeypatch, capsys):
+    monkeypatch.setattr("bert_jax.training.pretraining.pretrain", lambda *_: "finished")
+    for command in ("pretrain", "show"):
+        words = [command, "small.py", "--workdir", "new", "--set", "optimizer.decay_steps=5"]
+        assert cli.main(words) == 0
+        assert "optimizer.decay_steps=5" in capsys.readouterr().out

@@ -32,7 +32,7 @@ LINES = {
     "benchmarks": 4_165,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 34_328,
+    "tests": 34_336,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -63,6 +63,7 @@ TOO_LONG = {
     "tests/data/test_corpus.py": 646,
     "tests/tasks/test_serve.py": 589,
     "tests/test_bucket.py": 452,
+    "tests/test_cli.py": 452,
     "tests/training/test_checkpoint.py": 506,
 }
 TOO_SHORT = {
