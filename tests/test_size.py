@@ -32,7 +32,7 @@ LINES = {
     "benchmarks": 4_165,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 34_336,
+    "tests": 34_330,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

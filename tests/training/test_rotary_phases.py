@@ -52,15 +52,8 @@ def test_a_checkpoint_is_read_with_the_base_it_was_trained_with(runs, step, caps
     assert fields["global_rope_theta"] == (20 if step == 12 else 500)
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("phases.0.global_rotary_base=1", "must be over 1, or 0"),
-        ("model.kind=bert", "model.kind=modern only"),
-    ],
-)
-def test_a_base_without_a_meaning_is_one_line(runs, tmp_path, setting, words):
-    settings = ["model.kind=modern", "model.global_every=1", "phases.0.global_rotary_base=20"]
-    given = [x for name in (*settings, setting) for x in ("--set", name)]
+def test_a_base_without_a_meaning_is_one_line(runs, tmp_path):
+    settings = ["model.kind=modern", "model.global_every=1", "phases.0.global_rotary_base=1"]
+    given = [x for setting in settings for x in ("--set", setting)]
     code, error = call(["pretrain", f"{runs}/small.py", "--workdir", f"{tmp_path}/w", *given])
-    assert code == 2 and error.count("\n") == 1 and words in error
+    assert code == 2 and error.count("\n") == 1 and "must be over 1, or 0" in error
