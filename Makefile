@@ -89,7 +89,6 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.loop
 	$(BIN)/python -m benchmarks.start
-	$(BIN)/python -m benchmarks.reliability
 
 # A start, plans and batches at Wikipedia's size: 12 GB of disk; run again, it goes on.
 scale-run: $(STAMP)

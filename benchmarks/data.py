@@ -1,15 +1,12 @@
-"""Text to ids, ids to batches, and a first epoch from text, in CPU seconds, each against a peer.
+"""Text to ids against Hugging Face's tokenizers, and ids to batches, in CPU seconds.
 
-`python -m benchmarks.data [--text FOLDER]`. Text to ids: Hugging Face tokenizers'
-`encode_batch_fast`, one thread, same vocabulary, sentences already split. First epoch: the plain
-Python of `benchmarks.plain`, which does what google-research/bert's scripts do; both are given the
-same documents and split them into sentences with the same rules.
+`python -m benchmarks.data [--text FOLDER]`. The peer's is `encode_batch_fast`, one thread, same
+vocabulary, sentences already split.
 """
 
 import argparse
 import gzip
 import pathlib
-import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +15,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from benchmarks import measure, plain
+from benchmarks import measure
 from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, stream
 from bert_jax.data.plans import Plans
@@ -38,7 +35,7 @@ WIDTHS = (
 
 
 def main() -> None:
-    """Measures all three, in turns with their peers."""
+    """Measures both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", default="", help="folder of .txt; default: the sample text")
     parser.add_argument("--megabytes", type=float, default=4.0, help="of text, at most")
@@ -52,7 +49,6 @@ def main() -> None:
 
     encoding = text_to_ids(texts, vocab, flags.rounds)
     making = ids_to_batches(texts, vocab, flags.rounds)
-    epoch = first_epoch(texts, vocab, max(2, flags.rounds // 2))
     figures: dict[str, Any] = {
         "ids_per_second": encoding["ids"] / min(encoding["ours"]),
         **ratios("tokenizers", encoding["hugging_face"], encoding["ours"]),
@@ -60,13 +56,11 @@ def main() -> None:
     for name, seconds in making.items():
         figures[f"batch_tokens_per_second_{name}"] = 1 / min(seconds)
         figures[f"batch_tokens_per_second_{name}_median"] = 1 / float(np.median(seconds))
-    figures |= ratios("first_epoch_plain", epoch["plain"], epoch["ours"])
     details = {
         "documents": len(texts),
         "characters": sum(len(d.text) for d in texts),
         "text_to_ids": encoding,
         "ids_to_batches_seconds_a_token": making,
-        "first_epoch": epoch,
     }
     measure.report("data", figures, details, flags.out)
 
@@ -160,39 +154,6 @@ def ids_to_batches(
             cpu_seconds(lambda m=maker, n=steps: run(m, n)) / tokens for _ in range(rounds)
         ]
     return found
-
-
-def first_epoch(
-    texts: Sequence[documents.Document], vocab: Sequence[str], rounds: int
-) -> dict[str, Any]:
-    """Seconds from documents to the last batch of one epoch at length 128, ours and plain."""
-    by_piece = {piece: i for i, piece in enumerate(vocab)}
-    rows: dict[str, int] = {}
-
-    def ours() -> None:
-        tokenizer = WordPiece(list(vocab), "uncased")
-        shape = batches.Shape(128, 20, BATCH)
-        maker = train_batches(in_memory(texts, tokenizer), tokenizer, Data(), shape)
-        rows["ours"] = maker.rows_per_epoch
-        for number in range(maker.rows_per_epoch // BATCH):
-            maker.batch(number, np.arange(BATCH))
-
-    def plainly() -> None:
-        split = [
-            [plain.tokenize(line, by_piece) for line in sentences.split(document, "en")]
-            for document in texts
-        ]
-        settings = plain.Settings(max_seq_length=128, max_predictions_per_seq=20)
-        examples = plain.instances(split, by_piece, settings, random.Random(0))
-        rows["plain"] = len(examples)
-        for _ in plain.batches(examples, by_piece, settings, BATCH):
-            pass
-
-    found: dict[str, Any] = {"ours": [], "plain": []}
-    for _ in range(rounds):
-        found["ours"].append(cpu_seconds(ours))
-        found["plain"].append(cpu_seconds(plainly))
-    return found | {"rows": rows, "characters": sum(len(document.text) for document in texts)}
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ import json
 import pathlib
 import random
 
+import plain
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import plain
 from bert_jax import cli
 from bert_jax.conformance import golden, instances
 from bert_jax.errors import InputError

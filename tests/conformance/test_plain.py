@@ -1,10 +1,10 @@
-"""The plain data path that ours is timed against does the same work."""
+"""The plain data path that instances are compared with is the reference's."""
 
 import random
 
+import plain
 import pytest
 
-from benchmarks import plain
 from bert_jax.conformance import golden
 
 

@@ -1,4 +1,4 @@
-"""The data path written plainly: what `data` compares the library with.
+"""The data path written plainly: what the instances are compared with.
 
 Written from the description of google-research/bert's create_pretraining_data and tokenization
 (Devlin et al. 2018, section 3.1 and appendix A): characters one by one, documents as lists of
@@ -11,8 +11,6 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 Document = list[list[str]]
 
@@ -229,32 +227,3 @@ def _mask(
                 pieces[position] = words[rng.randint(0, len(words) - 1)]
     chosen.sort()
     return [position for position, _ in chosen], [label for _, label in chosen]
-
-
-# --- instances to arrays ---
-
-
-def batches(
-    examples: Sequence[Instance], vocab: dict[str, int], settings: Settings, batch_size: int
-) -> Iterable[dict[str, np.ndarray]]:
-    """Padded batches, as `bert_jax.data.batches` lays them out; the last may be smaller."""
-    length, predictions = settings.max_seq_length, settings.max_predictions_per_seq
-    for start in range(0, len(examples), batch_size):
-        part = examples[start : start + batch_size]
-        rows: dict[str, list[list[float]]] = {}
-        for example in part:
-            ids = [vocab[piece] for piece in example.pieces]
-            labels = [vocab[piece] for piece in example.labels]
-            for name, values, width in (
-                ("input_ids", ids, length),
-                ("segment_ids", example.segment_ids, length),
-                ("input_mask", [1] * len(ids), length),
-                ("masked_lm_positions", example.positions, predictions),
-                ("masked_lm_ids", labels, predictions),
-                ("masked_lm_weights", [1.0] * len(labels), predictions),
-            ):
-                rows.setdefault(name, []).append([*values, *[0] * (width - len(values))])
-        yield {
-            name: np.array(values, np.float32 if name == "masked_lm_weights" else np.int32)
-            for name, values in rows.items()
-        } | {"next_sentence_labels": np.array([e.is_random_next for e in part], np.int32)}
