@@ -11,11 +11,11 @@ import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Task
+from bert_jax.config import Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
 from bert_jax.tasks import tagger
-from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective, TargetRows
+from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective
 from bert_jax.tasks.labels import Sentences, Tags
 from bert_jax.tasks.objective import TaskObjective, below_head
 from bert_jax.tasks.rows import Batch, Rows, TaskKind
@@ -25,19 +25,15 @@ from bert_jax.training import feed, step
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 
+# By `task.kind`; of those that are not here, `Sentences`.
+KINDS: dict[str, Callable[..., TaskKind]] = {"tag": Tags, "span": Spans, "generate": Generate}
+
 
 def kind_of(
-    task: Task,
-    labels: tuple[str, ...],
-    tokenizer: Tokenizer,
-    no_answer_threshold: float | None = None,
+    task: Task, labels: tuple[str, ...], tokenizer: Tokenizer, *threshold: float
 ) -> TaskKind:
-    """Returns the kind of a task for these labels, in their order, and this tokenizer."""
-    if task.kind == "span":
-        return Spans(task, tokenizer, no_answer_threshold)
-    if task.kind == "generate":
-        return Generate(task, tokenizer)
-    return (Tags if task.kind == "tag" else Sentences)(task, labels, tokenizer)
+    """Returns the kind of a task; of spans also by a threshold, see `Spans`."""
+    return KINDS.get(task.kind, Sentences)(task, labels, tokenizer, *threshold)
 
 
 @dataclasses.dataclass
@@ -56,17 +52,16 @@ class LoadedBase:
         if not experiment.init_from:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
         trained = Loaded.of(epath.Path(experiment.init_from))
-        generates = experiment.task.kind == "generate"
+        adapt, generates = experiment.adapt, experiment.task.kind == "generate"
         if generates:
             require_decodable(trained.model, f"--from {experiment.init_from}")
         require_adaptable(trained.model, experiment, experiment.init_from)
         read = {"encoder", "masked_lm" if generates else below_head(trained.model, "pooled")}
         params = jax.device_get({name: trained.params[name] for name in sorted(read)})
-        if experiment.task.kind != "generate" and "masked_lm" in params:
+        if "masked_lm" in params and not generates:
             del params["masked_lm"]["output_bias"]
-        lora = experiment.adapt.how == "lora"
-        for name in experiment.adapt.lora_targets if lora else ():
-            if name not in params["encoder"]["layers"]:
+        for name in adapt.lora_targets:
+            if adapt.how == "lora" and name not in params["encoder"]["layers"]:
                 raise InputError(
                     f"adapt.lora_targets: the layers of {experiment.init_from}, "
                     f"model.kind={trained.model.kind}, have no {name!r}"
@@ -76,7 +71,13 @@ class LoadedBase:
         for path, leaf in sorted(base_lib.flat(params).items()):
             digest.update(path.encode())
             digest.update(np.ascontiguousarray(leaf).data)
-        model = _adapted_model(trained.model, experiment.adapt)
+        frozen = adapt.how == "frozen"  # what does not learn is read as it is
+        model = dataclasses.replace(
+            trained.model,
+            hidden_dropout_prob=0.0 if frozen else adapt.hidden_dropout_prob,
+            attention_probs_dropout_prob=0.0 if frozen else adapt.attention_probs_dropout_prob,
+            compute_dtype=adapt.compute_dtype,
+        )
         return cls(model, params, fresh, trained.tokenizer, digest.hexdigest())
 
     def objective(
@@ -87,30 +88,16 @@ class LoadedBase:
         class_weights: Sequence[float] = (),
     ) -> TaskObjective:
         """Returns the loss of the experiment's task over this base."""
-        if kind.reads == "decoder":
-            task, tokenizer = experiment.task, self.tokenizer
-            return GenerateObjective(
-                self.model,
-                task.kind,
-                kind.reads,
-                kind.outputs,
-                1,
-                experiment.adapt,
-                self.fresh_parts,
-                first=tokenizer.cls_id,
-                last=tokenizer.sep_id,
-                length=task.max_target_length,
-            )
-        return TaskObjective(
-            self.model,
-            experiment.task.kind,
-            kind.reads,
-            kind.outputs,
-            len(labels) if experiment.task.kind == "choice" else 1,
-            experiment.adapt,
-            self.fresh_parts,
+        task = experiment.task
+        args = (
+            *(self.model, task.kind, kind.reads, kind.outputs),
+            *(len(labels) if task.kind == "choice" else 1, experiment.adapt, self.fresh_parts),
             tuple(class_weights),
         )
+        if kind.reads != "decoder":
+            return TaskObjective(*args)
+        ends = {"first": self.tokenizer.cls_id, "last": self.tokenizer.sep_id}
+        return GenerateObjective(*args, **ends, length=task.max_target_length)
 
     def read_by(self, objective: TaskObjective) -> dict[str, Any]:
         """Returns the weights that a task's head reads, on the host.
@@ -155,16 +142,6 @@ def require_adaptable(model: Model, experiment: Finetuning, where: str) -> None:
     tagger.require_layers(model, experiment.adapt.features, where)
 
 
-def _adapted_model(model: Model, adapt: Adapt) -> Model:
-    frozen = adapt.how == "frozen"  # what does not learn is read as it is
-    return dataclasses.replace(
-        model,
-        hidden_dropout_prob=0.0 if frozen else adapt.hidden_dropout_prob,
-        attention_probs_dropout_prob=0.0 if frozen else adapt.attention_probs_dropout_prob,
-        compute_dtype=adapt.compute_dtype,
-    )
-
-
 def run_rows(
     run: Callable[[Any], jax.Array],
     batches: list[tuple[np.ndarray, Batch]],
@@ -203,31 +180,35 @@ def forward_of(
     Of a decoder outputs are the ids that are written, by a search with so many `beams`, and the
     loss is that of a target's piece.
     """
-    writes = isinstance(objective, GenerateObjective)
-    asked = functools.partial(objective.texts, beams) if writes else objective.logits
-    ask = step.make_rows_step(objective, asked, parallelism, mesh)
-    measure = jax.jit(objective.measure, out_shardings=mesh_lib.replicated(mesh))
-    add_metrics = step.make_eval_step(objective, parallelism, mesh) if writes else None
+    if isinstance(objective, GenerateObjective):
+        texts = functools.partial(objective.texts, beams)
+        write = step.make_rows_step(objective, texts, parallelism, mesh)
+        add_metrics = step.make_eval_step(objective, parallelism, mesh)
+        zeros = {name: np.zeros(2, np.float32) for name in objective.metrics}
+
+        def ask(params: Any, fixed: Any, batch: Any) -> jax.Array:
+            return write(params, fixed, {name: batch[name] for name in SOURCE})
+
+        def measure(params: Any, outputs: jax.Array, batch: Any) -> Any:
+            return add_metrics(params, zeros, batch)
+    else:
+        ask = step.make_rows_step(objective, objective.logits, parallelism, mesh)
+        of_logits = jax.jit(objective.measure, out_shardings=mesh_lib.replicated(mesh))
+
+        def measure(params: Any, outputs: jax.Array, batch: Any) -> Any:
+            return of_logits(outputs, batch)
 
     def forward(params, fixed, batches, rows):
-        targets = rows.targets if isinstance(rows, TargetRows) else rows.numbers or rows.tokens
-        labelled, sums = bool(targets), np.zeros(2)
-        if writes:
-            sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
+        sums = np.zeros(2)
 
         def run(batch: Any) -> jax.Array:
             nonlocal sums
-            if add_metrics is None:
-                logits = ask(params, fixed, batch)
-                if labelled:
-                    sums = sums + lines_lib.fetch(measure(logits, batch)["loss"])
-                return logits
-            if labelled:
-                sums = add_metrics(params, sums, batch)
-            return ask(params, fixed, {name: batch[name] for name in SOURCE})
+            outputs = ask(params, fixed, batch)
+            if "targets" in batch or "starts" in batch:
+                sums = sums + lines_lib.fetch(measure(params, outputs, batch)["loss"])
+            return outputs
 
         outputs = run_rows(run, batches, rows, mesh)
-        total, count = lines_lib.fetch(sums)["loss"] if writes else sums
-        return outputs, float(total / count) if labelled else float("nan")
+        return outputs, float(sums[0] / sums[1]) if sums[1] else float("nan")
 
     return forward

@@ -61,7 +61,8 @@ class Generate:
     reads = "decoder"
     outputs = 0
 
-    def __init__(self, task: Task, tokenizer: Tokenizer):
+    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
+        del labels
         self._task, self._tokenizer = task, tokenizer
 
     def rows(self, examples: Sequence[Sentence]) -> TargetRows:

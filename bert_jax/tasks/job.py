@@ -2,12 +2,12 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from bert_jax import config
 from bert_jax.config import SCORES, Finetuning
@@ -20,11 +20,11 @@ from bert_jax.tasks import mistakes, rows, scores
 from bert_jax.tasks.adapted import Forward, LoadedBase, forward_of, kind_of
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
-from bert_jax.tasks.objective import TaskObjective, require_parallelism
+from bert_jax.tasks.objective import require_parallelism
 from bert_jax.text import unknown
 from bert_jax.training import feed, session, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.job import Evaluator, Job, PhaseBatches, every
+from bert_jax.training.job import Evaluator, Job, PhaseBatches, Setup, every
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Progress
 
@@ -61,14 +61,11 @@ def finetune(
     if base is not None:
         experiment = dataclasses.replace(experiment, init_from=base)
     workdir = mirror.opened(place, access="write")
-
-    def make() -> FinetuningSetup:
-        return FinetuningSetup(experiment, workdir, progress.say)
-
+    make = functools.partial(FinetuningSetup, experiment, workdir, progress.say)
     return session.run(make, workdir, progress, origin=origin)
 
 
-class FinetuningSetup:
+class FinetuningSetup(Setup):
     """A task and the base that is adapted to it, read at once; see `training.job.Setup`."""
 
     how_to_go_on = "choose another --workdir"
@@ -81,11 +78,8 @@ class FinetuningSetup:
         self._base = LoadedBase.of(experiment)
         self._blank: dict[str, list[str]] = {"train": [], "validation": []}
         self._train, self._held_out = (
-            examples_lib.read(experiment.task, sources, "labelled", self._blank[name])
-            for name, sources in (
-                ("train", experiment.task.train),
-                ("validation", experiment.task.validation),
-            )
+            examples_lib.read(experiment.task, getattr(experiment.task, name), "labelled", left_out)
+            for name, left_out in self._blank.items()
         )
         self.labels = examples_lib.labels_of(experiment.task, self._train)  # names, by number
         examples_lib.require_known(self.labels, self._held_out)
@@ -95,13 +89,11 @@ class FinetuningSetup:
             experiment.optimizer, warmup_steps=int(experiment.warmup_share * self.total_steps)
         )
         self._kind = kind_of(experiment.task, self.labels, self._base.tokenizer)
-        self._rows = self._kind.rows(self._train)
+        self._rows, self._eval_rows = map(self._kind.rows, (self._train, self._held_out))
         weights: tuple[float, ...] = ()
         if experiment.class_weights == "balanced":
             weights = rows.balanced_weights(self._rows, len(self.labels))
-        self.objective: TaskObjective = self._base.objective(
-            experiment, self._kind, self.labels, weights
-        )
+        self.objective = self._base.objective(experiment, self._kind, self.labels, weights)
         self._batches = rows.TrainBatches(
             self._rows, self._base.tokenizer.pad_id, experiment.batch_size, experiment.seed
         )
@@ -114,9 +106,6 @@ class FinetuningSetup:
         parts = self.experiment.parallelism.accumulation_of(0)
         mesh_lib.require_divisible(size, "finetuning.batch_size", mesh, parts)
 
-    def require_start(self) -> None:
-        """Does nothing: the base was read at once."""
-
     def differences(self, saved: Finetuning, metadata: dict[str, Any]) -> list[str]:
         """Returns how the experiment differs from a saved one; where the base lies may change."""
         if metadata["init_sha256"] != self._base.sha256:
@@ -127,21 +116,15 @@ class FinetuningSetup:
         changed = config.differences(saved, self.experiment, "identity")
         changed = [line for line in changed if not line.startswith("init_from:")]
         labels = tuple(metadata["notes"]["labels"])
+        if not changed and labels != self.labels:
+            raise InputError(
+                f"{self._workdir.named}: this run learned the labels {listed(labels)}, and those "
+                f"of the training examples are {listed(self.labels)}; put them back, or start "
+                "again with another --workdir"
+            )
         if not changed:
-            if labels != self.labels:
-                raise InputError(
-                    f"{self._workdir.named}: this run learned the labels {listed(labels)}, "
-                    f"and those of the training examples are {listed(self.labels)}; put "
-                    "them back, or start again with another --workdir"
-                )
             self._require_same(metadata)  # before a state of other shapes is read
         return changed
-
-    def prepare(self, processes: int) -> None:
-        """Does nothing: each process has read the examples."""
-
-    def fetch(self) -> None:
-        """Does nothing: each process has read the examples."""
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
         """Opens what was prepared."""
@@ -155,7 +138,6 @@ class FinetuningSetup:
             replicated = mesh_lib.replicated(mesh)
             fixed = feed.put(self._base.read_by(self.objective), replicated)
         forward = forward_of(self.objective, experiment.parallelism, mesh)
-        self._eval_rows = self._kind.rows(self._held_out)
         size = -(-experiment.run.eval_batch_size // shards) * shards
         size *= self._eval_rows.rows_per_example
         pad_id = self._base.tokenizer.pad_id
@@ -179,20 +161,20 @@ class FinetuningSetup:
             "guess": guess,
         }
 
-        def once(kind: str, when: int, ask: Callable[[Any], dict[str, Any]]) -> Evaluator:
+        def once(kind: str, when: int, ask: Callable[[], dict[str, Any]]) -> Evaluator:
             return Evaluator(
-                kind, lambda done: done == when, ask, lambda line: "", file="predictions"
+                kind, lambda done: done == when, lambda _: ask(), lambda line: "", "predictions"
             )
 
         evaluators = (
-            once("task", 0, lambda params: what_is_learned),
+            once("task", 0, lambda: what_is_learned),
             Evaluator(
                 "scores",
                 every(experiment.run.eval_every, self.total_steps),
                 lambda params: self._evaluate(params, forward, fixed),
                 lambda line: summary(line) + guessing,
             ),
-            once("mistakes", self.total_steps, lambda params: self._mistakes()),
+            once("mistakes", self.total_steps, self._mistakes),
         )
         return Job(
             experiment=experiment,
@@ -234,8 +216,8 @@ class FinetuningSetup:
         if task.blank_cells == "skip":
             yield f"finetune: left out for blank cells: {examples_lib.in_words(self._blank)}"
         if isinstance(self._rows, TargetRows) and isinstance(self._eval_rows, TargetRows):
-            limits = {"texts": "max_sequence_length", "targets": "max_target_length"}
-            sides = zip(limits.items(), self._rows.cut, self._eval_rows.cut, strict=True)
+            names = ("texts", "max_sequence_length"), ("targets", "max_target_length")
+            sides = zip(names, self._rows.cut, self._eval_rows.cut, strict=True)
             cut = ", ".join(
                 f"{a} {side} of train and {b} of validation at task.{name}={getattr(task, name)}"
                 for (side, name), a, b in sides
@@ -288,7 +270,7 @@ class FinetuningSetup:
     def _evaluate(self, params: Any, forward: Forward, fixed: Any) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
         outputs, loss = forward(params, fixed, self.eval_batches, self._eval_rows)
-        by_name = self.scores(outputs)
+        by_name = self._kind.scores(outputs, self._eval_rows, self._held_out)
         self._newest = outputs, by_name.get("no_answer_threshold")
         score = by_name[self.experiment.task.main_score]
         return {"loss": loss, "score": score, "examples": len(self._held_out), **by_name}
@@ -299,10 +281,6 @@ class FinetuningSetup:
         answers = self._kind.answers(outputs, self._eval_rows, self._held_out)
         task = self.experiment.task
         return mistakes.of_answers(task, self.labels, answers, self._held_out, threshold)
-
-    def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
-        """Returns all scores of the head's outputs for each validation row."""
-        return self._kind.scores(outputs, self._eval_rows, self._held_out)
 
 
 def _laid_over(fresh: Any, tree: Any) -> Any:

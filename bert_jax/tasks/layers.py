@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import config
-from bert_jax.config import Finetuning, Parallelism, Run, Task
+from bert_jax.config import Parallelism, Run, Task
 from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
 from bert_jax.tasks import examples as examples_lib
@@ -59,11 +58,7 @@ class Knowledge:
         return float(gains @ numbers / gains.sum()) if gains.any() else 0.0
 
 
-def ask(
-    paths: Sequence[str],
-    trained: Loaded,
-    say: Callable[[str], None],
-) -> list[Knowledge]:
+def ask(paths: Sequence[str], trained: Loaded, say: Callable[[str], None]) -> list[Knowledge]:
     """Reads tasks off each layer of a run's checkpoint or a base, on all devices.
 
     Args:
@@ -74,11 +69,9 @@ def ask(
     Returns:
       The length of texts, then the tasks.
     """
-    tasks = [_task(path) for path in paths]
-    names = [name for name, _ in tasks]
-    for path, name in zip(paths, names, strict=True):
-        if names.count(name) > 1:
-            raise InputError(f"{_WHERE}: {path}: two tasks have the name {name!r}; rename one")
+    tasks = [(name, task) for _, name, task in probes_lib.tasks_of(paths, _KINDS, _WHERE)]
+    if _LENGTH in dict(tasks):
+        raise InputError(f"{_WHERE}: the name {_LENGTH} is taken by length of texts; rename a task")
     linear = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
     asked, first = Probes(linear, where=_WHERE), tasks[0][1]
     lengths = _lengths(first, *(_drawn(first, name) for name in ("train", "validation")))
@@ -101,36 +94,17 @@ def ask(
         by_layer = tuple(asked.score_of_layers(probe, params))
         read[probe.name] = Knowledge(probe.name, score, guess, by_layer)
         say(f"layers: {probe.name} is scored")
-    for name, task in tasks:
-        if task.kind == "regress":
-            pairs = similar[name]
-            by_layer = _similarity(task.main_score, pairs, trained)
-            read[name] = Knowledge(name, task.main_score, 0.0, by_layer)
-            say(f"layers: {name} is scored")
-    return [read[name] for name in (_LENGTH, *names) if name in read]
+    for name, pairs in similar.items():
+        score = dict(tasks)[name].main_score
+        read[name] = Knowledge(name, score, 0.0, _similarity(score, pairs, trained))
+        say(f"layers: {name} is scored")
+    return [read[name] for name in (_LENGTH, *dict(tasks)) if name in read]
 
 
 def record_of(trained: Loaded, known: Sequence[Knowledge]) -> dict[str, Any]:
     """Returns the JSON of what was read off a checkpoint."""
     tasks = [dataclasses.asdict(one) | {"best": one.best, "centre": one.centre} for one in known]
     return {"format_version": FORMAT_VERSION, "step": trained.step, "tasks": tasks}
-
-
-def _task(path: str) -> tuple[str, Task]:
-    try:
-        experiment = config.load(path, Finetuning)
-    except InputError as error:
-        raise InputError(f"{_WHERE} takes files of tasks: {error}") from error
-    if experiment.task.kind not in _KINDS:
-        raise InputError(
-            f"{_WHERE}: {path}: task.kind={experiment.task.kind} cannot be read off a layer; "
-            f"{', '.join(_KINDS)} can"
-        )
-    if experiment.name == _LENGTH:
-        raise InputError(
-            f"{_WHERE}: {path}: the name {_LENGTH} is taken by length of texts; rename the task"
-        )
-    return experiment.name, experiment.task
 
 
 def _drawn(task: Task, name: str) -> list[Example]:
@@ -158,15 +132,11 @@ def _lengths(task: Task, train: list[Example], validation: list[Example]) -> Pro
     counts = [len(words(example).split()) for example in train]
     edges = np.unique(np.quantile(counts, np.arange(1, _BINS) / _BINS))
     edges = edges[edges < max(counts)]
-    asked = Task(
-        kind="classify",
-        train=("jsonl:its texts",),
-        validation=("jsonl:its texts",),
-        max_sequence_length=task.max_sequence_length,
-    )
     if not len(edges):
         return None
-    labels = tuple(map(str, range(len(edges) + 1)))
+    labels, source = tuple(map(str, range(len(edges) + 1))), ("jsonl:its texts",)
+    length = {"max_sequence_length": task.max_sequence_length}
+    asked = Task(kind="classify", train=source, validation=source, **length)
     return Probe(_LENGTH, asked, labels, labelled(train), labelled(validation))
 
 

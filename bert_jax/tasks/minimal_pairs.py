@@ -26,6 +26,7 @@ from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.formats import quoted
+from bert_jax.tasks.rows import joined, padded
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import feed, step
 from bert_jax.training import lines as lines_lib
@@ -88,11 +89,8 @@ class MinimalPairs:
         self._log_probabilities = step.make_rows_step(
             Pretraining(model), of_rows, parallelism, mesh
         )
-        shapes = (batch for _, batch in self._batches())
-        return sum(
-            flops.forward_flops(model, size, b["input_ids"].shape[1], b["positions"].shape[1])
-            for b in shapes
-        )
+        shapes = ((b["input_ids"].shape, b["positions"].shape) for _, b in self._batches())
+        return sum(flops.forward_flops(model, *ids, asked[1]) for ids, asked in shapes)
 
     def ask(self, params: Any) -> dict[str, Any]:
         """Returns how often the acceptable text is the likelier one; all processes call it.
@@ -148,33 +146,24 @@ class MinimalPairs:
         """
         tok, texts = self._tokenizer, list(self._texts)
         lengths = np.array([len(ids) for ids in texts])
+        ids = [joined(tok, list(text), None)[0] for text in texts]
+        ids = padded(ids, self._padded_length(lengths.max()), tok.pad_id, np.int32)
         order = np.argsort(-lengths, kind="stable")
-        ids = np.full((len(texts), lengths.max() + 2), tok.pad_id, np.int32)
-        ids[:, 0] = tok.cls_id
-        for row, text in zip(ids, texts, strict=True):
-            row[1 : len(text) + 1], row[len(text) + 1] = text, tok.sep_id
-        # Rows of a text.
-        asked = np.ones_like(lengths) if self._is_causal else lengths
-        ends = np.cumsum(asked[order])
-        for start in range(0, int(ends[-1]), self._size):
-            row = np.arange(start, min(start + self._size, int(ends[-1])))
-            place = np.searchsorted(ends, row, side="right")
-            which = order[place]
-            longest = int(lengths[which[0]]) + 2
-            filled = np.resize(np.arange(len(row)), self._size)
-            text = which[filled]
-            positions = (1 + row - (ends - asked[order])[place])[filled]
-            padded = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, self._limit)
-            batch_ids = np.full((self._size, padded), tok.pad_id, np.int32)
-            batch_ids[:, :longest] = ids[text, :longest]
-            column = np.arange(padded)
-            mask = column < lengths[text, None] + 2
+        asked = (np.ones_like(lengths) if self._is_causal else lengths)[order]  # rows of a text
+        # Of each row its text, and which piece of it is masked.
+        of_rows = np.repeat(order, asked)
+        pieces = 1 + np.arange(len(of_rows)) - np.repeat(np.cumsum(asked) - asked, asked)
+        for start in range(0, len(of_rows), self._size):
+            which = of_rows[start : start + self._size]
+            filled = np.resize(np.arange(len(which)), self._size)
+            text, positions = which[filled], pieces[start:][filled, None]
+            column = np.arange(self._padded_length(lengths[which[0]]))
+            batch_ids = ids[text][:, : len(column)]
             if self._is_causal:
                 # From [CLS] the first piece, and so on up to the last; no [SEP].
                 predicted = column[:-1] < lengths[text, None]
                 positions, targets = column[:-1] * predicted, batch_ids[:, 1:] * predicted
             else:
-                positions = positions[:, None]
                 predicted = np.ones_like(positions)
                 targets = np.take_along_axis(batch_ids, positions, axis=1)
                 np.put_along_axis(batch_ids, positions, tok.mask_id, axis=1)
@@ -183,13 +172,16 @@ class MinimalPairs:
                 {
                     "input_ids": batch_ids,
                     "segment_ids": np.zeros_like(batch_ids),
-                    "input_mask": mask.astype(np.int32),
+                    "input_mask": (column < lengths[text, None] + 2).astype(np.int32),
                     "positions": positions.astype(np.int32),
                     "targets": targets.astype(np.int32),
                     "target_weights": predicted.astype(np.float32),
-                    "row_weights": (np.arange(self._size) < len(row)).astype(np.float32),
+                    "row_weights": (np.arange(self._size) < len(which)).astype(np.float32),
                 },
             )
+
+    def _padded_length(self, pieces: int) -> int:
+        return min(-(-(pieces + 2) // _LENGTH_STEP) * _LENGTH_STEP, self._limit)
 
 
 def in_words(name: str, answer: dict[str, Any]) -> Iterator[str]:
@@ -197,9 +189,8 @@ def in_words(name: str, answer: dict[str, Any]) -> Iterator[str]:
     rows = [(name, answer), *answer["fields"].items(), *answer["paradigms"].items()]
     width = max(len(label) for label, _ in rows)
     for label, one in rows:
-        yield (
-            f"{label:{width}}  {one['accuracy']:.3f} +- {one['error']:.3f}  ({one['pairs']} pairs)"
-        )
+        score, error = (f"{one[key]:.3f}" for key in ("accuracy", "error"))
+        yield f"{label:{width}}  {score} +- {error}  ({one['pairs']} pairs)"
 
 
 def _accuracy(right: np.ndarray) -> dict[str, float]:

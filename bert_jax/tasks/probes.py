@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -99,33 +99,22 @@ class Probes:
         self._where = where
         self.probes: list[Probe | MinimalPairs] = []  # in the order of the files
         digest = hashlib.sha256()
-        for path in paths:
-            try:
-                experiment = config.load(path, Finetuning)
-            except InputError as error:
-                raise InputError(f"{where} takes files of tasks: {error}") from error
-            name, task = experiment.name, experiment.task
-            if task.kind not in _KINDS:
-                raise InputError(
-                    f"{where}: {path}: task.kind={task.kind} cannot be a probe; those of "
-                    f"{', '.join(_KINDS)} can; `bert-jax layers` takes regress, too"
-                )
-            if name in (probe.name for probe in self.probes):
-                raise InputError(f"{where}: {path}: two tasks have the name {name!r}; rename one")
+        for path, name, task in tasks_of(paths, _KINDS, where):
             try:
                 if task.kind == "minimal_pairs":
-                    asked = MinimalPairs(name, task, pairs)
-                    self.probes.append(asked)
-                    digest.update(examples_lib.sha256(asked.pairs, ()).encode())
-                    continue
-                train = drawn(examples_lib.read(task, task.train, "labelled"), _TRAIN)
-                validation = examples_lib.read(task, task.validation, "labelled")
-                validation = drawn(validation, _VALIDATION)
-                labels = examples_lib.labels_of(task, [*train, *validation])
+                    probe, labels = MinimalPairs(name, task, pairs), ()
+                    learned = probe.pairs
+                else:
+                    train = drawn(examples_lib.read(task, task.train, "labelled"), _TRAIN)
+                    validation = examples_lib.read(task, task.validation, "labelled")
+                    validation = drawn(validation, _VALIDATION)
+                    learned = [*train, *validation]
+                    labels = examples_lib.labels_of(task, learned)
+                    probe = Probe(name, task, labels, train, validation)
             except InputError as error:
                 raise InputError(f"{where}: {path}: {error}") from error
-            self.probes.append(Probe(name, task, labels, train, validation))
-            digest.update(examples_lib.sha256([*train, *validation], labels).encode())
+            self.probes.append(probe)
+            digest.update(examples_lib.sha256(learned, labels).encode())
         self.sha256 = digest.hexdigest()  # of their examples and labels
 
     def open(
@@ -151,33 +140,27 @@ class Probes:
         self._mesh, self._model = mesh, model
         shards = mesh_lib.data_shards(mesh)
         size = -(-size // shards) * shards
-        objective = Pretraining(model)
 
-        def hidden_of(params: Any, batch: Any, loop: Loop, outputs: Outputs) -> jax.Array:
-            ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-            hidden = encode(heads.merge(model, params).encoder, model, *ids, None, loop, outputs)
-            hidden = hidden if outputs == "all" else hidden[None]
-            return hidden.astype(jnp.float32)  # [layers, B, S, D]
+        def features(reads: str, outputs: Outputs) -> Callable[..., jax.Array]:
+            def of_rows(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
+                ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+                encoder = heads.merge(model, params).encoder
+                hidden = encode(encoder, model, *ids, noise, loop, outputs)
+                hidden = hidden if outputs == "all" else hidden[None]
+                hidden = hidden.astype(jnp.float32)  # [layers, B, S, D]
+                if reads == "pooled":
+                    whole = jax.vmap(lambda layer: of_text(model, layer, batch["input_mask"]))
+                    mask = batch["input_mask"].astype(jnp.float32)[..., None]
+                    mean = (hidden * mask).sum(axis=2) / mask.sum(axis=1)
+                    hidden = jnp.concatenate([whole(hidden), mean], axis=-1)
+                moved = jnp.moveaxis(hidden, 0, -2)
+                return moved.reshape(*moved.shape[:-2], -1)  # [B, layers 2 D], [B, S, layers D]
 
-        def of_rows(outputs: Outputs, params: Any, _: Any, batch: Any, __: Any, loop: Loop):
-            hidden = hidden_of(params, batch, loop, outputs)
-            mask = batch["input_mask"].astype(jnp.float32)[..., None]
-            mean = (hidden * mask).sum(axis=2) / mask.sum(axis=1)
-            whole = jax.vmap(lambda layer: of_text(model, layer, batch["input_mask"]))(hidden)
-            return side_by_side(jnp.concatenate([whole, mean], axis=-1))  # [B, layers 2 D]
-
-        def of_pieces(outputs: Outputs, params: Any, _: Any, batch: Any, __: Any, loop: Loop):
-            return side_by_side(hidden_of(params, batch, loop, outputs))  # [B, S, layers D]
-
-        def side_by_side(values: jax.Array) -> jax.Array:
-            moved = jnp.moveaxis(values, 0, -2)
-            return moved.reshape(*moved.shape[:-2], -1)
+            return step.make_rows_step(Pretraining(model), of_rows, parallelism, mesh)
 
         self._features = {
-            (reads, outputs): step.make_rows_step(
-                objective, functools.partial(function, outputs), parallelism, mesh
-            )
-            for reads, function in (("pooled", of_rows), ("tokens", of_pieces))
+            (reads, outputs): features(reads, outputs)
+            for reads in ("pooled", "tokens")
             for outputs in typing.get_args(Outputs)
         }
         operations = 0
@@ -189,11 +172,6 @@ class Probes:
             for _, batch in (*probe.train_batches, *probe.validation_batches):
                 operations += flops.forward_flops(model, *batch["input_ids"].shape, 0)
         return operations
-
-    @property
-    def has_minimal_pairs(self) -> bool:
-        """Returns whether a masked LM head is asked, and not the encoder alone."""
-        return any(isinstance(probe, MinimalPairs) for probe in self.probes)
 
     def describe(self) -> str:
         """Returns the probes in words."""
@@ -251,7 +229,8 @@ class Probes:
 
 def of_trained(probes: Probes, trained: Loaded) -> dict[str, dict[str, Any]]:
     """Returns what `Probes.ask` does, of a run's checkpoint or a base, on all devices."""
-    if "masked_lm" in trained.fresh and probes.has_minimal_pairs:
+    asks_head = any(isinstance(probe, MinimalPairs) for probe in probes.probes)
+    if "masked_lm" in trained.fresh and asks_head:
         raise InputError(
             f"{trained.name}: has no masked LM head that has learned, and minimal pairs need one; "
             "import weights with it"
@@ -299,7 +278,32 @@ def ridge(features: np.ndarray, classes: np.ndarray, count: int) -> tuple[np.nda
     return weights, mean - centre @ weights
 
 
-# --- rows and examples --------------------------------------------------------------------------
+# --- tasks and their examples -------------------------------------------------------------------
+
+
+def tasks_of(
+    paths: Sequence[str], kinds: Sequence[str], where: str
+) -> Iterator[tuple[str, str, Task]]:
+    """Yields the path, the name and the task of each file, if it is of these kinds.
+
+    Errors name `where`, that names the files; no two tasks have one name.
+    """
+    names = set[str]()
+    for path in paths:
+        try:
+            experiment = config.load(path, Finetuning)
+        except InputError as error:
+            raise InputError(f"{where} takes files of tasks: {error}") from error
+        name, kind = experiment.name, experiment.task.kind
+        if kind not in kinds:
+            raise InputError(
+                f"{where}: {path}: task.kind={kind} cannot be read off an encoder here; those of "
+                f"{', '.join(kinds)} can"
+            )
+        if name in names:
+            raise InputError(f"{where}: {path}: two tasks have the name {name!r}; rename one")
+        names.add(name)
+        yield path, name, experiment.task
 
 
 def drawn(examples: list[Example], most: int) -> list[Example]:

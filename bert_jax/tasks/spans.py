@@ -55,7 +55,14 @@ class Spans:
     reads = "tokens"
     outputs = 2
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, no_answer_threshold: float | None = None):
+    def __init__(
+        self,
+        task: Task,
+        labels: tuple[str, ...],
+        tokenizer: Tokenizer,
+        no_answer_threshold: float | None = None,
+    ):
+        del labels
         self._task, self._tokenizer = task, tokenizer
         self._threshold = no_answer_threshold
 

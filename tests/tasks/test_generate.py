@@ -33,7 +33,7 @@ TASK = Task(
     max_sequence_length=8,
     max_target_length=8,
 )
-KIND = Generate(TASK, kinds.TOKENIZER)
+KIND = Generate(TASK, (), kinds.TOKENIZER)
 
 
 def pairs(*texts):
@@ -74,7 +74,7 @@ def test_each_piece_is_given_those_before_it():
 def test_any_rows_of_a_step_are_padded_as_all_of_them():
     task = Task(kind="generate", train=("jsonl:x",), validation=("jsonl:x",))
     long = " ".join(kinds.WORDS * 2)
-    rows = Generate(task, kinds.TOKENIZER).rows(pairs(("wa", "wb"), ("wb", long)))
+    rows = Generate(task, (), kinds.TOKENIZER).rows(pairs(("wa", "wb"), ("wb", long)))
     batches = TrainBatches(rows, 0, 2, 0)
     whole, parts = (
         batches.batch(0, np.arange(2)),

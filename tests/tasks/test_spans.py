@@ -21,7 +21,7 @@ MARKS = [".", ",", "(", ")"]
 
 def kind(**settings):
     fields = {"max_sequence_length": LONGEST, "document_stride": 9, "max_query_length": 3}
-    return Spans(task("span", **fields | settings), TOKENIZER)
+    return Spans(task("span", **fields | settings), (), TOKENIZER)
 
 
 def oracle(rows, noise=0.0):
