@@ -501,7 +501,7 @@ def test_the_page_needs_nothing_else_and_says_what_each_row_changes(here, monkey
     assert "4.035" not in tags.text or "4.035 +- 0.035" in tags.text
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_table_killed_in_the_middle_goes_on_without_redoing_runs(here):
     """As a user runs it: killed at a step of the second run, then run to its end."""
     write_task(here)

@@ -30,6 +30,7 @@ from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
 from bert_jax.tasks import examples
 from bert_jax.tasks.predict import TaskModel
+from bert_jax.training import step
 
 TEXTS = ["wa wb", "", "xa " * 90, "wc ? xd", "\u65e5\x00 wa"]
 
@@ -563,13 +564,15 @@ def test_a_fine_tuned_run_answers_as_predict_and_ends_when_asked(tmp_path, monke
     assert tuned.finetune() == 0
     pairs = [["wa wb", "xa"], ["xb", "xc xd " * 9], ["wa", "wb"]]
     expected = tuned.predict(capsys, *itertools.chain(*pairs))
+    asked, make = [], step.make_rows_step
+    monkeypatch.setattr(step, "make_rows_step", lambda *a: asked.append(make(*a)) or asked[-1])
     model = TaskModel("run")
     serve.Answers(model)
-    programs = model._forward._logits._cache_size()
+    programs = asked[0]._cache_size()
     assert programs == 2  # 30 tokens in batches of 1 and 8
     for count in range(1, 20):
         list(model.predict(examples.parse_arguments(model.experiment.task, ["wa", "xb"] * count)))
-    assert model._forward._logits._cache_size() == programs
+    assert asked[0]._cache_size() == programs
     with process(tmp_path, "--workdir", "run") as (started, port), ThreadPoolExecutor(8) as clients:
         status, _, body = ask(port, {"input": pairs}, "/predict")
         assert status == 200

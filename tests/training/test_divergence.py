@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def lines_of(workdir) -> list[dict]:
     "settings",
     [
         (),
-        pytest.param(("run.checkpoint_every=1",), marks=pytest.mark.long),
+        pytest.param(("run.checkpoint_every=1",), marks=pytest.mark.nightly),
         pytest.param(("run.log_every=1",), marks=pytest.mark.long),
     ],
 )
@@ -236,10 +237,10 @@ def test_a_checkpoint_found_damaged_in_a_roll_back_is_saved_anew(text, tmp_path,
     diverged = Trainer._diverged
 
     def damaging(self, bad):
-        largest = max(
-            (p for p in (tmp_path / "w" / "checkpoints" / "4").rglob("*") if p.is_file()),
-            key=lambda p: p.stat().st_size,
-        )
+        folder = tmp_path / "w" / "checkpoints" / "4"
+        while not folder.exists():  # it is saved next to the steps
+            time.sleep(0.05)
+        largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
         largest.write_bytes(b"")
         diverged(self, bad)
 

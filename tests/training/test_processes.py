@@ -183,7 +183,7 @@ def test_a_stopped_pod_goes_on_with_fewer_processes(text):
     assert_same_metrics(folder / "fewer", folder / "one", 1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_processes_roll_back_together(text):
     """The state is cut over both; the run is that of one process."""
     folder, file = text
