@@ -43,9 +43,9 @@ def test_a_kind_is_read_from_the_sources_that_can_hold_it(kind, word):
 
 @pytest.mark.parametrize("source", ["x", "tsv", "tsv:", "text:x", "tfds:x", "tfds:x:", "tfds::y"])
 def test_what_is_no_source_is_refused(source):
-    with pytest.raises(InputError, match=r"task\.train: .* is not tsv:FILE, .* tfds:NAME:SPLIT$"):
+    with pytest.raises(InputError, match=r"task\.train: "):
         task(source=source)
-    with pytest.raises(InputError, match=r"source: .* is not tsv:FILE"):
+    with pytest.raises(InputError, match=r"source: "):
         task().require_readable("source", (source,))
 
 

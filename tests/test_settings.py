@@ -81,7 +81,7 @@ def test_defaults_are_as_set_takes_them():
         ("lr=1e-4", "optimizer.peak_learning_rate"),
         ("hiden_size=8", "model.hidden_size"),
         ("mesh.tensor=2", "parallelism.tensor"),
-        ("batch_size=8", "phases.N.batch_size"),
+        ("batch_size=8", "phases.0.batch_size"),
         ("phases=3", "phases.0.steps"),
         ("xyzzy=1", "`bert-jax config --explain` lists all"),
     ],

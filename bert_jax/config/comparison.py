@@ -2,10 +2,11 @@
 
 import dataclasses
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from bert_jax.config.fields import Count, FolderName, Section, at_least
+from bert_jax.config.fields import Count, FolderName, Section, Wrong, at_least
 from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError
 
@@ -59,46 +60,37 @@ class Table(Section):
     # Of each run's steps, instead; as many steps are done as fit. 0: no such budget.
     cpu_seconds: Annotated[float, at_least(0)] = 0.0
 
-    def _validate(self) -> None:
+    def _wrong(self) -> Iterator[Wrong]:
         if self.steps and self.cpu_seconds:
-            self._refuse("cpu_seconds", f"table.steps={self.steps} is set, too; give one budget")
+            yield "cpu_seconds", f"table.steps={self.steps} is set, too; give one budget"
         names = {"rows": [row.name for row in self.rows], "columns": self.columns}
         for name, values in {**names, "seeds": self.seeds}.items():
             if not values:
-                self._refuse(name, "name at least one")
-            for value in set(values):
+                yield name, "name at least one"
+            for value in values:
                 if list(values).count(value) > 1:
                     raise InputError(f"table.{name}: {value!r} is there twice; give each once")
         if min(self.seeds) < 0:
-            self._refuse("seeds", "must be at least 0")
+            yield "seeds", "must be at least 0"
         for column in self.columns:
-            _require_known(column)
-        self._require_one_corpus()
-
-    def _require_one_corpus(self) -> None:
-        """Losses of other text, in other pieces, or of rows of another length do not compare."""
+            word, _, file = column.partition(":")
+            if column not in COLUMNS and not (word in TASKS and file):
+                forms = (*COLUMNS, *(f"{word}:TASKFILE" for word in TASKS))
+                near = difflib.get_close_matches(column, COLUMNS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(forms)}"
+                yield "columns", f"{column!r} is no column; {hint}"
+        # Losses of other text, in other pieces, or of rows of another length do not compare.
         held_out = [column for column in self.columns if column in HELD_OUT]
         first = self.rows[0]
         for row in self.rows[1:] if held_out else ():
-            ours, theirs = of_held_out(row.experiment), of_held_out(first.experiment)
-            for field, value in ours.items():
+            theirs = of_held_out(first.experiment)
+            for field, value in of_held_out(row.experiment).items():
                 if value != theirs[field]:
                     raise InputError(
                         f"table.rows: {row.name} has {field}={value!r}, and {first.name} "
                         f"{theirs[field]!r}: column {held_out[0]} compares on the same held-out "
                         "rows alone; give both the same, or leave the column out"
                     )
-
-
-_FORMS = (*COLUMNS, *(f"{word}:TASKFILE" for word in TASKS))
-
-
-def _require_known(column: str) -> None:
-    word, _, file = column.partition(":")
-    if column not in COLUMNS and not (word in TASKS and file):
-        near = difflib.get_close_matches(column, COLUMNS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_FORMS)}"
-        raise InputError(f"table.columns: {column!r} is no column; {hint}")
 
 
 # Of what is asked of held-out rows; the most telling first.

@@ -5,7 +5,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import (
     Annotated,
     Any,
@@ -33,6 +33,10 @@ class Rule(NamedTuple):
 
     holds: Callable[[Any], bool]
     why: str
+
+
+# A field, and why its value cannot be.
+Wrong = tuple[str, str]
 
 
 def at_least(least: int) -> Rule:
@@ -69,7 +73,7 @@ Code = Annotated[
 
 
 class Section:
-    """Base of the sections: a field is checked by its type and rule, then all by `_validate`."""
+    """Base of the sections: a field is checked by its type and rule, then all by `_wrong`."""
 
     role: ClassVar[Literal["identity", "placement"]]
     label: ClassVar[str]
@@ -85,13 +89,14 @@ class Section:
             for rule in rules:
                 if not rule.holds(value):
                     self._refuse(name, rule.why)
-        self._validate()
+        for name, why in self._wrong():
+            self._refuse(name, why)
 
-    def _validate(self) -> None:
-        """Raises InputError if values are impossible."""
+    def _wrong(self) -> Iterator[Wrong]:
+        """Yields the fields, or paths as `phases.0.steps`, whose values cannot be, and why."""
+        yield from ()
 
     def _refuse(self, name: str, why: str) -> NoReturn:
-        """Raises InputError; `name` is a field, or a path as `phases.0.steps`."""
         value: Any = self
         for key in name.split("."):
             value = value[int(key)] if key.isdecimal() else getattr(value, key)

@@ -2,17 +2,17 @@
 
 import dataclasses
 import difflib
-import functools
 import json
 import pathlib
 import re
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args, get_origin, get_type_hints
 
-from bert_jax.config import explain
 from bert_jax.config.code import run_file
 from bert_jax.config.comparison import Table
+from bert_jax.config.explain import settings as settings_of
+from bert_jax.config.explain import suggestion
 from bert_jax.config.fields import Section
 from bert_jax.config.finetuning import SOURCES, Finetuning, Task
 from bert_jax.config.pretraining import Corpus, Experiment, named
@@ -140,15 +140,12 @@ def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
 
 def _found(path: str) -> pathlib.Path:
     """Returns the file of an experiment, which a bare name finds among those that are shipped."""
-    file = pathlib.Path(path)
-    if file.is_file():
-        return file
-    shipped = _shipped()
-    if path in shipped:
-        return shipped[path]
-    near = difflib.get_close_matches(file.stem, shipped, n=1, cutoff=0.8)
-    hint = f"did you mean {near[0]}?" if near else f"by name there are {', '.join(shipped)}"
-    raise InputError(f"{path}: no such experiment file; {hint}")
+    file, shipped = pathlib.Path(path), _shipped()
+    if not file.is_file() and path not in shipped:
+        near = difflib.get_close_matches(file.stem, shipped, n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]}?" if near else f"by name there are {', '.join(shipped)}"
+        raise InputError(f"{path}: no such experiment file; {hint}")
+    return file if file.is_file() else shipped[path]
 
 
 def is_shipped(name: str) -> bool:
@@ -166,21 +163,19 @@ def _placed(experiment: Section, folder: pathlib.Path) -> Section:
 
     What lies before `/./` is where this machine has it, and no part of what a source is called.
     """
-    tree, changed = _plain(experiment), False
-    for path, _ in flatten(experiment):
-        *sections, name = path.split(".")
-        if name in _SOURCES:
-            section_ = functools.reduce(dict.__getitem__, sections, tree)
-            given, section_[name] = section_[name], [_place(one, folder) for one in section_[name]]
-            changed |= section_[name] != given
-    return _build(type(experiment), tree, "") if changed else experiment
 
+    def placed(section: Section, *names: str) -> Any:
+        sources = {name: tuple(map(place, getattr(section, name))) for name in names}
+        return dataclasses.replace(section, **sources)
 
-def _place(source: str, folder: pathlib.Path) -> str:
-    word, colon, place = source.partition(":")
-    if not place.startswith(("./", "../")):
-        return source
-    return f"{word}{colon}{folder}/./{place.removeprefix('./')}"
+    def place(source: str) -> str:
+        word, colon, path = source.partition(":")
+        here = path.startswith(("./", "../"))
+        return f"{word}{colon}{folder}/./{path.removeprefix('./')}" if here else source
+
+    if isinstance(experiment, Experiment):
+        return dataclasses.replace(experiment, corpus=placed(experiment.corpus, "sources"))
+    return dataclasses.replace(experiment, task=placed(experiment.task, "train", "validation"))
 
 
 # Fields that hold sources.
@@ -227,43 +222,35 @@ def decode(content: bytes, where: str) -> str:
 def override(experiment: T, settings: Sequence[str]) -> T:
     """Applies `--set` strings like `model.hidden_size=128` or `phases.0.steps=10`, all at once."""
     tree = _plain(experiment)
+    places = dict(_places(type(experiment), tree))
     for setting in settings:
         path, equals, text = setting.partition("=")
+        path = path.strip()
         if not equals:
             raise InputError(
                 f"--set {setting}: write it as FIELD=VALUE, e.g. model.hidden_size=128; "
                 "`bert-jax config --explain` says what fields there are"
             )
-        _assign(type(experiment), tree, path.strip(), text, setting)
+        if path not in places:
+            below = next((place for place in places if place.startswith(f"{path}.")), "")
+            near = f"set one of its fields, as {below}" if below else suggestion(path, places)
+            raise InputError(f"--set {setting}: {path} is no field; {near}")
+        node, key, hint_ = places[path]
+        node[key] = _parse(text, hint_, setting)
     return _build(type(experiment), tree, "")
 
 
-def _assign(root: type[Section], tree: dict, path: str, text: str, setting: str) -> None:
-    hint: Any = root
-    node: Any = tree
-    keys = path.split(".")
-    for depth, key in enumerate(keys):
-        where = ".".join(keys[:depth])
-        if get_origin(hint) is tuple:
-            if not (key.isdecimal() and key.isascii() and int(key) < len(node)):
-                raise InputError(
-                    f"--set {setting}: {where or 'experiment'} has entries 0 to {len(node) - 1}"
-                )
-            key, hint = int(key), get_args(hint)[0]
-        elif dataclasses.is_dataclass(hint):
-            hints = _field_types(hint)
-            if key not in hints:
-                near = explain.suggestion(path, [s.path for s in explain.settings(root)])
-                raise InputError(
-                    f"--set {setting}: {where or 'experiment'} has no field {key!r}; {near}"
-                )
-            hint = hints[key]
+def _places(section: Any, tree: dict, path: str = "") -> Iterator[tuple[str, tuple]]:
+    """Yields the path of every field, and where its value stands: an object, the key, the type."""
+    for key, hint in _field_types(section).items():
+        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        if not dataclasses.is_dataclass(inner):
+            yield f"{path}{key}", (tree, key, hint)
+        elif inner is hint:
+            yield from _places(inner, tree[key], f"{path}{key}.")
         else:
-            raise InputError(f"--set {setting}: {where} is a single value, it has no field {key!r}")
-        if depth == len(keys) - 1:
-            node[key] = _parse(text, hint, setting)
-        else:
-            node = node[key]
+            for number, item in enumerate(tree[key]):
+                yield from _places(inner, item, f"{path}{key}.{number}.")
 
 
 # What a value has to be, in words.
@@ -276,31 +263,22 @@ _KINDS = {
 
 
 def _parse(text: str, hint: Any, setting: str) -> object:
-    if dataclasses.is_dataclass(hint):
-        raise InputError(f"--set {setting}: names a whole section; set one of its fields")
-    if get_origin(hint) is tuple and dataclasses.is_dataclass(get_args(hint)[0]):
-        name = setting.partition("=")[0].strip()
-        raise InputError(
-            f"--set {setting}: names a list of sections; set a field, as {name}.0.steps"
-        )
-    if hint is str or get_origin(hint) is Literal:
-        return text
-    if get_origin(hint) is tuple and get_args(hint)[0] is str and not text.startswith("["):
-        return [part for part in text.split(",") if part]
     try:
-        if get_origin(hint) is tuple and not text.startswith("["):
-            return [get_args(hint)[0](part) for part in text.split(",")] if text else []
-        if hint is int:
-            # 1e3 is a whole number; any that a float holds exactly.
-            return (
-                int(float(text)) if "e" in text.lower() and float(text).is_integer() else int(text)
-            )
-        if hint is float:
-            return float(text)
-        return json.loads(text)
+        if get_origin(hint) is not tuple:
+            return _number(text, hint) if hint in (int, float) else text
+        if text.startswith("["):
+            return json.loads(text)
+        item, parts = get_args(hint)[0], text.split(",") if text else []
+        return [part for part in parts if part] if item is str else [item(part) for part in parts]
     except (ValueError, RecursionError) as error:
         kind = _KINDS.get(hint, "JSON")
         raise InputError(f"--set {setting}: {text!r} is not {kind}") from error
+
+
+def _number(text: str, kind: type[int] | type[float]) -> int | float:
+    """Parses a number; 1e3 is a whole one, as are any that a float holds exactly."""
+    whole = kind is int and "e" in text.lower() and float(text).is_integer()
+    return int(float(text)) if whole else kind(text)
 
 
 def to_json(experiment: Section) -> str:
@@ -370,7 +348,7 @@ _ONLY_WITH = {
 def notes(experiment: Section) -> list[str]:
     """Returns a line for each setting that was given and changes nothing."""
     given = dict(flatten(experiment))
-    usual = {setting.path: setting.default for setting in explain.settings(type(experiment))}
+    usual = {setting.path: setting.default for setting in settings_of(type(experiment))}
     lines = []
     for path, value in given.items():
         field = re.sub(r"\.\d+\.", ".N.", path)
@@ -424,7 +402,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
         prefix = f"{where}." if where else ""
         for key in value:
             if key not in hints:
-                near = explain.suggestion(key, hints)
+                near = suggestion(key, hints)
                 raise InputError(f"{where or 'experiment'} has no field {key!r}; {near}")
         for f in dataclasses.fields(hint):
             required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

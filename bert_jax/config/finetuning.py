@@ -4,9 +4,9 @@ Fine-tuning is section 3.2 and appendix A.3 of Devlin et al. 2018; `lora` is Hu 
 decay of the learning rate by layer Howard and Ruder 2018 and Clark et al. 2020.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from bert_jax.config.fields import (
     Count,
@@ -14,9 +14,11 @@ from bert_jax.config.fields import (
     Positive,
     PositiveCount,
     RowLength,
+    Rule,
     Section,
     Seed,
     Share,
+    Wrong,
 )
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
 from bert_jax.errors import InputError
@@ -40,27 +42,23 @@ SCORES: dict[str, tuple[str, ...]] = {
     "minimal_pairs": ("accuracy",),
 }
 
+_TABLES = ("tsv", "csv", "jsonl", "tfds")
 # Where examples of each kind of task can be read from.
 SOURCES: dict[str, tuple[str, ...]] = {
-    "classify": ("tsv", "csv", "jsonl", "tfds"),
-    "pair": ("tsv", "csv", "jsonl", "tfds"),
-    "regress": ("tsv", "csv", "jsonl", "tfds"),
-    "choice": ("tsv", "csv", "jsonl", "tfds"),
+    **dict.fromkeys(SCORES, _TABLES),
     "tag": ("conll", "jsonl", "tfds"),
     "span": ("squad", "tfds"),
-    "generate": ("tsv", "csv", "jsonl", "tfds"),
-    "minimal_pairs": ("tsv", "csv", "jsonl", "tfds"),
 }
 
 _OF_TWO_TEXTS = ("pair", "regress", "minimal_pairs")
-
-_FORMS = {
-    "tsv": "tsv:FILE",
-    "csv": "csv:FILE",
-    "jsonl": "jsonl:FILE",
-    "conll": "conll:FILE",
-    "squad": "squad:FILE",
-    "tfds": "tfds:NAME:SPLIT",
+# Fields that are left as they are but in tasks of these kinds.
+_ONLY_OF = {
+    "train": tuple(kind for kind in SCORES if kind != "minimal_pairs"),
+    "second_column": _OF_TWO_TEXTS,
+    "choice_columns": ("choice",),
+    "field_column": ("minimal_pairs",),
+    "labels": ("classify", "pair", "choice", "tag"),
+    "blank_cells": tuple(kind for kind in SCORES if kind != "span"),
 }
 
 
@@ -149,13 +147,11 @@ class Task(Section):
             word, _, place = source.partition(":")
             # The name of a dataset may end in a colon and its version.
             parts = place.rpartition(":")[::2] if word == "tfds" else [place]
-            if word not in _FORMS or not all(parts):
-                raise InputError(f"{where}: {source!r} is not {_listed(_FORMS)}")
-            if word not in SOURCES[self.kind]:
-                raise InputError(
-                    f"{where}: {source!r}: task.kind={self.kind} reads "
-                    f"{_listed(SOURCES[self.kind])}"
-                )
+            known = SOURCES[self.kind]
+            if word not in known or not all(parts):
+                ends = {"tfds": "NAME:SPLIT"}
+                forms = " or ".join(f"{word}:{ends.get(word, 'FILE')}" for word in known)
+                raise InputError(f"{where}: {source!r}: task.kind={self.kind} reads {forms}")
             numbered = word == "conll" or (word in ("tsv", "csv") and self.header == "none")
             for column in self._columns:
                 if numbered and not (column.isascii() and column.isdecimal()):
@@ -164,71 +160,57 @@ class Task(Section):
                         f"task.label_column and others as numbers from 0, not {column!r}"
                     )
 
-    def _validate(self) -> None:
-        self._validate_columns()
-        self._validate_labels()
-        kind, learns = self.kind, self.kind != "minimal_pairs"
-        if self.train and not learns:
-            self._refuse("train", "nothing is learned from minimal pairs; leave it out")
-        for name in ("train", "validation") if learns else ("validation",):
-            if not getattr(self, name):
-                self._refuse(name, "name at least one source")
+    def _wrong(self) -> Iterator[Wrong]:
+        kind = f"task.kind={self.kind}"
+        for name, kinds in _ONLY_OF.items():
+            if self.kind not in kinds and not self._is_default(name):
+                yield name, f"has no meaning with {kind}; leave it out"
+        yield from self._wrong_columns()
+        yield from self._wrong_labels()
+        for name in ("train", "validation"):
+            if self.kind in _ONLY_OF.get(name, SCORES) and not getattr(self, name):
+                yield name, "name at least one source"
             self.require_readable(f"task.{name}", getattr(self, name))
-        if self.score not in ("", *SCORES[kind]):
-            self._refuse("score", f"task.kind={kind} is scored by {', '.join(SCORES[kind])}")
-        if kind == "span":
-            self._validate_windows()
-
-    def _validate_windows(self) -> None:
-        if self.blank_cells != "stop":
-            self._refuse("blank_cells", "task.kind=span has no columns with cells; leave it out")
+        if self.score not in ("", *SCORES[self.kind]):
+            yield "score", f"{kind} is scored by {', '.join(SCORES[self.kind])}"
         # [CLS], a question and two [SEP] leave a window its room for the context.
         room = self.max_sequence_length - self.max_query_length - 3
         whole = f"task.max_sequence_length={self.max_sequence_length}, which is usually 384,"
-        if room <= 0:
-            self._refuse("max_query_length", f"{whole} has no room for a context next to it")
-        if self.document_stride > room:
-            why = f"{whole} has room for {room} next to a question; larger strides leave some out"
-            self._refuse("document_stride", why)
+        if self.kind == "span" and room <= 0:
+            yield "max_query_length", f"{whole} has no room for a context next to it"
+        if self.kind == "span" and self.document_stride > room:
+            yield "document_stride", f"{whole} has room for {room} next to a question, and no more"
 
-    def _validate_columns(self) -> None:
-        kind, texts = f"task.kind={self.kind}", len(self.choice_columns)
-        two = self.kind in _OF_TWO_TEXTS
-        if two and not self.second_column:
+    def _wrong_columns(self) -> Iterator[Wrong]:
+        if self.kind in _OF_TWO_TEXTS and not self.second_column:
             example = "hypothesis" if self.text_column == "premise" else "text_b"
-            why = f"{kind} has two texts; name the column of the second, {example} say"
-            self._refuse("second_column", why)
-        if self.second_column and not two:
-            self._refuse("second_column", f"{kind} has one text; leave it out, or say pair")
-        if self.kind == "choice" and texts < 2:
-            self._refuse("choice_columns", f"{kind} needs two at least")
-        for name, of in (("choice_columns", "choice"), ("field_column", "minimal_pairs")):
-            if getattr(self, name) and self.kind != of:
-                self._refuse(name, f"{kind} has none; leave it out")
+            why = f"task.kind={self.kind}: name the column of the second text, {example} say"
+            yield "second_column", why
+        if self.kind == "choice" and len(self.choice_columns) < 2:
+            yield "choice_columns", "task.kind=choice needs two at least"
         columns = self._columns
         if "" in columns or len(set(columns)) < len(columns):
-            raise InputError(
-                f"task.text_column and others: {columns} name each column once, and none is empty"
-            )
+            yield "text_column", f"of {columns} none may be empty, or named twice"
 
-    def _validate_labels(self) -> None:
+    def _wrong_labels(self) -> Iterator[Wrong]:
         labels, choices = self.labels, len(self.choice_columns)
         if len(set(labels)) < len(labels):
-            self._refuse("labels", "one is named more than once")
+            yield "labels", "one is named more than once"
         # As they are read.
         if not all(label and label == label.strip() for label in labels):
-            self._refuse("labels", "one is empty, or has blanks around it")
-        if labels and self.kind in ("regress", "span", "generate", "minimal_pairs"):
-            self._refuse("labels", f"task.kind={self.kind} has none; leave it out")
+            yield "labels", "one is empty, or has blanks around it"
         if self.kind == "choice" and len(labels) not in (0, choices):
-            self._refuse("labels", f"name one for each of the {choices} choices, or none")
+            yield "labels", f"name one for each of the {choices} choices, or none"
         if len(labels) == 1:
-            self._refuse("labels", "name two at least, or none")
+            yield "labels", "name two at least, or none"
 
 
-def _listed(words: Iterable[str]) -> str:
-    *most, last = (_FORMS[word] for word in words)
-    return f"{', '.join(most)} or {last}"
+# Of a layer, what has a kernel; model.kind=modern alone has gates.
+LORA_TARGETS = ("query", "key", "value", "attention_output", "intermediate", "gate", "output")
+_Targets = Annotated[
+    tuple[str, ...],
+    Rule(lambda names: {*names} <= {*LORA_TARGETS}, f"choose from {', '.join(LORA_TARGETS)}"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +240,7 @@ class Adapt(Section):
     # With how=lora: the additions are scaled by lora_alpha / lora_rank.
     lora_alpha: Positive = 16.0
     # With how=lora: the kernels of each layer that have an addition.
-    lora_targets: tuple[str, ...] = ("query", "value")
+    lora_targets: _Targets = ("query", "value")
     # Dropout of embeddings and of what each layer adds.
     hidden_dropout_prob: Share = 0.1
     # Dropout of attention probabilities.
@@ -267,14 +249,6 @@ class Adapt(Section):
     head_dropout_prob: Share = 0.1
     # Type of activations and matrix products.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-
-    def _validate(self) -> None:
-        if not set(self.lora_targets) <= set(LORA_TARGETS):
-            self._refuse("lora_targets", f"choose from {', '.join(LORA_TARGETS)}")
-
-
-# Of a layer, what has a kernel; model.kind=modern alone has gates.
-LORA_TARGETS = ("query", "key", "value", "attention_output", "intermediate", "gate", "output")
 
 
 def _usual_update() -> Optimizer:
@@ -317,28 +291,28 @@ class Finetuning(Section):
     parallelism: Parallelism = field(default_factory=Parallelism)
     run: Run = field(default_factory=_usual_run)
 
-    def _validate(self) -> None:
+    def _wrong(self) -> Iterator[Wrong]:
         kind, how, optimizer = self.task.kind, self.adapt.how, self.optimizer
         if self.class_weights != "none" and kind not in ("classify", "pair", "tag"):
-            self._refuse("class_weights", f"task.kind={kind} has no labels to weigh; leave it out")
+            yield "class_weights", f"task.kind={kind} has no labels to weigh; leave it out"
         if self.adapt.features and kind != "tag":
-            self._refuse("adapt.features", f"not for task.kind={kind}, only for tag; leave it out")
+            yield "adapt.features", f"not for task.kind={kind}, only for tag; leave it out"
         if kind == "generate" and how != "full":
-            self._refuse("adapt.how", "task.kind=generate learns everything; set it to full")
+            yield "adapt.how", "task.kind=generate learns everything; set it to full"
         for name in ("watch", "probes", "corpus_dir"):
             if getattr(self.run, name):
-                self._refuse(f"run.{name}", "only for pre-training; leave it out")
+                yield f"run.{name}", "only for pre-training; leave it out"
         if optimizer.warmup_steps:
             # 10,000 is what an Optimizer has unless it is named.
-            self._refuse("optimizer.warmup_steps", "must be 0: warmup_share counts the steps")
+            yield "optimizer.warmup_steps", "must be 0: warmup_share counts the steps"
         if optimizer.schedule == "wsd":
             why = "not for fine-tuning, whose steps follow from its examples; choose another"
-            self._refuse("optimizer.schedule", why)
+            yield "optimizer.schedule", why
         if optimizer.clip == "per_replica":
-            self._refuse("optimizer.clip", "not for fine-tuning; set it to global")
+            yield "optimizer.clip", "not for fine-tuning; set it to global"
         if optimizer.layer_decay < 1 and how != "full":
-            self._refuse("optimizer.layer_decay", f"adapt.how={how} trains no layer; set it to 1")
+            yield "optimizer.layer_decay", f"adapt.how={how} trains no layer; set it to 1"
         parts = self.parallelism.accumulation
         if len(parts) != 1 or self.batch_size % parts[0]:
             why = f"give one number that divides batch_size={self.batch_size}"
-            self._refuse("parallelism.accumulation", why)
+            yield "parallelism.accumulation", why

@@ -7,6 +7,7 @@ say where and how; they may. Each module of the library is given its own section
 
 import itertools
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple
 
@@ -18,14 +19,15 @@ from bert_jax.config.fields import (
     PositiveCount,
     PositiveShare,
     RowLength,
+    Rule,
     Section,
     Seed,
     Share,
     Side,
     WholeShare,
+    Wrong,
     at_least,
 )
-from bert_jax.errors import InputError
 
 # Words of sources whose text lies in files.
 TEXT_FILES = ("text", "jsonl", "csv", "tsv", "parquet")
@@ -54,6 +56,35 @@ _PAPERS_SHARE = 0.15
 _TRACED_STEPS = 100
 
 
+def _works(function: Callable[[str], object], text: str) -> bool:
+    try:
+        function(text)
+    except (LookupError, ValueError, re.error):
+        return False
+    return True
+
+
+def _is_stretch(steps: tuple[int, ...]) -> bool:
+    return len(steps) == 2 and 0 <= steps[0] < steps[1] <= steps[0] + _TRACED_STEPS
+
+
+_Base = Annotated[float, Rule(lambda base: base > 1, "must be over 1")]
+_OwnBase = Annotated[float, Rule(lambda base: base == 0 or base > 1, "must be over 1, or 0")]
+_PartOf = Annotated[float, Rule(lambda share: 0 < share < 1, "must be in (0, 1)")]
+_Encoding = Annotated[str, Rule(lambda name: _works("".encode, name), "not known to Python")]
+_Starts = Annotated[str, Rule(lambda text: _works(re.compile, text), "no regular expression")]
+_Parts = Annotated[tuple[int, ...], Rule(lambda x: min(x, default=0) > 0, "must be at least 1")]
+_FewSteps = Annotated[PositiveCount, Rule(lambda n: n < SKIPPED_STEPS, f"below {SKIPPED_STEPS}")]
+_Stretch = Annotated[
+    tuple[int, ...],
+    Rule(lambda steps: not steps or _is_stretch(steps), f"10,20, {_TRACED_STEPS} steps at most"),
+]
+_Trackers = Annotated[
+    tuple[str, ...],
+    Rule(lambda names: {*names} <= {*TRACKERS}, f"choose from {', '.join(TRACKERS)}"),
+]
+
+
 class _Objective(NamedTuple):
     """What goes with a word of `data.objective`."""
 
@@ -61,15 +92,16 @@ class _Objective(NamedTuple):
     unpredicted: int  # places of a row that are never predicted; 0: a share of them is masked
     kinds: tuple[str, ...]  # of encoders that learn it
     direction: Literal["both", "left_to_right"]  # what they attend to
+    cuts: bool  # whether tokens may attend to their own documents alone
 
 
 _TRANSFORMERS = ("bert", "modern")
 _OBJECTIVES = {
-    "mlm_nsp": _Objective("pairs", 0, _TRANSFORMERS, "both"),
-    "mlm_sop": _Objective("swapped_pairs", 0, _TRANSFORMERS, "both"),
-    "mlm": _Objective("sentences", 0, _TRANSFORMERS, "both"),
-    "causal": _Objective("sentences", 1, _TRANSFORMERS, "left_to_right"),
-    "bidirectional_lm": _Objective("sentences", 2, ("bilstm",), "both"),
+    "mlm_nsp": _Objective("pairs", 0, _TRANSFORMERS, "both", False),
+    "mlm_sop": _Objective("swapped_pairs", 0, _TRANSFORMERS, "both", False),
+    "mlm": _Objective("sentences", 0, _TRANSFORMERS, "both", True),
+    "causal": _Objective("sentences", 1, _TRANSFORMERS, "left_to_right", True),
+    "bidirectional_lm": _Objective("sentences", 2, ("bilstm",), "both", False),
 }
 
 
@@ -94,7 +126,7 @@ class Model(Section):
     code: Code = ""
     # Pieces of the tokenizer, specials included; one that is trained on too little text has some
     # [unused]. The embedding table is padded to a multiple of 1,024 rows.
-    vocab_size: Side = 30_522
+    vocab_size: Annotated[Side, at_least(6)] = 30_522
     # Width of the encoder, a multiple of the heads; of kind=bilstm both directions' projections.
     hidden_size: Side = 768
     # Layers of the encoder.
@@ -106,7 +138,7 @@ class Model(Section):
     # What a token attends to: the text on both sides, or up to itself (data.objective=causal).
     direction: Literal["both", "left_to_right"] = "both"
     # Tokens in the longest row; kind=bert has a position embedding for each of them.
-    max_position_embeddings: Side = 512
+    max_position_embeddings: Annotated[Side, at_least(8)] = 512
     # Number of segments, A and B; kind=modern has no segment embeddings.
     type_vocab_size: int = 2
     # For kind=modern: the first layer and then every so many attend to whole rows; the others to a
@@ -115,9 +147,9 @@ class Model(Section):
     # For kind=modern: width of that window in tokens, half on each side of the token.
     local_window: int = 128
     # Base of the rotary positions of layers that attend to whole rows.
-    global_rotary_base: float = 160_000.0
+    global_rotary_base: _Base = 160_000.0
     # Base of the rotary positions of layers with a window.
-    local_rotary_base: float = 10_000.0
+    local_rotary_base: _Base = 10_000.0
     # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
     hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
     # Dropout of embeddings and of what each layer adds.
@@ -136,60 +168,41 @@ class Model(Section):
     # of the mesh and of the kind of TPU; elsewhere it is rbg16.
     dropout_rng: Literal["threefry8", "rbg16", "in_kernel"] = "threefry8"
 
-    def _validate(self) -> None:
-        # [PAD] [UNK] [CLS] [SEP] [MASK] and one piece to predict.
-        if self.vocab_size < 6:
-            self._refuse("vocab_size", "must be at least 6")
-        if self.max_position_embeddings < 8:
-            self._refuse("max_position_embeddings", "must be at least 8")
+    def _wrong(self) -> Iterator[Wrong]:
         if self.hidden_size % self.num_attention_heads:
-            why = f"must divide model.hidden_size={self.hidden_size}"
-            self._refuse("num_attention_heads", why)
+            yield "num_attention_heads", f"must divide model.hidden_size={self.hidden_size}"
         steps = 256 if self.dropout_rng == "threefry8" else 65_536
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             share = getattr(self, name)
             if share > 0 and not 0 < round(share * steps) < steps:
-                why = f"model.dropout_rng={self.dropout_rng} draws in steps of 1/{steps}"
-                self._refuse(name, why)
-        if self.kind == "bert" and self.type_vocab_size < 2:
-            self._refuse("type_vocab_size", "pairs need two segments")
-        if self.kind == "modern":
-            self._validate_modern()
-        if self.kind == "bilstm":
-            self._validate_bilstm()
-
-    def _validate_bilstm(self) -> None:
-        if self.num_attention_heads != 1:
-            self._refuse("num_attention_heads", "model.kind=bilstm: set it to 1")
-        if self.hidden_size % 2:
-            self._refuse("hidden_size", "must be even; each direction has half of it")
-        for name in ("type_vocab_size", "hidden_act", "initialization", "code"):
+                yield name, f"model.dropout_rng={self.dropout_rng} draws in steps of 1/{steps}"
+        for name in _WITHOUT_MEANING[self.kind]:
             if not self._is_default(name):
-                self._refuse(name, "has no meaning with model.kind=bilstm; leave it out")
+                yield name, f"has no meaning with model.kind={self.kind}; leave it out"
+        if self.kind == "bert" and self.type_vocab_size < 2:
+            yield "type_vocab_size", "pairs need two segments"
+        if self.kind == "bilstm" and self.num_attention_heads != 1:
+            yield "num_attention_heads", "model.kind=bilstm: set it to 1"
+        if self.kind == "bilstm" and self.hidden_size % 2:
+            yield "hidden_size", "must be even; each direction has half of it"
+        if self.kind == "modern":
+            yield from self._wrong_of_modern()
 
-    def _validate_modern(self) -> None:
-        every, window = self.global_every, self.local_window
+    def _wrong_of_modern(self) -> Iterator[Wrong]:
+        every, window, most = self.global_every, self.local_window, self.max_position_embeddings
         width = self.hidden_size // self.num_attention_heads
-        if not self._is_default("type_vocab_size"):
-            self._refuse("type_vocab_size", "model.kind=modern has no segment embeddings")
         if width % 2:
-            self._refuse("num_attention_heads", f"heads are {width} wide, and must be even")
-        for name in ("global_rotary_base", "local_rotary_base"):
-            if getattr(self, name) <= 1:
-                self._refuse(name, "must be over 1")
+            yield "num_attention_heads", f"heads are {width} wide, and must be even"
         if self.num_hidden_layers % every != 1 % every:
-            self._refuse(
-                "num_hidden_layers", f"must be a multiple of model.global_every={every}, plus 1"
-            )
+            yield "num_hidden_layers", f"must be a multiple of model.global_every={every}, plus 1"
         if every == 1:
             for name in ("local_window", "local_rotary_base"):
                 if not self._is_default(name):
-                    self._refuse(name, "has no meaning with model.global_every=1")
+                    yield name, "has no meaning with model.global_every=1"
         elif window < 2 or window % 2:
-            self._refuse("local_window", "must be even, half of it on each side")
-        elif window > self.max_position_embeddings:
-            most = self.max_position_embeddings
-            self._refuse("local_window", f"is over model.max_position_embeddings={most}")
+            yield "local_window", "must be even, half of it on each side"
+        elif window > most:
+            yield "local_window", f"is over model.max_position_embeddings={most}"
 
     @property
     def one_sided(self) -> str:
@@ -198,6 +211,13 @@ class Model(Section):
             return "model.kind=bilstm"
         return "" if self.direction == "both" else f"model.direction={self.direction}"
 
+
+# What is left as it is, by `model.kind`.
+_WITHOUT_MEANING = {
+    "bert": (),
+    "modern": ("type_vocab_size",),
+    "bilstm": ("type_vocab_size", "hidden_act", "initialization", "code"),
+}
 
 # What stands before a path that an experiment's file gave as relative to its own folder.
 _FOLDER = re.compile(r"(?:(?<=\w:)|^)/(?!/).*/\./")
@@ -240,14 +260,14 @@ class Corpus(Section):
     layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"
     # Lines that begin a document of a file that holds several: a regular expression that such a
     # line begins with, as CHAPTER; headings: those of wikis, of Markdown and of books.
-    document_starts: str = ""
+    document_starts: _Starts = ""
     # A document of more sentences than this is cut into several of about so many; 0: none is cut.
     cut_documents: Count = 0
     # The field of a JSON line or of a TFDS example that holds its text, or a column of a table; of
     # several sources that differ one each, in their order: text,body.
     text_field: str = "text"
     # Encoding of text files, by its name in Python, such as latin-1.
-    encoding: str = "utf-8"
+    encoding: _Encoding = "utf-8"
     # What is done at bytes that are not of this encoding; replace: they become U+FFFD, which
     # tokenizers drop, and are counted.
     encoding_errors: Literal["stop", "replace"] = "stop"
@@ -266,43 +286,32 @@ class Corpus(Section):
     # uncased: lower-cased, accents stripped.
     case: Literal["uncased", "cased"] = "uncased"
     # Share of all documents that is held out for evaluation; at least 8 documents.
-    validation_share: float = 0.005
+    validation_share: _PartOf = 0.005
 
-    def _validate(self) -> None:
-        if not self.sources:
-            self._refuse("sources", "name at least one source of text")
+    def _wrong(self) -> Iterator[Wrong]:
         # A path alone is a folder of text.
         sources = (source if ":" in source else f"text:{source}" for source in self.sources)
         object.__setattr__(self, "sources", tuple(sources))
+        if not self.sources:
+            yield "sources", "name at least one source of text"
         for source in self.sources:
             word, _, rest = source.partition(":")
             if not rest or word not in (*TEXT_FILES, "tfds", "tfds_dir"):
                 words = " ".join(f"{word}:" for word in TEXT_FILES)
                 why = f"{words} go before FOLDER_OR_GLOB, tfds: before NAME, tfds_dir: before PATH"
-                self._refuse("sources", f"{source!r} is no source; {why}")
-        self._validate_mixture()
+                yield "sources", f"{source!r} is no source; {why}"
+        yield from self._wrong_mixture()
         fields, sources = len(self._fields()), len(self.sources)
         if fields not in (1, sources):
             why = f"{fields} fields for {sources} of corpus.sources; give one for all, or one each"
-            self._refuse("text_field", why)
+            yield "text_field", why
         codes, near = _LANGUAGES.split(), self.language[:2].lower()
         if self.language.partition("-")[0] not in codes:
             hint = f"did you mean {near}? T" if near in codes else "t"
-            self._refuse("language", f"no code of a language; {hint}here are {' '.join(codes)}")
+            yield "language", f"no code of a language; {hint}here are {' '.join(codes)}"
         if self.document_starts and self.layout == "sentences_by_line":
             why = "in corpus.layout=sentences_by_line a blank line ends a document; leave it out"
-            self._refuse("document_starts", why)
-        if self.document_starts not in ("", "headings"):
-            try:
-                re.compile(self.document_starts)
-            except re.error as error:
-                self._refuse("document_starts", f"no regular expression ({error})")
-        if not 0.0 < self.validation_share < 1.0:
-            self._refuse("validation_share", "must be between 0 and 1")
-        try:
-            "".encode(self.encoding)
-        except (LookupError, UnicodeError):
-            self._refuse("encoding", "Python knows no such encoding")
+            yield "document_starts", why
 
     def _fields(self) -> list[str]:
         # A column of a single source may be called anything.
@@ -316,17 +325,15 @@ class Corpus(Section):
             for source, field in zip(self.sources, fields, strict=False)
         )
 
-    def _validate_mixture(self) -> None:
-        if not self.mixture:
-            return
-        if len(self.mixture) != len(self.sources):
-            self._refuse("mixture", f"give {len(self.sources)} weights, one for each source")
-        largest = max(self.mixture)
+    def _wrong_mixture(self) -> Iterator[Wrong]:
+        if len(self.mixture) not in (0, len(self.sources)):
+            yield "mixture", f"give {len(self.sources)} weights, one for each source"
+        largest = max(self.mixture, default=0)
         whole = sum(weight / largest for weight in self.mixture if largest)
-        for weight, source in zip(self.mixture, self.sources, strict=True):
+        for weight, source in zip(self.mixture, self.sources, strict=False):
             if weight <= 0.0 or weight / largest * MIXED_ROWS < whole:
                 why = f"{source} has less than one row in {MIXED_ROWS:,}; give it a larger weight"
-                self._refuse("mixture", f"{why}, or leave it out of corpus.sources")
+                yield "mixture", f"{why}, or leave it out of corpus.sources"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,23 +385,20 @@ class Data(Section):
     # seeds are scored on the same.
     eval_seed: Count = 0
 
-    def _validate(self) -> None:
-        objective, mask, length = self.objective, self.mask_share, self.eval_sequence_length
-        if mask + self.random_share > 1.0:
-            self._refuse("random_share", f"is over 1 together with data.mask_share={mask}")
+    def _wrong(self) -> Iterator[Wrong]:
+        objective, whole = self.objective, self.eval_sequence_length - self.unpredicted
+        if self.mask_share + self.random_share > 1.0:
+            yield "random_share", f"is over 1 together with data.mask_share={self.mask_share}"
         if self.units == "sentences" and self.packing != "none":
-            why = f"data.objective={objective} has no pairs, and fills its rows already"
-            self._refuse("packing", why)
-        if self.attention != "whole_row" and objective not in ("mlm", "causal"):
-            why = f"rows of data.objective={objective} are read whole; leave it out"
-            self._refuse("attention", why)
-        if self.unpredicted and self.eval_max_predictions_per_seq != length - self.unpredicted:
-            why = f"data.objective={objective} predicts all pieces; "
-            why += f"set it to {length - self.unpredicted}"
-            self._refuse("eval_max_predictions_per_seq", why)
+            yield "packing", f"data.objective={objective} has no pairs, and fills its rows already"
+        if self.attention != "whole_row" and not _OBJECTIVES[objective].cuts:
+            yield "attention", f"rows of data.objective={objective} are read whole; leave it out"
+        if self.unpredicted and self.eval_max_predictions_per_seq != whole:
+            why = f"data.objective={objective} predicts all pieces; set it to {whole}"
+            yield "eval_max_predictions_per_seq", why
         if self.dupe_factor and self.final_masked_lm_prob:
             why = "cannot change masks that are repeated; set data.dupe_factor=0"
-            self._refuse("final_masked_lm_prob", why)
+            yield "final_masked_lm_prob", why
 
     @property
     def units(self) -> Literal["pairs", "swapped_pairs", "sentences"]:
@@ -434,7 +438,7 @@ class Phase(Section):
     predictions_per_row: int = 0
     # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
     # rows; 0: model.global_rotary_base.
-    global_rotary_base: float = 0.0
+    global_rotary_base: _OwnBase = 0.0
     # Added to the numbers of the phase's rows. `pretrain --fork` sets it, so that another batch
     # size goes on at the first row that was not seen.
     row_offset: int = 0
@@ -444,16 +448,13 @@ class Phase(Section):
         """Masked tokens of a packed row at most."""
         return self.predictions_per_row or self.max_predictions_per_seq + self.examples_per_row
 
-    def _validate(self) -> None:
+    def _wrong(self) -> Iterator[Wrong]:
         most = self.max_predictions_per_seq
-        if self.global_rotary_base != 0 and self.global_rotary_base <= 1:
-            self._refuse("global_rotary_base", "must be over 1, or 0")
         if 0 != self.predictions_per_row < most:
             why = f"must be 0, or at least phases.max_predictions_per_seq={most}"
-            self._refuse("predictions_per_row", why)
+            yield "predictions_per_row", why
         if most >= self.sequence_length:
-            why = f"must be below the sequence length {self.sequence_length}"
-            self._refuse("max_predictions_per_seq", why)
+            yield "max_predictions_per_seq", f"must be below sequence_length={self.sequence_length}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,13 +505,9 @@ class Optimizer(Section):
     layer_decay: PositiveShare = 1.0
     # A step whose loss or gradient is not finite changes nothing. After so many in a row the run
     # goes back to the checkpoint before them and leaves them out, or ends.
-    bad_steps_in_a_row: PositiveCount = 10
+    bad_steps_in_a_row: _FewSteps = 10
     # What the run does after bad_steps_in_a_row: goes back to the checkpoint before them, or ends.
     after_bad_steps: Literal["roll_back", "stop"] = "roll_back"
-
-    def _validate(self) -> None:
-        if self.bad_steps_in_a_row >= SKIPPED_STEPS:
-            self._refuse("bad_steps_in_a_row", f"must be below {SKIPPED_STEPS}, as many are noted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -526,16 +523,12 @@ class Parallelism(Section):
     # Devices that share a row: heads, feed-forward and vocabulary are cut over them.
     tensor: PositiveCount = 1
     # Micro-batches a step: one number for all phases, or one a phase.
-    accumulation: tuple[int, ...] = (1,)
+    accumulation: _Parts = (1,)
     # What is kept of each layer for the backward pass: everything (none), the results of matrix
     # products but no attention scores (dots), or nothing (full); the rest is computed again.
     remat: Literal["none", "dots", "full"] = "none"
     # Layers as one compiled loop (compiles fast), or one after the other (runs faster on a CPU).
     layer_loop: Literal["scan", "unroll"] = "scan"
-
-    def _validate(self) -> None:
-        if min(self.accumulation, default=0) < 1:
-            self._refuse("accumulation", "must be at least 1, for all phases or for each")
 
     def accumulation_of(self, phase: int) -> int:
         """Returns the micro-batches of a step of this phase."""
@@ -558,7 +551,7 @@ class Run(Section):
     # Steps between checkpoints.
     checkpoint_every: PositiveCount = 1_000
     # How many of the newest checkpoints are kept.
-    keep_checkpoints: int = 3
+    keep_checkpoints: Annotated[int, at_least(2)] = 3  # the newest may be damaged
     # How many checkpoints of the lowest held-out loss are kept, too.
     keep_best: Count = 1
     # Checkpoints of steps divisible by this are kept, too; 0: none.
@@ -576,7 +569,7 @@ class Run(Section):
     # Processes that make batches; 0: a thread.
     data_workers: Count = 0
     # 10,20 traces the steps after the 10th up to the 20th, for a profiler; empty: no trace.
-    profile_steps: tuple[int, ...] = ()
+    profile_steps: _Stretch = ()
     # Texts whose [MASK] is filled in at every evaluation; empty: sentences of held-out documents.
     watch: tuple[str, ...] = ()
     # Task files to score the encoder on during the run: a linear layer is trained on its vectors,
@@ -587,21 +580,9 @@ class Run(Section):
     probe_share: PositiveShare = 0.05
     # Where metrics are sent while the run goes on: tensorboard, trackio, wandb, mlflow, each an
     # extra to install; they stay in the workdir unless the tracker's own variables name a server.
-    trackers: tuple[str, ...] = ()
+    trackers: _Trackers = ()
     # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
     corpus_dir: str = ""
-
-    def _validate(self) -> None:
-        if not set(self.trackers) <= set(TRACKERS):
-            self._refuse("trackers", f"choose from {', '.join(TRACKERS)}")
-        if self.keep_checkpoints < 2:
-            why = "must be at least 2: where the newest cannot be used, the one before is needed"
-            self._refuse("keep_checkpoints", why)
-        if self.profile_steps:
-            first, last = (*self.profile_steps, -1)[:2]
-            if len(self.profile_steps) != 2 or not 0 <= first < last <= first + _TRACED_STEPS:
-                why = f"must be two rising steps, e.g. 10,20, {_TRACED_STEPS} steps at most apart"
-                self._refuse("profile_steps", why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -656,102 +637,94 @@ class Experiment(Section):
         """Returns the model as the last of `done` steps computed it; of none: as the first will."""
         return self.model_of(self.phase_at(max(done - 1, 0))[0])
 
-    def _validate(self) -> None:
+    def _wrong(self) -> Iterator[Wrong]:
         if not self.phases:
-            self._refuse("phases", "name at least one phase")
-        self._validate_objective()
-        self._validate_parallelism()
-        self._validate_schedule()
+            yield "phases", "name at least one phase"
+        yield from self._wrong_objective()
+        yield from self._wrong_parallelism()
+        yield from self._wrong_schedule()
         if self.data.packing != "none" and self.corpus.mixture:
-            self._refuse(
-                "data.packing", "corpus.mixture has rows of one source each; leave one out"
-            )
-        self._validate_length("data.eval_sequence_length", self.data.eval_sequence_length)
+            yield "data.packing", "corpus.mixture has rows of one source each; leave one out"
+        lengths = {"data.eval_sequence_length": self.data.eval_sequence_length}
+        lengths |= {
+            f"phases.{i}.sequence_length": x.sequence_length for i, x in enumerate(self.phases)
+        }
+        most = self.model.max_position_embeddings
+        for name, length in lengths.items():
+            if length > most:
+                why = f"longer than the position table, model.max_position_embeddings={most}"
+                yield name, why
         for number, phase in enumerate(self.phases):
-            self._validate_length(f"phases.{number}.sequence_length", phase.sequence_length)
-            self._validate_phase(number, phase)
+            for name, why in self._wrong_phase(number, phase):
+                yield f"phases.{number}.{name}", why
         longest = max(phase.sequence_length for phase in self.phases)
         windowed = self.model.kind == "modern" and self.model.global_every > 1
         # Weights that were there before bring their window along.
         if windowed and self.model.local_window > longest and not self.init_from:
             why = f"is over the longest row, of {longest}; set it lower, or model.global_every=1"
-            self._refuse("model.local_window", why)
+            yield "model.local_window", why
 
-    def _validate_length(self, name: str, length: int) -> None:
-        most = self.model.max_position_embeddings
-        if length > most:
-            why = f"longer than the position table, model.max_position_embeddings={most}"
-            self._refuse(name, why)
-
-    def _validate_phase(self, number: int, phase: Phase) -> None:
-        where, length = f"phases.{number}", phase.sequence_length
-        share, most = self.data.largest_masked_share, phase.max_predictions_per_seq
-        unpredicted = self.data.unpredicted
+    def _wrong_phase(self, number: int, phase: Phase) -> Iterator[Wrong]:
+        data, length, most = self.data, phase.sequence_length, phase.max_predictions_per_seq
+        share, whole = data.largest_masked_share, length - data.unpredicted
         # The paper's share is cut off by a narrow table, as in the reference.
         if share > _PAPERS_SHARE and round(share * length) > most:
             why = f"data.masked_lm_prob and data.final_masked_lm_prob ask for {share:g} of {length}"
-            self._refuse(
-                f"{where}.max_predictions_per_seq", f"{why}; set it to {round(share * length)}"
-            )
-        if unpredicted and most != length - unpredicted:
-            why = f"data.objective={self.data.objective} predicts all pieces; set it to "
-            self._refuse(f"{where}.max_predictions_per_seq", f"{why}{length - unpredicted}")
+            yield "max_predictions_per_seq", f"{why}; set it to {round(share * length)}"
+        if data.unpredicted and most != whole:
+            why = f"data.objective={data.objective} predicts all pieces; set it to {whole}"
+            yield "max_predictions_per_seq", why
         parts = {"parallelism.accumulation": self.parallelism.accumulation_of(number)}
         if self.optimizer.clip == "per_replica":
             parts["optimizer.reference_replicas"] = self.optimizer.reference_replicas
         for name, divisor in parts.items():
             if phase.batch_size % divisor:
-                self._refuse(f"{where}.batch_size", f"not a multiple of {name}={divisor}")
+                yield "batch_size", f"not a multiple of {name}={divisor}"
         rows = phase.steps * phase.batch_size
         if rows + phase.row_offset >= 2**32:
-            self._refuse(f"{where}.steps", "over 2**32 rows in one phase")
-        if self.data.packing != "none" and rows * phase.examples_per_row >= 2**32:
-            self._refuse(f"{where}.examples_per_row", "over 2**32 examples in one phase")
+            yield "steps", "over 2**32 rows in one phase"
+        if data.packing != "none" and rows * phase.examples_per_row >= 2**32:
+            yield "examples_per_row", "over 2**32 examples in one phase"
 
-    def _validate_objective(self) -> None:
+    def _wrong_objective(self) -> Iterator[Wrong]:
         objective, model, run = self.data.objective, self.model, self.run
-        wanted = _OBJECTIVES[objective]
+        wanted, given = _OBJECTIVES[objective], f"data.objective={objective}"
         if model.kind not in wanted.kinds:
-            why = f"data.objective={objective} needs {' or '.join(wanted.kinds)}; set one of them"
-            self._refuse("model.kind", f"{why} (bilstm learns bidirectional_lm)")
-        if model.direction != wanted.direction:
-            why = f"data.objective={objective}: set model.direction={wanted.direction}"
-            self._refuse("model.direction", why)
-        if objective == "causal" and model.code:
-            self._refuse(
-                "model.code", "attends as it likes, which data.objective=causal cannot use"
+            yield (
+                "model.kind",
+                f"{given} needs {' or '.join(wanted.kinds)} (and bilstm bidirectional_lm)",
             )
+        if model.direction != wanted.direction:
+            yield "model.direction", f"{given}: set model.direction={wanted.direction}"
+        if objective == "causal" and model.code:
+            yield "model.code", f"attends as it likes, which {given} cannot use"
         if wanted.unpredicted and run.watch:
-            why = f"data.objective={objective} fills no [MASK]; leave it out, --set run.watch="
-            self._refuse("run.watch", why)
+            yield "run.watch", f"{given} fills no [MASK]; leave it out, --set run.watch="
         if self.data.code and run.probes:
             why = "know no objective of data.code; ask later with `bert-jax evaluate --task`"
-            self._refuse("run.probes", why)
+            yield "run.probes", why
 
-    def _validate_parallelism(self) -> None:
+    def _wrong_parallelism(self) -> Iterator[Wrong]:
         given, heads = self.parallelism, self.model.num_attention_heads
         if len(given.accumulation) not in (1, len(self.phases)):
             why = f"give one number, or one for each of the {len(self.phases)} phases"
-            self._refuse("parallelism.accumulation", why)
+            yield "parallelism.accumulation", why
         if heads % given.tensor:
-            why = f"does not divide model.num_attention_heads={heads}"
-            self._refuse("parallelism.tensor", why)
+            yield "parallelism.tensor", f"does not divide model.num_attention_heads={heads}"
         if self.optimizer.clip == "per_replica":
             if max(given.accumulation) != 1:
                 why = "optimizer.clip=per_replica takes the batch in parts already; set it to 1"
-                self._refuse("parallelism.accumulation", why)
+                yield "parallelism.accumulation", why
             if given.state == "zero3":
                 why = "sums gradients, so that optimizer.clip=per_replica has none to clip"
-                self._refuse("parallelism.state", why)
+                yield "parallelism.state", why
 
-    def _validate_schedule(self) -> None:
-        total, schedule = self.total_steps, {"optimizer.warmup_steps": self.optimizer.warmup_steps}
-        if self.optimizer.schedule == "wsd":
-            schedule["optimizer.decay_steps"] = self.optimizer.decay_steps
-        if self.optimizer.warmup_steps >= total or sum(schedule.values()) > total:
-            schedule = {name: steps for name, steps in schedule.items() if steps}
-            given = ", ".join(f"{name}={steps}" for name, steps in schedule.items())
-            short = " ".join(f"--set {name}={total // 10}" for name in schedule)
-            raise InputError(
-                f"{given}: too many for the {total} steps of all phases; for a short trial {short}"
-            )
+    def _wrong_schedule(self) -> Iterator[Wrong]:
+        total, update = self.total_steps, self.optimizer
+        steps = {"optimizer.warmup_steps": update.warmup_steps}
+        if update.schedule == "wsd":
+            steps["optimizer.decay_steps"] = update.decay_steps
+        if update.warmup_steps >= total or sum(steps.values()) > total:
+            short = " ".join(f"--set {name}={total // 10}" for name in steps)
+            why = f"too many for the {total} steps of all phases; for a short trial {short}"
+            yield max(steps, key=steps.__getitem__), why

@@ -580,7 +580,7 @@ def row(here, name="a", *settings):
         ({"rows": ()}, "table.rows="),
         ({"rows": ("a", "a")}, "table.rows: 'a' is there twice"),
         ({"columns": ()}, "table.columns="),
-        ({"columns": ("los",)}, "table.columns: 'los' is no column; did you mean loss?"),
+        ({"columns": ("los",)}, "'los' is no column; did you mean loss?"),
         ({"columns": ("probe:",)}, "'probe:' is no column; there are loss, "),
         ({"columns": ("loss", "loss")}, "table.columns: 'loss' is there twice"),
         ({"seeds": ()}, "table.seeds="),
