@@ -63,7 +63,7 @@ def test_runs_are_all_products_named_by_their_values(here):
         (["seed=1,,2"], "each value once"),
         (["seed=1,1"], "each value once"),
         (["seed=1", "seed=2"], "seed is swept already"),
-        (["sed=1"], "has no field 'sed'; did you mean seed"),
+        (["sed=1"], "did you mean seed"),
         (["seed=1,x"], "--sweep: --set seed=x"),
         (["task.label_column=a b,a/b"], "two runs would both lie in label_column-a_b"),
     ],
