@@ -65,7 +65,7 @@ def test_a_command_that_is_shown_is_taken(page, line, monkeypatch):
         args = cli.parser().parse_args(cli._words(words[1:]))
         if words[-1].endswith(".py") or "--set" in words:
             kind = config.Finetuning if words[1] == "finetune" else config.Experiment
-            file = getattr(args, "experiment", None) or getattr(args, "task", None)
+            file = getattr(args, "experiment", None) or getattr(args, "taskfile", None)
             if file and (ROOT / file).exists():
                 config.load_with_origin(file, args.set, kind)
     elif words[0] == "make":

@@ -5,12 +5,13 @@ import difflib
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from bert_jax import __version__, errors
-from bert_jax.cli.command import COMMANDS
+from bert_jax.cli.command import COMMANDS, add_arguments
 from bert_jax.config import Section, explain
 from bert_jax.config.code import name_file, was_used
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
@@ -64,20 +65,15 @@ def parser() -> argparse.ArgumentParser:
             default=argparse.SUPPRESS,  # else it would take back one given before the command
             help="show the tracebacks of errors",
         )
-        for add in command.arguments:
-            add(sub)
+        sub._negative_number_matcher = re.compile(r"-[\d.,-]+")  # a list of them is a value, too
+        for argument in command.arguments:
+            add_arguments(sub, argument)
     return whole
 
 
 def _words(argv: Sequence[str]) -> list[str]:
-    """Returns the words as `argparse` needs them; a mistyped command is answered here.
-
-    `conformance instances` becomes one word, and so does `--layers -4,-3`, whose value looks like a
-    flag.
-    """
-    words: list[str] = []
-    for word in argv:
-        words[-1:] = [f"--layers={word}"] if words[-1:] == ["--layers"] else [*words[-1:], word]
+    """Returns the words, `conformance instances` as one; answers a mistyped command."""
+    words = list(argv)
     first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
     if words[first : first + 2] == ["conformance", "instances"]:
         words[first : first + 2] = ["conformance instances"]

@@ -9,11 +9,11 @@ from bert_jax.cli.command import (
     CHECKPOINT,
     CODE,
     TUNED_BASE,
-    argument,
     asked_lines,
     command,
-    flag,
     input_lines,
+    is_finetuned,
+    require_run,
     say,
     trained_of,
 )
@@ -26,65 +26,31 @@ _MOST_BEAMS = 64
 
 @command(
     CODE,
-    argument("--workdir", metavar="W", required=True, help="a run"),
+    "--workdir W (required): a run",
     CACHE,
-    argument(
-        "text",
-        metavar="TEXT",
-        nargs="*",
-        help="a text with [MASK]; of a fine-tuned run all texts of an example, e.g. QUESTION "
-        "CONTEXT; left out: lines of standard input, texts separated by tabs",
-    ),
-    argument("--next", metavar="B", help="a second text; says whether it follows TEXT"),
-    argument("--top", type=int, metavar="K", help="how many pieces are shown for each [MASK] [5]"),
+    """
+    [TEXT...]: a text with [MASK]; of a fine-tuned run all texts of an example, e.g. QUESTION
+        CONTEXT; left out: lines of standard input, texts separated by tabs
+    --next B: a second text; says whether it follows TEXT
+    --top K (int): how many pieces are shown for each [MASK] [5]
+    --source SOURCE...: of a fine-tuned run: answer the examples of a file, written as in
+        task.train, e.g. tsv:FILE; may be repeated
+    --score: of a fine-tuned run: print scores instead of answers; on task.validation if there is
+        no --source
+    --input FILE: of a fine-tuned run: a .csv, .tsv or .jsonl to answer; its rows go to --out with
+        two more columns, `predicted` and `probability`
+    --beam N (int): of a run of task.kind=generate: width of the beam search, 1 takes the likeliest
+        piece each time [1]
+    --out FILE: of a fine-tuned run: file to write answers to, as JSON lines [standard output]; with
+        --input a .csv, .tsv or .jsonl
+    """,
     CHECKPOINT,
-    argument(
-        "--source",
-        metavar="SOURCE",
-        action="append",
-        default=[],
-        help="of a fine-tuned run: answer the examples of a file, written as in task.train, e.g. "
-        "tsv:FILE; may be repeated",
-    ),
-    flag(
-        "--score",
-        "of a fine-tuned run: print scores instead of answers; on task.validation if there is no "
-        "--source",
-    ),
-    argument(
-        "--input",
-        metavar="FILE",
-        help="of a fine-tuned run: a .csv, .tsv or .jsonl to answer; its rows go to --out with two "
-        "more columns, `predicted` and `probability`",
-    ),
-    argument(
-        "--beam",
-        type=int,
-        metavar="N",
-        help="of a run of task.kind=generate: width of the beam search, 1 takes the likeliest "
-        "piece each time [1]",
-    ),
-    argument(
-        "--out",
-        metavar="FILE",
-        help="of a fine-tuned run: file to write answers to, as JSON lines [standard output]; "
-        "with --input a .csv, .tsv or .jsonl",
-    ),
     TUNED_BASE,
 )
 def predict(args: argparse.Namespace) -> int:
     """Do the task of a fine-tuned run; else fill [MASK], and say whether B follows A."""
-    from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import holds_finetuning
-
-    tuned = holds_finetuning(mirror.opened(args.workdir))
-    for name in ("next", "top") if tuned else ("source", "score", "input", "out", "beam", "base"):
-        value = getattr(args, name)
-        if value is not None and value is not False and value != []:
-            flag, runs = name.replace("base", "from"), "no" if tuned else "only a"
-            why = f"{runs} fine-tuned run takes this; leave it out"
-            raise InputError(f"--{flag}: {args.workdir}: {why}")
-    return _do_task(args) if tuned else _fill_masks(args)
+    tuned = ("source", "score", "input", "out", "beam", "base")
+    return _do_task(args) if is_finetuned(args, "next", "top", tuned=tuned) else _fill_masks(args)
 
 
 def _do_task(args: argparse.Namespace) -> int:
@@ -156,85 +122,42 @@ def _fill_masks(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def _layers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: write numbers as in -4,-3,-2,-1") from error
-
-
 # Which vectors `embed` and `serve` give.
-_FEATURES = (
-    argument(
-        "--layers",
-        metavar="N[,N...]",
-        type=_layers,
-        default=(-1,),
-        help="layers whose vectors are taken: 0 the embeddings, 1 the first, -1 the last [-1]",
-    ),
-    argument(
-        "--combine",
-        choices=("concat", "mean"),
-        default="concat",
-        help="how vectors of several layers become one [concat]",
-    ),
-    argument(
-        "--normalize",
-        action=argparse.BooleanOptionalAction,
-        help="scale each vector to length 1 [as the run or base says]",
-    ),
-    argument(
-        "--max-length",
-        type=int,
-        default=0,
-        metavar="N",
-        help="most tokens of a text; longer texts are cut [as the run or base says, else all "
-        "positions of the model]",
-    ),
-    argument(
-        "--batch-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens that a device works on at a time [512 on a CPU, 16384 elsewhere]",
-    ),
-    CHECKPOINT,
-)
+_FEATURES = """
+--layers N,N (numbers = -1): layers whose vectors are taken: 0 the embeddings, 1 the first, -1
+    the last
+--combine (concat | mean = concat): how vectors of several layers become one
+--normalize (yes or no): scale each vector to length 1 [as the run or base says]
+--max-length N (int = 0): most tokens of a text, longer texts are cut; 0: as the run or base says,
+    else all positions of the model
+--batch-tokens N (int = 0): tokens that a device works on at a time; 0: 512 on a CPU, 16384
+    elsewhere
+"""
 
 
 @command(
     CODE,
-    argument(
-        "texts",
-        metavar="TEXT_FILE",
-        nargs="*",
-        help="files with a text on each line, also .gz and .zst; left out: standard input. An "
-        "empty line is a text",
-    ),
-    argument("--workdir", metavar="W", required=True, help="a run or a base"),
+    "--workdir W (required): a run or a base",
     CACHE,
-    argument(
-        "--out",
-        metavar="FILE",
-        required=True,
-        help="file to write, a row for each text: .npz, .parquet or .jsonl",
-    ),
-    argument(
-        "--pooling",
-        choices=("mean", "cls", "tokens"),
-        help="mean of a text's tokens, [CLS] and [SEP] too; the vector of [CLS]; or a vector for "
-        "each piece, without these two [as the run or base says, else mean]",
-    ),
-    *_FEATURES,
+    """
+    [TEXT_FILE...]: files with a text on each line, also .gz and .zst; left out: standard input. An
+        empty line is a text
+    --out FILE (required): file to write, a row for each text: .npz, .parquet or .jsonl
+    --pooling (mean | cls | tokens): mean of a text's tokens, [CLS] and [SEP] too; the vector of
+        [CLS]; or a vector for each piece, without these two [as the run or base says, else mean]
+    """,
+    _FEATURES,
+    CHECKPOINT,
 )
 def embed(args: argparse.Namespace) -> int:
     """Write vectors of texts: of each text, or of each of its pieces."""
+    require_run(args.workdir)
     from etils import epath
 
     from bert_jax import embed
     from bert_jax.text import lines
 
-    texts = lines.read(args.texts) if args.texts else input_lines()
+    texts = lines.read(args.text_file) if args.text_file else input_lines()
     _, embedder = _embedder(args)
     embed.write(embedder, (line for _, line in texts), epath.Path(args.out), say)
     return FINISHED
@@ -259,53 +182,28 @@ def _embedder(args: argparse.Namespace):
 
 @command(
     CODE,
-    argument("--workdir", metavar="W", required=True, help="a run, a base or a fine-tuned run"),
+    "--workdir W (required): a run, a base or a fine-tuned run",
     CACHE,
-    argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="H",
-        help="the address to listen on; 0.0.0.0 for all, without any password [127.0.0.1]",
-    ),
-    argument(
-        "--port",
-        type=int,
-        default=8000,
-        metavar="P",
-        help="port to listen on; 0: any that is free [8000]",
-    ),
-    argument(
-        "--pooling",
-        choices=("mean", "cls"),
-        help="a text's vector: mean of its tokens, or that of [CLS] [as the run or base says, else "
-        "mean]",
-    ),
-    *_FEATURES,
+    """
+    --host H (= 127.0.0.1): the address to listen on; 0.0.0.0 for all, without any password
+    --port P (int = 8000): port to listen on; 0: any that is free
+    --pooling (mean | cls): a text's vector: mean of its tokens, or that of [CLS] [as the run or
+        base says, else mean]
+    """,
+    _FEATURES,
+    CHECKPOINT,
     TUNED_BASE,
-    argument(
-        "--queue",
-        type=int,
-        default=256,
-        metavar="N",
-        help="most requests under way at once; further ones are answered 503 [256]",
-    ),
-    argument(
-        "--max-texts", type=int, default=2048, metavar="N", help="most texts of a request [2048]"
-    ),
-    argument(
-        "--max-bytes", type=int, default=2**21, metavar="N", help="most bytes of a request [2 MiB]"
-    ),
-    argument(
-        "--max-rows", type=int, default=128, metavar="N", help="most windows of a context [128]"
-    ),
-    argument(
-        "--timeout", type=float, default=30.0, metavar="S", help="most seconds for an answer [30]"
-    ),
+    """
+    --queue N (int = 256): most requests under way at once; further ones are answered 503
+    --max-texts N (int = 2048): most texts of a request
+    --max-bytes N (int = 2097152): most bytes of a request
+    --max-rows N (int = 128): most windows of a context
+    --timeout S (float = 30): most seconds for an answer
+    """,
 )
 def serve(args: argparse.Namespace) -> int:
     """Answer over HTTP: vectors as OpenAI's clients ask for them, or a fine-tuned run's task."""
-    from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import holds_finetuning
+    tuned = is_finetuned(args)
     from bert_jax.tasks.predict import TaskModel
     from bert_jax.training.environment import keep_compiled_programs
 
@@ -320,12 +218,10 @@ def serve(args: argparse.Namespace) -> int:
         args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows
     )
     with serve_lib.listening(args.host, args.port) as bound:
-        if holds_finetuning(mirror.opened(args.workdir)):
+        if tuned:
             keep_compiled_programs()
             model = TaskModel(args.workdir, args.base, args.checkpoint)
             served: Any = serve_lib.Answers(model)
-        elif args.base is not None:
-            raise InputError(f"--from: {args.workdir}: only a fine-tuned run takes this")
         else:
             served = serve_lib.Vectors(*_embedder(args))
         serve_lib.serve(served, bound, limits, say)
@@ -334,23 +230,15 @@ def serve(args: argparse.Namespace) -> int:
 
 @command(
     CODE,
-    argument(
-        "source",
-        metavar="SOURCE",
-        help="a folder as save_pretrained writes it, a TensorFlow 1 checkpoint (its folder, or the "
-        "prefix of its files) with bert_config.json and vocab.txt, or a run's workdir",
-    ),
-    argument("--workdir", metavar="W", required=True, help="folder to write the base to"),
-    argument(
-        "--tokenizer",
-        metavar="FILE_OR_FOLDER",
-        help="another WordPiece vocabulary: pieces that both have keep their weights",
-    ),
-    flag(
-        "--with-optimizer",
-        "import bert_adam's moments of a run, too: a run with init_from=B then begins with them, "
-        "at step 0 of its own schedule",
-    ),
+    """
+    SOURCE: a folder as save_pretrained writes it, a TensorFlow 1 checkpoint (its folder, or the
+        prefix of its files) with bert_config.json and vocab.txt, or a run's workdir
+    --workdir W (required): folder to write the base to
+    --tokenizer FILE_OR_FOLDER: another WordPiece vocabulary: pieces that both have keep their
+        weights
+    --with-optimizer: import bert_adam's moments of a run, too: a run with init_from=B then begins
+        with them, at step 0 of its own schedule
+    """,
 )
 def import_(args: argparse.Namespace) -> int:
     """Make a base, to start from, of another library's checkpoint or of a run."""
@@ -366,40 +254,31 @@ def import_(args: argparse.Namespace) -> int:
 
 @command(
     CODE,
-    argument("--workdir", metavar="W", required=True, help="a run or a base"),
+    "--workdir W (required): a run or a base",
     CACHE,
-    argument(
-        "--as",
-        dest="kind",
-        choices=("pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"),
-        help="for BertForPreTraining, BertForMaskedLM, or BertModel and sentence-transformers; of "
-        "model.kind=modern for ModernBertForMaskedLM or ModernBertModel; of data.objective=causal "
-        "for BertLMHeadModel or ModernBertDecoderForCausalLM. Of a fine-tuned run task, for "
-        "BertForSequenceClassification and the like [task], or adapter, what adapt.how=lora "
-        "learned, for PEFT",
-    ),
-    argument("--out", metavar="FOLDER", required=True, help="folder to write"),
-    argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="type of the weights written [float32, which loses nothing]",
-    ),
+    """
+    --as (pretraining | masked_lm | encoder | causal_lm | task | adapter): for BertForPreTraining,
+        BertForMaskedLM, or BertModel and sentence-transformers; of model.kind=modern for
+        ModernBertForMaskedLM or ModernBertModel; of data.objective=causal for BertLMHeadModel or
+        ModernBertDecoderForCausalLM. Of a fine-tuned run task, for BertForSequenceClassification
+        and the like [task], or adapter, what adapt.how=lora learned, for PEFT
+    --out FOLDER (required): folder to write
+    --dtype (float32 | bfloat16 = float32): type of the weights written; float32 loses nothing
+    """,
     CHECKPOINT,
     TUNED_BASE,
 )
 def export(args: argparse.Namespace) -> int:
     """Write a run, a fine-tuned run or a base for transformers."""
+    tuned = is_finetuned(args)
     from etils import epath
 
     from bert_jax.interop import finetuned, huggingface
     from bert_jax.loaded import Loaded
-    from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import holds_finetuning
     from bert_jax.tasks.predict import TaskModel
 
     of_run = ("pretraining", "masked_lm", "encoder", "causal_lm")
-    if holds_finetuning(mirror.opened(args.workdir)):
+    if tuned:
         if args.kind in of_run:
             raise InputError(
                 f"--as {args.kind}: {args.workdir} is a fine-tuned run, of which --as task writes "
@@ -412,8 +291,6 @@ def export(args: argparse.Namespace) -> int:
         if form == "adapter":
             architecture = f"adapter over {architecture}"
     else:
-        if args.base is not None:
-            raise InputError(f"--from: {args.workdir}: only a fine-tuned run takes this")
         trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
         there = huggingface.forms_of(trained.model)  # none of an encoder that they do not have
         if there and args.kind not in of_run:

@@ -7,27 +7,24 @@ from bert_jax.cli.command import (
     CACHE,
     EXPERIMENT,
     SAVED_EXPERIMENT,
+    SET,
+    SETTINGS,
     WORKDIR,
-    argument,
     command,
     experiment_of,
-    flag,
     input_lines,
     say,
-    settings,
 )
 from bert_jax.conformance import command as conformance_command
 from bert_jax.errors import FAILED, FINISHED
 
 
 @command(
-    argument(
-        "path",
-        metavar="PATH",
-        help="a run's workdir, a corpus folder, a file or folder of .txt or .jsonl, or an "
-        "EXPERIMENT, whose sources are looked at",
-    ),
-    settings("EXPERIMENT", "corpus.sources=text:my_folder"),
+    """
+    PATH: a run's workdir, a corpus folder, a file or folder of .txt or .jsonl, or an EXPERIMENT,
+        whose sources are looked at
+    """,
+    SET.format("EXPERIMENT", "corpus.sources=text:my_folder"),
     CACHE,
     codes={FAILED: "a problem was found, or failure"},
 )
@@ -41,21 +38,14 @@ def doctor(args: argparse.Namespace) -> int:
 
 @command(
     EXPERIMENT,
-    argument(
-        "--workdir",
-        metavar="W",
-        help="folder of its runs; those of an earlier verify-resume are removed [runs/NAME-verify]",
-    ),
-    settings(),
+    """
+    --workdir W: folder of its runs; those of an earlier verify-resume are removed
+        [runs/NAME-verify]
+    --rounds N (int = 20): how many kills
+    --seed S (int = 0): seed of the random steps at which the kills come
+    """,
+    SETTINGS,
     CACHE,
-    argument("--rounds", type=int, default=20, metavar="N", help="how many kills [20]"),
-    argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="seed of the random steps at which the kills come [0]",
-    ),
     codes={FAILED: "a run that was killed differs from one that was not, or failure"},
 )
 def verify_resume(args: argparse.Namespace) -> int:
@@ -73,7 +63,7 @@ def verify_resume(args: argparse.Namespace) -> int:
 @command(
     SAVED_EXPERIMENT,
     WORKDIR,
-    settings(),
+    SETTINGS,
     codes={FAILED: "a rule of the reference is broken, or failure"},
 )
 def conformance(args: argparse.Namespace) -> int:
@@ -89,10 +79,10 @@ command(conformance_command.add_instance_arguments, name="conformance instances"
 
 
 @command(
-    argument(
-        "--tokenizer", metavar="FILE_OR_FOLDER", required=True, help="vocab.txt, .model or folder"
-    ),
-    flag("--cased", "if --tokenizer is a file: do not lower-case"),
+    """
+    --tokenizer FILE_OR_FOLDER (required): vocab.txt, .model or folder
+    --cased: if --tokenizer is a file: do not lower-case
+    """
 )
 def tokenize(args: argparse.Namespace) -> int:
     """Lines of text from standard input to lines of ids."""
@@ -104,7 +94,7 @@ def tokenize(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-@command(argument("words", metavar="NAME ...", nargs="*", help="see bert-jax launch --help"))
+@command("[NAME...]: see bert-jax launch --help")
 def launch(args: argparse.Namespace) -> int:
     """Start a run in several processes, here or on rented machines."""
     from bert_jax.launch.__main__ import main as launch_main

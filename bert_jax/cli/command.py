@@ -2,7 +2,10 @@
 
 import argparse
 import dataclasses
+import keyword
+import re
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +19,13 @@ from bert_jax.errors import FAILED, FINISHED, STOPPED, InputError
 CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 
 T = typing.TypeVar("T", bound=Section)
-# Adds an argument to a command's parser.
-Argument = Callable[[argparse.ArgumentParser], Any]
+# What adds arguments to a command's parser, or declares them; see `add_arguments`.
+Argument = str | Callable[[argparse.ArgumentParser], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command: its function, what adds its arguments, and what else its help shows."""
+    """A command: its function, its arguments as they are declared, what else its help shows."""
 
     function: Callable[[argparse.Namespace], int]
     arguments: tuple[Argument, ...]
@@ -49,71 +52,80 @@ def command(
     return register
 
 
-def argument(*names: str, **options: Any) -> Argument:
-    """Declares an argument as `argparse` takes it."""
-    return lambda parser: parser.add_argument(*names, **options)
+_DECLARED = re.compile(
+    r"(?P<open>\[)?(?P<name>[\w-]+)(?: (?P<metavar>'[^']+'|[^\s(]\S*?))?(?P<many>\.{3})?\]?"
+    r"(?: \((?P<kind>[^)=]*?)(?: ?= (?P<default>[^)]*))?\))?: (?P<help>.*)"
+)
 
 
-def flag(name: str, help: str, **options: Any) -> Argument:
-    """Declares a flag that is given or not."""
-    return argument(name, action="store_true", help=help, **options)
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers as in -4,-3,-2,-1") from error
 
 
-def settings(of: str = "experiment", example: str = "phases.0.steps=100") -> Argument:
-    """Declares `--set`, for the fields of an experiment or of a task's file."""
-    return argument(
-        "--set",
-        metavar="FIELD=VALUE",
-        action="append",
-        default=[],
-        help=f"change a field of the {of}, e.g. {example}; may be repeated",
-    )
+_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "numbers": _numbers}
 
 
-EXPERIMENT = argument(
-    "experiment",
-    metavar="EXPERIMENT",
-    help="a .py file that defines experiment(), the name of one that is shipped (tiny, bert_base), "
-    "or a resolved config as .json",
-)
-SAVED_EXPERIMENT = argument(
-    "experiment",
-    metavar="EXPERIMENT",
-    nargs="?",
-    help="a .py file that defines experiment(), the name of one that is shipped (tiny, bert_base), "
-    "or a resolved config as .json; left out: the config saved in --workdir",
-)
-WORKDIR = argument("--workdir", metavar="W", help="where the run lives [runs/NAME]")
-CACHE = argument(
-    "--cache-dir",
-    metavar="D",
-    help="this machine's folder for compiled programs and for copies of corpora in buckets "
-    "[$BERT_JAX_CACHE_DIR, or bert_jax in the user's cache folder]",
-)
-CODE = argument(
-    "--code",
-    metavar="FILE",
-    help="the .py file of an experiment's own objective or encoder; it is run only if its hash is "
-    "the one that the config names",
-)
-CHECKPOINT = argument(
-    "--checkpoint",
-    default="newest",
-    metavar="STEP",
-    help="of a run: newest, best (by held-out loss), or a step [newest]",
-)
-TUNED_BASE = argument(
-    "--from",
-    dest="base",
-    metavar="BASE",
-    help="of a fine-tuned run: the folder of its base, if it was moved",
-)
-PRICE = argument(
-    "--price-per-chip-hour",
-    type=float,
-    metavar="X",
-    help="price of one chip for an hour, in any currency, to show costs",
-)
+def add_arguments(parser: argparse.ArgumentParser, declared: Argument) -> None:
+    """Adds arguments, each declared as it would stand in a manual.
+
+    `NAME: help` is a word, `[NAME]` one that may be left out, `--flag: help` a flag that is given
+    or not, `--flag VALUE: help` one with a value. `...` after it says that it may be repeated. In
+    parentheses follow a type, words to choose from, `required` or `several`; and `= DEFAULT`.
+    """
+    if not isinstance(declared, str):
+        return declared(parser)
+    for text in re.split(r"\n(?=\S)", textwrap.dedent(declared).strip()):
+        match = _DECLARED.fullmatch(" ".join(text.split()))
+        assert match is not None, text
+        name, metavar, kind, default = match.group("name", "metavar", "kind", "default")
+        options: dict[str, Any] = {"help": match["help"] + (f" [{default}]" if default else "")}
+        if kind == "yes or no":
+            options["action"] = argparse.BooleanOptionalAction
+        elif not name.startswith("--"):
+            name, options["metavar"] = name.lower(), name
+            nargs = {("[", None): "?", ("[", "..."): "*", (None, "..."): "+"}
+            options["nargs"] = nargs.get(match.group("open", "many"))
+        elif metavar is None and not kind:
+            options["action"] = "store_true"
+        else:
+            options |= {"metavar": metavar, "default": default, "type": _TYPES.get(kind or "")}
+            if match["many"]:
+                options |= {"action": "append", "default": []}
+            if (metavar or "").startswith("["):
+                options |= {"metavar": metavar.strip("[]"), "nargs": "?", "const": ""}
+            if keyword.iskeyword(name[2:]):  # no name of an attribute
+                options["dest"] = (metavar or "kind").lower()
+        if kind == "required":
+            options["required"] = True
+        elif kind == "several":
+            options |= {"nargs": "+", "default": []}
+        elif kind and "|" in kind:
+            options["choices"] = kind.split(" | ")
+        parser.add_argument(name, **options)
+
+
+SET = "--set FIELD=VALUE...: change a field of the {}, e.g. {}; may be repeated"
+SETTINGS = SET.format("experiment", "phases.0.steps=100")
+EXPERIMENT = """
+EXPERIMENT: a .py file that defines experiment(), the name of one that is shipped (tiny, bert_base),
+    or a resolved config as .json"""
+SAVED_EXPERIMENT = """
+[EXPERIMENT]: a .py file that defines experiment(), the name of one that is shipped (tiny,
+    bert_base), or a resolved config as .json; left out: the config saved in --workdir"""
+WORKDIR = "--workdir W: where the run lives [runs/NAME]"
+CACHE = """
+--cache-dir D: this machine's folder for compiled programs and for copies of corpora in buckets
+    [$BERT_JAX_CACHE_DIR, or bert_jax in the user's cache folder]"""
+CODE = """
+--code FILE: the .py file of an experiment's own objective or encoder; it is run only if its hash is
+    the one that the config names"""
+CHECKPOINT = "--checkpoint STEP (= newest): of a run: newest, best (by held-out loss), or a step"
+TUNED_BASE = "--from BASE: of a fine-tuned run: the folder of its base, if it was moved"
+PRICE = """
+--price-per-chip-hour X (float): price of one chip for an hour, in any currency, to show costs"""
 
 
 # --- what commands share ---
@@ -146,8 +158,42 @@ def workdir_of(args: argparse.Namespace, experiment: Experiment, access: Literal
     return mirror.opened(root, experiment.run.corpus_dir, access)
 
 
+def require_run(place: str) -> None:
+    """Raises InputError if no run and no base lies in a folder, before jax is loaded to read it."""
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning, load_experiment
+
+    if "://" not in place:  # a bucket is asked once
+        run = mirror.opened(place)
+        if not (run.root / "base.json").exists() and not holds_finetuning(run):
+            load_experiment(run)
+
+
+def is_finetuned(args: argparse.Namespace, *others: str, tuned: tuple[str, ...] = ("base",)):
+    """Returns whether --workdir has a fine-tuned run; refuses flags of what it has not.
+
+    Args:
+      args: of the command.
+      others: flags that no fine-tuned run takes.
+      tuned: those that only such a run takes.
+    """
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning
+
+    require_run(args.workdir)
+    is_tuned = holds_finetuning(mirror.opened(args.workdir))
+    for name in others if is_tuned else tuned:
+        value = getattr(args, name)
+        if value is not None and value is not False and value != []:
+            flag, runs = name.replace("base", "from"), "no" if is_tuned else "only a"
+            why = f"{runs} fine-tuned run takes this; leave it out"
+            raise InputError(f"--{flag}: {args.workdir}: {why}")
+    return is_tuned
+
+
 def trained_of(args: argparse.Namespace):
     """Returns the model of the run or base in --workdir, as --checkpoint names it."""
+    require_run(args.workdir)
     from etils import epath
 
     from bert_jax.loaded import Loaded

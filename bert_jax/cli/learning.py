@@ -11,14 +11,13 @@ from bert_jax.cli.command import (
     CODES,
     EXPERIMENT,
     SAVED_EXPERIMENT,
+    SET,
+    SETTINGS,
     WORKDIR,
-    argument,
     command,
     experiment_of,
-    flag,
     saved_experiment,
     say,
-    settings,
     workdir_of,
 )
 from bert_jax.config import Experiment, Finetuning, Kind
@@ -28,22 +27,14 @@ from bert_jax.errors import FINISHED, InputError
 @command(
     EXPERIMENT,
     WORKDIR,
-    settings(),
+    SETTINGS,
     CACHE,
-    flag("--verify", "check every file of the prepared corpus against its hash"),
-    argument(
-        "--workers",
-        type=int,
-        default=system.cores(),
-        metavar="N",
-        help="processes that do the work; any number makes the same corpus [all cores]",
-    ),
-    argument(
-        "--beam",
-        metavar="'RUNNER OPTIONS'",
-        help="do the work with Apache Beam, e.g. 'DataflowRunner --project=P --region=R "
-        "--temp_location=gs://B/tmp' (the [beam] extra)",
-    ),
+    """
+    --verify: check every file of the prepared corpus against its hash
+    --workers N (int): processes that do the work; any number makes the same corpus [all cores]
+    --beam 'RUNNER OPTIONS': do the work with Apache Beam, e.g. 'DataflowRunner --project=P
+        --region=R --temp_location=gs://B/tmp' (the [beam] extra)
+    """,
 )
 def prepare(args: argparse.Namespace) -> int:
     """Make the corpus: tokenizer, ids, splits."""
@@ -51,14 +42,15 @@ def prepare(args: argparse.Namespace) -> int:
     from bert_jax.data import corpus
 
     workdir.require_ours()
-    if args.workers < 1:
+    workers = system.cores() if args.workers is None else args.workers
+    if workers < 1:
         raise InputError(f"--workers {args.workers}: must be at least 1")
     manifest = corpus.prepare(
         experiment.corpus,
         experiment.model.vocab_size,
         workdir.corpus,
         say,
-        args.workers,
+        workers,
         args.beam,
     )
     corpus.require_rows(workdir.corpus, experiment)
@@ -74,25 +66,16 @@ def prepare(args: argparse.Namespace) -> int:
     CODE,
     SAVED_EXPERIMENT,
     WORKDIR,
-    settings(),
+    SETTINGS,
     CACHE,
-    flag(
-        "--extend",
-        "go on beyond the end, with more phases.N.steps in the last phase; the learning-rate "
-        "schedule changes",
-    ),
-    argument(
-        "--decay-from",
-        metavar="RUN/checkpoints/STEP",
-        help="begin with this checkpoint of another run (optimizer.schedule=wsd), in a new "
-        "--workdir, and do the optimizer.decay_steps after it",
-    ),
-    argument(
-        "--fork",
-        metavar="RUN/checkpoints/STEP",
-        help="begin with this checkpoint of another run, in a new --workdir, with any settings but "
-        "the model's and the vocabulary's",
-    ),
+    """
+    --extend: go on beyond the end, with more phases.N.steps in the last phase; the learning-rate
+        schedule changes
+    --decay-from RUN/checkpoints/STEP: begin with this checkpoint of another run
+        (optimizer.schedule=wsd), in a new --workdir, and do the optimizer.decay_steps after it
+    --fork RUN/checkpoints/STEP: begin with this checkpoint of another run, in a new --workdir, with
+        any settings but the model's and the vocabulary's
+    """,
     fields=Experiment,
     codes=errors.CODES_OF_RUNS,
 )
@@ -136,8 +119,10 @@ def _pretraining(args: argparse.Namespace):
 
 
 @command(
-    argument("table", metavar="TABLE", help="a .py file that defines table()"),
-    argument("--workdir", metavar="W", help="where its runs and results live [runs/NAME]"),
+    """
+    TABLE: a .py file that defines table()
+    --workdir W: where its runs and results live [runs/NAME]
+    """,
     CACHE,
     codes=errors.CODES_OF_RUNS,
 )
@@ -163,57 +148,30 @@ def compare(args: argparse.Namespace) -> int:
 
 @command(
     CODE,
-    argument(
-        "task",
-        metavar="TASKFILE",
-        nargs="?",
-        help="a .py file whose experiment() gives a Finetuning, or a resolved config as .json; "
-        "left out: the task that --kind, --train and the flags after them describe",
-    ),
-    argument("--kind", choices=typing.get_args(Kind), help="instead of a TASKFILE: kind of task"),
-    argument(
-        "--train",
-        metavar="FILE",
-        action="append",
-        help="examples to learn from: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source as "
-        "task.train has it; may be repeated",
-    ),
-    argument("--validation", metavar="FILE", action="append", help="examples to score on"),
-    argument(
-        "--text", metavar="COLUMN", help="column of the text, or of the first of two [sentence]"
-    ),
-    argument(
-        "--second", metavar="COLUMN", help="column of the second text of a pair or a regression"
-    ),
-    argument("--label", metavar="COLUMN", help="column of the answer [label]"),
-    argument(
-        "--from",
-        dest="base",
-        metavar="BASE",
-        help="the base or run whose encoder is adapted; left out: the config's init_from",
-    ),
-    argument(
-        "--workdir",
-        metavar="W",
-        help="where the run lives [runs/NAME], or those of a sweep [runs/NAME-sweep]",
-    ),
-    settings("TASKFILE", "optimizer.peak_learning_rate=2e-5"),
+    f"""
+    [TASKFILE]: a .py file whose experiment() gives a Finetuning, or a resolved config as .json;
+        left out: the task that --kind, --train and the flags after them describe
+    --kind ({" | ".join(typing.get_args(Kind))}): instead of a TASKFILE: kind of task
+    --train FILE...: examples to learn from: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source
+        as task.train has it; may be repeated
+    --validation FILE...: examples to score on
+    --text COLUMN: column of the text, or of the first of two [sentence]
+    --second COLUMN: column of the second text of a pair or a regression
+    --label COLUMN: column of the answer [label]
+    --from BASE: the base or run whose encoder is adapted; left out: the config's init_from
+    --workdir W: where the run lives [runs/NAME], or those of a sweep [runs/NAME-sweep]
+    --sweep FIELD=V1,V2...: do a run for each value, e.g. seed=1,2,3, one after the other; repeated,
+        for each combination of values; prints means over seeds
+    """,
+    SET.format("TASKFILE", "optimizer.peak_learning_rate=2e-5"),
     CACHE,
-    argument(
-        "--sweep",
-        metavar="FIELD=V1,V2",
-        action="append",
-        default=[],
-        help="do a run for each value, e.g. seed=1,2,3, one after the other; repeated, for each "
-        "combination of values; prints means over seeds",
-    ),
     fields=Finetuning,
     codes=errors.CODES_OF_RUNS,
 )
 def finetune(args: argparse.Namespace) -> int:
     """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
     system.use_one_memory_pool()
-    if args.sweep and args.task is None:
+    if args.sweep and args.taskfile is None:
         raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
     experiment, origin = (None, None) if args.sweep else _finetuning(args)
     from bert_jax.compare import sweep
@@ -222,7 +180,7 @@ def finetune(args: argparse.Namespace) -> int:
 
     progress = Progress(LineConsole())
     if experiment is None:
-        of = sweep.members(args.task, args.set, args.sweep)
+        of = sweep.members(args.taskfile, args.set, args.sweep)
         return CODES[sweep.run(of, args.base, args.workdir, progress)]
     for note in config.notes(experiment):
         progress.say(note)
@@ -236,13 +194,13 @@ def _finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | 
     """
     names = ("kind", "train", "validation", "text", "second", "label")
     described = {f"--{name}": getattr(args, name) for name in names}
-    described = {flag: value for flag, value in described.items() if value is not None}
-    if args.task is not None and described:
+    described = {flag: value for flag, value in described.items() if value not in (None, [])}
+    if args.taskfile is not None and described:
         raise InputError(
-            f"{next(iter(described))}: {args.task} sets this already; change it with --set"
+            f"{next(iter(described))}: {args.taskfile} sets this already; change it with --set"
         )
-    if args.task is not None:
-        return config.load_with_origin(args.task, args.set, Finetuning)
+    if args.taskfile is not None:
+        return config.load_with_origin(args.taskfile, args.set, Finetuning)
     if described or not args.workdir:
         return config.finetuning_of(described, args.workdir, args.set)
     return saved_experiment(args, Finetuning), None

@@ -14,14 +14,13 @@ from bert_jax.cli.command import (
     CODE,
     PRICE,
     SAVED_EXPERIMENT,
+    SETTINGS,
     WORKDIR,
-    argument,
     command,
     experiment_of,
-    flag,
+    require_run,
     saved_experiment,
     say,
-    settings,
     trained_of,
 )
 from bert_jax.config import Finetuning, Parallelism, explain
@@ -32,22 +31,17 @@ from bert_jax.errors import FAILED, FINISHED, InputError
     CODE,
     SAVED_EXPERIMENT,
     WORKDIR,
-    settings(),
+    SETTINGS,
     CACHE,
     CHECKPOINT,
-    argument(
-        "--task",
-        dest="tasks",
-        metavar="TASKFILE",
-        action="append",
-        default=[],
-        help="instead score the run or base in --workdir on this task: on minimal pairs as it is, "
-        "on others with a linear layer trained on its vectors; may be repeated",
-    ),
+    """
+    --task TASKFILE...: instead score the run or base in --workdir on this task: on minimal pairs as
+        it is, on others with a linear layer trained on its vectors; may be repeated
+    """,
 )
 def evaluate(args: argparse.Namespace) -> int:
     """Score a checkpoint on held-out text, or on minimal pairs and other tasks."""
-    if args.tasks:
+    if args.task:
         return _evaluate_tasks(args)
     experiment, workdir = experiment_of(args)
     from bert_jax.loaded import load_params
@@ -78,9 +72,10 @@ def evaluate(args: argparse.Namespace) -> int:
 def _evaluate_tasks(args: argparse.Namespace) -> int:
     if args.experiment is not None or args.set or not args.workdir:
         raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
+    require_run(args.workdir)
     from bert_jax.tasks import minimal_pairs, probes
 
-    asked = probes.Probes(args.tasks, pairs=None, where="--task")
+    asked = probes.Probes(args.task, pairs=None, where="--task")
     trained = trained_of(args)
     answer = probes.of_trained(asked, trained)
     for name, score in answer["scores"].items():
@@ -96,19 +91,15 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
 
 
 @command(
-    argument("--workdir", metavar="W", required=True, help="a run or a base"),
+    "--workdir W (required): a run or a base",
     CACHE,
     CHECKPOINT,
     CODE,
-    argument(
-        "--tasks",
-        metavar="TASKFILE",
-        nargs="+",
-        default=[],
-        help="tasks to score each layer on: labels of texts, pairs or words with a linear layer "
-        "trained on its vectors, similarities by their cosine",
-    ),
-    argument("--attention", metavar="TEXT", help="draw where each head looks in this text"),
+    """
+    --tasks TASKFILE (several): tasks to score each layer on: labels of texts, pairs or words with a
+        linear layer trained on its vectors, similarities by their cosine
+    --attention TEXT: draw where each head looks in this text
+    """,
 )
 def layers(args: argparse.Namespace) -> int:
     """Show what each layer knows of some tasks, and where its heads look; writes W/layers.html."""
@@ -116,6 +107,7 @@ def layers(args: argparse.Namespace) -> int:
         raise InputError("layers: name --tasks, --attention, or both")
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
+    require_run(args.workdir)
     from bert_jax.report import layers as page
     from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
     from bert_jax.tasks import layers as layers_lib
@@ -146,16 +138,12 @@ def layers(args: argparse.Namespace) -> int:
 @command(
     SAVED_EXPERIMENT,
     WORKDIR,
-    settings(),
+    SETTINGS,
     CACHE,
-    argument(
-        "--step",
-        type=int,
-        default=0,
-        metavar="N",
-        help="show the batch that comes after N steps [0]",
-    ),
-    argument("--rows", type=int, default=4, metavar="K", help="rows to show [4]"),
+    """
+    --step N (int = 0): show the batch that comes after N steps
+    --rows K (int = 4): rows to show
+    """,
 )
 def show(args: argparse.Namespace) -> int:
     """Decode the batch of a step: text, masks, labels."""
@@ -202,14 +190,11 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
 @command(
     SAVED_EXPERIMENT,
     WORKDIR,
-    settings(),
-    argument(
-        "--explain",
-        metavar="FIELD",
-        nargs="?",
-        const="",
-        help="instead explain a field, a section, or all of them: type, default, choices, meaning",
-    ),
+    SETTINGS,
+    """
+    --explain [FIELD]: instead explain a field, a section, or all of them: type, default, choices,
+        meaning
+    """,
     name="config",
 )
 def config_(args: argparse.Namespace) -> int:
@@ -222,49 +207,26 @@ def config_(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def _plan_mode(parser: argparse.ArgumentParser) -> None:
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--search",
-        dest="mode",
-        action="store_const",
-        const="search",
-        default="plan",
-        help="also try settings of sharding, remat and accumulation on each slice, and rank them",
-    )
-    mode.add_argument(
-        "--scaling",
-        dest="mode",
-        action="store_const",
-        const="scaling",
-        help="instead compare slices with as many rows on each chip as on the first slice",
-    )
-
-
 @command(
     CODE,
     SAVED_EXPERIMENT,
     WORKDIR,
-    settings(),
+    SETTINGS,
     CACHE,
-    argument(
-        "--topology",
-        metavar="SLICES",
-        required=True,
-        help="TPU slices to plan for, separated by commas: v5e:8x8,v3:4x4",
-    ),
-    argument(
-        "--out",
-        metavar="FILE",
-        help="file to write the plan to, as JSON [W/plan.json if --workdir is given]",
-    ),
+    """
+    --topology SLICES (required): TPU slices to plan for, separated by commas: v5e:8x8,v3:4x4
+    --out FILE: file to write the plan to, as JSON [W/plan.json if --workdir is given]
+    --search: also try settings of sharding, remat and accumulation on each slice, and rank them
+    --scaling: instead compare slices with as many rows on each chip as on the first slice
+    """,
     PRICE,
-    _plan_mode,
 )
 def plan(args: argparse.Namespace) -> int:
     """Compile the steps for TPU pods nobody has booked: what fits, how fast, at what cost."""
     experiment, workdir = experiment_of(args, "write")
     price = _price(args)
+    if args.search and args.scaling:
+        raise InputError("--search: not with --scaling; name one of the two")
     if args.workdir and args.out:
         raise InputError("--out: the plan goes into --workdir; name one of the two")
     if args.workdir:
@@ -276,7 +238,7 @@ def plan(args: argparse.Namespace) -> int:
     report.plan_and_write(
         experiment,
         topology.parse_list(args.topology),
-        args.mode,
+        "search" if args.search else "scaling" if args.scaling else "plan",
         price,
         workdir.named / "plan.json" if args.workdir else epath.Path(args.out) if args.out else None,
         say,
@@ -285,31 +247,25 @@ def plan(args: argparse.Namespace) -> int:
 
 
 @command(
-    argument("workdirs", metavar="W", nargs="+", help="a run; several are compared"),
+    "RUN...: the workdir of a run; several are compared",
     CACHE,
-    argument(
-        "--out",
-        metavar="FILE",
-        help="the page to write [W/report.html; of several runs comparison.html]",
-    ),
-    flag("--follow", "write the page again and again while a run goes on"),
-    argument(
-        "--every",
-        type=int,
-        default=20,
-        metavar="S",
-        help="with --follow: seconds between writes [20]",
-    ),
+    """
+    --out FILE: the page to write [W/report.html; of several runs comparison.html]
+    --follow: write the page again and again while a run goes on
+    --every S (int = 20): with --follow: seconds between writes
+    """,
     PRICE,
 )
 def report(args: argparse.Namespace) -> int:
     """Write one HTML page about a run, or about several compared."""
-    from bert_jax.report import page
-
     if args.every < 1:
         raise InputError(f"--every {args.every}: must be at least 1")
+    for run in args.run:
+        require_run(run)
+    from bert_jax.report import page
+
     page.write(
-        args.workdirs,
+        args.run,
         args.out,
         args.every if args.follow else None,
         say,
@@ -327,17 +283,20 @@ def _price(args: argparse.Namespace) -> float | None:
 
 
 @command(
-    argument("workdir", metavar="W", help="a run"),
-    flag("--verify", "read them all, and compare them with their checksums"),
+    """
+    RUN: the workdir of a run
+    --verify: read them all, and compare them with their checksums
+    """,
     codes={FAILED: "failure; with --verify, a checkpoint is damaged"},
 )
 def checkpoints(args: argparse.Namespace) -> int:
     """List a run's checkpoints: steps, sizes, held-out losses."""
+    require_run(args.run)
     from etils import epath
 
     from bert_jax.training import checkpoint
 
-    folder = epath.Path(args.workdir)
+    folder = epath.Path(args.run)
     for line in checkpoint.listing(folder):
         say(line)
     damaged = 0
