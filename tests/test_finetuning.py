@@ -3,7 +3,7 @@
 import pytest
 
 from bert_jax import config
-from bert_jax.config import SOURCES, Finetuning, Task
+from bert_jax.config import SOURCES, Task
 from bert_jax.errors import InputError
 
 KINDS = {
@@ -101,50 +101,6 @@ def test_a_task_is_described_by_flags_alone():
             config.finetuning_of(wrong, None, [])
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "names"),
-    [
-        ("pair", {"second_column": ""}, "task.second_column='' pair"),
-        ("pair", {"text_column": "premise", "second_column": ""}, "second_column hypothesis"),
-        ("regress", {"second_column": ""}, "task.second_column=''"),
-        ("classify", {"second_column": "b"}, "task.second_column='b'"),
-        ("choice", {"choice_columns": ("b",)}, "task.choice_columns=('b',)"),
-        ("classify", {"choice_columns": ("b", "c")}, "task.choice_columns"),
-        ("classify", {"field_column": "b"}, "task.field_column='b'"),
-        ("pair", {"second_column": "sentence"}, "task.text_column 'sentence'"),
-        ("pair", {"second_column": "label"}, "task.text_column 'label'"),
-        ("classify", {"text_column": ""}, "task.text_column ''"),
-        ("classify", {"labels": ("a", "a")}, "task.labels"),
-        ("classify", {"labels": ("a",)}, "task.labels"),
-        ("classify", {"labels": ("a", "b ")}, "task.labels"),
-        ("classify", {"labels": ("a", "")}, "task.labels"),
-        ("choice", {"labels": ("A", "B", "C")}, "task.labels 2"),
-        ("regress", {"labels": ("a", "b")}, "task.labels task.kind=regress"),
-        ("span", {"labels": ("a", "b")}, "task.labels task.kind=span"),
-        ("span", {"blank_cells": "skip"}, "task.blank_cells task.kind=span"),
-        ("tag", {"score": "f1"}, "task.score='f1' entity_f1"),
-        ("classify", {"train": ()}, "task.train=()"),
-        ("classify", {"validation": ()}, "task.validation=()"),
-        ("classify", {"max_sequence_length": 7}, "task.max_sequence_length=7"),
-        ("span", {"document_stride": 0}, "task.document_stride=0"),
-        (
-            "span",
-            {"max_sequence_length": 67, "document_stride": 1},
-            "task.max_query_length=64 task.max_sequence_length=67",
-        ),
-        (
-            "span",
-            {"max_sequence_length": 128},
-            "task.document_stride=128 task.max_sequence_length=128 61",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused_by_name(kind, settings, names):
-    with pytest.raises(InputError) as caught:
-        task(kind, **settings)
-    assert not [name for name in names.split() if name not in str(caught.value)]
-
-
 def test_windows_may_lie_side_by_side():
     """Of 68 ids [CLS], 64 of a question and two [SEP] leave one; of 194 they leave 127."""
     assert task("span", max_sequence_length=68, document_stride=1)
@@ -158,24 +114,3 @@ def test_windows_may_lie_side_by_side():
 def test_the_first_score_of_a_kind_decides_unless_another_is_named():
     assert task("regress").main_score == "spearman"
     assert task("regress", score="pearson").main_score == "pearson"
-
-
-@pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        ("optimizer.warmup_steps=5", "optimizer.warmup_steps=5 warmup_share"),
-        ("optimizer.schedule=wsd", "optimizer.schedule='wsd'"),
-        ("optimizer.clip=per_replica", "optimizer.clip='per_replica'"),
-        ("adapt.how=lora optimizer.layer_decay=0.9", "optimizer.layer_decay=0.9 lora"),
-        ("adapt.features=last", "adapt.features='last' task.kind=classify"),
-        ("run.probes=classify.py", "run.probes"),
-        ("run.watch=a", "run.watch"),
-        ("run.corpus_dir=there", "run.corpus_dir"),
-        ("parallelism.accumulation=3", "parallelism.accumulation=(3,) batch_size=32"),
-        ("adapt.lora_targets=query,pooler", "adapt.lora_targets 'pooler'"),
-    ],
-)
-def test_settings_of_a_fine_tuning_that_cannot_be_are_refused(settings, names):
-    with pytest.raises(InputError) as caught:
-        config.override(Finetuning(name="a", task=task()), settings.split())
-    assert not [name for name in names.split() if name not in str(caught.value)]

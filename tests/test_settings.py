@@ -9,7 +9,6 @@ import pytest
 
 from bert_jax import cli, config
 from bert_jax.config import explain
-from bert_jax.errors import InputError
 
 ROOT = pathlib.Path(__file__).parents[1]
 KINDS = (config.Experiment, config.Finetuning)
@@ -75,24 +74,6 @@ def test_defaults_are_as_set_takes_them():
     assert settled.run == config.Run()
 
 
-@pytest.mark.parametrize(
-    ("setting", "near"),
-    [
-        ("lr=1e-4", "optimizer.peak_learning_rate"),
-        ("hiden_size=8", "model.hidden_size"),
-        ("mesh.tensor=2", "parallelism.tensor"),
-        ("batch_size=8", "phases.0.batch_size"),
-        ("phases=3", "phases.0.steps"),
-        ("xyzzy=1", "`bert-jax config --explain` lists all"),
-    ],
-)
-def test_the_nearest_field_of_any_section_is_named(setting, near):
-    experiment = config.load(str(ROOT / "experiments" / "tiny.py"))
-    with pytest.raises(InputError) as caught:
-        config.override(experiment, [setting])
-    assert setting in str(caught.value) and near in str(caught.value)
-
-
 def test_a_field_a_section_or_all_are_explained(capsys):
     assert cli.main(["config", "--explain", "optimizer.eps"]) == 0
     assert capsys.readouterr().out.startswith("optimizer.eps: a number; default 1e-06\n    ")
@@ -103,10 +84,3 @@ def test_a_field_a_section_or_all_are_explained(capsys):
     assert not [path for kind in KINDS for path in leaves(kind) if f"{path}: " not in text]
     assert cli.main(["config", "--explain", "optimizer.epsilon"]) == 2
     assert "did you mean optimizer.eps" in capsys.readouterr().err
-
-
-def test_a_mistyped_command_names_the_nearest(capsys):
-    assert cli.main(["pretrian", "experiments/tiny.py"]) == 2
-    assert (
-        capsys.readouterr().err == "bert-jax: pretrian: no such command; did you mean pretrain?\n"
-    )

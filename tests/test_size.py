@@ -41,7 +41,7 @@ SLACK = 30
 SHORTEST, LONGEST = 60, 450
 TOO_LONG = {
     "bert_jax/serve.py": 576,
-    "bert_jax/config/pretraining.py": 757,
+    "bert_jax/config/pretraining.py": 730,
     "bert_jax/data/corpus.py": 483,
     "bert_jax/data/parts.py": 468,
     "bert_jax/data/plans.py": 516,
@@ -63,7 +63,6 @@ TOO_LONG = {
     "tests/data/test_corpus.py": 646,
     "tests/tasks/test_serve.py": 589,
     "tests/test_bucket.py": 452,
-    "tests/test_cli.py": 452,
     "tests/training/test_checkpoint.py": 506,
 }
 TOO_SHORT = {

@@ -107,6 +107,7 @@ def _pretraining(args: argparse.Namespace):
         raise InputError("--decay-from, --fork: need a --workdir, no --extend, and not each other")
     if args.experiment is not None and not others:
         return *config.load_with_origin(args.experiment, args.set), None
+    experiment = None if others else saved_experiment(args, Experiment)
     from bert_jax.storage import mirror
     from bert_jax.training import branch
 
@@ -115,7 +116,7 @@ def _pretraining(args: argparse.Namespace):
         return experiment, None, begins
     if args.fork is not None:
         return branch.forked(args.fork, args.experiment, args.set, mirror.opened(args.workdir))
-    return saved_experiment(args, Experiment), None, branch.begun(mirror.opened(args.workdir))
+    return experiment, None, branch.begun(mirror.opened(args.workdir))
 
 
 @command(

@@ -1,0 +1,233 @@
+"""What cannot be is refused in one line that names the setting or the file at fault."""
+
+import pytest
+from broken import call
+
+from bert_jax import config
+from bert_jax.config import Corpus, Experiment, Finetuning, Phase, Task
+
+PRETRAINING = Experiment(
+    name="x",
+    corpus=Corpus(sources=("text:a", "jsonl:b")),
+    phases=(
+        Phase(steps=90_000, sequence_length=128, max_predictions_per_seq=20),
+        Phase(steps=10_000, sequence_length=512, max_predictions_per_seq=77),
+    ),
+)
+TASK = Task(kind="classify", train=("tsv:a",), validation=("tsv:b",))
+
+_CAUSAL = "data.objective=causal data.eval_max_predictions_per_seq=127"
+_LEFT = f"{_CAUSAL} model.direction=left_to_right"
+_ELMO = "data.objective=bidirectional_lm data.eval_max_predictions_per_seq=126"
+_BILSTM = f"{_ELMO} model.kind=bilstm model.num_attention_heads=1"
+_MODERN = "model.kind=modern model.num_hidden_layers=13"
+_CLIP = "optimizer.clip=per_replica optimizer.reference_replicas=32"
+_CHOICE = "task.kind=choice task.choice_columns=b,c"
+_SPAN = "task.kind=span task.train=squad:a task.validation=squad:b"
+
+# Settings, and what the line names where it is not the last of them.
+OF_PRETRAINING = f"""
+model.hiden_size=3 -> model.hidden_size
+modle.hidden_size=3 -> modle
+lr=1e-4 -> optimizer.peak_learning_rate
+mesh.tensor=2 -> parallelism.tensor
+batch_size=8 -> phases.0.batch_size
+model=3
+model.hidden_size -> FIELD=VALUE
+model.hidden_size=x
+model.hidden_size=1.5
+model.hidden_size=1.5e0
+model.hidden_size=1e999
+model.hidden_size=1{"0" * 40}
+model.hidden_size.deep=3
+phases.2.steps=1
+phases.-1.steps=1
+phases=[] -> phases.0.steps
+phases.1.steps=0
+phases.0.steps=17000000
+phases.0.predictions_per_row=9
+phases.0.max_predictions_per_seq=128
+phases.0.global_rotary_base=1
+model.vocab_size=5
+model.max_position_embeddings=7
+model.num_attention_heads=7
+model.type_vocab_size=1
+model.max_position_embeddings=256 -> phases.1.sequence_length=512
+model.hidden_act=relu -> gelu_tanh
+model.hidden_dropout_prob=1.0
+model.hidden_dropout_prob=0.001
+model.initializer_range=0
+data.masked_lm_prob=0.3 -> phases.0.max_predictions_per_seq=20
+data.final_masked_lm_prob=0.16 -> phases.1.max_predictions_per_seq=77
+data.dupe_factor=2 data.final_masked_lm_prob=0.1
+data.mask_share=1.1
+data.mask_share=0.95 -> data.random_share=0.1
+data.objective=mlm data.packing=pairs
+data.packing=rows
+data.attention=per_document
+corpus.mixture=1,1 data.packing=pairs
+data.objective=causal -> data.eval_max_predictions_per_seq=20
+{_CAUSAL} -> model.direction
+model.direction=left_to_right
+{_LEFT} -> phases.0.max_predictions_per_seq=20
+{_LEFT} run.watch=a[MASK]
+{_ELMO} -> model.kind
+model.kind=bilstm -> model.num_attention_heads=12
+model.num_attention_heads=1 model.kind=bilstm
+{_BILSTM} -> phases.0.max_predictions_per_seq=20
+{_BILSTM} data.eval_max_predictions_per_seq=127
+{_BILSTM} parallelism.tensor=2
+{_BILSTM} data.attention=per_document
+{_BILSTM} data.packing=pairs
+{_BILSTM} run.watch=a[MASK]
+{_BILSTM} model.direction=left_to_right
+{_BILSTM} model.initialization=scaled
+{_BILSTM} model.hidden_size=767
+model.kind=modern -> model.num_hidden_layers=12
+{_MODERN} model.local_window=1024
+{_MODERN} model.max_position_embeddings=1024 model.local_window=514
+{_MODERN} model.num_attention_heads=256
+{_MODERN} model.local_window=7
+{_MODERN} model.global_every=1 model.local_window=64
+{_MODERN} model.global_every=0
+{_MODERN} model.global_rotary_base=1
+{_MODERN} model.type_vocab_size=3
+optimizer.name=sgd -> stable_adamw
+optimizer.eps=nan
+optimizer.eps=0
+optimizer.bad_steps_in_a_row=64
+optimizer.warmup_steps=200000
+phases.0.steps=60 phases.1.steps=1 -> optimizer.warmup_steps=6
+optimizer.schedule=wsd optimizer.decay_steps=90001
+{_CLIP} parallelism.accumulation=4
+{_CLIP} parallelism.state=zero3
+{_CLIP} optimizer.reference_replicas=3
+parallelism.accumulation=3 -> phases.0.batch_size=256
+parallelism.accumulation=1,1,1
+parallelism.accumulation=
+run.profile_steps=10
+run.profile_steps=10,10
+run.profile_steps=-1,10
+run.profile_steps=1,2,3
+run.profile_steps=0,101
+run.profile_steps=1,x
+run.keep_checkpoints=1
+run.trackers=aim -> wandb
+corpus.mixture=1
+corpus.sources=novel:a
+corpus.encoding=utf-99
+corpus.language=xx
+corpus.document_starts=(
+corpus.text_field=a,b,c
+corpus.validation_share=0
+seed=-1
+name=a/b
+name={"x" * 300}
+"""
+OF_FINETUNING = f"""
+task.kind=pair -> task.second_column
+task.kind=pair task.text_column=premise -> hypothesis
+task.kind=regress -> task.second_column
+task.second_column=b
+task.choice_columns=b,c
+task.kind=choice task.choice_columns=b
+{_CHOICE} task.labels=A,B,C
+task.field_column=b
+task.kind=pair task.second_column=sentence -> task.text_column
+task.kind=pair task.second_column=label -> task.text_column
+task.text_column=
+task.labels=a,a
+task.labels=a
+task.labels=["a",""]
+task.kind=regress task.second_column=b task.labels=a,b
+{_SPAN} task.labels=a,b
+{_SPAN} task.blank_cells=skip
+{_SPAN} task.document_stride=0
+{_SPAN} -> task.document_stride
+{_SPAN} task.document_stride=1 task.max_sequence_length=67 -> task.max_query_length
+task.kind=tag task.score=f1 -> task.train
+task.score=bleu
+task.train=
+task.validation=
+task.max_sequence_length=7
+optimizer.warmup_steps=5
+optimizer.schedule=wsd
+optimizer.clip=per_replica
+adapt.how=lora optimizer.layer_decay=0.9
+adapt.features=last
+adapt.lora_targets=query,pooler
+run.probes=classify.py
+run.watch=a
+run.corpus_dir=there
+parallelism.accumulation=3
+"""
+COMMANDS = """
+pretrain none.py -> none.py
+pretrain setup.cfg -> setup.cfg
+pretrain -> EXPERIMENT
+config -> EXPERIMENT
+config tiny --explain optimizer.epsilon -> optimizer.eps
+config tiny --set model.width=3 -> model.width
+evaluate -> --workdir
+evaluate --workdir nowhere -> nowhere
+evaluate --workdir nowhere --task x.py -> nowhere
+predict --workdir nowhere x -> nowhere
+embed --workdir nowhere --out a.npz --layers -4,-3 -> nowhere
+embed --workdir nowhere --out a.npz --layers -4,x -> --layers
+embed -> --workdir
+serve --workdir nowhere -> nowhere
+export --workdir nowhere --out a -> nowhere
+layers --workdir nowhere --attention a -> nowhere
+layers --workdir nowhere -> --attention
+report nowhere -> nowhere
+checkpoints nowhere -> nowhere
+finetune -> --kind
+tokenize --tokenizer nowhere -> nowhere
+doctor nowhere -> nowhere
+doctor experiments --set seed=1 -> --set
+plan tiny --topology v5e:8x8 --search --scaling -> --search
+pretrain tiny --stps 3 -> --stps
+show tiny --step x -> --step
+show tiny --rows 0 -> --rows
+predict wa -> --workdir
+pretrian tiny -> pretrain
+"""
+
+
+def rows(table):
+    return [line for line in table.splitlines() if line]
+
+
+def is_refused(command, name):
+    code, err = call(command)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert name in err and err.startswith("bert-jax: ") and err[:-1].isprintable()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Both kinds of experiment, as JSON."""
+    folder = tmp_path_factory.mktemp("refusals")
+    for experiment in (PRETRAINING, Finetuning(name="x", task=TASK)):
+        (folder / f"{experiment.label}.json").write_text(config.to_json(experiment))
+    return folder
+
+
+@pytest.mark.parametrize("command", rows(COMMANDS))
+def test_a_command_that_cannot_be_is_refused(command):
+    words, _, name = command.partition(" -> ")
+    is_refused(words, name)
+
+
+@pytest.mark.parametrize(
+    ("command", "row"),
+    [
+        *(("config {}/experiment.json", row) for row in rows(OF_PRETRAINING)),
+        *(("finetune {}/finetuning.json", row) for row in rows(OF_FINETUNING)),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(command, row, files):
+    settings, _, name = row.partition(" -> ")
+    words = settings.split()
+    flags = [word for setting in words for word in ("--set", setting)]
+    is_refused([*command.format(files).split(), *flags], name or words[-1].partition("=")[0])
