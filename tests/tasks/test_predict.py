@@ -216,7 +216,7 @@ def test_a_label_that_was_not_learned_has_no_score(run, capsys):
         (["--next", "xa", "wa"], "--next: run: "),
         (["--top", "3", "wa"], "--top: run: "),
         (["--score", "wa"], "TEXT: --source and --score"),
-        (["--source", "text:test"], "'text:test' is not tsv:FILE"),
+        (["--source", "text:test"], "'text:test'"),
         (["--source", "jsonl:nowhere"], "nowhere"),
         (["wa", " "], "TEXT 2: text 1 is blank"),
         (["wa", "--out", "base"], "base"),
