@@ -82,13 +82,8 @@ def _run_layer(
 ) -> jax.Array:
     """Runs one layer: [B, T, D] in the compute type -> the same.
 
-    Args:
-      layer: its parameters.
-      cfg: its shape.
-      x: what it reads.
-      attend, attend_to_source: queries [B, T, H, D / H] to what they find in the target, and in
-        the source, of the same shape.
-      noise: of the layer; sites 0 and 3 are those of the two.
+    `attend` and `attend_to_source` take queries [B, T, H, D / H] to what they find in the target,
+    and in the source, of the same shape; sites 0 and 3 of the noise are theirs.
     """
     at = (lambda site: None) if noise is None else noise.at
     own = layer.query, layer.attention_output, layer.attention_layer_norm, attend, 1
@@ -118,13 +113,8 @@ def target_logits(
 ) -> jax.Array:
     """Scores the piece behind each of a text that is given: float32 [B, T, V].
 
-    Args:
-      generator: its parameters.
-      cfg: of the encoder.
-      batch: `input_ids`, `segment_ids` and `input_mask` of the source, int32 [B, S]; `decoder_ids`
-        int32 [B, T], beginning with [CLS], anything behind the text.
-      noise: of dropout; None drops nothing.
-      loop: how the layers are run.
+    `batch` has `input_ids`, `segment_ids` and `input_mask` of the source, int32 [B, S], and
+    `decoder_ids` int32 [B, T], beginning with [CLS], anything behind the text.
     """
     source, mask = _read(generator, cfg, batch, noise, loop), batch["input_mask"]
     # Places below are the encoder's and those of heads.
@@ -188,16 +178,7 @@ class Cache(NamedTuple):
 def begin(
     generator: Generator, cfg: Model, batch: Batch, loop: Loop, beams: int, length: int
 ) -> Cache:
-    """Reads the source, and returns a cache with room for texts of so many pieces.
-
-    Args:
-      generator: its parameters.
-      cfg: of the encoder.
-      batch: the source, as of `target_logits`.
-      loop: how the layers are run.
-      beams: K.
-      length: T.
-    """
+    """Reads the source, and returns a cache with room for K = `beams` texts of `length` pieces."""
     source = _read(generator, cfg, batch, None, loop)
     stacked = generator.decoder.layers
     of_source = lax.map(
@@ -214,12 +195,8 @@ def next_logits(
 ) -> tuple[jax.Array, Cache]:
     """Scores the next piece of each beam: float32 [N, K, V], and the cache with this one.
 
-    Args:
-      generator: its parameters.
-      cfg: of the encoder.
-      cache: with all pieces before this one.
-      ids: int32 [N, K], the newest pieces; at first [CLS].
-      place: int32, where they stand, from 0.
+    `cache` has all pieces before this one; `ids` int32 [N, K] are the newest, at first [CLS], and
+    stand at `place`, int32, from 0.
     """
     dtype, length = cache.keys.dtype, cache.keys.shape[3]
     positions = jnp.full_like(ids, place)
@@ -275,10 +252,7 @@ def search(
     one that has ended keeps its rank, and its place among the K until better ones take it.
 
     Args:
-      generator: its parameters.
-      cfg: of the encoder.
       batch: the source, as of `target_logits`.
-      loop: how the encoder's layers are run.
       beams: K.
       length: T, of the text at most.
       first: the piece that texts begin with; it is not of the result.

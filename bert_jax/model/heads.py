@@ -74,25 +74,15 @@ def masked_lm_logits(
 ) -> jax.Array:
     """Computes scores of all pieces at the positions of which one is predicted, nowhere else.
 
-    Args:
-      model: its parameters.
-      cfg: its shape.
-      hidden: [B, S, D], the last layer's output.
-      positions: int32 [B, P].
-
-    Returns:
-      float32 [B, P, V].
+    The last layer's [B, S, D], positions int32 [B, P] -> float32 [B, P, V].
     """
     return piece_logits(model, cfg, jnp.take_along_axis(hidden, positions[:, :, None], axis=1))
 
 
 def piece_logits(model: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Computes scores of all pieces: [..., D] -> float32 [..., V].
+    """Computes scores of all pieces: [..., D] of a layer -> float32 [..., V].
 
-    Args:
-      model: with `masked_lm` and an `encoder`, whose word embeddings are the output's weights.
-      cfg: its shape.
-      hidden: of a layer.
+    `model` has `masked_lm` and an `encoder`, whose word embeddings are the output's weights.
     """
     table = model.encoder.embeddings.word.embedding[...]
     below = transformed(model.masked_lm, cfg, hidden)
@@ -102,13 +92,7 @@ def piece_logits(model: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
 def transformed(head: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
     """Runs what masked LM has below its output, which ModernBERT's other heads have, too.
 
-    Args:
-      head: with `transform` and `layer_norm`.
-      cfg: its shape.
-      hidden: [..., D], of a layer.
-
-    Returns:
-      [..., D] in the same type.
+    `head` has `transform` and `layer_norm`; [..., D] of a layer -> the same, in the same type.
     """
     below = layers.activation(cfg.hidden_act, head.transform(hidden))
     return head.layer_norm(below).astype(hidden.dtype)
@@ -119,13 +103,8 @@ def next_sentence_logits(
 ) -> jax.Array:
     """Scores "B follows A" and "B is random", or "they were swapped", from [CLS].
 
-    Args:
-      model: its parameters.
-      hidden: [B, S, D].
-      starts: int32 [B, E], where the examples of a row begin; None: one at its start.
-
-    Returns:
-      float32 [B, 2] or [B, E, 2].
+    [B, S, D] -> float32 [B, 2]; with `starts`, int32 [B, E], where the examples of a row begin,
+    [B, E, 2].
     """
     if starts is None:
         first = hidden[:, 0]
@@ -185,14 +164,7 @@ def pretraining_logits(
     input_mask, starts = batch["input_mask"], batch.get("example_starts")
     if "example_numbers" in batch:
         input_mask = Shared(batch["example_numbers"], batch["positions"])
-    hidden = encode(
-        model.encoder,
-        cfg,
-        batch["input_ids"],
-        batch["segment_ids"],
-        input_mask,
-        noise,
-        loop,
-    )
+    ids = batch["input_ids"], batch["segment_ids"]
+    hidden = encode(model.encoder, cfg, *ids, input_mask, noise, loop)
     masked_lm = masked_lm_logits(model, cfg, hidden, batch["masked_lm_positions"])
     return masked_lm, next_sentence_logits(model, hidden, starts)

@@ -30,7 +30,6 @@ from bert_jax.model.attention import KEPT, MASKED_SCORE
 LANES = 128
 # Rows that go through attention in one piece; scores of longer ones do not fit next to each other.
 LONGEST = 512
-_LOG_SUMS, _CONTEXT = KEPT
 _EPS = 1e-12
 # Of one operand of `add_part` at a time: six of them, since the next block of each arrives while
 # one is worked on, are little of the 16 MiB of VMEM that a kernel has on any generation.
@@ -110,9 +109,6 @@ def attention(
 ) -> jax.Array:
     """Computes scaled dot-product attention with dropout on the probabilities.
 
-    The backward pass finds the context and the logarithms of the softmax's sums under the names of
-    `attention.KEPT`.
-
     Args:
       kernels: how they are made.
       query: [B, S, W], a product without its bias; all heads, one behind the other.
@@ -134,89 +130,56 @@ def attention(
     return _attention(static, query, key, value, biases, numbers, seed, bits)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Attention, *arrays: Any) -> jax.Array:
-    return _attention_forward(static, *arrays)[0]
+def _forward(static: _Attention, *arrays: Any) -> list[jax.Array]:
+    query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
+    outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
+    run = functools.partial(_forward_kernel, static)
+    return blocks.call(run, "attention_forward", _inputs(blocks, *arrays), outputs, products=2)
 
 
-def _attention_forward(
-    static: _Attention,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    biases: jax.Array,
-    numbers: jax.Array,
-    seed: jax.Array,
-    bits: jax.Array | None,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    blocks = _Blocks(static, query)
-    context, log_sums = blocks.call(
-        functools.partial(_forward_kernel, static),
-        "attention_forward",
-        blocks.inputs(seed, query, key, value, biases, numbers, bits),
-        [(blocks.row, query), (blocks.sums, blocks.sums_shape)],
-        products=2,
-    )
-    context = checkpoint_name(context, _CONTEXT)
-    log_sums = checkpoint_name(log_sums, _LOG_SUMS)
-    return context, (query, key, value, biases, numbers, seed, bits, context, log_sums)
-
-
-def _attention_backward(
-    static: _Attention, kept: tuple[Any, ...], gradient: jax.Array
-) -> tuple[Any, ...]:
-    query, key, value, biases, numbers, seed, bits, context, log_sums = kept
-    blocks = _Blocks(static, query)
-    (*gradients, d_biases) = blocks.call(
-        functools.partial(_backward_kernel, static),
-        "attention_backward",
-        [
-            *blocks.inputs(seed, query, key, value, biases, numbers, bits),
-            *((blocks.row, context), (blocks.sums, log_sums), (blocks.row, gradient)),
-        ],
-        [*[(blocks.row, query)] * 3, (blocks.bias_sums, blocks.bias_sums_shape)],
-        products=5,
-    )
+def _backward(static: _Attention, arrays: tuple[Any, ...], *more: jax.Array) -> tuple[Any, ...]:
+    query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
+    b, _, w = query.shape
+    inputs = _inputs(blocks, *arrays)
+    inputs += zip((blocks.row, blocks.sums, blocks.row), more, strict=True)
+    of_biases = pl.BlockSpec((1, 3, blocks.lanes), lambda b, p: (b, 0, p))
+    outputs = [(blocks.row, query)] * 3
+    outputs += [(of_biases, jax.ShapeDtypeStruct((b, 3, w), jnp.float32))]
+    run = functools.partial(_backward_kernel, static)
+    *gradients, d_biases = blocks.call(run, "attention_backward", inputs, outputs, products=5)
     return *gradients, d_biases.sum(axis=0), None, None, None
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+def _inputs(blocks: "Blocks", *arrays: Any) -> list[tuple[pl.BlockSpec, Any]]:
+    """Returns what both passes read, in the order of `_Read`."""
+    query, key, value, biases, numbers, seed, bits = arrays
+    given = [(_SCALARS, seed), *((blocks.row, array) for array in (query, key, value))]
+    given += [(pl.BlockSpec((3, blocks.lanes), lambda b, p: (0, p)), biases)]
+    given += blocks.numbers(numbers)
+    if bits is not None:
+        square = (1, blocks.sums.block_shape[2], *bits.shape[2:])
+        given.append((pl.BlockSpec(square, lambda b, p: (b, p, 0, 0)), bits))
+    return given
 
 
-class _Blocks:
-    """Which part of each array a program works on: a row, and the heads that fill its lanes."""
+class Blocks:
+    """The part of each array that a program works on: a row, and the heads that fill its lanes."""
 
-    def __init__(self, static: _Attention, like: jax.Array):
-        self._static, self._shape = static, like.shape
-        b, s, w = like.shape
-        lanes = max(LANES, static.size)
-        heads = lanes // static.size
-        self._grid = (b, w // lanes)
-        self.row = pl.BlockSpec((1, s, lanes), lambda b, p: (b, 0, p))
+    def __init__(self, kernels: Kernels, size: int, like: jax.Array):
+        self._kernels, self._size, self._shape = kernels, size, like.shape
+        b, self.length, w = like.shape
+        self.lanes = max(LANES, size)
+        heads, s = self.lanes // size, self.length
+        self._grid = (b, w // self.lanes)
+        self.row = pl.BlockSpec((1, s, self.lanes), lambda b, p: (b, 0, p))
         self.sums = pl.BlockSpec((1, 1, heads, s), lambda b, p: (b, p, 0, 0))
         self.sums_shape = jax.ShapeDtypeStruct((*self._grid, heads, s), jnp.float32)
-        self.bias_sums = pl.BlockSpec((1, 3, lanes), lambda b, p: (b, 0, p))
-        self.bias_sums_shape = jax.ShapeDtypeStruct((b, 3, w), jnp.float32)
-        self._biases = pl.BlockSpec((3, lanes), lambda b, p: (0, p))
-        self._keys = pl.BlockSpec((1, s, 1), lambda b, p: (b, 0, 0))
-        self._queries = pl.BlockSpec((1, 1, s), lambda b, p: (b, 0, 0))
-        self._bits = pl.BlockSpec((1, heads, s, s), lambda b, p: (b, p, 0, 0))
 
-    def inputs(
-        self,
-        seed: jax.Array,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        biases: jax.Array,
-        numbers: jax.Array,
-        bits: jax.Array | None,
-    ) -> list[tuple[pl.BlockSpec, Any]]:
-        """Returns what both passes read, in the order of `_Read`."""
-        given = [(_SCALARS, seed), (self.row, query), (self.row, key), (self.row, value)]
-        given += [(self._biases, biases), (self._keys, numbers[:, :, None])]
-        given += [(self._queries, numbers[:, None, :])]
-        return given if bits is None else [*given, (self._bits, bits)]
+    def numbers(self, numbers: jax.Array, **how: Any) -> list[tuple[pl.BlockSpec, Any]]:
+        """Returns the numbers of the keys, whose block is made so, and of the queries."""
+        keys = pl.BlockSpec((1, self.length, 1), lambda b, p: (b, 0, 0), **how)
+        queries = pl.BlockSpec((1, 1, self.length), lambda b, p: (b, 0, 0))
+        return [(keys, numbers[:, :, None]), (queries, numbers[:, None, :])]
 
     def call(
         self,
@@ -225,51 +188,31 @@ class _Blocks:
         inputs: list[tuple[pl.BlockSpec, Any]],
         outputs: list[tuple[pl.BlockSpec, Any]],
         products: int,
+        keys: int = 0,
+        scratch: Sequence[Any] = (),
     ) -> list[jax.Array]:
-        """Runs a kernel; `products` counts those of [S, S] with a head's [S, W / H]."""
+        """Runs a kernel; `products` counts those of scores with a head's [K, W / H].
+
+        `keys` are those that a query looks at, 0: all; `scratch`, see `launch`.
+        """
         b, s, w = self._shape
-        operations = 2 * products * b * s * s * w
-        exponentials = b * s * s * w // self._static.size
-        return launch(
-            self._static.kernels,
-            kernel,
-            name,
-            self._grid,
-            inputs,
-            outputs,
-            operations,
-            exponentials,
-        )
+        work = b * s * (keys or s) * w
+        costs = 2 * products * work, work // self._size
+        return launch(self._kernels, kernel, name, self._grid, inputs, outputs, *costs, scratch)
 
 
-class _Read:
-    """What both passes read, a program's heads in lanes of their own.
+class Heads:
+    """A program's heads, each in lanes of its own.
 
     A product over all lanes is one over a head's own if the others are zero in one operand.
     """
 
-    def __init__(self, static: _Attention, refs: Sequence[Any]):
-        seed, query, key, value, biases, keys, queries, *bits = refs
-        self._static, self._seed, self._bits = static, seed, bits[0] if bits else None
-        dtype, (_, self.tokens, self.lanes) = query.dtype, query.shape
-        self.operand = dtype if static.kernels.operands == "as_they_come" else jnp.float32
-        self.query, self.key, self.value = (
-            (ref[0].astype(jnp.float32) + biases[i : i + 1, :]).astype(self.operand)
-            for i, ref in enumerate((query, key, value))
-        )
-        self.size = static.size
-        if static.rows == "shared":
-            self.lowered = jnp.where(keys[0] == queries[0], 0.0, MASKED_SCORE)  # [K, Q]
-        else:
-            self.lowered = jnp.where(keys[0] == 0, MASKED_SCORE, 0.0)  # [K, 1]
-        factor = 1.0 / math.sqrt(self.size)
+    def __init__(self, size: int, lanes: int):
+        self.size, self.lanes, self.heads = size, lanes, range(lanes // size)
+        factor = 1.0 / math.sqrt(size)
         # A power of two changes no bit of a query; another factor would be rounded with it.
         is_exact = math.frexp(factor)[0] == 0.5
         self.before, self.after = (factor, 1.0) if is_exact else (1.0, factor)
-
-    @property
-    def heads(self) -> range:
-        return range(self.lanes // self.size)
 
     def own(self, head: int, x: jax.Array, axis: int) -> jax.Array:
         """Returns x with zeros in the lanes, along `axis`, of other heads."""
@@ -277,15 +220,34 @@ class _Read:
         mine = (lane >= head * self.size) & (lane < (head + 1) * self.size)
         return jnp.where(mine, x, jnp.zeros_like(x))
 
+    def scores(self, key: jax.Array, query: jax.Array, lowered: jax.Array) -> jax.Array:
+        """Returns float32 [K, Q]."""
+        scores = dot(key, query, 1, 1)
+        return (scores if self.after == 1.0 else scores * self.after) + lowered
+
+
+class _Read(Heads):
+    """What both passes read."""
+
+    def __init__(self, static: _Attention, refs: Sequence[Any]):
+        seed, query, key, value, biases, keys, queries, *bits = refs
+        self._static, self._seed, self._bits = static, seed, bits[0] if bits else None
+        super().__init__(static.size, query.shape[2])
+        self.tokens = query.shape[1]
+        self.operand = query.dtype if static.kernels.operands == "as_they_come" else jnp.float32
+        self.query, self.key, self.value = (
+            (ref[0].astype(jnp.float32) + biases[i : i + 1, :]).astype(self.operand)
+            for i, ref in enumerate((query, key, value))
+        )
+        if static.rows == "shared":
+            self.lowered = jnp.where(keys[0] == queries[0], 0.0, MASKED_SCORE)  # [K, Q]
+        else:
+            self.lowered = jnp.where(keys[0] == 0, MASKED_SCORE, 0.0)  # [K, 1]
+
     def own_query(self, head: int) -> jax.Array:
         """Returns a head's queries, scaled, [Q, lanes]."""
         query = self.own(head, self.query, 1)
         return query * jnp.asarray(self.before, self.operand)
-
-    def scores(self, query: jax.Array) -> jax.Array:
-        """Returns float32 [K, Q]."""
-        scores = dot(self.key, query, 1, 1)
-        return (scores if self.after == 1.0 else scores * self.after) + self.lowered
 
     def keep(self, head: int) -> jax.Array:
         """Draws bool [K, Q]."""
@@ -303,7 +265,7 @@ def _forward_kernel(static: _Attention, *refs: Any) -> None:
     value = row.value.T
     context = jnp.zeros((row.lanes, row.tokens), jnp.float32)
     for head in row.heads:
-        scores = row.scores(row.own_query(head))
+        scores = row.scores(row.key, row.own_query(head), row.lowered)
         highest = scores.max(axis=0, keepdims=True)
         weights = jnp.exp(scores - highest)
         sums = weights.sum(axis=0, keepdims=True)  # [1, Q]
@@ -328,7 +290,8 @@ def _backward_kernel(static: _Attention, *refs: Any) -> None:
     d_key, d_value = (jnp.zeros((row.tokens, row.lanes), jnp.float32) for _ in range(2))
     for head in row.heads:
         query, upper = row.own_query(head), row.own(head, scaled, 1)
-        probs = jnp.exp(row.scores(query) - sums_ref[0, 0, head : head + 1, :])
+        scores = row.scores(row.key, query, row.lowered)
+        probs = jnp.exp(scores - sums_ref[0, 0, head : head + 1, :])
         inner = row.own(head, products, 0).sum(axis=0, keepdims=True)
         d_probs, dropped = dot(row.value, upper, 1, 1), probs
         if static.rate:
@@ -347,14 +310,45 @@ def _backward_kernel(static: _Attention, *refs: Any) -> None:
         d_biases_ref[0, i : i + 1, :] = d.sum(axis=0, keepdims=True)
 
 
+def with_gradient(
+    forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]]
+) -> Callable[..., jax.Array]:
+    """Makes `(static, *arrays) -> context` of its two passes.
+
+    Args:
+      forward: `(static, *arrays)` to the context and the logarithms of the softmax's sums, which
+        the backward pass finds under the names of `attention.KEPT`.
+      backward: `(static, arrays, context, logarithms, gradient)` to the arrays' gradients.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def run(static: Any, *arrays: Any) -> jax.Array:
+        return run_forward(static, *arrays)[0]
+
+    def run_forward(static: Any, *arrays: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+        context, log_sums = forward(static, *arrays)
+        of_log_sums, of_context = KEPT
+        context = checkpoint_name(context, of_context)
+        return context, (arrays, context, checkpoint_name(log_sums, of_log_sums))
+
+    def run_backward(static: Any, kept: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
+        return backward(static, *kept, gradient)
+
+    run.defvjp(run_forward, run_backward)
+    return run
+
+
+_attention = with_gradient(_forward, _backward)
+
+
 # --- the norm of a residual -----------------------------------------------------------------------
 
 
 class _Norm(NamedTuple):
-    """What is known of a norm before it runs: how kernels are made, and the rate of dropout."""
+    """What is known of a norm before it runs."""
 
-    kernels: Kernels
-    rate: float
+    kernels: Kernels  # how they are made
+    rate: float  # of dropout
 
 
 def residual_norm(
@@ -370,16 +364,16 @@ def residual_norm(
 ) -> jax.Array:
     """Computes the layer norm of x + dropout(y + bias), biased variance, eps 1e-12.
 
-    The backward pass finds x and y, and nothing else.
+    The backward pass finds x and y, and nothing else. Vectors are float32 [W].
 
     Args:
       kernels: how they are made.
       x: [R, W], the residual.
       y: [R, W], a product without its bias.
-      bias: float32 [W], of that product.
-      scale: float32 [W], of the norm.
-      shift: float32 [W], of the norm.
-      seed: int32 [2], of the step, micro-batch, shard, layer and site.
+      bias: of that product.
+      scale: of the norm.
+      shift: of the norm.
+      seed: as of `attention`.
       rate: share of y dropped.
       bits: uint32 [R, W] instead of drawn ones.
 
@@ -406,14 +400,9 @@ def _norm_backward(
 ) -> tuple[jax.Array | None, ...]:
     x = kept[0]
     rows, _ = _row_blocks(x)
-    width = x.shape[1]
-    programs = len(x) // rows.block_shape[0]
-    sums = jax.ShapeDtypeStruct((programs, 1, width), jnp.float32)
-    outputs = [
-        (rows, x),
-        (rows, x),
-        *[(pl.BlockSpec((1, 1, width), lambda i: (i, 0, 0)), sums)] * 3,
-    ]
+    sums = jax.ShapeDtypeStruct((len(x) // rows.block_shape[0], 1, x.shape[1]), jnp.float32)
+    of_columns = pl.BlockSpec((1, 1, x.shape[1]), lambda i: (i, 0, 0))
+    outputs = [*[(rows, x)] * 2, *[(of_columns, sums)] * 3]
     d_x, d_y, *d_columns = _run_norm(
         static, _norm_backward_kernel, "norm_backward", kept, (gradient,), outputs
     )
@@ -426,12 +415,10 @@ _residual_norm.defvjp(_norm_forward, _norm_backward)
 def _row_blocks(x: jax.Array) -> tuple[pl.BlockSpec, pl.BlockSpec]:
     """Returns the blocks of rows of tokens, and that of a row of columns."""
     rows, width = x.shape
-    height = next(
-        h for h in _TOKENS if (rows % h == 0 and h * width <= _AT_ONCE) or h == _TOKENS[-1]
-    )
-    return pl.BlockSpec((height, width), lambda i: (i, 0)), pl.BlockSpec(
-        (1, width), lambda i: (0, 0)
-    )
+    fit = (h for h in _TOKENS if rows % h == 0 and h * width <= _AT_ONCE)
+    height = next(fit, _TOKENS[-1])
+    columns = pl.BlockSpec((1, width), lambda i: (0, 0))
+    return pl.BlockSpec((height, width), lambda i: (i, 0)), columns
 
 
 def _run_norm(
@@ -446,13 +433,11 @@ def _run_norm(
     rows, columns = _row_blocks(x)
     inputs = [(_SCALARS, seed), (rows, x), (rows, y)]
     inputs += [(columns, vector[None]) for vector in vectors]
-    inputs += [(rows, array) for array in more]
-    if bits is not None:
-        inputs.append((rows, bits))
     has_bits = bits is not None
+    inputs += [(rows, array) for array in (*more, *[bits] * has_bits)]
     grid = (x.shape[0] // rows.block_shape[0],)
     run = functools.partial(kernel, static.rate, has_bits)
-    return launch(static.kernels, run, name, grid, inputs, outputs, 0, x.shape[0])
+    return launch(static.kernels, run, name, grid, inputs, outputs, 0, len(x))
 
 
 def _sum_of(rate: float, refs: Sequence[Any], bits: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -611,13 +596,9 @@ def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
 
 
 def _call(kernel: Callable[..., None], name: str, operands: Sequence[Any], **how: Any) -> Any:
-    """Runs a kernel on a TPU, or on a CPU in the interpreter.
+    """Runs a kernel on a TPU, or on a CPU in the interpreter; `how` is for `pallas_call`.
 
-    Args:
-      kernel: takes references to operands and results.
-      name: that of its operation in a plan.
-      operands: arrays.
-      how: for `pallas_call`.
+    A plan names the operation by `name`.
     """
 
     def call(*operands: jax.Array, **more: Any) -> Any:

@@ -10,22 +10,19 @@ Shape letters: B batch, S sequence, W width, H heads; of one block K keys and Q 
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bert_jax.model import kernels as kernels_lib
-from bert_jax.model.attention import KEPT, MASKED_SCORE
+from bert_jax.model.attention import MASKED_SCORE
 from bert_jax.model.kernels import LANES, Kernels
 
-_LOG_SUMS, _CONTEXT = KEPT
 # Rows that a program holds whole, with their gradients.
 LONGEST = 8_192
 # Keys whose scores with a block are there at a time, of all or a part of a longer row's.
@@ -96,9 +93,6 @@ def attention(
 ) -> jax.Array:
     """Computes scaled dot-product attention of queries and keys after they are turned.
 
-    The backward pass finds the context and the logarithms of the softmax's sums under the names of
-    `attention.KEPT`.
-
     Args:
       kernels: how they are made.
       query: [B, S, W], all heads, one behind the other.
@@ -108,8 +102,7 @@ def attention(
       numbers: int32 [B, S], see `rows`.
       is_global: bool [], whether the layer attends to whole rows.
       heads: H.
-      rows: `alone`: numbers are 1 for tokens and 0 for padding, which no query sees; `shared`: a
-        query sees the tokens that have its own number.
+      rows: as of `kernels.attention`.
       half: of the window of the other layers, places on each side; 0: there are none.
       layers: how many attend to whole rows, of how many.
 
@@ -120,27 +113,17 @@ def attention(
     return _attention(static, query, key, value, turns, numbers, is_global)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, *arrays: jax.Array) -> jax.Array:
-    return _attention_forward(static, *arrays)[0]
+def _forward(static: _Static, *arrays: jax.Array) -> list[jax.Array]:
+    return _by_layer(static, _forward_pass, arrays)
 
 
-def _attention_forward(
-    static: _Static, *arrays: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    context, log_sums = _by_layer(static, _forward, arrays)
-    context = checkpoint_name(context, _CONTEXT)
-    log_sums = checkpoint_name(log_sums, _LOG_SUMS)
-    return context, (*arrays, context, log_sums)
-
-
-def _attention_backward(
-    static: _Static, kept: tuple[jax.Array, ...], gradient: jax.Array
+def _backward(
+    static: _Static, arrays: tuple[jax.Array, ...], *more: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    return *_by_layer(static, _backward, kept[:6], *kept[6:], gradient), None, None, None
+    return *_by_layer(static, _backward_pass, arrays, *more), None, None, None
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention = kernels_lib.with_gradient(_forward, _backward)
 
 
 def _by_layer(
@@ -153,10 +136,10 @@ def _by_layer(
     *read, turns, numbers, is_global = arrays
 
     def whole() -> list[jax.Array]:
-        return run(static._replace(half=0), *read, turns[0], numbers, *more)
+        return run(static._replace(half=0), read, turns[0], numbers, *more)
 
     def near() -> list[jax.Array]:
-        return run(static, *read, turns[1], numbers, *more)
+        return run(static, read, turns[1], numbers, *more)
 
     if not static.half:
         return whole()
@@ -165,129 +148,67 @@ def _by_layer(
         return lax.cond(is_global, whole, near)
 
 
-class _Blocks:
-    """Which part of each array a program works on: a row, and the heads that fill its lanes."""
+class _Blocks(kernels_lib.Blocks):
+    """What both passes read, and how they are run."""
 
-    def __init__(self, static: _Static, like: jax.Array, turns: jax.Array):
-        self._static, self._shape, self._like = static, like.shape, like
-        b, s, w = like.shape
-        self.lanes = max(LANES, static.size)
-        heads = self.lanes // static.size
-        self._grid = (b, w // self.lanes)
-        self.row = pl.BlockSpec((1, s, self.lanes), lambda b, p: (b, 0, p))
-        self.sums = pl.BlockSpec((1, 1, heads, s), lambda b, p: (b, p, 0, 0))
-        self.sums_shape = jax.ShapeDtypeStruct((*self._grid, heads, s), jnp.float32)
-        own = turns.shape[1] > 1
+    def __init__(self, static: _Static, read: list[jax.Array], turns: jax.Array, numbers: Any):
+        super().__init__(static.kernels, static.size, read[0])
+        self._static, own = static, turns.shape[1] > 1
         # Once, not once more for the next program: they are large, and change with the row at most.
-        once = pl.Buffered(1)
-        self._turns = pl.BlockSpec(
-            (2, 1, s, self.lanes), lambda b, p: (0, b if own else 0, 0, 0), pipeline_mode=once
+        once = {"pipeline_mode": pl.Buffered(1)}
+        laid = pl.BlockSpec(
+            (2, 1, self.length, self.lanes), lambda b, p: (0, b if own else 0, 0, 0), **once
         )
-        self._keys = pl.BlockSpec((1, s, 1), lambda b, p: (b, 0, 0), pipeline_mode=once)
-        self._queries = pl.BlockSpec((1, 1, s), lambda b, p: (b, 0, 0))
+        # In the order of `_Row`.
+        self.inputs = [*((self.row, array) for array in read), (laid, turns)]
+        self.inputs += self.numbers(numbers, **once)
 
-    def inputs(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, turns: jax.Array, numbers: Any
-    ) -> list[tuple[pl.BlockSpec, Any]]:
-        """Returns what both passes read, in the order of `_Row`."""
-        given = [(self.row, query), (self.row, key), (self.row, value), (self._turns, turns)]
-        return [
-            *given,
-            (self._keys, numbers[:, :, None]),
-            (self._queries, numbers[:, None, :]),
-        ]
-
-    def call(
+    def run(
         self,
         kernel: Callable[..., None],
         name: str,
         inputs: list[tuple[pl.BlockSpec, Any]],
         outputs: list[tuple[pl.BlockSpec, Any]],
-        scratch: Sequence[jnp.dtype],
         products: int,
+        scratch: Sequence[Any],
     ) -> list[jax.Array]:
-        """Runs a kernel with arrays [S, lanes] of these types of its own.
-
-        `products` counts those of a block of scores with a head's [K, W / H].
-        """
-        b, s, w = self._shape
-        keys = _near(self._static.half) or s
-        return kernels_lib.launch(
-            self._static.kernels,
+        """Runs a kernel with arrays [S, lanes] of these types of its own; see `call`."""
+        half, own = self._static.half, [pltpu.VMEM((self.length, self.lanes), t) for t in scratch]
+        run, name = (
             functools.partial(kernel, self._static),
-            f"{name}_{'window' if self._static.half else 'rows'}",
-            self._grid,
-            inputs,
-            outputs,
-            2 * products * b * s * keys * w,
-            b * s * keys * w // self._static.size,
-            [pltpu.VMEM((s, self.lanes), dtype) for dtype in scratch],
+            f"{name}_{'window' if half else 'rows'}",
         )
+        return self.call(run, name, inputs, outputs, products, _near(half), own)
 
 
-def _forward(
-    static: _Static,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    turns: jax.Array,
-    numbers: jax.Array,
+def _forward_pass(static: _Static, read: Any, turns: jax.Array, numbers: Any) -> list[jax.Array]:
+    blocks, query = _Blocks(static, read, turns, numbers), read[0]
+    outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
+    return blocks.run(_forward_kernel, "rotary_forward", blocks.inputs, outputs, 2, [query.dtype])
+
+
+def _backward_pass(
+    static: _Static, read: Any, turns: jax.Array, numbers: Any, *more: jax.Array
 ) -> list[jax.Array]:
-    blocks = _Blocks(static, query, turns)
-    return blocks.call(
-        _forward_kernel,
-        "rotary_forward",
-        blocks.inputs(query, key, value, turns, numbers),
-        [(blocks.row, query), (blocks.sums, blocks.sums_shape)],
-        [query.dtype],
-        products=2,
-    )
-
-
-def _backward(
-    static: _Static,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    turns: jax.Array,
-    numbers: jax.Array,
-    *more: jax.Array,
-) -> list[jax.Array]:
-    blocks = _Blocks(static, query, turns)
+    blocks, query = _Blocks(static, read, turns, numbers), read[0]
     specs = (blocks.row, blocks.sums, blocks.row)
-    return blocks.call(
-        _backward_kernel,
-        "rotary_backward",
-        [*blocks.inputs(query, key, value, turns, numbers), *zip(specs, more, strict=True)],
-        [(blocks.row, query)] * 3,
-        [query.dtype, jnp.float32, jnp.float32],
-        products=5,
-    )
+    inputs = [*blocks.inputs, *zip(specs, more, strict=True)]
+    outputs, scratch = [(blocks.row, query)] * 3, [query.dtype, jnp.float32, jnp.float32]
+    return blocks.run(_backward_kernel, "rotary_backward", inputs, outputs, 5, scratch)
 
 
-class _Row:
-    """What both passes read, a program's heads in lanes of their own.
-
-    A product over all lanes is one over a head's own if the others are zero in one operand.
-    """
+class _Row(kernels_lib.Heads):
+    """What both passes read, and how they go through it."""
 
     def __init__(self, static: _Static, refs: Sequence[Any], key_ref: Any):
         self._query, key, self.value_ref, self._turns, self._keys, self._queries = refs
+        super().__init__(static.size, key.shape[2])
         self._static, self.key_ref = static, key_ref  # where the turned keys are kept, [S, lanes]
-        self.dtype, (_, self.length, self.lanes) = key.dtype, key.shape
-        self.size = static.size
-        factor = 1.0 / math.sqrt(self.size)
-        # A power of two changes no bit of a query; another factor would be rounded with it.
-        is_exact = math.frexp(factor)[0] == 0.5
-        self.before, self.after = (factor, 1.0) if is_exact else (1.0, factor)
+        self.dtype, self.length = key.dtype, key.shape[1]
         every = pl.ds(0, self.length)
         key_ref[...] = self.turned(key[0], every, 1.0).astype(self.dtype)
         self.queries = _NEAR_QUERIES if static.half else _QUERIES
         self.keys = _near(static.half) or self.length
-
-    @property
-    def heads(self) -> range:
-        return range(self.lanes // self.size)
 
     def turned(self, x: jax.Array, places: Any, sign: float) -> jax.Array:
         """Turns x, [n, lanes] of so many places, back if the sign is -1; float32."""
@@ -297,12 +218,6 @@ class _Row:
         from_right = pltpu.roll(x, self.lanes - half, 1)
         other = jnp.where(lane < half, from_right, pltpu.roll(x, half, 1))
         return x * self._turns[0, 0, places, :] + other * (sign * self._turns[1, 0, places, :])
-
-    def own(self, head: int, x: jax.Array, axis: int) -> jax.Array:
-        """Returns x with zeros in the lanes, along `axis`, of other heads."""
-        lane = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-        mine = (lane >= head * self.size) & (lane < (head + 1) * self.size)
-        return jnp.where(mine, x, jnp.zeros_like(x))
 
     def each(self, run: Callable[[Any, Any], None]) -> None:
         """Runs something for each block: it is given the block's queries and their keys."""
@@ -348,11 +263,6 @@ class _Row:
             place -= lax.broadcasted_iota(jnp.int32, shape, 1) + queries.start
             seen &= jnp.abs(place) <= self._static.half
         return jnp.where(seen, 0.0, MASKED_SCORE)
-
-    def scores(self, key: jax.Array, query: jax.Array, lowered: jax.Array) -> jax.Array:
-        """Returns float32 [K, Q]."""
-        scores = kernels_lib.dot(key, query, 1, 1)
-        return (scores if self.after == 1.0 else scores * self.after) + lowered
 
 
 def _forward_kernel(static: _Static, *refs: Any) -> None:

@@ -240,7 +240,6 @@ def _guarded(
 
 
 @functools.lru_cache(maxsize=_KEPT_STEPS)
-@functools.lru_cache(maxsize=_KEPT_STEPS)
 def make_eval_step(
     objective: Objective, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> Callable[[Any, Metrics, Batch], Metrics]:

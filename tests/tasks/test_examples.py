@@ -202,27 +202,19 @@ TABLE = "sentence\tlabel\nA\t1\n"
 ROW = {"sentence": "A", "b": "B", "c": "C", "label": "1"}
 BROKEN = [
     ("tsv", "", "x.tsv: holds no examples"),
-    ("tsv", "\n\n", "x.tsv: holds no examples"),
     ("csv", "sentence,label\n", "x.csv: holds no examples"),
     ("tsv", TABLE + "B\n", "x.tsv:3: 1 columns, but line 1 has 2"),
     ("tsv", "\n" + TABLE + "B\t1\t2\n", "x.tsv:4: 3 columns, but line 2 has 2"),
-    ("csv", "sentence,label\nA,1,2\n", "x.csv:2: 3 columns, but line 1 has 2"),
     ("tsv", "a\tlabel\nA\t1\n", "x.tsv:1: no column 'sentence', but 'a', 'label'"),
     ("tsv", "sentence\tlabel\tlabel\nA\t1\t1\n", "x.tsv:1: more than one column 'label'"),
     ("tsv", TABLE + " \t1\n", "x.tsv:3: column 'sentence' is blank"),
     ("tsv", TABLE + "B\t \n", "x.tsv:3: column 'label' is blank"),
     ("tsv", TABLE.encode() + b"caf\xe9\t1\n", "x.tsv:3: byte 3 of the line is not UTF-8"),
-    ("tsv", TABLE.encode("utf-16"), "x.tsv:1: byte 0 of the line is not UTF-8"),
     ("csv", 'sentence,label\nA,1\n"B,1\nC,1\n', "x.csv:3: not CSV (unexpected end of data)"),
-    ("csv", 'sentence,label\n"B" b,1\n', "x.csv:2: not CSV ("),
     ("jsonl", '{"sentence": "A", "label": 1}\n{', "x.jsonl:2: not JSON ("),
     ("jsonl", "[" * 100_000, "x.jsonl:1: not JSON ("),
-    ("jsonl", '["A"]', "x.jsonl:1: a list, not an object"),
-    ("jsonl", '{"text": "A", "label": 1}', "x.jsonl:1: no column 'sentence', but 'text', 'label'"),
     ("jsonl", '{"sentence": 3, "label": 1}', "x.jsonl:1: column 'sentence' is an integer, not a"),
-    ("jsonl", '{"sentence": "A", "label": 1.5}', "x.jsonl:1: column 'label' is a number, not a"),
     ("jsonl", '{"sentence": "A", "label": null}', "x.jsonl:1: column 'label' is missing"),
-    ("jsonl", '{"sentence": "A", "label": {}}', "x.jsonl:1: column 'label' is an object, not a"),
 ]  # fmt: skip
 
 
@@ -321,8 +313,6 @@ def test_labels_are_those_named_or_those_found():
             "task.score=f1: is of two labels, and there are",
         ),
         (task("tag"), [tagged("NN", "VB")], "task.score=entity_f1: the tag 'NN'"),
-        (task("tag"), [tagged("O", "S-PER")], "task.score=entity_f1: the tag 'S-PER'"),
-        (task("tag"), [tagged("O", "Other")], "task.score=entity_f1: the tag 'Other'"),
         (task("tag"), [tagged("O", "B-")], "task.score=entity_f1: the tag 'B-'"),
     ],
 )

@@ -1,36 +1,16 @@
 """Scores against published examples, definitions written out slowly, and cases by hand."""
 
-import itertools
 import math
 import string
-from fractions import Fraction
 
 import numpy as np
 import pytest
-from damage import few
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.config import SCORES
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Answer, Question
-
-labels = st.integers(0, 3)
-pairs_of_labels = st.lists(st.tuples(labels, labels), min_size=1, max_size=30)
-
-
-def columns(pairs):
-    return np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
-
-
-def slow_f1(pairs, label):
-    """From precision and recall; 0 where nothing is right."""
-    right = sum(a == b == label for a, b in pairs)
-    if not right:
-        return Fraction(0)
-    precision = Fraction(right, sum(b == label for _, b in pairs))
-    recall = Fraction(right, sum(a == label for a, _ in pairs))
-    return 2 * precision * recall / (precision + recall)
 
 
 def test_scikit_learns_published_examples():
@@ -61,33 +41,6 @@ def test_scores_of_nothing_predicted_are_zero_and_no_error():
     assert scores.entity_f1([("O",)], [("O",)]) == 0.0
 
 
-@given(pairs_of_labels)
-def test_f1_is_the_harmonic_mean_of_precision_and_recall(pairs):
-    truth, predicted = columns(pairs)
-    assert scores.score("f1", truth, predicted) == pytest.approx(float(slow_f1(pairs, 1)))
-    present = {label for pair in pairs for label in pair}
-    mean = sum(slow_f1(pairs, label) for label in present) / len(present)
-    assert scores.score("macro_f1", truth, predicted) == pytest.approx(float(mean))
-    assert scores.score("micro_f1", truth, predicted) == pytest.approx(
-        scores.score("accuracy", truth, predicted)
-    )
-
-
-@given(pairs_of_labels)
-def test_matthews_is_the_correlation_of_the_labels_as_unit_vectors(pairs):
-    """Gorodkin's definition; for two labels Pearson's correlation of 0 and 1."""
-    truth, predicted = columns(pairs)
-    x, y = np.eye(4)[truth], np.eye(4)[predicted]
-    x, y = x - x.mean(axis=0), y - y.mean(axis=0)
-    spread = (x * x).sum() * (y * y).sum()
-    expected = (x * y).sum() / math.sqrt(spread) if spread > 1e-9 else 0.0
-    assert scores.score("matthews", truth, predicted) == pytest.approx(expected, abs=1e-12)
-    truth, predicted = truth % 2, predicted % 2
-    assert scores.score("matthews", truth, predicted) == pytest.approx(
-        scores.score("pearson", truth, predicted), abs=1e-12
-    )
-
-
 @pytest.mark.parametrize("name", ["pearson", "spearman"])
 def test_correlation_with_a_constant_is_zero(name):
     rising = np.arange(7.0)
@@ -95,16 +48,6 @@ def test_correlation_with_a_constant_is_zero(name):
         assert scores.score(name, rising, np.full(7, constant)) == 0.0
         assert scores.score(name, np.full(7, constant), rising) == 0.0
     assert scores.score(name, np.ones(1), np.ones(1)) == 0.0
-
-
-@pytest.mark.parametrize(
-    "scale",
-    [1e-38, 1.0, 3e38],  # float32 has no others
-)
-def test_correlation_does_not_depend_on_the_scale(scale):
-    values = np.array([0.1, 0.5, 0.9, 1.0])
-    assert scores.score("pearson", values, values * scale) == pytest.approx(1.0, abs=1e-3)
-    assert scores.score("pearson", values, -values * scale) == pytest.approx(-1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -134,42 +77,6 @@ ENTITIES = [
 @pytest.mark.parametrize(("tags", "expected"), ENTITIES)
 def test_entities_begin_and_end_as_in_conlleval(tags, expected):
     assert scores.entities(tags.split()) == expected
-
-
-def slow_entities(tags):
-    """Every stretch of words of one type that begins where one may and cannot go on."""
-
-    def begins(place):
-        prefix, _, kind = tags[place].partition("-")
-        before = tags[place - 1] if place else "O"
-        fresh = before == "O" or before.partition("-")[2] != kind
-        return prefix == "B" or (prefix == "I" and fresh)
-
-    def goes_on(place):
-        return place < len(tags) and tags[place] != "O" and not begins(place)
-
-    return {
-        (tags[first].partition("-")[2], first, last)
-        for first, last in itertools.combinations_with_replacement(range(len(tags)), 2)
-        if begins(first)
-        and all(goes_on(place) for place in range(first + 1, last + 1))
-        and not goes_on(last + 1)
-    }
-
-
-tags = st.sampled_from(["O", "B-X", "I-X", "B-Y", "I-Y"])
-tagged = st.lists(st.lists(st.tuples(tags, tags), min_size=1, max_size=8), min_size=1, max_size=4)
-
-
-@given(tagged)
-@few()
-def test_entity_f1_is_that_of_sets_of_entities(sentences):
-    truth = [tuple(a for a, _ in sentence) for sentence in sentences]
-    predicted = [[b for _, b in sentence] for sentence in sentences]
-    there = {(i, *entity) for i, s in enumerate(truth) for entity in slow_entities(s)}
-    given = {(i, *entity) for i, s in enumerate(predicted) for entity in slow_entities(s)}
-    expected = 2 * len(there & given) / max(len(there) + len(given), 1)
-    assert scores.entity_f1(truth, predicted) == expected
 
 
 def test_seqevals_published_example():
@@ -280,18 +187,6 @@ def test_golden_cases_of_nothing(predicted, answers, no_answer, exact, f1):
 words = st.lists(st.sampled_from(["a", "The", "cat", "Cat.", "sat", "黑", "-"]), max_size=5).map(
     " ".join
 )
-
-
-@given(words, words, st.sampled_from(["never", "possible"]))
-def test_f1_is_symmetric_and_bounded(a, b, no_answer):
-    if no_answer == "never" or (scores.normalized(a) and scores.normalized(b)):
-        forth, back = (scores.answer_f1(x, [y], no_answer) for x, y in ((a, b), (b, a)))
-        assert forth == back
-    f1 = scores.answer_f1(a, [b], no_answer)
-    assert 0 <= f1 <= 1
-    if scores.normalized(a):
-        assert scores.exact_match(a, [b], no_answer) <= f1
-    assert scores.answer_f1(a, [b, a], no_answer) >= f1
 
 
 def question(number, answers):
