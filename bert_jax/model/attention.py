@@ -228,14 +228,10 @@ def _padding(input_mask: jax.Array) -> jax.Array:
 def _scores(
     query: jax.Array, key: jax.Array, unseen: jax.Array, window: jax.Array | None
 ) -> jax.Array:
-    """Computes scores, float32 [B, H, Q, K].
+    """Computes scores of [B, Q, H, D / H] and [B, K, H, D / H]: float32 [B, H, Q, K].
 
-    Args:
-      query: [B, Q, H, D / H].
-      key: [B, K, H, D / H].
-      unseen: float32, added to the scores; or int32 [B, K], by which tokens know each other: made
-        into what is added here, since no [Q, K] of it then need be kept.
-      window: bool [Q, K], which keys a query attends to; None: to all.
+    `unseen` is float32, added to the scores; or int32 [B, K], by which tokens know each other: made
+    into what is added here, since no [Q, K] of it then need be kept.
     """
     if unseen.dtype == jnp.int32:
         same = unseen[:, :, None] == unseen[:, None, :]

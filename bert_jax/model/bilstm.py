@@ -125,15 +125,10 @@ def encode(
 
 
 def run_both(layer: Direction, x: jax.Array, input_mask: jax.Array) -> jax.Array:
-    """Runs an LSTM in each direction.
+    """Runs an LSTM in each direction, over what each of them reads, [2, B, S, N].
 
-    Args:
-      layer: of `both_directions`.
-      x: [2, B, S, N], what each of them reads.
-      input_mask: [B, S], 0 for padding, over which states stay as they are.
-
-    Returns:
-      float32 [B, S, 2 P], from left to right and from right to left side by side.
+    `input_mask` is [B, S], 0 for padding, over which states stay as they are. Gives float32
+    [B, S, 2 P], from left to right and from right to left side by side.
     """
     there = jnp.stack([input_mask, input_mask[:, ::-1]]) > 0
     left, right = jax.vmap(_run)(layer, jnp.stack([x[0], x[1, :, ::-1]]), there)

@@ -362,12 +362,7 @@ def _kept(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
 def _words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
     """Computes the words of `jax.random.bits` with these numbers, below 2**32, of its array.
 
-    Args:
-      keys: uint32 [..., 2], which broadcast against the numbers.
-      numbers: int32 [...].
-
-    Returns:
-      uint32, of the numbers' shape.
+    Keys uint32 [..., 2], which broadcast against numbers int32 [...] -> uint32, of their shape.
     """
     low = numbers.astype(jnp.uint32)
     first, second = (jnp.broadcast_to(keys[..., i], low.shape) for i in (0, 1))

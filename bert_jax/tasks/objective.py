@@ -37,12 +37,8 @@ _NO_PLACE = -1e9
 def below_head(cfg: Model, reads: Reads, features: Features = "") -> str:
     """Returns the part of pre-training that stands below the head of a task; empty for none.
 
-    `pooler` as in BERT, or as in ModernBERT `masked_lm`, without its output.
-
-    Args:
-      cfg: of the encoder.
-      reads: what the head reads.
-      features: `adapt.features`; a tagger takes the part's place.
+    `pooler` as in BERT, or as in ModernBERT `masked_lm`, without its output; with `features` a
+    tagger takes its place.
     """
     return "" if features else KINDS[cfg.kind].below.get(reads, "")
 
@@ -86,14 +82,10 @@ def task_logits(
     """Returns scores: float32 [B, O] from what [CLS] comes to, or [B, S, O] from every piece.
 
     Args:
-      cfg: of the encoder.
-      reads: what the head reads.
       outputs: O.
       params: as `init_params` gives them.
       batch: `input_ids`, `segment_ids` and `input_mask`, int32 [B, S].
-      noise: of dropout; None drops nothing.
       head_dropout_prob: of what the head reads.
-      loop: how the layers are run.
       features: `adapt.features`, what a tagger below the head reads; empty: there is none.
     """
 
@@ -152,10 +144,7 @@ def _thin(kernel: jax.Array, rank: int, key: jax.Array) -> Tree:
 def merged_params(adapt: Adapt, trainable: Tree, fixed: Tree | None) -> Tree:
     """Returns the parameters of the model: the base's, with those that learn laid over them.
 
-    Args:
-      adapt: how the base is adapted.
-      trainable: see `trainable_params`.
-      fixed: the base's encoder and what stands below the head; None with `full`.
+    `fixed` are the base's encoder and what stands below the head; None with `full`.
     """
     if fixed is None:
         return trainable
@@ -247,7 +236,7 @@ class TaskObjective:
 
     def measure(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
         """Returns sums and counts of the loss and, except of regressions, of the hits."""
-        weights = batch["row_weights"]
+        weights, together = self._weights(batch), self.rows_per_example
         if self.kind == "regress":
             errors = weights * jnp.square(logits[:, 0] - batch["targets"])
             return {"loss": jnp.stack([errors.sum(), weights.sum()])}
@@ -260,13 +249,9 @@ class TaskObjective:
             # As the reference: the mean of both.
             loss, hits = ((a + b) / 2 for a, b in zip(*parts, strict=True))
             return {"loss": loss, "accuracy": hits}
-        targets = batch["targets"]
-        if self.kind in ("tag", "generate"):
-            weights = batch["target_weights"] * weights[:, None]
-        elif self.kind == "choice":
-            logits = logits.reshape(-1, self.rows_per_example)
-            targets = targets[:: self.rows_per_example]
-            weights = weights[:: self.rows_per_example]
+        targets = batch["targets"][::together]
+        if self.kind == "choice":
+            logits = logits.reshape(-1, together)
         loss, hits = losses_lib.classification(logits, targets, weights)
         if self.class_weights:
             of_labels = jnp.array(self.class_weights, jnp.float32)[targets]
@@ -276,10 +261,14 @@ class TaskObjective:
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
         """Counts examples, or words if tags are learned, or the pieces of texts."""
+        return (self._weights(batch).sum(),)
+
+    def _weights(self, batch: Batch) -> jax.Array:
+        """Returns how much each target counts: [examples], or of pieces [B, S]."""
         weights = batch["row_weights"]
-        if self.kind in ("tag", "generate"):
-            return ((batch["target_weights"] * weights[:, None]).sum(),)
-        return (weights.sum() / self.rows_per_example,)
+        if "target_weights" in batch:
+            return batch["target_weights"] * weights[:, None]
+        return weights[:: self.rows_per_example]
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
         """Returns the loss of some rows over the counts of all."""

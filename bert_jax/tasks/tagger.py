@@ -76,18 +76,10 @@ def run(
     noise: layers.Noise | None,
     rate: float,
 ) -> jax.Array:
-    """Runs the two layers over what is read of the encoder's.
+    """Runs the two layers over what is read of the encoder's, with dropout of what each reads.
 
-    Args:
-      tagger: their parameters.
-      features: what is read.
-      every: [L + 1, B, S, D], in the compute type.
-      input_mask: int32 [B, S], 0 for padding.
-      noise: of dropout of what each of them reads; None drops nothing.
-      rate: of dropout.
-
-    Returns:
-      [B, S, D], in the compute type.
+    [L + 1, B, S, D], and `input_mask` int32 [B, S], 0 for padding -> [B, S, D], all but the mask in
+    the compute type.
     """
     x = read(tagger, features, every)
     for number, layer in enumerate((tagger.lower, tagger.upper)):

@@ -7,7 +7,7 @@ in which a sum is added up.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,10 +117,8 @@ def scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> ja
     return gradient.astype(jnp.float32)
 
 
-def _gather_forward(
-    shard: jax.Array, dimension: int, collectives: Collectives
-) -> tuple[jax.Array, None]:
-    return gather(shard, dimension, collectives), None
+def _gather_forward(*args: Any) -> tuple[jax.Array, None]:
+    return gather(*args), None
 
 
 def _gather_backward(
@@ -146,14 +144,7 @@ def _ring_scatter(parts: jax.Array, dimension: int, axis: str) -> jax.Array:
 
     Permutations overlap with other work where reduce-scatters do not. What arrives is the sum so
     far of the part of a device further on; this device adds its own share and sends it on.
-
-    Args:
-      parts: one for each device along `dimension`.
-      dimension: of the parts.
-      axis: name of the axis.
-
-    Returns:
-      The sum of this device's part, without that dimension.
+    `parts` has one for each along `dimension`, which the sum is without.
     """
     size = lax.axis_size(axis)
     ring = folded_ring(size)

@@ -79,21 +79,13 @@ _MASKED_LM = {
         Rule("masked_lm/transform/bias"),
         Rule("masked_lm/layer_norm/(scale|bias)"),
     ),
-    "modern": (
-        Rule("masked_lm/transform/kernel", data=(0,)),
-        Rule("masked_lm/layer_norm/scale"),
-    ),
+    "modern": (Rule("masked_lm/transform/kernel", data=(0,)), Rule("masked_lm/layer_norm/scale")),
     "bilstm": (),
 }
 _OUTPUT_BIAS = Rule("masked_lm/output_bias", tensor=0)
 # Of pre-training's heads, by `model.kind`.
 HEADS = {
-    kind: (
-        *POOLER,
-        *masked_lm,
-        _OUTPUT_BIAS,
-        Rule("next_sentence/(kernel|bias)"),
-    )
+    kind: (*POOLER, *masked_lm, _OUTPUT_BIAS, Rule("next_sentence/(kernel|bias)"))
     for kind, masked_lm in _MASKED_LM.items()
 }
 
@@ -215,25 +207,14 @@ def specs(partition: Tree) -> Tree:
 def shardings(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
     """Returns the sharding of each parameter."""
 
-    def place(c: Partition) -> NamedSharding:
-        spec = _spec({c.data: c.axes, c.tensor: mesh_lib.TENSOR})
-        return NamedSharding(mesh, spec)
-
-    return _map(place, partition)
+    tensor = mesh_lib.TENSOR
+    return _map(lambda c: NamedSharding(mesh, _spec({c.data: c.axes, c.tensor: tensor})), partition)
 
 
 def like_params(tree: Tree, of_params: Tree, other: Any) -> Tree:
-    """Returns, for a tree that holds trees like the parameters, their values; else `other`.
-
-    Args:
-      tree: arrays or shapes.
-      of_params: a value for each parameter, nested as they are.
-      other: the value for leaves that stand for no parameter.
-    """
-    flat = {
-        tuple(key.key for key in path): value
-        for path, value in jax.tree_util.tree_flatten_with_path(of_params)[0]
-    }
+    """Returns, for a tree that holds trees like the parameters, their values; else `other`."""
+    leaves = jax.tree.leaves_with_path(of_params)
+    flat = {tuple(key.key for key in path): value for path, value in leaves}
 
     def find(path: tuple[Any, ...], _: Any) -> Any:
         names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
@@ -264,13 +245,7 @@ def gathered(params: Tree, partition: Tree, collectives: Collectives) -> Tree:
 
 
 def all_gather_layer(layer: Module, partition: Tree, collectives: Collectives) -> Module:
-    """Returns one layer of stacked ones, as `gathered`.
-
-    Args:
-      layer: a module whose leaves carry no dimension of layers.
-      partition: of the stacked layers.
-      collectives: how they travel.
-    """
+    """Returns one layer of stacked ones, whose partition it is, as `gathered`."""
 
     def one(path: tuple[Any, ...], shard: jax.Array) -> jax.Array:
         c = partition

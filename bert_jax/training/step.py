@@ -116,9 +116,6 @@ def self_checks(device_kind: str) -> CompilerOptions:
     Each operation is done several times and its results are compared; one that differs halts the
     program with an error. The values are those of axlearn (`infer_xsc_compiler_options`), without
     its test of the links between chips, which takes minutes to compile.
-
-    Args:
-      device_kind: as jax names it.
     """
     one_core = device_kind in ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
     return (
@@ -264,11 +261,7 @@ def make_rows_step(
 ) -> Callable[[Any, Any, Batch], jax.Array]:
     """Compiles `(params, fixed, batch) -> [B, ...]`, whole on all devices.
 
-    Args:
-      objective: whose parameters they are.
-      function: takes what `Objective.forward` takes, and gives something of each row.
-      parallelism: how the parameters lie.
-      mesh: the devices.
+    `function` takes what `Objective.forward` takes, and gives something of each row.
     """
     rows = _without_noise(objective, function, parallelism, mesh, mesh_lib.batch_spec(mesh))
     return jax.jit(rows, out_shardings=mesh_lib.replicated(mesh))
