@@ -47,8 +47,7 @@ class MinimalPairs:
 
     def __init__(self, name: str, task: Task, most: int | None):
         self.name, self.task = name, task  # where they are
-        read = examples_lib.read(task, task.validation, "labelled")
-        pairs = [pair for pair in read if isinstance(pair, MinimalPair)]
+        pairs: list[Any] = examples_lib.read(task, task.validation, "labelled")
         self.pairs = pairs if most is None else _drawn(pairs, most)  # those that are asked
 
     def open(

@@ -40,12 +40,7 @@ class Rows:
         self.lengths = np.array([len(ids) for ids in self.ids], np.int32)
 
     def batch(self, which: np.ndarray, length: int, pad_id: int) -> Batch:
-        """Returns some rows, padded.
-
-        Args:
-          which: numbers of rows, [B].
-          length: S, at least that of the longest.
-          pad_id: what stands where nothing does.
+        """Returns the rows of these numbers, [B], padded to S = `length`, no less than the longest.
 
         Returns:
           `input_ids`, `segment_ids`, `input_mask` int32 [B, S]; the targets, [B] or [B, S].
@@ -103,14 +98,7 @@ class TaskKind(Protocol):
 
 
 class TrainBatches:
-    """Batches of shuffled examples. May be pickled.
-
-    Args:
-      rows: of the training examples.
-      pad_id: of the tokenizer.
-      examples: a step.
-      seed: of the run.
-    """
+    """Batches of shuffled examples, so many `examples` a step. May be pickled."""
 
     def __init__(self, rows: Rows, pad_id: int, examples: int, seed: int):
         self._rows, self._pad_id, self._examples = rows, pad_id, examples

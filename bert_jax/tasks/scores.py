@@ -121,10 +121,7 @@ def entities(tags: Sequence[str]) -> list[tuple[str, int, int]]:
     As the script conlleval of CoNLL-2000 reads them, and seqeval by default: an entity begins at
     B-TYPE, and at I-TYPE if the word before is outside or of another type; it goes on over I-TYPE
     of its own type. So I- without B- is an entity, B- always begins another, and a change of type
-    inside ends one and begins the next. A type may be empty.
-
-    Args:
-      tags: of its words, each O, B-TYPE or I-TYPE.
+    inside ends one and begins the next. Tags are O, B-TYPE or I-TYPE; a type may be empty.
     """
     spans: list[tuple[str, int, int]] = []
     before = "O"
@@ -167,12 +164,9 @@ def normalized(text: str) -> str:
 
 
 def exact_match(predicted: str, answers: Sequence[str], no_answer: NoAnswer) -> float:
-    """Returns 1 if a predicted answer equals a given one, both normalized, else 0.
+    """Returns 1 if a predicted answer, "" for none, equals a given one, both normalized, else 0.
 
-    Args:
-      predicted: an answer; "" for none.
-      answers: those that people gave; with `possible` there may be none.
-      no_answer: `never` as SQuAD 1.1 counts, `possible` as SQuAD 2.0 does.
+    `no_answer` is `never` as SQuAD 1.1 counts, `possible`, with or without answers, as 2.0 does.
     """
     return max(float(normalized(predicted) == normalized(a)) for a in _golds(answers, no_answer))
 
@@ -207,12 +201,9 @@ def _golds(answers: Sequence[str], no_answer: NoAnswer) -> Sequence[str]:
 def span_scores(
     questions: Sequence[Question], predicted: Mapping[str, str], no_answer: NoAnswer
 ) -> dict[str, float]:
-    """Returns the means of `f1` and `exact_match` over questions.
+    """Returns the means of `f1` and `exact_match` over labelled questions, at least one.
 
-    Args:
-      questions: at least one, labelled.
-      predicted: an answer to each by its id; "" for none.
-      no_answer: as in `exact_match`.
+    `predicted` has an answer to each by its id, "" for none.
     """
     golds = [(predicted[q.id], [a.text for a in q.answers], no_answer) for q in questions]
     return {
