@@ -1,12 +1,12 @@
 """Kernels for TPUs: attention with rotary positions, to whole rows or to a window.
 
-They compute what `modern.rotate` and `attention.attend_recomputed` compute, in the same types. A
+They compute what `encoder.rotate` and `attention.attend_recomputed` compute, in the same types. A
 program holds a row's keys and values of as many heads as fill its lanes, and goes through its
 queries block by block: of a layer with a window it looks at the keys near the block alone, of
 another at all, of long rows part by part (Dao et al. 2022, FlashAttention, section 3.1).
 
 Shape letters: B batch, S sequence, W width, H heads; of one block K keys and Q queries. Scores lie
-[K, Q], as in `model.kernels`.
+[K, Q], as in `attention_kernels`.
 """
 
 import functools
@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from bert_jax.model import kernels as kernels_lib
 from bert_jax.model.attention import MASKED_SCORE
+from bert_jax.model.attention_kernels import Blocks, Heads, with_gradient
 from bert_jax.model.kernels import LANES, Kernels
 
 # Rows that a program holds whole, with their gradients.
@@ -63,7 +64,7 @@ def turns(rotations: jax.Array, size: int) -> jax.Array:
     """Lays cosines and sines out as kernels read them: for each lane of the heads that share them.
 
     Args:
-      rotations: float32 [2, 2, ..., S, 1, W / H / 2], of `modern.rotations`.
+      rotations: float32 [2, 2, ..., S, 1, W / H / 2], of `encoder.rotations`.
       size: W / H.
 
     Returns:
@@ -123,7 +124,7 @@ def _backward(
     return *_by_layer(static, _backward_pass, arrays, *more), None, None, None
 
 
-_attention = kernels_lib.with_gradient(_forward, _backward)
+_attention = with_gradient(_forward, _backward)
 
 
 def _by_layer(
@@ -148,7 +149,7 @@ def _by_layer(
         return lax.cond(is_global, whole, near)
 
 
-class _Blocks(kernels_lib.Blocks):
+class _Blocks(Blocks):
     """What both passes read, and how they are run."""
 
     def __init__(self, static: _Static, read: list[jax.Array], turns: jax.Array, numbers: Any):
@@ -197,7 +198,7 @@ def _backward_pass(
     return blocks.run(_backward_kernel, "rotary_backward", inputs, outputs, 5, scratch)
 
 
-class _Row(kernels_lib.Heads):
+class _Row(Heads):
     """What both passes read, and how they go through it."""
 
     def __init__(self, static: _Static, refs: Sequence[Any], key_ref: Any):

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from bert_jax.config import Model
-from bert_jax.model import attention, layers, rotary_kernels
+from bert_jax.model import attention, attention_kernels, layers, rotary_kernels
 from bert_jax.model import kernels as kernels_lib
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import (
@@ -313,7 +313,7 @@ def run_layer_in_kernels(
 
     projections = (layer.query, layer.key, layer.value)
     shared = isinstance(input_mask, Shared)
-    context = kernels_lib.attention(
+    context = attention_kernels.attention(
         kernels,
         *(product(dense, x) for dense in projections),
         jnp.stack([dense.bias[...] for dense in projections]),

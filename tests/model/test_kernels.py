@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from bert_jax.config import Model
-from bert_jax.model import attention, kernels, layers
+from bert_jax.model import attention, attention_kernels, kernels, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.transformer import Encoder, encode
 from bert_jax.training import step
@@ -91,12 +91,12 @@ def test_forward_and_backward_kernels_draw_for_the_same_programs(monkeypatch):
         jax.debug.callback(lambda number: asked[-1].append((int(number), shape)), program)
         return jnp.ones(shape, bool)
 
-    monkeypatch.setattr(kernels, "_keep", keep)
+    monkeypatch.setattr(kernels, "keep_some", keep)
     how, x, vector = HOW["float32"], jnp.ones((2, 128, 256)), jnp.ones(256)
 
     def attend(x):
         arrays = x, x, x, jnp.ones((3, 256)), jnp.ones((2, 128), jnp.int32), SEED
-        return kernels.attention(how, *arrays, 4, RATE, "alone")
+        return attention_kernels.attention(how, *arrays, 4, RATE, "alone")
 
     def norm(x):
         flat = x.reshape(-1, 256)
@@ -177,7 +177,7 @@ def test_attention_and_its_gradients(dtype, heads, rate):
     numbers[1, 40:100], numbers[1, 100:115], numbers[1, 115:] = 2, 3, 0
     bits = random_bits(2, (2, heads, 128, 128))
     context, pullback = jax.vjp(
-        lambda *x: kernels.attention(
+        lambda *x: attention_kernels.attention(
             HOW[dtype], *x, jnp.asarray(numbers), SEED, heads, rate, "shared", bits
         ),
         *inputs,
@@ -205,7 +205,7 @@ def test_attention_as_xla_computes_it(packed):
 
     def kernel(*inputs):
         rows = "shared" if packed else "alone"
-        return kernels.attention(HOW["bfloat16"], *inputs, numbers, SEED, 4, 0.0, rows)
+        return attention_kernels.attention(HOW["bfloat16"], *inputs, numbers, SEED, 4, 0.0, rows)
 
     gradient = gradient * real[:, :, None]  # what padding sees differs, and is read by none
     results = []
