@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 import textwrap
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bert_jax.config.fields import Section
@@ -41,7 +42,8 @@ class Setting:
     def __str__(self) -> str:
         what = f"one of {', '.join(self.choices)}" if self.choices else self.type
         default = "must be given" if self.default is None else f"default {self.default or 'empty'}"
-        return f"{self.path}: {what}; {default}\n{textwrap.indent(_wrapped(self.comment), '    ')}"
+        comment = textwrap.fill(self.comment, 96, initial_indent="    ", subsequent_indent="    ")
+        return f"{self.path}: {what}; {default}\n{comment}"
 
 
 @functools.cache
@@ -50,36 +52,24 @@ def settings(root: type[Section]) -> tuple[Setting, ...]:
     return tuple(_settings(root, "", None))
 
 
-def _settings(section: type[Section], path: str, example: Section | None) -> list[Setting]:
+def _settings(section: type[Section], path: str, example: Section | None) -> Iterator[Setting]:
     hints, comments = get_type_hints(section), _comments(section)
-    rows = []
     for field in dataclasses.fields(section):
-        hint, where = hints[field.name], path + field.name
-        default = _default(field) if example is None else getattr(example, field.name)
+        hint, where, default = hints[field.name], path + field.name, field.default
+        if example is not None:
+            default = getattr(example, field.name)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
         if dataclasses.is_dataclass(inner):
             below = where + (".N." if get_origin(hint) is tuple else ".")
-            given = default if isinstance(default, Section) else None
-            rows += _settings(inner, below, given)
+            yield from _settings(inner, below, default if isinstance(default, Section) else None)
             continue
         choices = get_args(hint) if get_origin(hint) is Literal else ()
-        word = _TYPES.get(hint, "a word" if choices else str(hint))
-        rows.append(
-            Setting(where, word, choices, _text(default), comments[field.name], section.role)
-        )
-    return rows
-
-
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def _text(value: Any) -> str | None:
-    if value is dataclasses.MISSING:
-        return None
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        word = _TYPES.get(hint, "a word")
+        text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        given = None if default is dataclasses.MISSING else text
+        yield Setting(where, word, choices, given, comments[field.name], section.role)
 
 
 def _comments(section: type[Section]) -> dict[str, str]:
@@ -169,11 +159,16 @@ def page() -> str:
         "`make settings`.",
     ]
     shown: set[str] = set()
+    usual = {s.path: s.default for s in settings(Experiment)}
     for title, root in (("Pre-training", Experiment), ("Fine-tuning", Finetuning)):
         lines += ["", f"## {title}"]
         for section, group in _sections(root).items():
             if section in shown:
-                lines += ["", f"`{section}`: as above" + _others(section, root) + "."]
+                changed = ", ".join(
+                    f"`{s.path}={s.default}`" for s in group if s.default != usual[s.path]
+                )
+                others = f", but with the defaults {changed}" if changed else ""
+                lines += ["", f"`{section}`: as above{others}."]
                 continue
             shown.update({section} if section else ())
             lines += ["", f"### {section or 'The experiment'} ({group[0].role})", ""]
@@ -183,16 +178,3 @@ def page() -> str:
                 default = "(given)" if s.default is None else f"`{s.default}`" if s.default else ""
                 lines.append(f"| `{s.path}` | {value} | {default} | {s.comment} |")
     return "\n".join([*lines, ""])
-
-
-def _others(section: str, root: type[Section]) -> str:
-    """Returns in words which defaults of a section that both have differ from a pre-training's."""
-    usual = {s.path: s.default for s in settings(Experiment)}
-    changed = [
-        f"`{s.path}={s.default}`" for s in _sections(root)[section] if s.default != usual[s.path]
-    ]
-    return f", but with the defaults {', '.join(changed)}" if changed else ""
-
-
-def _wrapped(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 92))
