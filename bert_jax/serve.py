@@ -33,7 +33,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -79,13 +79,7 @@ class Limits:
 
 
 class Refused(Exception):
-    """An error that a client is answered.
-
-    Args:
-      status: of HTTP.
-      message: one line.
-      param: which field of the request is at fault.
-    """
+    """An error that a client is answered, and which field of its request is at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None):
         super().__init__(message)
@@ -96,7 +90,7 @@ class Refused(Exception):
         headers = {"Retry-After": str(_RETRY_SECONDS)} if self.status == 503 else {}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": None}
-        return Response(json.dumps({"error": error}), self.status, headers, "application/json")
+        return JSONResponse({"error": error}, self.status, headers)
 
 
 # --- what is served -------------------------------------------------------------------------------
@@ -258,7 +252,7 @@ class Service:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
-            exception_handlers={HTTPException: self._misplaced, Exception: self._failed},
+            exception_handlers=dict.fromkeys((HTTPException, Exception), self._misplaced),
             lifespan=self._lifespan,
         )
 
@@ -275,8 +269,11 @@ class Service:
         """Answers a request, which is under way until all but a few kB of the answer are read."""
         mine = collections.Counter[str]()
         try:
-            response = await self._ask(Request(scope, receive), mine)
+            response = await self._response(Request(scope, receive), mine)
+            self.answered[response.status_code] += 1
             await response(scope, receive, send)
+        except ClientDisconnect:
+            self._counts["left"] += 1
         finally:
             self._held.subtract(mine)
 
@@ -290,45 +287,37 @@ class Service:
         self._held[what] += count
         mine[what] += count
 
-    async def _ask(self, request: Request, mine: collections.Counter[str]) -> Response:
-        """Answers a request, or says why not; never raises for what a client does."""
+    async def _response(self, request: Request, mine: collections.Counter[str]) -> Response:
+        """Answers a request, or says why not; raises for clients that have left alone."""
         began = time.monotonic()
-        arrived = False
+        body = None
         try:
             self._hold(mine, "requests", 1)
             async with asyncio.timeout(self._limits.seconds):
                 body = await self._fields(request, mine)
-                arrived = True
                 items = await asyncio.to_thread(self._served.items, body, self._limits)
                 self._hold(mine, "rows", sum(rows for _, rows in items))
                 results = await self._results(request, items)
         except Refused as refused:
-            return self._counted(refused.response())
+            return refused.response()
         except InputError as error:  # the model gives no numbers, or has too much to do at once
-            return self._counted(Refused(500, str(error)).response())
+            return Refused(500, str(error)).response()
         except TimeoutError:
-            if not arrived:
-                return self._counted(Refused(408, "the body did not arrive in time").response())
+            if body is None:
+                return Refused(408, "the body did not arrive in time").response()
             self._counts["refused"] += 1
             message = f"no answer within {self._limits.seconds:g} s; ask again later"
-            return self._counted(Refused(503, message).response())
-        except ClientDisconnect:
-            self._counts["left"] += 1
-            return Response(status_code=400)  # which nobody reads
+            return Refused(503, message).response()
         seconds = time.monotonic() - began
         self._seconds += seconds
         self._in_bucket[bisect.bisect_left(_SECONDS, seconds)] += 1
         answer = self._served.answer(body, results)
-        return self._counted(StreamingResponse(answer, media_type="application/json"))
-
-    def _counted(self, response: Response) -> Response:
-        self.answered[response.status_code] += 1
-        return response
+        return StreamingResponse(answer, media_type="application/json")
 
     async def _fields(self, request: Request, mine: collections.Counter[str]) -> dict[str, Any]:
         """Returns what a request says, with a `model`."""
         body = bytearray()
-        async for chunk in request.stream():  # what comes after a refusal is dropped by uvicorn
+        async for chunk in request.stream():  # uvicorn drops what comes after a refusal
             body += chunk
             if len(body) > self._limits.bytes:
                 raise Refused(413, f"the body is longer than {self._limits.bytes} bytes")
@@ -407,8 +396,7 @@ class Service:
 
     async def _health(self, request: Request) -> Response:
         del request
-        body = json.dumps({"status": "ready", "model": self._served.name})
-        return Response(body, media_type="application/json")
+        return JSONResponse({"status": "ready", "model": self._served.name})
 
     async def _metrics(self, request: Request) -> Response:
         del request
@@ -430,19 +418,17 @@ class Service:
         return PlainTextResponse("\n".join(lines), media_type="text/plain; version=0.0.4")
 
     async def _misplaced(self, request: Request, error: Exception) -> Response:
-        """Answers what is asked elsewhere, or by another method."""
+        """Answers what is asked elsewhere, or by another method, or meets a bug of ours."""
         del request
-        assert isinstance(error, HTTPException)
-        message = f"{error.detail}: there are POST {self._served.path}, GET /health and /metrics"
-        response = Refused(error.status_code, message).response()
-        response.headers.update(error.headers or {})
-        return self._counted(response)
-
-    async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answers where a bug of ours is; uvicorn logs it."""
-        del request
-        message = f"internal error: {type(error).__name__}"
-        return self._counted(Refused(500, message).response())
+        refused, headers = Refused(500, f"internal error: {type(error).__name__}"), None
+        if isinstance(error, HTTPException):
+            known = f"there are POST {self._served.path}, GET /health and /metrics"
+            refused = Refused(error.status_code, f"{error.detail}: {known}")
+            headers = error.headers
+        self.answered[refused.status] += 1
+        response = refused.response()
+        response.headers.update(headers or {})
+        return response
 
 
 async def _left(request: Request) -> None:
@@ -455,15 +441,17 @@ async def _left(request: Request) -> None:
 
 
 class _Connection(H11Protocol):
-    """A connection that ends when nothing moves, and whose garbage is answered in OpenAI's form."""
+    """A connection that ends when nothing moves."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begins to look at it from time to time, if there are not too many."""
+        """Begins to look at it from time to time; one too many is answered so, and closed."""
         super().connection_made(transport)
-        self._refused, self._before, self._unread, self._read = False, None, 0, False
+        self._before, self._unread, self._read = None, 0, False
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
         if len(self.connections) > self.app_state["connections"]:
-            self._refuse(Refused(503, "too many connections; ask again later"))
+            self.app = Refused(503, "too many connections; ask again later").response()
+            self.app.headers["connection"] = "close"
+            self.loop.call_later(_RETRY_SECONDS, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends that."""
@@ -474,6 +462,12 @@ class _Connection(H11Protocol):
         """Notes that of what was written some was read."""
         self._read = True
         super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP, unless half an answer was sent."""
+        with contextlib.suppress(h11.LocalProtocolError):
+            super().send_400_response(msg)
+        self.transport.close()
 
     def _look(self) -> None:
         """Ends it if since the last look no request has begun or ended, and none is under way, or
@@ -487,28 +481,6 @@ class _Connection(H11Protocol):
             return
         self._before, self._unread, self._read = self.cycle, unread, False
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
-
-    def data_received(self, data: bytes) -> None:
-        """Drops what comes after garbage: closed at once, the answer to it might be lost."""
-        if not self._refused:
-            super().data_received(data)
-
-    def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP."""
-        self._refuse(Refused(400, msg))
-
-    def _refuse(self, refused: Refused) -> None:
-        """Answers whatever is asked with an error."""
-        self._refused = True
-        response = refused.response()
-        headers = [*response.raw_headers, (b"connection", b"close")]
-        head = h11.Response(status_code=refused.status, headers=headers)
-        # Half an answer may have been sent.
-        with contextlib.suppress(h11.LocalProtocolError):
-            for event in (head, h11.Data(data=response.body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event))
-            self.transport.write_eof()
-        self.loop.call_later(_RETRY_SECONDS, self.transport.close)
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -531,9 +503,7 @@ def listening(host: str, port: int) -> socket.socket:
 def server_of(service: Service, seconds: float) -> uvicorn.Server:
     """Returns what runs it; asked to stop, it takes no more and answers what is under way.
 
-    Args:
-      service: to be run.
-      seconds: that a connection may be silent, and that the end may take.
+    A connection may be silent for so many seconds, and the end may take as long.
     """
     settings = uvicorn.Config(
         service.app,

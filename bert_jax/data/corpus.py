@@ -139,7 +139,7 @@ def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
             copy.mkdir(parents=True)
             write_atomic(path, text)
         wanted = {
-            name: (entry[0], entry[1])
+            name: entry[0]
             for name, entry in listed.items()
             if not name.startswith("dataset/") and _damage(copy / name, entry, "cheap")
         }

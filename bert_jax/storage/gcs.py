@@ -32,6 +32,9 @@ class CheckedFileSystem(GCSFileSystem):
             ) from error
 
     call = asyn.sync_wrapper(_call)
+    # Objects and prefixes below a place. The public calls take a bucket that is not there for an
+    # empty folder (`ls`), or list all that lies below (`find`).
+    list_objects = asyn.sync_wrapper(GCSFileSystem._do_list_objects)
 
 
 class PatientFileSystem(CheckedFileSystem):

@@ -119,12 +119,8 @@ def read(
     end: int | None = None,
     seconds: float | None = None,
 ) -> bytes:
-    """Returns the content of a file of this machine, or an object, or some of an object's bytes.
-
-    Args:
-      path: of the file or the object.
-      first, end: of an object's bytes; None: from its start, to its end.
-      seconds: how long the network may fail; None: ten minutes.
+    """Returns the content of a file of this machine, or of an object the bytes from `first` to
+    `end`; the network may fail for so many seconds, None: ten minutes.
 
     Raises:
       FileNotFoundError: nothing is there.
@@ -136,11 +132,7 @@ def read(
 
 
 def sha256(path: epath.PathLike) -> str:
-    """Returns the SHA-256 of a file of this machine, or of a small object.
-
-    Raises:
-      FileNotFoundError: nothing is there.
-    """
+    """Returns the SHA-256 of a file of this machine, or of a small object."""
     if is_bucket(path):
         return hashlib.sha256(read(path)).hexdigest()
     with open(path, "rb") as file:
@@ -148,11 +140,7 @@ def sha256(path: epath.PathLike) -> str:
 
 
 def state(path: epath.PathLike) -> tuple[int, int]:
-    """Returns the bytes of a file of this machine or an object, and its date in nanoseconds.
-
-    Raises:
-      FileNotFoundError: nothing is there.
-    """
+    """Returns the bytes of a file of this machine or an object, and its date in nanoseconds."""
     if not is_bucket(path):
         stat = os.stat(path)
         return stat.st_size, stat.st_mtime_ns
@@ -200,7 +188,7 @@ def names(folder: epath.Path) -> set[str]:
 
 def listing(folder: epath.PathLike) -> dict[str, Listed]:
     """Returns all objects below a folder of a bucket, at any depth, by their paths in it."""
-    return _listed(folder, None)[0]
+    return _listed(folder, "")[0]
 
 
 def remove(paths: Iterable[epath.PathLike]) -> None:
@@ -224,14 +212,7 @@ def require_writable(folder: epath.Path) -> None:
 def put(
     path: epath.PathLike, data: bytes, seconds: float | None = None, right: Right = "write"
 ) -> None:
-    """Writes an object, or replaces it.
-
-    Args:
-      path: of the object.
-      data: its content.
-      seconds: how long the network may fail; None: ten minutes.
-      right: that is used; `replace` where one is known to be there.
-    """
+    """Writes an object, or replaces it; where one is known to be there, that is the `right`."""
     _tried(right, path, lambda: _files().pipe_file(os.fspath(path), data), seconds)
 
 
@@ -264,34 +245,18 @@ def is_same(file: epath.PathLike, listed: Listed, first: int = 0, end: int | Non
     return base64.b64encode(checksum.digest()).decode() == listed.crc32c
 
 
-def _listed(folder: epath.PathLike, delimiter: str | None) -> tuple[dict[str, Listed], set[str]]:
-    """Objects and folders below a folder, by their paths in it."""
+def _listed(folder: epath.PathLike, delimiter: str) -> tuple[dict[str, Listed], set[str]]:
+    """Returns objects and folders below a folder, by their paths in it."""
     bucket, key = _split(folder)
+    ask = functools.partial(_files().list_objects, os.fspath(folder), delimiter=delimiter)
+    try:
+        items, folders = _tried("list", folder, ask)
+    except FileNotFoundError as error:
+        raise InputError(f"{folder}: there is no bucket {bucket}") from error
     prefix = f"{key}/" if key else ""
-    objects: dict[str, Listed] = {}
-    folders: set[str] = set()
-    page: str | None = None
-    while True:
-        ask = functools.partial(
-            _files().call,
-            *("GET", "b/{}/o", bucket),
-            prefix=prefix,
-            delimiter=delimiter,
-            pageToken=page,
-            json_out=True,
-        )
-        try:
-            answer = _tried("list", folder, ask)
-        except FileNotFoundError as error:
-            raise InputError(f"{folder}: there is no bucket {bucket}") from error
-        for item in answer.get("items", []):
-            name = item["name"].removeprefix(prefix)
-            objects[name] = _of_item(item)
-        folders |= {name.removeprefix(prefix).rstrip("/") for name in answer.get("prefixes", [])}
-        page = answer.get("nextPageToken")
-        if not page:
-            objects.pop("", None)  # what the console makes for an empty folder
-            return objects, folders
+    objects = {item["name"].removeprefix(f"{bucket}/{prefix}"): _of_item(item) for item in items}
+    objects.pop("", None)  # what the console makes for an empty folder
+    return objects, {name.removeprefix(prefix).rstrip("/") for name in folders}
 
 
 def _of_item(item: dict[str, Any]) -> Listed:
@@ -307,11 +272,7 @@ def _split(place: epath.PathLike) -> tuple[str, str]:
 def _tried(
     right: Right, path: epath.PathLike, work: Callable[[], T], seconds: float | None = None
 ) -> T:
-    """Does the work; again while the network fails.
-
-    Raises:
-      Unavailable: the network has failed for so long.
-    """
+    """Does the work; again while the network fails, at most for so long (then Unavailable)."""
     bucket = _split(path)[0]
 
     def attempt() -> T:
@@ -321,14 +282,14 @@ def _tried(
             _granted.add((bucket, right))
             raise
         except Exception as error:
-            if (bucket, right) not in _granted and retry.is_denied(error):
-                reason = str(error).strip().replace("\n", " ")[:200]
-                raise InputError(
-                    f"{path}: this account may not {right} objects of the bucket {bucket} "
-                    f"({reason}); give it storage.objects.{_PERMISSIONS[right]}; "
-                    "roles/storage.objectUser holds all that are needed"
-                ) from error
-            raise
+            if (bucket, right) in _granted or not retry.is_denied(error):
+                raise
+            reason = str(error).strip().replace("\n", " ")[:200]
+            raise InputError(
+                f"{path}: this account may not {right} objects of the bucket {bucket} ({reason}); "
+                f"give it storage.objects.{_PERMISSIONS[right]}; roles/storage.objectUser holds "
+                "all that are needed"
+            ) from error
         _granted.add((bucket, right))
         return done
 
@@ -352,13 +313,10 @@ def _files() -> Any:
 def opened(
     root: str | epath.PathLike, corpus_dir: str = "", access: Literal["read", "write"] = "read"
 ) -> Workdir:
-    """Returns the names of a run's files, on this machine or in a bucket.
+    """Returns the names of a run's files, on this machine or in a bucket; see `Workdir`.
 
-    Args:
-      root: where the run lies.
-      corpus_dir: where its corpus lies; "": next to it.
-      access: `read` fetches the small files of a run in a bucket, as they are now; `write` names
-        the local folder of the run itself, which `Mirror` fills and sends.
+    To `read` fetches the small files of a run in a bucket, as they are now; to `write` names the
+    local folder of the run itself, which `Mirror` fills and sends.
     """
     if corpus_dir and is_bucket(corpus_dir):
         _listed(corpus_dir, "/")
@@ -383,8 +341,8 @@ def is_going_on(workdir: Workdir) -> bool:
         return in_use(workdir.root)
     started, last, kind = 0.0, 0.0, ""
     with contextlib.suppress(FileNotFoundError):
-        holder = Holder.parse((workdir.root / OWNER).read_bytes())
-        started = 0.0 if holder is None else holder.since
+        if holder := Holder.parse((workdir.root / OWNER).read_bytes()):
+            started = holder.since
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
         line = json.loads(workdir.timings.read_bytes().split(b"\n")[-2])
         last, kind = line["time"], line["kind"]
@@ -392,10 +350,10 @@ def is_going_on(workdir: Workdir) -> bool:
     return not has_ended and time.time() - max(started, last) < _LATELY
 
 
-def owner(remote: epath.Path) -> Holder | None:
+def owner(remote: epath.Path, seconds: float | None = None) -> Holder | None:
     """Returns who has started the run in a bucket last; None if nobody has, as far as is known."""
     try:
-        return Holder.parse(read(remote / OWNER))
+        return Holder.parse(read(remote / OWNER, seconds=seconds))
     except FileNotFoundError:
         return None
 
@@ -423,14 +381,11 @@ def cached(kind: str, remote: epath.PathLike) -> epath.Path:
 
 
 class Mirror:
-    """Sends what a process writes of a run to the run's bucket; of a local run nothing.
+    """Sends what process `number` writes of a run to the run's bucket; of a local run nothing.
 
-    Process 0 writes the run's small files, and all of them their traces. While entered, a thread
-    sends what has changed every half a minute, taking a twentieth of the time at most.
-
-    Args:
-      workdir: of the run, opened to `write`; process 0 holds the lock of its local folder.
-      number: of this process.
+    Process 0, which holds the lock of the local folder, writes the run's small files, and all of
+    them their traces. While entered, a thread sends what has changed every half a minute, taking a
+    twentieth of the time at most.
     """
 
     def __init__(self, workdir: Workdir, number: int = 0):
@@ -474,11 +429,7 @@ class Mirror:
             raise self._taken
 
     def flush(self) -> None:
-        """Sends all that has changed, however long it takes while the network is there.
-
-        Raises:
-          Unavailable: the bucket was out of reach for ten minutes.
-        """
+        """Sends all that has changed, however long it takes while the network is there."""
         if self._remote is not None:
             self._push(retry.GIVE_UP)
 
@@ -514,13 +465,8 @@ class Mirror:
 
     def _require_own(self, seconds: float) -> None:
         """Raises InputError if OWNER is another's; one that cannot be read is not."""
-        if self._remote is None:
-            return
-        path = self._remote / OWNER
-        try:
-            holder = Holder.parse(read(path, seconds=seconds))
-        except FileNotFoundError:
-            return
+        assert self._remote is not None
+        holder = owner(self._remote, seconds)
         if holder is not None and holder.token != self.token:
             self._taken = InputError(
                 f"{self._remote}: now belongs to {holder}, which has started the run after this "

@@ -9,9 +9,10 @@ import http.client
 import math
 import random
 import re
+import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from bert_jax.errors import DiskFull, InputError, Unavailable
@@ -22,6 +23,8 @@ T = TypeVar("T")
 FIRST_WAIT, LONGEST_WAIT, GIVE_UP = 0.5, 30.0, 600.0
 _HURRY = 30.0  # before one gives up that is asked to stop
 
+_KINDS = (Unavailable, TimeoutError, ConnectionError, ssl.SSLError)
+_KINDS += (http.client.HTTPException, socket.gaierror)
 _ERRNO_NAMES = (
     *("ESTALE", "EIO", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "EBUSY", "ENOBUFS", "ENOLCK"),
     *("ETIMEDOUT", "EPIPE", "ENETDOWN", "ENETUNREACH", "ENETRESET", "ECONNABORTED"),
@@ -142,45 +145,37 @@ def again(
         time.sleep(pause)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and those it was raised from, the outermost first."""
-    current: BaseException | None = error
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """Returns the error and those it was raised from, the outermost first."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__
+    return chain
 
 
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, InputError | DiskFull):
         return False
-    if isinstance(error, Unavailable | TimeoutError | ConnectionError | ssl.SSLError):
-        return True
-    if isinstance(error, http.client.HTTPException):
-        return True
-    status = _status(error)
-    if status:
+    if status := _status(error):
         return status in _STATUS
-    if isinstance(error, OSError) and error.errno in _ERRNO:
-        return True
-    module = type(error).__module__.partition(".")[0]
-    if module == "socket" or type(error).__name__ == "gaierror":
-        return True
-    if module in CLIENTS and _TRANSPORT.search(type(error).__name__):
-        return True
-    return _says(error, _TEXT)
+    return (
+        isinstance(error, _KINDS)
+        or (isinstance(error, OSError) and error.errno in _ERRNO)
+        or (_module(error) in CLIENTS and bool(_TRANSPORT.search(type(error).__name__)))
+        or _says(error, _TEXT)
+    )
+
+
+def _module(error: BaseException) -> str:
+    return type(error).__module__.partition(".")[0]
 
 
 def _status(error: BaseException) -> int:
     """Returns the HTTP status that a client's error carries; 0 for none."""
-    if type(error).__module__.partition(".")[0] not in CLIENTS:
-        return 0
-    for name in ("status", "code", "status_code"):
-        value = getattr(error, name, None)
-        if isinstance(value, int | str) and str(value).isdecimal():
-            return int(value)
-    return 0
+    names = ("status", "code", "status_code") if _module(error) in CLIENTS else ()
+    values = [str(getattr(error, name, "")) for name in names]
+    return next((int(value) for value in values if value.isdecimal()), 0)
 
 
 def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:

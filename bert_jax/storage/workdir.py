@@ -79,8 +79,7 @@ class Workdir:
     Args:
       root: a folder of this machine.
       corpus_dir: where the corpus is, on this machine or in a bucket; "": next to the run.
-      remote: the place in a bucket that `root` is written for, or was fetched from; None: the run
-        lies here.
+      remote: the place in a bucket that `root` is written for, or was fetched from.
     """
 
     def __init__(
@@ -211,10 +210,7 @@ class Holder:
 
 
 def cache_folder() -> epath.Path:
-    """Returns where this machine keeps what it can make or copy again.
-
-    BERT_JAX_CACHE_DIR, which `--cache-dir` sets; else `bert_jax` in the user's cache folder.
-    """
+    """Returns where this machine keeps what it can make or copy again; see `--cache-dir`."""
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return epath.Path(os.environ.get("BERT_JAX_CACHE_DIR") or os.path.join(user, "bert_jax"))
 
@@ -286,11 +282,7 @@ def read_json(
 ) -> dict[str, Any]:
     """Reads a JSON object that carries `format_version`, and a checksum if it was `sealed`.
 
-    Args:
-      path: of the file.
-      format_version: which is read.
-      mend: what to do about another one, in words.
-      restore: what to do about a damaged file.
+    `mend` says what to do about another version, `restore` about a damaged file.
     """
     try:
         content = path.read_bytes()
@@ -338,6 +330,17 @@ def is_complete(folder: epath.Path) -> bool:
     return (folder / COMPLETE).exists()
 
 
+# What an error of the file system says, where it does not pass.
+_WORDS = {
+    errno.EROFS: "cannot be written ({})",
+    errno.EACCES: "may not be used ({})",
+    errno.EPERM: "may not be used ({})",
+    errno.ELOOP: "is a link; remove it",
+    errno.ENOTDIR: "is a file where a folder is needed",
+    errno.EEXIST: "is a file where a folder is needed",
+}
+
+
 @contextlib.contextmanager
 def named_errors(path: epath.PathLike) -> Iterator[None]:
     """Turns errors of the file system into one line that names the path.
@@ -347,30 +350,22 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
     """
     try:
         yield
+    except (InputError, Unavailable):
+        raise
     except BrokenPipeError:  # the reader of our output has left, and no file is at fault
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(_FULL.format(path)) from error
-        if error.errno == errno.EROFS:
-            raise InputError(f"{path}: cannot be written ({error.strerror})") from error
-        if error.errno in (errno.EACCES, errno.EPERM):
-            raise InputError(f"{path}: may not be used ({error.strerror})") from error
-        if error.errno == errno.ELOOP:
-            raise InputError(f"{path}: is a link; remove it") from error
-        if error.errno in (errno.ENOTDIR, errno.EEXIST):
-            raise InputError(f"{path}: is a file where a folder is needed") from error
+        if error.errno in _WORDS:
+            raise InputError(f"{path}: {_WORDS[error.errno].format(error.strerror)}") from error
         reason = f"{error.filename or path}: {error.strerror or error}"
         if _passes(error):
             raise Unavailable(f"{reason}; run again to go on") from error
         raise InputError(reason) from error
-    except (InputError, Unavailable):
-        raise
     except Exception as error:
         # As libraries in C++ pass it on.
-        if isinstance(error, RuntimeError | ValueError) and (
-            os.strerror(errno.ENOSPC) in str(error)
-        ):
+        if isinstance(error, RuntimeError | ValueError) and os.strerror(errno.ENOSPC) in str(error):
             raise DiskFull(_FULL.format(path)) from error
         if _passes(error):
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
@@ -388,11 +383,7 @@ def lock(folder: epath.Path, named: epath.PathLike | None = None) -> Iterator[No
     """Holds the folder, made if need be, for this process; the system frees it when it dies.
 
     If what is done meanwhile fails and leaves nothing, the lock and the folder go too, where they
-    were not there before.
-
-    Args:
-      folder: of this machine.
-      named: what users call it; None: the same.
+    were not there before. `named` is what users call the folder; None: the same.
     """
     require_local(folder)
     path = folder / "lock"
@@ -455,28 +446,25 @@ def _held(path: epath.Path, named: epath.PathLike) -> IO[bytes]:
     """Returns the lock file, opened and locked."""
     tries = 0
     while True:
-        file = open(os.fspath(path), "a+b", buffering=0, opener=no_link)  # noqa: SIM115
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A holder that fails removes its lock: what we opened may be no longer the one there.
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = Holder.parse(file.read())
-            file.close()
-            tries += 1
-            if tries < _LOCK_TRIES:  # `in_use` holds it for a moment
+        with contextlib.ExitStack() as stack:
+            file = open(os.fspath(path), "a+b", buffering=0, opener=no_link)  # noqa: SIM115
+            stack.callback(file.close)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A holder that fails removes its lock: ours may be no longer the one there.
+                if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    stack.pop_all()
+                    return file
+            except BlockingIOError as error:
+                tries += 1
+                if tries == _LOCK_TRIES:  # `in_use` holds it for a moment
+                    file.seek(0)
+                    holder = Holder.parse(file.read()) or "another process"
+                    raise InputError(
+                        f"{named}: in use by {holder}; wait for it, or choose another folder with "
+                        "--workdir"
+                    ) from error
                 time.sleep(0.05)
-                continue
-            raise InputError(
-                f"{named}: in use by {holder or 'another process'}; wait for it, or choose another "
-                "folder with --workdir"
-            ) from error
-        except BaseException:
-            file.close()
-            raise
-        file.close()
 
 
 def in_use(folder: epath.Path) -> bool:
