@@ -54,7 +54,7 @@ class PatientFileSystem(CheckedFileSystem):
             try:
                 return await super()._call(method, path, *args, **kwargs)
             except Exception as error:
-                if not (retry.is_transient(error) or retry.is_denied(error)):
+                if not retry.passes(error):
                     raise
                 pause = patience.after(error)
             await asyncio.sleep(pause)

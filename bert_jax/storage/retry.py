@@ -69,6 +69,11 @@ def is_denied(error: BaseException) -> bool:
     return any(_status(e) in _DENIED or _says(e, _TEXT_DENIED) for e in _chain(error))
 
 
+def passes(error: BaseException) -> bool:
+    """Returns whether it is the network's or the machine's, or a right that was there before."""
+    return is_transient(error) or is_denied(error)
+
+
 # When nothing is waited for any more, by time.monotonic().
 latest = math.inf
 
@@ -86,9 +91,7 @@ def hurry() -> None:
 class Patience:
     """The waits between attempts at one piece of work, which grow.
 
-    Args:
-      where: what is read or written; begins the messages.
-      seconds: how long faults may follow one another, from the first on; None: ten minutes.
+    Faults of what `where` names may follow one another for so many seconds, None: ten minutes.
     """
 
     def __init__(self, where: str, seconds: float | None = None):
@@ -116,18 +119,14 @@ class Patience:
 def again(
     work: Callable[[], T], where: str, *, denied: str = "wait", seconds: float | None = None
 ) -> T:
-    """Repeats the work after each passing fault, with growing waits.
+    """Repeats the work, from its start, after each passing fault, with growing waits.
 
-    What has become bad input by then (`InputError`) is raised at once, whatever it came from.
-
-    Args:
-      work: is called again from its start, so it must be repeatable.
-      where, seconds: see `Patience`.
-      denied: `wait` takes refused rights for a token that will be renewed; `refuse` for bad input.
+    Refused rights are taken for a token that will be renewed (`wait`) or for bad input (`refuse`).
+    What has become bad input by then is raised at once, whatever it came from, and so is what does
+    not pass.
 
     Raises:
-      Unavailable: faults lasted too long.
-      Exception: what `work` raised, if it does not pass.
+      Unavailable: faults lasted too long, see `Patience`.
     """
     patience = Patience(where, seconds)
     while True:
@@ -136,10 +135,9 @@ def again(
         except (InputError, DiskFull):
             raise
         except Exception as error:
-            refused = is_denied(error)
-            if refused and denied == "refuse":
+            if denied == "refuse" and is_denied(error):
                 raise InputError(f"{where}: may not be used ({_reason(error)})") from error
-            if not refused and not is_transient(error):
+            if not passes(error):
                 raise
             pause = patience.after(error)
         time.sleep(pause)

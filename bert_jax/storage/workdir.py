@@ -137,9 +137,12 @@ def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
             "for an EXPERIMENT, too, and for its prepared corpus by --set run.corpus_dir=FOLDER"
         )
     if not workdir.experiment.exists():
-        raise InputError(
-            f"{workdir.named}: no run here (no experiment.json){_import_hint(workdir)}"
-        )
+        hint = ""
+        if (workdir.root / "config.json").exists():
+            place = shlex.quote(os.fspath(workdir.named))
+            hint = "; for a folder that transformers wrote, first `bert-jax import "
+            hint += f"{place} --workdir B`, and name B"
+        raise InputError(f"{workdir.named}: no run here (no experiment.json){hint}")
     where = str(workdir.named / workdir.experiment.name)
     return files.from_json(files.decode(workdir.experiment.read_bytes(), where), where, kind)
 
@@ -148,16 +151,6 @@ def fork_of(workdir: Workdir) -> dict[str, Any]:
     """Returns the `checkpoint` that a fork began with, its `sha256` and `experiment`; {}: none."""
     there = workdir.origin.exists()
     return read_json(workdir.origin, files.FORMAT_VERSION).get("fork", {}) if there else {}
-
-
-def _import_hint(workdir: Workdir) -> str:
-    """Returns how a folder of transformers becomes a base, if this is one; else ""."""
-    if not (workdir.root / "config.json").exists():
-        return ""
-    return (
-        "; for a folder that transformers wrote, first `bert-jax import "
-        f"{shlex.quote(os.fspath(workdir.named))} --workdir B`, and name B"
-    )
 
 
 def require_run(place: epath.PathLike, names: Iterable[str]) -> None:
@@ -360,22 +353,17 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
         if error.errno in _WORDS:
             raise InputError(f"{path}: {_WORDS[error.errno].format(error.strerror)}") from error
         reason = f"{error.filename or path}: {error.strerror or error}"
-        if _passes(error):
+        if retry.passes(error):
             raise Unavailable(f"{reason}; run again to go on") from error
         raise InputError(reason) from error
     except Exception as error:
         # As libraries in C++ pass it on.
         if isinstance(error, RuntimeError | ValueError) and os.strerror(errno.ENOSPC) in str(error):
             raise DiskFull(_FULL.format(path)) from error
-        if _passes(error):
+        if retry.passes(error):
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
             raise Unavailable(f"{path}: {reason}; run again to go on") from error
         raise
-
-
-def _passes(error: Exception) -> bool:
-    """Returns whether it is the network's, or the machine's; or a right that was there before."""
-    return retry.is_transient(error) or retry.is_denied(error)
 
 
 @contextlib.contextmanager
