@@ -242,9 +242,6 @@ READERS = [
     f"pretrain small.py --workdir {FOLDER}",
     f"report {FOLDER}",
     f"predict --workdir {FOLDER} wa",
-    f"embed --workdir {FOLDER} text/all.txt --out vectors.npz",
-    f"export --workdir {FOLDER} --as encoder --out out",
-    f"import {FOLDER} --workdir base",
 ]
 
 

@@ -56,11 +56,8 @@ RUN_FILES = (
     "predictions.jsonl",
     "timings.jsonl",
 )
-_OURS = {
-    *RUN_FILES,
-    *("corpus", "checkpoints", "profile", "plan.json", "layers.json", "layers.html"),
-    *("launch.json", "lock"),
-}
+_OURS = {*RUN_FILES, "corpus", "checkpoints", "profile", "lock"}
+_OURS |= {"plan.json", "layers.json", "layers.html", "launch.json"}
 # What a process leaves of them that is killed while it writes.
 _UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))}|token)\.\w+\.tmp")
 
@@ -124,9 +121,8 @@ def holds_finetuning(workdir: Workdir) -> bool:
     """Tells whether a fine-tuned run lies here, not a pre-training, a base or nothing."""
     if not workdir.experiment.exists():
         return False
-    where = str(workdir.named / workdir.experiment.name)
-    tree = files.parse_object(files.decode(workdir.experiment.read_bytes(), where), where)
-    return files.kind_of(tree) is Finetuning
+    text, where = _experiment_text(workdir)
+    return files.kind_of(files.parse_object(text, where)) is Finetuning
 
 
 def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
@@ -143,8 +139,13 @@ def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
             hint = "; for a folder that transformers wrote, first `bert-jax import "
             hint += f"{place} --workdir B`, and name B"
         raise InputError(f"{workdir.named}: no run here (no experiment.json){hint}")
+    return files.from_json(*_experiment_text(workdir), kind)
+
+
+def _experiment_text(workdir: Workdir) -> tuple[str, str]:
+    """Returns the saved experiment as text, and where it lies."""
     where = str(workdir.named / workdir.experiment.name)
-    return files.from_json(files.decode(workdir.experiment.read_bytes(), where), where, kind)
+    return files.decode(workdir.experiment.read_bytes(), where), where
 
 
 def fork_of(workdir: Workdir) -> dict[str, Any]:
@@ -461,8 +462,6 @@ def in_use(folder: epath.Path) -> bool:
         with open(os.fspath(folder / "lock"), "rb") as file:
             # Shared, so that two who ask do not see each other.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
         return False
-    return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)

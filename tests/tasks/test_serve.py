@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -389,19 +388,6 @@ def test_a_client_that_does_not_read_is_under_way_until_it_is_cut_off(vectors):
             size += sum(map(len, iter(lambda: slow.recv(2**20), b"")))
         assert size > 256 * len(part)
         until(lambda: metrics(port)["bert_jax_requests_under_way"] == 0)
-
-
-def test_a_client_that_reads_between_two_looks_is_left_alone_however_much_waits():
-    connection = object.__new__(serve._Connection)
-    connection.cycle = connection._before = mock.Mock(response_complete=False)
-    connection.loop, connection.flow, connection.transport = mock.Mock(), mock.Mock(), mock.Mock()
-    connection.timeout_keep_alive, connection._unread, connection._read = 1, 0, False
-    for unread, reads, ends in ((9, False, 0), (9, True, 0), (8, False, 0), (8, False, 1)):
-        connection.transport.get_write_buffer_size.return_value = unread
-        if reads:
-            connection.resume_writing()
-        connection._look()
-        assert connection.transport.abort.call_count == ends
 
 
 def test_connections_are_limited_and_one_that_ends_makes_room(vectors):
