@@ -118,8 +118,6 @@ class Bucket:
         needed = {
             "list": ["objects.list"],
             "read": ["objects.get"],
-            "stat": ["objects.get"],
-            "begin": ["objects.create"],
             "write": ["objects.create"],
             "copy": ["objects.move" if is_move else "objects.get", "objects.create"],
             "delete": ["objects.delete"],
