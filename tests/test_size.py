@@ -40,7 +40,7 @@ SLACK = 30
 # A file is 60 to 450 lines; what is longer, and by how much at most, until it is cut.
 SHORTEST, LONGEST = 60, 450
 TOO_LONG = {
-    "bert_jax/serve.py": 576,
+    "bert_jax/serve.py": 546,
     "bert_jax/config/pretraining.py": 730,
     "bert_jax/data/corpus.py": 483,
     "bert_jax/data/parts.py": 468,
@@ -50,8 +50,8 @@ TOO_LONG = {
     "bert_jax/plan/report.py": 457,
     "bert_jax/plan/schedule.py": 486,
     "bert_jax/report/figures.py": 493,
-    "bert_jax/storage/mirror.py": 567,
-    "bert_jax/storage/workdir.py": 492,
+    "bert_jax/storage/mirror.py": 513,
+    "bert_jax/storage/workdir.py": 467,
     "bert_jax/text/documents.py": 599,
     "bert_jax/training/checkpoint.py": 693,
     "bert_jax/training/peers.py": 670,
@@ -60,8 +60,7 @@ TOO_LONG = {
     "tests/compare/test_compare.py": 713,
     "tests/data/test_batches.py": 494,
     "tests/data/test_corpus.py": 646,
-    "tests/tasks/test_serve.py": 589,
-    "tests/test_bucket.py": 452,
+    "tests/tasks/test_serve.py": 574,
     "tests/training/test_checkpoint.py": 506,
 }
 TOO_SHORT = {
