@@ -25,6 +25,11 @@ _CLIP = "optimizer.clip=per_replica optimizer.reference_replicas=32"
 _CHOICE = "task.kind=choice task.choice_columns=b,c"
 _SPAN = "task.kind=span task.train=squad:a task.validation=squad:b"
 
+_PAIRS = (
+    "task.kind=minimal_pairs task.train= task.validation=jsonl:x task.text_column=good "
+    "task.second_column=bad"
+)
+
 # Settings, and what the line names where it is not the last of them.
 OF_PRETRAINING = f"""
 model.hiden_size=3 -> model.hidden_size
@@ -118,6 +123,10 @@ corpus.sources=novel:a
 corpus.encoding=utf-99
 corpus.language=xx
 corpus.document_starts=(
+corpus.layout=sentences_by_line corpus.document_starts=headings
+corpus.cut_documents=-1
+corpus.language=french -> did you mean fr
+corpus.language=
 corpus.text_field=a,b,c
 corpus.validation_share=0
 seed=-1
@@ -159,6 +168,14 @@ adapt.lora_targets=query,pooler
 run.probes=classify.py
 run.watch=a
 run.corpus_dir=there
+patience=-1
+{_SPAN} task.document_stride=1 class_weights=balanced -> class_weights='balanced'
+{_PAIRS} task.validation= -> task.validation
+{_PAIRS} task.train=jsonl:x
+{_PAIRS} task.second_column=
+{_PAIRS} task.field_column=good -> task.text_column
+{_PAIRS} task.labels=a,b
+{_PAIRS} task.validation=conll:x
 parallelism.accumulation=3
 """
 COMMANDS = """

@@ -294,25 +294,6 @@ def test_other_pairs_have_another_hash(tmp_path):
     assert len(hashes) == 2
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"train": ("jsonl:x",)}, "task.train=('jsonl:x',)"),
-        ({"validation": ()}, "task.validation=()"),
-        ({"second_column": ""}, "task.second_column=''"),
-        ({"field_column": "good"}, "task.text_column="),
-        ({"labels": ("a", "b")}, "task.labels="),
-        ({"kind": "pair", "field_column": "f", "train": ("jsonl:x",)}, "task.field_column='f'"),
-        ({"validation": ("conll:x",)}, "task.kind=minimal_pairs reads"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_by_name(fields, words):
-    given = {"kind": "minimal_pairs", "validation": ("jsonl:x",), "text_column": "good"}
-    with pytest.raises(InputError) as caught:
-        Task(**given | {"second_column": "bad"} | fields)
-    assert words in str(caught.value)
-
-
 def test_a_record_without_its_paradigm_is_named(tmp_path):
     write_task(tmp_path, [{"good": "wa", "bad": "wb", "paradigm": None, "field": "x"}])
     with pytest.raises(InputError, match=r"pairs:1: column 'paradigm' is missing"):

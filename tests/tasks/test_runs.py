@@ -437,13 +437,3 @@ def test_a_run_that_has_ended_early_is_whole_and_its_loss_counts_labels_alike(ca
 )
 def test_evaluations_are_in_vain_if_none_of_the_last_is_the_lowest(losses, patience, expected):
     assert in_vain(list(enumerate(losses)), patience) is expected
-
-
-def test_settings_that_have_no_meaning_for_a_task_are_refused_by_name():
-    for settings, kind, words in (
-        (["class_weights=balanced"], "span", "class_weights='balanced': task.kind=span"),
-        (["task.blank_cells=skip"], "span", "task.blank_cells='skip'"),
-        (["patience=-1"], "classify", "patience=-1"),
-    ):
-        code, err = finetune("new", *settings, kind=kind)
-        assert code == 2 and words in err

@@ -13,9 +13,7 @@ from etils import epath
 from lstm import lstm
 
 from bert_jax import base as base_lib
-from bert_jax import config
 from bert_jax.config import Adapt, Model, Parallelism
-from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective as objective_lib
@@ -149,9 +147,3 @@ def test_layers_that_are_not_there_are_refused(elmo, capsys):
     error = capsys.readouterr().err
     assert "adapt.features=sum_last_four: base has 2 layers, and 4 are read" in error
     assert not epath.Path("run").exists()
-
-
-def test_features_of_what_is_not_tagged_are_refused():
-    experiment = config.Finetuning(name="x", task=kinds.task("classify"))
-    with pytest.raises(InputError, match=r"^adapt\.features=.*task\.kind=classify"):
-        config.override(experiment, ["adapt.features=last"])

@@ -96,23 +96,6 @@ def test_the_layout_is_that_of_the_file_and_not_of_its_parts(tmp_path):
     assert [d.layout for d in found] == ["paragraphs_by_line"] * 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        ({"document_starts": "("}, r"corpus\.document_starts='\(': no regular expression"),
-        ({"document_starts": "headings", "layout": "sentences_by_line"}, "a blank line ends"),
-        ({"cut_documents": -1}, r"corpus\.cut_documents=-1: must be at least 0"),
-        ({"language": "french"}, "corpus.language='french'.* fr"),
-        ({"language": "klingon"}, "corpus.language='klingon'.* fr"),
-        ({"language": ""}, "corpus.language=''.* fr"),
-        ({"sources": ("text:a", "jsonl:b"), "text_field": "a,b,c"}, "corpus.text_field='a,b,c'"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, what):
-    with pytest.raises(InputError, match=what):
-        Corpus(**{"sources": ("text:a",), **settings})
-
-
 def test_languages_are_codes_and_a_path_alone_is_of_text():
     for language in ("en", "fr", "pt-br", "zh-hans", "ceb"):
         assert Corpus(sources=("shelf",), language=language).sources == ("text:shelf",)
