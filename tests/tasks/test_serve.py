@@ -481,11 +481,11 @@ def test_where_nothing_can_be_computed_any_more_the_service_ends(monkeypatch, ve
     ("arguments", "words"),
     [
         ("--workdir nowhere --port 0", ("nowhere", "no run here")),
-        ("--workdir . --port 70000", ("--port 70000", "65535")),
-        ("--workdir . --host 300.0.0.1 --port 0", ("--host 300.0.0.1",)),
-        ("--workdir . --host a..b --port 0", ("--host a..b",)),
-        ("--workdir . --queue 63", ("--queue 63", "64")),
-        ("--workdir . --timeout 0", ("--timeout 0",)),
+        ("--workdir base --port 70000", ("--port 70000", "65535")),
+        ("--workdir base --host 300.0.0.1 --port 0", ("--host 300.0.0.1",)),
+        ("--workdir base --host a..b --port 0", ("--host a..b",)),
+        ("--workdir base --queue 63", ("--queue 63", "64")),
+        ("--workdir base --timeout 0", ("--timeout 0",)),
         ("--workdir . --pooling tokens", ("--pooling", "tokens")),
         ("--workdir base --port 0 --layers 4", ("--layers 4", "layers 1 to 1")),
         ("--workdir base --port 0 --from base", ("--from", "fine-tuned")),
@@ -500,8 +500,9 @@ def test_a_start_that_cannot_be_is_one_line(arguments, words, tmp_path, monkeypa
         assert word in err
 
 
-def test_a_port_that_is_taken_is_named(port):
-    code, err = call(f"serve --workdir nowhere --port {port}")
+def test_a_port_that_is_taken_is_named(port, tmp_path):
+    tuned.write_base(tmp_path / "base")
+    code, err = call(f"serve --workdir {tmp_path}/base --port {port}")
     assert (code, err.count("\n")) == (2, 1)
     assert f"--port {port}" in err and "in use" in err
 
@@ -514,11 +515,12 @@ def test_connections_are_tcp_to_asyncio_which_then_sends_at_once():
             assert accepted.proto == socket.IPPROTO_TCP
 
 
-def test_without_its_extra_it_is_named(monkeypatch):
+def test_without_its_extra_it_is_named(tmp_path, monkeypatch):
+    tuned.write_base(tmp_path / "base")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "bert_jax.serve")
     monkeypatch.delattr("bert_jax.serve")
-    code, err = call("serve --workdir .")
+    code, err = call(f"serve --workdir {tmp_path}/base")
     assert (code, err.count("\n")) == (2, 1)
     assert "uvicorn is not installed: pip install 'bert-jax[serve]'" in err
 
