@@ -110,14 +110,7 @@ def build(
     say: Say,
 ) -> dict[str, Any]:
     """Makes tokenizer, dataset and streams in a corpus folder; PARTS stays next to them.
-
-    Args:
-      corpus: what to read and how.
-      vocab_size: of a tokenizer that is trained.
-      folder: the corpus folder, a local one.
-      given: the tokenizer, unless one is to be trained.
-      run: who does the tasks.
-      say: is given a line now and then.
+    The folder is a local one; `given` is the tokenizer, unless one is to be trained.
 
     Returns:
       What the manifest says: settings, sources, counts, versions, and the hash of every file.
@@ -233,12 +226,8 @@ def _survey(
 
 
 def _mixed(corpus: Corpus, written: list[int], parts_of_sources: list[int]) -> dict[str, Any]:
-    """Returns how many documents of the training split each source of a mixture has.
-
-    Args:
-      corpus: what was read.
-      written: documents of that split, of each part.
-      parts_of_sources: how many parts each source has.
+    """Returns how many documents of the training split, of `written` in each part, each source of
+    a mixture has, which is of so many parts.
     """
     if not corpus.mixture:
         return {}

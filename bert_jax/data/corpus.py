@@ -75,11 +75,10 @@ def prepare(
     Args:
       corpus: what to read and how.
       vocab_size: ids the model has rows for; the tokenizer must have exactly as many.
-      folder: the corpus folder.
+      folder: here or in a bucket.
       say: is given a line now and then.
       workers: processes that do the work.
-      beam: a runner of Apache Beam and its options, which does it in place of them; None: no
-        Beam.
+      beam: a runner of Apache Beam and its options, in place of them.
 
     Raises:
       Unavailable: a bucket or a worker failed; run again to go on.
@@ -120,10 +119,6 @@ def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
     """Returns a corpus folder that can be read: itself, or this host's copy of one in a bucket.
 
     Of a copy, what is missing or damaged is copied again; other processes of this host wait.
-
-    Args:
-      folder: the corpus folder, here or in a bucket.
-      say: is given a line now and then while it is copied.
 
     Raises:
       Unavailable: the bucket is out of reach, or the disk full; what was copied stays.
@@ -235,14 +230,8 @@ def _require(
 
     Large files are looked at twice: at every opening for their size, and in full once they are
     made, copied, or asked for (`prepare --verify`), at about a gigabyte a second. All that is
-    smaller is read in full at every opening.
-
-    Args:
-      folder: the corpus folder, a local one.
-      files: of its manifest.
-      below: how the paths that are looked at begin.
-      depth: `full` reads files of any size, `cheap` small ones alone.
-      mend: what to do, in words.
+    smaller is read in full at every opening. `below` is how the paths that are looked at begin,
+    `mend` what to do, in words.
     """
     for name, entry in files.items():
         wrong = _damage(folder / name, entry, depth) if name.startswith(below) else ""
@@ -373,12 +362,7 @@ def _refuse_strangers(folder: epath.Path) -> None:
 
 
 def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
-    """Clears what a `prepare` left that was killed or failed.
-
-    Args:
-      folder: the corpus folder.
-      least: parts that are whole stay if there are so many.
-    """
+    """Clears what a `prepare` left that was killed or failed; `least` whole parts or more stay."""
     kept = {"lock"}
     if (folder / build.PARTS).exists():
         for path in (folder / build.PARTS).iterdir():

@@ -110,11 +110,7 @@ class Shard:
 
 def assemble(folder: epath.Path, shards: dict[str, Sequence[Shard]], id_dtype: str) -> None:
     """Makes a dataset of finished files, which stay where they are, too, and TFDS's metadata.
-
-    Args:
-      folder: of the dataset.
-      shards: of each split, in order.
-      id_dtype: uint16 or uint32.
+    Shards are those of each split, in order; `id_dtype` is uint16 or uint32.
     """
     folder.mkdir(parents=True, exist_ok=True)
     identity = tfds.core.dataset_info.DatasetIdentity(

@@ -307,14 +307,9 @@ class Counter:
         return out.reshape(len(self._rows), 4 * blocks)[:, :columns]
 
     def _binomial(self, purposes: np.ndarray, trials: np.ndarray) -> np.ndarray:
-        """Binomial(trials, 1/2): the set bits among the first `trials` of the row's.
+        """Binomial(trials, 1/2), int64 [N, B]: the set bits among the first `trials` of the row's.
 
-        Args:
-          purposes: int64 [N, 1].
-          trials: int64 [N, B].
-
-        Returns:
-          int64 [N, B].
+        Purposes are int64 [N, 1], trials int64 [N, B].
         """
         # A flat list of (entry, block of 128 bits): sentences of any length, without padding to
         # the longest.
@@ -372,16 +367,7 @@ def philox(
     key: tuple[int, int],
 ) -> np.ndarray:
     """Computes Philox4x32-10 (Salmon et al. 2011) of counters that broadcast against each other.
-
-    Args:
-      c0: the four counter words, below 2**32, uint64.
-      c1: see c0.
-      c2: see c0.
-      c3: see c0.
-      key: two words below 2**32.
-
-    Returns:
-      uint32 [..., 4].
+    The four words are uint64 below 2**32, as the key's two are; returns uint32 [..., 4].
     """
     # Not broadcast beforehand: the first two rounds then work on rows or columns alone.
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in (c0, c1, c2, c3))

@@ -60,10 +60,7 @@ def _block(
 
 class MixedBatches:
     """Training batches of one phase, of several sources; see `TrainBatches`. May be pickled.
-
-    Args:
-      sources: the batches of each source by itself, unpacked, with the same shape.
-      order: which source each row is of.
+    Sources are the batches of each by itself, unpacked, with the same shape.
     """
 
     def __init__(self, sources: Sequence[TrainBatches], order: Order):

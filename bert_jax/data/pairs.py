@@ -125,14 +125,7 @@ def sample(
     units: Units = "pairs",
 ) -> np.ndarray:
     """Draws pairs of whole documents at random, at most so many; ROW_DTYPE [rows].
-
-    Args:
-      stream: the split.
-      sequence_length: see `plan`, of which these are rows in another order.
-      short_seq_prob: see `plan`.
-      key: see `plan`.
-      most: rows.
-      units: see `plan`.
+    The arguments are those of `plan`, of which these are rows in another order.
     """
     order = permutation(key, 0, len(stream.document_offsets) - 1)
     result, count = [np.empty(0, chunk_dtype(stream))], 0
@@ -300,12 +293,7 @@ def one_by_one(
     stream: Stream, sequence_length: int, short_seq_prob: float, draws: Sequential
 ) -> Iterator[np.ndarray]:
     """Yields the pairs of one pass over the documents, ROW_DTYPE [1] each.
-
-    Args:
-      stream: the split.
-      sequence_length: see `plan`.
-      short_seq_prob: see `plan`.
-      draws: in the reference's order, as far as pairs are pulled.
+    Draws are made in the reference's order, as far as pairs are pulled.
     """
     offsets = stream.sentence_offsets.astype(np.int64)
     bounds = stream.document_offsets.astype(np.int64)

@@ -38,10 +38,7 @@ class Stream:
     @classmethod
     def open(cls, folder: epath.PathLike, documents: tuple[int, int] | None = None) -> "Stream":
         """Maps what `write` wrote. Nothing is read yet.
-
-        Args:
-          folder: that it was written to.
-          documents: see `part`; None: all of them.
+        Of some documents alone if they are given: see `part`.
         """
         folder = epath.Path(folder)
         path, maps = folder / "stream.json", {}

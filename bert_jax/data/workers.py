@@ -1,16 +1,13 @@
 """Tasks of `prepare` in this process or in several, the same folders made; and how far they are."""
 
 import contextlib
-import os
-import pickle
-import selectors
 import signal
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
 
 from rich import progress as rich_progress
 
@@ -27,11 +24,7 @@ _TICK = 1.0
 class Progress:
     """Shows how much text is done, how fast, and how long the rest will take.
 
-    A bar on a terminal, elsewhere a line every 30 seconds.
-
-    Args:
-      what: is being done.
-      say: is given lines where standard output is no terminal.
+    A bar on a terminal, elsewhere a line every 30 seconds, which `say` is given.
     """
 
     def __init__(self, what: str, say: Callable[[str], None]):
@@ -42,12 +35,7 @@ class Progress:
 
     @contextlib.contextmanager
     def of(self, total: int, left: int) -> Iterator[None]:
-        """Shows the progress of tasks of some bytes while entered.
-
-        Args:
-          total: bytes in all.
-          left: of them, those that were not done before.
-        """
+        """Shows the progress while entered, of `total` bytes of which `left` are not done yet."""
         self._total, self._left, self._done, self._part = total, left, 0, 0
         self._start = time.monotonic()
         self._next = self._start + _EVERY
@@ -104,12 +92,7 @@ def _mb(size: float) -> str:
 
 
 def run(tasks: Sequence[parts.Task], workers: int, progress: Progress) -> list[dict[str, Any]]:
-    """Runs the tasks that are not done yet; returns what they left on record.
-
-    Args:
-      tasks: in any number.
-      workers: how many processes work; 1 is this one.
-      progress: shows what is done.
+    """Runs the tasks that are not done yet, here or in processes; returns what all left on record.
 
     Raises:
       Unavailable: a process was killed.
@@ -134,88 +117,74 @@ def _run_in_processes(
     progress: Progress,
 ) -> None:
     waiting = list(reversed(left))
-    workers: list[subprocess.Popen] = []
+    processes: list[subprocess.Popen] = []
+    busy: dict[Connection, tuple[subprocess.Popen, int]] = {}
+
+    def give(process: subprocess.Popen, connection: Connection) -> None:
+        busy[connection] = process, waiting.pop()
+        with contextlib.suppress(BrokenPipeError):  # of a dead one nothing is received, too
+            connection.send(tasks[busy[connection][1]])
+
     try:
-        with selectors.DefaultSelector() as selector:
-            for _ in range(count):
-                worker = _start()
-                workers.append(worker)
-                number = waiting.pop()
-                _send(worker.stdin, tasks[number])
-                selector.register(worker.stdout, selectors.EVENT_READ, (worker, number))
-            while selector.get_map():
-                for key, _ in selector.select(_TICK):
-                    worker, number = key.data
-                    answer = _receive(worker.stdout)
-                    if answer is None:
-                        raise Unavailable(
-                            f"prepare: a worker process died with code {worker.wait()} (out of "
-                            "memory?); run again to go on, with fewer --workers if need be"
-                        )
-                    if isinstance(answer, BaseException):
-                        raise answer
-                    records[number] = answer
-                    progress.end(tasks[number].bytes)
-                    selector.unregister(worker.stdout)
-                    if waiting:
-                        number = waiting.pop()
-                        _send(worker.stdin, tasks[number])
-                        selector.register(worker.stdout, selectors.EVENT_READ, (worker, number))
-                progress.tick(0)
+        for _ in range(count):
+            process, connection = _start()
+            processes.append(process)
+            give(process, connection)
+        while busy:
+            for connection in wait(list(busy), _TICK):
+                assert isinstance(connection, Connection)
+                process, number = busy.pop(connection)
+                try:
+                    answer = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise Unavailable(
+                        f"prepare: a worker process died with code {process.wait()} (out of "
+                        "memory?); run again to go on, with fewer --workers if need be"
+                    ) from None
+                if isinstance(answer, BaseException):
+                    raise answer
+                records[number] = answer
+                progress.end(tasks[number].bytes)
+                if waiting:
+                    give(process, connection)
+            progress.tick(0)
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-def _start() -> subprocess.Popen:
+def _start() -> tuple[subprocess.Popen, Connection]:
     """Starts a worker; not by multiprocessing, which would import the command and jax with it."""
+    ours, theirs = Pipe()
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from bert_jax.data import workers; "
-        "workers.serve()"
+        f"workers.serve({theirs.fileno()})"
     )
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-    )
+    with theirs:
+        # Whatever a library prints goes to standard error.
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=(theirs.fileno(),),
+        )
+    return process, ours
 
 
-def serve() -> None:
-    """Runs tasks that come over standard input, until it ends; the work of a worker."""
+def serve(file: int) -> None:
+    """Runs tasks that come over a connection, until it ends; the work of a worker."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever a library prints
-    while (task := _receive(sys.stdin.buffer)) is not None:
-        try:
-            answer: Any = parts.do(task)
-        except Exception as error:
-            answer = error
-        _send(answers, answer)
-
-
-def _send(file: IO[bytes] | None, value: Any) -> None:
-    assert file is not None
-    try:
-        data = pickle.dumps(value)
-    except Exception:  # an error of a library that cannot be sent
-        data = pickle.dumps(RuntimeError(f"{type(value).__name__}: {value}"))
-    data = memoryview(struct.pack("<Q", len(data)) + data)
-    while data:
-        data = data[file.write(data) :]
-
-
-def _receive(file: IO[bytes] | None) -> Any:
-    """Returns what `_send` sent; None at the end."""
-    assert file is not None
-    header = _read(file, 8)
-    return pickle.loads(_read(file, *struct.unpack("<Q", header))) if len(header) == 8 else None
-
-
-def _read(file: IO[bytes], count: int) -> bytes:
-    data = b""
-    while len(data) < count and (more := file.read(count - len(data))):
-        data += more
-    return data
+    connection = Connection(file)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            task = connection.recv()
+            try:
+                answer: Any = parts.do(task)
+            except Exception as error:
+                answer = error
+            try:
+                connection.send(answer)
+            except Exception:  # an error of a library that cannot be sent
+                connection.send(RuntimeError(f"{type(answer).__name__}: {answer}"))

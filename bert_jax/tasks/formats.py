@@ -2,9 +2,8 @@
 
 A source is FORMAT:PLACE. What each format holds:
 
-  tsv    an example a line, as in GLUE's files: tabs separate columns, quotation marks mean nothing
-  csv    an example a line, as Python's `csv` reads it: commas separate columns, and quoted columns
-         may hold commas, newlines and doubled quotation marks
+  tsv    an example a row, cells between tabs (see text.records)
+  csv    the same, cells between commas
   jsonl  a JSON object a line
   conll  a word a line, a blank line after each sentence; blanks and tabs separate columns
   squad  JSON of SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2018):
@@ -17,9 +16,7 @@ The `place` of an example is for messages alone: FILE:LINE, for a question FILE 
 dataset tfds:NAME:SPLIT and the record's number from 0.
 """
 
-import csv
 import itertools
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -28,10 +25,9 @@ import numpy as np
 
 from bert_jax.errors import InputError
 from bert_jax.text import lines as text_lines
+from bert_jax.text import records as text_records
 from bert_jax.text import tfds_files
 
-# Characters of a CSV column; Python's own limit is 131,072.
-_LONGEST_CELL = 2**31 - 1
 # Of a text, and of columns and labels, what messages quote.
 _QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
 _TYPE_NAMES = {
@@ -62,10 +58,8 @@ def rows(source: str, header: str, columns: Sequence[str]) -> Iterator[Row]:
       of texts, a line each.
     """
     word, _, path = source.partition(":")
-    if word == "tsv":
-        return _table(path, _tsv(path), header, columns)
-    if word == "csv":
-        return _table(path, _csv(path), header, columns)
+    if word in ("tsv", "csv"):
+        return _table(path, _cells(word, path), header, columns)
     if word == "conll":
         return _conll(path, columns)
     return _records(_json_lines(path) if word == "jsonl" else _dataset(source), columns)
@@ -83,7 +77,7 @@ def records(source: str, header: str) -> Iterator[tuple[str, list[str], list[Any
         for place, record in _json_lines(path):
             yield place, list(record), list(record.values())
         return
-    first, names, lines = _begun(_tsv(path) if word == "tsv" else _csv(path), header)
+    first, names, lines = _begun(_cells(word, path), header)
     before = first
     for number, cells in lines:
         if len(names) == 1:  # where a blank line before another row is a blank cell
@@ -108,29 +102,8 @@ def _lines(path: str) -> Iterator[str]:
     return (line.removesuffix("\r") for _, line in text_lines.of_file(path))
 
 
-def _tsv(path: str) -> Iterator[tuple[int, list[str]]]:
-    for number, line in enumerate(_lines(path), 1):
-        if line:
-            yield number, line.split("\t")
-
-
-def _csv(path: str) -> Iterator[tuple[int, list[str]]]:
-    csv.field_size_limit(_LONGEST_CELL)
-    # Strict: a quotation mark that is never closed would take in the rest of the file.
-    reader = csv.reader((f"{line}\n" for line in _lines(path)), strict=True)
-    while True:
-        number = reader.line_num + 1
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise InputError(
-                f"{path}:{number}: not CSV ({error}); quote columns that hold commas, newlines or "
-                "quotation marks, and double the marks inside"
-            ) from error
-        if cells:
-            yield number, cells
+def _cells(word: str, path: str) -> Iterator[text_records.Row]:
+    return text_records.rows(word, (f"{line}\n" for line in _lines(path)), path)
 
 
 def _table(
@@ -205,17 +178,10 @@ def _json_lines(path: str) -> Iterator[Record]:
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
             place = f"{path}:{number}"
-            record = _json(line, place)
+            record = text_records.of_json(line, place)
             if not isinstance(record, dict):
                 raise InputError(f"{place}: {type_name(record)}, not an object with columns")
             yield place, record
-
-
-def _json(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: not JSON ({error})") from error
 
 
 def _dataset(source: str) -> Iterator[Record]:
@@ -236,10 +202,7 @@ def _plain(value: Any, classes: Any, place: str) -> Any:
     if isinstance(value, list):
         return [_plain(inner, classes, place) for inner in value]
     if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{place}: not UTF-8 ({error})") from error
+        return text_records.of_utf8(value, place)
     if classes is None:
         return value
     if not -1 <= value < classes.num_classes:
@@ -262,7 +225,7 @@ def questions(source: str) -> Iterator[Record]:
 
 def _squad_file(path: str) -> Iterator[Record]:
     """Yields where each question stands in the file, and the question with its context."""
-    tree = _json("\n".join(_lines(path)), path)
+    tree = text_records.of_json("\n".join(_lines(path)), path)
     for i, article in enumerate(field(tree, "data", list, path)):
         in_article = f"{path}: data[{i}]"
         for j, paragraph in enumerate(field(article, "paragraphs", list, in_article)):
@@ -316,11 +279,7 @@ def text_of(
         raise InputError(f"{place}: {name} is {type_name(value)}, not a text")
     if not value.strip():
         raise InputError(f"{place}: {name} is blank; {remedy}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
+    return text_records.encodable(value)
 
 
 def type_name(value: object) -> str:

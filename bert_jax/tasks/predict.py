@@ -23,6 +23,7 @@ from bert_jax.tasks import formats, rows
 from bert_jax.tasks import scores as scores_lib
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence
+from bert_jax.text import records as text_records
 from bert_jax.text import unknown
 from bert_jax.training import feed, step
 from bert_jax.training import lines as lines_lib
@@ -226,16 +227,12 @@ def predict(
     beams: int | None = None,
 ) -> Iterator[str]:
     """Yields lines of JSON: a fine-tuned run's answers, or its scores.
-
     Args:
-      root: of the run.
-      base: where its base lies now; None: where it lay.
-      which: of its checkpoints.
+      root, base, which, beams: see `TaskModel`.
       texts: texts given one by one, or (place, line), if there is neither a source nor scores.
       sources: of examples; with `score` none are the run's validation examples.
       what: is wanted.
       out: a file for the answers; None: they are yielded.
-      beams: see `TaskModel`.
     """
     model = TaskModel(root, base, which, beams)
     task = model.experiment.task
@@ -370,8 +367,7 @@ def _written(
 
 def _line(values: list[Any], ending: str, place: str) -> str:
     cells = ["" if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
-    # Half a surrogate pair, which JSON can hold, is no text that can be written.
-    cells = [c.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for c in cells]
+    cells = list(map(text_records.encodable, cells))
     if ending == ".csv":
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerow(cells)

@@ -29,7 +29,7 @@ from bert_jax.config import Corpus
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.text import lines as text_lines
-from bert_jax.text import tables, tfds_files
+from bert_jax.text import records, tables, tfds_files
 
 # Longest line of a text that somebody wrapped by hand or by program.
 _WRAPPED_LINE = 200
@@ -476,10 +476,7 @@ def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Tex
                 f"{path}:{number + _lines_before(extent)}: no text in field "
                 f"{corpus.text_field!r}; name it with --set corpus.text_field=..."
             )
-        # JSON can spell halves of surrogate pairs, which no encoding can: they become U+FFFD.
-        if _HALF.search(text):
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        yield f"{path}:{number}", 0, _record(text)
+        yield f"{path}:{number}", 0, _record(records.encodable(text))
 
 
 def _lines_before(extent: Extent) -> int:
@@ -496,10 +493,7 @@ def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _
     for number, record in enumerate(shard, extent.before + extent.start):
         value = record.get(corpus.text_field)
         if isinstance(value, bytes):
-            try:
-                value = value.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise InputError(f"{folder}: record {number}: not UTF-8 ({error})") from error
+            value = records.of_utf8(value, f"{folder}: record {number}")
         if not isinstance(value, str):
             raise InputError(
                 f"{folder}: no text in field {corpus.text_field!r}; it has {', '.join(record)}"
@@ -588,10 +582,6 @@ def _first_bad_byte(path: str, encoding: str) -> int:
     except UnicodeDecodeError as error:
         return error.start
     return 0  # a mark is missing: read as a stream UTF-16 must begin with one
-
-
-# Half of a surrogate pair.
-_HALF = re.compile("[\ud800-\udfff]")
 
 
 def _record(text: str) -> _Text:

