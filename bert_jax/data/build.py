@@ -110,6 +110,7 @@ def build(
     say: Say,
 ) -> dict[str, Any]:
     """Makes tokenizer, dataset and streams in a corpus folder; PARTS stays next to them.
+
     The folder is a local one; `given` is the tokenizer, unless one is to be trained.
 
     Returns:

@@ -110,6 +110,7 @@ class Shard:
 
 def assemble(folder: epath.Path, shards: dict[str, Sequence[Shard]], id_dtype: str) -> None:
     """Makes a dataset of finished files, which stay where they are, too, and TFDS's metadata.
+
     Shards are those of each split, in order; `id_dtype` is uint16 or uint32.
     """
     folder.mkdir(parents=True, exist_ok=True)

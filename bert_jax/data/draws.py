@@ -367,6 +367,7 @@ def philox(
     key: tuple[int, int],
 ) -> np.ndarray:
     """Computes Philox4x32-10 (Salmon et al. 2011) of counters that broadcast against each other.
+
     The four words are uint64 below 2**32, as the key's two are; returns uint32 [..., 4].
     """
     # Not broadcast beforehand: the first two rounds then work on rows or columns alone.

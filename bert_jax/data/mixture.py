@@ -60,6 +60,7 @@ def _block(
 
 class MixedBatches:
     """Training batches of one phase, of several sources; see `TrainBatches`. May be pickled.
+
     Sources are the batches of each by itself, unpacked, with the same shape.
     """
 

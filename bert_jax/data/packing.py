@@ -48,6 +48,7 @@ class Packs(NamedTuple):
 
     def of(self, rows: np.ndarray, examples: int) -> np.ndarray:
         """Returns the slots of some rows, int64 [B, E], -1 where a row holds fewer.
+
         `rows` are int64 [B], `examples` is E.
         """
         first, last = (self.starts[rows + i].astype(np.int64)[:, None] for i in (0, 1))

@@ -125,6 +125,7 @@ def sample(
     units: Units = "pairs",
 ) -> np.ndarray:
     """Draws pairs of whole documents at random, at most so many; ROW_DTYPE [rows].
+
     The arguments are those of `plan`, of which these are rows in another order.
     """
     order = permutation(key, 0, len(stream.document_offsets) - 1)
@@ -293,6 +294,7 @@ def one_by_one(
     stream: Stream, sequence_length: int, short_seq_prob: float, draws: Sequential
 ) -> Iterator[np.ndarray]:
     """Yields the pairs of one pass over the documents, ROW_DTYPE [1] each.
+
     Draws are made in the reference's order, as far as pairs are pulled.
     """
     offsets = stream.sentence_offsets.astype(np.int64)

@@ -38,6 +38,7 @@ class Stream:
     @classmethod
     def open(cls, folder: epath.PathLike, documents: tuple[int, int] | None = None) -> "Stream":
         """Maps what `write` wrote. Nothing is read yet.
+
         Of some documents alone if they are given: see `part`.
         """
         folder = epath.Path(folder)

@@ -48,7 +48,6 @@ SUFFIXES = {
     **{word: (f".{word}", f".{word}.gz", f".{word}.zst") for word in ("jsonl", "csv", "tsv")},
     "parquet": (".parquet",),
 }
-
 _ALL_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 
 # In these a byte 0x0A is a line's end and nothing else.
@@ -137,13 +136,10 @@ def read(corpus: Corpus) -> Iterator[Document]:
 def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterator[Extent]:
     """Yields what is read of a source, in order.
 
-    Args:
-      source: of a corpus.
-      corpus: how it is read, where large files may be cut.
-      most: bytes from which on a file is cut, where it can be: between lines of JSON, at blank
-        lines of sentences_by_line, between records of an ArrayRecord file and row groups of a
-        Parquet file. A compressed file, a TFRecord file, a CSV file, one at an address, and a text
-        in any other layout stay whole.
+    With a corpus, which says how it is read, files are cut from `most` bytes on, where they can be:
+    between lines of JSON, at blank lines of sentences_by_line, between records of an ArrayRecord
+    file and row groups of a Parquet file. A compressed file, a TFRecord file, a CSV file, one at an
+    address, and a text in any other layout stay whole.
     """
     word, _, place = source.partition(":")
     if word in ("tfds", "tfds_dir"):
@@ -185,20 +181,17 @@ def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
     ):
         return []
     cuts: list[int] = []
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, io.SEEK_END)
-            while (begin := (cuts[-1] if cuts else 0) + most) < size:
-                file.seek(begin)
-                file.readline()  # the rest of one
-                while by_blank_line and (line := file.readline()):
-                    if not line.decode(corpus.encoding, "replace").strip():
-                        break
-                if file.tell() >= size:
+    with text_lines.named_damage(path), open(path, "rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        while (begin := (cuts[-1] if cuts else 0) + most) < size:
+            file.seek(begin)
+            file.readline()  # the rest of one
+            while by_blank_line and (line := file.readline()):
+                if not line.decode(corpus.encoding, "replace").strip():
                     break
-                cuts.append(file.tell())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+            if file.tell() >= size:
+                break
+            cuts.append(file.tell())
     return cuts
 
 
@@ -419,9 +412,8 @@ def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
     if layout == "wrapped" and long > 0.5 * count:
         share = long / count
         return f"{share:.0%} of its lines are over {_WRAPPED_LINE} characters: paragraphs_by_line?"
-    if layout == "paragraphs_by_line" and longest <= 100 and continued > 0.3:
-        return f"{continued:.0%} of its lines go on in the next, none is over 100: wrapped?"
-    if layout == "sentences_by_line" and continued > 0.3:
+    by_line = layout == "sentences_by_line" or (layout == "paragraphs_by_line" and longest <= 100)
+    if by_line and continued > 0.3:
         return f"{continued:.0%} of its lines go on in the next: wrapped?"
     return None
 
@@ -521,29 +513,19 @@ def _lines(
     errors = {"stop": "strict", "replace": "replace"}[corpus.encoding_errors]
     try:
         with (
+            text_lines.named_damage(path),
             _extent_bytes(extent) as raw,
             io.TextIOWrapper(raw, encoding, errors, "\n" if how == "by line" else None) as file,
         ):
             pieces = iter(functools.partial(file.read, _PIECE), "")
             for number, line in enumerate(file if how == "by line" else pieces):
                 yield line.lstrip("\ufeff") if number == extent.start == 0 else line
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise InputError(
             f"{path}: byte {_first_bad_byte(path, encoding)} is not {encoding}; `bert-jax doctor` "
             "says which files are not, and what they look like. Convert them, name the encoding "
             "of all with --set corpus.encoding=..., or --set corpus.encoding_errors=replace"
         ) from error
-    except UnicodeError as error:  # as some decoders say it, without a place
-        raise InputError(
-            f"{path}: is not {encoding} ({error}); convert the file, or name its encoding with "
-            "--set corpus.encoding=..."
-        ) from error
-    except text_lines.DAMAGED as error:
-        raise InputError(
-            f"{path}: damaged compressed file ({error}); put the whole file back"
-        ) from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _extent_bytes(extent: Extent) -> IO[bytes]:
@@ -579,8 +561,8 @@ def _first_bad_byte(path: str, encoding: str) -> int:
         data = file.read()
     try:
         data.decode(encoding)
-    except UnicodeDecodeError as error:
-        return error.start
+    except UnicodeError as error:
+        return getattr(error, "start", 0)
     return 0  # a mark is missing: read as a stream UTF-16 must begin with one
 
 

@@ -4,6 +4,7 @@ Files may lie at an address with `://`, which fsspec opens. Compressed ones are 
 reader of .zst takes a file cut short for a whole one, and ends after the first of several frames.
 """
 
+import contextlib
 import gzip
 import io
 import itertools
@@ -48,9 +49,15 @@ def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
 
 def of_file(path: str) -> Iterator[tuple[str, str]]:
     """Reads one file as `read` does, but sees that it is missing only when a line is asked for."""
+    with named_damage(path), open_bytes(path) as file:
+        yield from decoded(file, path)
+
+
+@contextlib.contextmanager
+def named_damage(path: str) -> Iterator[None]:
+    """Raises InputError, which names the file, where it is damaged or cannot be read."""
     try:
-        with open_bytes(path) as file:
-            yield from decoded(file, path)
+        yield
     except DAMAGED as error:
         raise InputError(
             f"{path}: damaged compressed file ({error}); put the whole file back"

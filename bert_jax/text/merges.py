@@ -23,12 +23,9 @@ def learn(
 ) -> list[str]:
     """Returns up to `size` pieces made of characters by merging the commonest pairs.
 
-    Args:
-      words: different words, none empty. Characters outside of the alphabet are passed over.
-      counts: how often each occurs.
-      alphabet: characters.
-      continuing: those of them, as `##c`, that ever go on a word.
-      size: pieces to learn; fewer are returned where no pair is left that occurs twice.
+    Words differ, and none is empty; `counts` says how often each occurs. Characters outside of the
+    alphabet are passed over; `continuing` are those in it, as `##c`, that ever go on a word. Fewer
+    pieces are returned where no pair is left that occurs twice.
     """
     pieces = [*alphabet, *continuing]
     merger = _Merger(words, np.array(counts, np.int64), pieces)

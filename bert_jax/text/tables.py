@@ -3,8 +3,9 @@
 The first line of a CSV or TSV file (see `records`) names its columns.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow
 import pyarrow.parquet
@@ -46,6 +47,7 @@ def _place_of(column: str, names: Sequence[str], path: str) -> int:
 
 def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
     """Returns (first row group, one past the last, bytes of text) of parts of a Parquet file.
+
     A part has `most` bytes of the column's text, roughly; a row group is not cut.
     """
     with _opened(path, column) as (file, place):
@@ -65,6 +67,7 @@ def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
 
 def parquet(path: str, column: str, start: int, stop: int) -> Iterator[tuple[str, str]]:
     """Yields FILE:ROW, counted from 0, and the text of each row; empty where there is none.
+
     Row groups are read from `start` to one before `stop`, -1: all that follow. A column within
     another is named as `article.text`.
     """
@@ -88,24 +91,18 @@ def _leaf(batch: pyarrow.RecordBatch) -> pyarrow.Array:
     return values
 
 
-class _opened:
-    """A Parquet file, and the place of its column of texts; closed at the end."""
-
-    def __init__(self, path: str, column: str):
-        self._path, self._column = path, column
-
-    def __enter__(self) -> tuple[pyarrow.parquet.ParquetFile, int]:
+@contextlib.contextmanager
+def _opened(path: str, column: str) -> Iterator[tuple[pyarrow.parquet.ParquetFile, int]]:
+    """Gives a Parquet file, and the place of its column of texts; closed at the end."""
+    with contextlib.ExitStack() as stack:
         try:
-            self._bytes = text_lines.packed(self._path)
-            file = pyarrow.parquet.ParquetFile(self._bytes)
+            data = stack.enter_context(text_lines.packed(path))
+            file = pyarrow.parquet.ParquetFile(data)
         except (pyarrow.ArrowException, OSError) as error:
-            raise InputError(f"{self._path}: cannot be read as Parquet ({error})") from error
+            raise InputError(f"{path}: cannot be read as Parquet ({error})") from error
         schema = file.metadata.schema
         names = [schema.column(number).path for number in range(len(schema))]
-        place = _place_of(self._column, names, self._path)
+        place = _place_of(column, names, path)
         if schema.column(place).logical_type.type != "STRING":
-            raise InputError(f"{self._path}: column {self._column!r} holds no texts")
-        return file, place
-
-    def __exit__(self, *_: Any) -> None:
-        self._bytes.close()
+            raise InputError(f"{path}: column {column!r} holds no texts")
+        yield file, place

@@ -128,9 +128,8 @@ def shard_records(
 ) -> Iterator[dict[str, Any]]:
     """Yields the examples of a file of a dataset's folder, or `start` to `stop` of them.
 
-    A file in a bucket is fetched to this machine, and dropped once it was read.
-    The folder holds the metadata; `count` examples are in the file; `stop` is one past the last,
-    -1: all.
+    A file in a bucket is fetched to this machine, and dropped once it was read. The folder holds
+    the metadata, the file `count` examples; `stop` is one past the last, -1: all.
 
     Raises:
       Unavailable: the bucket was out of reach for minutes.

@@ -211,9 +211,7 @@ class SentencePiece:
 def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
     """Reads a tokenizer folder, a BERT `vocab.txt` or a SentencePiece `.model`.
 
-    Args:
-      path: file or folder. A folder knows its own case.
-      case: for a file: whether text is lower-cased first.
+    A folder knows its own case; `case` is a file's.
     """
     path = epath.Path(path)
     if path.is_dir():

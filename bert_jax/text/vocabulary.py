@@ -96,10 +96,8 @@ def require_specials(vocab: list[str], where: str) -> list[str]:
 def train_wordpiece(counted: Counted, vocab_size: int) -> list[str]:
     """Trains a WordPiece vocabulary, the specials first, in ids 0 to 4.
 
-    Args:
-      counted: words as `basic_tokens` gives them when encoding.
-      vocab_size: number of pieces, specials included; where the text is too small for so many, the
-        last are `unused`.
+    The words are as `basic_tokens` gives them when encoding. Where the text is too small for so
+    many pieces, the last are `unused`.
     """
     alphabet, continuing = _alphabet(counted)
     vocab = [*SPECIALS, *alphabet, *continuing]
