@@ -31,11 +31,7 @@ _POLL = 0.005  # seconds between two looks at a save: more often would slow it d
 
 
 def rows_of(batch: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Yields (row, hash of all that it holds) of the rows on this process's devices.
-
-    Args:
-      batch: arrays of jax, the same rows of each on one device.
-    """
+    """Yields (row, hash of all that it holds) of the rows on this process's devices."""
     names = sorted(batch)
     for shards in zip(*(batch[name].addressable_shards for name in names), strict=True):
         arrays = dict(zip(names, (np.asarray(shard.data) for shard in shards), strict=True))

@@ -44,10 +44,7 @@ def with_steps(experiment: Experiment, steps: int) -> Experiment:
 def steps_within(experiment: Experiment, cpu_seconds: float, costs: list[float]) -> int:
     """Returns how many steps fit into so many seconds of CPU.
 
-    Args:
-      experiment: whose phases share the steps as they do now.
-      cpu_seconds: of all steps.
-      costs: seconds of CPU that a step of each phase takes.
+    Phases share them as they do now; `costs` are seconds of CPU that a step of each takes.
     """
     shares = [phase.steps / experiment.total_steps for phase in experiment.phases]
     mean = sum(share * cost for share, cost in zip(shares, costs, strict=True))
@@ -63,11 +60,6 @@ def seconds_a_step(experiment: Experiment, folder: epath.Path, progress: Progres
     """Trains for a few steps, and returns the seconds of CPU that a step of each phase takes.
 
     Evaluations, saves and compiling are not counted: how often they happen is no part of a recipe.
-
-    Args:
-      experiment: with the folder of its corpus, which is made if need be.
-      folder: where the run lives meanwhile.
-      progress: shows what happens.
 
     Raises:
       Stopped: asked to stop.

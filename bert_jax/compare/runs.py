@@ -39,12 +39,7 @@ _ROUNDS = 2
 
 
 class Comparison:
-    """The runs of a table.
-
-    Args:
-      results: of the table, as its folder has them.
-      progress: shows what happens.
-    """
+    """The runs of a table."""
 
     def __init__(self, results: Results, progress: Progress):
         self._results, self._table, self._root = results, results.table, results.root

@@ -53,10 +53,7 @@ class Member:
 def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Member]:
     """Returns the runs of a sweep: all products of the values.
 
-    Args:
-      file: of the task.
-      settings: `--set` strings of all of them.
-      axes: FIELD=V1,V2 each.
+    `axes` are FIELD=V1,V2 each; `settings` hold for all.
     """
     values: dict[str, list[str]] = {}
     for axis in axes:
@@ -94,11 +91,8 @@ def run(
     A run that fails, since its parameters ran away, for example, does not keep the others from
     going on.
 
-    Args:
-      of: as `members` gives them.
-      base: a base or a run; None: the one that the experiment names.
-      root: the folder of the runs; None: runs/NAME-sweep.
-      progress: shows what happens.
+    `base` is a base or a run, None the one that the experiment names; `root` the folder of the
+    runs, None runs/NAME-sweep.
     """
     folder = epath.Path(root or f"runs/{of[0].experiment.name}-sweep")
     there = mirror.names(folder)

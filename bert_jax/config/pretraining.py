@@ -150,7 +150,8 @@ class Model(Section):
     global_rotary_base: _Base = 160_000.0
     # Base of the rotary positions of layers with a window.
     local_rotary_base: _Base = 10_000.0
-    # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
+    # Activation of the feed-forward part; gelu_tanh, the approximation by tanh, is what the
+    # reference's code has since 2019; the released models had gelu.
     hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
     # Dropout of embeddings and of what each layer adds.
     hidden_dropout_prob: Share = 0.1
@@ -469,14 +470,16 @@ class Optimizer(Section):
     role = "identity"
     label = "optimizer"
 
-    # The rule of the update; stable_adamw lowers the rate of a tensor whose gradients outgrow what
-    # their means remember.
+    # The rule of the update. bert_adam leaves the bias of its moments, so that its first update is
+    # 3.16 times as large as adamw's; lamb scales each tensor's update to the tensor; stable_adamw
+    # lowers the rate of a tensor whose gradients outgrow what their means remember.
     name: Literal["bert_adam", "adamw", "lamb", "stable_adamw"] = "bert_adam"
     # The highest learning rate, at the end of the warm-up.
     peak_learning_rate: Positive = 1e-4
     # Steps in which the learning rate rises.
     warmup_steps: Count = 10_000
     # paper: linear decay from step 0, replaced by a linear warm-up that leaves a jump at its end;
+    # linear and cosine: decay from the end of the warm-up;
     # wsd: warm-up, a stable stretch at the peak, and a decay in the last decay_steps.
     schedule: Literal["paper", "linear", "cosine", "wsd"] = "paper"
     # Of schedule=wsd, the last steps, in which the rate falls to 0; 0: it never does.
@@ -491,8 +494,8 @@ class Optimizer(Section):
     eps: Positive = 1e-6
     # Decay of kernels and embeddings; biases and layer norms have none.
     weight_decay: Annotated[float, at_least(0)] = 0.01
-    # Which norm is limited: the whole gradient's, that of each of reference_replicas groups of
-    # rows, or none.
+    # Which norm is limited: the whole gradient's after the mean, that of each of reference_replicas
+    # groups of rows before the sum (as the reference), or none.
     clip: Literal["global", "per_replica", "none"] = "global"
     # A gradient with a larger norm is scaled down to this one.
     clip_norm: Positive = 1.0

@@ -3,7 +3,7 @@
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import bert_jax
 from bert_jax import config
@@ -13,34 +13,30 @@ from bert_jax.interop.names import PARTS
 from bert_jax.loaded import Loaded
 from bert_jax.training import evaluators
 
-_USE = {
-    "BertForPreTraining": "both heads of pre-training",
-    "BertForMaskedLM": "the masked LM head",
-    "BertModel": "the encoder without heads, for fine-tuning or sentence-transformers",
-    "ModernBertForMaskedLM": "the masked LM head",
-    "ModernBertModel": "the encoder without heads, for fine-tuning or sentence-transformers",
-    "BertLMHeadModel": "which reads from left to right, and its head",
-    "ModernBertDecoderForCausalLM": "which reads from left to right, and its head",
-}
-# The library that a hub shows a class under, and its task there.
-_HUB = {
-    "BertForPreTraining": ("transformers", "fill-mask"),
-    "BertForMaskedLM": ("transformers", "fill-mask"),
-    "BertModel": ("sentence-transformers", "feature-extraction"),
-    "ModernBertForMaskedLM": ("transformers", "fill-mask"),
-    "ModernBertModel": ("sentence-transformers", "feature-extraction"),
-    "BertLMHeadModel": ("transformers", "text-generation"),
-    "ModernBertDecoderForCausalLM": ("transformers", "text-generation"),
-    **{
-        f"{family}For{end}": ("transformers", task)
-        for family in ("Bert", "ModernBert")
-        for end, task in (
-            ("SequenceClassification", "text-classification"),
-            ("TokenClassification", "token-classification"),
-            ("QuestionAnswering", "question-answering"),
-            ("MultipleChoice", "multiple-choice"),
-        )
-    },
+
+class _Class(NamedTuple):
+    """A class of theirs: how a hub shows it, and what it is for."""
+
+    task: str  # of the hub
+    use: str = ""
+    library: str = "transformers"
+
+
+# By the end of its name.
+_CLASSES = {
+    "ForPreTraining": _Class("fill-mask", "both heads of pre-training"),
+    "ForMaskedLM": _Class("fill-mask", "the masked LM head"),
+    "ForCausalLM": _Class("text-generation", "which reads from left to right, and its head"),
+    "LMHeadModel": _Class("text-generation", "which reads from left to right, and its head"),
+    "ForSequenceClassification": _Class("text-classification"),
+    "ForTokenClassification": _Class("token-classification"),
+    "ForQuestionAnswering": _Class("question-answering"),
+    "ForMultipleChoice": _Class("multiple-choice"),
+    "Model": _Class(
+        "feature-extraction",
+        "the encoder without heads, for fine-tuning or sentence-transformers",
+        "sentence-transformers",
+    ),
 }
 _FAMILIES = {"bert": "BERT", "modern": "ModernBERT"}
 # Sources beyond these are counted, not named.
@@ -67,7 +63,7 @@ def write(trained: Loaded, architecture: str, dtype: str, folder: str) -> str:
         done = f"- step: {trained.step} of {experiment.total_steps}"
         recipe = _section("Recipe", done, *_fields(experiment))
     return _text(
-        *_top(trained, made, f"`{architecture}`, {_USE[architecture]}", architecture, dtype),
+        *_top(trained, made, f"`{architecture}`, {_class(architecture).use}", architecture, dtype),
         *_python(how_to),
         *(fresh if unlearned else []),
         *_model(trained),
@@ -108,6 +104,10 @@ def quoted(name: str) -> str:
     return json.dumps(printable(name).replace("`", "'"))
 
 
+def _class(architecture: str) -> _Class:
+    return next(one for end, one in _CLASSES.items() if architecture.endswith(end))
+
+
 def _text(*lines: str) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -122,9 +122,9 @@ def _python(lines: Sequence[str]) -> list[str]:
 
 def _top(trained: Loaded, made: str, use: str, architecture: str, dtype: str) -> list[str]:
     """Returns what model hubs read, fixed words alone, and what this is."""
-    family, (library, task) = _FAMILIES[trained.model.kind], _HUB[architecture]
+    family, of = _FAMILIES[trained.model.kind], _class(architecture)
     return [
-        *("---", f"library_name: {library}", f"pipeline_tag: {task}"),
+        *("---", f"library_name: {of.library}", f"pipeline_tag: {of.task}"),
         *("tags:", f"- {family.lower()}", "---", ""),
         f"# {code(trained.name)}",
         "",

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -32,13 +32,12 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
-# Fields that would change what is computed, and the only value of each that we compute.
+# Of what is written as it is, the only value that we compute with.
 _BERT_FIXED = {
     "layer_norm_eps": 1e-12,
     "position_embedding_type": "absolute",
     "add_cross_attention": False,
     "tie_word_embeddings": True,
-    "chunk_size_feed_forward": 0,
 }
 _MODERN_FIXED = {
     "norm_eps": 1e-5,
@@ -49,100 +48,101 @@ _MODERN_FIXED = {
     "classifier_bias": False,
     "tie_word_embeddings": True,
 }
-# What ModernBertConfig takes for fields that are not there: ModernBERT-base's.
-_MODERN_DEFAULTS = {
-    "vocab_size": 50_368,
-    "hidden_size": 768,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 12,
-    "intermediate_size": 1_152,
-    "max_position_embeddings": 8_192,
-}
 # Half of a decoder's window counts the token itself, half of an encoder's does not.
 _ITSELF = 2
 # Of ModernBERT's that reads from left to right.
 _DECODER = "modernbert-decoder"
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _EVERY = 3
-_BASES = {_GLOBAL: 160_000.0, _LOCAL: 10_000.0}
+
+
+class _Field(NamedTuple):
+    """A field of theirs, read."""
+
+    theirs: str
+    ours: str = ""  # the field of Model that it gives; "": none, it must be as allowed
+    # Values that we compute with (and ours for them), or the type of a number; None: any.
+    allowed: dict[Any, Any] | list[Any] | type | None = None
+    default: Any = None  # what their class takes where it is not there; None: as ours
+
+
+def _fixed(values: dict[str, Any]) -> list[_Field]:
+    return [_Field(name, allowed=[value]) for name, value in values.items()]
+
+
+_OF_BERT = [
+    *(_Field(name, name) for name in _BERT),
+    _Field("hidden_act", "hidden_act", _ACTIVATIONS, "gelu"),
+    _Field("is_decoder", "direction", {False: "both", True: "left_to_right"}, False),
+    _Field("chunk_size_feed_forward", allowed=[0]),
+    *_fixed(_BERT_FIXED),
+]
+# Defaults are ModernBERT-base's.
+_OF_MODERN = [
+    _Field("vocab_size", "vocab_size", None, 50_368),
+    _Field("hidden_size", "hidden_size", None, 768),
+    _Field("num_hidden_layers", "num_hidden_layers", None, 22),
+    _Field("num_attention_heads", "num_attention_heads", None, 12),
+    _Field("intermediate_size", "intermediate_size", None, 1_152),
+    _Field("max_position_embeddings", "max_position_embeddings", None, 8_192),
+    _Field("initializer_range", "initializer_range"),
+    _Field("hidden_activation", "hidden_act", _ACTIVATIONS, "gelu"),
+    _Field("mlp_dropout", "hidden_dropout_prob", float, 0.0),
+    _Field("attention_dropout", "attention_probs_dropout_prob", float, 0.0),
+    _Field("global_rope_theta", "global_rotary_base", float, 160_000.0),
+    _Field("local_rope_theta", "local_rotary_base", float, 10_000.0),
+    _Field("local_attention", "local_window", None, 128),
+    _Field("rope_scaling", allowed=[None]),
+    *_fixed(_MODERN_FIXED),
+]
+
+
+def _ours(path: epath.Path, table: list[_Field], fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a table makes of their fields; raises InputError by the name of a field."""
+    ours = {}
+    for theirs, name, allowed, default in table:
+        value = default if fields.get(theirs) is None else fields[theirs]
+        if value is None:
+            continue
+        if allowed is float and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise InputError(f"{path}: {theirs}={value!r}: not a number")
+        if isinstance(allowed, dict | list):
+            require(path, theirs, value, allowed)
+        if name:
+            ours[name] = allowed[value] if isinstance(allowed, dict) else value
+    return ours
 
 
 def read(path: epath.Path) -> Model:
     """Reads a config.json as a Model section. Fields it lacks have their classes' defaults."""
     fields = vocabularies.read_object(path)
-    readers = {
-        "bert": (_bert, _BERT_FIXED),
-        "modernbert": (_modern, _MODERN_FIXED),
-        _DECODER: (_modern, _MODERN_FIXED),
-    }
+    readers = {"bert": model_of, "modernbert": _modern, _DECODER: _modern}
     model_type = require(path, "model_type", fields.get("model_type"), readers)
     named = fields.get("architectures") or []
     for name in named if isinstance(named, list) else [named]:
         require(path, "architectures", name, PARTS)
-    reader, fixed = readers[model_type]
-    for name, value in fixed.items():
-        if fields.get(name) is not None:
-            require(path, name, fields[name], [value])
-    return reader(path, fields)
-
-
-def _bert(path: epath.Path, fields: dict[str, Any]) -> Model:
-    decodes = fields.get("is_decoder") or False
-    if not isinstance(decodes, bool):
-        raise InputError(f"{path}: is_decoder={decodes!r}: must be true or false")
-    direction = "left_to_right" if decodes else "both"
-    return dataclasses.replace(model_of(path, fields), direction=direction)
+    return readers[model_type](path, fields)
 
 
 def model_of(path: epath.Path, fields: dict[str, Any]) -> Model:
-    """Returns the Model section of fields that BERT's configurations share."""
-    ours = {name: fields[name] for name in _BERT if name in fields}
-    return config.section(
-        Model, ours | {"hidden_act": _activation(path, "hidden_act", fields)}, str(path)
-    )
+    """Returns the Model section of the fields of BERT's configurations."""
+    return config.section(Model, _ours(path, _OF_BERT, fields), str(path))
 
 
 def _modern(path: epath.Path, fields: dict[str, Any]) -> Model:
-    act = _activation(path, "hidden_activation", fields)
-    if _activation(path, "classifier_activation", fields) != act:
-        given = fields.get("classifier_activation")
-        raise InputError(
-            f"{path}: classifier_activation={given!r}: only the hidden_activation is supported"
-        )
-    sizes = _MODERN_DEFAULTS | {name: fields[name] for name in _SIZES if name in fields}
-    every = _global_every(path, fields, sizes["num_hidden_layers"])
-    ours = sizes | {
-        "kind": "modern",
-        "hidden_act": act,
-        "hidden_dropout_prob": _number(path, fields, "mlp_dropout", 0.0),
-        "attention_probs_dropout_prob": _number(path, fields, "attention_dropout", 0.0),
-        "global_every": every,
-        "global_rotary_base": _base(path, fields, _GLOBAL, "global_rope_theta"),
-    }
-    if every > 1:
-        ours |= {
-            "local_window": fields.get("local_attention", 128),
-            "local_rotary_base": _base(path, fields, _LOCAL, "local_rope_theta"),
-        }
-    if fields.get("model_type") == _DECODER:
+    ours = {"kind": "modern"} | _ours(path, _OF_MODERN, fields)
+    # There is one activation for both.
+    acts = [theirs for theirs, act in _ACTIVATIONS.items() if act == ours["hidden_act"]]
+    require(path, "classifier_activation", fields.get("classifier_activation", "gelu"), acts)
+    every = ours["global_every"] = _global_every(path, fields, ours["num_hidden_layers"])
+    ours |= _bases(path, fields)
+    if fields["model_type"] == _DECODER:
         ours["direction"] = "left_to_right"
-        if isinstance(window := ours.get("local_window"), int):
+        if isinstance(window := ours["local_window"], int):
             ours["local_window"] = window // 2 * 2 - _ITSELF
+    if every == 1:  # no layer has a window
+        del ours["local_window"], ours["local_rotary_base"]
     return config.section(Model, ours, str(path))
-
-
-def _activation(path: epath.Path, name: str, fields: dict[str, Any]) -> str:
-    return _ACTIVATIONS[require(path, name, fields.get(name, "gelu"), _ACTIVATIONS)]
-
-
-def _number(path: epath.Path, fields: dict[str, Any], name: str, default: float) -> float:
-    """Returns a number that they write without a point where there is nothing behind it."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{path}: {name}={value!r}: not a number")
-    return float(value)
 
 
 def _global_every(path: epath.Path, fields: dict[str, Any], count: Any) -> Any:
@@ -165,18 +165,18 @@ def _layer_types(count: int, every: int) -> list[str]:
     return [_LOCAL if i % every else _GLOBAL for i in range(count)]
 
 
-def _base(path: epath.Path, fields: dict[str, Any], layer_type: str, older: str) -> float:
-    """Returns the base of the rotary positions of such layers."""
-    require(path, "rope_scaling", fields.get("rope_scaling"), [None])
-    default = _number(path, fields, older, _BASES[layer_type])
-    by_type = fields.get("rope_parameters") or {}
-    says = by_type.get(layer_type) or {} if isinstance(by_type, dict) else None
-    if not isinstance(says, dict) or says.get("rope_type", "default") != "default":
-        raise InputError(
-            f"{path}: rope_parameters={by_type!r}: only rope_type='default' for each of {_GLOBAL} "
-            f"and {_LOCAL} is supported"
-        )
-    return _number(path, says, "rope_theta", default)
+def _bases(path: epath.Path, fields: dict[str, Any]) -> dict[str, float]:
+    """Returns the bases of rotary positions that versions from 5 on give by a layer's type."""
+    bases, by_type = {}, fields.get("rope_parameters") or {}
+    for layer_type, ours in ((_GLOBAL, "global_rotary_base"), (_LOCAL, "local_rotary_base")):
+        says = (by_type.get(layer_type) or {}) if isinstance(by_type, dict) else None
+        if not isinstance(says, dict) or says.get("rope_type", "default") != "default":
+            raise InputError(
+                f"{path}: rope_parameters={by_type!r}: only rope_type='default' for each of "
+                f"{_GLOBAL} and {_LOCAL} is supported"
+            )
+        bases |= _ours(path, [_Field("rope_theta", ours, float)], says)
+    return bases
 
 
 def fields_of(trained: Loaded, architecture: str, dtype: str) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _bert_fields(trained: Loaded) -> dict[str, Any]:
         "model_type": "bert",
         **{name: ours[name] for name in _BERT},
         "hidden_act": _THEIR_ACTIVATIONS[ours["hidden_act"]],
-        **{name: value for name, value in _BERT_FIXED.items() if name != "chunk_size_feed_forward"},
+        **_BERT_FIXED,
         "is_decoder": trained.model.direction == "left_to_right",
     }
 

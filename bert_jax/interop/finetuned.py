@@ -51,14 +51,8 @@ def export(
 ) -> str:
     """Writes a folder that transformers reads, or PEFT, whole or not at all.
 
-    Args:
-      model: the run.
-      form: `task` the whole model, `adapter` what was learned next to its base.
-      dtype: of the weights; bfloat16 rounds them.
-      target: where it goes; nothing may be there.
-
-    Returns:
-      The class that reads it.
+    `adapter` is what was learned next to its base; bfloat16 rounds the weights. Nothing may be at
+    `target`. Returns the class that reads it.
     """
     architecture = architecture_of(model)
     adapt = model.experiment.adapt

@@ -166,11 +166,8 @@ def export_weights(
 ) -> None:
     """Writes a folder that transformers reads, whole or not at all.
 
-    Args:
-      trained: what to write.
-      kind: which of their classes reads it; `encoder` is for sentence-transformers, too.
-      dtype: of the weights; bfloat16 rounds them.
-      target: where it goes; nothing may be there.
+    `encoder` is for sentence-transformers, too; bfloat16 rounds the weights. Nothing may be at
+    `target`.
     """
     architecture, cfg = architecture_of(trained.model, kind), trained.model
     longest = cfg.max_position_embeddings

@@ -40,9 +40,8 @@ _NSP = "cls.seq_relationship"
 def find(source: epath.Path) -> epath.Path | None:
     """Returns the common beginning of the files of a checkpoint; None if `source` is none.
 
-    Args:
-      source: that beginning, with or without .index, or a folder with one checkpoint and no
-        safetensors.
+    `source` is that beginning, with or without .index, or a folder with one checkpoint and no
+    safetensors.
     """
     if source.is_dir():
         if any(source.glob("*.safetensors*")):
@@ -132,12 +131,7 @@ _DTYPES = {
 
 
 def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np.ndarray]:
-    """Reads the variables whose names are wanted, as they were written.
-
-    Args:
-      prefix: the files' common beginning; PREFIX.index says what lies where.
-      wanted: is asked of every name.
-    """
+    """Reads the variables whose names are wanted, as they were written."""
     index = prefix.with_name(f"{prefix.name}.index")
     with named_errors(index):
         content = index.read_bytes()

@@ -145,13 +145,7 @@ def compile_all(
     log: Callable[[str], None],
     refusals: Literal["raise", "return"] = "raise",
 ) -> list[Outcome]:
-    """Compiles jobs, two at a time; those done before are looked up.
-
-    Args:
-      jobs: what to compile.
-      log: gets a line when a compilation begins.
-      refusals: what becomes of an experiment that cannot be laid over its slice.
-    """
+    """Compiles jobs, two at a time; those done before are looked up."""
     versions()
     workers = _Workers()
     width = min(_AT_ONCE, system.cores())  # `taskset` holds it to one
@@ -290,10 +284,7 @@ class _HasKernels(Exception):
 def main(job_file: str, outcome_file: str, dump: str | None = None) -> None:
     """Reads a job, compiles it and writes what came of it; dies with the process that asked.
 
-    Args:
-      job_file: see `_run`.
-      outcome_file: to write.
-      dump: folder into which the compiler of this process writes what it schedules.
+    The compiler of this process writes what it schedules into the folder `dump`.
     """
     system.die_with_parent()
     job = json.loads(epath.Path(job_file).read_text())

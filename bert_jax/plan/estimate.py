@@ -79,10 +79,7 @@ class Route:
 def estimate(program: Program, topology: Topology, places: Sequence[Place]) -> Seconds:
     """Returns how long a step takes, term by term.
 
-    Args:
-      program: of one device.
-      topology: where it runs.
-      places: of the devices, in the order of the mesh.
+    `places` are the devices', in the order of the mesh.
     """
     timeline = _Timeline(program, topology, places)
     timeline.run(program.schedule, 1)

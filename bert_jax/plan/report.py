@@ -41,14 +41,8 @@ def plan_and_write(
 ) -> None:
     """Makes a plan, prints it, and writes it to `path`, unless that is None.
 
-    Args:
-      experiment: what is planned.
-      topologies: where it may run.
-      mode: `search` ranks layouts on each slice, too; `scaling` instead gives each chip of every
-        slice the same work.
-      price_per_chip_hour: in any currency; None: costs are left out.
-      path: of the plan as JSON.
-      log: gets the lines of the plan.
+    `search` ranks layouts on each slice, too; `scaling` instead gives each chip of every slice the
+    same work. Without a price, which is in any currency, costs are left out.
     """
     if path is not None:
         require_plain(path)

@@ -199,13 +199,7 @@ def of_learning(records: Sequence[Record]) -> list[tuple[str, list[Figure]]]:
 def plots_of_learning(
     records: Sequence[Record], spent: Sequence[_Spent], x_label: str
 ) -> list[tuple[Plot, str]]:
-    """Returns what was learned over one axis, with a note each; some plots may be empty.
-
-    Args:
-      records: of the runs.
-      spent: of each run, from steps to what it had spent up to them.
-      x_label: of the axis.
-    """
+    """Returns what was learned over one axis, with a note each; some plots may be empty."""
 
     def plot(
         title: str,

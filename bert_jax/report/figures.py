@@ -5,12 +5,13 @@ Content-Security-Policy that lets nothing run. Colours are written as CSS variab
 picture serves a light and a dark page.
 """
 
+import contextlib
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -90,19 +91,25 @@ class Plot:
         return not any(len(curve.x) for curve in self.curves)
 
 
+@contextlib.contextmanager
+def _axes(
+    name: str, size: tuple[float, float] = _SIZE, grid: Literal["x", "y", ""] = ""
+) -> Iterator[Axes]:
+    """Gives axes of a picture to draw on, in the page's style."""
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
+        axes = Canvas(figsize=size, layout="constrained").add_subplot()
+        if grid:
+            axes.grid(axis=grid)
+            axes.set_axisbelow(True)
+        yield axes
+
+
 def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
     """Returns the plot as an <svg> element.
 
-    Args:
-      plot: what to draw.
-      name: tells it apart from the page's other elements.
-      marks: where vertical lines stand, at the starts of phases.
+    `name` tells it apart from the page's other elements; vertical lines stand at `marks`.
     """
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
-        figure = Canvas(figsize=_SIZE, layout="constrained")
-        axes = figure.add_subplot()
-        axes.grid(axis="y")
-        axes.set_axisbelow(True)
+    with _axes(name, grid="y") as axes:
         for at in marks:
             axes.axvline(at, color=_FAINT, linewidth=1)
         for height, label in plot.levels:
@@ -115,41 +122,29 @@ def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axes.yaxis.set_minor_locator(NullLocator())
-            axes.yaxis.set_major_formatter(_NUMBER)
-        elif plot.scale == "percent":
-            axes.yaxis.set_major_formatter(_PERCENT)
-        else:
-            axes.yaxis.set_major_formatter(_NUMBER)
+        axes.yaxis.set_major_formatter(_PERCENT if plot.scale == "percent" else _NUMBER)
         axes.set_xlabel(plot.x_label)
         if any(curve.label for curve in plot.curves) or plot.levels:
             axes.legend(fontsize=8, handlelength=1.6, loc="best")
-        return _svg(figure, name)
+        return _svg(axes, name)
 
 
 def draw_histogram(histogram: Histogram, x_label: str, name: str) -> str:
     """Returns the histogram as an <svg> element; x is logarithmic."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
-        figure = Canvas(figsize=_SIZE, layout="constrained")
-        axes = figure.add_subplot()
-        axes.grid(axis="y")
-        axes.set_axisbelow(True)
+    with _axes(name, grid="y") as axes:
         axes.stairs(histogram.shares, histogram.edges, fill=True, color=COLOURS[0])
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(_NUMBER)
         axes.yaxis.set_major_formatter(_PERCENT)
         axes.set_xlabel(x_label)
-        return _svg(figure, name)
+        return _svg(axes, name)
 
 
 def draw_dots(
     names: Sequence[str], values: Sequence[float], errors: Sequence[float], name: str
 ) -> str:
     """Returns values as points with error bars, a line each, the first on top, as <svg>."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
-        figure = Canvas(figsize=(_SIZE[0], 0.6 + 0.26 * len(names)), layout="constrained")
-        axes = figure.add_subplot()
-        axes.grid(axis="x")
-        axes.set_axisbelow(True)
+    with _axes(name, (_SIZE[0], 0.6 + 0.26 * len(names)), grid="x") as axes:
         places = range(len(names))
         axes.errorbar(
             values, places, xerr=errors, color=COLOURS[0], linestyle="", marker="o", markersize=4
@@ -158,7 +153,7 @@ def draw_dots(
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(_NUMBER)
-        return _svg(figure, name)
+        return _svg(axes, name)
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -207,10 +202,10 @@ _NUMBER = FuncFormatter(short)
 _PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g} %")
 
 
-def _svg(figure: Canvas, name: str) -> str:
+def _svg(axes: Axes, name: str) -> str:
     """Returns the element alone, with the page's colours, and ids that no other picture has."""
     buffer = io.StringIO()
-    figure.savefig(
+    axes.figure.savefig(
         buffer,
         format="svg",
         transparent=True,
@@ -261,37 +256,29 @@ def of_run(record: Record) -> list[Figure]:
     of_pieces, of_pairs = losses.PIECES[pieces].capitalize(), losses.PAIRS[pairs].capitalize()
     of_pieces, of_pairs = of_pieces.replace(" lm", " LM"), of_pairs.replace(" ", "-")
     majority = _level(newest, f"{pairs}_majority", "majority")
-    both = train_and_held_out
+
+    def both(
+        title: str, name: str, note: str = "", levels: list = (), error: str = "", **options: str
+    ) -> tuple[Plot, str]:
+        return Plot(title, train_and_held_out(record, name, error), [*levels], **options), note
+
+    percent = {"scale": "percent"}
+    beyond = "Below the dashed line the model knows more than how often each piece occurs."
+    errors = (
+        "Bars are one standard error if held-out pairs were independent; dashed, always saying the "
+        "commoner label."
+    )
     plots = [
-        (
-            Plot(f"{of_pieces} loss, nat", both(record, f"{pieces}_loss"), unigram),
-            "Below the dashed line the model knows more than how often each piece occurs.",
+        both(f"{of_pieces} loss, nat", f"{pieces}_loss", beyond, unigram),
+        both(f"{of_pieces} accuracy", f"{pieces}_accuracy", **percent),
+        both("Previous piece loss, nat", "previous_piece_loss", levels=unigram),
+        both("Previous piece accuracy", "previous_piece_accuracy", **percent),
+        both(
+            *(f"{of_pairs} accuracy", f"{pairs}_accuracy", errors, majority, f"{pairs}_error"),
+            **percent,
         ),
-        (Plot(f"{of_pieces} accuracy", both(record, f"{pieces}_accuracy"), scale="percent"), ""),
-        (Plot("Previous piece loss, nat", both(record, "previous_piece_loss"), unigram), ""),
-        (
-            Plot(
-                "Previous piece accuracy",
-                both(record, "previous_piece_accuracy"),
-                scale="percent",
-            ),
-            "",
-        ),
-        (
-            Plot(
-                f"{of_pairs} accuracy",
-                both(record, f"{pairs}_accuracy", f"{pairs}_error"),
-                majority,
-                scale="percent",
-            ),
-            "Bars are one standard error if held-out pairs were independent; dashed, always "
-            "saying the commoner label.",
-        ),
-        (
-            Plot(f"{of_pairs} loss, nat", both(record, f"{pairs}_loss"), COIN),
-            GUESSING,
-        ),
-        *((Plot(name.replace("_", " "), both(record, name)), "") for name in _own(newest)),
+        both(f"{of_pairs} loss, nat", f"{pairs}_loss", GUESSING, COIN),
+        *(both(name.replace("_", " "), name) for name in _own(newest)),
         (
             _probes(record),
             "What a linear layer reads off the encoder as it is; dashed, without it.",
@@ -339,18 +326,15 @@ def of_steps(record: Record) -> list[tuple[Plot, str]]:
 
 def of_corpus(statistics: CorpusStatistics) -> list[Figure]:
     """Returns the pictures of a corpus: how long sentences and documents are."""
-    return [
-        _lengths(f"{what.capitalize()} length", lengths, f"lengths-{what}")
-        for what, lengths in (
-            ("sentence", statistics.sentence_lengths),
-            ("document", statistics.document_lengths),
+    pictures = []
+    for what in ("sentence", "document"):
+        lengths: Histogram = getattr(statistics, f"{what}_lengths")
+        note = (
+            f"Half have at most {lengths.median:,.0f} pieces; the longest has {lengths.largest:,}."
         )
-    ]
-
-
-def _lengths(title: str, lengths: Histogram, name: str) -> Figure:
-    note = f"Half have at most {lengths.median:,.0f} pieces; the longest has {lengths.largest:,}."
-    return Figure(title, note, draw_histogram(lengths, "pieces", name))
+        svg = draw_histogram(lengths, "pieces", f"lengths-{what}")
+        pictures.append(Figure(f"{what.capitalize()} length", note, svg))
+    return pictures
 
 
 def drawn(
@@ -443,9 +427,7 @@ def of_layers(tasks: Sequence[dict[str, Any]]) -> Plot:
 def draw_maps(maps: np.ndarray, name: str) -> str:
     """Returns where heads look as an <svg> element: a line of squares a layer, the first on top.
 
-    Args:
-      maps: float [L, H, S, S], of each piece over all pieces.
-      name: tells it apart from the page's other elements.
+    `maps` is float [L, H, S, S], of each piece over all pieces.
     """
     layers, heads, size, _ = maps.shape
     gap = max(1, size // 12)
@@ -454,9 +436,7 @@ def draw_maps(maps: np.ndarray, name: str) -> str:
         for head in range(heads):
             top, left = layer * (size + gap), head * (size + gap)
             canvas[top : top + size, left : left + size] = maps[layer, head] ** 0.5
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
-        figure = Canvas(figsize=(0.6 + 0.75 * heads, 0.6 + 0.75 * layers), layout="constrained")
-        axes = figure.add_subplot()
+    with _axes(name, (0.6 + 0.75 * heads, 0.6 + 0.75 * layers)) as axes:
         axes.imshow(canvas, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         middle = (size - 1) / 2
         axes.set_xticks([head * (size + gap) + middle for head in range(heads)], range(heads))
@@ -467,7 +447,7 @@ def draw_maps(maps: np.ndarray, name: str) -> str:
         axes.spines[:].set_visible(False)
         axes.set_xlabel("head")
         axes.set_ylabel("layer")
-        return _svg(figure, name)
+        return _svg(axes, name)
 
 
 def of_probe(record: Record, name: str) -> list[Line]:

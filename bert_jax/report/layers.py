@@ -19,11 +19,8 @@ def write(
 ) -> None:
     """Writes a page that needs nothing else.
 
-    Args:
-      path: of the page.
-      name: of the run or the base.
-      record: what the layers know (`tasks.layers.record_of`); empty if they were not asked.
-      attention: the pieces of a text, and float [L, H, S, S], where each of them looks.
+    `record` is as `tasks.layers.record_of` makes it, empty if the layers were not asked;
+    `attention` the pieces of a text, and float [L, H, S, S], where each of them looks.
     """
     tasks, pictures, maps = record.get("tasks", []), [], None
     if tasks:

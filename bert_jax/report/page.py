@@ -41,13 +41,9 @@ def write(
 ) -> None:
     """Writes the page of a run, or one that compares several.
 
-    Args:
-      workdirs: of the runs.
-      out: where the page goes; None: into the workdir, or into this folder where several are
-        compared.
-      every: seconds after which it is written again while one of the runs goes on; None: once.
-      log: gets a line with where the page is, and at the end what came of the time.
-      price_per_chip_hour: in any currency; None: costs are left out.
+    It goes to `out`; else into the workdir, or into this folder where several are compared. It is
+    written again after `every` seconds while one of the runs goes on. Without a price, which is in
+    any currency, costs are left out.
     """
     records = _read(workdirs)
     for record in records:
@@ -118,13 +114,7 @@ def render(
     refresh_seconds: int | None = None,
     price_per_chip_hour: float | None = None,
 ) -> str:
-    """Returns the page of a run, or of several compared.
-
-    Args:
-      records: one or more.
-      refresh_seconds: the browser loads the page again after so many; None: never.
-      price_per_chip_hour: in any currency; None: costs are left out.
-    """
+    """Returns the page of a run, or of several compared."""
     several = len(records) > 1
     root = ", ".join(str(record.workdir.named) for record in records)
     files = f"{root}: metrics.jsonl, predictions.jsonl, timings.jsonl, origin.json or plan.json"

@@ -64,9 +64,7 @@ def totals(
 ) -> tuple[list[int], list[float]]:
     """Returns steps, from 0, and what all steps up to each have taken together.
 
-    Args:
-      laps: timings of steps, one for each step at which a line was written, in their order.
-      of_step: what a lap says that one of its steps took.
+    `laps` are timings of steps, one for each step at which a line was written, in their order.
     """
     at, spent = [0], [0.0]
     for lap in laps:
@@ -124,11 +122,7 @@ class Goodput:
 
 
 def goodput(timings: list[dict[str, Any]]) -> Goodput:
-    """Returns how much of a run's time was worth something, and what was paid for.
-
-    Args:
-      timings: lines of timings.jsonl.
-    """
+    """Returns how much of a run's time was worth something, and what was paid for."""
     chip_seconds = 0.0
     chips: int | None = None  # of the start to which a line belongs
     other: dict[str, None] = {}

@@ -62,12 +62,8 @@ Outcome = tuple[Round, Killed]
 def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, say: Say) -> int:
     """Runs the experiment undisturbed and killed `count` times; returns how many things differ.
 
-    Args:
-      experiment: with `run.corpus_dir` put aside: the corpus is made here.
-      root: W, a folder of this machine: new, empty, or of an earlier `verify-resume`.
-      count: how many kills.
-      seed: of the random steps at which the kills come.
-      say: is given each line.
+    `root` is W, a folder of this machine: new, empty, or of an earlier `verify-resume`. The corpus
+    is made there; `seed` draws the steps at which the kills come.
     """
     _require_possible(experiment, root, count)
     folder = pathlib.Path(root).absolute()

@@ -87,12 +87,7 @@ class Comparison:
 
 
 def batches(executions: Sequence[Execution], planned: dict[int, Execution]) -> list[str]:
-    """Returns how many steps saw other rows than the undisturbed run, or others in them; the first.
-
-    Args:
-      executions: what was done.
-      planned: {step: what the undisturbed run did there}.
-    """
+    """Returns how many steps saw other rows than was planned, or others in them, and the first."""
     none = np.zeros(0, np.uint64)
     other = []
     for e in executions:
@@ -107,13 +102,7 @@ def batches(executions: Sequence[Execution], planned: dict[int, Execution]) -> l
 
 
 def rows(whose: str, experiment: Experiment, survivors: dict[int, Execution]) -> Comparison:
-    """Compares the rows of each phase that were trained on with each of them once.
-
-    Args:
-      whose: the run.
-      experiment: that was run.
-      survivors: {step: its last execution}.
-    """
+    """Compares the rows of each phase that were trained on with each of them once."""
     differences, count, first = [], 0, 0
     for number, phase in enumerate(experiment.phases):
         expected = phase.steps * phase.batch_size
@@ -202,10 +191,7 @@ def losses(ours: pathlib.Path, theirs: pathlib.Path, last: int) -> tuple[float, 
 
     Infinite where lines or losses are missing, or are no numbers.
 
-    Args:
-      ours: a workdir.
-      theirs: another.
-      last: the last step whose losses are compared; later lines must only be there.
+    Losses after the step `last` are not compared; their lines must only be there.
     """
     a, b = _lines(ours), _lines(theirs)
     if [(x["kind"], x["step"]) for x in a] != [(y["kind"], y["step"]) for y in b]:
@@ -221,11 +207,7 @@ def losses(ours: pathlib.Path, theirs: pathlib.Path, last: int) -> tuple[float, 
 def alike_until(ours: pathlib.Path, theirs: pathlib.Path, tolerance: float, last: int) -> int:
     """Returns the last step with lines before losses of two runs are farther apart than allowed.
 
-    Args:
-      ours: a workdir; its run may have ended earlier.
-      theirs: another.
-      tolerance: how far apart, relatively.
-      last: the last step that is looked at; 0 comes back where those of the first are too far.
+    Steps up to `last` are looked at; 0 comes back where those of the first are too far.
     """
     alike = [0]
     for x, y in zip(_lines(ours), _lines(theirs), strict=False):

@@ -1,21 +1,21 @@
 """Several processes on this machine that are one run: started, watched, and their end explained.
 
 Each gets virtual devices on the CPU and its place among the others; its output is shown with its
-number before each line. When one fails the rest is ended, and the reason is printed last.
+number before each line. When one fails the rest is ended, and its exit code and the last lines of
+each are printed last.
 """
 
 import collections
 import contextlib
 import dataclasses
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple, TextIO
 
 from bert_jax import errors, system
@@ -26,18 +26,8 @@ _GRACE = 5.0
 _POLL = 0.1
 # For what is left in a pipe once its process has ended; whatever that one started may keep it open.
 _DRAIN = 2.0
-_LAST_LINES = 5
-_TAIL = 400  # lines kept of each process; the stacks of all its threads fit
-
-_ABORTED = "the JAX distributed service detected fatal errors"
-_HUNG = re.compile(r"^Timeout \([\d:.]+\)!")
-_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
-_THREAD = re.compile(r"^(Current thread|Thread) 0x")
-_LIBRARY = "/lib/python"
-_ABSENT = re.compile(r"process (?P<who>[\d, ]+)(?: and \d+ more)? of \d+ did not arrive within")
-_UNHEALTHY = "tasks are unhealthy (stopped sending heartbeats):"
-# C++ prints its stack after its reason.
-_NOISE = re.compile(r"^(    @ |\*\*\* |\[Gloo\] |$)")
+# Lines kept of each process, and shown again when one fails.
+_LAST_LINES = 20
 
 
 class Ended(NamedTuple):
@@ -87,7 +77,7 @@ def run(
       processes: how many.
       devices: virtual devices of each.
       arrive_within: seconds in which all must have found each other.
-      hang_after: seconds without a step after which a process ends itself and says where it stood.
+      hang_after: seconds without a step after which a process ends itself.
     """
     address = f"127.0.0.1:{_free_port()}"
     flag = "--xla_force_host_platform_device_count="
@@ -118,7 +108,7 @@ def run(
     try:
         for number in range(processes):
             process = _start(command, environment | {"JAX_PROCESS_ID": str(number)})
-            members.append(_Member(number, process, collections.deque(maxlen=_TAIL)))
+            members.append(_Member(number, process, collections.deque(maxlen=_LAST_LINES)))
             if asked:  # while they were being started
                 members[-1].send(signal.SIGTERM)
         failed = _watch(members)
@@ -127,13 +117,13 @@ def run(
             member.send(signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
-    # One that lost another failed for its sake.
-    by_itself = [m for m in failed if not _aborted(m) and m.code != errors.LOST]
+    # One that lost another failed for its sake; jax aborts it.
+    by_itself = [m for m in failed if m.code not in (-signal.SIGABRT, errors.LOST)]
     first = next(iter([*by_itself, *failed]), None)
     if first is None:
         stopped = any(member.code == errors.STOPPED for member in members)
         return Ended(errors.STOPPED if stopped else errors.FINISHED, asked)
-    for line in _explain(first, members, hang_after):
+    for line in _explain(first, members):
         _print(f"pod: {line}", sys.stderr)
     return Ended(_shell_code(first.code), asked)
 
@@ -154,10 +144,9 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
 
 
 def _watch(members: Sequence[_Member]) -> list[_Member]:
-    """Shows the output until all have ended; ends the rest when one has failed.
+    """Shows the output until all have ended; soon after one has failed, the rest is killed.
 
-    Returns:
-      Those that failed by themselves, in the order in which they were seen to.
+    Returns those that failed by themselves, in the order in which they were seen to.
     """
     readers = []
     for member in members:
@@ -212,94 +201,23 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-# --- why it ended -------------------------------------------------------------------------------
-
-
-def _aborted(member: _Member) -> bool:
-    return member.code == -signal.SIGABRT and any(_ABORTED in line for line in list(member.tail))
-
-
-def _explain(first: _Member, members: Sequence[_Member], hang_after: float) -> list[str]:
-    """Returns lines that say what happened, and to which process."""
-    alike = [m for m in members if m.code == first.code and not m.ended_by_us]
-    absent = [int(n) for line in list(first.tail) for n in _absent(line)]
-    if absent:
-        return [
-            line
-            for member in members
-            if member.number in absent
-            for line in (
-                f"process {member.number} never arrived; its last lines:",
-                *_last_lines(member),
-            )
-        ]
-    if any(_stood_at(member) for member in members):
-        places = [f"process {m.number} stood at {_stood_at(m)}" for m in members if _stood_at(m)]
-        silent = [f"process {m.number} did not say where" for m in members if not _stood_at(m)]
-        return [f"a hang: nothing was done for {hang_after:g} seconds", *places, *silent]
-    if _aborted(first) or first.code == errors.LOST:
-        return [_lost(first, members)]
-    if first.code == -signal.SIGTERM and len(alike) == len(members):
-        return ["stopped before there was anything to save; run the same command again"]
-    if len(alike) == len(members):
-        return [f"all processes ended with exit code {_shell_code(first.code)}"]
+def _explain(first: _Member, members: Sequence[_Member]) -> Iterator[str]:
+    """Yields lines that say which process failed first and how, and the last ones of each."""
+    if all(member.code == first.code and not member.ended_by_us for member in members):
+        if first.code == -signal.SIGTERM:
+            yield "stopped before there was anything to save; run the same command again"
+            return
+        yield f"all processes ended with exit code {_shell_code(first.code)}"
+        return
+    role = ", the coordinator," if first.number == 0 else ""
     ended = (
         f"was killed by {signal.Signals(-first.code).name}"
         if first.code < 0
         else f"ended with exit code {first.code}"
     )
-    role = ", the coordinator," if first.number == 0 else ""
-    who = f"process {first.number} of {len(members)}{role}"
-    return [f"{who} {ended}, and the others were ended", *_last_lines(first)]
-
-
-def _lost(first: _Member, members: Sequence[_Member]) -> str:
-    """Names the processes that jax has missed, by what it printed when it aborted the others."""
-    missing = {number for m in members if _aborted(m) for number in _silent(list(m.tail))}
-    if missing:
-        names = ", ".join(map(str, sorted(missing)))
-        return f"process {names} was lost: it no longer answered, and jax aborted the others"
-    if _aborted(first) and first.number:
-        return f"process {first.number} lost the coordinator, process 0, and jax aborted it"
-    return f"process {first.number} lost another, and nothing says which"
-
-
-def _silent(lines: Iterable[str]) -> list[int]:
-    """Returns the processes that a fatal log of jax calls unhealthy: each stands on a line."""
-    numbers: list[int] = []
-    listed = False
-    for line in lines:
-        if listed and line.strip().isdecimal():
-            numbers.append(int(line))
-        else:
-            listed = line.endswith(_UNHEALTHY)
-    return numbers
-
-
-def _stood_at(member: _Member) -> str:
-    """Returns where a process that ended itself as hung has stood; "" for another."""
-    lines = list(member.tail)
-    starts = [i for i, line in enumerate(lines) if _HUNG.match(line)]
-    if not starts:
-        return ""
-    # Threads follow one another, the main one last, each with its innermost frame first.
-    main = max((i for i, line in enumerate(lines) if _THREAD.match(line)), default=starts[-1])
-    frames = [match for line in lines[main:] if (match := _FRAME.match(line))]
-    own = [frame for frame in frames if _LIBRARY not in frame["file"]]
-    for frame in (*own, *frames):
-        return f"{frame['file']}:{frame['line']} in {frame['name']}"
-    return "no Python line"
-
-
-def _absent(line: str) -> list[str]:
-    """Returns the processes that did not arrive, if that is what the line says."""
-    match = _ABSENT.search(line)
-    return re.findall(r"\d+", match["who"]) if match else []
-
-
-def _last_lines(member: _Member) -> list[str]:
-    lines = [line for line in list(member.tail) if not _NOISE.match(line)]
-    return [f"[{member.number}] {line}" for line in lines[-_LAST_LINES:]]
+    yield f"process {first.number} of {len(members)}{role} {ended}, and the others were ended"
+    for member in (*(m for m in members if m is not first), first):
+        yield from (f"[{member.number}] {line}" for line in list(member.tail))
 
 
 def _shell_code(code: int) -> int:

@@ -175,12 +175,7 @@ class Children:
     ) -> Ended:
         """Runs a command to its end; its output goes to W.log.
 
-        Args:
-          command: of `bert-jax`.
-          workdir: W.
-          plan: what becomes of it.
-          settings: `--set` strings.
-          devices: virtual devices on the CPU; None: as the environment has it.
+        `devices` are virtual ones on the CPU; None: as the environment has it.
         """
         words = [command, str(self.experiment), "--workdir", str(workdir)]
         words += [word for setting in settings for word in ("--set", setting)]
@@ -229,13 +224,7 @@ class Killed:
 
 
 class ResumedRun:
-    """One workdir, started again after each kill, and what each start must show.
-
-    Args:
-      children: start the command.
-      workdir: of the run.
-      undisturbed: the run that it is compared with.
-    """
+    """One workdir, started again after each kill, and what each start must show."""
 
     def __init__(self, children: Children, workdir: pathlib.Path, undisturbed: Undisturbed):
         self.workdir, self.journal = workdir, workdir.with_name(workdir.name + ".journal")

@@ -89,15 +89,15 @@ def test_the_first_failure_ends_the_pod_with_its_code_and_last_lines():
 def test_a_process_killed_by_a_signal_gives_the_shell_s_code():
     code, lines = run("os.kill(os.getpid(), signal.SIGSEGV) if me == 0 else time.sleep(1)")
     assert code == 128 + signal.SIGSEGV
-    assert lines[0] == (
-        "pod: process 0 of 3, the coordinator, was killed by SIGSEGV, and the others were ended"
-    )
+    assert "process 0 of 3, the coordinator, was killed by SIGSEGV" in lines[0]
 
 
 def test_who_lost_another_is_not_taken_for_the_first_to_fail():
-    code, lines = run("sys.exit(134) if me != 2 else (time.sleep(1), sys.exit(4))")
+    """By our own exit code, or since jax aborted it."""
+    lost = "sys.exit(134) if me else os.abort()"
+    code, lines = run(f"time.sleep(1) or sys.exit(4) if me == 2 else ({lost})")
     assert code == 4
-    assert lines[0] == "pod: process 2 of 3 ended with exit code 4, and the others were ended"
+    assert any("process 2 of 3 ended with exit code 4" in line for line in lines)
 
 
 def test_sigterm_and_interrupts_reach_each_process_once():
@@ -135,28 +135,6 @@ def alive(pid: int) -> bool:
         return "\nState:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-FATAL = (
-    "F1121 client.h:80] Terminating process because the JAX distributed service detected fatal "
-    "errors. This most likely indicates that another task died. absl::Status: UNAVAILABLE: "
-)
-
-
-def test_a_process_that_no_longer_answers_is_named():
-    """From jax's last words, as jaxlib 0.10.2 writes them."""
-    log = f"{FATAL}The following tasks are unhealthy (stopped sending heartbeats):\\n1\\nThe tasks"
-    code, lines = run(f"(print('{log}', flush=True), os.abort()) if me != 1 else time.sleep(1)")
-    assert code == 134
-    last = "pod: process 1 was lost: it no longer answered, and jax aborted the others"
-    assert lines[-1] == last
-
-
-def test_the_loss_of_the_coordinator_is_named():
-    log = f"{FATAL}Socket closed"
-    code, lines = run(f"(print('{log}', flush=True), os.abort()) if me == 1 else time.sleep(1)")
-    assert code == 134
-    assert lines[-1] == "pod: process 1 lost the coordinator, process 0, and jax aborted it"
 
 
 def test_a_launcher_that_is_not_there_is_refused():
