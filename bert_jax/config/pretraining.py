@@ -150,8 +150,7 @@ class Model(Section):
     global_rotary_base: _Base = 160_000.0
     # Base of the rotary positions of layers with a window.
     local_rotary_base: _Base = 10_000.0
-    # Activation of the feed-forward part; gelu_tanh, the approximation by tanh, is what the
-    # reference's code has since 2019; the released models had gelu.
+    # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
     hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
     # Dropout of embeddings and of what each layer adds.
     hidden_dropout_prob: Share = 0.1
@@ -470,16 +469,14 @@ class Optimizer(Section):
     role = "identity"
     label = "optimizer"
 
-    # The rule of the update. bert_adam leaves the bias of its moments, so that its first update is
-    # 3.16 times as large as adamw's; lamb scales each tensor's update to the tensor; stable_adamw
-    # lowers the rate of a tensor whose gradients outgrow what their means remember.
+    # The rule of the update; bert_adam keeps its moments' bias (a first update 3.16 times adamw's);
+    # stable_adamw lowers the rate of a tensor whose gradients outgrow what their means remember.
     name: Literal["bert_adam", "adamw", "lamb", "stable_adamw"] = "bert_adam"
     # The highest learning rate, at the end of the warm-up.
     peak_learning_rate: Positive = 1e-4
     # Steps in which the learning rate rises.
     warmup_steps: Count = 10_000
     # paper: linear decay from step 0, replaced by a linear warm-up that leaves a jump at its end;
-    # linear and cosine: decay from the end of the warm-up;
     # wsd: warm-up, a stable stretch at the peak, and a decay in the last decay_steps.
     schedule: Literal["paper", "linear", "cosine", "wsd"] = "paper"
     # Of schedule=wsd, the last steps, in which the rate falls to 0; 0: it never does.
