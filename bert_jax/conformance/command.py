@@ -4,42 +4,11 @@ This module loads no jax: the command line reads it at each start.
 """
 
 import argparse
-import dataclasses
 from collections.abc import Iterator
-from typing import Annotated
 
-from bert_jax.config import Data, Experiment
-from bert_jax.config.fields import PositiveCount, Section, Share, at_least
+from bert_jax.config import Experiment
+from bert_jax.conformance.settings import Settings
 from bert_jax.errors import printable
-
-# [CLS] A [SEP] B [SEP] with a token in each.
-_SHORTEST = 5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Section):
-    """The reference's flags, under the names that its golden files carry."""
-
-    role = "identity"
-    label = "instances"
-
-    max_seq_length: Annotated[int, at_least(_SHORTEST)] = 128
-    max_predictions_per_seq: PositiveCount = 20
-    dupe_factor: PositiveCount = 10
-    whole_word_mask: bool = False
-    short_seq_prob: Share = 0.1
-    masked_lm_prob: Share = 0.15
-    random_seed: int = 12345
-    do_lower_case: bool = True
-
-    @property
-    def data(self) -> Data:
-        """Returns these settings as a section of an experiment."""
-        return Data(
-            short_seq_prob=self.short_seq_prob,
-            masked_lm_prob=self.masked_lm_prob,
-            masking="whole_word" if self.whole_word_mask else "piece",
-        )
 
 
 def add_instance_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +43,8 @@ def write_instances(args: argparse.Namespace) -> int:
     """Write the instances that the reference would write."""
     from bert_jax.conformance import instances
 
-    settings = Settings(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Settings)})
+    names = Settings.__dataclass_fields__
+    settings = Settings(**{name: getattr(args, name) for name in names})
     count = instances.write(args.texts, args.vocab, settings, args.out)
     print(f"{printable(args.out)}: {count} instances")
     return 0

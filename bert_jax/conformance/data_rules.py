@@ -14,8 +14,8 @@ import numpy as np
 
 from bert_jax.config import Data
 from bert_jax.conformance import golden, instances
-from bert_jax.conformance.command import Settings
 from bert_jax.conformance.rule import Rule, count_of_different
+from bert_jax.conformance.settings import Settings
 from bert_jax.data import batches, draws, masking, pairs, stream
 from bert_jax.text import tokenizer
 

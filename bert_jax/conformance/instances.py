@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from bert_jax.conformance.command import Settings
+from bert_jax.conformance.settings import Settings
 from bert_jax.data import batches, draws, masking, pairs, stream
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, require_plain, write_atomic
