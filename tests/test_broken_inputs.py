@@ -185,8 +185,3 @@ def test_a_run_whose_lines_were_removed_goes_on_without_and_what_a_kill_left_goe
     path("run/.mine.tmp").write_text("")
     assert call("pretrain small.py --workdir run") == (0, "")
     assert not path("run/.metrics.jsonl.4711.tmp").exists() and path("run/.mine.tmp").exists()
-
-
-def test_the_doctor_names_lines_that_are_missing(copy_of_run):
-    shorten("run/metrics.jsonl")()
-    assert call("doctor run") == (1, "")

@@ -21,15 +21,15 @@ from bert_jax.errors import FAILED, FINISHED
 
 @command(
     """
-    PATH: a run's workdir, a corpus folder, a file or folder of .txt or .jsonl, or an EXPERIMENT,
-        whose sources are looked at
+    PATH: a corpus folder, a pre-training's workdir, whose corpus is looked at, a file or folder of
+        .txt or .jsonl, or an EXPERIMENT, whose sources are looked at
     """,
     SET.format("EXPERIMENT", "corpus.sources=text:my_folder"),
     CACHE,
     codes={FAILED: "a problem was found, or failure"},
 )
 def doctor(args: argparse.Namespace) -> int:
-    """Look for what is wrong with text, a prepared corpus or a run."""
+    """Look for what is wrong with text or a prepared corpus."""
     from bert_jax import doctor
 
     problems = doctor.print_findings(doctor.examine(args.path, args.set))

@@ -1,8 +1,8 @@
-"""Is the text all right, is the run healthy: `examine` looks, `print_findings` says.
+"""Looks for what is wrong with plain text or a prepared corpus, before it costs a training.
 
-Plain text, a prepared corpus or a run; none is changed (a corpus that was carried here without its
-`stream/` is unrolled, as training would). A `problem` is what spoils training or
-keeps it from starting; what may well be meant that way is a `note`.
+Neither is changed (a corpus that was carried here without its `stream/` is unrolled, as training
+would). A `problem` is what spoils training or keeps it from starting; what may well be meant that
+way is a `note`.
 """
 
 import glob
@@ -15,7 +15,7 @@ from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import Finding
 from bert_jax.errors import InputError, printable, quantity
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import COMPLETE, holds_finetuning
+from bert_jax.storage.workdir import COMPLETE, Workdir, holds_finetuning, load_experiment
 from bert_jax.text import documents
 
 __all__ = ["Finding", "examine", "print_findings"]
@@ -25,9 +25,9 @@ def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
     """Examines what lies at a path; returns findings, problems first.
 
     Args:
-      path: a run's workdir (its corpus or its examples are looked at, too), a corpus folder, an
-        experiment file (its sources are looked at), or text: a file or folder of .txt or .jsonl,
-        which may be .gz or .zst.
+      path: a corpus folder, the workdir of a pre-training (its corpus is looked at), an experiment
+        file (its sources are looked at), or text: a file or folder of .txt or .jsonl, which may be
+        .gz or .zst.
       settings: changes to an experiment, as `--set` takes them.
     """
     return sorted(_examine(path, settings), key=lambda finding: finding.severity != "problem")
@@ -41,14 +41,26 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
         raise InputError(f"--set {settings[0]}: {path} is no experiment, so nothing can be set")
     workdir = mirror.opened(path)
     if workdir.experiment.exists():
-        # Here, since it loads jax.
-        from bert_jax.doctor import run, tuned
-
-        return (tuned if holds_finetuning(workdir) else run).examine(workdir)
+        return _of_run(workdir)
     for folder in (workdir.named, workdir.corpus):
         if mirror.exists(folder / COMPLETE):
             return corpus.examine(folder)
     return text.examine(Corpus(sources=_sources(path)))
+
+
+def _of_run(workdir: Workdir) -> list[Finding]:
+    """Examines the corpus of a run for the lengths of its phases."""
+    if holds_finetuning(workdir):
+        raise InputError(
+            f"{workdir.named}: a fine-tuning, which has no corpus; `bert-jax report` shows its "
+            "scores and mistakes"
+        )
+    experiment = load_experiment(workdir)
+    folder = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote).corpus
+    if not mirror.exists(folder / COMPLETE):
+        raise InputError(f"{folder}: no prepared corpus of this run; name another PATH")
+    lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
+    return corpus.examine(folder, lengths)
 
 
 def _sources(path: str) -> tuple[str, ...]:

@@ -13,8 +13,6 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.config import Experiment, Finetuning
-from bert_jax.doctor import run
-from bert_jax.doctor import tuned as doctor_tuned
 from bert_jax.errors import InputError, reading
 from bert_jax.model import losses
 from bert_jax.report import comparison, figures, times, tuned
@@ -23,6 +21,8 @@ from bert_jax.report.records import CorpusStatistics, Line, Record
 from bert_jax.report.render import page, percent
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
+from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training.lines import Lines
 from bert_jax.training.pretraining import Prepared
 
 # What an evaluation has of pairs.
@@ -47,11 +47,7 @@ def write(
     """
     records = _read(workdirs)
     for record in records:
-        damaged = []
-        with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
-            damaged = run.damaged_lines(record.experiment, record.workdir)
-        if damaged:
-            raise InputError(f"{record.workdir.named}/{damaged[0].what}; {damaged[0].remedy}")
+        _require_whole(record)
     path = _place(records, out)
     refresh = _write_page(path, records, every, price_per_chip_hour)
     log(f"report: {path}")
@@ -66,6 +62,22 @@ def write(
     for record in records:
         which = f"{record.label}: " if len(records) > 1 else ""
         log(which + times.goodput(record.timings).line(price_per_chip_hour))
+
+
+def _require_whole(record: Record) -> None:
+    """Refuses lines that are not those that the newest checkpoint was saved with."""
+    workdir, metadata = record.workdir, dict[str, Any]()
+    with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
+        if mirror.names(workdir.checkpoints):
+            with Checkpoints(workdir.checkpoints, record.experiment.run, "read") as saved:
+                newest = saved.newest_step()
+                metadata = {} if newest is None else saved.metadata(newest)
+    for name, written in metadata.get("lines", {}).items():
+        if damage := Lines(workdir.root / name).damage(metadata["step"], written):
+            raise InputError(
+                f"{workdir.named}/{name}: {damage}; put the whole file back, or remove it to go on "
+                "without its lines"
+            )
 
 
 def _write_page(
@@ -240,13 +252,10 @@ def _detail(record: Record, price: float | None) -> dict[str, Any]:
     """Returns what stands below the curves of a single run."""
     goodput = times.goodput(record.timings)
     if isinstance(record.experiment, Finetuning):
-        findings = doctor_tuned.examine_lines(record.experiment, record.workdir)
         of_its_own = _of_tuning(record)
     else:
-        findings = run.examine_lines(record.experiment, record.workdir)
         of_its_own = _of_pretraining(record, record.experiment)
     return {
-        "findings": sorted(findings, key=lambda finding: finding.severity != "problem"),
         "parts": [
             {"what": times.PARTS[name], "seconds": seconds, "share": seconds / goodput.seconds}
             for name, seconds in goodput.parts.items()
