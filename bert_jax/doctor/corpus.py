@@ -69,7 +69,7 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
 
 # A sentence longer than the longest example is none: a splitter's failure, or no prose.
 _LONG = 512
-_LONG_SENTENCES = Rule(
+LONG_SENTENCES = Rule(
     "{count} of over 512 pieces, {value} of the text (the longest {longest:,})",
     0.01, 0.1,
     "no example holds them: most of each is cut off",
@@ -79,7 +79,7 @@ _LONG_SENTENCES = Rule(
 # The rows of one document are no independent draws: few documents, whatever the number of rows,
 # leave a score to chance.
 _HELD_OUT_DOCUMENTS = 30
-_FEW_HELD_OUT = Rule(
+FEW_HELD_OUT = Rule(
     "{documents} documents are held out",
     0, math.inf,
     "rows of one document resemble each other, so a held-out score rests on that many draws: the "
@@ -114,7 +114,7 @@ def _long_sentences(train: Stream, text_at: TextAt) -> list[Finding]:
         if len(long) and long.max() > longest:
             longest, at = int(long.max()), int(offsets[lengths.argmax()])
     where = example("the longest", text_at(at))
-    return _LONG_SENTENCES.check(
+    return LONG_SENTENCES.check(
         pieces / len(train.ids), where, count=quantity(count, "sentence"), longest=longest
     )
 
@@ -129,14 +129,14 @@ def _dominating(train: Stream, text_at: TextAt) -> list[Finding]:
 
 def _few_held_out(validation: Stream) -> list[Finding]:
     documents = len(validation.document_offsets) - 1
-    return _FEW_HELD_OUT.check(_HELD_OUT_DOCUMENTS - documents, documents=documents)
+    return FEW_HELD_OUT.check(_HELD_OUT_DOCUMENTS - documents, documents=documents)
 
 
 # --- whether the vocabulary fits the text ---
 
 # BERT's own vocabulary leaves one piece in thousands unknown on English. At one in a hundred,
 # every example of 128 holds one.
-_UNKNOWN = Rule(
+UNKNOWN = Rule(
     "{value} of pieces are unknown",
     0.001, 0.01,
     "whatever stood there is one and the same piece, which the model learns to predict",
@@ -149,13 +149,13 @@ _CASE = (
 )
 # Pieces with capitals: a cased vocabulary has a quarter, an uncased one none (except specials).
 _CAPITALS_NONE, _CAPITALS_MANY = 0.005, 0.05
-_TOO_LOW = Rule(
+TOO_LOW = Rule(
     _CASE,
     0, 0,
     "every word with a capital is unknown or falls into letters",
     "--set corpus.case=uncased",
 )  # fmt: skip
-_TOO_HIGH = Rule(
+TOO_HIGH = Rule(
     _CASE,
     0, 0,
     "text is lower-cased first: pieces with capitals never occur, names are cut up",
@@ -163,7 +163,7 @@ _TOO_HIGH = Rule(
 )  # fmt: skip
 # English holds "a", "i", "s" and digits as pieces of one letter; words of a language that the
 # vocabulary was not made for fall into letters.
-_LETTERS = Rule(
+LETTERS = Rule(
     "{value} of pieces are single letters",
     0.15, 0.3,
     "words fall into letters: the vocabulary is of another language or script, and examples hold "
@@ -171,7 +171,7 @@ _LETTERS = Rule(
     "a vocabulary made for this text: --set corpus.tokenizer=train, or a larger model.vocab_size",
 )  # fmt: skip
 # A vocabulary trained on the text uses nearly all of its pieces.
-_UNUSED = Rule(
+UNUSED = Rule(
     "{count:,} of {pieces:,} pieces ({value}) never occur in the training split",
     0.3, math.inf,
     "their rows are parameters that learn nothing but to be unlikely",
@@ -189,11 +189,11 @@ def _vocabulary(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
     words = [piece.removeprefix("##").removeprefix("\u2581") for piece in pieces]
     unknown = float(counts[tokenizer.unk_id] / counts.sum())
     where = ""
-    if unknown > _UNKNOWN.note_over:
+    if unknown > UNKNOWN.note_over:
         at = _first(train, tokenizer.unk_id)
         around = tokenizer.decode(train.ids[max(at - 8, 0) : at + 8].tolist())
         where = example(f"train, piece {at:,}", around)
-    findings = _case(words, tokenizer.case, unknown) + _UNKNOWN.check(unknown, where)
+    findings = _case(words, tokenizer.case, unknown) + UNKNOWN.check(unknown, where)
     for cause in findings:
         # What else looks odd follows from it.
         if cause.severity == "problem":
@@ -204,7 +204,7 @@ def _vocabulary(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
     commonest = np.argsort(-np.where(single, counts, 0))[:10]
     # Of all pieces: a few Latin letters in Chinese text are no fault.
     value = float(counts[single].sum() / counts.sum())
-    findings += _LETTERS.check(
+    findings += LETTERS.check(
         value, example("the commonest", " ".join(pieces[i] for i in commonest))
     )
 
@@ -212,7 +212,7 @@ def _vocabulary(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
     unused = [i for i in np.flatnonzero(counts == 0) if i not in specials]
     where = example("the first", " ".join(pieces[i] for i in unused[:10]))
     value = len(unused) / len(pieces)
-    return findings + _UNUSED.check(value, where, count=len(unused), pieces=len(pieces))
+    return findings + UNUSED.check(value, where, count=len(unused), pieces=len(pieces))
 
 
 def _case(words: list[str], case: str, unknown: float) -> list[Finding]:
@@ -220,10 +220,10 @@ def _case(words: list[str], case: str, unknown: float) -> list[Finding]:
     words = [word for word in words if word.isalpha() and word.lower() != word.upper()]
     capitals = sum(word != word.lower() for word in words) / max(len(words), 1)
     # Text without capitals gives a vocabulary without, and nothing unknown.
-    if case == "cased" and capitals < _CAPITALS_NONE and unknown > _UNKNOWN.note_over:
-        rule, other = _TOO_LOW, "in lower case"
+    if case == "cased" and capitals < _CAPITALS_NONE and unknown > UNKNOWN.note_over:
+        rule, other = TOO_LOW, "in lower case"
     elif case == "uncased" and capitals > _CAPITALS_MANY:
-        rule, other = _TOO_HIGH, "cased"
+        rule, other = TOO_HIGH, "cased"
     else:
         return []
     return [rule.finding("problem", case=case, other=other, capitals=share(capitals))]
@@ -253,7 +253,7 @@ _COMPARED_BLOCK = 1 << 16
 _DUPLICATE, _SENTENCES = 0.5, 3
 # Formulas and boilerplate are shared by every collection. Held-out text that was trained on is
 # recited: a tenth of it shifts the score by more than any change of recipe.
-_LEAKED = Rule(
+LEAKED = Rule(
     "{share} of held-out sentences of 12 pieces or more are trained on too; {duplicates:,} of "
     "{documents:,} held-out documents are near duplicates",
     0.02, 0.1,
@@ -282,14 +282,14 @@ def near_duplicates(train: Stream, validation: Stream, text_at: TextAt) -> list[
     shared = np.bincount(documents, leaked, minlength=count)
     duplicates = np.flatnonzero((long >= _SENTENCES) & (shared > _DUPLICATE * long))
     value = float(leaked.mean())
-    if value <= _LEAKED.note_over and not len(duplicates):
+    if value <= LEAKED.note_over and not len(duplicates):
         return []
     # The first sentence of a duplicate, or of what is shared.
     shown = leaked & np.isin(documents, duplicates) if len(duplicates) else leaked
     text = text_at(int(validation.sentence_offsets[int(places[shown.argmax()])]))
     return [
-        _LEAKED.finding(
-            "problem" if value > _LEAKED.problem_over else "note",
+        LEAKED.finding(
+            "problem" if value > LEAKED.problem_over else "note",
             example(f"validation document {documents[shown.argmax()]}", text),
             share=share(value),
             duplicates=len(duplicates),
@@ -322,7 +322,7 @@ def _hashes(stream: Stream) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 _ROWS = 100_000
 # The reference's plan gives 0.5 and a little more, for chunks of one long sentence. At 0.75 always
 # saying "random" is right three times in four.
-_RANDOM = Rule(
+RANDOM = Rule(
     "{value} of next sentences are random {where}",
     0.6, 0.75,
     "a chunk of one sentence has no next of its own; always saying `random` is right as often",
@@ -331,7 +331,7 @@ _RANDOM = Rule(
 )  # fmt: skip
 # A chunk ends behind the sentence that fills it: half a sentence is cut off as a rule, a tenth of
 # the text at 128, a third at 64. With much more, pairs are sentences without beginning and end.
-_LOST = Rule(
+LOST = Rule(
     "{value} of the pieces of pairs are cut off {where}",
     0.4, 0.6,
     "sentences are longer than an example: text is lost, and pairs have no beginning and end",
@@ -359,12 +359,12 @@ def _plan(train: Stream, text_at: TextAt, length: int, is_shortest: bool) -> lis
     lost = 1 - float(used.sum() / wanted.sum())
     findings = []
     # Sentences that overflow an example have no next either: named once, by their cause.
-    if lost <= _LOST.problem_over:
-        findings += _RANDOM.check(float(rows["is_random_next"].mean()), where=where)
+    if lost <= LOST.problem_over:
+        findings += RANDOM.check(float(rows["is_random_next"].mean()), where=where)
     # The middle one, since the longest is an exception.
     middle = rows[np.argsort(wanted, kind="stable")[len(rows) // 2]]
     pair = f"a pair of {middle['a_length']:,} and {middle['b_length']:,} pieces"
-    findings += _LOST.check(lost, example(pair, text_at(int(middle["a_offset"]))), where=where)
+    findings += LOST.check(lost, example(pair, text_at(int(middle["a_offset"]))), where=where)
     padding = 1 - float((used + pairs.SPECIAL_TOKENS).mean() / length)
     # Short examples are needed, long ones may be left out.
     rule = PADDING if is_shortest else dataclasses.replace(PADDING, problem_over=math.inf)

@@ -15,38 +15,41 @@ Severity = Literal["problem", "note"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong, or worth knowing."""
+class Rule:
+    """The limits of a measured value, and the words of the finding where it is more.
 
-    severity: Severity  # `problem` if training suffers or is refused, `note` for a remark
+    `what` and `remedy` are templates of `str.format`; `{value}` is the value as a share.
+    """
+
     what: str  # what is wrong, with its number
-    example: str  # where, and a short printable excerpt; empty where there is none to show
+    note_over: float  # a larger value is worth knowing
+    problem_over: float  # a larger value is a problem
     effect: str  # what it is likely to do to training
     remedy: str  # the setting or action that mends it
 
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """The limits of a measured value, and the words of the finding where it is more."""
-
-    what: str  # the finding's, a template of `str.format`; `{value}` is the value as a share
-    note_over: float  # a larger value is worth knowing
-    problem_over: float  # a larger value is a problem
-    effect: str  # the finding's
-    remedy: str  # the finding's, a template as `what`
-
-    def check(self, value: float, example: str = "", **fields: Any) -> list[Finding]:
+    def check(self, value: float, example: str = "", **fields: Any) -> list["Finding"]:
         """Returns the finding, or nothing if the value is within the limits."""
         if not value > self.note_over:
             return []
         severity = "problem" if value > self.problem_over else "note"
         return [self.finding(severity, example, value=share(value), **fields)]
 
-    def finding(self, severity: Severity, example: str = "", **fields: Any) -> Finding:
+    def finding(self, severity: Severity, example: str = "", **fields: Any) -> "Finding":
         """Returns a finding in this rule's words, whatever the limits are."""
-        words = (self.effect, self.remedy)
-        effect, remedy = (word.format(**fields) if "{" in word else word for word in words)
-        return Finding(severity, self.what.format(**fields), example, effect, remedy)
+        what, remedy = self.what.format(**fields), self.remedy.format(**fields)
+        return Finding(self, severity, what, example, self.effect, remedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or worth knowing, in the words of its rule."""
+
+    rule: Rule
+    severity: Severity  # `problem` if training suffers or is refused, `note` for a remark
+    what: str
+    example: str  # where, and a short printable excerpt; empty where there is none to show
+    effect: str
+    remedy: str
 
 
 def example(place: str, text: str) -> str:
@@ -68,7 +71,7 @@ def share(value: float) -> str:
 # --- how text falls into documents: the same of plain text and of a prepared corpus ---
 
 # With half of the documents of one sentence, most pairs of such text are random by need.
-_ONE_SENTENCE = Rule(
+ONE_SENTENCE = Rule(
     "{ones:,} of {documents:,} documents ({value}) have one sentence",
     0.1,
     0.5,
@@ -77,14 +80,14 @@ _ONE_SENTENCE = Rule(
     "join texts that belong together into documents of several sentences",
 )
 # Documents that all are single lines were not written that way.
-_SINGLE_LINES = dataclasses.replace(
-    _ONE_SENTENCE,
-    what=_ONE_SENTENCE.what + ": is there a blank line after every line?",
+SINGLE_LINES = dataclasses.replace(
+    ONE_SENTENCE,
+    what=ONE_SENTENCE.what + ": is there a blank line after every line?",
     remedy="in corpus.layout=sentences_by_line a blank line ends a document: keep those between "
     "documents alone",
 )
 # Each repeat is learned by heart a little; at one in ten it shows in every epoch.
-_REPEATED = Rule(
+REPEATED = Rule(
     "{repeats:,} of {documents:,} documents ({value}) repeat an earlier one",
     0.0,
     0.1,
@@ -92,7 +95,7 @@ _REPEATED = Rule(
     "--set corpus.repeated_documents=drop",
 )
 # One document that is half the text is what the model learns, and half of B's come from it.
-_DOMINATES = Rule(
+DOMINATES = Rule(
     "the longest of {documents:,} documents holds {value} of the text ({longest:,} {unit}, the "
     "median {median:,})",
     0.2,
@@ -105,15 +108,15 @@ _DOMINATES = Rule(
 def one_sentence(ones: int, documents: int, layout: str, example: str) -> list[Finding]:
     """Reports documents of a single sentence, after which nothing follows."""
     value = ones / documents
-    single_lines = layout == "sentences_by_line" and value > _ONE_SENTENCE.problem_over
-    rule = _SINGLE_LINES if single_lines else _ONE_SENTENCE
+    single_lines = layout == "sentences_by_line" and value > ONE_SENTENCE.problem_over
+    rule = SINGLE_LINES if single_lines else ONE_SENTENCE
     return rule.check(value, example, ones=ones, documents=documents)
 
 
 def repeated(repeats: int, documents: int, handling: str, example: str) -> list[Finding]:
     """Reports documents whose whole text stood before."""
     value = 0.0 if handling == "drop" else repeats / documents
-    return _REPEATED.check(value, example, repeats=repeats, documents=documents)
+    return REPEATED.check(value, example, repeats=repeats, documents=documents)
 
 
 def dominating(lengths: np.ndarray, unit: str, example: str) -> list[Finding]:
@@ -121,7 +124,7 @@ def dominating(lengths: np.ndarray, unit: str, example: str) -> list[Finding]:
     value = float(lengths.max() / lengths.sum())
     if len(lengths) * value < 4:  # of five documents one is easily a fifth
         value = -math.inf
-    return _DOMINATES.check(
+    return DOMINATES.check(
         value,
         example,
         documents=len(lengths),

@@ -1,7 +1,7 @@
 """Plain text that is not prepared yet, as `prepare` would read it.
 
-Files are looked at as bytes first; those that are no text in this encoding are named and left out
-of the rest. Of very much text a sample of the files is read, and the findings say so.
+Files that `prepare` would refuse, such as those with bytes that do not decode, are named. Of very
+much text a sample of the files is read, and the findings say so.
 """
 
 import array
@@ -10,6 +10,7 @@ import glob
 import hashlib
 import itertools
 import math
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ import numpy as np
 
 from bert_jax.config import Corpus
 from bert_jax.data.build import LEAST_VALIDATION_DOCUMENTS, ONE_FILE
-from bert_jax.doctor import encoding, finding
+from bert_jax.doctor import finding
+from bert_jax.doctor.characters import Characters
 from bert_jax.doctor.finding import Finding, Rule, example, share
 from bert_jax.errors import InputError, printable, quantity
 from bert_jax.text import documents, encodings, sentences
@@ -31,26 +33,17 @@ _MOST_OF_A_FILE = 30_000_000
 
 def examine(corpus: Corpus) -> list[Finding]:
     """Examines the sources of a corpus."""
-    places: list[tuple[Corpus, int]] = []
-    files: list[encodings.File] = []
+    places: list[tuple[Corpus, str, int]] = []
     for one in corpus.alone():
         (source,) = one.sources
         word = source.partition(":")[0]
         if word in ("parquet", "tfds", "tfds_dir"):
-            places.append((one, 0))
+            places.append((one, source, 0))
             continue
-        scanned = [encodings.scan(path, corpus.encoding) for path in documents.files(source)]
-        files += scanned
-        places += [
-            (dataclasses.replace(one, sources=(f"{word}:{glob.escape(f.path)}",)), f.size)
-            for f in scanned
-            if f.readable
-        ]
-    survey = _Survey(corpus, places)
-    findings = encoding.of_files(corpus, files) + survey.findings()
-    if all(file.readable for file in files):
-        findings += survey.too_few()
-    return findings
+        for path in documents.files(source):
+            alone = dataclasses.replace(one, sources=(f"{word}:{glob.escape(path)}",))
+            places.append((alone, path, documents.state(path)["bytes"]))
+    return _Survey(corpus, places).findings()
 
 
 # --- lines read in a layout they were not written in, and sentences that come out too long ---
@@ -69,7 +62,7 @@ _SENTENCES_A_LINE = 1.2
 # Documents whose lines are split, to see whether they are paragraphs.
 _SPLIT_DOCUMENTS = 5_000
 
-_LONG_SENTENCES = Rule(
+LONG_SENTENCES = Rule(
     "{count}{scope} of over 2,000 characters, {value} of the text (the longest {longest:,})",
     0.01, 0.1,
     "no example holds them: most of each is cut off",
@@ -78,20 +71,20 @@ _LONG_SENTENCES = Rule(
 # No word, but what excerpts begin with that are none.
 _NO_PROSE = re.compile(r': "[\x21-\x7e]{60}')
 # Splitters differ on a few sentences; paragraphs have several.
-_PARAGRAPHS = Rule(
+PARAGRAPHS = Rule(
     "lines hold {sentences:.1f} sentences each{scope}, and are read as one",
     1.5, math.inf,
     "pairs are made of few, long pieces, of which more is cut off",
     "--set corpus.layout=paragraphs_by_line, if lines are paragraphs",
 )  # fmt: skip
-_FLIPPED = Rule(
+FLIPPED = Rule(
     "{count:,} of {documents:,} documents{scope} are wrapped, except for a long line or two, and "
     "are read as paragraphs_by_line",
     0, 0,
     "every line end cuts a sentence in two",
     "--set corpus.layout=wrapped, if all files are",
 )  # fmt: skip
-_BY_SENTENCE = Rule(
+BY_SENTENCE = Rule(
     "{count:,} of {documents:,} documents{scope} look like one sentence a line with a blank line "
     "between documents, and are read as one document each",
     0, math.inf,
@@ -129,7 +122,7 @@ class Lines:
             count = len(sentences.split(paragraphs, self._corpus.language))
             self._lines += len(split)
             self._sentences += count
-            if count > _PARAGRAPHS.note_over * len(split) and not self._several:
+            if count > PARAGRAPHS.note_over * len(split) and not self._several:
                 self._several = example(document.place(0), document.text)
 
     def _add_long(self, document: Document, sentence: str) -> None:
@@ -145,7 +138,7 @@ class Lines:
         """Returns the findings; `scope` says how much was read."""
         longest, where = self._longest
         by_line = self._corpus.layout == "sentences_by_line"
-        findings = _LONG_SENTENCES.check(
+        findings = LONG_SENTENCES.check(
             self._long_characters / self._characters,
             where,
             count=quantity(self._long, "sentence"),
@@ -160,8 +153,8 @@ class Lines:
             "corpus.layout=sentences_by_line takes sentences as they are",
         )
         a_line = self._sentences / max(self._lines, 1)
-        findings += _PARAGRAPHS.check(a_line, self._several, sentences=a_line, scope=scope)
-        for rule, examples in ((_FLIPPED, self._flipped), (_BY_SENTENCE, self._by_sentence)):
+        findings += PARAGRAPHS.check(a_line, self._several, sentences=a_line, scope=scope)
+        for rule, examples in ((FLIPPED, self._flipped), (BY_SENTENCE, self._by_sentence)):
             findings += rule.check(
                 len(examples),
                 "".join(examples[:1]),
@@ -264,25 +257,27 @@ class Repeats:
 
 # --- documents ---
 
+# Refused files that are named.
+_NAMED = 8
 # Shorter lines repeat by nature: names of speakers, "Yes.", "* * *".
 _LINE = 30
 # A line in most documents is a header, a footer or a licence.
 _HEADER = 0.5
 
-_REFUSED = Rule(
+REFUSED = Rule(
     "`prepare` refuses {count}",
     0, 0,
     "there is no training before they are mended",
     "mend them, or change the setting it names",
 )  # fmt: skip
-_TOO_FEW = Rule(
+TOO_FEW = Rule(
     "{count}, and `prepare` needs {least}",
     0, 0,
     f"`prepare` stops: it holds out {LEAST_VALIDATION_DOCUMENTS}, and learns from as many others",
     ONE_FILE,
 )  # fmt: skip
 # Boilerplate in every tenth character stands in every example.
-_BOILERPLATE = Rule(
+BOILERPLATE = Rule(
     "{repeats} of lines{scope} repeat an earlier one{sampled}: {value} of the text; one stands in "
     "{documents:,} of {all:,} documents",
     0.01, 0.1,
@@ -296,28 +291,29 @@ class _Survey:
 
     Args:
       corpus: how to read them.
-      places: sources of one file each, as they are read, with their bytes; 0 if not known.
+      places: sources of one file each, as they are read, with their names and bytes; 0 if not
+        known.
     """
 
-    def __init__(self, corpus: Corpus, places: list[tuple[Corpus, int]]):
+    def __init__(self, corpus: Corpus, places: list[tuple[Corpus, str, int]]):
         self._corpus = corpus
-        self._characters, self._lines = encoding.Characters(), Lines(corpus)
+        self._characters, self._lines = Characters(), Lines(corpus)
         self._texts, self._repeats = Repeats(), Repeats()
         self._lengths = array.array("q")
         self._longest = (0, "")
         self._ones, self._one = 0, ""
-        self._refused: list[str] = []
-        self._size = sum(size for _, size in places)
+        self._refused: dict[str, str] = {}  # by file
+        self._size = sum(size for *_, size in places)
         self._read = 0
         self._is_sample = False
         self._most_of_a_file = max(_MOST_OF_A_FILE, _MOST // max(len(places), 1))
         if self._size > _MOST:
             random.Random(0).shuffle(places)
-        for one, _ in places:
-            for document in self._documents(one):
+        for one, name, size in places:
+            for document in self._documents(one, name, is_text=size > 0):
                 self._add(document)
 
-    def _documents(self, one: Corpus) -> Iterator[Document]:
+    def _documents(self, one: Corpus, name: str, is_text: bool) -> Iterator[Document]:
         """Yields documents of a source, until enough was read; keeps a refusal."""
         most = self._most_of_a_file if self._size > _MOST else _MOST
         before = self._read
@@ -325,6 +321,8 @@ class _Survey:
             self._is_sample = True
             return
         try:
+            if is_text:
+                encodings.require_not_utf8([name], one.encoding)
             for document in documents.read(one):
                 if self._read > _MOST or self._read - before > most:
                     self._is_sample = True
@@ -332,7 +330,7 @@ class _Survey:
                 self._read += len(document.text)
                 yield document
         except InputError as error:
-            self._refused.append(str(error))
+            self._refused[name] = str(error)
 
     def _add(self, document: Document) -> None:
         place = document.place(0)
@@ -357,10 +355,11 @@ class _Survey:
 
     def findings(self) -> list[Finding]:
         """Returns the findings."""
-        refused = self._refused
-        findings = _REFUSED.check(
-            len(refused), printable("".join(refused[:1])), count=quantity(len(refused), "file")
-        )
+        refused = printable(next(iter(self._refused.values()), ""))
+        if others := [os.path.basename(name) for name in list(self._refused)[1 : 1 + _NAMED]]:
+            refused += printable(f"; also {', '.join(others)}")
+        count = quantity(len(self._refused), "file")
+        findings = REFUSED.check(len(self._refused), refused, count=count) + self._too_few()
         count = len(self._lengths)
         if not count:
             return findings
@@ -380,17 +379,15 @@ class _Survey:
         """Returns how much was read, where it was not all."""
         if not self._is_sample:
             return ""
-        if not self._size:
-            return f" (in a sample of {self._read / 1e6:,.0f} million characters)"
-        return f" (in a sample, {share(self._read / self._size)} of it)"
+        return f" (in a sample of {self._read / 1e6:,.3g} million characters)"
 
-    def too_few(self) -> list[Finding]:
+    def _too_few(self) -> list[Finding]:
         """Looks whether there is text of which something can be held out."""
         texts, repeats, _ = self._texts.total()
         least, different = 2 * LEAST_VALIDATION_DOCUMENTS, texts - repeats
         if self._refused or self._is_sample or self._texts.sampled > 1:
             return []
-        return _TOO_FEW.check(
+        return TOO_FEW.check(
             least - different,
             self._longest[1],
             count=quantity(different, "different document"),
@@ -407,14 +404,17 @@ class _Survey:
             commonest.documents > _HEADER * len(self._lengths)
             and commonest.documents >= LEAST_VALIDATION_DOCUMENTS
         )
-        rule = dataclasses.replace(_BOILERPLATE, note_over=0.0) if is_header else _BOILERPLATE
+        if not is_header and value <= BOILERPLATE.note_over:
+            return []
         one_in = f", one in {self._repeats.sampled} counted" if self._repeats.sampled > 1 else ""
-        return rule.check(
-            value,
+        found = BOILERPLATE.finding(
+            "problem" if value > BOILERPLATE.problem_over else "note",
             example(f"{commonest.count:,} times, first in {commonest.place}", commonest.excerpt),
             repeats=share(repeats / texts),
             scope=self._scope,
             sampled=one_in,
             documents=commonest.documents,
             all=len(self._lengths),
+            value=share(value),
         )
+        return [found]

@@ -523,8 +523,8 @@ def _lines(
     except UnicodeError as error:
         raise InputError(
             f"{path}: byte {_first_bad_byte(path, encoding)} is not {encoding}; `bert-jax doctor` "
-            "says which files are not, and what they look like. Convert them, name the encoding "
-            "of all with --set corpus.encoding=..., or --set corpus.encoding_errors=replace"
+            "says which files are not. Convert them, name the encoding of all with "
+            "--set corpus.encoding=..., or --set corpus.encoding_errors=replace"
         ) from error
 
 

@@ -9,6 +9,8 @@ from bert_jax import config, doctor
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, stream
 from bert_jax.doctor import corpus as examined
+from bert_jax.doctor import finding
+from bert_jax.errors import InputError
 from bert_jax.text import vocabulary
 
 LETTERS = "abcdefghijklmnop"
@@ -102,22 +104,18 @@ def near_duplicates(folder):
 
 
 FAULTS = [
-    (one_sentence_documents, "documents (90%) have one sentence", "train document "),
-    (
-        endless_sentences,
-        "sentences of over 512 pieces, 100% of the text",
-        "the lon",
-    ),
-    (sentences_as_long_as_an_example, "of next sentences are random at length 128", ""),
-    (short_documents, "of examples is padding at length 128", ""),
-    (repeated_documents, "80 of 480 documents (17%) repeat", ""),
-    (one_long_document, "the longest of ", "train document "),
-    (unknown_words, "of pieces are unknown", "[UNK] [UNK] [UNK]"),
-    (another_script, "of pieces are unknown", "[UNK] [UNK] [UNK]"),
-    (capitals_unknown, "text is read as cased, and the vocabulary is in lower case", ""),
-    (capitals_never_read, "text is read as uncased, and the vocabulary is cased (14%", ""),
-    (words_in_letters, "of pieces are single letters", "the commonest: "),
-    (near_duplicates, "held-out documents are near duplicates", "validation document "),
+    (one_sentence_documents, finding.SINGLE_LINES, "train document "),
+    (endless_sentences, examined.LONG_SENTENCES, "the lon"),
+    (sentences_as_long_as_an_example, examined.RANDOM, ""),
+    (short_documents, examined.PADDING, ""),
+    (repeated_documents, finding.REPEATED, ""),
+    (one_long_document, finding.DOMINATES, "train document "),
+    (unknown_words, examined.UNKNOWN, "[UNK] [UNK] [UNK]"),
+    (another_script, examined.UNKNOWN, "[UNK] [UNK] [UNK]"),
+    (capitals_unknown, examined.TOO_LOW, ""),
+    (capitals_never_read, examined.TOO_HIGH, ""),
+    (words_in_letters, examined.LETTERS, "the commonest: "),
+    (near_duplicates, examined.LEAKED, "validation document "),
 ]
 
 
@@ -126,17 +124,23 @@ def problems(found):
 
 
 @pytest.mark.parametrize(
-    ("plant", "what", "where"), FAULTS, ids=[plant.__name__ for plant, _, _ in FAULTS]
+    ("plant", "rule", "where"), FAULTS, ids=[plant.__name__ for plant, _, _ in FAULTS]
 )
-def test_a_planted_fault_is_the_one_problem_found(plant, what, where, tmp_path):
+def test_a_planted_fault_is_the_one_problem_found(plant, rule, where, tmp_path):
     found = problems(plant(tmp_path))
-    assert [what in finding.what for finding in found] == [True], found
+    assert [one.rule for one in found] == [rule], found
     assert where in found[0].example
     assert found[0].effect and found[0].remedy
 
 
 def test_a_healthy_corpus_has_no_finding(tmp_path):
     assert examine(tmp_path, documents()) == []
+
+
+def test_a_run_without_its_corpus_is_refused(tmp_path):
+    (tmp_path / "experiment.json").write_text(config.to_json(config.load("experiments/tiny.py")))
+    with pytest.raises(InputError, match="corpus: no prepared corpus"):
+        doctor.examine(str(tmp_path))
 
 
 def test_text_without_blanks_is_not_called_letters(tmp_path):
@@ -151,16 +155,16 @@ def test_text_without_blanks_is_not_called_letters(tmp_path):
 
 def test_few_held_out_documents_and_unused_pieces_are_notes(tmp_path):
     found = examine(tmp_path, documents(200), [*WORDS, ".", *RARE, *(f"{w}z" for w in RARE)])
-    assert [(f.severity, f.what) for f in found] == [
-        ("note", "20 documents are held out"),
-        ("note", "512 of 1,118 pieces (46%) never occur in the training split"),
+    assert [(f.severity, f.rule) for f in found] == [
+        ("note", examined.FEW_HELD_OUT),
+        ("note", examined.UNUSED),
     ]
 
 
 def test_the_shipped_sample_prepared_has_no_problem(tmp_path):
     settings = config.load("experiments/tiny.py")
     corpus.prepare(settings.corpus, 8_000, epath.Path(tmp_path / "corpus"), lambda line: None)
-    assert [f.what for f in doctor.examine(str(tmp_path))] == ["12 documents are held out"]
+    assert [f.rule for f in doctor.examine(str(tmp_path))] == [examined.FEW_HELD_OUT]
 
 
 def sentences_of(ids):

@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 from fake_gcs import Fault
 
-from bert_jax.doctor.finding import Finding
+from bert_jax.doctor.finding import Rule
 from bert_jax.errors import InputError
 from bert_jax.plan import topology
 from bert_jax.storage import mirror
@@ -99,7 +99,7 @@ def test_a_corpus_with_problems_is_refused(tmp_path, monkeypatch, capsys):
 
     def examine(folder, lengths):
         asked.append((folder, lengths))
-        return [Finding("problem", "all documents are alike", "", "", "")]
+        return [Rule("all documents are alike", 0, 0, "", "").finding("problem")]
 
     monkeypatch.setattr(checks.corpus_lib, "examine", examine)
     (tmp_path / "corpus").mkdir()

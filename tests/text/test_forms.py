@@ -118,7 +118,7 @@ def test_each_source_has_a_field_which_is_missed_before_any_work(tmp_path):
     claim = Corpus(sources=sources, text_field="text,body", mixture=(1, 1))
     made = corpus.prepare(claim, 40, folder, said.append)
     assert sum(split["documents"] for split in made["splits"].values()) == 60
-    assert not [f for f in doctor_text.examine(claim) if "`prepare` refuses" in f.what]
+    assert not [f for f in doctor_text.examine(claim) if f.rule is doctor_text.REFUSED]
 
 
 @pytest.mark.parametrize(("count", "lengths"), [(7, [7]), (29, [9, 10, 10]), (30, [10] * 3)])
