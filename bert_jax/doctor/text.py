@@ -407,7 +407,7 @@ class _Survey:
         if not is_header and value <= BOILERPLATE.note_over:
             return []
         one_in = f", one in {self._repeats.sampled} counted" if self._repeats.sampled > 1 else ""
-        found = BOILERPLATE.finding(
+        one = BOILERPLATE.finding(
             "problem" if value > BOILERPLATE.problem_over else "note",
             example(f"{commonest.count:,} times, first in {commonest.place}", commonest.excerpt),
             repeats=share(repeats / texts),
@@ -417,4 +417,4 @@ class _Survey:
             all=len(self._lengths),
             value=share(value),
         )
-        return [found]
+        return [one]

@@ -9,7 +9,6 @@ from bert_jax.report.records import Line, Record
 
 # What stands in a line of scores and is none.
 _NO_SCORES = ("step", "kind", "loss", "score", "examples", "no_answer_threshold")
-_EXPECTED = ([0.0, 1.0], [0.0, 1.0])
 
 
 def of_run(record: Record) -> list[Figure]:
@@ -83,38 +82,10 @@ def answers(record: Record) -> dict[str, Any] | None:
     return {
         "line": line,
         "examples": newest[0]["examples"] if newest else None,
-        "figures": figures.drawn([*_calibration(line), *_scatter(line)], (), "answers"),
+        "figures": figures.drawn(_scatter(line), (), "answers"),
         "confusion": _confusion(line["confusion"]) if "confusion" in line else None,
         "types": [_type(one) for one in line.get("types", ())],
     }
-
-
-def _calibration(line: Line) -> list[tuple[Plot, str]]:
-    bins = line.get("calibration", ())
-    shares = Curve(
-        [one["confidence"] for one in bins],
-        [one["accuracy"] for one in bins],
-        "",
-        1,
-        errors=[(one["accuracy"] * (1 - one["accuracy"]) / one["count"]) ** 0.5 for one in bins],
-    )
-    ideal = Curve(*_EXPECTED, "as sure as right", 0, "dashes")
-    plot = Plot(
-        "Calibration",
-        [ideal, shares] if bins else [],
-        scale="percent",
-        x_label="how sure it is of its answer",
-        x_scale="percent",
-    )
-    counts = ", ".join(f"{one['count']:,}" for one in bins)
-    return [
-        (
-            plot,
-            "How often it is right, by how sure it is; below the dashes it is too sure. Expected "
-            f"calibration error {line.get('calibration_error', 0):.3f}, over ten bins, of which "
-            f"those that are not empty hold {counts} examples; bars are standard errors.",
-        )
-    ]
 
 
 def _scatter(line: Line) -> list[tuple[Plot, str]]:

@@ -20,8 +20,6 @@ _WORDS = 60
 _LABELS = 12
 _TYPES = 30
 _POINTS = 500
-# Bins of equal width, as Guo et al. 2017 count.
-_BINS = 10
 # What stands for the labels that a table does not name.
 OTHERS = "(others)"
 
@@ -44,9 +42,9 @@ def of_answers(
 
     Returns:
       `worst`: the worst mistakes, the worst first, with their `place`. Of labels `confusion`
-      (counts by truth and prediction), `calibration` (bins) and `calibration_error`; of tags
-      `types`; of numbers `points` and `mean_absolute_error`; of spans `outcomes`. `wrong`: how many
-      examples, of tags words, have a wrong answer; of numbers and of texts there is none.
+      (counts by truth and prediction); of tags `types`; of numbers `points` and
+      `mean_absolute_error`; of spans `outcomes`. `wrong`: how many examples, of tags words, have a
+      wrong answer; of numbers and of texts there is none.
     """
     if task.kind == "regress":
         return _of_numbers(answers, examples)
@@ -68,8 +66,7 @@ def _of_labels(
     truth = [str(example.label) for example in examples]
     predicted = [answer["label"] for answer in answers]
     of_truth = [a["probabilities"][label] for a, label in zip(answers, truth, strict=True)]
-    right = np.array([a == b for a, b in zip(truth, predicted, strict=True)])
-    wrong = [int(i) for i in np.argsort(of_truth, kind="stable") if not right[i]]
+    wrong = [int(i) for i in np.argsort(of_truth, kind="stable") if truth[i] != predicted[i]]
     worst = [
         _texts(examples[i])
         | {
@@ -80,14 +77,10 @@ def _of_labels(
         }
         for i in wrong[:_WORST]
     ]
-    confidence = np.array([a["probabilities"][p] for a, p in zip(answers, predicted, strict=True)])
-    bins, error = calibration(confidence, right)
     return {
         "wrong": len(wrong),
         "worst": worst,
         "confusion": _confusion(labels, truth, predicted),
-        "calibration": bins,
-        "calibration_error": error,
     }
 
 
@@ -105,32 +98,6 @@ def _confusion(
     for a, b in zip(truth, predicted, strict=True):
         counts[number.get(a, len(named) - 1), number.get(b, len(named) - 1)] += 1
     return {"labels": named, "counts": counts.tolist()}
-
-
-def calibration(confidence: np.ndarray, right: np.ndarray) -> tuple[list[dict[str, Any]], float]:
-    """Returns bins of predictions by their probability, and the expected calibration error.
-
-    The error is the mean distance of a bin's accuracy from its mean probability, over predictions
-    (Guo et al. 2017, "On Calibration of Modern Neural Networks", equation 3).
-
-    Args:
-      confidence: float[N] in (0, 1], the probability that the model gives its own answer.
-      right: bool[N], whether that is the truth.
-
-    Returns:
-      Of each bin that is not empty `from`, `to`, `count`, `confidence` and `accuracy`; the error.
-    """
-    # A bin holds its upper edge.
-    which = np.clip(np.ceil(confidence * _BINS).astype(int) - 1, 0, _BINS - 1)
-    bins, error = [], 0.0
-    for number in range(_BINS):
-        here = which == number
-        if count := int(here.sum()):
-            mean, share = float(confidence[here].mean()), float(right[here].mean())
-            error += count / len(confidence) * abs(mean - share)
-            edges = {"from": number / _BINS, "to": (number + 1) / _BINS}
-            bins.append({**edges, "count": count, "confidence": mean, "accuracy": share})
-    return bins, error
 
 
 # --- numbers ----------------------------------------------------------------------------------
