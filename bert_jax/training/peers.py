@@ -14,15 +14,17 @@ import contextlib
 import glob
 import importlib.util
 import json
+import multiprocessing.connection
 import os
-import queue
 import re
 import socket
+import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -51,7 +53,7 @@ _BROKEN = re.compile(
 _CORRUPT = re.compile(r"\bsdc\b|silent data corruption", re.IGNORECASE)
 _COMPILER = re.compile(r"[Cc]ompil|Mosaic|lower")  # which refuses the same program every time
 _FEW = 4  # differences that are named
-# Of the roll call: seconds for a caller to say who it is, and between two calls; bytes of a line.
+# Of the roll call: seconds to connect, and between two attempts; bytes of a message.
 _HEAR, _RETRY, _LONGEST = 5.0, 0.1, 4096
 
 
@@ -90,45 +92,25 @@ class Peers:
         print(f"bert-jax: {self._me}: {line}", file=sys.stderr, flush=True)
 
     def first_error(self, what: str, error: str, patience: float = 0.0) -> str:
-        """Waits until all processes have come here.
+        """Returns the error of the first process that has one, on all, once all have come here.
 
         Args:
           what: names the place; all processes come to places in the same order.
           error: of this process, in words; "" for none.
           patience: seconds that one may take longer than another, beyond the usual.
 
-        Returns:
-          The error of the first process that has one, on all of them.
-
         Raises:
           Unavailable: one has not come in time.
         """
-        if self.count == 1:
-            return error
-        key, limit = self._key(what), self._limit + patience
-        self._set(f"{key}/{self.number}", error)
-        if self.is_primary:
-            deadline = time.monotonic() + 2 * limit  # they may have waited for us as long
-            all_errors = [
-                self._get(f"{key}/{i}", deadline - time.monotonic(), i) for i in range(self.count)
-            ]
-            self._set(f"{key}/verdict", next(filter(None, all_errors), ""))
-        return self._get(f"{key}/verdict", 3 * limit, 0)
+        limit = self._limit + patience
+        return self._gather(
+            what, error, limit, lambda all_errors: next(filter(None, all_errors), "")
+        )
 
     def agree(
         self, what: str, error: str, kind: type[InputError | Unavailable] = InputError
     ) -> None:
-        """Waits until all processes have come here, each without an error; see `first_error`.
-
-        Args:
-          what: names the place.
-          error: of this process, in words; "" for none.
-          kind: of exception that an error is, the same on all processes.
-
-        Raises:
-          InputError, Unavailable: the error of the first process that has one, on all of them.
-          Unavailable: one has not come in time.
-        """
+        """Raises the error of the first process that has one, on all; see `first_error`."""
         verdict = self.first_error(what, error)
         if verdict:
             self._agreed = kind(verdict)
@@ -156,13 +138,7 @@ class Peers:
         jax.block_until_ready(compiled())
 
     def require_same(self, what: str, facts: Mapping[str, str], remedy: str) -> None:
-        """Raises InputError on all processes if one has other facts than process 0.
-
-        Args:
-          what: names the place.
-          facts: of this process, by name.
-          remedy: what to do about a difference.
-        """
+        """Raises InputError on all processes if one has other facts than process 0."""
         self.agree(f"{what}, compared", self.difference(what, facts, remedy))
 
     def difference(self, what: str, facts: Mapping[str, str], remedy: str) -> str:
@@ -173,49 +149,44 @@ class Peers:
           facts: of this process, by name.
           remedy: what to do about a difference.
         """
-        if self.count == 1:
+
+        def compared(brought: list[str]) -> str:
+            (leader, there), *others = map(json.loads, brought)
+            for name, here in others:
+                pairs = {f: (here.get(f, "nothing"), there.get(f, "nothing")) for f in here | there}
+                changed = [
+                    f"{fact}={ours} here and {theirs} there"
+                    for fact, (ours, theirs) in sorted(pairs.items())
+                    if ours != theirs
+                ]
+                if changed:
+                    few = "; ".join(changed[:_FEW])
+                    more = f" and {len(changed) - _FEW} more" if len(changed) > _FEW else ""
+                    return f"{name} differs from {leader}: {few}{more}; {remedy}"
             return ""
-        key = self._key(f"{what}/facts")
-        if self.is_primary:
-            self._set(key, json.dumps([self._me, dict(facts)]))
-        leader, theirs = json.loads(self._get(key, self._limit, 0))
-        changed = [
-            f"{name}={facts.get(name, 'nothing')} here and {theirs.get(name, 'nothing')} there"
-            for name in sorted(facts.keys() | theirs.keys())
-            if facts.get(name) != theirs.get(name)
-        ]
-        more = f" and {len(changed) - _FEW} more" if len(changed) > _FEW else ""
-        return self.first_error(
-            what,
-            f"{self._me} differs from {leader}: {'; '.join(changed[:_FEW])}{more}; {remedy}"
-            if changed
-            else "",
-        )
+
+        return self._gather(what, json.dumps([self._me, dict(facts)]), self._limit, compared)
 
     def require_shared(self, folder: epath.Path) -> None:
-        """Raises InputError on all processes if one does not see the folder of process 0.
-
-        Args:
-          folder: there is one of this name on process 0.
-        """
+        """Raises InputError on all processes if one does not see this folder of process 0."""
         if self.count == 1:
             return
-        if self.is_primary:
-            self._set("workdir/token", os.urandom(8).hex())
-        token = folder / f".token.{self._get('workdir/token', self._limit, 0)}.tmp"
+        drawn = os.urandom(8).hex()
+        drawn = self._gather("token", drawn, self._limit, lambda brought: brought[0])
+        token, error = folder / f".token.{drawn}.tmp", ""
         try:
             if self.is_primary:
                 write_atomic(token, "")
             deadline = time.monotonic() + self._limit
-            while not (seen := token.exists()) and time.monotonic() < deadline:
-                time.sleep(0.1)  # a shared disk may show new files late
-            self.agree(
-                "workdir",
-                ""
-                if seen
-                else f"{self._me} does not see what process 0 writes in {folder}; name a --workdir "
-                "on a disk that all of them share",
-            )
+            while not token.exists():  # a shared disk may show new files late
+                if time.monotonic() > deadline:
+                    error = (
+                        f"{self._me} does not see what process 0 writes in {folder}; name a "
+                        "--workdir on a disk that all of them share"
+                    )
+                    break
+                time.sleep(0.1)
+            self.agree("workdir", error)
         finally:
             if self.is_primary:
                 token.unlink(missing_ok=True)
@@ -224,34 +195,18 @@ class Peers:
         """Runs the work on process 0 while the others wait, as long as it takes."""
         if self.is_primary:
             work()
-        if self.count > 1:
-            key = self._key(f"{what}/done")
-            if self.is_primary:
-                self._set(key, "")
-            else:
-                self._get(key, None, 0)
+        self.meet(f"{what}/done")
 
     def meet(self, what: str) -> None:
         """Waits until all processes have come here, as long as that takes."""
-        if self.count == 1:
-            return
-        key = self._key(what)
-        self._set(f"{key}/{self.number}", "")
-        if self.is_primary:
-            for number in range(self.count):
-                self._get(f"{key}/{number}", None, number)
-            self._set(f"{key}/all", "")
-        self._get(f"{key}/all", None, 0)
+        self._gather(what, "", None, lambda brought: "")
 
     @contextlib.contextmanager
     def abort_together(self, clean: Callable[[], None]) -> Iterator[None]:
         """Ends all processes without unwinding if any fails from here on.
 
         Several are in the middle of a computation that each waits in for the others, and would
-        wait for ever.
-
-        Args:
-          clean: is called before the end.
+        wait for ever. `clean` is called before the end.
         """
         self._clean, self._unwind = clean, 0.0
         try:
@@ -297,10 +252,23 @@ class Peers:
 
     # --- the store ------------------------------------------------------------------------------
 
-    def _key(self, what: str) -> str:
-        """Returns a key for this time at the place `what`: a key of the store is set once."""
-        self._times[what] += 1
-        return what if self._times[what] == 1 else f"{what}, {self._times[what]}"
+    def _gather(
+        self, what: str, mine: str, limit: float | None, verdict: Callable[[list[str]], str]
+    ) -> str:
+        """Returns, on all processes, process 0's verdict on what each has brought to this place."""
+        if self.count == 1:
+            return verdict([mine])
+        self._times[what] += 1  # a key of the store is set once
+        key = what if self._times[what] == 1 else f"{what}, {self._times[what]}"
+        self._set(f"{key}/{self.number}", mine)
+        if self.is_primary:
+            # The others may have waited for this process as long.
+            deadline = None if limit is None else time.monotonic() + 2 * limit
+            numbers = range(self.count)
+            brought = [self._get(f"{key}/{number}", deadline, number) for number in numbers]
+            self._set(f"{key}/verdict", verdict(brought))
+        deadline = None if limit is None else time.monotonic() + 3 * limit
+        return self._get(f"{key}/verdict", deadline, 0)
 
     def _set(self, key: str, value: str) -> None:
         self._store.key_value_set(f"bert_jax/{key}", value)
@@ -308,9 +276,9 @@ class Peers:
     def _get_once(self, key: str, milliseconds: int) -> str:
         return self._store.blocking_key_value_get(f"bert_jax/{key}", milliseconds)
 
-    def _get(self, key: str, limit: float | None, whose: int) -> str:
-        """Returns what process `whose` sets; raises Unavailable after `limit` seconds."""
-        deadline = None if limit is None else time.monotonic() + limit
+    def _get(self, key: str, deadline: float | None, whose: int) -> str:
+        """Returns what process `whose` sets; raises Unavailable after the deadline."""
+        began = time.monotonic()
         while True:
             try:
                 return self._get_once(key, _SLICE)
@@ -322,8 +290,9 @@ class Peers:
                 raise self._agreed
             if deadline is not None and time.monotonic() > deadline:
                 raise Unavailable(
-                    f"process {whose} has not come to {key.split('/')[0]!r} within {limit:g} "
-                    "seconds; see why in its own output, and start all of them again"
+                    f"process {whose} has not come to {key.split('/')[0]!r} within "
+                    f"{time.monotonic() - began:.0f} seconds; see why in its own output, and start "
+                    "all of them again"
                 )
 
     def _watch(self) -> None:
@@ -386,12 +355,13 @@ def connected() -> Iterator[Peers]:
     Raises:
       Unavailable: a process that does not arrive, or a device that fails.
     """
-    peers = _connect()
+    peers = None
     try:
+        peers = _connect()
         yield peers
         peers.close()
     except BaseException as error:
-        if peers.count > 1:
+        if peers is not None and peers.count > 1:
             peers.fail(error)
         named = named_fault(error)
         if named is error:
@@ -407,15 +377,12 @@ def _connect() -> Peers:
     if place is not None:
         wait_for_all(place, limit)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        try:
+        jax.distributed.initialize(
+            *(place.address, place.count, place.number),
             # Where jax finds SLURM by itself it takes one GPU a process, however many there are.
-            known = {
-                "cluster_detection_method": "deactivate",
-                "initialization_timeout": round(limit),
-            }
-            jax.distributed.initialize(place.address, place.count, place.number, **known)
-        except jax.errors.JaxRuntimeError as error:
-            raise named_fault(error) from error
+            cluster_detection_method="deactivate",
+            initialization_timeout=round(limit),
+        )
     elif not (_on_tpu_host() and _found_by_jax(limit)):
         return Peers(0, 1, None, limit)
     state = _state()  # to ask jax would start its devices
@@ -484,8 +451,8 @@ def _found_by_jax(limit: float) -> bool:
         if "should be defined" in str(error) or "must be defined" in str(error):
             return False  # a TPU, and nothing that tells of others
         raise
-    except jax.errors.JaxRuntimeError as error:
-        raise named_fault(error) from error
+    except jax.errors.JaxRuntimeError:
+        raise
     except Exception as error:
         reason = str(error).split("\n")[0][:200]
         raise InputError(
@@ -511,22 +478,18 @@ def _state() -> Any:
 # --- the roll call ------------------------------------------------------------------------------
 #
 # jax connects all processes in one call, which aborts each of them, without a word of who is
-# missing, when one does not come. So they report to process 0 before, in a line of JSON each, and
-# it tells all of them the same: to go on, or who is missing.
+# missing, when one does not come. So they report to process 0 before, and it tells all of them the
+# same: to go on, or who is missing.
 
 
 def wait_for_all(place: Place, limit: float) -> None:
-    """Waits until all processes have reported.
-
-    Args:
-      place: of this process.
-      limit: seconds to wait.
+    """Waits until all processes have reported to process 0, `limit` seconds at most.
 
     Raises:
       Unavailable: some have not in time; the same message on all.
     """
     host, _, port = place.address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if not host or ".." in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(f"JAX_COORDINATOR_ADDRESS={place.address}: write it as host:port")
     if place.number == 0:
         error, late = _hear_all(place, int(port), limit)
@@ -537,64 +500,49 @@ def wait_for_all(place: Place, limit: float) -> None:
 
 
 def _hear_all(place: Place, port: int, limit: float) -> tuple[str, bool]:
-    """Hears each caller in a thread of its own: a silent stranger keeps nobody waiting."""
-    deadline, error = time.monotonic() + limit, ""
-    here: dict[int, tuple[socket.socket, str]] = {}
-    callers: list[socket.socket] = []
-    reports: queue.SimpleQueue[tuple[socket.socket, Any]] = queue.SimpleQueue()
-
-    def hear(caller: socket.socket) -> None:
-        reports.put((caller, _receive(caller, _HEAR)))
-
+    """Returns what all processes are told: an error, and whether it is that some are late."""
+    deadline, error, late = time.monotonic() + limit, "", False
+    here = {0: socket.gethostname()}
+    numbers: dict[Connection, int] = {}  # -1: has not said who it is
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listen(place, port))
-        server.settimeout(_RETRY)
-        while True:
-            here = {n: (line, host) for n, (line, host) in here.items() if not _has_left(line)}
-            missing = sorted(set(range(1, place.count)) - here.keys())
-            if error or not missing or time.monotonic() > deadline:
+        while not error and (missing := sorted(set(range(place.count)) - here.keys())):
+            left = deadline - time.monotonic()
+            if left < 0:
+                late = True
+                few = ", ".join(map(str, missing[:8]))
+                more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+                error = (
+                    f"process {few}{more} of {place.count} did not arrive within {limit:g} seconds "
+                    f"at {place.address}; see why in its own output, and start all of them again"
+                )
                 break
-            with contextlib.suppress(OSError):  # nobody calls, or has hung up again
-                caller = stack.enter_context(server.accept()[0])
-                threading.Thread(target=hear, args=(caller,), daemon=True).start()
-            while not (error or reports.empty()):
-                caller, report = reports.get()
-                match report:  # else of a stranger
-                    case {"number": int(number), "count": int(count), "host": str(host)}:
-                        error = _contradiction(place, here, number, count, host)
-                        here.setdefault(number, (caller, host))
-                        callers.append(caller)
-        late = not error and bool(missing)
-        if late:
-            few = ", ".join(map(str, missing[:8]))
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            error = (
-                f"process {few}{more} of {place.count} did not arrive within {limit:g} seconds at "
-                f"{place.address}; see why in its own output, and start all of them again"
-            )
-        for caller in callers:
-            _send(caller, {"error": error, "late": late})
+            for ready in multiprocessing.connection.wait([server, *numbers], left):
+                if ready is server:
+                    caller = stack.enter_context(_connection(server.accept()[0]))
+                    numbers[caller] = -1
+                    continue
+                try:
+                    number, count, host = json.loads(ready.recv_bytes(_LONGEST))
+                except (OSError, EOFError, ValueError, TypeError):  # a stranger, or it has left
+                    here.pop(numbers.pop(ready), None)
+                    ready.close()
+                    continue
+                if number in here:
+                    error = (
+                        f"two processes are number {number} of {place.count} (on {here[number]} "
+                        f"and {host}); give each its own JAX_PROCESS_ID"
+                    )
+                elif count != place.count:
+                    error = (
+                        f"process {number} ({host}) has JAX_NUM_PROCESSES={count}, process 0 "
+                        f"({here[0]}) has {place.count}; give all the same"
+                    )
+                here[number], numbers[ready] = host, number
+        for caller in numbers:
+            with contextlib.suppress(OSError):  # one that has left is missed by jax
+                caller.send_bytes(json.dumps([error, late]).encode())
     return error, late
-
-
-def _contradiction(
-    place: Place, here: dict[int, tuple[socket.socket, str]], number: int, count: int, host: str
-) -> str:
-    """Returns what is wrong with a report, after those of the others; "" if nothing is."""
-    me = socket.gethostname()
-    if number == 0 or (number in here and not _has_left(here[number][0])):
-        other = here[number][1] if number else me
-        return (
-            f"two processes are number {number} of {place.count} (on {other} and {host}); give "
-            "each its own JAX_PROCESS_ID"
-        )
-    if count != place.count:
-        return (
-            f"process {number} ({host}) has JAX_NUM_PROCESSES={count}, process 0 ({me}) has "
-            f"{place.count}; give all the same"
-        )
-    here.pop(number, None)
-    return ""
 
 
 def _listen(place: Place, port: int) -> socket.socket:
@@ -614,15 +562,12 @@ def _listen(place: Place, port: int) -> socket.socket:
 
 
 def _report(place: Place, host: str, port: int, limit: float) -> tuple[str, bool]:
+    """Tells process 0 who this is; returns what it tells all."""
     deadline, me = time.monotonic() + limit, socket.gethostname()
     while True:
         try:
-            connection = socket.create_connection((host, port), timeout=_HEAR)
+            line = _connection(socket.create_connection((host, port), timeout=_HEAR))
             break
-        except UnicodeError as error:
-            raise InputError(
-                f"JAX_COORDINATOR_ADDRESS={place.address}: no machine can have that name"
-            ) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 raise Unavailable(
@@ -631,40 +576,19 @@ def _report(place: Place, host: str, port: int, limit: float) -> tuple[str, bool
                     f"process {place.number} ({me}) reach it?"
                 ) from error
             time.sleep(_RETRY)
-    with connection:
-        _send(connection, {"number": place.number, "count": place.count, "host": me})
-        # Process 0 has begun no later than this, and gives up by itself.
-        verdict = _receive(connection, limit + _HEAR)
-    if not isinstance(verdict, dict) or "error" not in verdict:
-        return (
-            f"process 0 left {place.address} before all {place.count} processes had arrived; see "
-            "why in its own output",
-            True,
-        )
-    return verdict["error"], verdict["late"]
+    with line, contextlib.suppress(OSError, EOFError):
+        line.send_bytes(json.dumps([place.number, place.count, me]).encode())
+        if line.poll(limit + _HEAR):  # process 0 has begun no later, and gives up by itself
+            error, late = json.loads(line.recv_bytes())
+            return error, late
+    return (
+        f"process 0 left {place.address} before all {place.count} processes had arrived; see why "
+        "in its own output"
+    ), True
 
 
-def _send(connection: socket.socket, what: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # one that has left is missed by jax
-        connection.settimeout(_HEAR)
-        connection.sendall(json.dumps(what).encode() + b"\n")
-
-
-def _receive(connection: socket.socket, seconds: float) -> Any:
-    """Returns what a line of JSON holds; None for silence or anything else."""
-    try:
-        connection.settimeout(seconds)
-        with connection.makefile("rb") as file:
-            return json.loads(file.readline(_LONGEST))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def _has_left(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+def _connection(line: socket.socket) -> Connection:
+    """Returns a socket as a line of messages; one that ends within a message ends the line."""
+    line.settimeout(None)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 500_000))
+    return Connection(line.detach())
