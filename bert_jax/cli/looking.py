@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from bert_jax.cli.command import (
     say,
     trained_of,
 )
-from bert_jax.config import Finetuning, Parallelism, explain
+from bert_jax.config import Experiment, Finetuning, Parallelism, explain
 from bert_jax.errors import FAILED, FINISHED, InputError
 
 
@@ -294,13 +295,58 @@ def checkpoints(args: argparse.Namespace) -> int:
     require_run(args.run)
     from etils import epath
 
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import fork_of, holds_finetuning, load_experiment
     from bert_jax.training import checkpoint
 
-    folder = epath.Path(args.run)
-    for line in checkpoint.listing(folder):
-        say(line)
-    damaged = 0
-    for number, why in checkpoint.verify(folder) if args.verify else ():
-        say(why or f"step {number}: every array is what was saved")
-        damaged += bool(why)
-    return FAILED if damaged else FINISHED
+    workdir = mirror.opened(epath.Path(args.run))
+    kind = Finetuning if holds_finetuning(workdir) else Experiment
+    experiment = load_experiment(workdir, kind)
+    if not mirror.names(workdir.checkpoints):
+        raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
+    with checkpoint.Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
+        damaged = saved.unreadable()
+        metadata = {n: saved.metadata(n) for n in saved.steps if n not in damaged}
+        losses = {n: m["held_out_loss"] for n, m in metadata.items()}
+        known = [(loss, n) for n, loss in losses.items() if loss is not None]
+        best = min(known)[1] if known else None
+        if not saved.steps:
+            say(f"{workdir.checkpoints}: no checkpoint yet")
+        else:
+            if fork := fork_of(workdir):
+                say(f"forked from {fork['checkpoint']} (sha256 {fork['sha256'][:12]})")
+            say(f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss")
+        for row, number in enumerate(saved.steps):
+            place = workdir.checkpoints / str(number)
+            saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().mtime))
+            words = ["-" if losses.get(number) is None else f"{losses[number]:.3f}"]
+            words += ["newest"] * (row == 0) + ["best"] * (number == best)
+            words += ["damaged"] * (number in damaged)
+            say(f"{number:>10}  {saved_at}  {_megabytes(place):>9.1f}  {', '.join(words)}")
+        for place in sorted(workdir.checkpoints.glob(f"{checkpoint.ASIDE}*")):
+            say(f"{place.name}: was found damaged and put aside, {_megabytes(place):.1f} MB")
+        if saved.steps and _is_finished(experiment, metadata.get(saved.steps[0])):
+            say("the run is finished")
+        broken = 0
+        for number, why in saved.verified() if args.verify else ():
+            say(why or f"step {number}: every array is what was saved")
+            broken += bool(why)
+    return FAILED if broken else FINISHED
+
+
+def _is_finished(experiment: Experiment | Finetuning, newest: dict[str, Any] | None) -> bool:
+    """Tells from the metadata of its newest checkpoint whether a run has done all it was to do."""
+    from bert_jax.training.lines import in_vain
+
+    if newest is None:
+        return False
+    if isinstance(experiment, Experiment):
+        return newest["step"] == experiment.total_steps
+    whole = newest["step"] == newest["notes"]["total_steps"]
+    return whole or in_vain(newest.get("held_out", []), experiment.patience)
+
+
+def _megabytes(place: Any) -> float:
+    return sum(
+        _megabytes(path) if path.is_dir() else path.stat().length / 1e6 for path in place.iterdir()
+    )

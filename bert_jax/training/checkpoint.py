@@ -5,9 +5,9 @@ ran on, and the metrics summed since the last line was written, so that the line
 are those of an uninterrupted one. The JSON holds a checksum of every array, the same on any mesh,
 and one of itself: Orbax restores a flipped bit without a word.
 
-A checkpoint is damaged only if it was read whole and is wrong: its arrays have other checksums, or
-Orbax fails twice to restore what can be read plainly, byte by byte, in between. A network or a
-machine that fails for a while says nothing about it: reading is tried again, for ten minutes.
+A checkpoint is damaged if its arrays have other checksums, or if Orbax fails to restore it for a
+reason that is no network's or machine's (storage.retry): those say nothing about it, and reading is
+tried again for ten minutes.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import json
 import logging
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
@@ -31,20 +30,11 @@ from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import config
-from bert_jax.config import Experiment, Finetuning, Run
+from bert_jax.config import Experiment, Run
 from bert_jax.config.fields import Section
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import mirror, retry
-from bert_jax.storage.workdir import (
-    DiskFull,
-    Workdir,
-    absolute,
-    fork_of,
-    holds_finetuning,
-    load_experiment,
-    named_errors,
-)
-from bert_jax.training import lines as lines_lib
+from bert_jax.storage.workdir import DiskFull, absolute, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums, path_of
 
@@ -60,8 +50,6 @@ _COMMITTED = "commit_success.txt"
 # Orbax's, after the step of one that is not whole; it removes them before it saves.
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
-# Bytes that are read at a time where only it matters that they can be.
-_CHUNK = 2**24
 _LONG = 30.0  # seconds of waiting for a save without a word
 
 # Orbax would ask for the bucket itself, which rights on objects do not allow. Where a bucket has
@@ -88,11 +76,6 @@ class Checkpoints:
 
     Saving is asynchronous: the state is copied, written behind the next steps, and counts only
     once it is whole. Opened to `read`, nothing is touched: a run may be saving meanwhile.
-
-    Args:
-      folder: where they are.
-      run: which are kept.
-      access: whether this is the run itself.
     """
 
     def __init__(self, folder: epath.Path, run: Run, access: Literal["read", "write"]):
@@ -160,14 +143,10 @@ class Checkpoints:
     def save(
         self, step: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
     ) -> None:
-        """Begins to save; an earlier save must be finished.
+        """Begins to save the state of training.step and the JSON; an earlier save must be finished.
 
-        Args:
-          step: steps done.
-          state: of training.step.
-          metadata: JSON that is kept with it.
-          held_out_loss: of masked LM, or of a task; the lowest are the best; None if it was not
-            evaluated at this step.
+        The lowest held-out losses, of masked LM or of a task, are the best; None if it was not
+        evaluated at this step.
 
         Raises:
           Unavailable: it cannot be written for now.
@@ -189,12 +168,7 @@ class Checkpoints:
             )
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """Returns the JSON that was saved with the state.
-
-        Raises:
-          Damaged: it is not what was written.
-          Unavailable: the storage has not answered for ten minutes.
-        """
+        """Returns the JSON that was saved with the state; raises as `restore`."""
         folder = self._folder / str(step)
 
         def read() -> dict[str, Any]:
@@ -207,14 +181,13 @@ class Checkpoints:
                 raise ValueError(f"it is of step {metadata['step']}")
             return metadata
 
-        metadata = self._read(step, "metadata", read)
-        version = metadata["format_version"]
-        if version == FORMAT_VERSION:
-            return metadata
-        raise InputError(
-            f"{folder}: format_version {version!r}, this version reads {FORMAT_VERSION}; use the "
-            "bert-jax that wrote it"
-        )
+        metadata = self._read(step, read)
+        if (version := metadata["format_version"]) != FORMAT_VERSION:
+            raise InputError(
+                f"{folder}: format_version {version!r}, this version reads {FORMAT_VERSION}; use "
+                "the bert-jax that wrote it"
+            )
+        return metadata
 
     def experiment(self, step: int, kind: type[Saved] = Experiment) -> Saved:
         """Returns the experiment that the checkpoint belongs to, an `Experiment` or the like."""
@@ -224,10 +197,7 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: Any) -> Restored:
         """Reads the state of a step, laid out as `abstract_state` says, and compares its checksums.
 
-        Args:
-          step: one of the steps saved.
-          abstract_state: tree of `jax.ShapeDtypeStruct` with shardings; a part of the state's
-            tree restores that part.
+        That is a tree of `jax.ShapeDtypeStruct` with shardings; a part of it restores that part.
 
         Raises:
           Damaged: it is not what was written.
@@ -251,7 +221,7 @@ class Checkpoints:
                     raise ValueError(f"{path_of(path)} is not there")
             return state
 
-        return metadata, self._read(step, "all", read)
+        return metadata, self._read(step, read)
 
     def _changed(self, step: int, metadata: dict[str, Any], state: Any) -> str:
         """Returns which array is not what was saved, in words; "" if all are.
@@ -265,15 +235,7 @@ class Checkpoints:
         return self._damage(step, f"{names[0]} is not what was saved") if names else ""
 
     def abstract_state(self, step: int, place: jax.sharding.Sharding) -> Any:
-        """Returns all that a checkpoint holds, as `restore` takes it, of any kind of run.
-
-        Args:
-          step: one of the steps saved.
-          place: where all arrays are to lie.
-
-        Raises:
-          Damaged: it cannot be read, or does not hold what was written.
-        """
+        """Returns all that a checkpoint holds, to lie at `place`, as `restore` takes it."""
         saved = self.metadata(step)["checksums"]
 
         def read() -> Any:
@@ -285,7 +247,7 @@ class Checkpoints:
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree
             )
 
-        return self._read(step, "all", read)
+        return self._read(step, read)
 
     def newest(
         self,
@@ -300,9 +262,6 @@ class Checkpoints:
           at_most: no newer one than of this step; any if None.
           agreed: (what was done, error of this process or "") to the first error of any process.
             All come to it before they compute anything together.
-
-        Raises:
-          Unavailable: see `restore`.
         """
         damaged: dict[int, str] = {}
         for step in self.steps:
@@ -327,11 +286,7 @@ class Checkpoints:
         return None
 
     def named(self, which: str) -> int:
-        """Returns the step of the checkpoint of this name.
-
-        Args:
-          which: a step, or `best`: the lowest held-out loss of those that have one.
-        """
+        """Returns the step of a checkpoint: a step, or `best` for the lowest held-out loss."""
         if which == "best":
             losses = {}
             for step in self.steps:
@@ -365,6 +320,17 @@ class Checkpoints:
             except Damaged as error:
                 damaged[step] = str(error)
         return damaged
+
+    def verified(self) -> Iterator[tuple[int, str]]:
+        """Reads all checkpoints, whole, on one device; yields (step, what is wrong or "")."""
+        place = mesh_lib.replicated(mesh_lib.one_device())
+        for step in self.steps:
+            try:
+                self.restore(step, self.abstract_state(step, place))
+            except Damaged as error:
+                yield step, str(error)
+            else:
+                yield step, ""
 
     def set_aside_if_lost(self, step: int) -> None:
         """Puts the newest that was whole (0: none was) aside, and says so, if it is so no more."""
@@ -434,29 +400,15 @@ class Checkpoints:
         self._was_allowed = mirror.is_bucket(self._folder)  # whose tokens expire
         return done
 
-    def _read(self, step: int, part: Literal["metadata", "all"], read: Callable[[], T]) -> T:
-        """Reads something of a checkpoint, again after each passing fault.
-
-        Args:
-          step: of the checkpoint.
-          part: of its files that is read.
-          read: raises anything if the storage does not answer, or the checkpoint is damaged.
-
-        Raises:
-          Damaged: `read` fails also once all the files could be read plainly.
-        """
+    def _read(self, step: int, read: Callable[[], T]) -> T:
+        """Reads something of a checkpoint, again after each passing fault; else it is damaged."""
 
         def once() -> T:
             try:
                 return read()
             except Exception as error:
-                if _is_no_damage(error):
-                    raise
-            _read_plainly(self._folder / str(step), part)
-            try:
-                return read()
-            except Exception as error:
-                if _is_no_damage(error):
+                named = InputError | Unavailable | MemoryError | jax.errors.JaxRuntimeError
+                if isinstance(error, named) or retry.is_transient(error) or retry.is_denied(error):
                     raise
                 reason = str(error).split("\n")[0][:200]
                 raise Damaged(self._damage(step, reason)) from error
@@ -556,30 +508,6 @@ def _alone() -> ocp.Context:
     return _context(multiprocessing_options=alone)
 
 
-def _is_no_damage(error: Exception) -> bool:
-    """Returns whether an error says nothing about what was saved."""
-    named = isinstance(error, InputError | Unavailable | MemoryError | jax.errors.JaxRuntimeError)
-    return named or retry.is_transient(error) or retry.is_denied(error)
-
-
-def _read_plainly(folder: epath.Path, part: Literal["metadata", "all"]) -> None:
-    """Reads files to their ends, in vain: raises what keeps them from being read, if anything."""
-    paths: list[epath.Path] = []
-    with contextlib.suppress(FileNotFoundError):
-        paths += folder.iterdir()
-    for path in paths:
-        if path.is_dir():
-            if part == "all":
-                _read_plainly(path, part)
-            continue
-        try:
-            with path.open("rb") as file:
-                while file.read(_CHUNK):
-                    pass
-        except FileNotFoundError as error:
-            raise Unavailable(f"{path}: listed, but not found where it is read") from error
-
-
 def sha256_of(metadata: dict[str, Any]) -> str:
     """Returns the checksum of a checkpoint: of its metadata, and so of its arrays' checksums."""
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
@@ -619,75 +547,3 @@ def _overhear_closed_loops(unraisable: Any) -> None:
     """Passes over what threads of a failed load say when Orbax has gone: their loop is closed."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
-
-
-def listing(folder: epath.Path) -> Iterator[str]:
-    """Yields a table of a run's checkpoints, the newest first, and those that were put aside."""
-    experiment, workdir, saved = _open(folder)
-    with saved:
-        rows = [(number, *_loss_or_damage(saved, number)) for number in saved.steps]
-    known = [(loss, number) for number, loss, _ in rows if loss is not None]
-    best = min(known)[1] if known else None
-    if not rows:
-        yield f"{workdir.checkpoints}: no checkpoint yet"
-    else:
-        if fork := fork_of(workdir):
-            yield f"forked from {fork['checkpoint']} (sha256 {fork['sha256'][:12]})"
-        yield f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss"
-    for row, (number, loss, damage) in enumerate(rows):
-        place = workdir.checkpoints / str(number)
-        saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().mtime))
-        words = ["-" if loss is None else f"{loss:.3f}"]
-        words += ["newest"] * (row == 0) + ["best"] * (number == best) + [damage] * bool(damage)
-        yield f"{number:>10}  {saved_at}  {_bytes(place) / 1e6:>9.1f}  {', '.join(words)}"
-    for place in sorted(workdir.checkpoints.glob(f"{ASIDE}*")):
-        yield f"{place.name}: was found damaged and put aside, {_bytes(place) / 1e6:.1f} MB"
-    if rows and _is_finished(experiment, saved, rows[0][0]):
-        yield "the run is finished"
-
-
-def verify(folder: epath.Path) -> Iterator[tuple[int, str]]:
-    """Reads all checkpoints of a run, whole, on one device: (step, what is wrong or "")."""
-    _, _, saved = _open(folder)
-    place = mesh_lib.replicated(mesh_lib.one_device())
-    with saved:
-        for number in saved.steps:
-            try:
-                saved.restore(number, saved.abstract_state(number, place))
-            except Damaged as error:
-                yield number, str(error)
-            else:
-                yield number, ""
-
-
-def _open(folder: epath.Path) -> tuple[Experiment | Finetuning, Workdir, Checkpoints]:
-    workdir = mirror.opened(folder)
-    tuned = holds_finetuning(workdir)
-    experiment = load_experiment(workdir, Finetuning if tuned else Experiment)
-    if not mirror.names(workdir.checkpoints):
-        raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-    return experiment, workdir, Checkpoints(workdir.checkpoints, experiment.run, "read")
-
-
-def _is_finished(experiment: Experiment | Finetuning, saved: Checkpoints, newest: int) -> bool:
-    if isinstance(experiment, Experiment):
-        return newest == experiment.total_steps
-    with contextlib.suppress(Damaged):
-        metadata = saved.metadata(newest)
-        whole = newest == metadata["notes"]["total_steps"]
-        return whole or lines_lib.in_vain(metadata.get("held_out", []), experiment.patience)
-    return False
-
-
-def _loss_or_damage(saved: Checkpoints, number: int) -> tuple[float | None, str]:
-    try:
-        return saved.metadata(number)["held_out_loss"], ""
-    except Damaged:
-        return None, "damaged"
-
-
-def _bytes(place: epath.Path) -> int:
-    with named_errors(place):
-        return sum(
-            _bytes(path) if path.is_dir() else path.stat().length for path in place.iterdir()
-        )
