@@ -16,7 +16,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from bert_jax.config.fields import CODE, Section
 from bert_jax.errors import InputError
@@ -27,38 +27,8 @@ _NAMED = "BERT_JAX_CODE"
 COPY = "experiment_code.py"
 
 
-class Reference(NamedTuple):
-    """A function of a file: what a config's `code` says."""
-
-    file: str
-    function: str
-    sha256: str
-
-    @classmethod
-    def parse(cls, text: str) -> "Reference":
-        """Reads FILE:FUNCTION:SHA256.
-
-        Raises:
-          ValueError: it is not written so.
-        """
-        match = CODE.fullmatch(text)
-        if match is None:
-            raise ValueError(text)
-        return cls(*match.groups())
-
-    def __str__(self) -> str:
-        return ":".join(self)
-
-
-class _Loaded(NamedTuple):
-    """The names of a file that was run, and its text."""
-
-    names: dict[str, Any]
-    source: str
-
-
-# By the hash of the file.
-_loaded: dict[str, _Loaded] = {}
+# The names of files that were run, and their texts, by their hashes.
+_loaded: dict[str, tuple[dict[str, Any], str]] = {}
 
 
 def own(function: Callable[..., Any]) -> str:
@@ -75,15 +45,12 @@ def own(function: Callable[..., Any]) -> str:
     if not content.endswith(b"\n"):  # scripts that write the file elsewhere would add it
         raise InputError(f"{path}: must end with a newline")
     sha256 = hashlib.sha256(content).hexdigest()
-    _loaded[sha256] = _Loaded(names, content.decode())
-    name_file(str(path))
     reference = f"{path.name}:{name}:{sha256}"
-    try:
-        return str(Reference.parse(reference))
-    except ValueError as error:
-        raise InputError(
-            f"{path}: rename it; only letters, digits, _ . and - may be in its name"
-        ) from error
+    if not CODE.fullmatch(reference):
+        raise InputError(f"{path}: rename it; only letters, digits, _ . and - may be in its name")
+    _loaded[sha256] = names, content.decode()
+    name_file(str(path))
+    return reference
 
 
 def name_file(path: str) -> None:
@@ -112,20 +79,20 @@ def _content(path: pathlib.Path) -> bytes:
 
 def function(reference: str) -> Callable[..., Any]:
     """Returns the function of a reference, whose file is run if it was named and is the one."""
-    wanted = Reference.parse(reference)
-    names = _load(wanted).names
-    if not callable(names.get(wanted.function)):
-        raise InputError(f"{wanted.file}: defines no function {wanted.function}")
-    return names[wanted.function]
+    file, name, _ = reference.split(":")
+    names, _ = _load(reference)
+    if not callable(names.get(name)):
+        raise InputError(f"{file}: defines no function {name}")
+    return names[name]
 
 
 def files(section: Section) -> dict[str, str]:
     """Returns the file that an experiment has code of, {`COPY`: its text}; of one without, {}."""
-    references = [Reference.parse(text) for _, text in codes(section) if text]
-    if len({reference.sha256 for reference in references}) > 1:
-        names = " and ".join(reference.file for reference in references)
+    references = [text for _, text in codes(section) if text]
+    if len({text.rpartition(":")[2] for text in references}) > 1:
+        names = " and ".join(text.partition(":")[0] for text in references)
         raise InputError(f"data.code: code of two files, {names}; write both into one")
-    return {COPY: _load(references[0]).source} if references else {}
+    return {COPY: _load(references[0])[1]} if references else {}
 
 
 def codes(section: Any) -> list[tuple[str, str]]:
@@ -134,50 +101,35 @@ def codes(section: Any) -> list[tuple[str, str]]:
     return [(f"{name}.code", part.code) for name, part in parts if hasattr(part, "code")]
 
 
-def _load(wanted: Reference) -> _Loaded:
-    if wanted.sha256 not in _loaded:
-        there = (path for path in _named() if os.path.exists(path))
-        named = {path: _content(pathlib.Path(path)) for path in there}
-        hashes = {path: hashlib.sha256(content).hexdigest() for path, content in named.items()}
-        path = next((path for path, sha256 in hashes.items() if sha256 == wanted.sha256), None)
-        if path is None:
-            others = "".join(f"; {path} has {sha256}" for path, sha256 in hashes.items())
-            raise InputError(
-                f"{wanted.file}: {wanted.function}() is needed, of the file with sha256 "
-                f"{wanted.sha256}; name it with --code FILE (a run keeps a copy, {COPY}){others}"
-            )
-        module = types.ModuleType(pathlib.Path(path).stem)
-        module.__file__ = path
-        # The bytes that were compared, not the file, which may change.
-        with failures(pathlib.Path(path)), _found_as_module(module):
-            exec(compile(named[path], path, "exec", dont_inherit=True), module.__dict__)
-        _loaded[wanted.sha256] = _Loaded(module.__dict__, named[path].decode())
-    return _loaded[wanted.sha256]
-
-
-@contextlib.contextmanager
-def _found_as_module(module: types.ModuleType) -> Iterator[None]:
-    """Has `sys.modules` hold it meanwhile: dataclasses look there for what annotations mean."""
-    before = sys.modules.get(module.__name__)
-    sys.modules[module.__name__] = module
-    try:
-        yield
-    finally:
-        if before is None:
-            del sys.modules[module.__name__]
+def _load(reference: str) -> tuple[dict[str, Any], str]:
+    file, name, wanted = reference.split(":")
+    if wanted not in _loaded:
+        others = ""
+        for path in map(pathlib.Path, _named()):
+            content = _content(path) if path.exists() else b""
+            sha256 = hashlib.sha256(content).hexdigest()
+            if sha256 == wanted:
+                break
+            others += f"; {path} has {sha256}" * path.exists()
         else:
-            sys.modules[module.__name__] = before
+            raise InputError(
+                f"{file}: {name}() is needed, of the file with sha256 {wanted}; name it with "
+                f"--code FILE (a run keeps a copy, {COPY}){others}"
+            )
+        module = types.ModuleType(f"{path.stem}_{sha256[:8]}")
+        module.__file__ = str(path)
+        sys.modules[module.__name__] = module  # where dataclasses look for what annotations mean
+        with failures(path):  # runs the bytes that were compared, not the file, which may change
+            exec(compile(content, path, "exec", dont_inherit=True), module.__dict__)
+        _loaded[wanted] = module.__dict__, content.decode()
+    return _loaded[wanted]
 
 
 # --- running ---
 
 
 def run_file(path: pathlib.Path, function: str) -> tuple[Any, tuple[str, Section] | None]:
-    """Runs a file, and the function that it is to define.
-
-    Args:
-      path: of an experiment file or a table.
-      function: `experiment` or `table`.
+    """Runs a file, and the function `experiment` or `table` that it is to define.
 
     Returns:
       What the function gives; and the name and experiment of the file that it varies, if it does.

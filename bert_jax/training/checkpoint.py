@@ -13,6 +13,7 @@ tried again for ten minutes.
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import sys
@@ -126,8 +127,7 @@ class Checkpoints:
         """Waits until what is being saved is on disk; a save that fails leaves nothing.
 
         Raises:
-          Unavailable: it could not be written for now. What was saved before stands, and the next
-            save begins afresh.
+          Unavailable: it could not be written for now; the next save begins afresh.
         """
         if self._opened is None:
             return
@@ -148,8 +148,7 @@ class Checkpoints:
         The lowest held-out losses, of masked LM or of a task, are the best; None if it was not
         evaluated at this step.
 
-        Raises:
-          Unavailable: it cannot be written for now.
+        Raises as `finish`.
         """
         metadata = {
             "format_version": FORMAT_VERSION,
@@ -159,13 +158,9 @@ class Checkpoints:
             **metadata,
         }
         self._kept.losses[step] = held_out_loss
+        sealed = metadata | {"sha256": sha256_of(metadata)}
         with self._writing():
-            self._checkpointer.save_async(
-                step,
-                state,
-                force=True,
-                custom_metadata=metadata | {"sha256": sha256_of(metadata)},
-            )
+            self._checkpointer.save_async(step, state, force=True, custom_metadata=sealed)
 
     def metadata(self, step: int) -> dict[str, Any]:
         """Returns the JSON that was saved with the state; raises as `restore`."""
@@ -305,28 +300,24 @@ class Checkpoints:
 
     def newest_step(self) -> int | None:
         """Returns the step of the newest checkpoint with whole metadata; None if there is none."""
-        unreadable = self.unreadable()
-        readable = [step for step in self.steps if step not in unreadable]
-        if unreadable and not readable:
+        unreadable, steps = self.unreadable(), self.steps
+        if steps and unreadable.keys() == {*steps}:
             raise InputError(f"{'; '.join(unreadable.values())}: put the files back")
-        return max(readable, default=None)
+        return max({*steps} - unreadable.keys(), default=None)
 
     def unreadable(self) -> dict[int, str]:
         """Returns the checkpoints whose metadata cannot be read: {step: why}."""
-        damaged = {}
-        for step in self.steps:
-            try:
-                self.metadata(step)
-            except Damaged as error:
-                damaged[step] = str(error)
-        return damaged
+        return {step: why for step, why in self._damages(self.metadata) if why}
 
     def verified(self) -> Iterator[tuple[int, str]]:
         """Reads all checkpoints, whole, on one device; yields (step, what is wrong or "")."""
         place = mesh_lib.replicated(mesh_lib.one_device())
+        return self._damages(lambda step: self.restore(step, self.abstract_state(step, place)))
+
+    def _damages(self, read: Callable[[int], Any]) -> Iterator[tuple[int, str]]:
         for step in self.steps:
             try:
-                self.restore(step, self.abstract_state(step, place))
+                read(step)
             except Damaged as error:
                 yield step, str(error)
             else:
@@ -352,21 +343,17 @@ class Checkpoints:
         folder = self._folder / str(step)
 
         def rename() -> epath.Path:
-            number = 0
-            while (aside := self._aside(step, number)).exists():
-                number += 1
             # In a bucket it may have been moved in part, before a fault: the rest goes next to it.
-            if number == 0 or folder.exists():
+            ends = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
+            places = (self._folder / f"{ASIDE}{step}{end}" for end in ends)
+            aside = next(place for place in places if not place.exists())
+            if folder.exists():
                 folder.rename(aside)
                 if mirror.is_bucket(aside):  # where Orbax removes what has none as unfinished
                     (aside / _COMMITTED).write_text("")
-                return aside
-            return self._aside(step, number - 1)
+            return aside
 
         return self._again(rename)
-
-    def _aside(self, step: int, number: int) -> epath.Path:
-        return self._folder / f"{ASIDE}{step}{f'-{number}' if number else ''}"
 
     def look_again(self) -> None:
         """Lists checkpoints again: else steps of removed ones cannot be saved again."""
