@@ -6,6 +6,7 @@ majority line is what always saying the commoner label scores.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -66,12 +67,8 @@ class HeldOut:
             ones = (b["next_sentence_labels"] * b["row_weights"] for b in batches)
             random = sum(float(each.sum()) for each in ones)
             majority = max(random / rows, 1 - random / rows)
-        return cls(
-            batches,
-            rows,
-            float((nats[labels] * weights).sum() / weights.sum()),
-            majority,
-        )
+        unigram_loss = float((nats[labels] * weights).sum() / weights.sum())
+        return cls(batches, rows, unigram_loss, majority)
 
 
 def of_held_out(
@@ -82,11 +79,12 @@ def of_held_out(
     is_due: Callable[[int], bool],
 ) -> Evaluator:
     """Returns the evaluator of the held-out rows."""
-
-    def ask(params: Any) -> dict[str, float]:
-        return evaluate(held_out, params, objective, eval_step, mesh)
-
-    return Evaluator("evaluation", is_due, ask, summary)
+    return Evaluator(
+        "evaluation",
+        is_due,
+        lambda params: evaluate(held_out, params, objective, eval_step, mesh),
+        summary,
+    )
 
 
 def evaluate(
@@ -131,15 +129,14 @@ def summary(line: dict[str, Any]) -> str:
     if not pieces:
         return f"held-out loss {line['loss']:.3f}; {others} ({line['rows']} rows)"
     (loss, right), unigram = losses.of_pieces(line), line["unigram_loss"]
-    below = unigram - loss
     perplexity = f"; perplexity {line['perplexity']:.1f}" if "perplexity" in line else ""
     backwards = ""
     if pieces != "previous_piece" and "previous_piece_loss" in line:
         loss_and_right = (line[f"previous_piece_{what}"] for what in ("loss", "accuracy"))
         backwards = "; previous piece {:.3f} nat, accuracy {:.3f}".format(*loss_and_right)
     return (
-        f"held-out {losses.PIECES[pieces]} {loss:.3f} nat, {abs(below):.3f} "
-        f"{'below' if below >= 0 else 'above'} the unigram line {unigram:.3f}{perplexity}; "
+        f"held-out {losses.PIECES[pieces]} {loss:.3f} nat, {abs(unigram - loss):.3f} "
+        f"{'below' if unigram >= loss else 'above'} the unigram line {unigram:.3f}{perplexity}; "
         f"accuracy {right:.3f}{backwards}{_of_pairs(line)}{f'; {others}' * bool(others)} "
         f"({line['rows']} rows)"
     )
@@ -198,8 +195,8 @@ class Predictor:
         """Returns what the model predicts for ids without [CLS] and [SEP].
 
         Returns:
-          float32 [masks, vocabulary] for the [MASK]s of A and B in order, and the probability that
-          B follows A, None without B.
+          float32 [masks, vocabulary] for the [MASK]s of A and B in order; the probability that B
+          follows A, None without B.
         """
         if self._model.one_sided:
             raise InputError(
@@ -232,11 +229,8 @@ class Predictor:
 
     def encode(self, text: str) -> list[int]:
         """Returns ids of a text in which [MASK] stands for itself."""
-        parts = text.split(MASK)
-        ids = self._tokenizer.encode(parts[0])
-        for part in parts[1:]:
-            ids = [*ids, self._tokenizer.mask_id, *self._tokenizer.encode(part)]
-        return ids
+        parts = [[self._tokenizer.mask_id, *self._tokenizer.encode(p)] for p in text.split(MASK)]
+        return list(itertools.chain(*parts))[1:]
 
 
 # Sentences taken from held-out documents where the experiment names none, and their lengths.
@@ -268,10 +262,7 @@ class Watched:
             self._sentences = held_out_sentences(validation, tokenizer, longest)
 
     def predict(self, params: Any) -> list[dict[str, Any]]:
-        """Predicts the masked pieces of each sentence.
-
-        Args:
-          params: on one device, as `on_one_device` gives them.
+        """Predicts the masked pieces of each sentence, with parameters on one device.
 
         Returns:
           For each: `text`; `masks`, the likeliest pieces of each [MASK]; and if it is known what
@@ -346,17 +337,13 @@ def _same(leaf: jax.Array) -> jax.Array:
 def held_out_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -> list[Sentence]:
     """Returns up to six sentences from documents all over the split, a whole word masked in each.
 
-    Args:
-      validation: the split.
-      tokenizer: of its ids.
-      longest: pieces that the model reads at most, [CLS] and [SEP] not counted.
+    Each has `longest` pieces at most, [CLS] and [SEP] not counted.
     """
     documents = len(validation.document_offsets) - 1
     sentences = []
     for number in range(_SENTENCES):
-        first, last = validation.document_offsets[
-            [documents * number // _SENTENCES, documents * number // _SENTENCES + 1]
-        ].tolist()
+        document = documents * number // _SENTENCES
+        first, last = validation.document_offsets[document : document + 2].tolist()
         # From its middle on: texts begin with titles and formulas.
         for at in range((first + last) // 2, last):
             start, end = validation.sentence_offsets[at : at + 2].tolist()
@@ -373,11 +360,8 @@ def _masked(ids: list[int], tokenizer: Tokenizer) -> Sentence | None:
     """Masks the longest whole word of one piece; None for a sentence that does not lend itself."""
     if len(ids) not in _LENGTHS or tokenizer.unk_id in ids:
         return None
-    whole = [
-        i
-        for i, (a, b) in enumerate(zip(ids, [*ids[1:], None], strict=True))
-        if not tokenizer.continues[a] and (b is None or not tokenizer.continues[b])
-    ]
+    goes_on = [*(tokenizer.continues[i] for i in ids), False]
+    whole = [i for i in range(len(ids)) if not (goes_on[i] or goes_on[i + 1])]
     place = max(whole, key=lambda i: len(tokenizer.piece(ids[i])), default=None)
     if place is None or not tokenizer.piece(ids[place]).strip("\u2581").isalpha():
         return None
