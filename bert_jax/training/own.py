@@ -112,7 +112,8 @@ def _trace_step(asking: _Asking, objective: Objective, params: Any, batch: Batch
     asking.part = ".counts"
     counts = jax.eval_shape(objective.counts, batch)
     asking.require(
-        [getattr(count, "shape", None) for count in counts] == [()] * len(objective.losses),
+        isinstance(counts, tuple)
+        and [getattr(count, "shape", None) for count in counts] == [()] * len(objective.losses),
         f"must return a tuple of {len(objective.losses)} scalars, one for each of the losses",
     )
 
