@@ -395,7 +395,7 @@ class Checkpoints:
                 return read()
             except Exception as error:
                 named = InputError | Unavailable | MemoryError | jax.errors.JaxRuntimeError
-                if isinstance(error, named) or retry.is_transient(error) or retry.is_denied(error):
+                if isinstance(error, named) or retry.passes(error):
                     raise
                 reason = str(error).split("\n")[0][:200]
                 raise Damaged(self._damage(step, reason)) from error
@@ -412,9 +412,7 @@ class Checkpoints:
             with named_errors(self._folder):
                 yield
         except Exception as error:
-            if isinstance(error, DiskFull) or not (
-                retry.is_transient(error) or retry.is_denied(error)
-            ):
+            if isinstance(error, DiskFull) or not retry.passes(error):
                 self._remove_unfinished()
                 raise
             # What Orbax remembers of its checkpoints may be wrong now.
