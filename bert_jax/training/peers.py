@@ -500,10 +500,10 @@ def wait_for_all(place: Place, limit: float) -> None:
 
 
 def _hear_all(place: Place, port: int, limit: float) -> tuple[str, bool]:
-    """Returns what all processes are told: an error, and whether it is that some are late."""
+    """Returns the error that all processes get, "" for none, and whether some are late."""
     deadline, error, late = time.monotonic() + limit, "", False
     here = {0: socket.gethostname()}
-    numbers: dict[Connection, int] = {}  # -1: has not said who it is
+    numbers: dict[Connection, int] = {}  # -1: unknown yet
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listen(place, port))
         while not error and (missing := sorted(set(range(place.count)) - here.keys())):
@@ -562,7 +562,7 @@ def _listen(place: Place, port: int) -> socket.socket:
 
 
 def _report(place: Place, host: str, port: int, limit: float) -> tuple[str, bool]:
-    """Tells process 0 who this is; returns what it tells all."""
+    """Tells process 0 who this is, and returns its answer to all."""
     deadline, me = time.monotonic() + limit, socket.gethostname()
     while True:
         try:
