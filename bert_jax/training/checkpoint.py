@@ -45,6 +45,7 @@ FORMAT_VERSION = 2
 _UNSEALED_VERSION = 1  # had no checksums
 
 # Prefix of the folders of damaged checkpoints, before their step.
+_CHUNK = 2**24  # bytes read at once
 ASIDE = "damaged-"
 # Orbax's, in a whole checkpoint; where folders cannot be renamed, one without it is not whole.
 _COMMITTED = "commit_success.txt"
@@ -388,17 +389,23 @@ class Checkpoints:
         return done
 
     def _read(self, step: int, read: Callable[[], T]) -> T:
-        """Reads something of a checkpoint, again after each passing fault; else it is damaged."""
+        """Reads something of a checkpoint, again after each passing fault.
 
-        def once() -> T:
+        It is damaged if that fails once more where all its files can be read.
+        """
+        named = InputError | Unavailable | MemoryError | jax.errors.JaxRuntimeError
+
+        def once(can_be_read: bool = False) -> T:
             try:
                 return read()
             except Exception as error:
-                named = InputError | Unavailable | MemoryError | jax.errors.JaxRuntimeError
                 if isinstance(error, named) or retry.passes(error):
                     raise
-                reason = str(error).split("\n")[0][:200]
-                raise Damaged(self._damage(step, reason)) from error
+                if can_be_read:
+                    reason = str(error).split("\n")[0][:200]
+                    raise Damaged(self._damage(step, reason)) from error
+            _read_plainly(self._folder / str(step))
+            return once(can_be_read=True)
 
         return self._again(once)
 
@@ -491,6 +498,20 @@ def _alone() -> ocp.Context:
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
     )
     return _context(multiprocessing_options=alone)
+
+
+def _read_plainly(folder: epath.Path) -> None:
+    """Reads all files: raises what keeps one from being read that is there, if anything."""
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.is_dir():
+            _read_plainly(path)
+            continue
+        try:
+            with path.open("rb") as file:
+                while file.read(_CHUNK):
+                    pass
+        except FileNotFoundError as error:
+            raise Unavailable(f"{path}: listed, but not found where it is read") from error
 
 
 def sha256_of(metadata: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import samples
 from broken import tree
 from compare import assert_identical
 from etils import epath
+from fake_gcs import Fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -309,6 +310,44 @@ def test_a_save_that_fails_for_a_while_is_made_up_for(owner, name, finished, tmp
     lines = (tmp_path / "w" / "metrics.jsonl").read_bytes()
     assert lines == (undisturbed / "metrics.jsonl").read_bytes()
     assert name == "save_async" or "a checkpoint could not be written for now" in shown
+
+
+def test_a_fault_nobody_knows_damages_nothing_if_it_does_not_come_again(run, monkeypatch):
+    monkeypatch.setattr(checkpoint.ocp, "load", failing(KeyError("x"), then=checkpoint.ocp.load))
+    assert newest_state(run)[0] == 22
+
+
+def test_files_that_cannot_be_read_plainly_are_not_taken_for_damaged(run, monkeypatch):
+    """Orbax's word may be anything."""
+
+    def away(folder):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(retry.again, "__kwdefaults__", retry.again.__kwdefaults__ | {"seconds": 1})
+    monkeypatch.setattr(checkpoint, "_read_plainly", away)
+    cut_off(run / "checkpoints" / "22")
+    with pytest.raises(Unavailable):
+        newest_state(run)
+
+
+def test_a_part_that_is_listed_and_not_found_is_not_taken_for_damage(finished, objects):
+    """As where one host of several is told that an object is not there."""
+    there = finished[1] / "checkpoints"
+    for file in there.rglob("*"):
+        if file.is_file():
+            objects.put(f"run/checkpoints/{file.relative_to(there)}", file.read_bytes(), {})
+    for step in (16, 20, 22):
+        objects.put(f"run/checkpoints/{step}/commit_success.txt", b"", {})
+    parts = objects.files("run/checkpoints/22/")
+    part = max(parts, key=lambda name: len(parts[name]))
+    left = iter(range(20))
+    objects.fault = lambda method, name, kind: (
+        Fault(404) if name == part and next(left, None) is not None else None
+    )
+    remote = epath.Path("gs://bucket/run/checkpoints")
+    assert newest_state(finished[1], folder=remote)[0] == 22
+    assert next(left, None) is None
 
 
 def test_a_checkpoint_of_another_format_is_named(finished, run):
