@@ -44,8 +44,8 @@ Saved = TypeVar("Saved", bound=Section)
 FORMAT_VERSION = 2
 _UNSEALED_VERSION = 1  # had no checksums
 
-# Prefix of the folders of damaged checkpoints, before their step.
 _CHUNK = 2**24  # bytes read at once
+# Prefix of the folders of damaged checkpoints, before their step.
 ASIDE = "damaged-"
 # Orbax's, in a whole checkpoint; where folders cannot be renamed, one without it is not whole.
 _COMMITTED = "commit_success.txt"
