@@ -242,7 +242,7 @@ class Corpus(Section):
 
     A source is WORD:PLACE: a word of `TEXT_FILES`, tfds or tfds_dir, and a file, folder, pattern or
     dataset; see `named`. `tokenizer` is "train", or a
-    `vocab.txt`, a `.model`, or a tokenizer folder of an earlier run.
+    `vocab.txt`, a `.model`, a `tokenizer.json`, or a tokenizer folder of an earlier run.
     """
 
     role = "identity"
@@ -278,8 +278,8 @@ class Corpus(Section):
     language: str = "en"
     # What is done with a document that was there before, word for word.
     repeated_documents: Literal["keep", "drop"] = "keep"
-    # train: one is trained on the text; or a vocab.txt, a .model, or an earlier run's tokenizer
-    # folder.
+    # train: one is trained on the text; or a vocab.txt, a .model, a tokenizer.json with what names
+    # its specials next to it, or an earlier run's tokenizer folder.
     tokenizer: str = "train"
     # Which tokenizer is trained: the reference's WordPiece, or SentencePiece's unigram or BPE.
     tokenizer_kind: Literal["wordpiece", "unigram", "bpe"] = "wordpiece"

@@ -460,7 +460,7 @@ def _given_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
             f"corpus.tokenizer={corpus.tokenizer}: has {chosen.size} ids and "
             f"model.vocab_size={vocab_size}; set model.vocab_size={chosen.size}"
         )
-    if chosen.case != corpus.case:
+    if chosen.case != corpus.case and chosen.kind != "library":
         raise InputError(
             f"corpus.tokenizer={corpus.tokenizer}: is {chosen.case}; set corpus.case={chosen.case}"
         )

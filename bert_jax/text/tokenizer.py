@@ -1,7 +1,8 @@
-"""Sentences to ids: the reference's WordPiece, and SentencePiece models.
+"""Sentences to ids: the reference's WordPiece, SentencePiece models, and any tokenizer.json.
 
 A tokenizer folder holds tokenizer.json (kind, case, ids of the specials) and vocab.txt or
-sentencepiece.model. Text never yields a special id but that of [UNK].
+sentencepiece.model; or the tokenizer.json of others, see `text.library`. Text never yields a
+special id but that of [UNK].
 """
 
 import functools
@@ -20,7 +21,7 @@ from etils import epath
 
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import read_json, write_atomic
-from bert_jax.text import vocabulary
+from bert_jax.text import library, vocabulary
 
 FORMAT_VERSION = 1
 
@@ -209,11 +210,14 @@ class SentencePiece:
 
 
 def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
-    """Reads a tokenizer folder, a BERT `vocab.txt` or a SentencePiece `.model`.
+    """Reads a tokenizer folder, a `tokenizer.json`, a BERT `vocab.txt` or a SentencePiece `.model`.
 
-    A folder knows its own case; `case` is a file's.
+    A folder knows its own case, and so does a tokenizer.json; `case` is another file's.
     """
     path = epath.Path(path)
+    file = path / library.FILE if path.is_dir() else path
+    if file.suffix == ".json" and file.exists() and library.is_of_library(file.read_bytes()):
+        return library.read(file)
     if path.is_dir():
         record = read_json(path / "tokenizer.json", FORMAT_VERSION)
         if record.get("case") not in ("uncased", "cased"):
@@ -229,7 +233,9 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
             )
         return tokenizer
     if not path.exists():
-        raise InputError(f"{path}: no such tokenizer (a folder, a vocab.txt or a .model)")
+        raise InputError(
+            f"{path}: no such tokenizer (a folder, a tokenizer.json, a vocab.txt or a .model)"
+        )
     if path.suffix == ".model":
         model = path.read_bytes()
         try:

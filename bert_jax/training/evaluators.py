@@ -229,8 +229,16 @@ class Predictor:
 
     def encode(self, text: str) -> list[int]:
         """Returns ids of a text in which [MASK] stands for itself."""
+<<<<<<< HEAD
         parts = [[self._tokenizer.mask_id, *self._tokenizer.encode(p)] for p in text.split(MASK)]
         return list(itertools.chain(*parts))[1:]
+=======
+        *before, last = text.split(MASK)
+        ids: list[int] = []
+        for part in before:  # whose last blank belongs to the piece that is asked for
+            ids += [*self._tokenizer.encode(part.rstrip()), self._tokenizer.mask_id]
+        return ids + self._tokenizer.encode(last)
+>>>>>>> 1920f1e (Text: any tokenizer.json, by the tokenizers library; each different word is cut once where the file allows it)
 
 
 # Sentences taken from held-out documents where the experiment names none, and their lengths.
@@ -363,7 +371,7 @@ def _masked(ids: list[int], tokenizer: Tokenizer) -> Sentence | None:
     goes_on = [*(tokenizer.continues[i] for i in ids), False]
     whole = [i for i in range(len(ids)) if not (goes_on[i] or goes_on[i + 1])]
     place = max(whole, key=lambda i: len(tokenizer.piece(ids[i])), default=None)
-    if place is None or not tokenizer.piece(ids[place]).strip("\u2581").isalpha():
+    if place is None or not tokenizer.piece(ids[place]).strip("\u2581\u0120").isalpha():
         return None
     masked = [*ids[:place], tokenizer.mask_id, *ids[place + 1 :]]
     return Sentence(masked, tokenizer.decode(masked), ids[place])

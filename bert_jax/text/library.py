@@ -1,0 +1,310 @@
+"""Any tokenizer.json, computed by the `tokenizers` library that published encoders are cut with.
+
+The file is kept as it is. Which ids stand around a text, and which piece is the mask, is read from
+it and from the tokenizer_config.json and special_tokens_map.json next to it, never guessed. What
+reads like a special token in a text is cut as plain text (`split_special_tokens=True` of
+transformers' AutoTokenizer).
+
+Texts whose words stand a blank apart are cut word by word where the file allows it, each different
+word once: the library needs three to six times as long for the whole text.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+from etils import epath
+
+from bert_jax.errors import InputError
+from bert_jax.storage.workdir import write_atomic
+
+FILE = "tokenizer.json"
+# Files that name the specials; the first that names one is right, as for transformers.
+NAMING = ("tokenizer_config.json", "special_tokens_map.json")
+
+# How a piece says that a blank stands before it: of bytes as letters, and SentencePiece's.
+BYTE_BLANK, BLANK = "\u0120", "\u2581"
+# Words held with their ids; a corpus of web text would otherwise fill the memory.
+_CACHED_WORDS = 200_000
+_LONGEST_WORD = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """What stands around one text and around two: `first A last`, `first A between B last`."""
+
+    first: tuple[int, ...]
+    between: tuple[int, ...]
+    last: tuple[int, ...]
+    second_segment: int  # of the second text and of what ends it: 0 or 1
+
+
+class Library:
+    """A tokenizer.json and what names its specials.
+
+    Args:
+      content: of tokenizer.json.
+      named: {"mask_token": "[MASK]", ...}, of the files next to it.
+      where: begins complaints.
+    """
+
+    kind = "library"
+    case = "cased"  # the file itself says what becomes of the case
+
+    def __init__(self, content: bytes, named: Mapping[str, str], where: str):
+        self._content, self._named = content, dict(named)
+        self._parts = parts = _parsed(content, where)
+        self._library = _opened(content, parts, where)
+        self._library.encode_special_tokens = True
+        self.size = self._library.get_vocab_size(with_added_tokens=True)
+        ids = self._library.get_vocab(with_added_tokens=True)
+        if sorted(ids.values()) != list(range(self.size)):
+            raise InputError(f"{where}: the ids of its {self.size} pieces are not 0 to the last")
+        self._pieces = sorted(ids, key=ids.__getitem__)
+        self.template = _template(parts.get("post_processor"), ids, where)
+        self.cls_id, self.sep_id = self.template.first[0], self.template.last[-1]
+        self.pad_id, self.unk_id, self.mask_id = (
+            self._special(f"{role}_token", ids, where) for role in ("pad", "unk", "mask")
+        )
+        special = {token["id"] for token in parts["added_tokens"] if token["special"]}
+        self._special_ids = special - {self.unk_id}
+        self.continues = self._continuing()
+        matched = {token["id"] for token in parts["added_tokens"]} - special
+        self._words = _Words(self._library, matched) if _by_words(parts) else None
+        named_ids = json.dumps(self._named, sort_keys=True).encode()
+        self.sha256 = hashlib.sha256(b"library/" + named_ids + b"/" + content).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, without specials around it."""
+        if self._words is not None and " ".join(text.split()) == text:
+            words = self._words
+            first, *others = text.split(" ")
+            cut = [words[first], *(words[" " + word] for word in others)]
+            if None not in cut:
+                return self._plain([i for ids in cut for i in ids])
+        return self._plain(self._library.encode(text, add_special_tokens=False).ids)
+
+    def piece(self, token_id: int) -> str:
+        """Returns how the piece is written in the vocabulary."""
+        return self._pieces[token_id]
+
+    def decode(self, ids: list[int]) -> str:
+        """Returns readable text, as the file's decoder gives it; specials are written by name."""
+        return self._library.decode(ids, skip_special_tokens=False)
+
+    def save(self, folder: epath.Path) -> None:
+        """Writes the file as it was read, and the names of the specials."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_bytes(self._content)
+        write_atomic(folder / NAMING[0], json.dumps(self._named, indent=2) + "\n")
+
+    def _plain(self, ids: list[int]) -> list[int]:
+        """Replaces special ids: Unigram has their names among its pieces, and finds them there."""
+        if self._special_ids.isdisjoint(ids):
+            return ids
+        return [self.unk_id if i in self._special_ids else i for i in ids]
+
+    def _special(self, role: str, ids: Mapping[str, int], where: str) -> int:
+        piece = self._named.get(role)
+        if piece is None:
+            raise InputError(
+                f"{where}: no {role} is named; add it to tokenizer.json as a special token, and "
+                f'"{role}": "..." to {NAMING[0]} next to it'
+            )
+        if piece not in ids:
+            raise InputError(
+                f"{where}: {role} {piece!r} is not in the vocabulary; add it to tokenizer.json "
+                "as a special token"
+            )
+        return ids[piece]
+
+    def _continuing(self) -> np.ndarray:
+        """Which pieces may go on a word: all that do not surely begin one, bool [size].
+
+        A blank alone begins none: it may be one of a run of them, or be followed by what it begins.
+        """
+        by_bytes = "ByteLevel" in json.dumps(self._parts.get("pre_tokenizer"))
+        if any(piece.startswith("##") for piece in self._pieces):
+            begins = [not piece.startswith("##") for piece in self._pieces]
+        elif by_bytes:
+            shown = self._library.decode_batch([[i] for i in range(self.size)], False)
+            begins = [
+                piece[0] == BYTE_BLANK and "\ufffd" not in text and not text.isspace()
+                for piece, text in zip(self._pieces, shown, strict=True)
+            ]
+        else:
+            begins = [piece[0] == BLANK and piece.strip(BLANK) != "" for piece in self._pieces]
+        continues = ~np.array(begins)
+        continues[[token["id"] for token in self._parts["added_tokens"]]] = False
+        continues[self.unk_id] = True
+        return continues
+
+
+class _Words(dict):
+    """Ids of words met so far, with the blank before them; None: of one cut with its neighbours.
+
+    Emptied when full.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, added: set[int]):
+        super().__init__()
+        self._library, self._added = library, added
+
+    def __missing__(self, word: str) -> list[int] | None:
+        normalizer = self._library.normalizer
+        plain = word if normalizer is None else normalizer.normalize_str(word)
+        ids = self._library.encode(word, add_special_tokens=False).ids
+        # A normalizer may put blanks there, which join those of the neighbours; an added token may
+        # take its neighbours' blanks away.
+        blanks = word[:1].isspace() != plain[:1].isspace() or plain[1:2].isspace()
+        blanks |= plain[-1:].isspace()
+        found = None if blanks or not self._added.isdisjoint(ids) else ids
+        if len(word) <= _LONGEST_WORD:
+            if len(self) >= _CACHED_WORDS:
+                self.clear()
+            self[word] = found
+        return found
+
+
+def read(path: epath.Path) -> Library:
+    """Reads a tokenizer.json, and the names of its specials from the files next to it."""
+    named: dict[str, str] = {}
+    for name in NAMING:
+        naming = path.parent / name
+        if not naming.exists():
+            continue
+        for role, token in _parsed(naming.read_bytes(), str(naming)).items():
+            piece = token.get("content") if isinstance(token, dict) else token
+            if role.endswith("_token") and isinstance(piece, str):
+                named.setdefault(role, piece)
+    return Library(path.read_bytes(), named, str(path))
+
+
+def is_of_library(content: bytes) -> bool:
+    """Returns whether a tokenizer.json is one of the library's, and not a record of ours."""
+    return b'"model"' in content
+
+
+def _parsed(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: not a JSON object")
+    return value
+
+
+def _opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
+    try:
+        library = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(
+            f"{where}: the tokenizers library {tokenizers.__version__} does not read it ({error})"
+        ) from error
+    if parts["model"].get("dropout"):
+        raise InputError(
+            f"{where}: model.dropout={parts['model']['dropout']}: a text would be cut another way "
+            "each time; set it to null"
+        )
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+def _template(given: Any, ids: Mapping[str, int], where: str) -> Template:
+    """Returns what a post-processor puts around texts."""
+    for one in _each(given, "processors"):
+        kind = one.get("type")
+        if kind in ("BertProcessing", "RobertaProcessing"):
+            cls, sep = one["cls"][1], one["sep"][1]
+            twice = (sep,) * (2 if kind == "RobertaProcessing" else 1)
+            return Template((cls,), twice, (sep,), int(kind == "BertProcessing"))
+        if kind == "TemplateProcessing":
+            return _of_template(one, where)
+    raise InputError(
+        f"{where}: post_processor: puts nothing before and after a text, and an encoder needs a "
+        "token to begin and one to end it; give it a TemplateProcessing"
+    )
+
+
+def _of_template(parts: dict[str, Any], where: str) -> Template:
+    def ids_of(names: Sequence[str]) -> tuple[int, ...]:
+        return tuple(i for name in names for i in parts["special_tokens"][name]["ids"])
+
+    def flat(form: str) -> list[tuple[str, bool, int]]:
+        found = []
+        for item in parts[form]:
+            (kind, value), *_ = item.items()
+            found.append((value["id"], kind == "Sequence", value["type_id"]))
+        return found
+
+    pair = flat("pair")
+    texts = [(name, place) for place, (name, is_text, _) in enumerate(pair) if is_text]
+    names = [name for name, _, _ in pair]
+    if [name for name, _ in texts] != ["A", "B"]:
+        raise InputError(f"{where}: post_processor: a pair must be text A, then text B, each once")
+    (_, a), (_, b) = texts
+    first, between, last = (ids_of(part) for part in (names[:a], names[a + 1 : b], names[b + 1 :]))
+    single = flat("single")
+    alone = [name for name, _, _ in single]
+    whole = [*names[: a + 1], *names[b + 1 :]]
+    if not (first and between and last) or alone != whole:
+        raise InputError(
+            f"{where}: post_processor: one text must stand between the same tokens as a pair, with "
+            "at least one before, one after, and one between the two"
+        )
+    segments = [segment for _, _, segment in pair]
+    second = segments[b]
+    expected = [0] * b + [second] * (len(segments) - b)
+    if segments != expected or second not in (0, 1) or any(s for _, _, s in single):
+        raise InputError(
+            f"{where}: post_processor: type_id must be 0 up to text B, and 0 or 1 from there on"
+        )
+    return Template(first, between, last, second)
+
+
+def _each(part: Any, inside: str) -> list[dict[str, Any]]:
+    """Returns the steps of a part of a tokenizer.json, which may be a sequence of them."""
+    if not part:
+        return []
+    if part.get("type") == "Sequence":
+        return [step for one in part[inside] for step in _each(one, inside)]
+    return [part]
+
+
+# Pre-tokenizers after which no piece holds a blank but as its first character.
+_CUT_AT_BLANKS = ("ByteLevel", "Metaspace", "BertPreTokenizer", "WhitespaceSplit", "Whitespace")
+# Normalizers that look at a word alone.
+_OF_A_WORD = ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "BertNormalizer", "Lowercase")
+_OF_A_WORD += ("StripAccents",)
+
+
+def _by_words(parts: dict[str, Any]) -> bool:
+    """Returns whether words that stand a blank apart are cut each by itself."""
+    replaced = 0
+    for one in _each(parts.get("normalizer"), "normalizers"):
+        if one["type"] == "Replace" and one["pattern"] == {"String": " "}:
+            replaced += one["content"] == BLANK
+        elif one["type"] == "Replace" and one["pattern"] == {"Regex": " {2,}"}:
+            continue
+        elif one["type"] not in _OF_A_WORD:
+            return False
+    cutters = _each(parts.get("pre_tokenizer"), "pretokenizers")
+    if any(token["single_word"] for token in parts["added_tokens"] if not token["special"]):
+        return False
+    if replaced:  # blanks are letters: then no merge may join what stands on both sides of one
+        vocabulary = parts["model"].get("vocab", {})
+        pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
+        return BLANK in pieces and not any(BLANK in re.sub(f"^{BLANK}+", "", p) for p in pieces)
+    return bool(cutters) and all(_cuts(one) for one in cutters)
+
+
+def _cuts(one: dict[str, Any]) -> bool:
+    is_cut = one.get("use_regex", True) and one.get("split", True)
+    return is_cut and one["type"] in _CUT_AT_BLANKS

@@ -1,0 +1,162 @@
+"""Any tokenizer.json: ids, templates and words are those of the library that it was made with.
+
+tests/golden/tokenizers/ has small vocabularies in the form of published ones: of ModernBERT (byte
+BPE, added tokens of blanks), RoBERTa (byte BPE, two separators), XLM-R (Unigram) and Gemma 2 (BPE
+over blanks as letters, with byte fallback), each trained on the speeches next to the experiments.
+"""
+
+import itertools
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import tokenizers
+from etils import epath
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert_jax.config import Corpus
+from bert_jax.data import corpus
+from bert_jax.errors import InputError
+from bert_jax.text import library, tokenizer
+from bert_jax.training.evaluators import Predictor
+
+FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
+SQUARE = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+ANGLED = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
+NAMED = {"modernbert": SQUARE, "roberta": ANGLED, "xlmr": ANGLED, "gemma": ANGLED}
+CONTENT = {name: (FOLDER / f"{name}.json").read_bytes() for name in NAMED}
+OURS = {name: library.Library(CONTENT[name], NAMED[name], name) for name in NAMED}
+
+
+def plainly(name):
+    """The library itself, told to cut what reads like a special token as plain text."""
+    found = tokenizers.Tokenizer.from_buffer(CONTENT[name])
+    found.encode_special_tokens = True
+    return found
+
+
+THEIRS = {name: plainly(name) for name in NAMED}
+each_form = pytest.mark.parametrize("name", NAMED)
+
+# What the forms treat in ways of their own: specials, added tokens, what normalizers turn into
+# blanks or join with them, marks of blanks in the text, contractions.
+ODD = ["[MASK]", "<mask>", "</s>", "[SEP]", "<s>", "|||EMAIL_ADDRESS|||", "|||IP_ADDRESS|||", "'s"]
+ODD += ["don't", "\u00a8a", "a\u200b", "\u200b", "\u0301e", "\u2581x", "x\u2581", "\ufeff", "\n\n"]
+ODD += ["  ", "\t", "\x85", "\u3000", "the", "people", "\U0001f600", "\u4e2d\u6587", "1,000.5%"]
+words = st.sampled_from(ODD) | st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+texts = st.lists(words, max_size=9).map(" ".join) | st.text(max_size=20)
+
+
+@each_form
+@given(text=texts)
+def test_ids_are_those_of_the_library_and_never_special(name, text):
+    text = text.encode("utf-8", "ignore").decode()
+    ours, plain = OURS[name], THEIRS[name].encode(text, add_special_tokens=False).ids
+    special = {ours.cls_id, ours.sep_id, ours.mask_id, ours.pad_id}
+    found = ours.encode(text)
+    assert not special & set(found)
+    # Unigram has the names of specials among its pieces, and finds them in a text.
+    assert found == [ours.unk_id if i in special and name == "xlmr" else i for i in plain]
+
+
+@each_form
+@given(text=texts)
+def test_what_goes_on_a_word_never_begins_one(name, text):
+    """The words are the library's; where blanks are letters to it, those that they part."""
+    text = text.encode("utf-8", "ignore").decode()
+    ids, cut = OURS[name].encode(text), THEIRS[name].encode(text, add_special_tokens=False)
+    for a, b in itertools.pairwise(range(len(ids))):
+        if not OURS[name].continues[ids[b]] and cut.word_ids[a] == cut.word_ids[b]:
+            assert name == "gemma" and cut.tokens[b][0] == library.BLANK, (text, cut.tokens)
+
+
+@each_form
+def test_a_template_puts_around_texts_what_the_library_does(name):
+    ours, theirs, (a, b) = OURS[name], THEIRS[name], ("We the people", "of the States.")
+    form = ours.template
+    first, second = (ours.encode(text) for text in (a, b))
+    assert [*form.first, *first, *form.last] == theirs.encode(a).ids
+    pair = theirs.encode(a, b)
+    assert [*form.first, *first, *form.between, *second, *form.last] == pair.ids
+    of_first = len(form.first) + len(first) + len(form.between)
+    segments = [0] * of_first + [form.second_segment] * (len(pair.ids) - of_first)
+    assert segments == pair.type_ids
+    assert (ours.cls_id, ours.sep_id) == (pair.ids[0], pair.ids[-1])
+
+
+@each_form
+def test_a_folder_is_the_file_and_the_names_of_its_specials(name, tmp_path):
+    OURS[name].save(epath.Path(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == CONTENT[name]
+    for place in (tmp_path / "saved", tmp_path / "saved" / "tokenizer.json"):
+        read = tokenizer.load(place)
+        assert read.sha256 == OURS[name].sha256
+        assert read.decode(read.encode("We the people")).strip() == "We the people"
+        assert [read.piece(i) for i in (read.pad_id, read.mask_id)] == [
+            NAMED[name][f"{role}_token"] for role in ("pad", "mask")
+        ]
+
+
+def changed(name, **parts):
+    return json.dumps(json.loads(CONTENT[name]) | parts).encode()
+
+
+ENDS = {"id": "[SEP]", "type_id": 0}
+ONE = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+
+
+@pytest.mark.parametrize(
+    ("content", "named", "what"),
+    [
+        (b"{", SQUARE, "JSON"),
+        (changed("modernbert", pre_tokenizer={"type": "Unheard"}), SQUARE, "tokenizers library"),
+        (changed("modernbert", post_processor=None), SQUARE, "post_processor"),
+        (
+            changed(
+                "modernbert",
+                post_processor=json.loads(CONTENT["modernbert"])["post_processor"]
+                | {"pair": [*ONE, {"Sequence": {"id": "B", "type_id": 1}}]},
+            ),
+            SQUARE,
+            "post_processor",
+        ),
+        (CONTENT["modernbert"], {k: v for k, v in SQUARE.items() if k != "mask_token"}, "mask_tok"),
+        (CONTENT["modernbert"], SQUARE | {"pad_token": "<none>"}, "<none>"),
+    ],
+)
+def test_a_file_that_cannot_be_computed_with_is_named(content, named, what, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(InputError) as error:
+        library.read(epath.Path(tmp_path / "tokenizer.json"))
+    assert what in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@each_form
+def test_text_is_prepared_with_it(name, tmp_path):
+    (tmp_path / "given").mkdir()
+    OURS[name].save(epath.Path(tmp_path / "given"))
+    lines = [f"Line {i} of the people [SEP] so." for i in range(40)]
+    (tmp_path / "text.txt").write_text("\n\n".join(lines) + "\n")
+    of = Corpus(
+        sources=(f"text:{tmp_path}/text.txt",),
+        layout="sentences_by_line",
+        tokenizer=f"{tmp_path}/given/tokenizer.json",
+        validation_share=0.2,
+    )
+    folder = epath.Path(tmp_path / "corpus")
+    manifest = corpus.prepare(of, OURS[name].size, folder, lambda line: None)
+    assert manifest["tokenizer"]["sha256"] == OURS[name].sha256
+    ids = np.fromfile(folder / "stream" / "train" / "ids.bin", np.uint16)
+    assert THEIRS[name].decode(ids.tolist()).count("of the people [SEP] so.") == 32
+
+
+@pytest.mark.parametrize("name", ["modernbert", "roberta"])
+def test_a_mask_takes_the_blank_before_it(name):
+    """As those vocabularies' own mask tokens do."""
+    text, mask = "We the [MASK] of the States", NAMED[name]["mask_token"]
+    theirs = tokenizers.Tokenizer.from_buffer(CONTENT[name])
+    expected = theirs.encode(text.replace("[MASK]", mask), add_special_tokens=False).ids
+    assert Predictor.encode(Predictor(None, OURS[name]), text) == expected
