@@ -36,7 +36,7 @@ _LONGEST_WORD = 200
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """What stands around one text and around two: `first A last`, `first A between B last`."""
+    """The tokens around one text and around two: `first A last`, `first A between B last`."""
 
     first: tuple[int, ...]
     between: tuple[int, ...]
@@ -163,12 +163,12 @@ class _Words(dict):
         # take its neighbours' blanks away.
         blanks = word[:1].isspace() != plain[:1].isspace() or plain[1:2].isspace()
         blanks |= plain[-1:].isspace()
-        found = None if blanks or not self._added.isdisjoint(ids) else ids
+        kept = None if blanks or not self._added.isdisjoint(ids) else ids
         if len(word) <= _LONGEST_WORD:
             if len(self) >= _CACHED_WORDS:
                 self.clear()
-            self[word] = found
-        return found
+            self[word] = kept
+        return kept
 
 
 def read(path: epath.Path) -> Library:
@@ -238,11 +238,11 @@ def _of_template(parts: dict[str, Any], where: str) -> Template:
         return tuple(i for name in names for i in parts["special_tokens"][name]["ids"])
 
     def flat(form: str) -> list[tuple[str, bool, int]]:
-        found = []
+        items = []
         for item in parts[form]:
             (kind, value), *_ = item.items()
-            found.append((value["id"], kind == "Sequence", value["type_id"]))
-        return found
+            items.append((value["id"], kind == "Sequence", value["type_id"]))
+        return items
 
     pair = flat("pair")
     texts = [(name, place) for place, (name, is_text, _) in enumerate(pair) if is_text]
