@@ -139,8 +139,13 @@ class Model(Section):
     direction: Literal["both", "left_to_right"] = "both"
     # Tokens in the longest row; kind=bert has a position embedding for each of them.
     max_position_embeddings: Annotated[Side, at_least(8)] = 512
-    # Number of segments, A and B; kind=modern has no segment embeddings.
-    type_vocab_size: int = 2
+    # Number of segments, A and B; RoBERTa's is 1, DistilBERT's 0, which has no segment embeddings,
+    # and so has none kind=modern.
+    type_vocab_size: Count = 2
+    # For kind=bert: rows of the position table before that of the first position; RoBERTa's is 2.
+    position_offset: Count = 0
+    # For kind=bert: what layer norms add to the variance; RoBERTa's is 1e-5.
+    layer_norm_eps: Positive = 1e-12
     # For kind=modern: the first layer and then every so many attend to whole rows; the others to a
     # window around each token.
     global_every: PositiveCount = 3
@@ -179,8 +184,6 @@ class Model(Section):
         for name in _WITHOUT_MEANING[self.kind]:
             if not self._is_default(name):
                 yield name, f"has no meaning with model.kind={self.kind}; leave it out"
-        if self.kind == "bert" and self.type_vocab_size < 2:
-            yield "type_vocab_size", "pairs need two segments"
         if self.kind == "bilstm" and self.num_attention_heads != 1:
             yield "num_attention_heads", "model.kind=bilstm: set it to 1"
         if self.kind == "bilstm" and self.hidden_size % 2:
@@ -213,10 +216,11 @@ class Model(Section):
 
 
 # What is left as it is, by `model.kind`.
+_OF_BERT = ("type_vocab_size", "position_offset", "layer_norm_eps")
 _WITHOUT_MEANING = {
     "bert": (),
-    "modern": ("type_vocab_size",),
-    "bilstm": ("type_vocab_size", "hidden_act", "initialization", "code"),
+    "modern": _OF_BERT,
+    "bilstm": (*_OF_BERT, "hidden_act", "initialization", "code"),
 }
 
 # What stands before a path that an experiment's file gave as relative to its own folder.
@@ -696,6 +700,8 @@ class Experiment(Section):
             )
         if model.direction != wanted.direction:
             yield "model.direction", f"{given}: set model.direction={wanted.direction}"
+        if wanted.units != "sentences" and model.type_vocab_size < 2:
+            yield "model.type_vocab_size", f"{given} has pairs, of two segments; set it to 2"
         if objective == "causal" and model.code:
             yield "model.code", f"attends as it likes, which {given} cannot use"
         if wanted.unpredicted and run.watch:

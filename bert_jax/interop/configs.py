@@ -10,7 +10,7 @@ from bert_jax import config
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import vocabularies
-from bert_jax.interop.names import PARTS
+from bert_jax.interop.names import PARTS, family
 from bert_jax.interop.vocabularies import require
 from bert_jax.loaded import Loaded
 
@@ -24,7 +24,18 @@ _SIZES = (
     "max_position_embeddings",
     "initializer_range",
 )
-_BERT = (*_SIZES, "type_vocab_size", "hidden_dropout_prob", "attention_probs_dropout_prob")
+_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_BERT = (*_SIZES, "type_vocab_size", "layer_norm_eps", *_DROPOUTS)
+# DistilBERT's names of ours.
+_DISTILBERT = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "hidden_dim": "intermediate_size",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    **{name: name for name in ("vocab_size", "max_position_embeddings", "initializer_range")},
+}
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -34,7 +45,6 @@ _ACTIVATIONS = {
 _THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 # Of what is written as it is, the only value that we compute with.
 _BERT_FIXED = {
-    "layer_norm_eps": 1e-12,
     "position_embedding_type": "absolute",
     "add_cross_attention": False,
     "tie_word_embeddings": True,
@@ -48,6 +58,8 @@ _MODERN_FIXED = {
     "classifier_bias": False,
     "tie_word_embeddings": True,
 }
+# Types of model with RoBERTa's arithmetic, and what their classes begin with instead of `Roberta`.
+_ROBERTAS = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
 # Half of a decoder's window counts the token itself, half of an encoder's does not.
 _ITSELF = 2
 # Of ModernBERT's that reads from left to right.
@@ -76,6 +88,17 @@ _OF_BERT = [
     _Field("is_decoder", "direction", {False: "both", True: "left_to_right"}, False),
     _Field("chunk_size_feed_forward", allowed=[0]),
     *_fixed(_BERT_FIXED),
+]
+_OF_ROBERTA = [
+    *(field for field in _OF_BERT if field.theirs not in ("type_vocab_size", "is_decoder")),
+    _Field("max_position_embeddings", "max_position_embeddings", None, 512),
+    _Field("type_vocab_size", "type_vocab_size", [1], 1),
+    _Field("is_decoder", allowed=[False]),
+]
+_OF_DISTILBERT = [
+    *(_Field(theirs, ours) for theirs, ours in _DISTILBERT.items()),
+    _Field("activation", "hidden_act", _ACTIVATIONS, "gelu"),
+    _Field("chunk_size_feed_forward", allowed=[0]),
 ]
 # Defaults are ModernBERT-base's.
 _OF_MODERN = [
@@ -116,12 +139,42 @@ def _ours(path: epath.Path, table: list[_Field], fields: dict[str, Any]) -> dict
 def read(path: epath.Path) -> Model:
     """Reads a config.json as a Model section. Fields it lacks have their classes' defaults."""
     fields = vocabularies.read_object(path)
-    readers = {"bert": model_of, "modernbert": _modern, _DECODER: _modern}
+    readers = {
+        "bert": model_of,
+        **dict.fromkeys(_ROBERTAS, _roberta),
+        "distilbert": _distilbert,
+        "modernbert": _modern,
+        _DECODER: _modern,
+    }
     model_type = require(path, "model_type", fields.get("model_type"), readers)
     named = fields.get("architectures") or []
     for name in named if isinstance(named, list) else [named]:
-        require(path, "architectures", name, PARTS)
+        require(path, "architectures", _plain(name), PARTS)
     return readers[model_type](path, fields)
+
+
+def _plain(name: Any) -> Any:
+    """Returns RoBERTa's name of a class."""
+    for beginning in _ROBERTAS.values():
+        if isinstance(name, str) and name.startswith(beginning):
+            return "Roberta" + name.removeprefix(beginning)
+    return name
+
+
+def _roberta(path: epath.Path, fields: dict[str, Any]) -> Model:
+    """Reads a RoBERTa, whose positions begin behind the number of the padding's piece."""
+    ours = _ours(path, _OF_ROBERTA, fields)
+    first, rows = fields.get("pad_token_id", 1), ours["max_position_embeddings"]
+    for name, value in (("pad_token_id", first), ("max_position_embeddings", rows)):
+        if type(value) is not int or value < 0:
+            raise InputError(f"{path}: {name}={value!r}: must be a whole number")
+    ours |= {"position_offset": first + 1, "max_position_embeddings": rows - first - 1}
+    return config.section(Model, ours, str(path))
+
+
+def _distilbert(path: epath.Path, fields: dict[str, Any]) -> Model:
+    ours = _ours(path, _OF_DISTILBERT, fields)
+    return config.section(Model, ours | {"type_vocab_size": 0}, str(path))
 
 
 def model_of(path: epath.Path, fields: dict[str, Any]) -> Model:
@@ -181,7 +234,7 @@ def _bases(path: epath.Path, fields: dict[str, Any]) -> dict[str, float]:
 
 def fields_of(trained: Loaded, architecture: str, dtype: str) -> dict[str, Any]:
     """Returns the config.json that their class `architecture` reads."""
-    write = {"bert": _bert_fields, "modern": _modern_fields}[trained.model.kind]
+    write = _WRITERS[family(trained.model)]
     return {
         "architectures": [architecture],
         **write(trained),
@@ -218,6 +271,28 @@ def _bert_fields(trained: Loaded) -> dict[str, Any]:
     }
 
 
+def _roberta_fields(trained: Loaded) -> dict[str, Any]:
+    cfg, tok = trained.model, trained.tokenizer
+    return {
+        **_bert_fields(trained),
+        "model_type": "roberta",
+        "max_position_embeddings": cfg.max_position_embeddings + cfg.position_offset,
+        "bos_token_id": tok.cls_id,
+        "eos_token_id": tok.sep_id,
+    }
+
+
+def _distilbert_fields(trained: Loaded) -> dict[str, Any]:
+    ours = dataclasses.asdict(trained.model)
+    return {
+        "model_type": "distilbert",
+        **{theirs: ours[name] for theirs, name in _DISTILBERT.items()},
+        "activation": _THEIR_ACTIVATIONS[ours["hidden_act"]],
+        "sinusoidal_pos_embds": False,
+        "tie_weights_": True,
+    }
+
+
 def _modern_fields(trained: Loaded) -> dict[str, Any]:
     cfg, tok = trained.model, trained.tokenizer
     ours, act = dataclasses.asdict(cfg), _THEIR_ACTIVATIONS[cfg.hidden_act]
@@ -246,3 +321,11 @@ def _modern_fields(trained: Loaded) -> dict[str, Any]:
         "cls_token_id": tok.cls_id,
         "sep_token_id": tok.sep_id,
     }
+
+
+_WRITERS = {
+    "bert": _bert_fields,
+    "roberta": _roberta_fields,
+    "distilbert": _distilbert_fields,
+    "modern": _modern_fields,
+}

@@ -20,7 +20,7 @@ from bert_jax.storage.workdir import new_folder
 from bert_jax.tasks.objective import merged_params
 from bert_jax.tasks.predict import TaskModel
 
-# By `model.kind`, and by the task's.
+# By `names.family`, and by the task's. DistilBERT's own heads are others than BERT's.
 ARCHITECTURES = {
     kind: {
         "classify": f"{family}ForSequenceClassification",
@@ -30,7 +30,7 @@ ARCHITECTURES = {
         "tag": f"{family}ForTokenClassification",
         "span": f"{family}ForQuestionAnswering",
     }
-    for kind, family in (("bert", "Bert"), ("modern", "ModernBert"))
+    for kind, family in (("bert", "Bert"), ("roberta", "Roberta"), ("modern", "ModernBert"))
 }
 # What PEFT calls tasks. It has no word for a choice, and its class for questions drops
 # token_type_ids (0.21): such adapters name their base's class instead.
@@ -90,6 +90,9 @@ def architecture_of(model: TaskModel) -> str:
     reasons = {
         "adapts a base of model.kind=bilstm": model.model.kind == "bilstm",
         f"has BiLSTM layers on its encoder (adapt.features={features})": features,
+        "adapts a base without segments (model.type_vocab_size=0)": (
+            names.family(model.model) == "distilbert"
+        ),
         "has learned task.kind=generate, an encoder and a decoder": task == "generate",
         "adapts a base of model.direction=left_to_right, of which the last [SEP] is read and not "
         "[CLS]": model.model.direction == "left_to_right",
@@ -100,7 +103,7 @@ def architecture_of(model: TaskModel) -> str:
                 f"--as task: {model.experiment.name} {why}, for which transformers has no class; "
                 "`bert-jax predict` takes it"
             )
-    return ARCHITECTURES[model.model.kind][model.experiment.task.kind]
+    return ARCHITECTURES[names.family(model.model)][model.experiment.task.kind]
 
 
 def _as_trained(model: TaskModel, params: dict[str, Any]) -> Loaded:
@@ -131,7 +134,7 @@ def _write_model(
 def _write_tokenizer(model: TaskModel, folder: epath.Path) -> None:
     # What is longer was cut when this was learned.
     longest = model.experiment.task.max_sequence_length
-    vocabularies.write(model.tokenizer, longest, INPUTS[model.model.kind], folder)
+    vocabularies.write(model.tokenizer, longest, INPUTS[names.family(model.model)], folder)
 
 
 # --- adapters -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from bert_jax.interop.vocabularies import read_object
 from bert_jax.loaded import Loaded
 from bert_jax.storage.workdir import new_folder
 
-# By `model.kind`, and by what is wanted.
+# By `names.family`, and by what is wanted.
 ARCHITECTURES = {
     "bert": {
         "pretraining": "BertForPreTraining",
@@ -25,6 +25,8 @@ ARCHITECTURES = {
         "encoder": "BertModel",
         "causal_lm": "BertLMHeadModel",
     },
+    "roberta": {"masked_lm": "RobertaForMaskedLM", "encoder": "RobertaModel"},
+    "distilbert": {"masked_lm": "DistilBertForMaskedLM", "encoder": "DistilBertModel"},
     "modern": {
         "masked_lm": "ModernBertForMaskedLM",
         "encoder": "ModernBertModel",
@@ -34,7 +36,7 @@ ARCHITECTURES = {
 # What their models read of a text.
 INPUTS = {
     "bert": ("input_ids", "token_type_ids", "attention_mask"),
-    "modern": ("input_ids", "attention_mask"),
+    **dict.fromkeys(("roberta", "distilbert", "modern"), ("input_ids", "attention_mask")),
 }
 # What writes a pickle's tensors as safetensors, and runs nothing in it.
 _CONVERT = (
@@ -52,7 +54,7 @@ Kind = Literal["pretraining", "masked_lm", "encoder", "causal_lm"]
 def read_folder(folder: epath.Path, say: Say) -> Base:
     """Reads what `save_pretrained` wrote of one of `ARCHITECTURES`."""
     stated = configs.read(folder / "config.json")
-    naming = names.HUGGING_FACE[stated.kind]
+    naming = names.HUGGING_FACE[names.family(stated)]
     tokenizer = vocabularies.read(folder)
     file = _weights_file(folder)
     held = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
@@ -140,13 +142,13 @@ def _read_shards(index: epath.Path) -> dict[str, np.ndarray]:
 def forms_of(model: Model) -> list[str]:
     """Returns the kinds of export that a model which is not fine-tuned can have."""
     is_causal = model.direction == "left_to_right"
-    kinds = ARCHITECTURES.get(model.kind, {})
+    kinds = ARCHITECTURES.get(names.family(model), {})
     return [name for name in kinds if (name == "causal_lm") == is_causal]
 
 
 def architecture_of(model: Model, kind: Kind) -> str:
     """Returns the class of theirs that holds what is wanted of such a model."""
-    if model.code or model.kind not in ARCHITECTURES:
+    if model.code or names.family(model) not in ARCHITECTURES:
         which = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
         raise InputError(
             f"--as {kind}: transformers has no class for {which}; `bert-jax embed` and "
@@ -158,7 +160,7 @@ def architecture_of(model: Model, kind: Kind) -> str:
             f"--as {kind}: transformers has no such class for model.kind={model.kind} and "
             f"model.direction={model.direction}; choose {' or '.join(there)}"
         )
-    return ARCHITECTURES[model.kind][kind]
+    return ARCHITECTURES[names.family(model)][kind]
 
 
 def export_weights(
@@ -172,7 +174,7 @@ def export_weights(
     architecture, cfg = architecture_of(trained.model, kind), trained.model
     longest = cfg.max_position_embeddings
     with new_folder(target) as folder:
-        vocabularies.write(trained.tokenizer, longest, INPUTS[cfg.kind], folder)
+        vocabularies.write(trained.tokenizer, longest, INPUTS[names.family(cfg)], folder)
         card_text = card.write(trained, architecture, dtype, target.name)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
         vocabularies.write_json(

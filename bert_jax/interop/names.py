@@ -34,6 +34,10 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "BertForMaskedLM": ("encoder", "masked_lm"),
     "BertModel": ("encoder", "pooler"),
     "BertLMHeadModel": ("encoder", "masked_lm"),
+    "RobertaForMaskedLM": ("encoder", "masked_lm"),
+    "RobertaModel": ("encoder", "pooler"),
+    "DistilBertForMaskedLM": ("encoder", "masked_lm"),
+    "DistilBertModel": ("encoder",),
     "ModernBertForMaskedLM": ("encoder", "masked_lm"),
     "ModernBertModel": ("encoder",),
     "ModernBertDecoderForCausalLM": ("encoder", "masked_lm"),
@@ -44,6 +48,10 @@ HEADS: dict[str, tuple[tuple[Part, ...], str]] = {
     "BertForMultipleChoice": (("encoder", "pooler"), "classifier"),
     "BertForTokenClassification": (("encoder",), "classifier"),
     "BertForQuestionAnswering": (("encoder",), "qa_outputs"),
+    "RobertaForSequenceClassification": (("encoder", "pooler"), "classifier.out_proj"),
+    "RobertaForMultipleChoice": (("encoder", "pooler"), "classifier"),
+    "RobertaForTokenClassification": (("encoder",), "classifier"),
+    "RobertaForQuestionAnswering": (("encoder",), "qa_outputs"),
     "ModernBertForSequenceClassification": (("encoder", "masked_lm"), "classifier"),
     "ModernBertForMultipleChoice": (("encoder", "masked_lm"), "classifier"),
     "ModernBertForTokenClassification": (("encoder", "masked_lm"), "classifier"),
@@ -63,6 +71,30 @@ _LAYER = {
     "intermediate": "intermediate.dense",
     "output": "output.dense",
     "output_layer_norm": "output.LayerNorm",
+}
+# What other families call BERT's tensors: the beginning of a name, and what stands there for it.
+_ROBERTA = {
+    "bert.": "roberta.",
+    "cls.predictions.transform.dense": "lm_head.dense",
+    "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
+    "cls.predictions.bias": "lm_head.bias",
+}
+_DISTILBERT = {
+    "bert.encoder.layer": "distilbert.transformer.layer",
+    "bert.embeddings": "distilbert.embeddings",
+    "cls.predictions.transform.dense": "vocab_transform",
+    "cls.predictions.transform.LayerNorm": "vocab_layer_norm",
+    "cls.predictions.bias": "vocab_projector.bias",
+}
+_DISTILBERT_LAYER = {
+    "query": "attention.q_lin",
+    "key": "attention.k_lin",
+    "value": "attention.v_lin",
+    "attention_output": "attention.out_lin",
+    "attention_layer_norm": "sa_layer_norm",
+    "intermediate": "ffn.lin1",
+    "output": "ffn.lin2",
+    "output_layer_norm": "output_layer_norm",
 }
 # Ours that lie in one tensor of theirs, in this order.
 _MODERN_LAYER = {
@@ -120,12 +152,26 @@ class Naming:
         return name
 
 
-def tensors(cfg: Model) -> Iterator[Tensor]:
+def family(cfg: Model) -> str:
+    """Returns whose tensors a model's are: bert, roberta, distilbert; or its kind."""
+    if cfg.kind != "bert":
+        return cfg.kind
+    if cfg.position_offset:
+        return "roberta"
+    return "bert" if cfg.type_vocab_size else "distilbert"
+
+
+def tensors(cfg: Model, of_layer: Mapping[str, str] = _LAYER) -> Iterator[Tensor]:
     """Yields all tensors of BertForPreTraining except copies."""
     width, inner = cfg.hidden_size, cfg.intermediate_size
     above = ("encoder", "embeddings")
-    rows = {"position": cfg.max_position_embeddings, "segment": cfg.type_vocab_size}
+    rows = {
+        "position": cfg.position_offset + cfg.max_position_embeddings,
+        "segment": cfg.type_vocab_size,
+    }
     for ours, theirs in (("position", "position"), ("segment", "token_type")):
+        if not rows[ours]:
+            continue
         name = f"bert.embeddings.{theirs}_embeddings.weight"
         yield Tensor(name, (rows[ours], width), (*above, ours, "embedding"), "encoder")
     word = (*above, "word", "embedding")
@@ -134,7 +180,7 @@ def tensors(cfg: Model) -> Iterator[Tensor]:
     yield from _norm("bert.embeddings.LayerNorm", (*above, "layer_norm"), "encoder", width)
     sizes = {"intermediate": (inner, width), "output": (width, inner)}
     for layer in range(cfg.num_hidden_layers):
-        for ours, theirs in _LAYER.items():
+        for ours, theirs in of_layer.items():
             name, path = f"bert.encoder.layer.{layer}.{theirs}", ("encoder", "layers", ours)
             if ours.endswith("norm"):
                 yield from _norm(name, path, "encoder", width, layer)
@@ -148,6 +194,16 @@ def tensors(cfg: Model) -> Iterator[Tensor]:
     bias = ("masked_lm", "output_bias")
     yield Tensor(OUTPUT_BIAS, (cfg.vocab_size,), bias, "masked_lm", is_vocabulary=True)
     yield from _dense("cls.seq_relationship", ("next_sentence",), "next_sentence", 2, width)
+
+
+def _renamed(
+    cfg: Model, names: Mapping[str, str], of_layer: Mapping[str, str], parts: tuple[Part, ...]
+) -> Iterator[Tensor]:
+    """Yields BERT's tensors of these parts as another family names them."""
+    for tensor in tensors(cfg, of_layer):
+        if tensor.part in parts:
+            old, new = next(item for item in names.items() if tensor.name.startswith(item[0]))
+            yield dataclasses.replace(tensor, name=new + tensor.name.removeprefix(old))
 
 
 def _dense(
@@ -205,8 +261,35 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
     yield Tensor(_MODERN_OUTPUT_BIAS, (cfg.vocab_size,), bias, "masked_lm", is_vocabulary=True)
 
 
-# By `model.kind`.
+_NO_PAIRS: tuple[Part, ...] = ("encoder", "pooler", "masked_lm")
+
+# By `family`.
 HUGGING_FACE = {
+    "roberta": Naming(
+        lambda cfg: _renamed(cfg, _ROBERTA, _LAYER, _NO_PAIRS),
+        "roberta.embeddings.word_embeddings.weight",
+        "lm_head.bias",
+        "config.json",
+        "RoBERTa's masked LM",
+        prefix="roberta.",
+        encoder=("embeddings.", "encoder.", "pooler."),
+        tied={
+            "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+            "lm_head.decoder.bias": "lm_head.bias",
+        },
+        ignored=("roberta.embeddings.position_ids", "roberta.embeddings.token_type_ids"),
+    ),
+    "distilbert": Naming(
+        lambda cfg: _renamed(cfg, _DISTILBERT, _DISTILBERT_LAYER, ("encoder", "masked_lm")),
+        "distilbert.embeddings.word_embeddings.weight",
+        "vocab_projector.bias",
+        "config.json",
+        "DistilBERT's masked LM",
+        prefix="distilbert.",
+        encoder=("embeddings.", "transformer."),
+        tied={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
+        ignored=("distilbert.embeddings.position_ids",),
+    ),
     "bert": Naming(
         tensors,
         WORD_EMBEDDINGS,
@@ -245,7 +328,7 @@ def to_ours(
       where: the file, for errors.
       naming: whose names they are; None: Hugging Face's.
     """
-    naming = naming or HUGGING_FACE[cfg.kind]
+    naming = naming or HUGGING_FACE[family(cfg)]
     wanted: dict[str, list[Tensor]] = {}
     for tensor in naming.tensors(cfg):
         if tensor.part == "encoder":  # at once: the configuration may name any number of layers
@@ -319,7 +402,10 @@ def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[
         return _held(params, cfg, PARTS[architecture], prefix)
     parts, name = HEADS[architecture]
     head = jax.device_get(params["head"])
-    return _held(params, cfg, parts, "as_under_a_head") | {
+    below = _held(params, cfg, parts, "as_under_a_head")
+    if name == "classifier.out_proj":  # RoBERTa's pooler is called so there
+        below = {key.replace("roberta.pooler.", "classifier."): below[key] for key in below}
+    return below | {
         f"{name}.weight": head["kernel"].T,
         f"{name}.bias": head["bias"],
     }
@@ -332,7 +418,7 @@ def _held(
     prefix: Literal["as_under_a_head", "left_out"],
 ) -> dict[str, np.ndarray]:
     theirs: dict[str, np.ndarray] = {}
-    naming = HUGGING_FACE[cfg.kind]
+    naming = HUGGING_FACE[family(cfg)]
     for tensor in naming.tensors(cfg):
         # Below the head of a task masked LM has no output.
         without = "head" in params and tensor.name == naming.output_bias
@@ -364,7 +450,7 @@ def thin_to_theirs(thin: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]
       tensor: each has ranks of its own there, which add nothing to the rows of the others.
     """
     theirs: dict[str, np.ndarray] = {}
-    for tensor in HUGGING_FACE[cfg.kind].tensors(cfg):
+    for tensor in HUGGING_FACE[family(cfg)].tensors(cfg):
         if tensor.layer is None or not tensor.is_kernel or tensor.path[-2] not in thin:
             continue
         of = thin[tensor.path[-2]]

@@ -1,4 +1,4 @@
-"""Tokenizer files of others and our WordPiece tokenizer; and JSON of others."""
+"""Tokenizer files of others and our tokenizers; and JSON of others."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,13 @@ from etils import epath
 
 from bert_jax.errors import InputError
 from bert_jax.interop.names import Say
+from bert_jax.text import library, vocabulary
 from bert_jax.text import tokenizer as tokenizer_lib
-from bert_jax.text import vocabulary
 
 # What their tokenizers may leave out, and ours never does.
 _ALWAYS = ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text", "do_basic_tokenize")
-_SENTENCEPIECE = ("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model")
+_OTHERS = ("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "vocab.json")
+_OURS = ("vocab.txt", "tokenizer.json")
 _LONGEST_WORD = 200  # of the reference
 # Theirs unless tokenizer.json says otherwise. It is taken: such words are links and worse.
 _THEIR_LONGEST_WORD = 100
@@ -48,17 +49,21 @@ def require(path: epath.Path, name: str, value: Any, allowed: Iterable[Any]) -> 
     return value
 
 
-def read(folder: epath.Path) -> tokenizer_lib.WordPiece:
-    """Reads the tokenizer of a checkpoint folder."""
-    for name in _SENTENCEPIECE:
-        if (folder / name).exists() and not (folder / "vocab.txt").exists():
+def read(folder: epath.Path) -> tokenizer_lib.Tokenizer:
+    """Reads the tokenizer of a checkpoint folder: WordPiece as ours, any other by its library."""
+    for name in _OTHERS:
+        if (folder / name).exists() and not any((folder / it).exists() for it in _OURS):
             raise InputError(
-                f"{folder / name}: SentencePiece vocabularies are not imported, only WordPiece's "
-                "vocab.txt or tokenizer.json: transformers has no BERT tokenizer for them"
+                f'{folder / name}: not read; with transformers: `python -c "import transformers as '
+                "t; t.AutoTokenizer.from_pretrained('.').save_pretrained('.')\"` there writes "
+                "tokenizer.json"
             )
     fast, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     parts = read_object(fast) if fast.exists() else {}
     says = read_object(settings) if settings.exists() else {}
+    model = parts.get("model")
+    if isinstance(model, dict) and model.get("type") != "WordPiece":
+        return library.read(fast)
     pieces = _pieces(fast, parts) if parts else None
     if (folder / "vocab.txt").exists():
         vocab = vocabulary.read_vocab(folder / "vocab.txt")
@@ -169,6 +174,16 @@ def write(
     tok: tokenizer_lib.Tokenizer, longest: int, inputs: Sequence[str], folder: epath.Path
 ) -> None:
     """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
+    if isinstance(tok, library.Library):
+        tok.save(folder)
+        more = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": longest,
+            "model_input_names": list(inputs),
+        }
+        write_json(folder / "tokenizer_config.json", {**more, **tok.named})
+        write_json(folder / "special_tokens_map.json", tok.named)
+        return
     if not isinstance(tok, tokenizer_lib.WordPiece):
         raise InputError(
             f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece; "

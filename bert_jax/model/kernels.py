@@ -27,7 +27,6 @@ from bert_jax import hardware
 LANES = 128
 # Rows that go through attention in one piece; scores of longer ones do not fit next to each other.
 LONGEST = 512
-_EPS = 1e-12
 # Of one operand of `add_part` at a time: six of them, since the next block of each arrives while
 # one is worked on, are little of the 16 MiB of VMEM that a kernel has on any generation.
 _ADDED_BYTES = 2**20
@@ -85,6 +84,7 @@ class _Norm(NamedTuple):
 
     kernels: Kernels  # how they are made
     rate: float  # of dropout
+    eps: float  # added to the variance
 
 
 def residual_norm(
@@ -97,8 +97,9 @@ def residual_norm(
     seed: jax.Array,
     rate: float,
     bits: jax.Array | None = None,
+    eps: float = 1e-12,
 ) -> jax.Array:
-    """Computes the layer norm of x + dropout(y + bias), biased variance, eps 1e-12.
+    """Computes the layer norm of x + dropout(y + bias), biased variance.
 
     The backward pass finds x and y, and nothing else. Vectors are float32 [W].
 
@@ -112,11 +113,12 @@ def residual_norm(
       seed: int32 [2], of the step, micro-batch, shard, layer and site.
       rate: share of y dropped.
       bits: uint32 [R, W] instead of drawn ones.
+      eps: added to the variance.
 
     Returns:
       [R, W], in the type of x.
     """
-    return _residual_norm(_Norm(kernels, rate), x, y, bias, scale, shift, seed, bits)
+    return _residual_norm(_Norm(kernels, rate, eps), x, y, bias, scale, shift, seed, bits)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -172,7 +174,7 @@ def _run_norm(
     has_bits = bits is not None
     inputs += [(rows, array) for array in (*more, *[bits] * has_bits)]
     grid = (x.shape[0] // rows.block_shape[0],)
-    run = functools.partial(kernel, static.rate, has_bits)
+    run = functools.partial(kernel, static, has_bits)
     return launch(static.kernels, run, name, grid, inputs, outputs, 0, len(x))
 
 
@@ -189,31 +191,31 @@ def _sum_of(rate: float, refs: Sequence[Any], bits: Any) -> tuple[jax.Array, jax
     return x + jnp.where(keep, y * kept_scale(rate), 0.0), keep
 
 
-def _normed(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _normed(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     """Returns x with mean 0 and variance 1 along lanes, and one over its deviation."""
     centred = x - x.mean(axis=-1, keepdims=True)
-    deviation = lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + _EPS)
+    deviation = lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + eps)
     return centred * deviation, deviation
 
 
-def _norm_kernel(rate: float, has_bits: bool, *refs: Any) -> None:
+def _norm_kernel(static: _Norm, has_bits: bool, *refs: Any) -> None:
     seed, x, y, bias, scale, shift, *bits, out = refs
-    total, _ = _sum_of(rate, (seed, x, y, bias), bits[0] if has_bits else None)
-    normed, _ = _normed(total)
+    total, _ = _sum_of(static.rate, (seed, x, y, bias), bits[0] if has_bits else None)
+    normed, _ = _normed(total, static.eps)
     out[...] = (normed * scale[...] + shift[...]).astype(out.dtype)
 
 
-def _norm_backward_kernel(rate: float, has_bits: bool, *refs: Any) -> None:
+def _norm_backward_kernel(static: _Norm, has_bits: bool, *refs: Any) -> None:
     *refs, d_x, d_y, d_bias, d_scale, d_shift = refs
     seed, x, y, bias, scale, _, gradient_ref, *bits = refs
-    total, keep = _sum_of(rate, (seed, x, y, bias), bits[0] if has_bits else None)
-    normed, deviation = _normed(total)
+    total, keep = _sum_of(static.rate, (seed, x, y, bias), bits[0] if has_bits else None)
+    normed, deviation = _normed(total, static.eps)
     gradient = gradient_ref[...].astype(jnp.float32)
     upper = gradient * scale[...]
     along = (upper * normed).mean(axis=-1, keepdims=True)
     d_total = deviation * (upper - upper.mean(axis=-1, keepdims=True) - normed * along)
     d_x[...] = d_total.astype(d_x.dtype)
-    d_dropped = d_total if keep is None else jnp.where(keep, d_total * kept_scale(rate), 0.0)
+    d_dropped = d_total if keep is None else jnp.where(keep, d_total * kept_scale(static.rate), 0.0)
     d_y[...] = d_dropped.astype(d_y.dtype)
     sums = ((d_bias, d_dropped), (d_scale, gradient * normed), (d_shift, gradient))
     for ref, values in sums:

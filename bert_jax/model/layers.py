@@ -184,15 +184,16 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 class LayerNorm(nnx.Module):
-    """A layer norm with biased variance, eps 1e-12; scale and bias [D]."""
+    """A layer norm with biased variance, of `model.layer_norm_eps`; scale and bias [D]."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, eps: float = _LAYER_NORM_EPS):
+        self.eps = eps
         self.scale = nnx.Param(jnp.ones(width, jnp.float32))
         self.bias = nnx.Param(jnp.zeros(width, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> float32 [..., D]."""
-        return _normalise(x, _LAYER_NORM_EPS) * self.scale[...] + self.bias[...]
+        return _normalise(x, self.eps) * self.scale[...] + self.bias[...]
 
 
 class ScaleNorm(nnx.Module):

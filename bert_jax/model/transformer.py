@@ -47,7 +47,9 @@ def _is_modern(cfg: Model) -> bool:
 
 def _norm(cfg: Model) -> layers.LayerNorm | layers.ScaleNorm:
     """Returns a layer norm as wide as the encoder."""
-    return (layers.ScaleNorm if _is_modern(cfg) else layers.LayerNorm)(cfg.hidden_size)
+    if _is_modern(cfg):
+        return layers.ScaleNorm(cfg.hidden_size)
+    return layers.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
 
 
 def _dense(cfg: Model) -> type[layers.Dense | layers.Linear]:
@@ -78,8 +80,11 @@ class Embeddings(nnx.Module):
         init, width = initializer(cfg), cfg.hidden_size
         self.word = Embedding(cfg.vocab_size, width, init, rngs=rngs, rows=padded_vocab_size(cfg))
         if not _is_modern(cfg):
-            self.position = Embedding(cfg.max_position_embeddings, width, init, rngs=rngs)
-            self.segment = Embedding(cfg.type_vocab_size, width, init, rngs=rngs)
+            rows = cfg.position_offset + cfg.max_position_embeddings
+            self.position = Embedding(rows, width, init, rngs=rngs)
+            if cfg.type_vocab_size:
+                self.segment = Embedding(cfg.type_vocab_size, width, init, rngs=rngs)
+        self.position_offset = cfg.position_offset
         self.layer_norm = _norm(cfg)
 
     def __call__(
@@ -96,8 +101,13 @@ class Embeddings(nnx.Module):
         word = look_up(self.word.embedding[...], input_ids, dtype)
         if not hasattr(self, "position"):
             return self.layer_norm(word)
-        position = self.position.embedding
-        position = position[: input_ids.shape[1]] if positions is None else position[positions]
+        first = self.position_offset
+        if positions is None:
+            position = self.position.embedding[first : first + input_ids.shape[1]]
+        else:
+            position = self.position.embedding[positions + first if first else positions]
+        if not hasattr(self, "segment"):
+            return self.layer_norm(word + position)
         # A product with one-hot rows: its gradient is a product too, not a scatter into two rows.
         table = self.segment.embedding[...]
         one_hot = jax.nn.one_hot(segment_ids.reshape(-1), len(table), dtype=jnp.float32)
@@ -309,7 +319,9 @@ def run_layer_in_kernels(
         flat = (array.reshape(-1, x.shape[-1]) for array in (x, product(dense, inner)))
         vectors = dense.bias[...], norm.scale[...], norm.bias[...]
         seed = noise.at(site).words()
-        return kernels_lib.residual_norm(kernels, *flat, *vectors, seed, rate).reshape(x.shape)
+        return kernels_lib.residual_norm(
+            kernels, *flat, *vectors, seed, rate, eps=norm.eps
+        ).reshape(x.shape)
 
     projections = (layer.query, layer.key, layer.value)
     shared = isinstance(input_mask, Shared)

@@ -57,7 +57,7 @@ class Library:
     case = "cased"  # the file itself says what becomes of the case
 
     def __init__(self, content: bytes, named: Mapping[str, str], where: str):
-        self._content, self._named = content, dict(named)
+        self._content, self.named = content, dict(named)
         self._parts = parts = _parsed(content, where)
         self._library = _opened(content, parts, where)
         self._library.encode_special_tokens = True
@@ -76,7 +76,7 @@ class Library:
         self.continues = self._continuing()
         matched = {token["id"] for token in parts["added_tokens"]} - special
         self._words = _Words(self._library, matched) if _by_words(parts) else None
-        named_ids = json.dumps(self._named, sort_keys=True).encode()
+        named_ids = json.dumps(self.named, sort_keys=True).encode()
         self.sha256 = hashlib.sha256(b"library/" + named_ids + b"/" + content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -101,7 +101,7 @@ class Library:
         """Writes the file as it was read, and the names of the specials."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_bytes(self._content)
-        write_atomic(folder / NAMING[0], json.dumps(self._named, indent=2) + "\n")
+        write_atomic(folder / NAMING[0], json.dumps(self.named, indent=2) + "\n")
 
     def _plain(self, ids: list[int]) -> list[int]:
         """Replaces special ids: Unigram has their names among its pieces, and finds them there."""
@@ -110,7 +110,7 @@ class Library:
         return [self.unk_id if i in self._special_ids else i for i in ids]
 
     def _special(self, role: str, ids: Mapping[str, int], where: str) -> int:
-        piece = self._named.get(role)
+        piece = self.named.get(role)
         if piece is None:
             raise InputError(
                 f"{where}: no {role} is named; add it to tokenizer.json as a special token, and "

@@ -229,16 +229,11 @@ class Predictor:
 
     def encode(self, text: str) -> list[int]:
         """Returns ids of a text in which [MASK] stands for itself."""
-<<<<<<< HEAD
-        parts = [[self._tokenizer.mask_id, *self._tokenizer.encode(p)] for p in text.split(MASK)]
-        return list(itertools.chain(*parts))[1:]
-=======
         *before, last = text.split(MASK)
         ids: list[int] = []
         for part in before:  # whose last blank belongs to the piece that is asked for
             ids += [*self._tokenizer.encode(part.rstrip()), self._tokenizer.mask_id]
         return ids + self._tokenizer.encode(last)
->>>>>>> 1920f1e (Text: any tokenizer.json, by the tokenizers library; each different word is cut once where the file allows it)
 
 
 # Sentences taken from held-out documents where the experiment names none, and their lengths.
