@@ -9,7 +9,7 @@ import bert_jax
 from bert_jax import config
 from bert_jax.config import Finetuning, Section
 from bert_jax.errors import printable
-from bert_jax.interop.names import PARTS
+from bert_jax.interop.names import PARTS, family
 from bert_jax.loaded import Loaded
 from bert_jax.training import evaluators
 
@@ -38,7 +38,12 @@ _CLASSES = {
         "sentence-transformers",
     ),
 }
-_FAMILIES = {"bert": "BERT", "modern": "ModernBERT"}
+_FAMILIES = {
+    "bert": "BERT",
+    "roberta": "RoBERTa",
+    "distilbert": "DistilBERT",
+    "modern": "ModernBERT",
+}
 # Sources beyond these are counted, not named.
 _NAMED = 50
 _PATHS = ("corpus.sources", "corpus.tokenizer", "init_from", "task.train", "task.validation")
@@ -122,13 +127,13 @@ def _python(lines: Sequence[str]) -> list[str]:
 
 def _top(trained: Loaded, made: str, use: str, architecture: str, dtype: str) -> list[str]:
     """Returns what model hubs read, fixed words alone, and what this is."""
-    family, of = _FAMILIES[trained.model.kind], _class(architecture)
+    name, of = _FAMILIES[family(trained.model)], _class(architecture)
     return [
         *("---", f"library_name: {of.library}", f"pipeline_tag: {of.task}"),
-        *("tags:", f"- {family.lower()}", "---", ""),
+        *("tags:", f"- {name.lower()}", "---", ""),
         f"# {code(trained.name)}",
         "",
-        f"A {family} {made} with bert_jax {bert_jax.__version__}: {use}.",
+        f"A {name} {made} with bert_jax {bert_jax.__version__}: {use}.",
         f"Weights are {dtype}" + ("." if dtype == "float32" else ", rounded from float32."),
         "",
     ]

@@ -6,7 +6,6 @@ majority line is what always saying the commoner label scores.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
