@@ -1,0 +1,115 @@
+"""Small models of other families, their weights drawn by name, and what transformers makes of them.
+
+`python tests/interop/families.py`, in an environment with torch and transformers, writes
+tests/golden/families/ again (made with transformers 5.24.0, torch 2.13.0).
+"""
+
+import json
+import pathlib
+import zlib
+
+import numpy as np
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+TEXTS = (
+    "We the people of the United States",
+    "My fellow citizens, na\u00efve caf\u00e9: \u65e5\u672c",
+)
+_SIZES = {
+    "vocab_size": 504,  # rows of padding behind the vocabulary's, as checkpoints may have
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 40,
+}
+_ROBERTA = {**_SIZES, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1}
+# By family: the class, its config.json, and the vocabulary of tests/golden/tokenizers.
+FAMILIES = {
+    "roberta": ("RobertaForMaskedLM", {**_ROBERTA, "max_position_embeddings": 66}, "roberta"),
+    "xlm-roberta": ("XLMRobertaForMaskedLM", {**_ROBERTA, "max_position_embeddings": 50}, "xlmr"),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        {"vocab_size": 530, "dim": 24, "n_layers": 3, "n_heads": 2, "hidden_dim": 40}
+        | {"max_position_embeddings": 64},
+        "modernbert",
+    ),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        {**_SIZES, "vocab_size": 530, "num_hidden_layers": 4, "max_position_embeddings": 64}
+        | {"local_attention": 16, "pad_token_id": 528, "bos_token_id": 526, "eos_token_id": 527}
+        | {"cls_token_id": 526, "sep_token_id": 527},
+        "modernbert",
+    ),
+}
+SQUARE = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+SQUARE |= {"cls_token": "[CLS]", "sep_token": "[SEP]"}
+ANGLED = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
+ANGLED |= {"cls_token": "<s>", "sep_token": "</s>"}
+NAMED = {"modernbert": SQUARE, "roberta": ANGLED, "xlmr": ANGLED, "gemma": ANGLED}
+
+
+def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor of that name: no zeros, and scales about 1."""
+    values = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.1, shape)
+    is_scale = name.lower().endswith("norm.weight")
+    return (values + is_scale).astype(np.float32)
+
+
+def write_tokenizer(vocabulary: str, folder: pathlib.Path) -> None:
+    content = (GOLDEN / "tokenizers" / f"{vocabulary}.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(content)
+    (folder / "tokenizer_config.json").write_text(json.dumps(NAMED[vocabulary]))
+
+
+def main() -> None:
+    """Writes ids, hidden states and logits of the texts, and the tensors' names and shapes."""
+    import tempfile
+
+    import torch
+    import transformers
+
+    for family, (cls, fields, vocabulary) in FAMILIES.items():
+        config = getattr(transformers, cls.replace("ForMaskedLM", "Config"))(**fields)
+        model = getattr(transformers, cls)(config).eval()
+        state = model.state_dict()
+        tied = ("decoder.weight", "lm_head.decoder.bias", "vocab_projector.weight")
+        saved = {name: value for name, value in state.items() if not name.endswith(tied)}
+        for name in saved:
+            saved[name].copy_(torch.from_numpy(drawn(name, tuple(saved[name].shape))))
+        model.tie_weights()
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name)
+            write_tokenizer(vocabulary, folder)
+            says = {"model_type": config.model_type, "tokenizer_class": "PreTrainedTokenizerFast"}
+            (folder / "config.json").write_text(json.dumps(says))
+            asked = json.loads((folder / "tokenizer_config.json").read_text())
+            tokenizer = transformers.PreTrainedTokenizerFast(
+                tokenizer_file=str(folder / "tokenizer.json"), **asked
+            )
+        batch = tokenizer(list(TEXTS), padding=True, return_tensors="pt")
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        with torch.no_grad():
+            output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        folder = GOLDEN / "families"
+        folder.mkdir(exist_ok=True)
+        np.savez_compressed(
+            folder / f"{family}.npz",
+            ids=ids.numpy().astype(np.uint16),
+            mask=mask.numpy().astype(np.uint8),
+            hidden=torch.stack(output.hidden_states).numpy(),
+            logits=output.logits[:, :3].numpy(),
+        )
+        listed = {
+            name: list(value.shape)
+            for name, value in saved.items()
+            if not name.endswith("position_ids")
+        }
+        written = {
+            "config": json.loads(config.to_json_string(use_diff=False)) | {"architectures": [cls]},
+            "tensors": listed,
+        }
+        (folder / f"{family}.json").write_text(json.dumps(written) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Encoders of other families: hidden states and scores are transformers', and they leave again."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from families import FAMILIES, GOLDEN, TEXTS, drawn, write_tokenizer
+
+from bert_jax import base
+from bert_jax.interop import huggingface, importing
+from bert_jax.loaded import Loaded
+from bert_jax.model import heads
+from bert_jax.model.encoder import Loop
+from bert_jax.model.kinds import encode
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def imported(request, tmp_path_factory):
+    """A family's name, its tensors, what transformers says, and the base that is made of them."""
+    family, folder = request.param, tmp_path_factory.mktemp(request.param)
+    says = json.loads((GOLDEN / "families" / f"{family}.json").read_text())
+    theirs = folder / "theirs"
+    theirs.mkdir()
+    write_tokenizer(FAMILIES[family][2], theirs)
+    (theirs / "config.json").write_text(json.dumps(says["config"]))
+    tensors = {name: drawn(name, tuple(shape)) for name, shape in says["tensors"].items()}
+    huggingface.write_tensors(epath.Path(theirs / "model.safetensors"), tensors, "float32")
+    importing.import_weights(epath.Path(theirs), epath.Path(folder / "base"), None, print)
+    golden = dict(np.load(GOLDEN / "families" / f"{family}.npz"))
+    return family, tensors, golden, Loaded.of(epath.Path(folder / "base"))
+
+
+def test_ids_hidden_states_and_scores_are_those_of_transformers(imported):
+    _, _, golden, loaded = imported
+    there = golden["mask"].astype(bool)
+    for text, row, mask in zip(TEXTS, golden["ids"], there, strict=True):
+        tokenizer = loaded.tokenizer
+        ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
+        assert ids == row[mask].tolist()
+    model = heads.merge(loaded.model, loaded.params)
+    ids, mask = (jnp.asarray(golden[name], jnp.int32) for name in ("ids", "mask"))
+    every = encode(model.encoder, loaded.model, ids, 0 * ids, mask, None, Loop(), "all")
+    np.testing.assert_allclose(np.asarray(every)[:, there], golden["hidden"][:, there], atol=1e-5)
+    scores = heads.piece_logits(model, loaded.model, every[-1][:, :3])
+    size = loaded.model.vocab_size
+    np.testing.assert_allclose(scores[..., :size], golden["logits"][..., :size], atol=1e-5)
+
+
+def test_what_is_exported_has_the_same_tensors_bit_for_bit(imported, tmp_path):
+    _, tensors, _, loaded = imported
+    huggingface.export_weights(loaded, "masked_lm", "float32", epath.Path(tmp_path / "out"))
+    written = base.read_tensors(epath.Path(tmp_path / "out" / "model.safetensors"))
+    assert written.keys() == tensors.keys()
+    for name, value in tensors.items():  # rows of padding are left out
+        np.testing.assert_array_equal(written[name], value[: len(written[name])], name)
+    assert len(written) > 20
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    again = epath.Path(tmp_path / "again")
+    importing.import_weights(epath.Path(tmp_path / "out"), again, None, print)
+    assert (
+        base.read(again).model == loaded.model and fields["vocab_size"] == loaded.model.vocab_size
+    )
+    assert base.read(again).tokenizer.encode(TEXTS[1]) == loaded.tokenizer.encode(TEXTS[1])
