@@ -17,9 +17,9 @@ from bert_jax.model.encoder import Loop
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.objective import Batch, TaskObjective, Tree
-from bert_jax.tasks.rows import LENGTH_STEP, Rows, joined, padded
+from bert_jax.tasks.rows import LENGTH_STEP, Rows, padded
 from bert_jax.tasks.rows import Batch as HostBatch
-from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.text.tokenizer import Tokenizer, joined
 from bert_jax.training import sharding
 
 # What of a batch is read before anything is written.

@@ -12,8 +12,8 @@ import numpy as np
 from bert_jax.config import SCORES, Task
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence, Tagged
-from bert_jax.tasks.rows import Rows, joined
-from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.tasks.rows import Rows
+from bert_jax.text.tokenizer import Tokenizer, around, joined, of_first_segment
 
 
 class Sentences:
@@ -39,9 +39,9 @@ class Sentences:
             pieces = [self._tokenizer.encode(text) for text in example.texts]
             pairs = [(pieces[0], other) for other in pieces[1:]] or [(pieces[0], None)]
             for a, b in pairs:
-                row, split = joined(self._tokenizer, *self._cut(a, b))
+                row, before = joined(self._tokenizer, *self._cut(a, b))
                 ids.append(row)
-                first.append(split)
+                first.append(of_first_segment(self._tokenizer, row, before))
         numbers = {}
         if examples[0].label is not None:
             truth = self._truth(examples)
@@ -93,7 +93,7 @@ class Sentences:
         return np.stack(outputs).reshape(-1, len(self._labels))
 
     def _cut(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None]:
-        room = self._task.max_sequence_length - (2 if b is None else 3)
+        room = self._task.max_sequence_length - around(self._tokenizer, 1 + (b is not None))
         if b is None:
             return a[:room], None
         a, b = list(a), list(b)
@@ -168,7 +168,7 @@ class Tags:
         rows: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
         for number, word in enumerate(words):
             # What has no piece (a lone control character) is a word nevertheless.
-            pieces = (self._tokenizer.encode(word) or [self._tokenizer.unk_id])[:room]
+            pieces = (self._tokenizer.encode_word(word) or [self._tokenizer.unk_id])[:room]
             if len(rows[-1][0]) + len(pieces) > room:
                 rows.append(([], [], []))
             row, begins, here = rows[-1]

@@ -26,8 +26,8 @@ from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.formats import quoted
-from bert_jax.tasks.rows import joined, padded
-from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.tasks.rows import padded
+from bert_jax.text.tokenizer import Tokenizer, joined
 from bert_jax.training import feed, step
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib

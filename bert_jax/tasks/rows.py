@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from bert_jax.data import draws
-from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
 # What the head of a task reads: what [CLS] comes to, every piece, or as a decoder does.
@@ -191,14 +190,3 @@ def balanced_weights(rows: Rows, labels: int) -> tuple[float, ...]:
     return tuple(
         float(share) if count else 1.0 for share, count in zip(shares, counts, strict=True)
     )
-
-
-def joined(
-    tokenizer: Tokenizer, first: list[int], second: list[int] | None
-) -> tuple[np.ndarray, int]:
-    """Returns the ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], and how many are of segment 0."""
-    ids = [tokenizer.cls_id, *first, tokenizer.sep_id]
-    split = len(ids)
-    if second is not None:
-        ids += [*second, tokenizer.sep_id]
-    return np.array(ids, np.int32), split

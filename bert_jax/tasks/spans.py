@@ -14,8 +14,8 @@ import numpy as np
 from bert_jax.config import Task
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Question
-from bert_jax.tasks.rows import Rows, joined
-from bert_jax.text.tokenizer import Tokenizer, units
+from bert_jax.tasks.rows import Rows
+from bert_jax.text.tokenizer import Tokenizer, around, joined, of_first_segment
 
 # Firsts and lasts of a window that are tried with each other, and answers that are returned.
 _TRIED, _RETURNED = 20, 5
@@ -83,7 +83,7 @@ class Spans:
                 end = min(start + room, len(pieces))
                 row, offset = joined(self._tokenizer, question, pieces[start:end])
                 ids.append(row)
-                first.append(offset)
+                first.append(of_first_segment(self._tokenizer, row, offset))
                 counts = most[start:end] == window
                 notes.append(Window(number, offset, places[start:end], counts))
                 inside = answer is not None and start <= answer[0] and answer[1] < end
@@ -97,8 +97,8 @@ class Spans:
         """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
         question = len(self._tokenizer.encode(example.question)[: self._task.max_query_length])
         room, pieces = self._room(question), 0
-        for start, end in units(example.context, self._tokenizer):
-            pieces += len(self._tokenizer.encode(example.context[start:end]))
+        for _, _, ids in self._tokenizer.words(example.context):
+            pieces += len(ids)
             if pieces > room + (most - 1) * self._task.document_stride:
                 break
         return len(self._window_starts(pieces, question))
@@ -147,7 +147,7 @@ class Spans:
         return of_answers | {"no_answer_threshold": limit}
 
     def _room(self, question: int) -> int:
-        return self._task.max_sequence_length - question - 3
+        return self._task.max_sequence_length - question - around(self._tokenizer, 2)
 
     def _window_starts(self, pieces: int, question: int) -> list[int]:
         room, starts = self._room(question), [0]
@@ -159,10 +159,9 @@ class Spans:
         """Returns the pieces of a context, and of each the characters of its word, int32 [n, 2]."""
         pieces: list[int] = []
         places: list[tuple[int, int]] = []
-        for start, end in units(context, self._tokenizer):
-            here = self._tokenizer.encode(context[start:end])
-            pieces += here
-            places += [(start, end)] * len(here)
+        for start, end, ids in self._tokenizer.words(context):
+            pieces += ids
+            places += [(start, end)] * len(ids)
         return pieces, np.array(places, np.int32).reshape(-1, 2)
 
     def _predicted(

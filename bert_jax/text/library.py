@@ -9,12 +9,11 @@ Texts whose words stand a blank apart are cut word by word where the file allows
 word once: the library needs three to six times as long for the whole text.
 """
 
-import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -34,13 +33,12 @@ _CACHED_WORDS = 200_000
 _LONGEST_WORD = 200
 
 
-@dataclasses.dataclass(frozen=True)
-class Template:
-    """The tokens around one text and around two: `first A last`, `first A between B last`."""
+class Around(NamedTuple):
+    """The tokens around one text and around two: `cls A sep`, `cls A between B sep`."""
 
-    first: tuple[int, ...]
-    between: tuple[int, ...]
-    last: tuple[int, ...]
+    cls_id: int
+    between_ids: tuple[int, ...]
+    sep_id: int
     second_segment: int  # of the second text and of what ends it: 0 or 1
 
 
@@ -66,8 +64,8 @@ class Library:
         if sorted(ids.values()) != list(range(self.size)):
             raise InputError(f"{where}: the ids of its {self.size} pieces are not 0 to the last")
         self._pieces = sorted(ids, key=ids.__getitem__)
-        self.template = _template(parts.get("post_processor"), ids, where)
-        self.cls_id, self.sep_id = self.template.first[0], self.template.last[-1]
+        around = _around(parts.get("post_processor"), where)
+        self.cls_id, self.between_ids, self.sep_id, self.second_segment = around
         self.pad_id, self.unk_id, self.mask_id = (
             self._special(f"{role}_token", ids, where) for role in ("pad", "unk", "mask")
         )
@@ -88,6 +86,28 @@ class Library:
             if None not in cut:
                 return self._plain([i for ids in cut for i in ids])
         return self._plain(self._library.encode(text, add_special_tokens=False).ids)
+
+    def encode_word(self, word: str) -> list[int]:
+        """Returns the ids of a word that stands behind a blank."""
+        return self._plain(self._library.encode(f" {word}", add_special_tokens=False).ids)
+
+    def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
+        """Yields where each word of a text stands, and its ids; see `tokenizer.words`."""
+        cut = self._library.encode(text, add_special_tokens=False)
+        first, end, held, last = 0, 0, [], None
+        places = zip(self._plain(cut.ids), cut.word_ids, cut.offsets, strict=True)
+        for token, word, (start, stop) in places:
+            shown = text[start:stop]
+            start += len(shown) - len(shown.lstrip())
+            # A blank alone belongs to the word behind it.
+            if first < end and (word != last or not self.continues[token]):
+                yield first, end, held
+                first, end, held = start, start, []
+            first = first if held and first < end else start
+            end, last = max(end, start, stop if shown.strip() else 0), word
+            held = [*held, token]
+        if held:
+            yield first, max(first, end), held
 
     def piece(self, token_id: int) -> str:
         """Returns how the piece is written in the vocabulary."""
@@ -217,14 +237,14 @@ def _opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tok
     return library
 
 
-def _template(given: Any, ids: Mapping[str, int], where: str) -> Template:
+def _around(given: Any, where: str) -> Around:
     """Returns what a post-processor puts around texts."""
     for one in _each(given, "processors"):
         kind = one.get("type")
         if kind in ("BertProcessing", "RobertaProcessing"):
             cls, sep = one["cls"][1], one["sep"][1]
-            twice = (sep,) * (2 if kind == "RobertaProcessing" else 1)
-            return Template((cls,), twice, (sep,), int(kind == "BertProcessing"))
+            is_bert = kind == "BertProcessing"
+            return Around(cls, (sep,) if is_bert else (sep, sep), sep, int(is_bert))
         if kind == "TemplateProcessing":
             return _of_template(one, where)
     raise InputError(
@@ -233,40 +253,36 @@ def _template(given: Any, ids: Mapping[str, int], where: str) -> Template:
     )
 
 
-def _of_template(parts: dict[str, Any], where: str) -> Template:
-    def ids_of(names: Sequence[str]) -> tuple[int, ...]:
-        return tuple(i for name in names for i in parts["special_tokens"][name]["ids"])
-
-    def flat(form: str) -> list[tuple[str, bool, int]]:
+def _of_template(parts: dict[str, Any], where: str) -> Around:
+    def flat(form: str) -> list[tuple[int | str, int]]:
+        """Lists ids, A and B, and the segment of each."""
         items = []
-        for item in parts[form]:
-            (kind, value), *_ = item.items()
-            items.append((value["id"], kind == "Sequence", value["type_id"]))
+        for ((kind, value),) in map(dict.items, parts[form]):
+            ids = parts["special_tokens"][value["id"]]["ids"] if kind == "SpecialToken" else ()
+            items += [(one, value["type_id"]) for one in ids or (value["id"],)]
         return items
 
-    pair = flat("pair")
-    texts = [(name, place) for place, (name, is_text, _) in enumerate(pair) if is_text]
-    names = [name for name, _, _ in pair]
-    if [name for name, _ in texts] != ["A", "B"]:
-        raise InputError(f"{where}: post_processor: a pair must be text A, then text B, each once")
-    (_, a), (_, b) = texts
-    first, between, last = (ids_of(part) for part in (names[:a], names[a + 1 : b], names[b + 1 :]))
-    single = flat("single")
-    alone = [name for name, _, _ in single]
-    whole = [*names[: a + 1], *names[b + 1 :]]
-    if not (first and between and last) or alone != whole:
+    single, pair = flat("single"), flat("pair")
+    names, segments = zip(*pair, strict=True)
+    cls, sep, between = names[0], names[-1], names[2:-2]
+    expected = (cls, "A", *between, "B", sep)
+    whole = names == expected and between and not {"A", "B"} & {cls, sep, *between}
+    if not whole or [name for name, _ in single] != [cls, "A", sep]:
         raise InputError(
-            f"{where}: post_processor: one text must stand between the same tokens as a pair, with "
-            "at least one before, one after, and one between the two"
+            f"{where}: post_processor: a text must stand between one token before it and one "
+            "after it, and a pair be text A, one token or more, and text B, between the same two"
         )
-    segments = [segment for _, _, segment in pair]
-    second = segments[b]
-    expected = [0] * b + [second] * (len(segments) - b)
-    if segments != expected or second not in (0, 1) or any(s for _, _, s in single):
+    second = segments[-1]
+    at = len(between) + 2
+    if (
+        segments != (0,) * at + (second, second)
+        or second not in (0, 1)
+        or any(segment for _, segment in single)
+    ):
         raise InputError(
-            f"{where}: post_processor: type_id must be 0 up to text B, and 0 or 1 from there on"
+            f"{where}: post_processor: type_id must be 0 before text B, and 0 or 1 from there on"
         )
-    return Template(first, between, last, second)
+    return Around(cls, between, sep, second)
 
 
 def _each(part: Any, inside: str) -> list[dict[str, Any]]:

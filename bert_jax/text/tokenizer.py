@@ -12,7 +12,7 @@ import json
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
@@ -47,11 +47,23 @@ class Tokenizer(Protocol):
     cls_id: int
     sep_id: int
     mask_id: int
+    between_ids: tuple[int, ...]  # what stands between two texts
+    second_segment: int  # of the second text: 1, or 0 where there is one segment
     sha256: str  # of all that decides the ids
     continues: np.ndarray  # bool [size]: the piece goes on a word, for whole-word masks
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without specials around it."""
+
+    def encode_word(self, word: str) -> list[int]:
+        """Returns the ids of a word that stands between others."""
+
+    def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
+        """Yields where each word of a text stands, and its ids, which are the text's together.
+
+        Yields:
+          (first character, one past the last, ids) of each, in order.
+        """
 
     def piece(self, token_id: int) -> str:
         """Returns how the piece is written in the vocabulary."""
@@ -79,7 +91,27 @@ class _Words(dict):
         return pieces
 
 
-class WordPiece:
+class _Apart:
+    """Tokenizers that cut a word as they cut it in a text, and have one token between two texts."""
+
+    second_segment = 1
+
+    @property
+    def between_ids(self) -> tuple[int, ...]:
+        """[SEP]."""
+        return (self.sep_id,)
+
+    def encode_word(self, word: str) -> list[int]:
+        """Returns the ids of a word that stands between others."""
+        return self.encode(word)
+
+    def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
+        """Yields where each word of a text stands, and its ids."""
+        for start, end in units(text, self):
+            yield start, end, self.encode(text[start:end])
+
+
+class WordPiece(_Apart):
     """The reference's FullTokenizer (google-research/bert, tokenization.py), id for id.
 
     Words are looked up whole in a cache; pure ASCII text takes a shorter way to the same words.
@@ -142,7 +174,7 @@ class WordPiece:
         return pieces
 
 
-class SentencePiece:
+class SentencePiece(_Apart):
     """A SentencePiece model. Specials it lacks are appended behind its last id."""
 
     kind = "sentencepiece"
@@ -261,6 +293,28 @@ def basic_tokens(text: str, case: Case) -> list[str]:
     if case == "uncased":
         text = unicodedata.normalize("NFD", text.lower()).translate(_UNACCENTED)
     return text.translate(_APART).split()
+
+
+def joined(
+    tokenizer: Tokenizer, first: Sequence[int], second: Sequence[int] | None
+) -> tuple[np.ndarray, int]:
+    """Returns int32 ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], and how many stand before B."""
+    ids = [tokenizer.cls_id, *first]
+    ids += [tokenizer.sep_id] if second is None else tokenizer.between_ids
+    before = len(ids)
+    if second is not None:
+        ids += [*second, tokenizer.sep_id]
+    return np.array(ids, np.int32), before
+
+
+def of_first_segment(tokenizer: Tokenizer, ids: np.ndarray, before_second: int) -> int:
+    """Returns how many ids of `joined` are of the first segment."""
+    return before_second if tokenizer.second_segment else len(ids)
+
+
+def around(tokenizer: Tokenizer, texts: int) -> int:
+    """Returns how many tokens stand around one text, or around and between two."""
+    return 2 if texts == 1 else 2 + len(tokenizer.between_ids)
 
 
 def units(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:

@@ -21,7 +21,7 @@ from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 from bert_jax.model import heads, losses
 from bert_jax.model.encoder import Loop
-from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.text.tokenizer import Tokenizer, joined, of_first_segment
 from bert_jax.text.vocabulary import MASK
 from bert_jax.training import feed
 from bert_jax.training import lines as lines_lib
@@ -204,9 +204,8 @@ class Predictor:
                 "met one; ask one trained with mlm_nsp, mlm_sop or mlm"
             )
         tok = self._tokenizer
-        first = [tok.cls_id, *a, tok.sep_id]
-        second = [] if b is None else [*b, tok.sep_id]
-        ids = first + second
+        ids, before = joined(tok, a, b)
+        first = of_first_segment(tok, ids, before)
         limit = self._model.max_position_embeddings
         if len(ids) > limit:
             raise InputError(f"text of {len(ids)} pieces; the model reads {limit} at most")
@@ -217,7 +216,7 @@ class Predictor:
         width = -(-max(len(masks), 1) // 8) * 8
         batch = {
             "input_ids": np.pad(ids, (0, length - len(ids)), constant_values=tok.pad_id)[None],
-            "segment_ids": ((column >= len(first)) & (column < len(ids)))[None],
+            "segment_ids": ((column >= first) & (column < len(ids)))[None],
             "input_mask": (column < len(ids))[None],
             "masked_lm_positions": np.pad(masks, (0, width - len(masks)))[None],
         }

@@ -73,17 +73,36 @@ def test_what_goes_on_a_word_never_begins_one(name, text):
 
 
 @each_form
-def test_a_template_puts_around_texts_what_the_library_does(name):
+def test_one_text_and_two_are_joined_as_the_library_joins_them(name):
     ours, theirs, (a, b) = OURS[name], THEIRS[name], ("We the people", "of the States.")
-    form = ours.template
     first, second = (ours.encode(text) for text in (a, b))
-    assert [*form.first, *first, *form.last] == theirs.encode(a).ids
+    assert tokenizer.joined(ours, first, None)[0].tolist() == theirs.encode(a).ids
     pair = theirs.encode(a, b)
-    assert [*form.first, *first, *form.between, *second, *form.last] == pair.ids
-    of_first = len(form.first) + len(first) + len(form.between)
-    segments = [0] * of_first + [form.second_segment] * (len(pair.ids) - of_first)
-    assert segments == pair.type_ids
-    assert (ours.cls_id, ours.sep_id) == (pair.ids[0], pair.ids[-1])
+    ids, before = tokenizer.joined(ours, first, second)
+    assert ids.tolist() == pair.ids and ids[before:-1].tolist() == second
+    of_first = tokenizer.of_first_segment(ours, ids, before)
+    assert [int(place >= of_first) for place in range(len(ids))] == pair.type_ids
+    assert len(ids) == len(first) + len(second) + tokenizer.around(ours, 2)
+
+
+@each_form
+@given(text=texts)
+def test_words_have_the_ids_of_the_text_and_stand_where_they_are(name, text):
+    text = text.encode("utf-8", "ignore").decode()
+    words = list(OURS[name].words(text))
+    assert [i for _, _, ids in words for i in ids] == OURS[name].encode(text)
+    places = [place for start, end, _ in words for place in (start, end)]
+    assert places == sorted(places) and all(0 <= place <= len(text) for place in places)
+
+
+@each_form
+def test_words_are_found(name):
+    text = "We the  people, of\nthe States"
+    found = [text[start:end] for start, end, _ in OURS[name].words(text)]
+    assert "".join(found).replace(" ", "").replace("\n", "") == "Wethepeople,oftheStates"
+    assert {"We", "the", "States"} <= set(found) or name == "gemma"
+    ids = OURS[name].encode_word("people")
+    assert OURS[name].decode(ids).strip() == "people" and ids == OURS[name].encode(" people")
 
 
 @each_form
