@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from benchmarks.measure import ROOT
 from bert_jax import base
 from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Model, Optimizer, Run, Task
 from bert_jax.interop import finetuned
@@ -28,6 +29,7 @@ from bert_jax.model import heads
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.job import finetune
 from bert_jax.tasks.predict import TaskModel
+from bert_jax.text.library import Library
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.training.progress import LineConsole, Progress
 
@@ -43,13 +45,16 @@ _BERT = Model(
     max_position_embeddings=64,
     initializer_range=0.1,
 )
+_ROBERTA = {"type_vocab_size": 1, "position_offset": 2, "layer_norm_eps": 1e-5}
+_VOCABULARIES = ROOT / "tests" / "golden" / "tokenizers"
 MODELS = {
     "bert": _BERT,
+    "roberta": dataclasses.replace(_BERT, **_ROBERTA),
     "modern": dataclasses.replace(_BERT, kind="modern", num_hidden_layers=4, local_window=16),
 }
-_EVERYWHERE = {"bert": tuple(name for name in LORA_TARGETS if name != "gate")}
-_EVERYWHERE["modern"] = LORA_TARGETS
-_BELOW = {"bert": "pooler", "modern": "masked_lm"}
+_NO_GATE = tuple(name for name in LORA_TARGETS if name != "gate")
+_EVERYWHERE = {"bert": _NO_GATE, "roberta": _NO_GATE, "modern": LORA_TARGETS}
+_BELOW = {"bert": "pooler", "roberta": "pooler", "modern": "masked_lm"}
 # Of a task, the fields it needs, what learns, and whether the base has learned what is below it.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], Literal["learned", "fresh"]]] = [
     ("classify", {}, {"how": "lora"}, "learned"),
@@ -88,7 +93,7 @@ def make(root: pathlib.Path) -> Iterator[pathlib.Path]:
         if adapt.get("lora_targets") == "everywhere":
             adapt = adapt | {"lora_targets": _EVERYWHERE[model]}
         place = root / f"{model}-{number}-{kind}"
-        write_base(MODELS[model], (_BELOW[model],) * (below == "fresh"), place / "base")
+        write_base(model, (_BELOW[model],) * (below == "fresh"), place / "base")
         write_examples(kind, place)
         source = f"{'squad' if kind == 'span' else 'jsonl'}:{place / 'examples'}"
         task = Task(
@@ -115,9 +120,14 @@ def make(root: pathlib.Path) -> Iterator[pathlib.Path]:
         yield place
 
 
-def write_base(cfg: Model, fresh: tuple[str, ...], folder: pathlib.Path) -> None:
+def write_base(name: str, fresh: tuple[str, ...], folder: pathlib.Path) -> None:
     """A base none of whose parameters is zero or one."""
-    rng = np.random.default_rng(0)
+    rng, cfg, tokenizer = np.random.default_rng(0), MODELS[name], WordPiece(PIECES, "uncased")
+    if name == "roberta":
+        specials = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
+        specials |= {"cls_token": "<s>", "sep_token": "</s>"}
+        tokenizer = Library((_VOCABULARIES / "roberta.json").read_bytes(), specials, name)
+        cfg = dataclasses.replace(cfg, vocab_size=tokenizer.size)
     params = jax.device_get(heads.init_params(cfg, jax.random.key(0)))
     params = jax.tree.map(
         lambda x: x + 0.05 * rng.standard_normal(x.shape).astype(np.float32), params
@@ -125,7 +135,7 @@ def write_base(cfg: Model, fresh: tuple[str, ...], folder: pathlib.Path) -> None
     for part, name in (("encoder", "word"), ("masked_lm", "output_bias")):
         of = params[part]["embeddings"][name]["embedding"] if name == "word" else params[part][name]
         of[cfg.vocab_size :] = 0
-    made = base.Base(cfg, params, WordPiece(PIECES, "uncased"), "benchmarks.parity_tasks", fresh)
+    made = base.Base(cfg, params, tokenizer, "benchmarks.parity_tasks", fresh)
     base.write(made, epath.Path(folder))
 
 
