@@ -156,6 +156,8 @@ def _write_adapter(
         jax.device_get(merged_params(adapt, model.params, model.fixed)), model.model, architecture
     )
     saved = [head, *(theirs for ours, theirs in _BELOW.items() if ours in learned)]
+    if "." in head:  # RoBERTa's, of which the pooler is a part
+        saved = [head.partition(".")[0]]
     ranks = {  # of tensors of theirs that hold several kernels of ours
         name.split(".", 3)[-1].removesuffix(".lora_A.weight"): len(value)
         for name, value in thin.items()

@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 from etils import epath
 
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, reading
 from bert_jax.storage.workdir import write_atomic
 
 FILE = "tokenizer.json"
@@ -202,7 +202,8 @@ def read(path: epath.Path) -> Library:
             piece = token.get("content") if isinstance(token, dict) else token
             if role.endswith("_token") and isinstance(piece, str):
                 named.setdefault(role, piece)
-    return Library(path.read_bytes(), named, str(path))
+    with reading(path, "put the file there as its library wrote it"):
+        return Library(path.read_bytes(), named, str(path))
 
 
 def is_of_library(content: bytes) -> bool:

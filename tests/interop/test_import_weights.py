@@ -259,7 +259,7 @@ REFUSED = {
     ),
     "an index of nothing": (lambda: index({"weight_map": {}}), ["index.json", "no tensors"]),
     "a pickle": (pickled, ["pytorch_model.bin", "weights_only=True", "model.safetensors"]),
-    "another model": (config(model_type="roberta"), ["config.json", "roberta"]),
+    "another model": (config(model_type="deberta-v2"), ["config.json", "deberta-v2"]),
     "a classifier": (
         config(architectures=["BertForTokenClassification"]),
         ["BertForTokenClassification"],
@@ -275,6 +275,7 @@ REFUSED = {
     "no activation": (config(hidden_act=["gelu"]), ["hidden_act"]),
     "half a decoder": (config(is_decoder="yes"), ["is_decoder='yes'"]),
     "a decoder of two texts": (config(add_cross_attention=True), ["add_cross_attention"]),
+    "another norm": (config(layer_norm_eps=0), ["config.json", "layer_norm_eps"]),
     "a size of text": (config(hidden_size="64"), ["config.json", "hidden_size"]),
     "no JSON": (lambda: pathlib.Path("hf/config.json").write_text("{"), ["config.json", "JSON"]),
     "no config": (lambda: pathlib.Path("hf/config.json").unlink(), ["config.json", "no such"]),
@@ -282,10 +283,10 @@ REFUSED = {
     "a long vocabulary": (vocab([*VOCAB, "more"]), [WORD, "1000 rows", "1001 pieces"]),
     "no specials": (vocab([f"w{i}" for i in range(PIECES)]), ["vocab.txt", "[MASK]"]),
     "no vocabulary": (lambda: pathlib.Path("hf/vocab.txt").unlink(), ["vocab.txt"]),
-    "sentencepiece": (sentencepiece, ["spiece.model", "WordPiece"]),
+    "sentencepiece": (sentencepiece, ["spiece.model", "tokenizer.json"]),
     "another tokenizer": (
         lambda: edit("hf/tokenizer.json", model={"type": "BPE", "vocab": {}}),
-        ["tokenizer.json", "BPE"],
+        ["tokenizer.json", "tokenizers library"],
     ),
     "added tokens": (lambda: edit("hf/tokenizer.json", **ADDED), ["added token", "'x'"]),
     "a broken vocabulary": (
