@@ -40,6 +40,7 @@ _RUNS = {
     "runpy",
     "importlib",
     "imp",
+    "multiprocessing",  # whose connections send pickles
 }
 _CALLS = {"eval", "exec", "compile", "__import__"}
 _ATTRIBUTES = {"import_module", "spec_from_file_location", "exec_module", "run_path", "find_class"}
@@ -67,11 +68,18 @@ def test_experiment_files_are_the_one_thing_that_runs_as_code():
     assert {path: names for path, names in found.items() if names} == {
         "bert_jax/config/code.py": {"runpy", "run_path", "importlib", "compile", "exec"},
         # Of what the processes of one `prepare` send each other through pipes.
-        "bert_jax/data/workers.py": {"pickle"},
+        "bert_jax/data/workers.py": {"multiprocessing.connection"},
+        # Bytes alone, read as JSON.
+        "bert_jax/training/peers.py": {"multiprocessing.connection"},
         # One module of ours, where one of its names is asked for.
         "bert_jax/__init__.py": {"importlib", "import_module"},
     }
     assert "treat one like a script" in (ROOT / "README.md").read_text()
+
+
+def test_what_hosts_tell_each_other_is_no_pickle():
+    source = (ROOT / "bert_jax" / "training" / "peers.py").read_text()
+    assert "recv_bytes(" in source and ".recv()" not in source
 
 
 # --- a folder of others ---

@@ -29,10 +29,10 @@ LINES = {
     "training": 6_444,
     "verify": 1_159,
     "launch": 1_919,
-    "benchmarks": 3_594,
+    "benchmarks": 3_601,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 33_879,
+    "tests": 33_887,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from kinds import TOKENIZER, ids, sentence, task
 
 from bert_jax.tasks.labels import Sentences
-from bert_jax.tasks.rows import Rows, TrainBatches, eval_batches, joined
+from bert_jax.tasks.rows import Rows, TrainBatches, eval_batches
+from bert_jax.text.tokenizer import joined
 
 LIMIT = 100
 
