@@ -154,11 +154,11 @@ class Library:
         elif by_bytes:
             shown = self._library.decode_batch([[i] for i in range(self.size)], False)
             begins = [
-                piece[0] == BYTE_BLANK and "\ufffd" not in text and not text.isspace()
+                piece[:1] == BYTE_BLANK and "\ufffd" not in text and not text.isspace()
                 for piece, text in zip(self._pieces, shown, strict=True)
             ]
         else:
-            begins = [piece[0] == BLANK and piece.strip(BLANK) != "" for piece in self._pieces]
+            begins = [piece[:1] == BLANK and piece.strip(BLANK) != "" for piece in self._pieces]
         continues = ~np.array(begins)
         continues[[token["id"] for token in self._parts["added_tokens"]]] = False
         continues[self.unk_id] = True
