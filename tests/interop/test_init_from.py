@@ -63,7 +63,7 @@ def test_a_run_begins_with_the_weights_of_its_base_and_keeps_how_vectors_are_mad
     assert base_lib.read(epath.Path("again")).vectors == Loaded.of(epath.Path("new")).vectors == CLS
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_begins_with_moments_only_where_its_base_was_asked_for_them(copy_of_run):
     by_adam = "--set optimizer.name=bert_adam"
     whole = "pretrain small.py --workdir {} --set init_from={}"

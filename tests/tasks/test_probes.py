@@ -143,7 +143,7 @@ def test_a_share_is_kept_to(text, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "w")] == [0, 22]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_resumed_run_scores_its_probes_alike(text, tmp_path):
     folder, file = text
     settings = [probed(folder, "letters"), "run.probe_share=1"]

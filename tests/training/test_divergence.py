@@ -49,7 +49,7 @@ def lines_of(workdir) -> list[dict]:
     [
         (),
         pytest.param(("run.checkpoint_every=1",), marks=pytest.mark.nightly),
-        pytest.param(("run.log_every=1",), marks=pytest.mark.long),
+        pytest.param(("run.log_every=1",), marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(text, tmp_path, monkeypatch, settings):

@@ -194,7 +194,7 @@ def test_sixteen_devices_then_eight_see_the_same_batches(undisturbed, tmp_path):
     assert_same_lines(tmp_path / "many", tmp_path / "one")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_many_devices_trained_one_device_reads(relaid, tmp_path):
     """The run's own mesh asks for four."""
     scored = bert_jax("evaluate", "--workdir", relaid)

@@ -171,7 +171,7 @@ def test_another_corpus_is_named(alike, tmp_path):
     ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_that_goes_on_with_another_batch_is_found(tmp_path, monkeypatch, capsys):
     for name, value in settings(1).items():
         monkeypatch.setenv(name, value)
