@@ -26,13 +26,13 @@ LINES = {
     "storage": 1_651,
     "tasks": 4_029,
     "text": 2_648,
-    "training": 6_444,
+    "training": 6_445,
     "verify": 1_159,
     "launch": 1_919,
     "benchmarks": 3_601,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 33_887,
+    "tests": 33_889,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

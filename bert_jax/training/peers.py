@@ -524,6 +524,7 @@ def _hear_all(place: Place, port: int, limit: float) -> tuple[str, bool]:
                     continue
                 try:
                     number, count, host = json.loads(ready.recv_bytes(_LONGEST))
+                    number = int(number)
                 except (OSError, EOFError, ValueError, TypeError):  # a stranger, or it has left
                     here.pop(numbers.pop(ready), None)
                     ready.close()

@@ -104,7 +104,9 @@ def knock(address: str, said: bytes) -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]"])
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b"\0\0\0\x0b[[1], 2, 3]"]
+)
 def test_strangers_who_knock_are_sent_away(said, address):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         both = pool.submit(call, Place(address, 0, 2), limit=20.0)
