@@ -88,11 +88,13 @@ model.num_attention_heads=1 model.kind=bilstm
 {_BILSTM} model.direction=left_to_right
 {_BILSTM} model.initialization=scaled
 {_BILSTM} model.hidden_size=767
-model.kind=modern -> model.num_hidden_layers=12
 {_MODERN} model.local_window=1024
 {_MODERN} model.max_position_embeddings=1024 model.local_window=514
 {_MODERN} model.num_attention_heads=256
-{_MODERN} model.local_window=7
+{_MODERN} model.local_window=1
+{_MODERN} model.local_rotary_scaling=yarn:4
+{_MODERN} model.global_rotary_scaling=linear:0.5
+model.output_table=own
 {_MODERN} model.global_every=1 model.local_window=64
 {_MODERN} model.global_every=0
 {_MODERN} model.global_rotary_base=1

@@ -70,6 +70,13 @@ def _is_stretch(steps: tuple[int, ...]) -> bool:
 
 _Base = Annotated[float, Rule(lambda base: base > 1, "must be over 1")]
 _OwnBase = Annotated[float, Rule(lambda base: base == 0 or base > 1, "must be over 1, or 0")]
+_Scaling = Annotated[
+    str,
+    Rule(
+        lambda text: re.fullmatch(r"((linear|yarn:[1-9]\d*):[1-9]\d*(\.\d+)?)?", text),
+        "must be linear:FACTOR or yarn:POSITIONS:FACTOR, or empty",
+    ),
+]
 _PartOf = Annotated[float, Rule(lambda share: 0 < share < 1, "must be in (0, 1)")]
 _Encoding = Annotated[str, Rule(lambda name: _works("".encode, name), "not known to Python")]
 _Starts = Annotated[str, Rule(lambda text: _works(re.compile, text), "no regular expression")]
@@ -149,12 +156,21 @@ class Model(Section):
     # For kind=modern: the first layer and then every so many attend to whole rows; the others to a
     # window around each token.
     global_every: PositiveCount = 3
-    # For kind=modern: width of that window in tokens, half on each side of the token.
+    # For kind=modern: width of that window in tokens, half on each side of the token (of an odd
+    # one the token itself is the rest).
     local_window: int = 128
     # Base of the rotary positions of layers that attend to whole rows.
     global_rotary_base: _Base = 160_000.0
     # Base of the rotary positions of layers with a window.
     local_rotary_base: _Base = 10_000.0
+    # How the rotary positions of layers that attend to whole rows are stretched for rows longer
+    # than those they were learned on: linear:FACTOR, or yarn:POSITIONS:FACTOR, the first being the
+    # length of those (Peng et al. 2023); empty: not at all.
+    global_rotary_scaling: _Scaling = ""
+    # The same of layers with a window.
+    local_rotary_scaling: _Scaling = ""
+    # For kind=modern: whether the output's weights are the word embeddings, or a table of its own.
+    output_table: Literal["tied", "own"] = "tied"
     # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
     hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
     # Dropout of embeddings and of what each layer adds.
@@ -196,14 +212,12 @@ class Model(Section):
         width = self.hidden_size // self.num_attention_heads
         if width % 2:
             yield "num_attention_heads", f"heads are {width} wide, and must be even"
-        if self.num_hidden_layers % every != 1 % every:
-            yield "num_hidden_layers", f"must be a multiple of model.global_every={every}, plus 1"
         if every == 1:
-            for name in ("local_window", "local_rotary_base"):
+            for name in ("local_window", "local_rotary_base", "local_rotary_scaling"):
                 if not self._is_default(name):
                     yield name, "has no meaning with model.global_every=1"
-        elif window < 2 or window % 2:
-            yield "local_window", "must be even, half of it on each side"
+        elif window < 2:
+            yield "local_window", "must be at least 2, half of it on each side"
         elif window > most:
             yield "local_window", f"is over model.max_position_embeddings={most}"
 
@@ -218,9 +232,9 @@ class Model(Section):
 # What is left as it is, by `model.kind`.
 _OF_BERT = ("type_vocab_size", "position_offset", "layer_norm_eps")
 _WITHOUT_MEANING = {
-    "bert": (),
+    "bert": ("output_table",),
     "modern": _OF_BERT,
-    "bilstm": (*_OF_BERT, "hidden_act", "initialization", "code"),
+    "bilstm": (*_OF_BERT, "output_table", "hidden_act", "initialization", "code"),
 }
 
 # What stands before a path that an experiment's file gave as relative to its own folder.

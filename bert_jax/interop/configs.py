@@ -56,7 +56,6 @@ _MODERN_FIXED = {
     "mlp_bias": False,
     "decoder_bias": True,
     "classifier_bias": False,
-    "tie_word_embeddings": True,
 }
 # Types of model with RoBERTa's arithmetic, and what their classes begin with instead of `Roberta`.
 _ROBERTAS = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
@@ -65,6 +64,7 @@ _ITSELF = 2
 # Of ModernBERT's that reads from left to right.
 _DECODER = "modernbert-decoder"
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_ROTARY = {_GLOBAL: "global", _LOCAL: "local"}  # ours of both begin so
 _EVERY = 3
 
 
@@ -100,6 +100,14 @@ _OF_DISTILBERT = [
     _Field("activation", "hidden_act", _ACTIVATIONS, "gelu"),
     _Field("chunk_size_feed_forward", allowed=[0]),
 ]
+# Of rotary positions, which versions from 5 on give by a layer's type, next to their base.
+_SCALINGS = {"default": (), "linear": ("factor",), "yarn": ("positions", "factor")}
+_OF_SCALING = [
+    _Field("factor", "factor", float),
+    _Field("original_max_position_embeddings", "positions"),
+    *_fixed({"beta_fast": 32, "beta_slow": 1, "truncate": True, "partial_rotary_factor": 1}),
+    *(_Field(name, allowed=[None]) for name in ("attention_factor", "mscale", "mscale_all_dim")),
+]
 # Defaults are ModernBERT-base's.
 _OF_MODERN = [
     _Field("vocab_size", "vocab_size", None, 50_368),
@@ -115,7 +123,7 @@ _OF_MODERN = [
     _Field("global_rope_theta", "global_rotary_base", float, 160_000.0),
     _Field("local_rope_theta", "local_rotary_base", float, 10_000.0),
     _Field("local_attention", "local_window", None, 128),
-    _Field("rope_scaling", allowed=[None]),
+    _Field("tie_word_embeddings", "output_table", {True: "tied", False: "own"}, True),
     *_fixed(_MODERN_FIXED),
 ]
 
@@ -188,13 +196,13 @@ def _modern(path: epath.Path, fields: dict[str, Any]) -> Model:
     acts = [theirs for theirs, act in _ACTIVATIONS.items() if act == ours["hidden_act"]]
     require(path, "classifier_activation", fields.get("classifier_activation", "gelu"), acts)
     every = ours["global_every"] = _global_every(path, fields, ours["num_hidden_layers"])
-    ours |= _bases(path, fields)
+    ours |= _rotary(path, fields, ours["max_position_embeddings"])
     if fields["model_type"] == _DECODER:
         ours["direction"] = "left_to_right"
         if isinstance(window := ours["local_window"], int):
             ours["local_window"] = window // 2 * 2 - _ITSELF
     if every == 1:  # no layer has a window
-        del ours["local_window"], ours["local_rotary_base"]
+        del ours["local_window"], ours["local_rotary_base"], ours["local_rotary_scaling"]
     return config.section(Model, ours, str(path))
 
 
@@ -205,7 +213,8 @@ def _global_every(path: epath.Path, fields: dict[str, Any], count: Any) -> Any:
         return fields.get("global_attn_every_n_layers", _EVERY)
     if not isinstance(types, list) or len(types) != count or not types:
         raise InputError(f"{path}: layer_types: not a list of num_hidden_layers={count!r} words")
-    every = next((i for i in range(1, len(types)) if types[i] == _GLOBAL), _EVERY)
+    last = max(len(types), _EVERY)
+    every = next((i for i in range(1, len(types)) if types[i] == _GLOBAL), last)
     if types != _layer_types(len(types), every):
         raise InputError(
             f"{path}: layer_types: only {_GLOBAL} in the first and then in every n-th layer, and "
@@ -218,18 +227,27 @@ def _layer_types(count: int, every: int) -> list[str]:
     return [_LOCAL if i % every else _GLOBAL for i in range(count)]
 
 
-def _bases(path: epath.Path, fields: dict[str, Any]) -> dict[str, float]:
-    """Returns the bases of rotary positions that versions from 5 on give by a layer's type."""
-    bases, by_type = {}, fields.get("rope_parameters") or {}
-    for layer_type, ours in ((_GLOBAL, "global_rotary_base"), (_LOCAL, "local_rotary_base")):
+def _rotary(path: epath.Path, fields: dict[str, Any], longest: Any) -> dict[str, Any]:
+    """Returns bases and scalings of rotary positions, given by a layer's type or for both."""
+    ours: dict[str, Any] = {}
+    by_type, for_both = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    for layer_type, name in _ROTARY.items():
         says = (by_type.get(layer_type) or {}) if isinstance(by_type, dict) else None
-        if not isinstance(says, dict) or says.get("rope_type", "default") != "default":
+        if not isinstance(says, dict) or not isinstance(for_both, dict):
             raise InputError(
-                f"{path}: rope_parameters={by_type!r}: only rope_type='default' for each of "
-                f"{_GLOBAL} and {_LOCAL} is supported"
+                f"{path}: rope_parameters={by_type!r}, rope_scaling={for_both!r}: an object is "
+                f"expected, of the first with one for {_GLOBAL} and one for {_LOCAL}"
             )
-        bases |= _ours(path, [_Field("rope_theta", ours, float)], says)
-    return bases
+        if for_both and "rope_type" not in for_both:  # theirs would leave it out
+            raise InputError(f"{path}: rope_scaling={for_both!r}: has no rope_type; write it there")
+        says = says | for_both
+        ours |= _ours(path, [_Field("rope_theta", f"{name}_rotary_base", float)], says)
+        kind = says.get("rope_type", says.get("type", "default"))
+        require(path, "rope_type", kind, _SCALINGS)
+        scaling = {"positions": longest} | _ours(path, _OF_SCALING, says)
+        words = [str(scaling.get(number)).removesuffix(".0") for number in _SCALINGS[kind]]
+        ours[f"{name}_rotary_scaling"] = ":".join([kind, *words]) if words else ""
+    return ours
 
 
 def fields_of(trained: Loaded, architecture: str, dtype: str) -> dict[str, Any]:
@@ -296,7 +314,6 @@ def _distilbert_fields(trained: Loaded) -> dict[str, Any]:
 def _modern_fields(trained: Loaded) -> dict[str, Any]:
     cfg, tok = trained.model, trained.tokenizer
     ours, act = dataclasses.asdict(cfg), _THEIR_ACTIVATIONS[cfg.hidden_act]
-    bases = {_GLOBAL: cfg.global_rotary_base, _LOCAL: cfg.local_rotary_base}
     is_decoder = cfg.direction == "left_to_right"
     return {
         "model_type": _DECODER if is_decoder else "modernbert",
@@ -308,7 +325,8 @@ def _modern_fields(trained: Loaded) -> dict[str, Any]:
         "mlp_dropout": cfg.hidden_dropout_prob,
         "layer_types": _layer_types(cfg.num_hidden_layers, cfg.global_every),
         "rope_parameters": {
-            name: {"rope_type": "default", "rope_theta": base} for name, base in bases.items()
+            _GLOBAL: _rope(cfg.global_rotary_base, cfg.global_rotary_scaling),
+            _LOCAL: _rope(cfg.local_rotary_base, cfg.local_rotary_scaling),
         },
         "local_attention": cfg.local_window + _ITSELF * is_decoder,
         # What versions before 5 read.
@@ -316,11 +334,22 @@ def _modern_fields(trained: Loaded) -> dict[str, Any]:
         "global_rope_theta": cfg.global_rotary_base,
         "local_rope_theta": cfg.local_rotary_base,
         **_MODERN_FIXED,
+        "tie_word_embeddings": cfg.output_table == "tied",
         "bos_token_id": tok.cls_id,
         "eos_token_id": tok.sep_id,
         "cls_token_id": tok.cls_id,
         "sep_token_id": tok.sep_id,
     }
+
+
+def _rope(base: float, scaling: str) -> dict[str, Any]:
+    """Returns what they say of rotary positions: the inverse of `_rotary`."""
+    kind, *numbers = (scaling or "default").split(":")
+    says = {"rope_type": kind, "rope_theta": base}
+    for name, number in zip(_SCALINGS[kind], numbers, strict=True):
+        theirs = "original_max_position_embeddings" if name == "positions" else name
+        says[theirs] = int(number) if name == "positions" else float(number)
+    return says
 
 
 _WRITERS = {

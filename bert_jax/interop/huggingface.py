@@ -1,5 +1,6 @@
 """Folders of Hugging Face's transformers, read and written: config.json and weights."""
 
+import dataclasses
 import re
 from typing import Literal
 
@@ -55,6 +56,8 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     """Reads what `save_pretrained` wrote of one of `ARCHITECTURES`."""
     stated = configs.read(folder / "config.json")
     naming = names.HUGGING_FACE[names.family(stated)]
+    if stated.output_table == "own":
+        naming = dataclasses.replace(naming, tied={})
     tokenizer = vocabularies.read(folder)
     file = _weights_file(folder)
     held = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)

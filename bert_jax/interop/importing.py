@@ -106,7 +106,9 @@ def with_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
     def resized(tree: dict[str, Any], start: Literal["mean", "zero"]) -> dict[str, Any]:
         tree = jax.tree.map(np.asarray, tree)  # a tree of its own
         word, head = tree["encoder"]["embeddings"]["word"], tree["masked_lm"]
-        for leaf, name in ((word, "embedding"), (head, "output_bias")):
+        leaves = [(word, "embedding"), (head, "output_bias")]
+        leaves += [(head["output"], "embedding")] if "output" in head else []
+        for leaf, name in leaves:
             table = leaf[name][: base.model.vocab_size]
             new = np.zeros((padded_vocab_size(cfg), *table.shape[1:]), np.float32)
             if start == "mean":

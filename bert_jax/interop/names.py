@@ -60,7 +60,7 @@ HEADS: dict[str, tuple[tuple[Part, ...], str]] = {
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
 _MODERN_WORD_EMBEDDINGS = "model.embeddings.tok_embeddings.weight"
-_MODERN_OUTPUT_BIAS = "decoder.bias"
+_MODERN_OUTPUT_BIAS, _MODERN_OUTPUT = "decoder.bias", "decoder.weight"
 
 _LAYER = {
     "query": "attention.self.query",
@@ -259,6 +259,9 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
     yield norm(f"{head}.norm", ("masked_lm", "layer_norm"), None, "masked_lm")
     bias = ("masked_lm", "output_bias")
     yield Tensor(_MODERN_OUTPUT_BIAS, (cfg.vocab_size,), bias, "masked_lm", is_vocabulary=True)
+    if cfg.output_table == "own":
+        table = ("masked_lm", "output", "embedding")
+        yield Tensor(_MODERN_OUTPUT, shape, table, "masked_lm", is_vocabulary=True)
 
 
 _NO_PAIRS: tuple[Part, ...] = ("encoder", "pooler", "masked_lm")
@@ -312,7 +315,7 @@ HUGGING_FACE = {
         "ModernBERT's masked LM",
         prefix="model.",
         encoder=("embeddings.", "layers.", "final_norm."),
-        tied={"decoder.weight": _MODERN_WORD_EMBEDDINGS},
+        tied={_MODERN_OUTPUT: _MODERN_WORD_EMBEDDINGS},
     ),
 }
 
@@ -421,8 +424,8 @@ def _held(
     naming = HUGGING_FACE[family(cfg)]
     for tensor in naming.tensors(cfg):
         # Below the head of a task masked LM has no output.
-        without = "head" in params and tensor.name == naming.output_bias
-        if tensor.part not in parts or without:
+        is_output = tensor.is_vocabulary and tensor.part == "masked_lm"
+        if tensor.part not in parts or ("head" in params and is_output):
             continue
         value: Any = params
         for key in tensor.path:

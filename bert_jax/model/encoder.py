@@ -6,6 +6,7 @@ Shape letters: B batch, S sequence, D width, H heads, L layers, V vocabulary.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -109,12 +110,48 @@ def rotations(cfg: Model, positions: jax.Array) -> jax.Array:
       float32 [2, 2, ..., S, 1, D / H / 2]: of layers that attend to whole rows, and of the others,
       cosines and sines.
     """
-    width = cfg.hidden_size // cfg.num_attention_heads
-    bases = np.array([[cfg.global_rotary_base], [cfg.local_rotary_base]])
-    steps = jnp.asarray(bases ** -(np.arange(0, width, 2) / width), jnp.float32)
-    steps = steps.reshape(2, *[1] * (positions.ndim + 1), -1)
+    width, after = cfg.hidden_size // cfg.num_attention_heads, [1] * (positions.ndim + 1)
+    settings = (
+        (cfg.global_rotary_base, cfg.global_rotary_scaling),
+        (cfg.local_rotary_base, cfg.local_rotary_scaling),
+    )
+    steps, factors = zip(*(_steps(*setting, width) for setting in settings), strict=True)
+    steps = jnp.asarray(steps, jnp.float32).reshape(2, *after, -1)
     angles = positions.astype(jnp.float32)[..., None, None] * steps
-    return jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)
+    turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)
+    if factors == (1.0, 1.0):
+        return turns
+    return turns * jnp.asarray(factors, jnp.float32).reshape(2, 1, *after, 1)
+
+
+def _steps(base: float, scaling: str, width: int) -> tuple[np.ndarray, float]:
+    """Returns the angle of each pair from one position to the next, and what turned ones grow by.
+
+    Args:
+      base: of the rotary positions.
+      scaling: empty, `linear:FACTOR`, or `yarn:POSITIONS:FACTOR`, by Peng et al. 2023 (section 3):
+        pairs that turn over 32 times in so many positions stay as they are, those that turn less
+        than once are slowed down by the factor, and those between in part.
+      width: D / H.
+
+    Returns:
+      float64 [D / H / 2], and a factor of cosines and sines.
+    """
+    steps = base ** -(np.arange(0, width, 2) / width)
+    if not scaling:
+        return steps, 1.0
+    kind, *positions, factor = scaling.split(":")
+    slowed = steps / float(factor)
+    if kind == "linear":
+        return slowed, 1.0
+
+    def pair(turns: int) -> float:
+        """Returns which pair turns so often."""
+        return width * math.log(int(positions[0]) / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), width - 1)
+    share = np.clip((np.arange(width // 2) - first) / (last - first or 0.001), 0, 1)
+    return steps * (1 - share) + slowed * share, 0.1 * math.log(float(factor)) + 1
 
 
 @jax.custom_vjp

@@ -82,9 +82,10 @@ def masked_lm_logits(
 def piece_logits(model: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
     """Computes scores of all pieces: [..., D] of a layer -> float32 [..., V].
 
-    `model` has `masked_lm` and an `encoder`, whose word embeddings are the output's weights.
+    `model` has `masked_lm` and an `encoder`, whose word embeddings are the output's weights if
+    `masked_lm` has no `output` of its own.
     """
-    table = model.encoder.embeddings.word.embedding[...]
+    table = getattr(model.masked_lm, "output", model.encoder.embeddings.word).embedding[...]
     below = transformed(model.masked_lm, cfg, hidden)
     return layers.linear(below, table, _output_bias(model, cfg), "outputs_inputs")
 

@@ -159,11 +159,15 @@ class Transform(nnx.Module):
 
 
 class MaskedLM(Transform):
-    """Transform and output bias; the output weights are the word embeddings."""
+    """Transform and output bias; the output weights are the word embeddings, or `output`."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
-        self.output_bias = nnx.Param(jnp.zeros(padded_vocab_size(cfg), jnp.float32))
+        rows = padded_vocab_size(cfg)
+        self.output_bias = nnx.Param(jnp.zeros(rows, jnp.float32))
+        if cfg.output_table == "own":
+            init = _output_initializer(cfg)
+            self.output = Embedding(cfg.vocab_size, cfg.hidden_size, init, rngs=rngs, rows=rows)
 
 
 # --- windows ----------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ class LoadedBase:
         read = {"encoder", "masked_lm" if generates else below_head(trained.model, "pooled")}
         params = jax.device_get({name: trained.params[name] for name in sorted(read)})
         if "masked_lm" in params and not generates:
-            del params["masked_lm"]["output_bias"]
+            for name in {"output_bias", "output"} & params["masked_lm"].keys():
+                del params["masked_lm"][name]
         for name in adapt.lora_targets:
             if adapt.how == "lora" and name not in params["encoder"]["layers"]:
                 raise InputError(

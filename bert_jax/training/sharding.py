@@ -83,6 +83,7 @@ _MASKED_LM = {
     "bilstm": (),
 }
 _OUTPUT_BIAS = Rule("masked_lm/output_bias", tensor=0)
+_OUTPUT_TABLE = Rule("masked_lm/output/embedding", data=(0, 1), tensor=0)
 # Of pre-training's heads, by `model.kind`.
 HEADS = {
     kind: (*POOLER, *masked_lm, _OUTPUT_BIAS, Rule("next_sentence/(kernel|bias)"))
@@ -102,7 +103,8 @@ def encoder_rules(model: Model) -> Sequence[Rule]:
 
 def pretraining_rules(model: Model) -> Sequence[Rule]:
     """Returns the rules of an encoder and both heads."""
-    return (*encoder_rules(model), *HEADS[model.kind])
+    own = [_OUTPUT_TABLE] * (model.output_table == "own")
+    return (*encoder_rules(model), *HEADS[model.kind], *own)
 
 
 def generator_rules(model: Model) -> Sequence[Rule]:

@@ -1,7 +1,7 @@
 """Small models of other families, their weights drawn by name, and what transformers makes of them.
 
 `python tests/interop/families.py`, in an environment with torch and transformers, writes
-tests/golden/families/ again (made with transformers 5.24.0, torch 2.13.0).
+tests/golden/families/ again (made with transformers 5.23.0, torch 2.13.0).
 """
 
 import json
@@ -15,6 +15,8 @@ TEXTS = (
     "We the people of the United States",
     "My fellow citizens, na\u00efve caf\u00e9: \u65e5\u672c",
 )
+# Behind them one of the first two together.
+PAIR = ("We the people", "of the States")
 _SIZES = {
     "vocab_size": 504,  # rows of padding behind the vocabulary's, as checkpoints may have
     "hidden_size": 24,
@@ -23,21 +25,46 @@ _SIZES = {
     "intermediate_size": 40,
 }
 _ROBERTA = {**_SIZES, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1}
+_MODERN = {"pad_token_id": 528, "bos_token_id": 526, "eos_token_id": 527}
+_MODERN |= {"cls_token_id": 526, "sep_token_id": 527}
+_SCALED = {
+    "full_attention": {"rope_type": "yarn", "rope_theta": 2000.0, "factor": 2.5}
+    | {"original_max_position_embeddings": 30},
+    "sliding_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 1.5},
+}
 # By family: the class, its config.json, and the vocabulary of tests/golden/tokenizers.
 FAMILIES = {
     "roberta": ("RobertaForMaskedLM", {**_ROBERTA, "max_position_embeddings": 66}, "roberta"),
-    "xlm-roberta": ("XLMRobertaForMaskedLM", {**_ROBERTA, "max_position_embeddings": 50}, "xlmr"),
+    "xlm-roberta": (
+        "XLMRobertaForMaskedLM",
+        {**_ROBERTA, "max_position_embeddings": 50, "num_hidden_layers": 2}
+        | {"hidden_size": 18, "num_attention_heads": 3, "intermediate_size": 21},
+        "xlmr",
+    ),
     "distilbert": (
         "DistilBertForMaskedLM",
         {"vocab_size": 530, "dim": 24, "n_layers": 3, "n_heads": 2, "hidden_dim": 40}
         | {"max_position_embeddings": 64},
         "modernbert",
     ),
+    "distilbert-odd": (
+        "DistilBertForMaskedLM",
+        {"vocab_size": 530, "dim": 18, "n_layers": 2, "n_heads": 3, "hidden_dim": 21}
+        | {"max_position_embeddings": 51, "activation": "gelu"},
+        "modernbert",
+    ),
     "modernbert": (
         "ModernBertForMaskedLM",
-        {**_SIZES, "vocab_size": 530, "num_hidden_layers": 4, "max_position_embeddings": 64}
-        | {"local_attention": 16, "pad_token_id": 528, "bos_token_id": 526, "eos_token_id": 527}
-        | {"cls_token_id": 526, "sep_token_id": 527},
+        {**_SIZES, **_MODERN, "vocab_size": 530, "num_hidden_layers": 4}
+        | {"max_position_embeddings": 64, "local_attention": 16},
+        "modernbert",
+    ),
+    # No multiple of three layers and one, an odd window, stretched positions, an own output.
+    "modernbert-stretched": (
+        "ModernBertForMaskedLM",
+        {**_SIZES, **_MODERN, "vocab_size": 530, "num_hidden_layers": 6, "num_attention_heads": 3}
+        | {"max_position_embeddings": 75, "local_attention": 11, "rope_parameters": _SCALED}
+        | {"tie_word_embeddings": False, "classifier_pooling": "mean"},
         "modernbert",
     ),
 }
@@ -73,6 +100,7 @@ def main() -> None:
         model = getattr(transformers, cls)(config).eval()
         state = model.state_dict()
         tied = ("decoder.weight", "lm_head.decoder.bias", "vocab_projector.weight")
+        tied = tied if config.tie_word_embeddings else ()
         saved = {name: value for name, value in state.items() if not name.endswith(tied)}
         for name in saved:
             saved[name].copy_(torch.from_numpy(drawn(name, tuple(saved[name].shape))))
@@ -86,7 +114,7 @@ def main() -> None:
             tokenizer = transformers.PreTrainedTokenizerFast(
                 tokenizer_file=str(folder / "tokenizer.json"), **asked
             )
-        batch = tokenizer(list(TEXTS), padding=True, return_tensors="pt")
+        batch = tokenizer([*TEXTS, PAIR], padding=True, return_tensors="pt")
         ids, mask = batch["input_ids"], batch["attention_mask"]
         with torch.no_grad():
             output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from families import FAMILIES, GOLDEN, TEXTS, drawn, write_tokenizer
+from families import FAMILIES, GOLDEN, PAIR, TEXTS, drawn, write_tokenizer
 
 from bert_jax import base
 from bert_jax.interop import huggingface, importing
@@ -14,6 +14,7 @@ from bert_jax.loaded import Loaded
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
+from bert_jax.text.tokenizer import joined
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -35,10 +36,12 @@ def imported(request, tmp_path_factory):
 def test_ids_hidden_states_and_scores_are_those_of_transformers(imported):
     _, _, golden, loaded = imported
     there = golden["mask"].astype(bool)
-    for text, row, mask in zip(TEXTS, golden["ids"], there, strict=True):
+    for texts, row, mask in zip([*TEXTS, PAIR], golden["ids"], there, strict=True):
+        first, *second = (texts,) if isinstance(texts, str) else texts
         tokenizer = loaded.tokenizer
-        ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
-        assert ids == row[mask].tolist()
+        second = tokenizer.encode(second[0]) if second else None
+        ids, _ = joined(tokenizer, tokenizer.encode(first), second)
+        assert ids.tolist() == row[mask].tolist()
     model = heads.merge(loaded.model, loaded.params)
     ids, mask = (jnp.asarray(golden[name], jnp.int32) for name in ("ids", "mask"))
     every = encode(model.encoder, loaded.model, ids, 0 * ids, mask, None, Loop(), "all")

@@ -103,6 +103,15 @@ def test_older_configurations_say_the_same_otherwise(tmp_path):
     assert (base.global_rotary_base, base.local_rotary_base) == (160_000.0, 10_000.0)
 
 
+def test_a_scaling_of_both_and_layers_of_one_kind_are_read(tmp_path):
+    scaling = {"rope_type": "yarn", "factor": 2.0}
+    alike = {"layer_types": ["full_attention"] + ["sliding_attention"] * 4}
+    folder = write(tmp_path / "hf", rope_scaling=scaling, **alike)
+    cfg = configs.read(epath.Path(folder / "config.json"))
+    assert (cfg.global_rotary_scaling, cfg.local_rotary_scaling) == ("yarn:64:2",) * 2
+    assert cfg.global_every == 5
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -112,13 +121,16 @@ def test_older_configurations_say_the_same_otherwise(tmp_path):
         ({"classifier_activation": "gelu"}, ["classifier_activation"]),
         ({"layer_types": ["full_attention"] * 4}, ["layer_types", "5"]),
         ({"layer_types": ["sliding_attention"] * 5}, ["layer_types", "first"]),
-        ({"layer_types": None, "global_attn_every_n_layers": 3}, ["num_hidden_layers=5", "3"]),
-        ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling", "yarn"]),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, ["rope_parameters"]),
+        ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling", "yarn", "rope_type"]),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, ["rope_type", "dynamic"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["global_rotary_scaling", "FACTOR"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 16}}, ["beta_fast=16"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "llama3"}}}, ["rope_type='llama3'"]),
         ({"rope_parameters": [1]}, ["rope_parameters"]),
-        ({"local_attention": 7}, ["local_window=7", "even"]),
+        ({"local_attention": 1}, ["local_window=1"]),
         ({"global_rope_theta": "x", "rope_parameters": None}, ["global_rope_theta='x'"]),
-        ({"tie_word_embeddings": False}, ["tie_word_embeddings"]),
+        ({"tie_word_embeddings": False}, ["decoder.weight"]),
+        ({"tie_word_embeddings": "no"}, ["tie_word_embeddings='no'"]),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(changes, words, tmp_path):

@@ -119,8 +119,17 @@ def test_attention_and_its_gradients(dtype, layer, part, monkeypatch):
 
 @pytest.mark.parametrize("rows", ["alone", pytest.param("shared", marks=pytest.mark.long)])
 def test_an_encoder_of_kernels_computes_what_xla_computes(rows):
-    """Four layers, the first and the last of which attend to whole rows; its gradients, too."""
-    graph, params = nnx.split(transformer.Encoder(CFG, rngs=nnx.Rngs(0)))
+    """Four layers, the first and the last of which attend to whole rows; its gradients, too.
+
+    The window is odd, and the positions of both are stretched.
+    """
+    cfg = dataclasses.replace(
+        CFG,
+        local_window=2 * HALF + 1,
+        global_rotary_scaling="yarn:200:4",
+        local_rotary_scaling="linear:2",
+    )
+    graph, params = nnx.split(transformer.Encoder(cfg, rngs=nnx.Rngs(0)))
     params = jax.tree.map(lambda x: 3 * x, params)  # else every token is attended to alike
     rng = np.random.default_rng(6)
     ids = jnp.asarray(rng.integers(0, 64, (2, LENGTH)), jnp.int32)
@@ -135,7 +144,7 @@ def test_an_encoder_of_kernels_computes_what_xla_computes(rows):
     weights = jnp.asarray(rng.standard_normal((2, LENGTH, WIDTH)), jnp.float32) * real[:, :, None]
 
     def value(params, loop):
-        hidden = transformer.encode(nnx.merge(graph, params), CFG, ids, ids, mask, noise, loop)
+        hidden = transformer.encode(nnx.merge(graph, params), cfg, ids, ids, mask, noise, loop)
         return (hidden * weights).sum(), hidden * real[:, :, None]
 
     run = jax.jit(jax.value_and_grad(value, has_aux=True), static_argnums=1)

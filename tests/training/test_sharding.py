@@ -85,7 +85,12 @@ def test_a_run_is_the_same_however_state_travels(
 )
 def test_a_modern_encoder_sharded_equals_replicated(parallelism):
     model = dataclasses.replace(
-        samples.MODEL, kind="modern", num_hidden_layers=4, local_window=4, initialization="scaled"
+        samples.MODEL,
+        kind="modern",
+        num_hidden_layers=4,
+        local_window=5,
+        initialization="scaled",
+        output_table="own",
     )
     alone = samples.run(3, model=model)
     assert_same_run(samples.run(3, devices=4, model=model, parallelism=parallelism), alone)
