@@ -69,6 +69,7 @@ def one(experiment: Finetuning, folder: pathlib.Path, python: str) -> dict[str, 
     finetune(experiment, None, str(place / "run"), progress)
     lines = lines_lib.Lines(Workdir(place / "run").metrics).read()
     job = FinetuningSetup(experiment, Workdir(place / "run"), lambda line: None)
+    job.read()
     with peers_lib.connected() as peers:
         opened = job.open(mesh_lib.one_device(), peers)
     np.savez(place / "training.npz", **of_training(opened))

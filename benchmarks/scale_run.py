@@ -225,7 +225,7 @@ def start(folder: pathlib.Path) -> dict[str, float]:
 
     scaled = experiment(folder)
     workdir = Workdir(folder / "run", scaled.run.corpus_dir)
-    setup = PretrainingSetup(scaled, workdir, "keep", lambda line: None)
+    setup = PretrainingSetup(scaled, workdir, lambda line: None)
     with peers_lib.connected() as peers:
         setup.prepare(peers.count)
         job = setup.open(mesh_lib.make_mesh(scaled.parallelism), peers)

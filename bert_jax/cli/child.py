@@ -19,7 +19,7 @@ import numpy as np
 
 from bert_jax import cli, system
 from bert_jax.data import corpus
-from bert_jax.training import evaluators, restore, step
+from bert_jax.training import evaluators, start, step
 from bert_jax.training import lines as lines_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.verify import pod
@@ -63,7 +63,7 @@ class _Child:
         step.make_eval_step = self._around_eval_step(step.make_eval_step)
         evaluators.Watched.predict = self._before(evaluators.Watched.predict, self._evaluated)
         Checkpoints.save = self._around_save(Checkpoints.save)
-        restore._restore = self._around_restore(restore._restore)
+        start._start = self._around_restore(start._start)
         lines_lib.Lines.forget_after = self._before(lines_lib.Lines.forget_after, self._opened)
         corpus.prepare = self._around_prepare(corpus.prepare)
 
@@ -149,10 +149,8 @@ class _Child:
             time.sleep(_POLL)
         self._kill()
 
-    def _around_restore(
-        self, function: Callable[..., restore.Start]
-    ) -> Callable[..., restore.Start]:
-        def restoring(*args: Any) -> restore.Start:
+    def _around_restore(self, function: Callable[..., start.Start]) -> Callable[..., start.Start]:
+        def restoring(*args: Any) -> start.Start:
             restored = function(*args)
             if args[-1] is not None:  # a roll-back
                 self._redone = 0

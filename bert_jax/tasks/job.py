@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from bert_jax.config import SCORES, Finetuning
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, load_experiment
+from bert_jax.storage.workdir import load_experiment
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import mistakes, rows, scores
 from bert_jax.tasks.adapted import Forward, LoadedBase, forward_of, kind_of
@@ -61,20 +60,25 @@ def finetune(
     if base is not None:
         experiment = dataclasses.replace(experiment, init_from=base)
     workdir = mirror.opened(place, access="write")
-    make = functools.partial(FinetuningSetup, experiment, workdir, progress.say)
-    return session.run(make, workdir, progress, origin=origin)
+    return session.run(FinetuningSetup(experiment, workdir, progress.say), progress, origin=origin)
 
 
 class FinetuningSetup(Setup):
-    """A task and the base that is adapted to it, read at once; see `training.job.Setup`."""
+    """A task and the base that is adapted to it."""
 
+    experiment: Finetuning
     how_to_go_on = "choose another --workdir"
 
-    def __init__(self, experiment: Finetuning, workdir: Workdir, say: Callable[[str], None]):
+    @property
+    def compute_dtype(self) -> str:
+        """Returns in which products are computed."""
+        return self.experiment.adapt.compute_dtype
+
+    def read(self) -> None:
+        """Reads the base and the examples."""
+        experiment = self.experiment
         if experiment.task.kind == "generate":
             scores.require_sacrebleu()
-        self.experiment, self.compute_dtype = experiment, experiment.adapt.compute_dtype
-        self._workdir, self._say = workdir, say
         self._base = LoadedBase.of(experiment)
         self._blank: dict[str, list[str]] = {"train": [], "validation": []}
         self._train, self._held_out = (
@@ -118,7 +122,7 @@ class FinetuningSetup(Setup):
         labels = tuple(metadata["notes"]["labels"])
         if not changed and labels != self.labels:
             raise InputError(
-                f"{self._workdir.named}: this run learned the labels {listed(labels)}, and those "
+                f"{self.workdir.named}: this run learned the labels {listed(labels)}, and those "
                 f"of the training examples are {listed(self.labels)}; put them back, or start "
                 "again with another --workdir"
             )
@@ -150,7 +154,7 @@ class FinetuningSetup(Setup):
             for name, made in (("train", self._rows), ("validation", self._eval_rows))
         }
         for line in self._about(guessing, shares):
-            self._say(line)
+            self.say(line)
         size = experiment.batch_size * self._rows.rows_per_example
         phase = PhaseBatches(0, 0, self.total_steps, size, self._batches.batch)
         what_is_learned = {
@@ -187,9 +191,7 @@ class FinetuningSetup(Setup):
             data_sha256=self.sha256,
             require_same=self._require_same,
             operations=self._operations,
-            how_to_see=lambda step: (
-                f"`bert-jax show --workdir {self._workdir.named} --step {step}`"
-            ),
+            how_to_see=lambda step: f"`bert-jax show --workdir {self.workdir.named} --step {step}`",
             notes=self._notes,
             fixed=fixed,
             patience=experiment.patience,
@@ -251,7 +253,7 @@ class FinetuningSetup(Setup):
         """Raises InputError unless a checkpoint with this metadata learned from these examples."""
         if metadata["corpus_sha256"] != self.sha256:
             raise InputError(
-                f"{self._workdir.named}: the examples are not those that this run learned from; "
+                f"{self.workdir.named}: the examples are not those that this run learned from; "
                 "put them back, or start again with another --workdir"
             )
 

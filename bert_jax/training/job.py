@@ -2,16 +2,33 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from bert_jax.config import Optimizer
+from bert_jax.storage.mirror import Mirror
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training.branch import Branch
 from bert_jax.training.feed import MakeBatch
 from bert_jax.training.objective import Batch, Objective
 from bert_jax.training.peers import Peers
+from bert_jax.training.progress import Clock, Progress
 from bert_jax.training.step import State
+from bert_jax.training.watchdog import Watchdog
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The surroundings of a run: its place, its processes and devices, and those who watch it."""
+
+    workdir: Workdir
+    mesh: jax.sharding.Mesh
+    peers: Peers
+    watchdog: Watchdog
+    mirror: Mirror
+    progress: Progress
+    clock: Clock
 
 
 class PhaseBatches(NamedTuple):
@@ -80,15 +97,27 @@ class Job:
     patience: int = 0
 
 
-class Setup(Protocol):
+@dataclasses.dataclass
+class Setup:
     """An experiment in its workdir, before its data are there; `open` makes the job of it."""
 
     experiment: Any  # an `Experiment` or the like
-    compute_dtype: str  # in which products are computed
-    how_to_go_on: str  # a finished run, in words
+    workdir: Workdir  # of the run
+    say: Callable[[str], None]  # shows a line
+
+    how_to_go_on = ""  # a finished run, in words
+
+    @property
+    def compute_dtype(self) -> str:
+        """Returns in which products are computed."""
+        raise NotImplementedError
+
+    def read(self) -> None:
+        """Reads what is there already, once jax knows how many processes it has."""
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
+        raise NotImplementedError
 
     def require_start(self) -> None:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
@@ -100,6 +129,7 @@ class Setup(Protocol):
           saved: the experiment of a checkpoint.
           metadata: of the checkpoint, its `notes` and its `init_sha256` among it.
         """
+        raise NotImplementedError
 
     def prepare(self, processes: int) -> None:
         """Makes what is learned from, or finds it; on one process for all."""
@@ -109,3 +139,4 @@ class Setup(Protocol):
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
         """Opens what was prepared."""
+        raise NotImplementedError

@@ -30,7 +30,7 @@ from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import step as step_lib
 from bert_jax.training.branch import Branch
 from bert_jax.training.evaluators import Watched
-from bert_jax.training.job import Evaluator, Job, PhaseBatches, every
+from bert_jax.training.job import Evaluator, Job, PhaseBatches, Setup, every
 from bert_jax.training.objective import Batch, Objective
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Progress
@@ -173,25 +173,12 @@ def _stamp(path: epath.PathLike) -> tuple[int, int]:
 
 
 class Probes(Protocol):
-    """The probes of the encoder, next to its own losses; see `tasks.probes`."""
+    """The probes of the encoder, next to its own losses: `tasks.probes.Probes`."""
 
     sha256: str  # of what is asked
-
-    def open(
-        self,
-        model: Model,
-        tokenizer: Tokenizer,
-        parallelism: Parallelism,
-        mesh: jax.sharding.Mesh,
-        size: int,
-    ) -> int:
-        """Prepares to ask in batches of about `size` rows; returns the operations of it."""
-
-    def describe(self) -> str:
-        """Returns the probes in words."""
-
-    def ask(self, params: Any) -> dict[str, dict[str, Any]]:
-        """Returns `scores` and `majority`, what needs no encoder, by name, and more if need be."""
+    open: Callable[[Model, Tokenizer, Parallelism, jax.sharding.Mesh, int], int]
+    describe: Callable[[], str]
+    ask: Callable[[Any], dict[str, dict[str, Any]]]
 
 
 def pretrain(
@@ -214,11 +201,8 @@ def pretrain(
       probes: those that `run.probes` names; None: none.
       branch: what a run begins with that is not there yet; None: its step 0.
     """
-
-    def make() -> PretrainingSetup:
-        return PretrainingSetup(experiment, workdir, length, progress.say, probes, branch)
-
-    return session.run(make, workdir, progress, length, origin)
+    setup = PretrainingSetup(experiment, workdir, progress.say, length, probes, branch)
+    return session.run(setup, progress, length, origin)
 
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
@@ -256,34 +240,25 @@ def _summary(experiment: Experiment, objective: Objective, mesh: jax.sharding.Me
     )
 
 
-class PretrainingSetup:
-    """An experiment on its corpus; see `training.job.Setup`.
+@dataclasses.dataclass
+class PretrainingSetup(Setup):
+    """An experiment on its corpus."""
 
-    Args:
-      experiment: what is to be run.
-      workdir: of the run.
-      length: `extend` allows more steps in the last phase than the run was started with.
-      say: shows a line.
-      probes: to be asked at times; None: none.
-      branch: what a run begins with that is not there yet; None: its step 0.
-    """
+    experiment: Experiment
+    length: Literal["keep", "extend"] = "keep"  # `extend`: the last phase may have more steps
+    probes: Probes | None = None  # to be asked at times
+    branch: Branch | None = None  # what a run begins with that is not there yet; None: its step 0
 
     how_to_go_on = "choose another --workdir, to go on raise the last phase's steps with --extend"
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        workdir: Workdir,
-        length: Literal["keep", "extend"],
-        say: Callable[[str], None],
-        probes: Probes | None = None,
-        branch: Branch | None = None,
-    ):
-        self.experiment = experiment
-        self.compute_dtype = experiment.model.compute_dtype
-        self._workdir, self._length, self._say = workdir, length, say
-        self._probes, self._branch = probes, branch
+    def __post_init__(self) -> None:
+        """Begins with no notes."""
         self._notes: dict[str, Any] = {}  # what checkpoints keep for those who ask the model
+
+    @property
+    def compute_dtype(self) -> str:
+        """Returns in which products are computed."""
+        return self.experiment.model.compute_dtype
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
@@ -291,8 +266,8 @@ class PretrainingSetup:
 
     def require_start(self) -> None:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
-        if self._branch is not None:
-            self._branch.require(self.experiment)
+        if self.branch is not None:
+            self.branch.require(self.experiment)
         else:
             base_lib.start_of(self.experiment)
 
@@ -300,7 +275,7 @@ class PretrainingSetup:
         """Returns how the experiment differs from a saved one that is to go on."""
         experiment = self.experiment
         changed = config.differences(saved, experiment, "identity")
-        if self._length == "extend":
+        if self.length == "extend":
             last = f"phases.{len(saved.phases) - 1}.steps:"
             if experiment.total_steps < saved.total_steps:
                 raise InputError(
@@ -308,26 +283,26 @@ class PretrainingSetup:
                     f"not {experiment.total_steps}"
                 )
             if any(line.startswith(last) for line in changed):
-                self._say("extend: the schedules now end later, and so change")
+                self.say("extend: the schedules now end later, and so change")
             changed = [line for line in changed if not line.startswith(last)]
         moved = [line for line in changed if line.startswith("corpus.sources:")]
-        if moved and corpus.is_made_of(self._workdir.corpus, experiment.corpus):
+        if moved and corpus.is_made_of(self.workdir.corpus, experiment.corpus):
             changed = [line for line in changed if line not in moved]
         if experiment.init_from and not changed:
             if base_lib.is_base(epath.Path(experiment.init_from)):
                 base_lib.require_same_weights(experiment.init_from, metadata["init_sha256"])
             else:
-                self._say(
+                self.say(
                     f"resume: {experiment.init_from} is gone; its weights are not compared again"
                 )
         return changed
 
     def prepare(self, processes: int) -> None:
         """Makes the corpus, or finds it, with the streams that all processes would make at once."""
-        experiment, folder = self.experiment, self._workdir.corpus
-        corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self._say)
-        if self._branch is not None:
-            self._branch.begin(self._workdir)
+        experiment, folder = self.experiment, self.workdir.corpus
+        corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self.say)
+        if self.branch is not None:
+            self.branch.begin(self.workdir)
         if processes == 1:
             return
         prepared = Prepared.open(folder)
@@ -336,14 +311,14 @@ class PretrainingSetup:
 
     def fetch(self) -> None:
         """Copies the corpus to this machine, if need be."""
-        corpus.here(self._workdir.corpus, self._say)
+        corpus.here(self.workdir.corpus, self.say)
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
         """Opens what was prepared."""
         experiment = self.experiment
         model = experiment.model
         objective = objective_lib.of(model, experiment.data)
-        prepared = Prepared.open(self._workdir.corpus)
+        prepared = Prepared.open(self.workdir.corpus)
         peers.require_same(
             "corpus",
             {"corpus.manifest": prepared.sha256[:16]},
@@ -355,10 +330,10 @@ class PretrainingSetup:
         asked: list[Evaluator] = []
         for one in models:
             asked += self._evaluators(one, prepared, held_out, mesh)
-        if self._probes is not None:
-            asked += self._open_probes(self._probes, models, prepared, mesh, peers)
+        if self.probes is not None:
+            asked += self._open_probes(self.probes, models, prepared, mesh, peers)
 
-        self._say(_summary(experiment, objective, mesh))
+        self.say(_summary(experiment, objective, mesh))
 
         def require_same(metadata: dict[str, Any]) -> None:
             prepared.require_same(metadata)
@@ -379,7 +354,7 @@ class PretrainingSetup:
             return flops.train_step_flops(model, *shape)
 
         def how_to_see(step: int) -> str:
-            return f"`bert-jax show --workdir {self._workdir.named} --step {step}` shows its text"
+            return f"`bert-jax show --workdir {self.workdir.named} --step {step}` shows its text"
 
         return Job(
             experiment=experiment,
@@ -395,7 +370,7 @@ class PretrainingSetup:
             how_to_see=how_to_see,
             notes=lambda evaluation: self._notes,
             require_unchanged=prepared.require_unchanged,
-            branch=self._branch,
+            branch=self.branch,
         )
 
     def _initial_state(
@@ -412,7 +387,7 @@ class PretrainingSetup:
         )
         random = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
         kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
-        self._say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{random}")
+        self.say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{random}")
         if base.vectors is not None:
             self._notes = {"vectors": dataclasses.asdict(base.vectors)}
         places = jax.tree.map(lambda leaf: leaf.sharding, fresh["params"])
@@ -460,7 +435,7 @@ class PretrainingSetup:
         )
         more = prepared.tokenizer, experiment.parallelism, mesh, run.eval_batch_size
         opened, operations = [models[0]], probes.open(models[0], *more)
-        self._say(f"probes: {probes.describe()}")
+        self.say(f"probes: {probes.describe()}")
 
         def allowed(done: int) -> int:
             """How often probes may be asked in so many steps."""

@@ -153,10 +153,12 @@ class Clock:
     def waiting(self, what: str) -> Iterator[None]:
         """Counts the time spent inside."""
         start, cpu = time.monotonic(), time.process_time()
-        yield
-        self._waits[what] = self._waits.get(what, 0.0) + time.monotonic() - start
-        if what in NOT_STEPS:
-            self._cpu_waits += time.process_time() - cpu
+        try:
+            yield
+        finally:
+            self._waits[what] = self._waits.get(what, 0.0) + time.monotonic() - start
+            if what in NOT_STEPS:
+                self._cpu_waits += time.process_time() - cpu
 
     def lap(self, counts: Counts, filled: float | None = None) -> dict[str, float]:
         """Returns seconds, where they were waited, and rates over the rest; begins the next lap.

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,18 @@ from bert_jax.config import SKIPPED_STEPS, code
 from bert_jax.errors import Unavailable
 from bert_jax.model import losses
 from bert_jax.storage import retry
-from bert_jax.storage.mirror import Mirror
-from bert_jax.storage.workdir import DiskFull, Workdir, read_json, sealed, write_atomic
+from bert_jax.storage.workdir import DiskFull, sealed, write_atomic
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import restore, step
+from bert_jax.training import start, step
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.environment import environment
 from bert_jax.training.feed import Feed
-from bert_jax.training.job import Evaluator, Job, PhaseBatches
+from bert_jax.training.job import Context, Evaluator, Job, PhaseBatches
 from bert_jax.training.lines import Spikes
-from bert_jax.training.peers import Peers
 from bert_jax.training.profile import Profile
-from bert_jax.training.progress import Clock, Counts, Progress
-from bert_jax.training.watchdog import StopRequest, Watchdog
+from bert_jax.training.progress import Counts
+from bert_jax.training.watchdog import StopRequest
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or the watchdog, for
 # them.
@@ -50,50 +48,28 @@ _copied = jax.jit(jnp.copy)
 _LOOK = 0.05
 
 
-@dataclasses.dataclass
-class Context:
-    """The surroundings of a run: its place, its processes and devices, and those who watch it."""
-
-    workdir: Workdir
-    mesh: jax.sharding.Mesh
-    peers: Peers
-    watchdog: Watchdog
-    mirror: Mirror
-    progress: Progress
-    clock: Clock
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The reason for which a run cannot go on."""
-
-    # `stop`: the settings say so; `skipped`: too many steps are left out already; `checkpoints`:
-    # none is from shortly before the bad steps; `loss`: a held-out loss that is not finite.
-    reason: Literal["stop", "skipped", "checkpoints", "loss"]
-    step: int  # of the held-out loss; from which one all would be done again
-    bad: range = range(0)  # steps without a finite loss or gradient
-    skipped: int = 0  # how many steps are left out already
-
-
-@dataclasses.dataclass(frozen=True)
-class Unsaved:
-    """The reason for which the last steps are in no checkpoint."""
-
-    newest: int  # step of the newest checkpoint
-    going_back: range = range(0)  # steps that the run is to go back over
-    bad: int = 0  # steps up to the last one without a finite loss or gradient
-    error: DiskFull | None = None  # of the disk
-
-
 @dataclasses.dataclass(frozen=True)
 class Result:
     """The end of a run, after so many steps."""
 
-    # The state is saved unless the run failed, or `unsaved` says why not.
     outcome: Literal["finished", "stopped", "failed"]
     done: int  # steps
-    failure: Failure | None = None  # of a run that failed
-    unsaved: Unsaved | None = None  # None if the last steps are saved
+    why: str = ""  # it failed; or its last steps are in no checkpoint: "" if they are
+
+
+class Failed(Exception):
+    """A run cannot go on, for the reason that it says."""
+
+    def __init__(self, why: str, remedy: str = "a lower optimizer.peak_learning_rate"):
+        super().__init__(f"{why}; start again with {remedy}")
+
+
+class Diverged(Exception):
+    """Many steps in a row had no finite loss or gradient; what comes after them changes nothing."""
+
+    def __init__(self, bad: range):
+        super().__init__(f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient")
+        self.bad = bad
 
 
 class Trainer:
@@ -105,10 +81,9 @@ class Trainer:
 
     def __init__(self, job: Job, context: Context, origin: dict[str, Any] | None):
         self.job, self.experiment, self.origin = job, job.experiment, origin
+        self.context, self.say = context, context.progress.say
         self.workdir, self.mesh, self.peers = context.workdir, context.mesh, context.peers
-        self.watchdog, self.mirror = context.watchdog, context.mirror
-        self.clock, self.say = context.clock, context.progress.say
-        self.progress = context.progress
+        self.watchdog, self.clock = context.watchdog, context.clock
         run, workdir = self.experiment.run, self.workdir
         lines = lines_lib.Lines if self.peers.is_primary else lines_lib.NoLines
         self.metrics = lines(workdir.metrics, run.when_disk_is_full)
@@ -122,7 +97,7 @@ class Trainer:
             run.profile_steps,
             workdir.profile,
             self.peers.number,
-            self.progress,
+            context.progress,
             self.clock,
             workdir.named / "profile",
         )
@@ -138,11 +113,9 @@ class Trainer:
         self.spikes = Spikes()
         self.evaluation: dict[str, Any] = {}  # the last line with a held-out loss
         self.held_out: list[tuple[int, float]] = []  # (step, held-out loss) of all, with patience
-        self.bad_steps: range | None = None  # that the run is to roll back over
-        self.failure: Failure | None = None
         self.saved_step = 0  # of the newest checkpoint, perhaps still on its way
         self.is_saving = False
-        self.unsaved: Unsaved | None = None
+        self.unsaved = ""  # why the last steps are in no checkpoint; "" if they are
 
     # --- the order of operations ----------------------------------------------------------------
 
@@ -161,32 +134,26 @@ class Trainer:
             # Times of lost steps are kept; a line cut off by a kill is not.
             self.timings.forget_after(total)
             with self.clock.waiting("restore"):
-                start = restore.restore_or_initialize(*self._restoring(), self._was_saved)
-            self._go_on_from(start)
-            del start  # whose arrays are given away step by step
+                begun = start.begin(self.job, self.context, self.saved)
+            self._go_on_from(begun)
+            del begun  # whose arrays are given away step by step
             # Only now: an experiment that was refused must not stand in the workdir.
             self._write_experiment()
             if self._is_whole:
                 return Result("finished", self.done)
             self._require_space()
-            begun = {} if self.job.branch is None else {"branch": str(self.job.branch)}
-            self._note("start", self._lap() | {"environment": environment()} | begun)
-            if begun and self.done not in self.saved.steps:
+            branch = {} if self.job.branch is None else {"branch": str(self.job.branch)}
+            self._note("start", self._lap() | {"environment": environment()} | branch)
+            if branch and self.done not in self.saved.steps:
                 self._save()  # from here on it is a run like any other
             try:
-                with self.progress.bar(self.done, total):
-                    while not (stop.requested or self.failure):
-                        if self.bad_steps is not None:
-                            self._roll_back(self.bad_steps)
-                        elif not self._is_whole:
-                            self._phase(stop)
-                        else:
-                            break
+                with self.context.progress.bar(self.done, total):
+                    wrong = self._train(stop)
                 self.watchdog.pause()
                 with self.clock.waiting("checkpoint"):
-                    if self.failure is None and self.saved_step != self.done:
+                    if wrong is None and self.saved_step != self.done:
                         self._save()
-                    self._finish_saving()
+                    self._finish_saving(is_to_be_saved=wrong is None)
                     stack.close()  # here, so that the last save's end is counted
                 # After the save, for which one that is asked to stop may have little time.
                 self.profile.end()
@@ -195,10 +162,32 @@ class Trainer:
                     self.profile.end()
                     self._note("end", self._lap() | {"outcome": "failed", "why": str(error)})
                 raise
-        whole = self._is_whole and self.unsaved is None
-        outcome = "failed" if self.failure else "finished" if whole else "stopped"
+        if isinstance(wrong, Diverged):
+            bad = wrong.bad
+            self.unsaved = self._not_since(
+                f"it has to go back over the steps {bad[0]} to {bad[-1]}"
+            )
+        failed, whole = isinstance(wrong, Failed), self._is_whole and not self.unsaved
+        outcome = "failed" if failed else "finished" if whole else "stopped"
         self._note("end", self._lap() | {"outcome": outcome})
-        return Result(outcome, self.done, self.failure, self.unsaved)
+        return Result(outcome, self.done, str(wrong) if failed else self.unsaved)
+
+    def _train(self, stop: StopRequest) -> Failed | Diverged | None:
+        """Does all phases; returns what went wrong if the state is not to be saved.
+
+        That is a `Diverged` if a request to stop comes before the roll-back.
+        """
+        try:
+            while not (stop.requested or self._is_whole):
+                try:
+                    self._phase(stop)
+                except Diverged as error:
+                    if stop.requested:
+                        return error
+                    self._roll_back(error.with_traceback(None))  # whose frames hold a batch
+        except Failed as error:
+            return error
+        return None
 
     def _phase(self, stop: StopRequest) -> None:
         """Does steps of the phase that is on, until its end or a request to stop."""
@@ -214,7 +203,7 @@ class Trainer:
         called: set[Any] = set()
         self.watchdog.reset(times=2)
         with self._feed(phase) as feed:
-            while self.done < last and not (stop.requested or self._went_wrong or self._is_in_vain):
+            while self.done < last and not (stop.requested or self._is_in_vain):
                 with self.profile.step(self.done, self.state):
                     with self.clock.waiting("data"):
                         if not self._await_rows(phase, stop):
@@ -245,7 +234,7 @@ class Trainer:
     def _after_step(self) -> None:
         """Logs, evaluates and saves what is due."""
         run, last = self.experiment.run, self.done == self.job.total_steps
-        self.mirror.check()
+        self.context.mirror.check()
         if self.saved.has_failed:
             self._end_save()  # now: the others wait for it, inside Orbax
         self._write_pending()
@@ -277,45 +266,48 @@ class Trainer:
                 self._save()
             self.watchdog.reset()
 
-    def _roll_back(self, bad: range) -> None:
+    def _roll_back(self, diverged: Diverged) -> None:
         """Goes on from the state before the bad steps, and leaves these out.
 
         Nothing of this needs to be remembered: a run that goes on from a checkpoint before the bad
-        steps comes to the same bad steps, and here. If no checkpoint is old enough, sets `failure`
-        and removes nothing.
+        steps comes to the same bad steps, and here.
+
+        Raises:
+          Failed: no checkpoint is old enough; none is removed.
         """
-        skipped, first = restore.left_out(self.skipped, bad)
-        self.pending, self.bad_steps = None, None
+        skipped, first = start.left_out(self.skipped, diverged.bad)
+        self.pending = None
         self.state, self.window = {}, {}  # two states may be more than there is room for
         self.watchdog.reset(times=2)
         with self.clock.waiting("restore"):
-            start = restore.restore_before(*self._restoring(), first)
-        if start is None:
-            self.failure = Failure("checkpoints", first, bad)
-            return
-        where = "" if start.done else " to step 0, since there is no earlier checkpoint"
+            begun = start.before(self.job, self.context, self.saved, first)
+        if begun is None:
+            raise Failed(
+                f"{diverged}, and no checkpoint from shortly before step {first + 1} is kept to go "
+                "back to; those that are there stay",
+                "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
+            )
+        where = "" if begun.done else " to step 0, since there is no earlier checkpoint"
         self.say(
-            f"{_bad_in_words(bad)}; going back{where}, and leaving out these and the one before "
+            f"{diverged}; going back{where}, and leaving out these and the one before "
             f"({self.job.how_to_see(first)})"
         )
-        start.state, start.skipped = restore.with_skipped(start.state, skipped), skipped
-        self._go_on_from(start)
-        self._note("roll_back", self._lap() | {"bad": [bad[0], bad[-1]], "skipped": list(skipped)})
+        begun.state, begun.skipped = start.with_skipped(begun.state, skipped), skipped
+        self._go_on_from(begun)
+        bad = [diverged.bad[0], diverged.bad[-1]]
+        self._note("roll_back", self._lap() | {"bad": bad, "skipped": list(skipped)})
 
     # --- where to begin -------------------------------------------------------------------------
 
-    def _restoring(self) -> tuple[Any, ...]:
-        return self.job, self.mesh, self.peers, self.saved, self.say
-
-    def _go_on_from(self, start: restore.Start) -> None:
+    def _go_on_from(self, begun: start.Start) -> None:
         """Sets what the next steps begin with; drops lines of steps that will be done again."""
-        self.state, self.window = start.state, start.window
-        self.done = self.saved_step = start.done
-        self.skipped, self.init_sha256 = start.skipped, start.init_sha256
-        self.evaluation, self.unsaved, self.held_out = {}, None, [*start.held_out]
+        self.state, self.window = begun.state, begun.window
+        self.done = self.saved_step = begun.done
+        self.skipped, self.init_sha256 = begun.skipped, begun.init_sha256
+        self.evaluation, self.unsaved, self.held_out = {}, "", [*begun.held_out]
         self._record_saved(max(self.saved.steps, default=0))
         for name, lines in self._lasting.items():
-            if gone := lines.forget_after(self.done or -1, start.lines.get(name)):
+            if gone := lines.forget_after(self.done or -1, begun.lines.get(name)):
                 self.say(f"{name}: is missing; going on without its {gone} up to step {self.done}")
         self.spikes = Spikes.of(self.metrics.read())
         if self.done:
@@ -391,10 +383,9 @@ class Trainer:
         # Here, when the device has done these steps: handing them over takes no time.
         seconds = self.clock.lap(counts, means.get("filled"))
         most = self.experiment.optimizer.bad_steps_in_a_row
-        bad = restore.bad_steps(int(counters["step"]), int(counters["bad_in_a_row"]), most)
+        bad = start.bad_steps(int(counters["step"]), int(counters["bad_in_a_row"]), most)
         if bad is not None:
             self._diverged(bad)
-            return
         line = {"step": done, "kind": "train", **means}
         terms = [line[name] for name in self.job.objective.losses if name in line]
         if terms:
@@ -402,7 +393,7 @@ class Trainer:
             line |= {"worst_step": int(worst_step), "worst_step_loss": worst_loss}
         self.metrics.append(line)
         self.timings.append({"step": done, "kind": "train", "time": time.time(), **seconds})
-        self.progress.train(line, seconds)
+        self.context.progress.train(line, seconds)
         if spike := self.spikes.of_line(line):
             number, loss, usual = spike
             self.say(
@@ -418,19 +409,19 @@ class Trainer:
     def _is_whole(self) -> bool:
         return self.done == self.job.total_steps or self._is_in_vain
 
-    @property
-    def _went_wrong(self) -> bool:
-        return self.failure is not None or self.bad_steps is not None
-
-    def _diverged(self, bad: range) -> None:
-        """Decides what is to be done after many bad steps in a row; the device waits for it."""
-        skipped, first = restore.left_out(self.skipped, bad)
+    def _diverged(self, bad: range) -> NoReturn:
+        """Raises what is to be done after many bad steps in a row; the device waits for it."""
+        skipped, _ = start.left_out(self.skipped, bad)
         if self.experiment.optimizer.after_bad_steps == "stop":
-            self.failure = Failure("stop", first, bad)
+            more = "optimizer.after_bad_steps=stop"
         elif len(skipped) > SKIPPED_STEPS:
-            self.failure = Failure("skipped", first, bad, len(self.skipped))
+            more = f"{len(self.skipped)} steps are left out already"
         else:
-            self.bad_steps = bad
+            raise Diverged(bad)
+        raise Failed(
+            f"no finite loss or gradient in the {len(bad)} steps from {bad[0]} to {bad[-1]}, and "
+            f"{more}; the checkpoints are of the time before"
+        )
 
     def _lap(self) -> dict[str, float]:
         return self.clock.lap(self.clock.take_counts())
@@ -452,14 +443,15 @@ class Trainer:
         """Asks each, and writes what it answers; parameters that ran away are asked no more."""
         for evaluator in evaluators:
             self._write_pending()
-            if self._went_wrong:
-                return
             with self.clock.waiting(evaluator.wait):
                 values = evaluator.ask(self.state["params"])
             if not math.isfinite(values.get("loss", 0.0)):
-                if not lines_lib.fetch(self.state["bad_in_a_row"]):  # else the steps will show
-                    self.failure = Failure("loss", self.done)
-                return
+                if lines_lib.fetch(self.state["bad_in_a_row"]):  # the steps will show it
+                    return
+                raise Failed(
+                    f"the held-out loss of step {self.done} is not finite: the parameters have run "
+                    "away"
+                )
             if not values:
                 continue
             line = {"step": self.done, "kind": evaluator.name, **values}
@@ -486,15 +478,13 @@ class Trainer:
 
     def _save(self) -> None:
         self._write_pending()
-        if self.bad_steps is not None:
-            self.unsaved = Unsaved(self.saved_step, going_back=self.bad_steps)
-        if self._went_wrong:
-            return
         self.job.require_unchanged()
         sums, bad = lines_lib.fetch((self.window, self.state["bad_in_a_row"]))
         if bad and not self._is_whole:
             # A roll-back needs one from before, and those that are kept are few.
-            self._not_saved(Unsaved(self.saved_step, bad=int(bad)))
+            self._not_saved(
+                self._not_since(f"{int(bad)} steps up to it have no finite loss or gradient")
+            )
             return
         evaluated = self.evaluation if self.evaluation.get("step") == self.done else {}
         metadata = {
@@ -517,7 +507,7 @@ class Trainer:
             pieces = losses.learned(evaluated, losses.PIECES)
             loss = evaluated.get(f"{pieces}_loss", evaluated.get("loss"))
             self._outlast(lambda: self.saved.save(self.done, self.state, metadata, loss))
-            self.saved_step, self.unsaved, self.is_saving = self.done, None, True
+            self.saved_step, self.unsaved, self.is_saving = self.done, "", True
         except DiskFull as error:
             self._disk_full(error)
 
@@ -530,13 +520,13 @@ class Trainer:
         except Unavailable as error:
             self._lost(error)
 
-    def _finish_saving(self) -> None:
+    def _finish_saving(self, is_to_be_saved: bool) -> None:
         """Waits for the last save; one that was lost to a passing fault is made again."""
         try:
             self.saved.finish()
         except Unavailable as error:
             self._lost(error)
-            if self.failure:
+            if not is_to_be_saved:
                 raise
 
             def save() -> None:
@@ -566,11 +556,6 @@ class Trainer:
         if free < more * one:
             self.say(words)
 
-    def _was_saved(self) -> int:
-        """Reads the step of the newest checkpoint that was seen whole; 0: none was."""
-        path, mend = self.workdir.saved, "remove it to go on"
-        return read_json(path, 1, mend, mend)["step"] if path.exists() else 0
-
     def _record_saved(self, step: int) -> None:
         """Writes down which checkpoint is whole: a start that misses it must not begin again."""
         if self.peers.is_primary:
@@ -594,58 +579,17 @@ class Trainer:
     def _send(self) -> None:
         """Waits until all that is written is in the run's bucket, if it has one."""
         self.watchdog.pause()
-        self.mirror.flush()
+        self.context.mirror.flush()
         self.watchdog.reset(times=2)
 
     def _disk_full(self, error: DiskFull) -> None:
         if self.experiment.run.when_disk_is_full == "stop" or self.peers.count > 1:
             raise error
-        self._not_saved(Unsaved(self.saved_step, error=error))
+        self._not_saved(f"without a new checkpoint: {error}")
 
-    def _not_saved(self, unsaved: Unsaved) -> None:
-        self.unsaved = unsaved
-        self.say(f"step {self.done}: {in_words(unsaved)}")
+    def _not_saved(self, why: str) -> None:
+        self.unsaved = why
+        self.say(f"step {self.done}: {why}")
 
-
-# --- in words -----------------------------------------------------------------------------------
-
-
-def _bad_in_words(bad: range) -> str:
-    return f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient"
-
-
-def in_words(what: Failure | Unsaved | None) -> str:
-    """Returns why a run failed, or where its last steps are, for people."""
-    if what is None:
-        return "saved"
-    if isinstance(what, Unsaved):
-        if what.error is not None:
-            return f"without a new checkpoint: {what.error}"
-        if what.going_back:
-            bad = what.going_back
-            why = f"it has to go back over the steps {bad[0]} to {bad[-1]}"
-        else:
-            why = f"{what.bad} steps up to it have no finite loss or gradient"
-        return f"not saved, since {why}; the newest checkpoint is of step {what.newest}"
-    lower = "a lower optimizer.peak_learning_rate"
-    if what.reason == "loss":
-        return (
-            f"the held-out loss of step {what.step} is not finite: the parameters have run away; "
-            f"start again with {lower}"
-        )
-    if what.reason == "checkpoints":
-        return (
-            f"{_bad_in_words(what.bad)}, and no checkpoint from shortly before step "
-            f"{what.step + 1} is kept to go back to; those that are there stay; start again with a "
-            f"larger run.keep_checkpoints or {lower}"
-        )
-    more = (
-        "optimizer.after_bad_steps=stop"
-        if what.reason == "stop"
-        else f"{what.skipped} steps are left out already"
-    )
-    return (
-        f"no finite loss or gradient in the {len(what.bad)} steps from {what.bad[0]} to "
-        f"{what.bad[-1]}, and {more}; the checkpoints are of the time before; start again with "
-        f"{lower}"
-    )
+    def _not_since(self, why: str) -> str:
+        return f"not saved, since {why}; the newest checkpoint is of step {self.saved_step}"

@@ -2,7 +2,6 @@
 
 import contextlib
 import platform
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -20,19 +19,18 @@ from bert_jax.training import peers as peers_lib
 from bert_jax.training import trackers
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.environment import code, keep_compiled_programs, versions
-from bert_jax.training.job import Job, Setup
+from bert_jax.training.job import Context, Job, Setup
 from bert_jax.training.lines import EVALUATIONS
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Clock, Progress
-from bert_jax.training.runner import Context, Result, Trainer, in_words
+from bert_jax.training.runner import Result, Trainer
 from bert_jax.training.watchdog import StopRequest, Watchdog
 
 Outcome = Literal["finished", "stopped", "failed"]
 
 
 def run(
-    make_setup: Callable[[], Setup],
-    workdir: Workdir,
+    setup: Setup,
     progress: Progress,
     length: Literal["keep", "extend"] = "keep",
     origin: dict[str, Any] | None = None,
@@ -40,93 +38,71 @@ def run(
     """Runs an experiment in its workdir to its end, or until asked to stop.
 
     Args:
-      make_setup: gives what is to be done, once jax knows how many processes it has; a run that is
-        there already must be of the same.
-      workdir: where the run lives.
+      setup: what is to be done; a run that is there already must be of the same.
       progress: shows what happens.
       length: `extend` allows more steps than the run was started with.
       origin: where the experiment comes from, by config.load_with_origin; kept for the report.
     """
-    with peers_lib.connected() as peers:
+    experiment, workdir = setup.experiment, setup.workdir
+    with contextlib.ExitStack() as stack:
+        peers = stack.enter_context(peers_lib.connected())
         if not peers.is_primary:
             progress.be_silent()
-        silent, retry.say = retry.say, progress.say if peers.is_primary else peers.say
-        setup = make_setup()
-        peers.require_same(
-            "settings", _facts(setup.experiment, length), "start all of them with the same command"
-        )
+        stack.callback(setattr, retry, "say", retry.say)
+        retry.say = progress.say if peers.is_primary else peers.say
+        setup.read()
+        facts = _facts(experiment, length)
+        peers.require_same("settings", facts, "start all of them with the same command")
         watchdog = Watchdog(
-            setup.experiment.run.hang_after_seconds,
-            coordinates=peers.is_primary and peers.count > 1,
+            experiment.run.hang_after_seconds, coordinates=peers.is_primary and peers.count > 1
         )
-        try:
-            return _run(setup, workdir, progress, origin, peers, watchdog)
-        finally:
-            watchdog.pause()  # the caller may live on
-            retry.say = silent
-
-
-def _run(
-    setup: Setup,
-    workdir: Workdir,
-    progress: Progress,
-    origin: dict[str, Any] | None,
-    peers: Peers,
-    watchdog: Watchdog,
-) -> Outcome:
-    watchdog.reset(times=2)
-    experiment = setup.experiment
-    mesh = mesh_lib.make_mesh(experiment.parallelism)
-    setup.require_runnable(mesh)
-    _require_checkable(experiment.run, mesh)
-    trackers.require_installed(experiment.run.trackers)
-    system.keep_freed_memory()
-    keep_compiled_programs()
-    peers.connect(mesh)
-    clock = Clock(hardware.peak_flops(setup.compute_dtype))
-    with _held(setup, workdir, peers) as (mirror, forget):
-        _require_one_place(workdir, mirror, peers)
-        _require_going_on(setup, workdir, progress)
-        # A signal ends this at once: a corpus half made is made again.
-        watchdog.pause()
-        with clock.waiting("prepare"):
-            peers.on_primary("prepare", lambda: setup.prepare(peers.count))
-            setup.fetch()
-            peers.meet("fetch")
+        stack.callback(watchdog.pause)  # the caller may live on
         watchdog.reset(times=2)
-        with StopRequest.of(peers) as stop:
-            job = setup.open(mesh, peers)
-            context = Context(workdir, mesh, peers, watchdog, mirror, progress, clock)
-            trainer = Trainer(job, context, origin)
-            names = experiment.run.trackers if peers.is_primary else ()
-            with trackers.following(names, workdir, experiment, progress.say):
-                result = trainer.run(stop, forget)
-        watchdog.pause()
-        mirror.flush()
-    _show(result, setup, workdir, job, trainer.metrics.read(), progress)
+        mesh = mesh_lib.make_mesh(experiment.parallelism)
+        setup.require_runnable(mesh)
+        _require_checkable(experiment.run, mesh)
+        trackers.require_installed(experiment.run.trackers)
+        system.keep_freed_memory()
+        keep_compiled_programs()
+        peers.connect(mesh)
+        clock = Clock(hardware.peak_flops(setup.compute_dtype))
+        with _held(setup, peers) as (mirror, forget):
+            _require_one_place(workdir, mirror, peers)
+            _require_going_on(setup)
+            # A signal ends this at once: a corpus half made is made again.
+            watchdog.pause()
+            with clock.waiting("prepare"):
+                peers.on_primary("prepare", lambda: setup.prepare(peers.count))
+                setup.fetch()
+                peers.meet("fetch")
+            watchdog.reset(times=2)
+            with StopRequest.of(peers) as stop:
+                job = setup.open(mesh, peers)
+                context = Context(workdir, mesh, peers, watchdog, mirror, progress, clock)
+                trainer = Trainer(job, context, origin)
+                names = experiment.run.trackers if peers.is_primary else ()
+                with trackers.following(names, workdir, experiment, progress.say):
+                    result = trainer.run(stop, forget)
+            watchdog.pause()
+            mirror.flush()
+        _show(result, setup, job, trainer.metrics.read())
     return result.outcome
 
 
-def _show(
-    result: Result,
-    setup: Setup,
-    workdir: Workdir,
-    job: Job,
-    lines: list[dict[str, Any]],
-    progress: Progress,
-) -> None:
+def _show(result: Result, setup: Setup, job: Job, lines: list[dict[str, Any]]) -> None:
     """Says how a run ended, and how to go on."""
     if result.outcome == "failed":
-        progress.say(f"failed: {in_words(result.failure)}")
+        setup.say(f"failed: {result.why}")
     elif result.outcome == "stopped":
-        where = in_words(result.unsaved)
-        progress.say(f"stopped at step {result.done}, {where}; run the same command again")
+        where = result.why or "saved"
+        setup.say(f"stopped at step {result.done}, {where}; run the same command again")
     else:
         describe = {e.name: e.describe for e in job.evaluators}
         last = [line for line in lines if line["kind"] in EVALUATIONS][-1:]
         words = [describe[line["kind"]](line) for line in last]
-        progress.say("; ".join([f"finished: step {result.done}", *words]))
-        progress.say(f"{workdir.named} holds the finished run; to start again {setup.how_to_go_on}")
+        setup.say("; ".join([f"finished: step {result.done}", *words]))
+        place = setup.workdir.named
+        setup.say(f"{place} holds the finished run; to start again {setup.how_to_go_on}")
 
 
 def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
@@ -151,13 +127,12 @@ def _facts(experiment: Any, length: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _held(
-    setup: Setup, workdir: Workdir, peers: Peers
-) -> Iterator[tuple[Mirror, Callable[[], None]]]:
+def _held(setup: Setup, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]:
     """Holds the workdir by process 0 for all; gives what makes it forget a run hardly begun.
 
     A run that is refused before its first checkpoint leaves none of the files it began.
     """
+    workdir = setup.workdir
     mirror = Mirror(workdir, peers.number)
     if not peers.is_primary:
         with mirror:
@@ -203,31 +178,25 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
     )
 
 
-def _extend_hint(changed: list[str], saved: Any) -> str:
-    """Returns what to do where the last phase alone is to be longer; else ""."""
-    steps = re.fullmatch(r"phases\.(\d+)\.steps: (\d+) -> (\d+)", changed[0])
-    if len(changed) > 1 or steps is None:
-        return ""
-    phase, then, now = map(int, steps.groups())
-    longer = now > then and phase == len(saved.phases) - 1
-    return "; more steps in the last phase are what --extend is for" * longer
-
-
-def _require_going_on(setup: Setup, workdir: Workdir, progress: Progress) -> None:
+def _require_going_on(setup: Setup) -> None:
     """Raises InputError if the newest checkpoint here belongs to another experiment."""
+    workdir, experiment = setup.workdir, setup.experiment
     if not mirror_lib.names(workdir.checkpoints):
         return
-    with Checkpoints(workdir.checkpoints, setup.experiment.run, "read") as checkpoints:
+    with Checkpoints(workdir.checkpoints, experiment.run, "read") as checkpoints:
         newest = checkpoints.newest_step()
         if newest is None:
             return
-        saved = checkpoints.experiment(newest, type(setup.experiment))
+        saved = checkpoints.experiment(newest, type(experiment))
         metadata = checkpoints.metadata(newest)
-    changed = setup.differences(saved, metadata)
-    if changed:
+    if changed := setup.differences(saved, metadata):
+        phases, hint = getattr(saved, "phases", ()), ""
+        is_last = len(changed) == 1 and changed[0].startswith(f"phases.{len(phases) - 1}.steps:")
+        if is_last and experiment.total_steps > saved.total_steps:
+            hint = "; more steps in the last phase are what --extend is for"
         raise InputError(
             f"{workdir.named}: this run was started with other settings ({'; '.join(changed)}); "
-            f"give it the old ones, or choose another --workdir{_extend_hint(changed, saved)}"
+            f"give it the old ones, or choose another --workdir{hint}"
         )
-    for line in config.differences(saved, setup.experiment, "placement"):
-        progress.say(f"resume: {line}")
+    for line in config.differences(saved, experiment, "placement"):
+        setup.say(f"resume: {line}")

@@ -29,8 +29,10 @@ _FORMAT_VERSION = 1
 _SECONDS, _LAST = 2.0, 60.0
 # What a project is called where runs of several kinds lie together.
 _PROJECT = "bert_jax"
-# Neither is a value of a step.
-_NO_VALUES = ("step", "kind", "time")
+# Takes (group, step, numbers of a line); a group is train, evaluation, probes or timings, say.
+Log = Callable[[str, int, Mapping[str, float]], Any]
+# A tracked run: the id by which it is found again after a resume, what takes lines, what ends it.
+Tracker = tuple[str, Log, Callable[[], Any]]
 
 
 class Place(NamedTuple):
@@ -39,15 +41,6 @@ class Place(NamedTuple):
     folder: str  # of the run, on this machine
     name: str  # of the experiment
     settings: dict[str, Any]  # all fields of it, by their paths
-
-
-class Tracker(NamedTuple):
-    """One tracked run: how it is found again after a resume, and what takes its numbers."""
-
-    id: str
-    # Takes (group, step, numbers of a line); a group is train, evaluation, probes or timings, say.
-    log: Callable[[str, int, Mapping[str, float]], Any]
-    close: Callable[[], Any]
 
 
 def _tensorboard(place: Place, known: str) -> Tracker:
@@ -63,19 +56,16 @@ def _tensorboard(place: Place, known: str) -> Tracker:
             writers[group].add_scalar(name, value, step)
         writers[group].flush()
 
-    return Tracker(known, log, lambda: [writer.close() for writer in writers.values()])
+    return known, log, lambda: [writer.close() for writer in writers.values()]
 
 
 def _trackio(place: Place, known: str) -> Tracker:
-    """Opens a run of trackio, in W/trackio."""
     os.environ.setdefault("TRACKIO_DIR", os.path.join(place.folder, "trackio"))
     import trackio
 
     name = known or f"{place.name}-{uuid.uuid4().hex[:8]}"
-    run = trackio.init(
-        project=_PROJECT, name=name, config=place.settings, resume="allow", embed=False
-    )
-    return _of_run(name, run)
+    words = {"config": place.settings, "resume": "allow", "embed": False}
+    return _of_run(name, trackio.init(project=_PROJECT, name=name, **words))
 
 
 def _wandb(place: Place, known: str) -> Tracker:
@@ -84,23 +74,18 @@ def _wandb(place: Place, known: str) -> Tracker:
     import wandb
 
     name = known or uuid.uuid4().hex
-    run = wandb.init(
-        project=_PROJECT,
-        name=place.name,
-        id=name,
-        resume="allow",
-        dir=place.folder,
-        config=place.settings,
-        settings=wandb.Settings(console="off", silent=True),
+    words = {"config": place.settings, "resume": "allow", "dir": place.folder}
+    quiet = wandb.Settings(console="off", silent=True)
+    return _of_run(
+        name, wandb.init(project=_PROJECT, name=place.name, id=name, settings=quiet, **words)
     )
-    return _of_run(name, run)
 
 
 def _of_run(name: str, run: Any) -> Tracker:
     def log(group: str, step: int, values: Mapping[str, float]) -> None:
         run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
 
-    return Tracker(name, log, run.finish)
+    return name, log, run.finish
 
 
 def _mlflow(place: Place, known: str) -> Tracker:
@@ -129,7 +114,7 @@ def _mlflow(place: Place, known: str) -> Tracker:
         metrics = [Metric(f"{group}/{name}", value, now, step) for name, value in values.items()]
         client.log_batch(run, metrics=metrics)
 
-    return Tracker(run, log, lambda: client.set_terminated(run))
+    return run, log, lambda: client.set_terminated(run)
 
 
 _OPENED: dict[str, Callable[[Place, str], Tracker]] = {
@@ -153,19 +138,12 @@ def require_installed(names: tuple[str, ...]) -> None:
 def following(
     names: tuple[str, ...], workdir: Workdir, experiment: Any, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Sends lines on while entered, and what is left at the end.
-
-    Args:
-      names: of trackers; none: nothing is done.
-      workdir: of the run, whose files are read.
-      experiment: an `Experiment` or a `Finetuning`.
-      say: shows a line.
-    """
+    """Sends each tracker the lines of a run while entered, and what is left at the end."""
     if not names:
         yield
         return
-    follower = _Follower(names, workdir, experiment, say)
-    thread = threading.Thread(target=follower.run, name="trackers", daemon=True)
+    follower = _Follower(workdir, experiment, say)
+    thread = threading.Thread(target=follower.run, args=(names,), name="trackers", daemon=True)
     thread.start()
     try:
         yield
@@ -179,15 +157,8 @@ def following(
 class _Follower:
     """Reads the run's files, and sends each tracker what it has not been sent."""
 
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        workdir: Workdir,
-        experiment: Any,
-        say: Callable[[str], None],
-    ):
-        self.ends = threading.Event()
-        self._names, self._say = names, say
+    def __init__(self, workdir: Workdir, experiment: Any, say: Callable[[str], None]):
+        self.ends, self._say = threading.Event(), say
         settings = {
             path: value if isinstance(value, int | float | str) else str(value)
             for path, value in config.flatten(experiment)
@@ -195,38 +166,38 @@ class _Follower:
         self._place = Place(os.fspath(workdir.root), experiment.name, settings)
         self._state = workdir.root / "trackers.json"
         # First the timings: no metrics of a later step are read before those of an earlier one.
-        self._files = (_Tail(os.fspath(workdir.timings)), _Tail(os.fspath(workdir.metrics)))
+        self._files = [_Tail(os.fspath(path)) for path in (workdir.timings, workdir.metrics)]
         self._known: dict[str, dict[str, Any]] = {}
         self._trackers: dict[str, Tracker] = {}
 
-    def run(self) -> None:
+    def run(self, names: tuple[str, ...]) -> None:
         """Opens the trackers, sends until the run ends, and closes them."""
         with self._without_on_failure("trackers.json"):
             if self._state.exists():
                 self._known = read_json(self._state, _FORMAT_VERSION)["trackers"]
-        for name in self._names:
+        for name in names:
             with self._without_on_failure(name):
                 known = self._known.setdefault(name, {"id": "", "sent": {}})
                 self._trackers[name] = _OPENED[name](self._place, known["id"])
-                known["id"] = self._trackers[name].id
+                known["id"] = self._trackers[name][0]
         with self._without_on_failure("lines"):
             while self._trackers and not self.ends.wait(_SECONDS):
                 self._send()
             self._send()
-        for name, tracker in list(self._trackers.items()):
+        for name, (_, _, close) in list(self._trackers.items()):
             with self._without_on_failure(name):
-                tracker.close()
+                close()
 
     def _send(self) -> None:
         lines = sorted((line for file in self._files for line in file.new()), key=lambda x: x[1])
         if not lines:
             return
-        for name, tracker in list(self._trackers.items()):
+        for name, (_, log, _) in list(self._trackers.items()):
             with self._without_on_failure(name):
                 sent = self._known[name]["sent"]
                 for group, step, values in lines:
                     if step > sent.get(group, -1):
-                        tracker.log(group, step, values)
+                        log(group, step, values)
                         sent[group] = step
         with self._without_on_failure("trackers.json"):
             record = {"format_version": _FORMAT_VERSION, "trackers": self._known}
@@ -239,11 +210,8 @@ class _Follower:
             yield
         except Exception as error:
             self._trackers.pop(name, None)
-            why = (str(error).splitlines() or [""])[0]
-            self._say(
-                f"trackers: {name}: {type(error).__name__}: {printable(why)}; the run goes on "
-                "without it"
-            )
+            why = f"{type(error).__name__}: {printable((str(error).splitlines() or [''])[0])}"
+            self._say(f"trackers: {name}: {why}; the run goes on without it")
 
 
 class _Tail:
@@ -251,25 +219,23 @@ class _Tail:
 
     def __init__(self, path: str):
         self._path, self._inode, self._read = path, -1, 0
-        self._is_timings = os.path.basename(path).startswith("timings")
 
     def new(self) -> list[tuple[str, int, dict[str, float]]]:
         """Returns (group, step, numbers) of whole lines that were not read yet."""
-        try:
-            with open(self._path, "rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._read:
-                    self._inode, self._read = status.st_ino, 0
-                file.seek(self._read)
-                data = file.read()
-        except FileNotFoundError:
+        if not os.path.exists(self._path):
             return []
+        with open(self._path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._read:
+                self._inode, self._read = status.st_ino, 0
+            file.seek(self._read)
+            data = file.read()
         data = data[: data.rfind(b"\n") + 1]
         self._read += len(data)
         lines = [json.loads(line) for line in data.splitlines()]
-        if self._is_timings:
+        if os.path.basename(self._path) == "timings.jsonl":
             lines = [line | {"kind": "timings"} for line in lines if line["kind"] == "train"]
-        return [(line["kind"], line["step"], dict(_numbers(line))) for line in lines]
+        return [(line.pop("kind"), line.pop("step"), dict(_numbers(line))) for line in lines]
 
 
 def _numbers(line: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
@@ -277,5 +243,5 @@ def _numbers(line: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, fl
     for name, value in line.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{above}{name}/")
-        elif isinstance(value, int | float) and (above or name not in _NO_VALUES):
+        elif isinstance(value, int | float) and f"{above}{name}" != "time":
             yield f"{above}{name}", float(value)

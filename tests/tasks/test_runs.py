@@ -114,6 +114,7 @@ def lines(workdir, name="metrics"):
 def setup_of(workdir):
     experiment = load_experiment(Workdir(workdir), Finetuning)
     setup = FinetuningSetup(experiment, Workdir(workdir), lambda line: None)
+    setup.read()
     setup.require_runnable(mesh_lib.make_mesh(experiment.parallelism))
     return setup
 

@@ -24,7 +24,9 @@ def task(tmp_path, monkeypatch):
         experiment = dataclasses.replace(experiment, init_from="base")
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "experiment.json").write_text(config.to_json(experiment))
-        return FinetuningSetup(experiment, Workdir("run"), lambda line: None)
+        setup = FinetuningSetup(experiment, Workdir("run"), lambda line: None)
+        setup.read()
+        return setup
 
     return make
 

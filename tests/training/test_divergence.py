@@ -13,7 +13,7 @@ from small_run import final_state, pretrain, write_text
 
 from bert_jax.data import batches
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import evaluators, restore, step
+from bert_jax.training import evaluators, start, step
 from bert_jax.training import lines as lines_lib
 from bert_jax.training.runner import Trainer
 
@@ -191,13 +191,13 @@ def test_a_stop_in_a_roll_back_finds_all_saved(text, tmp_path, monkeypatch):
     """Where it goes back to is a checkpoint, and what was not saved is to be done again."""
     _, file = text
     poison(monkeypatch, {5, 6, 7})
-    restore_before = restore.restore_before
+    before = start.before
 
     def stopping(*args):
         os.kill(os.getpid(), signal.SIGTERM)
-        return restore_before(*args)
+        return before(*args)
 
-    monkeypatch.setattr(restore, "restore_before", stopping)
+    monkeypatch.setattr(start, "before", stopping)
     outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "stopped" and "step 8: not saved, since 3 steps" in shown
     assert "stopped at step 4, saved; run the same command again" in shown
@@ -221,8 +221,8 @@ def test_a_roll_back_holds_one_state(text, tmp_path, monkeypatch):
 
         return found
 
-    for name in ("restore_or_initialize", "restore_before"):
-        monkeypatch.setattr(restore, name, counting(getattr(restore, name)))
+    for name in ("begin", "before"):
+        monkeypatch.setattr(start, name, counting(getattr(start, name)))
     outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "finished", shown
     assert held[0] < held[1] and held[2:] == held[:2]
@@ -335,20 +335,20 @@ def test_held_out_losses_that_are_not_finite_fail_by_name(text, tmp_path, monkey
 
 
 def test_which_steps_are_left_out():
-    assert restore.left_out((), range(5, 8)) == ((4, 5, 6, 7), 4)
-    assert restore.left_out((), range(0, 3)) == ((0, 1, 2), 0)
-    assert restore.left_out((2, 3, 4), range(5, 7)) == ((1, 2, 3, 4, 5, 6), 1)
-    assert restore.left_out((0,), range(1, 3)) == ((0, 1, 2), 1)
+    assert start.left_out((), range(5, 8)) == ((4, 5, 6, 7), 4)
+    assert start.left_out((), range(0, 3)) == ((0, 1, 2), 0)
+    assert start.left_out((2, 3, 4), range(5, 7)) == ((1, 2, 3, 4, 5, 6), 1)
+    assert start.left_out((0,), range(1, 3)) == ((0, 1, 2), 1)
 
 
 def test_how_far_a_roll_back_goes():
-    assert restore.can_go_back([], 7, 5)  # nothing was saved yet
-    assert restore.can_go_back([25, 30], 29, 5)
-    assert restore.can_go_back([20, 30], 29, 5)  # at 25 the state was bad, and was not saved
-    assert restore.can_go_back([25, 20], 90, 5)  # a full disk: the newest, however old
-    assert restore.can_go_back([5, 10], 4, 5)  # to step 0
-    assert not restore.can_go_back([35, 40], 28, 5)
-    assert not restore.can_go_back([5, 35, 40], 28, 5)  # the best so far
+    assert start.can_go_back([], 7, 5)  # nothing was saved yet
+    assert start.can_go_back([25, 30], 29, 5)
+    assert start.can_go_back([20, 30], 29, 5)  # at 25 the state was bad, and was not saved
+    assert start.can_go_back([25, 20], 90, 5)  # a full disk: the newest, however old
+    assert start.can_go_back([5, 10], 4, 5)  # to step 0
+    assert not start.can_go_back([35, 40], 28, 5)
+    assert not start.can_go_back([5, 35, 40], 28, 5)  # the best so far
 
 
 def lines(losses):

@@ -405,7 +405,7 @@ def test_a_state_that_stands_still_over_bad_steps_is_no_reason_to_end(bad, in_va
     trainer.job = types.SimpleNamespace(patience=2, total_steps=99, evaluators=[])
     trainer.state = {"params": {}, "bad_in_a_row": np.int32(bad)}
     trainer.clock, trainer.metrics = Clock(None), []
-    trainer.pending = trainer.failure = trainer.bad_steps = None
+    trainer.pending = None
     trainer.held_out, said = [(10, 1.0)], []
     trainer.say = said.append
     asked = Evaluator("scores", lambda done: True, lambda params: {"loss": 1.0}, lambda line: "")

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from bert_jax.errors import Unavailable
-from bert_jax.training import restore
+from bert_jax.training import start
 
 
 class Peers:
@@ -34,11 +34,11 @@ class Saved:
 @pytest.fixture
 def view(monkeypatch):
     """`(looks) -> looks taken` until both see the same."""
-    monkeypatch.setattr(restore, "time", types.SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(start, "time", types.SimpleNamespace(sleep=lambda seconds: None))
 
     def look(looks: int) -> int:
         saved = Saved()
-        restore._agree_on_steps(Peers(looks), saved)
+        start._agree_on_steps(Peers(looks), saved)
         return saved.looks
 
     return look
@@ -49,6 +49,6 @@ def test_a_shared_disk_that_shows_new_checkpoints_late_is_waited_for(view):
 
 
 def test_processes_that_see_different_checkpoints_for_a_minute_are_to_run_again(view):
-    assert sum(restore._LOOKS) > 60
+    assert sum(start._LOOKS) > 60
     with pytest.raises(Unavailable, match="process 1 sees none"):
         view(100)

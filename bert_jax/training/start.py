@@ -1,8 +1,13 @@
-"""The state a run goes on with: of its newest good checkpoint, or the one before the first step.
+"""Where a run starts. It goes on with the first of these that there is:
+
+1. its own newest checkpoint that is not damaged;
+2. the checkpoint of another run that it branches off (see training.branch);
+3. a fresh state with the weights of a base;
+4. a fresh state.
 
 A step without a finite loss and gradient changes nothing (see training.step). A few of them are bad
 luck; many in a row say that the parameters are broken, by the update before or by the hardware:
-then the run goes back to an earlier checkpoint and leaves these steps out.
+then the run starts again from a checkpoint before them, and leaves these steps out.
 """
 
 import dataclasses
@@ -17,13 +22,14 @@ import numpy as np
 from bert_jax.config import SKIPPED_STEPS
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
+from bert_jax.storage.workdir import read_json
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.branch import Branch
 from bert_jax.training.checkpoint import Checkpoints, Restored
 from bert_jax.training.environment import changes
-from bert_jax.training.job import Job
+from bert_jax.training.job import Context, Job
 from bert_jax.training.peers import Peers
 
 # Seconds between looks at a disk that processes share: its clients may show old listings a while.
@@ -46,40 +52,29 @@ class Start:
     held_out: list[tuple[int, float]]
 
 
-def restore_or_initialize(
-    job: Job,
-    mesh: jax.sharding.Mesh,
-    peers: Peers,
-    saved: Checkpoints,
-    say: Callable[[str], None],
-    was_saved: Callable[[], int],
-) -> Start:
-    """Restores the newest checkpoint that can be used, the same on all processes.
-
-    Damaged ones before it are put aside. Without any, restores that of another run that it branches
-    off, or makes the state before the first step.
+def begin(job: Job, context: Context, saved: Checkpoints) -> Start:
+    """Returns where to start, the same on all processes; damaged checkpoints are put aside.
 
     Raises:
       Unavailable: the storage does not answer, or the processes see different checkpoints.
     """
-    _agree_on_steps(peers, saved)
-    peers.on_primary("lost", lambda: saved.set_aside_if_lost(was_saved()))
-    return _restore(job, mesh, peers, saved, say, None)
+
+    def set_aside_if_lost() -> None:
+        path, mend = context.workdir.saved, "remove it to go on"
+        saved.set_aside_if_lost(read_json(path, 1, mend, mend)["step"] if path.exists() else 0)
+
+    _agree_on_steps(context.peers, saved)
+    context.peers.on_primary("lost", set_aside_if_lost)
+    return _start(job, context, saved, None)
 
 
-def restore_before(
-    job: Job,
-    mesh: jax.sharding.Mesh,
-    peers: Peers,
-    saved: Checkpoints,
-    say: Callable[[str], None],
-    first: int,
-) -> Start | None:
-    """Restores as `restore_or_initialize`, a step up to `first`; the newer ones are removed.
+def before(job: Job, context: Context, saved: Checkpoints, first: int) -> Start | None:
+    """Returns where to start again, a step up to `first`; newer checkpoints are removed.
 
     Returns:
       None, and nothing was removed, if too much would be done again: `can_go_back`.
     """
+    peers = context.peers
     try:
         saved.finish()
     except Unavailable:
@@ -88,7 +83,7 @@ def restore_before(
     _agree_on_steps(peers, saved)
     if not can_go_back(saved.steps, first, job.experiment.run.checkpoint_every):
         return None
-    start = _restore(job, mesh, peers, saved, say, first)
+    start = _start(job, context, saved, first)
     saved.forget_after(first)
     # Until then the first process may be removing some.
     peers.agree("removed", "")
@@ -96,34 +91,29 @@ def restore_before(
     return start
 
 
-def _restore(
-    job: Job,
-    mesh: jax.sharding.Mesh,
-    peers: Peers,
-    saved: Checkpoints,
-    say: Callable[[str], None],
-    at_most: int | None,
-) -> Start:
-    """Restores as `restore_or_initialize`, once all processes see the same checkpoints."""
-    parallelism = job.experiment.parallelism
+def _start(job: Job, context: Context, saved: Checkpoints, at_most: int | None) -> Start:
+    """Decides as above, with a checkpoint up to this step, once all processes see the same."""
+    mesh, parallelism = context.mesh, job.experiment.parallelism
     abstract = step.abstract_state(job.objective, job.optimizer, parallelism, mesh)
 
     def agreed(what: str, error: str) -> str:
         # One may have tried to read until it gives up, and then all end with its line.
-        return peers.first_error(f"checkpoint {what}", error, patience=2 * retry.GIVE_UP)
+        return context.peers.first_error(f"checkpoint {what}", error, patience=2 * retry.GIVE_UP)
 
     restored = saved.newest(abstract, at_most, agreed)
-    branch = job.branch if restored is None else None
-    if branch is not None:
-        restored = _restore_branch(branch, job, mesh, abstract, agreed, say)
-    if restored is None:
-        return _initialize(job, mesh)
+    if restored is not None:  # 1
+        job.require_same(restored.metadata)
+    elif job.branch is not None:  # 2
+        restored = _of_branch(job.branch, job, context, abstract, agreed)
+    else:  # 3, or 4 where the job has no base
+        fresh = step.make_init(job.objective, job.optimizer, parallelism, mesh)
+        state, sha256 = job.initial_state(fresh(job.experiment.seed))
+        window = step.make_empty_window(job.objective, mesh)()
+        return Start(0, state, window, (), sha256, {}, [])
     metadata = restored.metadata
-    if branch is None or branch.flag == "--decay-from":
-        job.require_same(metadata)
-    _put_aside(peers, saved, restored, say)
+    _put_aside(context, saved, restored)
     if changed := changes(metadata["environment"]):
-        say(f"resume: {changed}")
+        context.progress.say(f"resume: {changed}")
     # A fork that learns something else drops the sums of what it does not measure.
     window = step.empty_window(job.objective)
     window = {k: np.array(metadata["window"].get(k, v), np.float32) for k, v in window.items()}
@@ -134,18 +124,18 @@ def _restore(
     return Start(restored.step, restored.state, window, skipped, init_sha256, lines, held_out)
 
 
-def _restore_branch(
+def _of_branch(
     branch: Branch,
     job: Job,
-    mesh: jax.sharding.Mesh,
+    context: Context,
     abstract: Any,
     agreed: Callable[[str, str], str],
-    say: Callable[[str], None],
 ) -> Restored:
     """Reads the checkpoint that a run branches off; another optimizer than its begins afresh."""
-    with Checkpoints(branch.workdir.checkpoints, job.experiment.run, "read") as others:
+    experiment, say = job.experiment, context.progress.say
+    with Checkpoints(branch.workdir.checkpoints, experiment.run, "read") as others:
         theirs, ours = others.experiment(branch.step).optimizer, job.optimizer
-        there = step.abstract_state(job.objective, theirs, job.experiment.parallelism, mesh)
+        there = step.abstract_state(job.objective, theirs, experiment.parallelism, context.mesh)
         restored = others.newest(there, branch.step, agreed)
     if restored is None or restored.step != branch.step:
         raise InputError(f"{branch.flag} {branch}: damaged, or not there any more")
@@ -159,15 +149,9 @@ def _restore_branch(
         init = jax.jit(optimizer_lib.make(ours).init, out_shardings=places)
         restored.state["optimizer"] = init(restored.state["params"])
         say(f"optimizer.name: {theirs.name} -> {ours.name}, whose moments begin at 0")
+    if branch.flag == "--decay-from":
+        job.require_same(restored.metadata)
     return restored
-
-
-def _initialize(job: Job, mesh: jax.sharding.Mesh) -> Start:
-    """Makes the state before the first step."""
-    make = step.make_init(job.objective, job.optimizer, job.experiment.parallelism, mesh)
-    state, sha256 = job.initial_state(make(job.experiment.seed))
-    window = step.make_empty_window(job.objective, mesh)()
-    return Start(0, state, window, (), sha256, {}, [])
 
 
 def _agree_on_steps(peers: Peers, saved: Checkpoints) -> None:
@@ -188,17 +172,15 @@ def _agree_on_steps(peers: Peers, saved: Checkpoints) -> None:
         time.sleep(_LOOKS[look])
 
 
-def _put_aside(
-    peers: Peers, saved: Checkpoints, restored: Restored, say: Callable[[str], None]
-) -> None:
+def _put_aside(context: Context, saved: Checkpoints, restored: Restored) -> None:
     """Renames damaged checkpoints newer than the restored one, and unreadable older ones."""
 
     def rename() -> None:
         for number, why in (saved.unreadable() | restored.damaged).items():
             aside = saved.set_aside(number)
-            say(f"{why}; now {aside.name}, going on from step {restored.step}")
+            context.progress.say(f"{why}; now {aside.name}, going on from step {restored.step}")
 
-    peers.on_primary("damaged", rename)
+    context.peers.on_primary("damaged", rename)
     saved.look_again()
 
 
@@ -213,13 +195,7 @@ def with_skipped(state: step.State, steps: tuple[int, ...]) -> step.State:
 
 
 def bad_steps(reached: int, in_a_row: int, most: int) -> range | None:
-    """Returns the bad steps at the end of a state that is latched, else None.
-
-    Args:
-      reached: the state's `step`.
-      in_a_row: its `bad_in_a_row`.
-      most: `optimizer.bad_steps_in_a_row`.
-    """
+    """Returns the bad steps at the end of a state that is latched, else None."""
     return range(reached - in_a_row, reached) if in_a_row >= most else None
 
 
@@ -228,10 +204,6 @@ def left_out(skipped: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:
 
     Next to the bad ones that is the last that was done before them: with its update the same would
     come again. With it left out the run takes another way.
-
-    Args:
-      skipped: steps that are left out already.
-      bad: in a row.
     """
     known = set(skipped)
     first = next((step for step in range(bad[0] - 1, -1, -1) if step not in known), bad[0])
