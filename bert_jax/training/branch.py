@@ -121,12 +121,9 @@ class Branch(NamedTuple):
 def decayed(
     checkpoint: str, given: str | None, settings: Sequence[str]
 ) -> tuple[Experiment, Branch]:
-    """Returns the experiment that decays from a checkpoint on, and where it branches off.
+    """Returns the experiment that decays from RUN/checkpoints/STEP on, and where it branches off.
 
-    Args:
-      checkpoint: `RUN/checkpoints/STEP`.
-      given: an experiment file; None: the run's own.
-      settings: for `config.override`.
+    The experiment is that of the file `given`, None: the run's own, with these `settings`.
     """
     branch = _named("--decay-from", checkpoint)
     saved = load_experiment(branch.workdir)

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -48,25 +48,19 @@ def pairs_error(accuracy: float, count: float) -> float:
 
 
 def in_vain(held_out: Sequence[tuple[int, float]], patience: int) -> bool:
-    """Tells whether the last `patience` evaluations have no loss below all those before them.
+    """Tells whether the last `patience` of all (step, loss) have no loss below those before them.
 
-    Args:
-      held_out: (step, loss) of all evaluations, in order.
-      patience: 0: it is never in vain.
+    With a patience of 0 it is never in vain.
     """
     losses = [loss for _, loss in held_out]
     return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
 
 class Lines:
-    """A file of JSON lines, each with a `step`, flushed as it is written.
-
-    Args:
-      path: of the file.
-      when_full: whether a full disk is an error, or lines wait until there is space.
-    """
+    """A file of JSON lines, each with a `step`, flushed as it is written."""
 
     def __init__(self, path: epath.Path, when_full: Literal["stop", "go_on"] = "stop"):
+        # On a full disk `go_on` lets lines wait until there is space.
         self._path, self._when_full = path, when_full
         self._waiting = ""
 
@@ -112,17 +106,13 @@ class Lines:
         return lines
 
     def forget_after(self, step: int, written: dict[str, Any] | None = None) -> int:
-        """Drops lines of steps that will be done again, those not yet written among them.
+        """Drops lines of later steps, which will be done again, those not yet written among them.
 
-        A file that is not there is taken for removed on purpose: returns how many lines it had.
-
-        Args:
-          step: up to which lines are kept.
-          written: what `written` returned at the checkpoint of this step; None: nothing.
+        `written` is what `written` returned at this step's checkpoint. A file that is not there is
+        taken for removed on purpose: returns how many lines it had.
         """
         self.flush()
-        damage = self.damage(step, written) if written else ""
-        if damage:
+        if written and (damage := self.damage(step, written)):
             raise InputError(
                 f"{self._path}: damaged, {damage}; put the whole file back, or remove it to go on "
                 "without its lines"
@@ -140,12 +130,7 @@ class Lines:
         return _tally(data.splitlines(keepends=True))
 
     def damage(self, step: int, written: dict[str, Any]) -> str:
-        """Returns what is wrong with the lines up to a checkpoint, in words; "" if nothing is.
-
-        Args:
-          step: of the checkpoint.
-          written: what `written` returned when it was saved.
-        """
+        """Returns what is wrong with the lines `written` up to a checkpoint; "" if nothing is."""
         if not self._path.exists():
             return ""
         with named_errors(self._path):
@@ -166,22 +151,25 @@ def _tally(lines: list[bytes]) -> dict[str, Any]:
 
 
 class NoLines(Lines):
-    """Takes lines and keeps none: one process of several writes."""
+    """Takes lines and keeps none: one process of several writes.
 
-    def read(self) -> list[dict[str, Any]]:
-        """Returns none: the file may be another process's, or left from another start."""
-        return []
-
-    def written(self) -> dict[str, Any]:
-        """Returns an empty record."""
-        return {}
+    The file may be that process's, or left from another start.
+    """
 
     def append(self, line: dict[str, Any]) -> None:
         """Does nothing."""
 
+    def read(self) -> list[dict[str, Any]]:
+        """Returns none."""
+        return []
+
     def forget_after(self, step: int, written: dict[str, Any] | None = None) -> int:
         """Does nothing."""
         return 0
+
+    def written(self) -> dict[str, Any]:
+        """Returns an empty record."""
+        return {}
 
 
 class Spikes:
@@ -190,19 +178,10 @@ class Spikes:
     def __init__(self) -> None:
         self._highest: list[float] = []
 
-    @classmethod
-    def of(cls, lines: Iterable[Mapping[str, Any]]) -> "Spikes":
-        """Returns a `Spikes` that has seen these lines."""
-        spikes = cls()
-        for line in lines:
-            spikes.of_line(line)
-        return spikes
-
     def of_line(self, line: Mapping[str, Any]) -> tuple[int, float, float] | None:
         """Returns (step, its loss, the usual highest loss of a line) if the line has a jump.
 
-        Args:
-          line: of metrics.jsonl; each is looked at once, in their order.
+        Each line of metrics.jsonl is looked at once, in their order.
         """
         loss = line.get("worst_step_loss")
         if line.get("kind") != "train" or not isinstance(loss, int | float):

@@ -89,11 +89,7 @@ class Prepared:
     ) -> batches.TrainBatches | mixture.MixedBatches:
         """Returns the batches of a phase; nothing is planned before they are asked for.
 
-        Args:
-          experiment: on this corpus.
-          phase: its number.
-          sends_counts: whether to send to the corpus's bucket how many rows an epoch has, as one
-            process of a run does.
+        `sends_counts`: how many rows an epoch has goes to the corpus's bucket, as one process does.
         """
         spec = experiment.phases[phase]
         stream = corpus.open_stream(self.folder, "train")
@@ -154,15 +150,6 @@ class Prepared:
             mesh,
         )
 
-    def watched(self, texts: tuple[str, ...], model: Model) -> Watched:
-        """Returns the sentences whose predictions are followed; see `Watched`."""
-        return Watched(
-            texts,
-            model,
-            self.tokenizer,
-            corpus.open_stream(self.folder, "validation"),
-        )
-
 
 def _stamp(path: epath.PathLike) -> tuple[int, int]:
     try:
@@ -192,14 +179,7 @@ def pretrain(
 ) -> session.Outcome:
     """Runs the experiment in its workdir to its end, or until asked to stop.
 
-    Args:
-      experiment: a run that is there already must have been started with the same.
-      workdir: where it lives.
-      length: `extend` allows more steps in the last phase than the run was started with.
-      progress: shows what happens.
-      origin: see session.run.
-      probes: those that `run.probes` names; None: none.
-      branch: what a run begins with that is not there yet; None: its step 0.
+    For what it takes see `PretrainingSetup` and `session.run`.
     """
     setup = PretrainingSetup(experiment, workdir, progress.say, length, probes, branch)
     return session.run(setup, progress, length, origin)
@@ -248,12 +228,10 @@ class PretrainingSetup(Setup):
     length: Literal["keep", "extend"] = "keep"  # `extend`: the last phase may have more steps
     probes: Probes | None = None  # to be asked at times
     branch: Branch | None = None  # what a run begins with that is not there yet; None: its step 0
+    # What checkpoints keep for those who ask the model.
+    _notes: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
     how_to_go_on = "choose another --workdir, to go on raise the last phase's steps with --extend"
-
-    def __post_init__(self) -> None:
-        """Begins with no notes."""
-        self._notes: dict[str, Any] = {}  # what checkpoints keep for those who ask the model
 
     @property
     def compute_dtype(self) -> str:
@@ -332,7 +310,6 @@ class PretrainingSetup(Setup):
             asked += self._evaluators(one, prepared, held_out, mesh)
         if self.probes is not None:
             asked += self._open_probes(self.probes, models, prepared, mesh, peers)
-
         self.say(_summary(experiment, objective, mesh))
 
         def require_same(metadata: dict[str, Any]) -> None:
@@ -374,7 +351,7 @@ class PretrainingSetup(Setup):
         )
 
     def _initial_state(
-        self, fresh: step_lib.State, prepared: "Prepared", peers: Peers
+        self, fresh: step_lib.State, prepared: Prepared, peers: Peers
     ) -> tuple[step_lib.State, str]:
         """Returns the fresh state, or with the weights of `init_from` if it names some."""
         base = base_lib.start_of(self.experiment)
@@ -401,7 +378,7 @@ class PretrainingSetup(Setup):
     def _evaluators(
         self,
         model: Model,
-        prepared: "Prepared",
+        prepared: Prepared,
         held_out: evaluators.HeldOut,
         mesh: jax.sharding.Mesh,
     ) -> Iterator[Evaluator]:
@@ -415,14 +392,15 @@ class PretrainingSetup(Setup):
         objective = objective_lib.of(model, experiment.data)
         eval_step = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
         yield evaluators.of_held_out(held_out, objective, eval_step, mesh, is_due)
-        watched = prepared.watched(experiment.run.watch, model)
+        stream = corpus.open_stream(prepared.folder, "validation")
+        watched = Watched(experiment.run.watch, model, prepared.tokenizer, stream)
         yield evaluators.of_watched(watched, mesh, is_due)
 
     def _open_probes(
         self,
         probes: Probes,
         models: Sequence[Model],
-        prepared: "Prepared",
+        prepared: Prepared,
         mesh: jax.sharding.Mesh,
         peers: Peers,
     ) -> list[Evaluator]:

@@ -27,25 +27,16 @@ _STEP = "train"
 
 
 class Profile:
-    """Traces the steps of a window that this process does.
-
-    Args:
-      steps: the window: once so many steps are done, until so many are; empty: none.
-      folder: where traces go.
-      process: the number of this process; each writes files of its own.
-      progress: shows where a trace is, or why there is none.
-      clock: counts the time that tracing takes apart from the steps.
-      named: what users call the folder; None: the same.
-    """
+    """Traces the steps of a window that this process does, in files of its own."""
 
     def __init__(
         self,
-        steps: tuple[int, ...],
+        steps: tuple[int, ...],  # once so many are done, until so many are; empty: none
         folder: epath.Path,
         process: int,
-        progress: Progress,
-        clock: Clock,
-        named: epath.Path | None = None,
+        progress: Progress,  # shows where a trace is, or why there is none
+        clock: Clock,  # counts the time that tracing takes apart from the steps
+        named: epath.Path | None = None,  # what users call the folder; None: the same
     ):
         self._window = range(*steps) if steps else range(0)
         self._folder, self._named, self._process = folder, named or folder, process
@@ -56,13 +47,9 @@ class Profile:
 
     @contextlib.contextmanager
     def step(self, done: int, state: Any) -> Iterator[None]:
-        """Wraps each step, the wait for its batch included.
+        """Wraps the step after `done` steps, which came to `state`, and the wait for its batch.
 
         At the edges of the window it waits for the steps under way, so that a trace holds its own.
-
-        Args:
-          done: steps done before.
-          state: after them.
         """
         # After a roll-back the steps begin again further down.
         if self._local is not None and (done not in self._window or done != self._traced.stop):
@@ -96,11 +83,7 @@ class Profile:
             self._local, self._traced = local, range(done, done)
 
     def end(self, state: Any = None) -> None:
-        """Ends and writes the trace, if there is one.
-
-        Args:
-          state: is waited for before.
-        """
+        """Ends and writes the trace, if there is one, once `state` is there."""
         if self._local is None:
             return
         steps = f"steps_{self._traced.start + 1}_to_{self._traced.stop}"

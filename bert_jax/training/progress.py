@@ -125,13 +125,10 @@ class Clock:
 
     A device runs behind the loop that hands it steps. So a lap's counts are taken when its last
     step is handed over, and its time when that step is known to be done.
-
-    Args:
-      peak_flops: operations a second that the devices can do at most; None if unknown: then
-        there is no utilisation.
     """
 
     def __init__(self, peak_flops: float | None):
+        # Operations a second that the devices can do at most; None, unknown: no utilisation.
         self.peak_flops = peak_flops
         self._counts = Counts()
         self._start = time.monotonic()
@@ -165,11 +162,8 @@ class Clock:
 
         `cpu_seconds` are those of this process in steps, on all its cores. The rate of a run is
         `real_tokens_per_second`; `tokens_per_second` and `utilisation` count `padding`, too, and
-        `real_utilisation` is the latter's part without it.
-
-        Args:
-          counts: of the steps.
-          filled: share of their places that hold a piece; None: unknown.
+        `real_utilisation` is the latter's part without it. `filled` is the share of places that
+        hold a piece; None: unknown.
         """
         now, cpu = time.monotonic(), time.process_time()
         seconds, self._start = now - self._start, now

@@ -164,7 +164,7 @@ class Trainer:
                 raise
         if isinstance(wrong, Diverged):
             bad = wrong.bad
-            self.unsaved = self._not_since(
+            self.unsaved = self._not_saved(
                 f"it has to go back over the steps {bad[0]} to {bad[-1]}"
             )
         failed, whole = isinstance(wrong, Failed), self._is_whole and not self.unsaved
@@ -199,17 +199,27 @@ class Trainer:
     def _steps(self, phase: PhaseBatches, stop: StopRequest) -> None:
         train_step, checked_step = self._compiled_steps(phase)
         key = step.phase_key(self.job.objective.model, self.experiment.seed, phase.number)
-        check_every, last = self.experiment.run.check_every, phase.first + phase.steps
+        run, last = self.experiment.run, phase.first + phase.steps
         called: set[Any] = set()
         self.watchdog.reset(times=2)
-        with self._feed(phase) as feed:
+        feed = Feed(
+            phase.batch,
+            self.done - phase.first,
+            phase.steps,
+            phase.batch_size,
+            mesh_lib.batch_sharding(self.mesh),
+            run.prefetch_batches,
+            run.data_workers,
+            self.say,
+        )
+        with feed:
             while self.done < last and not (stop.requested or self._is_in_vain):
                 with self.profile.step(self.done, self.state):
                     with self.clock.waiting("data"):
                         if not self._await_rows(phase, stop):
                             break
                         batch = next(feed)
-                    check = check_every > 0 and self.done % check_every == 0
+                    check = run.check_every > 0 and self.done % run.check_every == 0
                     one_step = checked_step if check else train_step
                     calling = contextlib.nullcontext()
                     if one_step not in called:
@@ -309,7 +319,9 @@ class Trainer:
         for name, lines in self._lasting.items():
             if gone := lines.forget_after(self.done or -1, begun.lines.get(name)):
                 self.say(f"{name}: is missing; going on without its {gone} up to step {self.done}")
-        self.spikes = Spikes.of(self.metrics.read())
+        self.spikes = Spikes()
+        for line in self.metrics.read():
+            self.spikes.of_line(line)
         if self.done:
             self.say(f"resume: from step {self.done}")
         elif due := self._due_evaluators():
@@ -350,18 +362,6 @@ class Trainer:
             return train_step, train_step
         checks = step.self_checks(mesh_lib.device_kind(self.mesh))
         return train_step, step.make_train_step(*spec, checks)
-
-    def _feed(self, phase: PhaseBatches) -> Feed:
-        return Feed(
-            phase.batch,
-            self.done - phase.first,
-            phase.steps,
-            phase.batch_size,
-            mesh_lib.batch_sharding(self.mesh),
-            self.experiment.run.prefetch_batches,
-            self.experiment.run.data_workers,
-            self.say,
-        )
 
     # --- log ------------------------------------------------------------------------------------
 
@@ -464,15 +464,12 @@ class Trainer:
             moves = self.job.patience and not lines_lib.fetch(self.state["bad_in_a_row"])
             if "loss" in values and moves:
                 self.held_out.append((self.done, values["loss"]))
-                self._say_if_in_vain()
-
-    def _say_if_in_vain(self) -> None:
-        if self._is_in_vain and self.done < self.job.total_steps:
-            best, loss = min(self.held_out, key=lambda evaluated: evaluated[1])
-            self.say(
-                f"step {self.done}: ends here, since of {self.job.patience} evaluations none is "
-                f"below the held-out loss {loss:.4f} of step {best} (patience)"
-            )
+                if self._is_in_vain and self.done < self.job.total_steps:
+                    best, loss = min(self.held_out, key=lambda evaluated: evaluated[1])
+                    self.say(
+                        f"step {self.done}: ends here, since of {self.job.patience} evaluations "
+                        f"none is below the held-out loss {loss:.4f} of step {best} (patience)"
+                    )
 
     # --- save -----------------------------------------------------------------------------------
 
@@ -482,9 +479,10 @@ class Trainer:
         sums, bad = lines_lib.fetch((self.window, self.state["bad_in_a_row"]))
         if bad and not self._is_whole:
             # A roll-back needs one from before, and those that are kept are few.
-            self._not_saved(
-                self._not_since(f"{int(bad)} steps up to it have no finite loss or gradient")
+            self.unsaved = self._not_saved(
+                f"{int(bad)} steps up to it have no finite loss or gradient"
             )
+            self.say(f"step {self.done}: {self.unsaved}")
             return
         evaluated = self.evaluation if self.evaluation.get("step") == self.done else {}
         metadata = {
@@ -501,7 +499,9 @@ class Trainer:
         try:
             # Before the checkpoint that will not write them again.
             self._flush_lines()
-            self._send()
+            self.watchdog.pause()
+            self.context.mirror.flush()  # all of it to the run's bucket, if it has one
+            self.watchdog.reset(times=2)
             metadata["lines"] = {n: lines.written() for n, lines in self._lasting.items()}
             # A loss of pairs would decide with its noise, which is that of a few documents.
             pieces = losses.learned(evaluated, losses.PIECES)
@@ -576,20 +576,11 @@ class Trainer:
         else:
             retry.again(work, f"{self.workdir.checkpoints}")
 
-    def _send(self) -> None:
-        """Waits until all that is written is in the run's bucket, if it has one."""
-        self.watchdog.pause()
-        self.context.mirror.flush()
-        self.watchdog.reset(times=2)
-
     def _disk_full(self, error: DiskFull) -> None:
         if self.experiment.run.when_disk_is_full == "stop" or self.peers.count > 1:
             raise error
-        self._not_saved(f"without a new checkpoint: {error}")
+        self.unsaved = f"without a new checkpoint: {error}"
+        self.say(f"step {self.done}: {self.unsaved}")
 
-    def _not_saved(self, why: str) -> None:
-        self.unsaved = why
-        self.say(f"step {self.done}: {why}")
-
-    def _not_since(self, why: str) -> str:
+    def _not_saved(self, why: str) -> str:
         return f"not saved, since {why}; the newest checkpoint is of step {self.saved_step}"
