@@ -1,6 +1,5 @@
 """Traces of some steps: what they hold, and that they cost the run nothing."""
 
-import contextlib
 import gzip
 import json
 import os
@@ -177,14 +176,3 @@ def test_a_place_that_jax_cannot_write_to_is_said_and_traced_no_more(tmp_path, m
     take(one, range(6))
     assert len(told) == 1 and told[0].startswith("no profile: ")
     assert not tree(tmp_path)
-
-
-def test_a_second_trace_in_a_process_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    one, told = profile(tmp_path / "profile")
-    with contextlib.ExitStack() as stack:
-        stack.callback(jax.profiler.stop_trace)
-        jax.profiler.start_trace(tmp_path / "another")
-        take(one, range(6))
-    assert len(told) == 1 and "Only one profile may be run at a time" in told[0]
-    assert os.listdir(tmp_path) == ["another"]
