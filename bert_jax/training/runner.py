@@ -182,11 +182,12 @@ class Trainer:
                 try:
                     self._phase(stop)
                 except Diverged as error:
+                    error = error.with_traceback(None)  # whose frames hold a batch, and a state
                     if stop.requested:
                         return error
-                    self._roll_back(error.with_traceback(None))  # whose frames hold a batch
+                    self._roll_back(error)
         except Failed as error:
-            return error
+            return error.with_traceback(None)
         return None
 
     def _phase(self, stop: StopRequest) -> None:
