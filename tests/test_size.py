@@ -24,15 +24,15 @@ LINES = {
     "plan": 2_110,
     "report": 1_934,
     "storage": 1_651,
-    "tasks": 4_030,
+    "tasks": 4_032,
     "text": 2_648,
-    "training": 6_447,
+    "training": 6_229,
     "verify": 1_159,
     "launch": 1_919,
     "benchmarks": 3_602,
     "experiments": 1_114,
     "tables": 445,
-    "tests": 33_948,
+    "tests": 33_955,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
