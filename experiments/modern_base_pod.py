@@ -3,11 +3,10 @@
     bert-jax pretrain experiments/modern_base_pod.py --workdir gs://BUCKET/modern_base_pod
 
 Source: Warner et al. 2024 (ModernBERT), its `modernbert-base-pretrain.yaml`, and the paper's table
-of rows of 8,192. Departures: their text is not public, a public one stands in; a new vocabulary,
-of WordPiece, which `export` takes (theirs is BPE); batches have their full size from the beginning
-(theirs grow over 50 billion tokens); nothing is dropped (theirs: a tenth of what attention adds);
-the long rows go down from the one peak, as 1 - sqrt (theirs: five sixths of them at 3e-4, then
-down).
+of rows of 8,192. Departures: their text is not public, a public one stands in, and a byte BPE of as
+many pieces is trained on it; batches have their full size from the beginning (theirs grow over 50
+billion tokens); nothing is dropped (theirs: a tenth of what attention adds); the long rows go down
+from the one peak, as 1 - sqrt (theirs: five sixths of them at 3e-4, then down).
 Hardware: 64 TPU v5e chips, 8,192 tokens on a chip at a time.
 Expected: not run. Theirs is the released model.
 """
@@ -39,6 +38,8 @@ def experiment() -> Experiment:
         corpus=Corpus(
             sources=("parquet:hf://datasets/HuggingFaceFW/fineweb-edu/sample/100BT/*.parquet",),
             layout="paragraphs_by_line",
+            tokenizer_kind="byte_bpe",
+            unused_pieces=83,
             case="cased",
             validation_share=0.0001,
         ),

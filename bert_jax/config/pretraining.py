@@ -299,8 +299,11 @@ class Corpus(Section):
     # train: one is trained on the text; or a vocab.txt, a .model, a tokenizer.json with what names
     # its specials next to it, or an earlier run's tokenizer folder.
     tokenizer: str = "train"
-    # Which tokenizer is trained: the reference's WordPiece, or SentencePiece's unigram or BPE.
-    tokenizer_kind: Literal["wordpiece", "unigram", "bpe"] = "wordpiece"
+    # Which tokenizer is trained: the reference's WordPiece; byte BPE, as of ModernBERT and RoBERTa;
+    # Unigram, as of XLM-R; or SentencePiece's BPE, which `export` does not take.
+    tokenizer_kind: Literal["wordpiece", "byte_bpe", "unigram", "bpe"] = "wordpiece"
+    # Pieces of a trained vocabulary, its last, that are left [unused], for what is to come.
+    unused_pieces: Count = 0
     # uncased: lower-cased, accents stripped.
     case: Literal["uncased", "cased"] = "uncased"
     # Share of all documents that is held out for evaluation; at least 8 documents.

@@ -25,7 +25,7 @@ from bert_jax.data.dataset import SPLITS
 from bert_jax.data.workers import Progress
 from bert_jax.errors import InputError, quantity
 from bert_jax.storage import mirror
-from bert_jax.text import documents, tokenizer, vocabulary, words
+from bert_jax.text import documents, tokenizer, trained, vocabulary, words
 
 Say = Callable[[str], None]
 
@@ -327,20 +327,16 @@ def _train(
         f"prepare: {counted.different:,} different words; training a {corpus.tokenizer_kind} "
         f"vocabulary of {vocab_size} pieces on {used}"
     )
-    if corpus.tokenizer_kind == "wordpiece":
-        vocab = vocabulary.train_wordpiece(counted, vocab_size)
-        trained: tokenizer.Tokenizer = tokenizer.WordPiece(vocab, corpus.case)
-    else:
-        model = vocabulary.train_sentencepiece(counted, vocab_size, corpus.tokenizer_kind)
-        trained = tokenizer.SentencePiece(model, corpus.case)
-    names = {trained.piece(number) for number in range(trained.size)}
-    lacking = len(names.intersection(vocabulary.unused(vocab_size)))
+    made = trained.train(counted, vocab_size, corpus)
+    names = {made.piece(number) for number in range(made.size)}
+    unused = len(names.intersection(vocabulary.unused(vocab_size)))
+    lacking = unused - corpus.unused_pieces
     if lacking:
         say(
             f"prepare: the text gives {vocab_size - lacking:,} pieces, so {lacking:,} of the "
             f"vocabulary are [unused]; model.vocab_size={vocab_size - lacking} has none of them"
         )
-    return trained
+    return made
 
 
 def _drop_others(scratch: pathlib.Path, tasks: Sequence[parts.Task], say: Say) -> None:

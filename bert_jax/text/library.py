@@ -147,8 +147,11 @@ class Library:
         """Which pieces may go on a word: all that do not surely begin one, bool [size].
 
         A blank alone begins none: it may be one of a run of them, or be followed by what it begins.
+        Not so behind a Metaspace, where each blank begins a word.
         """
-        by_bytes = "ByteLevel" in json.dumps(self._parts.get("pre_tokenizer"))
+        cutters = _each(self._parts.get("pre_tokenizer"), "pretokenizers")
+        by_bytes = any(one["type"] == "ByteLevel" for one in cutters)
+        by_blanks = any(one["type"] == "Metaspace" and one.get("split", True) for one in cutters)
         if any(piece.startswith("##") for piece in self._pieces):
             begins = [not piece.startswith("##") for piece in self._pieces]
         elif by_bytes:
@@ -158,7 +161,10 @@ class Library:
                 for piece, text in zip(self._pieces, shown, strict=True)
             ]
         else:
-            begins = [piece[:1] == BLANK and piece.strip(BLANK) != "" for piece in self._pieces]
+            begins = [
+                piece[:1] == BLANK and (by_blanks or piece.strip(BLANK) != "")
+                for piece in self._pieces
+            ]
         continues = ~np.array(begins)
         continues[[token["id"] for token in self._parts["added_tokens"]]] = False
         continues[self.unk_id] = True

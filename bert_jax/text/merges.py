@@ -1,7 +1,7 @@
-"""Learning the pieces of a WordPiece vocabulary from counted words.
+"""Learning the merges of a WordPiece or a BPE vocabulary from counted words.
 
 Byte-pair encoding as Hugging Face's trainer does it (tokenizers 0.23, models/bpe/trainer.rs), merge
-for merge: the same words give the same pieces in the same order. That trainer takes texts alone,
+for merge: the same words give the same merges in the same order. That trainer takes texts alone,
 so that each word would have to be handed over as often as it occurs, and holds 0.9 KB a word.
 """
 
@@ -20,27 +20,29 @@ def learn(
     alphabet: Sequence[str],
     continuing: Sequence[str],
     size: int,
-) -> list[str]:
-    """Returns up to `size` pieces made of characters by merging the commonest pairs.
+) -> list[tuple[str, str]]:
+    """Returns merges of the commonest pairs, which make up to `size` new pieces of characters.
 
     Words differ, and none is empty; `counts` says how often each occurs. Characters outside of the
-    alphabet are passed over; `continuing` are those in it, as `##c`, that ever go on a word. Fewer
-    pieces are returned where no pair is left that occurs twice.
+    alphabet are passed over; `continuing` are those in it, as `##c`, that ever go on a word, or
+    none: then a piece is the same wherever it stands. Fewer pieces come about where no pair is left
+    that occurs twice.
     """
     pieces = [*alphabet, *continuing]
     merger = _Merger(words, np.array(counts, np.int64), pieces)
     ids = {piece: number for number, piece in enumerate(pieces)}
-    made: list[str] = []
-    while len(made) < size:
+    mark = "##" if continuing else ""
+    made: list[tuple[str, str]] = []
+    while len(ids) < len(alphabet) + len(continuing) + size:
         pair = merger.pop()
         if pair is None:
             break
         left, right, holders = pair
-        piece = pieces[left] + pieces[right].removeprefix("##")
+        made.append((pieces[left], pieces[right]))
+        piece = pieces[left] + pieces[right].removeprefix(mark)
         if piece not in ids:
             ids[piece] = len(pieces)
             pieces.append(piece)
-            made.append(piece)
         merger.merge(left, right, ids[piece], holders)
     return made
 
@@ -66,6 +68,8 @@ class _Merger:
             code = ord(piece[-1])
             if code < table.shape[1]:
                 table[int(len(piece) > 1), code] = number
+        if max(map(len, pieces), default=0) == 1:  # none is `##c`
+            table[1] = table[0]
         known = table[0][text] >= 0
         holders = np.repeat(np.arange(len(words), dtype=np.int32), lengths)[known]
         # int32, the pieces of all words one after another, each word where it began.

@@ -93,18 +93,18 @@ def require_specials(vocab: list[str], where: str) -> list[str]:
     return vocab
 
 
-def train_wordpiece(counted: Counted, vocab_size: int) -> list[str]:
+def train_wordpiece(counted: Counted, vocab_size: int, unused_pieces: int = 0) -> list[str]:
     """Trains a WordPiece vocabulary, the specials first, in ids 0 to 4.
 
-    The words are as `basic_tokens` gives them when encoding. Where the text is too small for so
-    many pieces, the last are `unused`.
+    The words are as `basic_tokens` gives them when encoding. The last pieces are `unused`, so many
+    or more, where the text is too small.
     """
     alphabet, continuing = _alphabet(counted)
     vocab = [*SPECIALS, *alphabet, *continuing]
-    vocab += merges.learn(
-        counted.words, counted.counts, alphabet, continuing, vocab_size - len(vocab)
-    )
-    if len(vocab) > vocab_size:
+    room = vocab_size - unused_pieces - len(vocab)
+    made = merges.learn(counted.words, counted.counts, alphabet, continuing, room)
+    vocab += dict.fromkeys(left + right.removeprefix("##") for left, right in made)
+    if len(vocab) > vocab_size - unused_pieces:
         raise InputError(
             f"model.vocab_size={vocab_size}: the characters of this text alone are {len(vocab)} "
             f"pieces; set it to more"
@@ -132,21 +132,31 @@ def _alphabet(counted: Counted) -> tuple[list[str], list[str]]:
     return [chr(c) for c in characters], [f"##{chr(c)}" for c in characters if c in counted.inner]
 
 
-def train_sentencepiece(counted: Counted, vocab_size: int, kind: str) -> bytes:
+def train_sentencepiece(
+    counted: Counted,
+    vocab_size: int,
+    kind: str,
+    unused_pieces: int = 0,
+    normalization: str = "nmt_nfkc",
+) -> bytes:
     """Trains a SentencePiece model (`unigram` or `bpe`) and returns it serialised.
 
-    The specials stand in ids 0 to 4 as control pieces, which text never yields. Where the text is
-    too small for so many pieces, `unused` ones follow them.
+    The specials stand in ids 0 to 4 as control pieces, which text never yields. `unused` ones
+    follow them, so many or more, where the text is too small.
     """
+
+    def trained(lacking: int) -> bytes:
+        return _sentencepiece(counted, vocab_size, kind, unused_pieces + lacking, normalization)
+
     try:
-        return _sentencepiece(counted, vocab_size, kind, 0)
+        return trained(0)
     except RuntimeError as error:
         most = re.search(r"set it to a value <= (\d+)", str(error))
         lacking = vocab_size - int(most[1]) if most else 0
         reason = str(error).strip().split("] ")[-1]
         if lacking > 0:
             try:
-                return _sentencepiece(counted, vocab_size, kind, lacking)
+                return trained(lacking)
             except RuntimeError as again:
                 reason = str(again).strip().split("] ")[-1]
         raise InputError(
@@ -154,7 +164,9 @@ def train_sentencepiece(counted: Counted, vocab_size: int, kind: str) -> bytes:
         ) from error
 
 
-def _sentencepiece(counted: Counted, vocab_size: int, kind: str, lacking: int) -> bytes:
+def _sentencepiece(
+    counted: Counted, vocab_size: int, kind: str, lacking: int, normalization: str
+) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(
@@ -164,6 +176,7 @@ def _sentencepiece(counted: Counted, vocab_size: int, kind: str, lacking: int) -
         model_writer=model,
         model_type=kind,
         vocab_size=vocab_size,
+        normalization_rule_name=normalization,
         pad_id=0,
         unk_id=1,
         bos_id=-1,
@@ -175,6 +188,16 @@ def _sentencepiece(counted: Counted, vocab_size: int, kind: str, lacking: int) -
         minloglevel=2,
     )
     return model.getvalue()
+
+
+def scores(model: bytes) -> list[tuple[str, float]]:
+    """Returns the pieces of a SentencePiece model that text yields, and the score of each."""
+    read = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return [
+        (read.id_to_piece(i), read.get_score(i))
+        for i in range(read.get_piece_size())
+        if not read.is_control(i) and not read.is_unknown(i)
+    ]
 
 
 def find_special(pieces: Sequence[str], names: Sequence[str]) -> int | None:

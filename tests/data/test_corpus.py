@@ -231,15 +231,15 @@ def test_every_process_writes_the_same_bytes(place):
     assert all(files == hashes[0] for files in hashes)
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
-def test_a_tokenizer_is_trained_on_the_text(place, kind):
-    manifest = place.prepare(50, tokenizer="train", tokenizer_kind=kind)
+@pytest.mark.parametrize(("kind", "size"), [("wordpiece", 50), ("byte_bpe", 300), ("unigram", 50)])
+def test_a_tokenizer_is_trained_on_the_text(place, kind, size):
+    manifest = place.prepare(size, tokenizer="train", tokenizer_kind=kind)
     loaded = corpus.open_tokenizer(place.folder, manifest)
-    assert loaded.size == 50
+    assert loaded.size == size
     assert manifest["splits"]["train"]["unknown_tokens"] == 0
     first = content(place.folder)
     place.folder.rmtree()
-    place.prepare(50, tokenizer="train", tokenizer_kind=kind)
+    place.prepare(size, tokenizer="train", tokenizer_kind=kind)
     assert content(place.folder) == first
 
 

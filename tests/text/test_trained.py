@@ -1,0 +1,109 @@
+"""Tokenizers trained here whose truth is a tokenizer.json: byte BPE and Unigram."""
+
+import collections
+import dataclasses
+
+import pytest
+import tokenizers
+from etils import epath
+from tokenizers import models, pre_tokenizers, trainers
+
+from bert_jax.config import Corpus
+from bert_jax.errors import InputError
+from bert_jax.text import tokenizer, trained
+from bert_jax.text.vocabulary import SPECIALS, Counted
+
+TEXT = (
+    "We the people of the United States don't know every caf\u00e9, and Na\u00efve readers' words "
+    "\u2014 3,000 of them (they're many) \u2014 stand in an Ordinary text. "
+) * 3 + "\u6f22\u5b57 \u0395\u03bb\u03bb\u03ac\u03c2 \U0001f600 so-called states, others' others "
+COUNTED = Counted.of(collections.Counter(TEXT.split()))
+SIZES = {"byte_bpe": 330, "unigram": 90}
+
+
+def made(kind, **changes):
+    settings = {"sources": ("text:x",), "tokenizer_kind": kind, "case": "cased"}
+    settings |= {"unused_pieces": 7}
+    return trained.train(COUNTED, SIZES[kind], Corpus(**settings | changes))
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def ours(request):
+    return made(request.param)
+
+
+def test_merges_are_those_of_the_library_s_own_trainer():
+    theirs = tokenizers.Tokenizer(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330 - 12, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+    )
+    theirs.train_from_iterator(TEXT.split(), trainer)
+    by_id = sorted(theirs.get_vocab().items(), key=lambda item: item[1])
+    ours = made("byte_bpe")
+    assert [piece for piece, _ in by_id] == [ours.piece(i) for i in range(330 - 12)]
+    assert theirs.encode(TEXT).ids == ours.encode(TEXT)
+
+
+def test_text_comes_back_and_the_first_word_of_a_sentence_is_that_of_any_place(ours):
+    assert ours.decode(ours.encode(TEXT)).strip() == TEXT.strip()
+    assert ours.encode("people of") == ours.encode_word("people") + ours.encode_word("of")
+    assert not ours.continues[ours.encode("readers'")[0]]
+
+
+def test_specials_and_unused_pieces_stand_last_and_text_gives_none(ours):
+    assert ours.size in SIZES.values()
+    last = [ours.piece(i) for i in range(ours.size - 7, ours.size)]
+    assert [piece.rstrip("0123456789]") for piece in last] == ["[unused"] * 7
+    assert last[-1] == f"[unused{unused(ours) - 1}]" and unused(ours) >= 7
+    ids = [ours.pad_id, ours.unk_id, ours.cls_id, ours.sep_id, ours.mask_id]
+    assert [ours.piece(i) for i in ids] == list(SPECIALS)
+    found = ours.encode(" ".join([*SPECIALS, *last, "[CLS][SEP]"]))
+    named = {i for i in range(ours.size) if ours.piece(i) in (*SPECIALS, *last)}
+    assert not named - {ours.unk_id} & set(found)
+
+
+def unused(ours):
+    return sum(ours.piece(i).startswith("[unused") for i in range(ours.size))
+
+
+def test_a_pair_is_joined_as_bert_s(ours):
+    a, b = ours.encode("people"), ours.encode("states")
+    ids, before = tokenizer.joined(ours, a, b)
+    assert ids.tolist() == [ours.cls_id, *a, ours.sep_id, *b, ours.sep_id]
+    assert tokenizer.of_first_segment(ours, ids, before) == len(a) + 2
+
+
+def test_a_saved_one_is_read_again(ours, tmp_path):
+    ours.save(epath.Path(tmp_path))
+    assert tokenizer.load(tmp_path).sha256 == ours.sha256
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_uncased_text_is_lower_cased(kind):
+    lower = made(kind, case="uncased")
+    assert lower.encode("We The PEOPLE") == lower.encode("we the people")
+    assert lower.decode(lower.encode("We The PEOPLE")).strip() == "we the people"
+
+
+def test_a_text_too_small_leaves_more_unused():
+    small = trained.train(COUNTED, 2_000, Corpus(sources=("text:x",), tokenizer_kind="byte_bpe"))
+    assert small.size == 2_000 and small.piece(1_999).startswith("[unused")
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_other_kinds_leave_pieces_unused_too(kind):
+    settings = Corpus(sources=("text:x",), tokenizer_kind=kind, unused_pieces=7)
+    for size in (90, 400):
+        one = trained.train(COUNTED, size, settings)
+        assert one.size == size and (unused(one) == 7 if size == 90 else unused(one) > 7)
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused_by_name():
+    settings = Corpus(sources=("text:x",), tokenizer_kind="byte_bpe")
+    with pytest.raises(InputError, match=r"model\.vocab_size=260: bytes.* are 261 pieces; set it"):
+        trained.train(COUNTED, 260, settings)
+    settings = dataclasses.replace(settings, unused_pieces=100)
+    with pytest.raises(InputError, match=r"corpus\.unused_pieces"):
+        trained.train(COUNTED, 330, settings)
