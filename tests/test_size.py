@@ -15,24 +15,24 @@ LINES = {
     ".": 2_029,
     "cli": 1_575,
     "compare": 909,
-    "config": 2_226,
+    "config": 2_228,
     "conformance": 1_235,
     "data": 4_392,
     "doctor": 1_132,
-    "interop": 2_156,
+    "interop": 2_157,
     "model": 3_296,
     "plan": 2_110,
     "report": 1_934,
     "storage": 1_651,
     "tasks": 4_032,
-    "text": 2_648,
+    "text": 2_790,
     "training": 6_229,
     "verify": 1_159,
     "launch": 1_919,
     "benchmarks": 3_602,
-    "experiments": 1_114,
+    "experiments": 1_115,
     "tables": 445,
-    "tests": 33_955,
+    "tests": 34_077,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -41,7 +41,7 @@ SLACK = 30
 SHORTEST, LONGEST = 60, 450
 TOO_LONG = {
     "bert_jax/serve.py": 546,
-    "bert_jax/config/pretraining.py": 750,
+    "bert_jax/config/pretraining.py": 752,
     "bert_jax/data/corpus.py": 467,
     "bert_jax/data/parts.py": 468,
     "bert_jax/data/plans.py": 516,

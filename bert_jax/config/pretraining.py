@@ -259,8 +259,8 @@ class Corpus(Section):
     """The text and how it becomes ids.
 
     A source is WORD:PLACE: a word of `TEXT_FILES`, tfds or tfds_dir, and a file, folder, pattern or
-    dataset; see `named`. `tokenizer` is "train", or a
-    `vocab.txt`, a `.model`, a `tokenizer.json`, or a tokenizer folder of an earlier run.
+    dataset; see `named`. `tokenizer` is "train", or a `vocab.txt`, a `.model`, a `tokenizer.json`,
+    or a tokenizer folder of an earlier run.
     """
 
     role = "identity"
@@ -296,11 +296,10 @@ class Corpus(Section):
     language: str = "en"
     # What is done with a document that was there before, word for word.
     repeated_documents: Literal["keep", "drop"] = "keep"
-    # train: one is trained on the text; or a vocab.txt, a .model, a tokenizer.json with what names
-    # its specials next to it, or an earlier run's tokenizer folder.
+    # train, on the text; or a vocab.txt, a .model, a tokenizer.json with what names its specials
+    # next to it, or an earlier run's tokenizer folder.
     tokenizer: str = "train"
-    # Which tokenizer is trained: the reference's WordPiece; byte BPE, as of ModernBERT and RoBERTa;
-    # Unigram, as of XLM-R; or SentencePiece's BPE, which `export` does not take.
+    # Which is trained: one as BERT's, as ModernBERT's, as XLM-R's; or SentencePiece's BPE.
     tokenizer_kind: Literal["wordpiece", "byte_bpe", "unigram", "bpe"] = "wordpiece"
     # Pieces of a trained vocabulary, its last, that are left [unused], for what is to come.
     unused_pieces: Count = 0

@@ -186,8 +186,9 @@ def write(
         return
     if not isinstance(tok, tokenizer_lib.WordPiece):
         raise InputError(
-            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported, only WordPiece; "
-            "`bert-jax embed` and `bert_jax.load` take the run as it is"
+            f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported; train one of "
+            "wordpiece, byte_bpe or unigram (a corpus prepared now); `bert-jax embed` and "
+            "`bert_jax.load` take the run as it is"
         )
     (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
     _fast(tok).save(str(folder / "tokenizer.json"))

@@ -28,9 +28,6 @@ def train(counted: Counted, vocab_size: int, corpus: Corpus) -> Tokenizer:
 
     The words are as `basic_tokens` gives them for WordPiece; for the others what stands between
     blanks.
-
-    Raises:
-      InputError: the vocabulary is too small for the characters of the text.
     """
     kind, unused = corpus.tokenizer_kind, corpus.unused_pieces
     if kind == "wordpiece":

@@ -16,11 +16,12 @@ from safetensors.numpy import load_file
 
 from bert_jax import base as base_lib
 from bert_jax import cli
+from bert_jax.config import Corpus
 from bert_jax.errors import InputError
 from bert_jax.interop import card, huggingface, vocabularies
 from bert_jax.loaded import Loaded
 from bert_jax.text import tokenizer as tokenizer_lib
-from bert_jax.text import vocabulary
+from bert_jax.text import trained, vocabulary
 
 RUN = "--workdir run"
 TEXTS = [
@@ -135,6 +136,17 @@ def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy
     with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):
         huggingface.export_weights(trained, "encoder", "float32", epath.Path("made/hf"))
     assert not pathlib.Path("made").exists()
+
+
+@pytest.mark.parametrize(("kind", "size"), [("byte_bpe", 300), ("unigram", 60)])
+def test_a_vocabulary_trained_here_leaves_as_it_is(kind, size, tmp_path):
+    words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
+    settings = Corpus(sources=("text:x",), tokenizer_kind=kind)
+    ours = trained.train(vocabulary.Counted.of(words), size, settings)
+    vocabularies.write(ours, 64, huggingface.INPUTS["modern"], epath.Path(tmp_path))
+    assert vocabularies.read(epath.Path(tmp_path)).sha256 == ours.sha256
+    says = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert says["tokenizer_class"] == "PreTrainedTokenizerFast" and says["mask_token"] == "[MASK]"
 
 
 def test_a_folder_that_holds_something_and_a_run_that_is_none_are_refused(copy_of_run):
