@@ -236,6 +236,10 @@ def serve(args: argparse.Namespace) -> int:
     --workdir W (required): folder to write the base to
     --tokenizer FILE_OR_FOLDER: another WordPiece vocabulary: pieces that both have keep their
         weights
+    --vocabulary TEXT: a file or folder of text, or a source as in corpus.sources; pieces that it
+        does not use are left out
+    --keep N (int = 0): of these, the commonest so many; 0: all
+    --add FILE: words, one a line, that become pieces
     --with-optimizer: import bert_adam's moments of a run, too: a run with init_from=B then begins
         with them, at step 0 of its own schedule
     """,
@@ -248,7 +252,14 @@ def import_(args: argparse.Namespace) -> int:
 
     source, target = epath.Path(args.source), epath.Path(args.workdir)
     what = "with_moments" if args.with_optimizer else "params"
-    importing.import_weights(source, target, args.tokenizer, say, what)
+    text = args.vocabulary or ""
+    if args.keep and not text:
+        raise InputError("--keep: says how many pieces of --vocabulary TEXT stay; name a TEXT")
+    if args.tokenizer and (text or args.add):
+        raise InputError("--tokenizer: brings pieces of its own; leave out --vocabulary and --add")
+    importing.import_weights(
+        source, target, args.tokenizer, say, what, text, args.keep, args.add or ""
+    )
     return FINISHED
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,12 +12,14 @@ from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax.base import Base, Moments
+from bert_jax.config import Corpus
 from bert_jax.errors import InputError, printable
 from bert_jax.interop import huggingface, tf1
 from bert_jax.interop.names import Say
 from bert_jax.loaded import Loaded
 from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.storage import mirror
+from bert_jax.text import documents, fitting, sentences
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 
@@ -27,6 +30,9 @@ def import_weights(
     vocabulary: str | None,
     say: Say,
     what: Literal["params", "with_moments"] = "params",
+    text: str = "",
+    most: int = 0,
+    words: str = "",
 ) -> None:
     """Makes a base of a checkpoint of others, or of a run's newest one.
 
@@ -38,6 +44,12 @@ def import_weights(
         None keeps those.
       say: is given a line about what was made, and one about what is not as in the source.
       what: `with_moments` takes what `bert_adam` keeps of a run, too.
+      text: a source of text; pieces that it does not use are left out.
+      most: of pieces that are kept then, the commonest; 0: all that the text uses.
+      words: a file of words, one a line, that become pieces.
+
+    Raises:
+      InputError: the source, the vocabulary, the text or the words are not as they must be.
     """
     base = _read(source, say, what)
     if vocabulary is not None:
@@ -45,6 +57,14 @@ def import_weights(
         base, known = with_tokenizer(base, tokenizer)
         new = tokenizer.size - known
         say(f"{known} pieces keep their rows; {new} are new, and begin with the mean of the old")
+    new = []
+    if words:  # before pieces that stood for them are cut away
+        tokenizer, begins, new = fitting.with_words(base.tokenizer, epath.Path(words))
+        slots = len(new) - (tokenizer.size - base.tokenizer.size)
+        say(f"{len(new)} words of {words} are pieces now, {slots} of them in unused slots")
+        base = with_rows(base, tokenizer, begins)
+    if text:
+        base = fitted(base, text, most, new, say)
     base_lib.write(base, target)
     cfg, kept = base.model, "" if base.moments is None else f", moments of step {base.moments.step}"
     if vectors := base.vectors:
@@ -91,17 +111,60 @@ def _of_run(source: epath.Path, what: Literal["params", "with_moments"]) -> Base
 def with_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
     """Returns the base with the pieces of another WordPiece vocabulary, and how many it knew.
 
-    A piece that both have keeps its word embedding and output bias; a new one begins with the mean
-    of the old ones, so that it is neither likely nor unlikely, and with moments of zero.
+    A new piece begins with the mean of all old ones, so that it is neither likely nor unlikely.
     """
     for one in (base.tokenizer, tokenizer):
         if not isinstance(one, WordPiece):
             raise InputError(
                 f"--tokenizer: only a WordPiece vocabulary can take another's place, not {one.kind}"
             )
-    old = {base.tokenizer.piece(i): i for i in range(base.tokenizer.size)}
-    rows = np.array([old.get(tokenizer.piece(i), -1) for i in range(tokenizer.size)])
+    old = {base.tokenizer.piece(i): (i,) for i in range(base.tokenizer.size)}
+    begins = [old.get(tokenizer.piece(i), ()) for i in range(tokenizer.size)]
+    return with_rows(base, tokenizer, begins), sum(map(len, begins))
+
+
+def fitted(base: Base, text: str, most: int, asked: Sequence[int], say: Say) -> Base:
+    """Returns the base with those pieces alone that a text uses, and with some that are asked for.
+
+    Args:
+      base: with a tokenizer that `fitting` knows to cut.
+      text: a source of text as in `corpus.sources`.
+      most: pieces that are kept; 0: all that the text uses.
+      asked: ids that are kept in any case.
+      say: is given a line about what stays.
+    """
+
+    def texts() -> Iterator[str]:
+        """Yields paragraphs and sentences: these are read with and without a blank before them."""
+        for document in documents.read(Corpus(sources=(text,))):
+            paragraphs = document.paragraphs()
+            yield from paragraphs
+            yield from sentences.split(document, "en")
+
+    old = base.tokenizer
+    tokenizer, begins = fitting.cut(old, fitting.counts(old, texts()), most, "--keep", asked)
+    differ, count = fitting.recut(old, tokenizer, begins, texts())
+    say(
+        f"{tokenizer.size} of {old.size} pieces stay; {differ} of {count} sentences and paragraphs "
+        f"of {text} are cut another way now"
+    )
+    return with_rows(base, tokenizer, begins)
+
+
+def with_rows(base: Base, tokenizer: Tokenizer, begins: Sequence[tuple[int, ...]]) -> Base:
+    """Returns the base with another vocabulary.
+
+    A piece's word embedding and its output bias begin with the mean of those of old pieces.
+
+    Args:
+      base: with a tokenizer whose ids `begins` holds.
+      tokenizer: the other one.
+      begins: a tuple of old ids for each of its ids; () for the mean of all. Moments of a piece
+        that is not one old one begin with zero.
+    """
     cfg = dataclasses.replace(base.model, vocab_size=tokenizer.size)
+    copied = np.array([ids[0] if len(ids) == 1 else -1 for ids in begins])
+    made = [number for number, ids in enumerate(begins) if len(ids) != 1]
 
     def resized(tree: dict[str, Any], start: Literal["mean", "zero"]) -> dict[str, Any]:
         tree = jax.tree.map(np.asarray, tree)  # a tree of its own
@@ -111,9 +174,11 @@ def with_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
         for leaf, name in leaves:
             table = leaf[name][: base.model.vocab_size]
             new = np.zeros((padded_vocab_size(cfg), *table.shape[1:]), np.float32)
-            if start == "mean":
-                new[: tokenizer.size] = table.mean(0, dtype=np.float64)
-            new[: tokenizer.size][rows >= 0] = table[rows[rows >= 0]]
+            new[: tokenizer.size][copied >= 0] = table[copied[copied >= 0]]
+            of_all = table.mean(0, dtype=np.float64) if made and start == "mean" else None
+            for number in made if start == "mean" else ():
+                old = table[list(begins[number])]
+                new[number] = old.mean(0, dtype=np.float64) if len(old) else of_all
             leaf[name] = new
         return tree
 
@@ -121,7 +186,6 @@ def with_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
     if moments is not None:
         trees = (resized(tree, "zero") for tree in (moments.mean, moments.square))
         moments = Moments(moments.step, *trees)
-    params, changed = resized(base.params, "mean"), f"{base.source}, with another vocabulary"
-    known = int((rows >= 0).sum())
+    changed = f"{base.source}, with another vocabulary"
     kept = {"fresh": base.fresh, "moments": moments, "vectors": base.vectors}
-    return Base(cfg, params, tokenizer, changed, **kept), known
+    return Base(cfg, resized(base.params, "mean"), tokenizer, changed, **kept)

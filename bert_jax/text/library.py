@@ -55,7 +55,7 @@ class Library:
     case = "cased"  # the file itself says what becomes of the case
 
     def __init__(self, content: bytes, named: Mapping[str, str], where: str):
-        self._content, self.named = content, dict(named)
+        self.content, self.named = content, dict(named)
         self._parts = parts = _parsed(content, where)
         self._library = _opened(content, parts, where)
         self._library.encode_special_tokens = True
@@ -120,7 +120,7 @@ class Library:
     def save(self, folder: epath.Path) -> None:
         """Writes the file as it was read, and the names of the specials."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_bytes(self._content)
+        (folder / FILE).write_bytes(self.content)
         write_atomic(folder / NAMING[0], json.dumps(self.named, indent=2) + "\n")
 
     def _plain(self, ids: list[int]) -> list[int]:
@@ -318,13 +318,18 @@ def _by_words(parts: dict[str, Any]) -> bool:
             continue
         elif one["type"] not in _OF_A_WORD:
             return False
-    cutters = _each(parts.get("pre_tokenizer"), "pretokenizers")
     if any(token["single_word"] for token in parts["added_tokens"] if not token["special"]):
         return False
     if replaced:  # blanks are letters: then no merge may join what stands on both sides of one
         vocabulary = parts["model"].get("vocab", {})
         pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
         return BLANK in pieces and not any(BLANK in re.sub(f"^{BLANK}+", "", p) for p in pieces)
+    return cuts_words(parts)
+
+
+def cuts_words(parts: dict[str, Any]) -> bool:
+    """Returns whether the pre-tokenizer of a tokenizer.json cuts a text at its blanks."""
+    cutters = _each(parts.get("pre_tokenizer"), "pretokenizers")
     return bool(cutters) and all(_cuts(one) for one in cutters)
 
 

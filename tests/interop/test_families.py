@@ -2,6 +2,7 @@
 
 import json
 
+import broken
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from bert_jax.loaded import Loaded
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
+from bert_jax.text import library
 from bert_jax.text.tokenizer import joined
 
 
@@ -66,3 +68,51 @@ def test_what_is_exported_has_the_same_tensors_bit_for_bit(imported, tmp_path):
         base.read(again).model == loaded.model and fields["vocab_size"] == loaded.model.vocab_size
     )
     assert base.read(again).tokenizer.encode(TEXTS[1]) == loaded.tokenizer.encode(TEXTS[1])
+
+
+def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tmp_path):
+    family, _, _, loaded = imported
+    if family.endswith(("odd", "stretched")):
+        pytest.skip("a second size of a family")
+    huggingface.export_weights(loaded, "masked_lm", "float32", epath.Path(tmp_path / "whole"))
+    (tmp_path / "text.txt").write_text(f"{TEXTS[0]}\n{TEXTS[1]}\n")
+    (tmp_path / "words.txt").write_text("flabbergasting\n")
+    command = f"import {tmp_path}/whole --workdir {tmp_path}/cut --vocabulary {tmp_path}/text.txt"
+    code, err = broken.call(f"{command} --add {tmp_path}/words.txt")
+    assert code == 0, err
+    cut = base.read(epath.Path(tmp_path / "cut"))
+    assert cut.model.vocab_size == cut.tokenizer.size < loaded.tokenizer.size
+    old = {loaded.tokenizer.piece(i): i for i in range(loaded.tokenizer.size)}
+    kept = [i for i in range(cut.tokenizer.size) if cut.tokenizer.piece(i) in old]
+    rows = [old[cut.tokenizer.piece(i)] for i in kept]
+    (made,) = cut.tokenizer.encode_word("flabbergasting")
+    stood = loaded.tokenizer.encode_word("flabbergasting")
+    for path in (("encoder", "embeddings", "word", "embedding"), ("masked_lm", "output_bias")):
+        before, after = loaded.params, cut.params
+        for name in path:
+            before, after = before[name], after[name]
+        np.testing.assert_array_equal(after[kept], np.asarray(before)[rows])
+        np.testing.assert_allclose(after[made], np.asarray(before)[stood].mean(0), atol=1e-6)
+    scores = []
+    for one, columns in ((loaded, rows), (cut, kept)):
+        ids, _ = joined(one.tokenizer, one.tokenizer.encode(TEXTS[1]), None)
+        model, ids = heads.merge(one.model, one.params), jnp.asarray(ids, jnp.int32)[None]
+        last = encode(model.encoder, one.model, ids, 0 * ids, 0 * ids + 1, None, Loop())
+        scores.append(heads.piece_logits(model, one.model, last)[..., np.array(columns)])
+    np.testing.assert_allclose(*scores, atol=1e-6)
+    code, err = broken.call(f"export --workdir {tmp_path}/cut --as masked_lm --out {tmp_path}/out")
+    assert code == 0, err
+    again = library.read(epath.Path(tmp_path / "out" / "tokenizer.json"))
+    assert again.encode(f"{TEXTS[1]} flabbergasting") == [*cut.tokenizer.encode(TEXTS[1]), made]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["pad_token_id"] == cut.tokenizer.pad_id != loaded.tokenizer.size
+
+
+def test_what_would_change_a_vocabulary_twice_or_not_at_all_is_refused():
+    for flags, word in (
+        ("--keep 5", "--keep"),
+        ("--tokenizer v.txt --add w.txt", "--tokenizer"),
+        ("--tokenizer v.txt --vocabulary t.txt", "--tokenizer"),
+    ):
+        code, err = broken.call(f"import nowhere --workdir nothing {flags}")
+        assert code == 2 and word in err
