@@ -13,26 +13,26 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 2_029,
-    "cli": 1_575,
+    "cli": 1_584,
     "compare": 909,
     "config": 2_228,
     "conformance": 1_235,
-    "data": 4_392,
+    "data": 4_388,
     "doctor": 1_132,
-    "interop": 2_157,
+    "interop": 2_218,
     "model": 3_296,
     "plan": 2_110,
     "report": 1_934,
     "storage": 1_651,
     "tasks": 4_032,
-    "text": 2_790,
+    "text": 3_080,
     "training": 6_229,
     "verify": 1_159,
     "launch": 1_919,
     "benchmarks": 3_602,
-    "experiments": 1_115,
+    "experiments": 1_177,
     "tables": 445,
-    "tests": 34_077,
+    "tests": 34_256,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

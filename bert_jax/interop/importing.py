@@ -47,9 +47,6 @@ def import_weights(
       text: a source of text; pieces that it does not use are left out.
       most: of pieces that are kept then, the commonest; 0: all that the text uses.
       words: a file of words, one a line, that become pieces.
-
-    Raises:
-      InputError: the source, the vocabulary, the text or the words are not as they must be.
     """
     base = _read(source, say, what)
     if vocabulary is not None:
