@@ -16,6 +16,7 @@ from bert_jax.text import tokenizer as tokenizer_lib
 _ALWAYS = ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text", "do_basic_tokenize")
 _OTHERS = ("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "vocab.json")
 _OURS = ("vocab.txt", "tokenizer.json")
+_CUT_BY = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
 _LONGEST_WORD = 200  # of the reference
 # Theirs unless tokenizer.json says otherwise. It is taken: such words are links and worse.
 _THEIR_LONGEST_WORD = 100
@@ -53,14 +54,12 @@ def read(folder: epath.Path) -> tokenizer_lib.Tokenizer:
     """Reads the tokenizer of a checkpoint folder: WordPiece as ours, any other by its library."""
     for name in _OTHERS:
         if (folder / name).exists() and not any((folder / it).exists() for it in _OURS):
-            raise InputError(
-                f'{folder / name}: not read; with transformers: `python -c "import transformers as '
-                "t; t.AutoTokenizer.from_pretrained('.').save_pretrained('.')\"` there writes "
-                "tokenizer.json"
-            )
+            raise InputError(f"{folder / name}: not read; {library.CONVERT}")
     fast, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     parts = read_object(fast) if fast.exists() else {}
     says = read_object(settings) if settings.exists() else {}
+    for name, ours in _CUT_BY.items():  # of Japanese models: by another program
+        require(settings, name, says.get(name, ours), [ours])
     model = parts.get("model")
     if isinstance(model, dict) and model.get("type") != "WordPiece":
         return library.read(fast)

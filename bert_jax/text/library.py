@@ -26,6 +26,12 @@ FILE = "tokenizer.json"
 # Files that name the specials; the first that names one is right, as for transformers.
 NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 
+# What to do where there are only files of other forms.
+CONVERT = (
+    "with transformers: `python -c \"import transformers as t; t.AutoTokenizer.from_pretrained('.')"
+    f".save_pretrained('.')\"` there writes {FILE}"
+)
+
 # How a piece says that a blank stands before it: of bytes as letters, and SentencePiece's.
 BYTE_BLANK, BLANK = "\u0120", "\u2581"
 # Words held with their ids; a corpus of web text would otherwise fill the memory.
@@ -230,9 +236,12 @@ def _parsed(content: bytes, where: str) -> dict[str, Any]:
 def _opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
     try:
         library = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:  # the library raises nothing narrower, and its panics are these
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise InputError(
-            f"{where}: the tokenizers library {tokenizers.__version__} does not read it ({error})"
+            f"{where}: the tokenizers library {tokenizers.__version__} does not read it ({error}); "
+            "save it with that version"
         ) from error
     if parts["model"].get("dropout"):
         raise InputError(

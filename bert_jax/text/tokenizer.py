@@ -251,6 +251,8 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
     if file.suffix == ".json" and file.exists() and library.is_of_library(file.read_bytes()):
         return library.read(file)
     if path.is_dir():
+        if not file.exists():
+            raise InputError(f"{path}: no {library.FILE}; name a vocab.txt, or {library.CONVERT}")
         record = read_json(path / "tokenizer.json", FORMAT_VERSION)
         if record.get("case") not in ("uncased", "cased"):
             raise InputError(f"{path / 'tokenizer.json'}: case {record.get('case')!r} is unknown")

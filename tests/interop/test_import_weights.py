@@ -311,6 +311,10 @@ REFUSED = {
         ),
         ["tokenizer.json", "max_input_chars_per_word=3"],
     ),
+    "words of another program": (
+        lambda: edit("hf/tokenizer_config.json", word_tokenizer_type="mecab"),
+        ["tokenizer_config.json", "word_tokenizer_type='mecab'"],
+    ),
     "words left whole": (
         lambda: edit("hf/tokenizer_config.json", do_basic_tokenize=False),
         ["tokenizer_config.json", "do_basic_tokenize"],
