@@ -25,14 +25,14 @@ LINES = {
     "report": 1_934,
     "storage": 1_651,
     "tasks": 4_032,
-    "text": 3_080,
+    "text": 3_091,
     "training": 6_229,
     "verify": 1_159,
     "launch": 1_919,
     "benchmarks": 3_602,
     "experiments": 1_177,
     "tables": 445,
-    "tests": 34_256,
+    "tests": 34_338,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -52,7 +52,7 @@ TOO_LONG = {
     "bert_jax/storage/mirror.py": 513,
     "bert_jax/storage/workdir.py": 467,
     "bert_jax/text/documents.py": 571,
-    "bert_jax/text/tokenizer.py": 473,
+    "bert_jax/text/tokenizer.py": 475,
     "bert_jax/training/checkpoint.py": 555,
     "bert_jax/training/peers.py": 595,
     "bert_jax/training/runner.py": 587,
