@@ -35,7 +35,7 @@ from bert_jax.training.progress import LineConsole, Progress
 
 EXAMPLES = 24
 # Room for all pieces: pipelines cut nothing.
-LENGTHS = {"bert": 48, "roberta": 200, "modern": 48}
+LENGTHS = {"bert": 48, "roberta": 200, "distilbert": 48, "modern": 48}
 WORDS = [f"w{a}{b}" for a in "abcdefgh" for b in "abcdefgh"]
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "?", ".", *WORDS]
 _BERT = Model(
@@ -53,11 +53,12 @@ _VOCABULARIES = ROOT / "tests" / "golden" / "tokenizers"
 MODELS = {
     "bert": _BERT,
     "roberta": dataclasses.replace(_BERT, **_ROBERTA),
+    "distilbert": dataclasses.replace(_BERT, type_vocab_size=0),
     "modern": dataclasses.replace(_BERT, kind="modern", num_hidden_layers=4, local_window=16),
 }
 _NO_GATE = tuple(name for name in LORA_TARGETS if name != "gate")
-_EVERYWHERE = {"bert": _NO_GATE, "roberta": _NO_GATE, "modern": LORA_TARGETS}
-_BELOW = {"bert": "pooler", "roberta": "pooler", "modern": "masked_lm"}
+_EVERYWHERE = dict.fromkeys(MODELS, _NO_GATE) | {"modern": LORA_TARGETS}
+_BELOW = dict.fromkeys(MODELS, "pooler") | {"modern": "masked_lm"}
 # Of a task, the fields it needs, what learns, and whether the base has learned what is below it.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], Literal["learned", "fresh"]]] = [
     ("classify", {}, {"how": "lora"}, "learned"),

@@ -10,7 +10,7 @@ from bert_jax import config
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import vocabularies
-from bert_jax.interop.names import PARTS, family
+from bert_jax.interop.names import HEADS, PARTS, family
 from bert_jax.interop.vocabularies import require
 from bert_jax.loaded import Loaded
 
@@ -155,10 +155,21 @@ def read(path: epath.Path) -> Model:
         _DECODER: _modern,
     }
     model_type = require(path, "model_type", fields.get("model_type"), readers)
-    named = fields.get("architectures") or []
-    for name in named if isinstance(named, list) else [named]:
-        require(path, "architectures", _plain(name), PARTS)
+    for name in _architectures(fields):
+        require(path, "architectures", name, [*PARTS, *HEADS])
     return readers[model_type](path, fields)
+
+
+def task_class(path: epath.Path) -> str | None:
+    """Returns which of their classes for tasks a config.json names; None: none of them."""
+    named = _architectures(vocabularies.read_object(path))
+    return next((name for name in named if name in HEADS), None)
+
+
+def _architectures(fields: dict[str, Any]) -> list[Any]:
+    """Returns the names of classes, RoBERTa's for those of its arithmetic."""
+    named = fields.get("architectures") or []
+    return [_plain(name) for name in (named if isinstance(named, list) else [named])]
 
 
 def _plain(name: Any) -> Any:
@@ -213,7 +224,7 @@ def _global_every(path: epath.Path, fields: dict[str, Any], count: Any) -> Any:
         return fields.get("global_attn_every_n_layers", _EVERY)
     if not isinstance(types, list) or len(types) != count or not types:
         raise InputError(f"{path}: layer_types: not a list of num_hidden_layers={count!r} words")
-    last = max(len(types), _EVERY)
+    last = max(len(types), _EVERY) if _LOCAL in types else 1
     every = next((i for i in range(1, len(types)) if types[i] == _GLOBAL), last)
     if types != _layer_types(len(types), every):
         raise InputError(

@@ -20,7 +20,7 @@ from bert_jax.storage.workdir import new_folder
 from bert_jax.tasks.objective import merged_params
 from bert_jax.tasks.predict import TaskModel
 
-# By `names.family`, and by the task's. DistilBERT's own heads are others than BERT's.
+# By `names.family`, and by the task's.
 ARCHITECTURES = {
     kind: {
         "classify": f"{family}ForSequenceClassification",
@@ -30,7 +30,12 @@ ARCHITECTURES = {
         "tag": f"{family}ForTokenClassification",
         "span": f"{family}ForQuestionAnswering",
     }
-    for kind, family in (("bert", "Bert"), ("roberta", "Roberta"), ("modern", "ModernBert"))
+    for kind, family in (
+        ("bert", "Bert"),
+        ("roberta", "Roberta"),
+        ("distilbert", "DistilBert"),
+        ("modern", "ModernBert"),
+    )
 }
 # What PEFT calls tasks. It has no word for a choice, and its class for questions drops
 # token_type_ids (0.21): such adapters name their base's class instead.
@@ -40,8 +45,13 @@ _TASK_TYPES = {
     "regress": "SEQ_CLS",
     "tag": "TOKEN_CLS",
 }
-# Their name of what stands below a head.
-_BELOW = {"pooler": "pooler", "masked_lm": "head"}
+# Their name of what stands below a head, by `names.family`.
+_BELOW = {
+    "bert": {"pooler": "pooler"},
+    "roberta": {"pooler": "pooler"},
+    "distilbert": {"pooler": "pre_classifier"},
+    "modern": {"masked_lm": "head"},
+}
 
 Form = Literal["task", "adapter"]
 
@@ -90,9 +100,6 @@ def architecture_of(model: TaskModel) -> str:
     reasons = {
         "adapts a base of model.kind=bilstm": model.model.kind == "bilstm",
         f"has BiLSTM layers on its encoder (adapt.features={features})": features,
-        "adapts a base without segments (model.type_vocab_size=0)": (
-            names.family(model.model) == "distilbert"
-        ),
         "has learned task.kind=generate, an encoder and a decoder": task == "generate",
         "adapts a base of model.direction=left_to_right, of which the last [SEP] is read and not "
         "[CLS]": model.model.direction == "left_to_right",
@@ -126,6 +133,8 @@ def _write_model(
     fields |= configs.task_fields(
         task.kind, model.labels, task.label_column, adapt.head_dropout_prob
     )
+    if names.family(model.model) == "distilbert":
+        fields |= dict.fromkeys(("seq_classif_dropout", "qa_dropout"), adapt.head_dropout_prob)
     vocabularies.write_json(folder / "config.json", fields)
     tensors = names.to_theirs(jax.device_get(params), model.model, architecture)
     write_tensors(folder / "model.safetensors", tensors, dtype)
@@ -155,7 +164,8 @@ def _write_adapter(
     whole = names.to_theirs(
         jax.device_get(merged_params(adapt, model.params, model.fixed)), model.model, architecture
     )
-    saved = [head, *(theirs for ours, theirs in _BELOW.items() if ours in learned)]
+    of_family = _BELOW[names.family(model.model)]
+    saved = [head, *(theirs for ours, theirs in of_family.items() if ours in learned)]
     if "." in head:  # RoBERTa's, of which the pooler is a part
         saved = [head.partition(".")[0]]
     ranks = {  # of tensors of theirs that hold several kernels of ours

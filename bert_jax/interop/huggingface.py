@@ -62,6 +62,10 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     file = _weights_file(folder)
     held = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
     tensors = _without_copies(held, naming, str(file))
+    if (architecture := configs.task_class(folder / "config.json")) is not None:
+        _, head = names.HEADS[architecture]
+        tensors = names.without_head(tensors, stated, architecture)
+        say(f"{architecture}: its head ({head}) stays behind, what is below it is taken")
     source = f"Hugging Face folder {folder.name}"
     base = names.fitted(tensors, naming, stated, tokenizer, file, source, say)
     base.vectors = sentence_transformers.read(folder, stated, tokenizer)

@@ -52,11 +52,17 @@ HEADS: dict[str, tuple[tuple[Part, ...], str]] = {
     "RobertaForMultipleChoice": (("encoder", "pooler"), "classifier"),
     "RobertaForTokenClassification": (("encoder",), "classifier"),
     "RobertaForQuestionAnswering": (("encoder",), "qa_outputs"),
+    "DistilBertForSequenceClassification": (("encoder", "pooler"), "classifier"),
+    "DistilBertForMultipleChoice": (("encoder", "pooler"), "classifier"),
+    "DistilBertForTokenClassification": (("encoder",), "classifier"),
+    "DistilBertForQuestionAnswering": (("encoder",), "qa_outputs"),
     "ModernBertForSequenceClassification": (("encoder", "masked_lm"), "classifier"),
     "ModernBertForMultipleChoice": (("encoder", "masked_lm"), "classifier"),
     "ModernBertForTokenClassification": (("encoder", "masked_lm"), "classifier"),
     "ModernBertForQuestionAnswering": (("encoder", "masked_lm"), "classifier"),
 }
+# RoBERTa's, and what its pooler is called there.
+_ROBERTA_HEAD, _ROBERTA_POOLER = "classifier.out_proj", ("roberta.pooler.", "classifier.")
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
 _MODERN_WORD_EMBEDDINGS = "model.embeddings.tok_embeddings.weight"
@@ -85,6 +91,7 @@ _DISTILBERT = {
     "cls.predictions.transform.dense": "vocab_transform",
     "cls.predictions.transform.LayerNorm": "vocab_layer_norm",
     "cls.predictions.bias": "vocab_projector.bias",
+    "bert.pooler.dense": "pre_classifier",
 }
 _DISTILBERT_LAYER = {
     "query": "attention.q_lin",
@@ -283,7 +290,7 @@ HUGGING_FACE = {
         ignored=("roberta.embeddings.position_ids", "roberta.embeddings.token_type_ids"),
     ),
     "distilbert": Naming(
-        lambda cfg: _renamed(cfg, _DISTILBERT, _DISTILBERT_LAYER, ("encoder", "masked_lm")),
+        lambda cfg: _renamed(cfg, _DISTILBERT, _DISTILBERT_LAYER, _NO_PAIRS),
         "distilbert.embeddings.word_embeddings.weight",
         "vocab_projector.bias",
         "config.json",
@@ -406,8 +413,8 @@ def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[
     parts, name = HEADS[architecture]
     head = jax.device_get(params["head"])
     below = _held(params, cfg, parts, "as_under_a_head")
-    if name == "classifier.out_proj":  # RoBERTa's pooler is called so there
-        below = {key.replace("roberta.pooler.", "classifier."): below[key] for key in below}
+    if name == _ROBERTA_HEAD:
+        below = {key.replace(*_ROBERTA_POOLER): below[key] for key in below}
     return below | {
         f"{name}.weight": head["kernel"].T,
         f"{name}.bias": head["bias"],
@@ -439,6 +446,27 @@ def _held(
         value = value.T if tensor.is_kernel else value
         theirs[name] = np.concatenate([theirs[name], value]) if tensor.share[0] else value
     return theirs
+
+
+def without_head(
+    tensors: Mapping[str, np.ndarray], cfg: Model, architecture: str
+) -> dict[str, np.ndarray]:
+    """Returns what one of their classes for tasks has below its head, under pre-training's names.
+
+    ModernBERT's masked LM has no output there: a bias of zeros takes its place.
+    """
+    parts, name = HEADS[architecture]
+    below = {key: tensors[key] for key in tensors if not key.startswith(f"{name}.")}
+    if name == _ROBERTA_HEAD:
+        theirs, ours = reversed(_ROBERTA_POOLER)
+        below = {
+            ours + key.removeprefix(theirs) if key.startswith(theirs) else key: below[key]
+            for key in below
+        }
+    if "masked_lm" in parts:
+        rows = len(below.get(_MODERN_WORD_EMBEDDINGS, ()))
+        below[_MODERN_OUTPUT_BIAS] = np.zeros(rows, np.float32)
+    return below
 
 
 def thin_to_theirs(thin: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]:

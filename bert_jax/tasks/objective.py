@@ -106,7 +106,9 @@ def task_logits(
         hidden = of_text(cfg, hidden, batch["input_mask"])
     part = below_head(cfg, reads, features)
     if part == "pooler":
-        hidden = jnp.tanh(tuned.pooler(hidden)).astype(hidden.dtype)
+        # DistilBERT, which has no segments, has no pooler either, but at its heads this.
+        act = jnp.tanh if cfg.type_vocab_size else jax.nn.relu
+        hidden = act(tuned.pooler(hidden)).astype(hidden.dtype)
     elif part == "masked_lm":
         hidden = heads.transformed(tuned.masked_lm, cfg, hidden)
     # The layers have the numbers before, the embeddings the next.

@@ -40,11 +40,13 @@ class Rule(NamedTuple):
 
 _LAYER = "encoder/layers/"
 
+_SEGMENTS = Rule("encoder/embeddings/segment/embedding")
+
 # Stacked layers have their first dimension for the layers.
 _BERT = (
     Rule("encoder/embeddings/word/embedding", data=(0, 1), tensor=0),
     Rule("encoder/embeddings/position/embedding", data=(1,)),
-    Rule("encoder/embeddings/segment/embedding"),
+    _SEGMENTS,
     Rule(_LAYER + "(query|key|value|intermediate)/kernel", data=(1,), tensor=2),
     Rule(_LAYER + "(query|key|value|intermediate)/bias", tensor=1),
     Rule(_LAYER + "(attention_output|output)/kernel", data=(1, 2), tensor=1),
@@ -98,7 +100,10 @@ def below_rules(model: Model) -> dict[str, Sequence[Rule]]:
 
 def encoder_rules(model: Model) -> Sequence[Rule]:
     """Returns the rules of an encoder's parameters: the kind's, or those of code of its own."""
-    return encoder_of(model).rules if model.code else ENCODERS[model.kind]
+    if model.code:
+        return encoder_of(model).rules
+    without = () if model.type_vocab_size else (_SEGMENTS,)  # DistilBERT's
+    return [rule for rule in ENCODERS[model.kind] if rule not in without]
 
 
 def pretraining_rules(model: Model) -> Sequence[Rule]:

@@ -23,8 +23,19 @@ SIZES = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
-# What they are called, and what else they say: by `model.kind`.
-MODELS = {"bert": ("Bert", {}), "modern": ("ModernBert", {"layer_types": ["full_attention"]})}
+# What they are called, and what else they say: by `names.family`.
+MODELS = {
+    "bert": ("Bert", {}),
+    "roberta": (
+        "Roberta",
+        {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "max_position_embeddings": 65},
+    ),
+    "distilbert": (
+        "DistilBert",
+        {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "seq_classif_dropout": 0.0},
+    ),
+    "modern": ("ModernBert", {"layer_types": ["full_attention"]}),
+}
 # A class for each kind of task, and what of its configuration is of the task.
 CLASSES = {
     "classify": (
@@ -73,7 +84,7 @@ def main() -> None:
         (family, of_family), (name, fields) = MODELS[encoder], CLASSES[kind]
         more = {"label2id": {name: i for i, name in fields.get("id2label", {}).items()}}
         config = getattr(transformers, f"{family}Config")(
-            **SIZES, **of_family, **fields, **(more if fields else {}), classifier_dropout=0.0
+            **SIZES | of_family, **fields, **(more if fields else {}), classifier_dropout=0.0
         )
         model = getattr(transformers, family + name)(config).eval()
         model.save_pretrained(FOLDER / "saved")
@@ -83,7 +94,7 @@ def main() -> None:
         drawn = {n: torch.from_numpy(value) for n, value in weights(shapes).items()}
         model.load_state_dict(drawn)
         inputs = {name: torch.from_numpy(value) for name, value in batch().items()}
-        if encoder == "modern":  # which has no segments
+        if encoder != "bert":  # which alone has segments
             del inputs["token_type_ids"]
         if kind == "choice":  # two examples of two rows
             inputs = {name: value.reshape(2, 2, LENGTH) for name, value in inputs.items()}

@@ -11,11 +11,14 @@ import jax
 import make_task_classes as made
 import numpy as np
 import pytest
+from etils import epath
 
+from bert_jax import base as base_lib
 from bert_jax.config import Adapt, Model
-from bert_jax.interop import configs, finetuned, names
+from bert_jax.interop import configs, finetuned, huggingface, names, vocabularies
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective
+from bert_jax.text.tokenizer import WordPiece
 
 BERT = Model(
     vocab_size=14,
@@ -26,9 +29,14 @@ BERT = Model(
     max_position_embeddings=64,
     initializer_range=0.2,
 )
-MODELS = {"bert": BERT, "modern": dataclasses.replace(BERT, kind="modern", global_every=1)}
+MODELS = {
+    "bert": BERT,
+    "roberta": dataclasses.replace(BERT, type_vocab_size=1, position_offset=1, layer_norm_eps=1e-5),
+    "distilbert": dataclasses.replace(BERT, type_vocab_size=0),
+    "modern": dataclasses.replace(BERT, kind="modern", global_every=1),
+}
 SAYS = json.loads((made.FOLDER / "says.json").read_text())
-both_models = pytest.mark.parametrize("of", MODELS)
+every_model = pytest.mark.parametrize("of", MODELS)
 every_kind = pytest.mark.parametrize("kind", made.CLASSES)
 
 
@@ -42,11 +50,10 @@ def theirs(of: str, kind: str) -> dict[str, np.ndarray]:
 @functools.cache
 def ours(of: str, kind: str) -> dict:
     """The same as our tree, which has below the head what that reads."""
-    _, head = names.HEADS[finetuned.ARCHITECTURES[of][kind]]
+    architecture = finetuned.ARCHITECTURES[of][kind]
+    _, head = names.HEADS[architecture]
     held = theirs(of, kind)
-    below = {name: value for name, value in held.items() if not name.startswith(head)}
-    if "head.norm.weight" in below:  # masked LM's output is no part of it
-        below["decoder.bias"] = np.zeros(BERT.vocab_size, np.float32)
+    below = names.without_head(held, MODELS[of], architecture)
     params, _ = names.to_ours(below, MODELS[of], "a test")
     params.get("masked_lm", {}).pop("output_bias", None)
     kernel, bias = held[f"{head}.weight"].T, held[f"{head}.bias"]
@@ -58,7 +65,7 @@ def logits(of: str, kind: str, params: dict) -> np.ndarray:
     rows = made.batch()
     batch = {
         "input_ids": rows["input_ids"],
-        "segment_ids": rows["token_type_ids"],
+        "segment_ids": rows["token_type_ids"] * (of == "bert"),
         "input_mask": rows["attention_mask"],
     }
     batch = {name: value.astype(np.int32) for name, value in batch.items()}
@@ -71,7 +78,7 @@ def logits(of: str, kind: str, params: dict) -> np.ndarray:
     return np.asarray(run(params, batch))
 
 
-@both_models
+@every_model
 @every_kind
 def test_logits_are_those_of_the_class(of, kind):
     expected = np.load(made.FOLDER / "logits.npz")[f"{of} {kind}"]
@@ -80,7 +87,7 @@ def test_logits_are_those_of_the_class(of, kind):
     np.testing.assert_allclose(found[there], expected[there], atol=1e-5)
 
 
-@both_models
+@every_model
 @every_kind
 def test_tensors_are_those_of_the_class_bit_for_bit(of, kind):
     architecture = finetuned.ARCHITECTURES[of][kind]
@@ -91,7 +98,33 @@ def test_tensors_are_those_of_the_class_bit_for_bit(of, kind):
         np.testing.assert_array_equal(found[name], value, name)
 
 
-@both_models
+@pytest.mark.parametrize("kind", ["classify", "tag"])
+@every_model
+def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
+    """The encoder and what is below the head, bit for bit; the head stays behind, and says so."""
+    folder, said = epath.Path(tmp_path), []
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghi"]
+    vocabularies.write(WordPiece(pieces, "uncased"), 64, huggingface.INPUTS[of], folder)
+    config = SAYS[f"{of} {kind}"]["config"]
+    if of == "roberta":  # of the same arithmetic, under another name
+        architectures = [f"XLM{name}" for name in config["architectures"]]
+        config = config | {"model_type": "xlm-roberta", "architectures": architectures}
+    vocabularies.write_json(folder / "config.json", config)
+    huggingface.write_tensors(folder / "model.safetensors", theirs(of, kind), "float32")
+    base = huggingface.read_folder(folder, said.append)
+    assert dataclasses.asdict(base.model) == dataclasses.asdict(MODELS[of]) | {
+        name: getattr(base.model, name)
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    }
+    expected = base_lib.flat(ours(of, kind))
+    found = base_lib.flat(base.params)
+    for name in expected.keys() - {"head/kernel", "head/bias"}:
+        np.testing.assert_array_equal(found[name], expected[name], name)
+    below = {name.split("/")[0] for name in expected} - {"head"}
+    assert not below & set(base.fresh) and "stays behind" in said[0]
+
+
+@every_model
 @every_kind
 def test_fields_of_the_head_are_as_the_class_writes_them(of, kind):
     written = SAYS[f"{of} {kind}"]["config"]
@@ -101,7 +134,7 @@ def test_fields_of_the_head_are_as_the_class_writes_them(of, kind):
         assert found.get(name) == written.get(name), name
 
 
-@both_models
+@every_model
 def test_thin_matrices_of_several_kernels_in_one_tensor_add_the_same(of):
     """Each of theirs is the scale times B A on top, with a rank of its own."""
     cfg, rng = MODELS[of], np.random.default_rng(0)

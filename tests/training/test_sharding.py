@@ -264,6 +264,19 @@ def _cuts(parallelism, rules=RULES, model=samples.MODEL, devices=4):
     return sharding.partitions(shapes, parallelism, samples.mesh_of(devices, parallelism), rules)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type_vocab_size": 0},
+        {"kind": "modern", "global_every": 1, "output_table": "own"},
+    ],
+)
+def test_parameters_that_only_some_models_have_find_their_rules(fields):
+    model = dataclasses.replace(samples.MODEL, **fields)
+    for state in ("replicated", "zero3"):
+        _cuts(Parallelism(state=state), sharding.pretraining_rules(model), model)
+
+
 def test_a_parameter_without_a_rule_is_named():
     rules = [rule for rule in RULES if "pooler" not in rule.path]
     with pytest.raises(ValueError, match=r"masked_lm/transform/bias.*none|pooler/bias.*none"):
