@@ -260,9 +260,9 @@ REFUSED = {
     "an index of nothing": (lambda: index({"weight_map": {}}), ["index.json", "no tensors"]),
     "a pickle": (pickled, ["pytorch_model.bin", "weights_only=True", "model.safetensors"]),
     "another model": (config(model_type="deberta-v2"), ["config.json", "deberta-v2"]),
-    "a classifier": (
-        config(architectures=["BertForTokenClassification"]),
-        ["BertForTokenClassification"],
+    "a class with another head": (
+        config(architectures=["BertForNextSentencePrediction"]),
+        ["BertForNextSentencePrediction"],
     ),
     "no list of classes": (config(architectures=7), ["architectures"]),
     "layers beyond count": (config(num_hidden_layers=4_000_000_000), ["encoder.layer.3."]),
