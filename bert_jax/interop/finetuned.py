@@ -6,6 +6,7 @@ adapter_model.safetensors, and in `base` the class without them, whose head is z
 adapter brings its own.
 """
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import jax
@@ -149,6 +150,22 @@ def _write_tokenizer(model: TaskModel, folder: epath.Path) -> None:
 # --- adapters -------------------------------------------------------------------------------------
 
 
+def saved_modules(architecture: str, family: str, learned: Collection[str]) -> list[str]:
+    """Returns which modules of theirs an adapter keeps whole.
+
+    They are the head, and what is below it if that has learned, too.
+    """
+    parts, head = names.HEADS[architecture]
+    if "." in head:  # RoBERTa's, of which the pooler is a part
+        return [head.partition(".")[0]]
+    saved = [head]
+    for ours, theirs in _BELOW[family].items():
+        # PEFT takes a module whose name ends like the head's, pre_classifier, for saved, too.
+        if ours in learned or (ours in parts and theirs.endswith(head)):
+            saved.append(theirs)
+    return saved
+
+
 def _write_adapter(
     model: TaskModel, architecture: str, dtype: str, target: epath.Path, folder: epath.Path
 ) -> None:
@@ -158,16 +175,12 @@ def _write_adapter(
     transposed.
     """
     task, adapt = model.experiment.task, model.experiment.adapt
-    _, head = names.HEADS[architecture]
     learned = jax.device_get(model.params)
     thin = names.thin_to_theirs(learned["lora"], model.model)
     whole = names.to_theirs(
         jax.device_get(merged_params(adapt, model.params, model.fixed)), model.model, architecture
     )
-    of_family = _BELOW[names.family(model.model)]
-    saved = [head, *(theirs for ours, theirs in of_family.items() if ours in learned)]
-    if "." in head:  # RoBERTa's, of which the pooler is a part
-        saved = [head.partition(".")[0]]
+    saved = saved_modules(architecture, names.family(model.model), set(learned))
     ranks = {  # of tensors of theirs that hold several kernels of ours
         name.split(".", 3)[-1].removesuffix(".lora_A.weight"): len(value)
         for name, value in thin.items()

@@ -98,6 +98,23 @@ def test_tensors_are_those_of_the_class_bit_for_bit(of, kind):
         np.testing.assert_array_equal(found[name], value, name)
 
 
+@pytest.mark.parametrize(
+    ("of", "kind", "learned", "saved"),
+    [
+        ("bert", "classify", set(), ["classifier"]),
+        ("bert", "classify", {"pooler"}, ["classifier", "pooler"]),
+        ("roberta", "regress", set(), ["classifier"]),
+        ("roberta", "choice", {"pooler"}, ["classifier", "pooler"]),
+        ("distilbert", "classify", set(), ["classifier", "pre_classifier"]),  # PEFT asks for it
+        ("distilbert", "span", set(), ["qa_outputs"]),
+        ("modern", "tag", {"masked_lm"}, ["classifier", "head"]),
+    ],
+)
+def test_an_adapter_keeps_the_modules_that_peft_asks_for(of, kind, learned, saved):
+    architecture = finetuned.ARCHITECTURES[of][kind]
+    assert finetuned.saved_modules(architecture, of, learned | {"head", "lora"}) == saved
+
+
 @pytest.mark.parametrize("kind", ["classify", "tag"])
 @every_model
 def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
