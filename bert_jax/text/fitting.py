@@ -78,9 +78,11 @@ def cut(
 def recut(old: Tokenizer, new: Tokenizer, begins: Begins, texts: Iterable[str]) -> tuple[int, int]:
     """Returns how many of the texts a cut vocabulary cuts into other pieces, and of how many."""
     of_old = np.array([ids[0] for ids in begins])
-    pairs = ((old.encode(text), of_old[new.encode(text)].tolist()) for text in texts)
-    differ = [one != other for one, other in pairs]
-    return sum(differ), len(differ)
+    differ = count = 0
+    for text in texts:
+        count += 1
+        differ += old.encode(text) != of_old[new.encode(text)].tolist()
+    return differ, count
 
 
 def with_words(tokenizer: Tokenizer, path: epath.Path) -> tuple[Tokenizer, Begins, list[int]]:
