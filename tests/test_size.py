@@ -55,7 +55,6 @@ TOO_LONG = {
     "bert_jax/text/tokenizer.py": 475,
     "bert_jax/training/checkpoint.py": 555,
     "bert_jax/training/peers.py": 595,
-    "bert_jax/training/runner.py": 587,
     "tests/compare/test_compare.py": 713,
     "tests/data/test_batches.py": 494,
     "tests/data/test_corpus.py": 646,
@@ -75,7 +74,7 @@ TOO_SHORT = {
 MODULES, NAMES = 17, 22
 TOO_MANY = {
     ".": 24,
-    "training": 24,
+    "training": 25,
 }
 
 

@@ -140,3 +140,12 @@ class Setup:
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
         """Opens what was prepared."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The end of a run, after so many steps."""
+
+    outcome: Literal["finished", "stopped", "failed"]
+    done: int  # steps
+    why: str = ""  # it failed; or its last steps are in no checkpoint: "" if they are

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,7 +20,7 @@ from etils import epath
 
 from bert_jax import errors
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import DiskFull, named_errors, no_link, write_atomic
+from bert_jax.storage.workdir import DiskFull, Workdir, named_errors, no_link, write_atomic
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
 
@@ -40,6 +41,21 @@ def fetch(arrays: Any) -> Any:
 def means(sums: Sums) -> dict[str, float]:
     """Divides each sum by its count; what was never counted is left out."""
     return {name: float(s) / float(n) for name, (s, n) in sorted(sums.items()) if n}
+
+
+def train_line(
+    step: int, means: Mapping[str, float], losses: Iterable[str], worst: np.ndarray
+) -> dict[str, Any]:
+    """Returns the line of training up to a step.
+
+    `losses` names the terms of the loss among the means; `worst` is the highest loss of a step and
+    which step it was, float32 [2].
+    """
+    line: dict[str, Any] = {"step": step, "kind": "train", **means}
+    if terms := [line[name] for name in losses if name in line]:
+        line["loss"] = sum(terms)
+        line |= {"worst_step": int(worst[1]), "worst_step_loss": float(worst[0])}
+    return line
 
 
 def pairs_error(accuracy: float, count: float) -> float:
@@ -195,3 +211,42 @@ class Spikes:
         if loss <= usual + max(_TIMES * spread, _SHARE * usual):
             return None
         return int(line["worst_step"]), float(loss), usual
+
+
+class RunLines:
+    """The files of lines of a run."""
+
+    def __init__(self, workdir: Workdir, when_full: Literal["stop", "go_on"], writes: bool):
+        kind = Lines if writes else NoLines
+        self.metrics = kind(workdir.metrics, when_full)
+        self.predictions = kind(workdir.predictions, when_full)
+        self.timings = kind(workdir.timings, when_full)
+        # Whose lines up to a checkpoint never change again.
+        self._lasting = {"metrics.jsonl": self.metrics, "predictions.jsonl": self.predictions}
+        self.spikes = Spikes()
+
+    def of(self, file: Literal["metrics", "predictions"]) -> Lines:
+        """Returns the file in which an evaluator's lines stand."""
+        return self.metrics if file == "metrics" else self.predictions
+
+    def time(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """Adds a line to the timings."""
+        self.timings.append({"step": step, "kind": kind, "time": time.time(), **values})
+
+    def flush(self) -> None:
+        """Writes what is not written yet."""
+        for lines in (self.metrics, self.predictions, self.timings):
+            lines.flush()
+
+    def written(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps about its lines; see `Lines.written`."""
+        return {name: lines.written() for name, lines in self._lasting.items()}
+
+    def go_on_from(self, step: int, written: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+        """Drops lines of later steps; yields each file that is not there, and its lines."""
+        for name, lines in self._lasting.items():
+            if gone := lines.forget_after(step or -1, written.get(name)):
+                yield name, gone
+        self.spikes = Spikes()
+        for line in self.metrics.read():
+            self.spikes.of_line(line)

@@ -7,34 +7,29 @@ log, evaluate, save.
 
 import collections
 import contextlib
-import dataclasses
 import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from bert_jax import config
-from bert_jax.config import SKIPPED_STEPS, code
-from bert_jax.errors import Unavailable
+from bert_jax.config import SKIPPED_STEPS
 from bert_jax.model import losses
-from bert_jax.storage import retry
-from bert_jax.storage.workdir import DiskFull, sealed, write_atomic
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import start, step
-from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.environment import environment
 from bert_jax.training.feed import Feed
-from bert_jax.training.job import Context, Evaluator, Job, PhaseBatches
-from bert_jax.training.lines import Spikes
+from bert_jax.training.job import Context, Evaluator, Job, PhaseBatches, Result
+from bert_jax.training.lines import RunLines
 from bert_jax.training.profile import Profile
 from bert_jax.training.progress import Counts
+from bert_jax.training.saves import Saves
+from bert_jax.training.start import Diverged, Failed
 from bert_jax.training.watchdog import StopRequest
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or the watchdog, for
@@ -48,28 +43,11 @@ _copied = jax.jit(jnp.copy)
 _LOOK = 0.05
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The end of a run, after so many steps."""
+class Hook(NamedTuple):
+    """What is done after steps, and when: after a step that makes so many done."""
 
-    outcome: Literal["finished", "stopped", "failed"]
-    done: int  # steps
-    why: str = ""  # it failed; or its last steps are in no checkpoint: "" if they are
-
-
-class Failed(Exception):
-    """A run cannot go on, for the reason that it says."""
-
-    def __init__(self, why: str, remedy: str = "a lower optimizer.peak_learning_rate"):
-        super().__init__(f"{why}; start again with {remedy}")
-
-
-class Diverged(Exception):
-    """Many steps in a row had no finite loss or gradient; what comes after them changes nothing."""
-
-    def __init__(self, bad: range):
-        super().__init__(f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient")
-        self.bad = bad
+    is_due: Callable[[int], bool]
+    run: Callable[[], None]
 
 
 class Trainer:
@@ -82,24 +60,14 @@ class Trainer:
     def __init__(self, job: Job, context: Context, origin: dict[str, Any] | None):
         self.job, self.experiment, self.origin = job, job.experiment, origin
         self.context, self.say = context, context.progress.say
-        self.workdir, self.mesh, self.peers = context.workdir, context.mesh, context.peers
-        self.watchdog, self.clock = context.watchdog, context.clock
-        run, workdir = self.experiment.run, self.workdir
-        lines = lines_lib.Lines if self.peers.is_primary else lines_lib.NoLines
-        self.metrics = lines(workdir.metrics, run.when_disk_is_full)
-        self.predictions = lines(workdir.predictions, run.when_disk_is_full)
-        self.timings = lines(workdir.timings, run.when_disk_is_full)
-        # Whose lines up to a checkpoint never change again.
-        self._lasting = {"metrics.jsonl": self.metrics, "predictions.jsonl": self.predictions}
-        self.saved = Checkpoints(workdir.checkpoints, run, "write")
+        self.mesh, self.watchdog, self.clock = context.mesh, context.watchdog, context.clock
+        run, workdir, peers = self.experiment.run, context.workdir, context.peers
+        self.lines = RunLines(workdir, run.when_disk_is_full, writes=peers.is_primary)
+        self.saves = Saves(context, run)
         self.empty_window = step.make_empty_window(job.objective, self.mesh)
         self.profile = Profile(
-            run.profile_steps,
-            workdir.profile,
-            self.peers.number,
-            context.progress,
-            self.clock,
-            workdir.named / "profile",
+            *(run.profile_steps, workdir.profile, peers.number),
+            *(context.progress, self.clock, workdir.named / "profile"),
         )
         self.state: step.State = {}
         self.window: dict[str, jax.Array] = {}
@@ -110,12 +78,8 @@ class Trainer:
         self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
         # Numbers of steps that devices may not have done yet; a phase begins before the last ends.
         self.under_way: collections.deque[jax.Array] = collections.deque()
-        self.spikes = Spikes()
         self.evaluation: dict[str, Any] = {}  # the last line with a held-out loss
         self.held_out: list[tuple[int, float]] = []  # (step, held-out loss) of all, with patience
-        self.saved_step = 0  # of the newest checkpoint, perhaps still on its way
-        self.is_saving = False
-        self.unsaved = ""  # why the last steps are in no checkpoint; "" if they are
 
     # --- the order of operations ----------------------------------------------------------------
 
@@ -128,32 +92,32 @@ class Trainer:
         """
         total = self.job.total_steps
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.saved)
-            stack.enter_context(self.peers.abort_together(forget))
+            stack.enter_context(self.saves.checkpoints)
+            stack.enter_context(self.context.peers.abort_together(forget))
             stack.enter_context(mesh_lib.named_memory())
             # Times of lost steps are kept; a line cut off by a kill is not.
-            self.timings.forget_after(total)
+            self.lines.timings.forget_after(total)
             with self.clock.waiting("restore"):
-                begun = start.begin(self.job, self.context, self.saved)
+                begun = start.begin(self.job, self.context, self.saves.checkpoints)
             self._go_on_from(begun)
             del begun  # whose arrays are given away step by step
             # Only now: an experiment that was refused must not stand in the workdir.
-            self._write_experiment()
+            start.write_experiment(self.experiment, self.context, self.origin)
             if self._is_whole:
                 return Result("finished", self.done)
-            self._require_space()
+            self.saves.require_space(self.state)
             branch = {} if self.job.branch is None else {"branch": str(self.job.branch)}
             self._note("start", self._lap() | {"environment": environment()} | branch)
-            if branch and self.done not in self.saved.steps:
+            if branch and self.done not in self.saves.checkpoints.steps:
                 self._save()  # from here on it is a run like any other
             try:
                 with self.context.progress.bar(self.done, total):
                     wrong = self._train(stop)
                 self.watchdog.pause()
                 with self.clock.waiting("checkpoint"):
-                    if wrong is None and self.saved_step != self.done:
+                    if wrong is None and self.saves.step != self.done:
                         self._save()
-                    self._finish_saving(is_to_be_saved=wrong is None)
+                    self.saves.finish(self.done, self._save if wrong is None else None)
                     stack.close()  # here, so that the last save's end is counted
                 # After the save, for which one that is asked to stop may have little time.
                 self.profile.end()
@@ -164,13 +128,11 @@ class Trainer:
                 raise
         if isinstance(wrong, Diverged):
             bad = wrong.bad
-            self.unsaved = self._not_saved(
-                f"it has to go back over the steps {bad[0]} to {bad[-1]}"
-            )
-        failed, whole = isinstance(wrong, Failed), self._is_whole and not self.unsaved
+            self.saves.skip(f"it has to go back over the steps {bad[0]} to {bad[-1]}")
+        failed, whole = isinstance(wrong, Failed), self._is_whole and not self.saves.missing
         outcome = "failed" if failed else "finished" if whole else "stopped"
         self._note("end", self._lap() | {"outcome": outcome})
-        return Result(outcome, self.done, str(wrong) if failed else self.unsaved)
+        return Result(outcome, self.done, str(wrong) if failed else self.saves.missing)
 
     def _train(self, stop: StopRequest) -> Failed | Diverged | None:
         """Does all phases; returns what went wrong if the state is not to be saved.
@@ -202,6 +164,7 @@ class Trainer:
         key = step.phase_key(self.job.objective.model, self.experiment.seed, phase.number)
         run, last = self.experiment.run, phase.first + phase.steps
         called: set[Any] = set()
+        hooks = self._hooks()
         self.watchdog.reset(times=2)
         feed = Feed(
             phase.batch,
@@ -238,44 +201,31 @@ class Trainer:
                 self.done += 1
                 self.watchdog.reset()
                 self.clock.count(batch["input_ids"].size, self.job.operations(batch))
-                self._after_step()
+                for hook in hooks:
+                    if hook.is_due(self.done):
+                        hook.run()
                 stop.after_step(self.done)
         self._write_pending()
 
-    def _after_step(self) -> None:
-        """Logs, evaluates and saves what is due."""
-        run, last = self.experiment.run, self.done == self.job.total_steps
+    def _hooks(self) -> list[Hook]:
+        """Returns what is done after a step, in this order."""
+        run, last = self.experiment.run, self.job.total_steps
+
+        def every(steps: int) -> Callable[[int], bool]:
+            return lambda done: done % steps == 0 or done == last
+
+        return [
+            Hook(every(1), self._look),
+            Hook(every(1), self._write_pending),
+            Hook(every(run.log_every), self._close_window),
+            Hook(lambda done: bool(self._due_evaluators(done)), self._evaluate_waiting),
+            Hook(every(run.checkpoint_every), self._save_waiting),
+        ]
+
+    def _look(self) -> None:
+        """Notices what happened behind the steps."""
         self.context.mirror.check()
-        if self.saved.has_failed:
-            self._end_save()  # now: the others wait for it, inside Orbax
-        self._write_pending()
-        if self.is_saving and (ended := self.saved.has_ended(self.saved_step)) is not None:
-            self.is_saving = False
-            if ended:
-                self._record_saved(self.saved_step)
-        logs = self.done % run.log_every == 0 or last
-        if logs:
-            self._close_window()
-        evaluators = self._due_evaluators()
-        saves = self.done % run.checkpoint_every == 0 or last
-        if evaluators or saves:
-            # Both wait for the steps under way, which is no time of theirs.
-            jax.block_until_ready(self.state["step"])
-        if evaluators:
-            self._evaluate(evaluators)
-            if self._is_in_vain and not last:
-                if not logs:  # no later line has these steps
-                    self._close_window()
-                # What is asked after the last step alone.
-                total = self.job.total_steps
-                self._evaluate(
-                    [e for e in self.job.evaluators if e.is_due(total) and not e.is_due(self.done)]
-                )
-            self.watchdog.reset()
-        if saves:
-            with self.clock.waiting("checkpoint"):
-                self._save()
-            self.watchdog.reset()
+        self.saves.look(self.done)
 
     def _roll_back(self, diverged: Diverged) -> None:
         """Goes on from the state before the bad steps, and leaves these out.
@@ -291,13 +241,7 @@ class Trainer:
         self.state, self.window = {}, {}  # two states may be more than there is room for
         self.watchdog.reset(times=2)
         with self.clock.waiting("restore"):
-            begun = start.before(self.job, self.context, self.saved, first)
-        if begun is None:
-            raise Failed(
-                f"{diverged}, and no checkpoint from shortly before step {first + 1} is kept to go "
-                "back to; those that are there stay",
-                "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
-            )
+            begun = start.before(diverged, first, self.job, self.context, self.saves.checkpoints)
         where = "" if begun.done else " to step 0, since there is no earlier checkpoint"
         self.say(
             f"{diverged}; going back{where}, and leaving out these and the one before "
@@ -313,29 +257,16 @@ class Trainer:
     def _go_on_from(self, begun: start.Start) -> None:
         """Sets what the next steps begin with; drops lines of steps that will be done again."""
         self.state, self.window = begun.state, begun.window
-        self.done = self.saved_step = begun.done
+        self.done = begun.done
         self.skipped, self.init_sha256 = begun.skipped, begun.init_sha256
-        self.evaluation, self.unsaved, self.held_out = {}, "", [*begun.held_out]
-        self._record_saved(max(self.saved.steps, default=0))
-        for name, lines in self._lasting.items():
-            if gone := lines.forget_after(self.done or -1, begun.lines.get(name)):
-                self.say(f"{name}: is missing; going on without its {gone} up to step {self.done}")
-        self.spikes = Spikes()
-        for line in self.metrics.read():
-            self.spikes.of_line(line)
+        self.evaluation, self.held_out = {}, [*begun.held_out]
+        self.saves.go_on_from(self.done)
+        for name, gone in self.lines.go_on_from(self.done, begun.lines):
+            self.say(f"{name}: is missing; going on without its {gone} up to step {self.done}")
         if self.done:
             self.say(f"resume: from step {self.done}")
-        elif due := self._due_evaluators():
+        elif due := self._due_evaluators(0):
             self._evaluate(due)
-
-    def _write_experiment(self) -> None:
-        if not self.peers.is_primary:
-            return
-        write_atomic(self.workdir.experiment, config.to_json(self.experiment))
-        for name, source in code.files(self.experiment).items():
-            write_atomic(self.workdir.root / name, source)
-        if self.origin is not None:
-            write_atomic(self.workdir.origin, json.dumps(sealed(self.origin), indent=2) + "\n")
 
     def _await_rows(self, phase: PhaseBatches, stop: StopRequest) -> bool:
         """Waits until the next step's rows are known; whether they are, and nobody asked to stop.
@@ -379,7 +310,7 @@ class Trainer:
             return
         (done, window, counters, counts), self.pending = self.pending, None
         sums, counters = lines_lib.fetch((window, counters))
-        worst_loss, worst_step = map(float, sums.pop(step.WORST_STEP))
+        worst = sums.pop(step.WORST_STEP)
         means = lines_lib.means(sums)
         # Here, when the device has done these steps: handing them over takes no time.
         seconds = self.clock.lap(counts, means.get("filled"))
@@ -387,15 +318,11 @@ class Trainer:
         bad = start.bad_steps(int(counters["step"]), int(counters["bad_in_a_row"]), most)
         if bad is not None:
             self._diverged(bad)
-        line = {"step": done, "kind": "train", **means}
-        terms = [line[name] for name in self.job.objective.losses if name in line]
-        if terms:
-            line["loss"] = sum(terms)
-            line |= {"worst_step": int(worst_step), "worst_step_loss": worst_loss}
-        self.metrics.append(line)
-        self.timings.append({"step": done, "kind": "train", "time": time.time(), **seconds})
+        line = lines_lib.train_line(done, means, self.job.objective.losses, worst)
+        self.lines.metrics.append(line)
+        self.lines.time(done, "train", seconds)
         self.context.progress.train(line, seconds)
-        if spike := self.spikes.of_line(line):
+        if spike := self.lines.spikes.of_line(line):
             number, loss, usual = spike
             self.say(
                 f"step {number}: its loss jumps to {loss:.3f}, usually below {usual:.3f}; "
@@ -428,17 +355,24 @@ class Trainer:
         return self.clock.lap(self.clock.take_counts())
 
     def _note(self, kind: str, values: dict[str, object]) -> None:
-        self.timings.append({"step": self.done, "kind": kind, "time": time.time(), **values})
-        self._flush_lines()
-
-    def _flush_lines(self) -> None:
-        for lines in (self.metrics, self.predictions, self.timings):
-            lines.flush()
+        self.lines.time(self.done, kind, values)
+        self.lines.flush()
 
     # --- evaluate -------------------------------------------------------------------------------
 
-    def _due_evaluators(self) -> list[Evaluator]:
-        return [evaluator for evaluator in self.job.evaluators if evaluator.is_due(self.done)]
+    def _due_evaluators(self, done: int) -> list[Evaluator]:
+        return [evaluator for evaluator in self.job.evaluators if evaluator.is_due(done)]
+
+    def _evaluate_waiting(self) -> None:
+        """Evaluates what is due, and at an early stop what is asked after the last step alone."""
+        jax.block_until_ready(self.state["step"])  # which is time of the steps
+        due, total = self._due_evaluators(self.done), self.job.total_steps
+        self._evaluate(due)
+        if self._is_in_vain and self.done < total:
+            if self.done % self.experiment.run.log_every:  # no later line has these steps
+                self._close_window()
+            self._evaluate([e for e in self._due_evaluators(total) if e not in due])
+        self.watchdog.reset()
 
     def _evaluate(self, evaluators: list[Evaluator]) -> None:
         """Asks each, and writes what it answers; parameters that ran away are asked no more."""
@@ -458,7 +392,7 @@ class Trainer:
             line = {"step": self.done, "kind": evaluator.name, **values}
             if "loss" in values:
                 self.evaluation = line
-            (self.metrics if evaluator.file == "metrics" else self.predictions).append(line)
+            self.lines.of(evaluator.file).append(line)
             if words := evaluator.describe(line):
                 self.say(f"step {self.done}: {words}")
             # A state that bad steps left standing is scored as before: a roll-back follows, no end.
@@ -474,16 +408,20 @@ class Trainer:
 
     # --- save -----------------------------------------------------------------------------------
 
+    def _save_waiting(self) -> None:
+        jax.block_until_ready(self.state["step"])  # which is time of the steps
+        with self.clock.waiting("checkpoint"):
+            self._save()
+        self.watchdog.reset()
+
     def _save(self) -> None:
         self._write_pending()
         self.job.require_unchanged()
         sums, bad = lines_lib.fetch((self.window, self.state["bad_in_a_row"]))
         if bad and not self._is_whole:
             # A roll-back needs one from before, and those that are kept are few.
-            self.unsaved = self._not_saved(
-                f"{int(bad)} steps up to it have no finite loss or gradient"
-            )
-            self.say(f"step {self.done}: {self.unsaved}")
+            self.saves.skip(f"{int(bad)} steps up to it have no finite loss or gradient")
+            self.say(f"step {self.done}: {self.saves.missing}")
             return
         evaluated = self.evaluation if self.evaluation.get("step") == self.done else {}
         metadata = {
@@ -496,92 +434,15 @@ class Trainer:
         }
         if self.job.patience:
             metadata["held_out"] = [*self.held_out]  # it is written while the run goes on
-        self._end_save()
-        try:
+        self.saves.end(self.done)
+        with self.saves.unless_full(self.done):
             # Before the checkpoint that will not write them again.
-            self._flush_lines()
+            self.lines.flush()
             self.watchdog.pause()
             self.context.mirror.flush()  # all of it to the run's bucket, if it has one
             self.watchdog.reset(times=2)
-            metadata["lines"] = {n: lines.written() for n, lines in self._lasting.items()}
+            metadata["lines"] = self.lines.written()
             # A loss of pairs would decide with its noise, which is that of a few documents.
             pieces = losses.learned(evaluated, losses.PIECES)
             loss = evaluated.get(f"{pieces}_loss", evaluated.get("loss"))
-            self._outlast(lambda: self.saved.save(self.done, self.state, metadata, loss))
-            self.saved_step, self.unsaved, self.is_saving = self.done, "", True
-        except DiskFull as error:
-            self._disk_full(error)
-
-    def _end_save(self) -> None:
-        """Waits for the save before the one that is due, which takes the place of a lost one."""
-        try:
-            self.saved.finish()
-        except DiskFull as error:  # what it took is free again
-            self._disk_full(error)
-        except Unavailable as error:
-            self._lost(error)
-
-    def _finish_saving(self, is_to_be_saved: bool) -> None:
-        """Waits for the last save; one that was lost to a passing fault is made again."""
-        try:
-            self.saved.finish()
-        except Unavailable as error:
-            self._lost(error)
-            if not is_to_be_saved:
-                raise
-
-            def save() -> None:
-                if self.done not in self.saved.steps:  # the removal of an old one may have failed
-                    self._save()
-                    self.saved.finish()
-
-            self._outlast(save)
-        self._record_saved(max(self.saved.steps, default=0))
-
-    def _require_space(self) -> None:
-        """Says whether the disk has too little room; raises DiskFull if no checkpoint fits."""
-        if self.workdir.remote is not None or not self.peers.is_primary:
-            return
-        run, one = self.experiment.run, sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
-        free = shutil.disk_usage(self.workdir.root).free
-        # One more than are kept: an old one goes once the next is whole.
-        more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.saved.steps), 1)
-        words = (
-            f"{self.workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and {more} more "
-            f"checkpoints take {one / 1e6:,.1f} MB each; free some space"
-        )
-        # What no memory holds, either, the first step names: no larger disk would help.
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if free < one < memory and run.when_disk_is_full == "stop":
-            raise DiskFull(f"{words} and run again")
-        if free < more * one:
-            self.say(words)
-
-    def _record_saved(self, step: int) -> None:
-        """Writes down which checkpoint is whole: a start that misses it must not begin again."""
-        if self.peers.is_primary:
-            record = json.dumps(sealed({"format_version": 1, "step": step}))
-            with contextlib.suppress(DiskFull):
-                write_atomic(self.workdir.saved, record + "\n")
-
-    def _lost(self, error: Unavailable) -> None:
-        """One process goes on without a checkpoint that could not be written for now."""
-        if self.peers.count > 1:  # the others wait for it, inside Orbax
-            raise error
-        self.say(f"step {self.done}: {error}")
-
-    def _outlast(self, work: Callable[[], None]) -> None:
-        """Does the work, again after each passing fault; once in several processes, see `_lost`."""
-        if self.peers.count > 1:
-            work()
-        else:
-            retry.again(work, f"{self.workdir.checkpoints}")
-
-    def _disk_full(self, error: DiskFull) -> None:
-        if self.experiment.run.when_disk_is_full == "stop" or self.peers.count > 1:
-            raise error
-        self.unsaved = f"without a new checkpoint: {error}"
-        self.say(f"step {self.done}: {self.unsaved}")
-
-    def _not_saved(self, why: str) -> str:
-        return f"not saved, since {why}; the newest checkpoint is of step {self.saved_step}"
+            self.saves.save(self.done, self.state, metadata, loss)

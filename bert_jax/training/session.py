@@ -19,11 +19,11 @@ from bert_jax.training import peers as peers_lib
 from bert_jax.training import trackers
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.environment import code, keep_compiled_programs, versions
-from bert_jax.training.job import Context, Job, Setup
+from bert_jax.training.job import Context, Job, Result, Setup
 from bert_jax.training.lines import EVALUATIONS
 from bert_jax.training.peers import Peers
 from bert_jax.training.progress import Clock, Progress
-from bert_jax.training.runner import Result, Trainer
+from bert_jax.training.runner import Trainer
 from bert_jax.training.watchdog import StopRequest, Watchdog
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -85,7 +85,7 @@ def run(
                     result = trainer.run(stop, forget)
             watchdog.pause()
             mirror.flush()
-        _show(result, setup, job, trainer.metrics.read())
+        _show(result, setup, job, trainer.lines.metrics.read())
     return result.outcome
 
 

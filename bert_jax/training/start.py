@@ -12,6 +12,7 @@ then the run starts again from a checkpoint before them, and leaves these steps 
 
 import dataclasses
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,10 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax.config import SKIPPED_STEPS
+from bert_jax import config
+from bert_jax.config import SKIPPED_STEPS, code
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
-from bert_jax.storage.workdir import read_json
+from bert_jax.storage.workdir import read_json, sealed, write_atomic
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
@@ -34,6 +36,21 @@ from bert_jax.training.peers import Peers
 
 # Seconds between looks at a disk that processes share: its clients may show old listings a while.
 _LOOKS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+
+
+class Failed(Exception):
+    """A run cannot go on, for the reason that it says."""
+
+    def __init__(self, why: str, remedy: str = "a lower optimizer.peak_learning_rate"):
+        super().__init__(f"{why}; start again with {remedy}")
+
+
+class Diverged(Exception):
+    """Many steps in a row had no finite loss or gradient; what comes after them changes nothing."""
+
+    def __init__(self, bad: range):
+        super().__init__(f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient")
+        self.bad = bad
 
 
 @dataclasses.dataclass
@@ -68,11 +85,11 @@ def begin(job: Job, context: Context, saved: Checkpoints) -> Start:
     return _start(job, context, saved, None)
 
 
-def before(job: Job, context: Context, saved: Checkpoints, first: int) -> Start | None:
+def before(diverged: Diverged, first: int, job: Job, context: Context, saved: Checkpoints) -> Start:
     """Returns where to start again, a step up to `first`; newer checkpoints are removed.
 
-    Returns:
-      None, and nothing was removed, if too much would be done again: `can_go_back`.
+    Raises:
+      Failed: too much would be done again, see `can_go_back`; nothing was removed.
     """
     peers = context.peers
     try:
@@ -82,13 +99,29 @@ def before(job: Job, context: Context, saved: Checkpoints, first: int) -> Start 
             raise  # the others wait for it, inside Orbax; one process goes back past it
     _agree_on_steps(peers, saved)
     if not can_go_back(saved.steps, first, job.experiment.run.checkpoint_every):
-        return None
+        raise Failed(
+            f"{diverged}, and no checkpoint from shortly before step {first + 1} is kept to go "
+            "back to; those that are there stay",
+            "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
+        )
     start = _start(job, context, saved, first)
     saved.forget_after(first)
     # Until then the first process may be removing some.
     peers.agree("removed", "")
     saved.look_again()
     return start
+
+
+def write_experiment(experiment: Any, context: Context, origin: dict[str, Any] | None) -> None:
+    """Writes which experiment the run is of, and where it comes from; by one process for all."""
+    workdir = context.workdir
+    if not context.peers.is_primary:
+        return
+    write_atomic(workdir.experiment, config.to_json(experiment))
+    for name, source in code.files(experiment).items():
+        write_atomic(workdir.root / name, source)
+    if origin is not None:
+        write_atomic(workdir.origin, json.dumps(sealed(origin), indent=2) + "\n")
 
 
 def _start(job: Job, context: Context, saved: Checkpoints, at_most: int | None) -> Start:
