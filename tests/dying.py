@@ -7,7 +7,7 @@ import signal
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """See `bert_jax.data.parts.Task`."""
+    """See `bert_jax.data.workers.Task`."""
 
     place: str
     name: str

@@ -16,18 +16,18 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax.data import parts
+from bert_jax.data import workers
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.storage.retry import again
 
 
-def run(tasks: Sequence[parts.Task], options: str) -> list[dict[str, Any]]:
+def run(tasks: Sequence[workers.Task], options: str) -> list[dict[str, Any]]:
     """Runs the tasks that are not done yet; returns the record that each left."""
-    left = [task for task in tasks if parts.record_of(task) is None]
+    left = [task for task in tasks if workers.record_of(task) is None]
     if left:
         _run_pipeline(left, options)
-    records = [parts.record_of(task) for task in tasks]
+    records = [workers.record_of(task) for task in tasks]
     for task, record in zip(tasks, records, strict=True):
         if record is None:
             raise InputError(
@@ -43,7 +43,7 @@ def shared_place(options: str) -> str:
     return f"{place.rstrip('/')}/bert_jax" if "://" in place and mirror.is_bucket(place) else ""
 
 
-def _run_pipeline(tasks: Sequence[parts.Task], options: str) -> None:
+def _run_pipeline(tasks: Sequence[workers.Task], options: str) -> None:
     import apache_beam as beam
 
     place = epath.Path(tasks[0].place)
@@ -68,7 +68,7 @@ def _run_pipeline(tasks: Sequence[parts.Task], options: str) -> None:
 def _do(task: Any) -> None:  # Beam reads the types of functions, and knows no protocols
     """Does a task; what is wrong with the text is left for `run`, since no retry would mend it."""
     try:
-        parts.do(task)
+        workers.do(task)
     except InputError as error:
         path = epath.Path(task.place) / f"{task.name}.error"
         again(functools.partial(path.write_text, str(error)), str(path))

@@ -22,7 +22,7 @@ from etils import epath
 from bert_jax.config import Corpus, named
 from bert_jax.data import beam, dataset, parts, stream, workers
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.workers import Progress
+from bert_jax.data.workers import Progress, Task
 from bert_jax.errors import InputError, quantity
 from bert_jax.storage import mirror
 from bert_jax.text import documents, tokenizer, trained, vocabulary, words
@@ -258,7 +258,7 @@ def listed(folder: epath.Path) -> dict[str, list[Any]]:
 
 
 def _counted(
-    tasks: Sequence[parts.Task],
+    tasks: Sequence[Task],
     records: Sequence[dict[str, Any]],
     place: str,
     scratch: pathlib.Path,
@@ -339,7 +339,7 @@ def _train(
     return made
 
 
-def _drop_others(scratch: pathlib.Path, tasks: Sequence[parts.Task], say: Say) -> None:
+def _drop_others(scratch: pathlib.Path, tasks: Sequence[Task], say: Say) -> None:
     """Removes what an earlier `prepare` made of other text or settings, or left half made."""
     wanted = {task.name for task in tasks}
     others = [
@@ -364,7 +364,7 @@ class Run:
     workers: int = 1  # processes of this machine
     beam: str | None = None  # a runner and its options, in place of them; None: no Beam
 
-    def __call__(self, what: str, tasks: Sequence[parts.Task], say: Say) -> list[dict[str, Any]]:
+    def __call__(self, what: str, tasks: Sequence[Task], say: Say) -> list[dict[str, Any]]:
         """Returns the records that they left, in their order."""
         if self.beam is not None:
             say(f"prepare: {what} with Beam")

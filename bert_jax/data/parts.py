@@ -1,13 +1,11 @@
 """The units of work of `prepare`: ranges of documents, each worked on by itself, anywhere.
 
-What a part is made into is a folder of a place that all workers see, named by a hash of all that it
-is made of: text, settings, tokenizer. It appears as a whole, so a `prepare` that was killed goes on
-from those that are there, and what was made of other text is never taken for ours.
+What a part is made into is a folder (see data.workers), named by a hash of all that it is made of:
+text, settings, tokenizer. So what was made of other text is never taken for ours.
 
     PLACE/read-HASH/      documents of a part, as numbers of words (see text.words) or as ids
     PLACE/counts-HASH/    counted words of a part, for SentencePiece
     PLACE/shards-HASH/    train, validation: ArrayRecord files of a part
-    .../record.json       what was counted in it, written last
 """
 
 import contextlib
@@ -19,17 +17,17 @@ import itertools
 import json
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from etils import epath
 
 from bert_jax.config import Corpus
 from bert_jax.data import dataset
+from bert_jax.data.workers import Tick
 from bert_jax.errors import InputError
 from bert_jax.storage import copies, mirror
-from bert_jax.storage.workdir import named_errors
 from bert_jax.text import documents, encodings, sentences, tokenizer, words
 from bert_jax.text.documents import Document, Extent
 
@@ -45,15 +43,11 @@ _ENCODED = ("text", "jsonl", "csv", "tsv")
 # together, and tokens that are written together.
 _BATCH, _SENTENCES, _TOKENS = 1 << 18, 1 << 12, 1 << 18
 
-_RECORD = "record.json"
 # Rises with every change of what parts are made into.
 _VERSION = 2
 
 # A document: the hash of its text, and how many sentences it has.
 DOCUMENT = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
-
-# Takes how many characters have been read since its last call.
-Tick = Callable[[int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,20 +113,6 @@ def plan(corpus: Corpus) -> list[Part]:
     if extents:
         end()
     return parts
-
-
-class Task(Protocol):
-    """A task: what is to be made of a part."""
-
-    place: str
-    bytes: int
-
-    @property
-    def name(self) -> str:
-        """The name of the folder that it is made into."""
-
-    def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Fills the folder; returns its record, as JSON can hold it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,26 +382,6 @@ class WriteShards:
 def _mapped(path: pathlib.Path, dtype: Any) -> np.ndarray:
     """Returns a file as an array, which is not read into memory; an empty one cannot be mapped."""
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
-
-
-def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
-    """Runs a task unless it is done; returns the record of its folder."""
-    record = record_of(task)
-    if record is not None:
-        return record
-    target = epath.Path(task.place) / task.name
-    with named_errors(target.parent), copies.new_part(target, _RECORD) as folder:
-        record = task.make(folder, tick)
-        (folder / _RECORD).write_text(json.dumps(record))
-    return record
-
-
-def record_of(task: Task) -> dict[str, Any] | None:
-    """Returns the record of a task's folder; None if it is not done."""
-    path = epath.Path(task.place) / task.name / _RECORD
-    with contextlib.suppress(FileNotFoundError):
-        return json.loads(mirror.read(path))
-    return None
 
 
 def here(place: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Path:

@@ -1,24 +1,74 @@
-"""Tasks of `prepare` in this process or in several, the same folders made; and how far they are."""
+"""Tasks of `prepare` in this process or in several, the same folders made; and how far they are.
+
+What a task makes is a folder of a place that all workers see. It appears as a whole, so a `prepare`
+that was killed goes on from those that are there.
+
+    PLACE/NAME/record.json    what was counted in it, written last
+"""
 
 import contextlib
+import json
+import pathlib
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import Any, Protocol
 
+from etils import epath
 from rich import progress as rich_progress
 
-from bert_jax.data import parts
 from bert_jax.errors import Unavailable, duration
+from bert_jax.storage import copies, mirror
+from bert_jax.storage.workdir import named_errors
 from bert_jax.system import die_with_parent
 
 # Seconds between two lines.
 _EVERY = 30.0
 # Seconds after which the time left is computed again, also while no task ends.
 _TICK = 1.0
+
+
+_RECORD = "record.json"
+
+# Takes how many characters have been read since its last call.
+Tick = Callable[[int], None]
+
+
+class Task(Protocol):
+    """A task: what is to be made of a part."""
+
+    place: str
+    bytes: int
+
+    @property
+    def name(self) -> str:
+        """The name of the folder that it is made into."""
+
+    def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
+        """Fills the folder; returns its record, as JSON can hold it."""
+
+
+def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
+    """Runs a task unless it is done; returns the record of its folder."""
+    record = record_of(task)
+    if record is not None:
+        return record
+    target = epath.Path(task.place) / task.name
+    with named_errors(target.parent), copies.new_part(target, _RECORD) as folder:
+        record = task.make(folder, tick)
+        (folder / _RECORD).write_text(json.dumps(record))
+    return record
+
+
+def record_of(task: Task) -> dict[str, Any] | None:
+    """Returns the record of a task's folder; None if it is not done."""
+    path = epath.Path(task.place) / task.name / _RECORD
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads(mirror.read(path))
+    return None
 
 
 class Progress:
@@ -91,18 +141,18 @@ def _mb(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-def run(tasks: Sequence[parts.Task], workers: int, progress: Progress) -> list[dict[str, Any]]:
+def run(tasks: Sequence[Task], workers: int, progress: Progress) -> list[dict[str, Any]]:
     """Runs the tasks that are not done yet, here or in processes; returns what all left on record.
 
     Raises:
       Unavailable: a process was killed.
     """
-    records = {number: parts.record_of(task) for number, task in enumerate(tasks)}
+    records = {number: record_of(task) for number, task in enumerate(tasks)}
     left = [number for number, record in records.items() if record is None]
     with progress.of(sum(t.bytes for t in tasks), sum(tasks[n].bytes for n in left)):
         if min(workers, len(left)) <= 1:
             for number in left:
-                records[number] = parts.do(tasks[number], progress.tick)
+                records[number] = do(tasks[number], progress.tick)
                 progress.end(tasks[number].bytes)
         else:
             _run_in_processes(tasks, left, min(workers, len(left)), records, progress)
@@ -110,7 +160,7 @@ def run(tasks: Sequence[parts.Task], workers: int, progress: Progress) -> list[d
 
 
 def _run_in_processes(
-    tasks: Sequence[parts.Task],
+    tasks: Sequence[Task],
     left: Sequence[int],
     count: int,
     records: dict[int, Any],
@@ -181,7 +231,7 @@ def serve(file: int) -> None:
         while True:
             task = connection.recv()
             try:
-                answer: Any = parts.do(task)
+                answer: Any = do(task)
             except Exception as error:
                 answer = error
             try:

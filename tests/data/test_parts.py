@@ -200,14 +200,14 @@ def test_beam_that_is_not_installed_is_said(text, tmp_path, monkeypatch):
 def done(monkeypatch):
     """Names of tasks that were done, in order."""
     names = []
-    do = parts.do
+    do = workers.do
 
     def noting(task, *tick):
         record = do(task, *tick)
         names.append(task.name)
         return record
 
-    monkeypatch.setattr(parts, "do", noting)
+    monkeypatch.setattr(workers, "do", noting)
     return names
 
 
@@ -217,7 +217,7 @@ def test_what_is_whole_is_not_made_again(text, small_parts, tmp_path, done, monk
     all_done = list(done)
     done.clear()
 
-    noting = parts.do
+    noting = workers.do
 
     def failing(*task):
         if len(done) == 7:
@@ -225,7 +225,7 @@ def test_what_is_whole_is_not_made_again(text, small_parts, tmp_path, done, monk
         return noting(*task)
 
     with monkeypatch.context() as context:
-        context.setattr(parts, "do", failing)
+        context.setattr(workers, "do", failing)
         with pytest.raises(KeyboardInterrupt):
             prepare(claim, tmp_path / "made")
     lines = []
