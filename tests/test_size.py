@@ -53,7 +53,6 @@ TOO_LONG = {
     "bert_jax/text/documents.py": 571,
     "bert_jax/text/tokenizer.py": 475,
     "bert_jax/training/checkpoint.py": 555,
-    "bert_jax/training/peers.py": 595,
     "tests/compare/test_compare.py": 713,
     "tests/data/test_batches.py": 494,
     "tests/data/test_corpus.py": 646,
@@ -73,7 +72,7 @@ TOO_SHORT = {
 MODULES, NAMES = 17, 22
 TOO_MANY = {
     ".": 24,
-    "training": 25,
+    "training": 26,
 }
 
 

@@ -12,7 +12,7 @@ from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
 from bert_jax import hardware
 from bert_jax.errors import InputError
 from bert_jax.plan import topology
-from bert_jax.training import peers
+from bert_jax.training import peers, roll_call
 from launch import jobset, spec
 
 IMAGE = "registry.example/bert/bert-jax:1"
@@ -156,7 +156,7 @@ def test_pods_find_each_other_where_jax_would_look_for_them(monkeypatch):
         with monkeypatch.context() as patch:
             for name, value in cluster.environment(manifest, index).items():
                 patch.setenv(name, value)
-            place = peers._place()
+            place = roll_call.own_place()
             assert place.number == GkeTpuCluster.get_process_id() == index
             assert place.count == GkeTpuCluster.get_process_count() == 4
             assert place.address == GkeTpuCluster.get_coordinator_address(1, None)
@@ -170,7 +170,7 @@ def test_one_host_is_one_process(monkeypatch):
     _, manifest = made(specified(slice_name="v5e:2x2"))
     for name, value in cluster.environment(manifest, 0).items():
         monkeypatch.setenv(name, value)
-    assert peers._place() is None and not peers._on_tpu_host()
+    assert roll_call.own_place() is None and not peers._on_tpu_host()
     assert not any("exclusive" in name for name in manifest["metadata"]["annotations"])
 
 

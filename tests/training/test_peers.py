@@ -12,8 +12,8 @@ import pytest
 from etils import epath
 
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.training import peers
-from bert_jax.training.peers import Place
+from bert_jax.training import peers, roll_call
+from bert_jax.training.roll_call import Place
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def call(*places: Place, limit: float = 20.0) -> list[str]:
 
     def one(place: Place) -> str:
         try:
-            peers.wait_for_all(place, limit)
+            roll_call.wait_for_all(place, limit)
         except (InputError, Unavailable) as error:
             kinds.add(type(error))
             return str(error)
@@ -317,12 +317,12 @@ def test_a_task_that_srun_started_has_its_place_unless_a_variable_says_otherwise
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "4321")
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
-    assert peers._place() == ("gpu03:4321", 1, 2)
+    assert roll_call.own_place() == ("gpu03:4321", 1, 2)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
-    assert peers._place() is None
+    assert roll_call.own_place() is None
     monkeypatch.delenv("JAX_NUM_PROCESSES")
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert peers._place() is None
+    assert roll_call.own_place() is None
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.delenv("SLURM_STEP_NODELIST")  # the script itself, outside of srun
-    assert peers._place() is None
+    assert roll_call.own_place() is None
