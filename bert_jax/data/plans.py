@@ -1,28 +1,18 @@
 """Plans of epochs, made once a host and mapped by all its processes.
 
-The plan of a large split is a file: its chunks (`data.pairs`) in the random order in which the
-epoch takes them, 10 bytes each. Where examples share rows (`data.packing`), which ones do stands
-before them: 8 bytes a row and 4 an example.
-
-    CACHE/plans/NAME.plan       a plan; NAME is a hash of all that it hangs on
-    CACHE/plans/NAME.plan.tmp   one that is being made; its maker holds a lock on it
-
-A process of its own makes it, ahead of the epoch, so that neither the interpreter's lock nor the
-end of a run waits for it: it ends when the process that began it closes its `Plans` or dies. A
-file that is cut off or changed is made again. Plans of smaller splits take a tenth of a second, and
-are made where they are asked for, in memory.
+The plan of a large split is a file (`data.plan_files`). A process of its own makes it, ahead of the
+epoch, so that neither the interpreter's lock nor the end of a run waits for it: it ends when the
+process that began it closes its `Plans` or dies. Plans of smaller splits take a tenth of a second,
+and are made where they are asked for, in memory.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import struct
 import subprocess
 import sys
 import threading
-import zlib
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,13 +21,13 @@ from etils import epath
 from bert_jax import errors
 from bert_jax.config import Data, Phase
 from bert_jax.data import draws, masking, packing, pairs, sentences
+from bert_jax.data.plan_files import Plan, claimed, read, write
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import (
     cache_folder,
     named_errors,
-    no_link,
     parse_json,
     sealed,
 )
@@ -49,19 +39,14 @@ COUNTS_VERSION, PLAN_VERSION = 2, 2
 
 # Sentences up to which a plan is made in memory, where it is asked for.
 _IN_MEMORY = 1 << 20
-# Plans that a host keeps, those used last: three runs need as many.
-_KEPT = 8
 # Times that the maker of a plan may be killed.
 _DEATHS = 3
 # Seconds between two looks at whether a plan is there.
 _LOOK = 0.02
 # Seconds for which a bucket may fail before counts are not fetched or sent.
 _SECONDS = 10.0
-# What a file begins with: magic; chunks, examples of packed rows, packed rows; CRC-32 of them all.
-_HEAD = struct.Struct("<16sQQQQ")
-_MAGIC = b"bert_jax plan\n\0\0"
-# Chunks written, or measured, at once.
-_WRITTEN = 1 << 20
+# Chunks measured at once.
+_MEASURED = 1 << 20
 
 
 class Packed(NamedTuple):
@@ -88,13 +73,6 @@ class Packed(NamedTuple):
         predictions = masking.number_to_predict(length, self.masked_share, self.max_predictions)
         limits = packing.Limits(sequence_length, self.examples, self.predictions)
         return packing.pack_epoch(lengths, predictions, limits, key, epoch)
-
-
-class _Plan(NamedTuple):
-    """An epoch's chunks in their random order, and its packed rows."""
-
-    chunks: np.ndarray
-    packs: packing.Packs | None
 
 
 class Plans:
@@ -133,7 +111,7 @@ class Plans:
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._found: dict[int, _Plan] = {}
+        self._found: dict[int, Plan] = {}
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._maker: subprocess.Popen | None = None
@@ -161,7 +139,7 @@ class Plans:
         plan = self._find(epoch)
         return None if plan is None else plan.chunks
 
-    def _find(self, epoch: int) -> _Plan | None:
+    def _find(self, epoch: int) -> Plan | None:
         with self._lock:
             if epoch not in self._found:
                 # Of every epoch as many examples are packed as of the first.
@@ -252,10 +230,10 @@ class Plans:
     def _is_small(self) -> bool:
         return not self.stream.folder or len(self.stream.sentence_offsets) <= _IN_MEMORY
 
-    def _in_memory(self, epoch: int) -> _Plan:
+    def _in_memory(self, epoch: int) -> Plan:
         task = self._task(epoch)
         plan, order = _planned(self.stream, task)
-        return _Plan(plan[order], _packs(self.stream, task, plan, order))
+        return Plan(plan[order], _packs(self.stream, task, plan, order))
 
     def _task(self, epoch: int) -> dict[str, Any]:
         """Returns all that an epoch's plan hangs on, apart from the stream."""
@@ -270,11 +248,11 @@ class Plans:
             "units": self.units,
         }
 
-    def _open_or_begin(self, epoch: int) -> _Plan | None:
+    def _open_or_begin(self, epoch: int) -> Plan | None:
         path = self._path(epoch)
         self._mourn()
         with named_errors(path):
-            plan = _read(path, pairs.chunk_dtype(self.stream))
+            plan = read(path, pairs.chunk_dtype(self.stream))
             if plan is None and self._maker is None and not self._closed.is_set():
                 self._begin(path, epoch)
         return plan
@@ -289,7 +267,7 @@ class Plans:
     def _begin(self, path: str, epoch: int) -> None:
         """Starts a process that makes the plan, unless another one does by now."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        file = _claimed(path)
+        file = claimed(path)
         if file is None:
             return
         where = {"stream": self.stream.folder, "documents": self.stream.documents}
@@ -392,104 +370,21 @@ def _packs(
     names, epoch = task["names"], task["epoch"]
     key = draws.key_of(*names, epoch)
     lengths = np.empty(len(plan), np.min_scalar_type(length))
-    for start in range(0, len(plan), _WRITTEN):
-        chunks = plan[start : start + _WRITTEN]
+    for start in range(0, len(plan), _MEASURED):
+        chunks = plan[start : start + _MEASURED]
         rows = pairs.rows(stream, chunks, draws.Counter(key, chunks["sentence"]), task["units"])
-        lengths[start : start + _WRITTEN] = pairs.truncated_lengths(rows, length)
+        lengths[start : start + _MEASURED] = pairs.truncated_lengths(rows, length)
     examples = task["examples"] or len(plan)
     by_slot = lengths[np.resize(order, examples)]
     return packed.pack(by_slot, length, draws.key_of(*names, "packs"), epoch)
-
-
-def _read(path: str, dtype: np.dtype) -> _Plan | None:
-    """Returns a plan, mapped; None if it is not there, or not as it was made."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(_HEAD.size)
-            size = os.fstat(file.fileno()).st_size - _HEAD.size
-        magic, count, examples, rows, checksum = _HEAD.unpack(head)
-        kinds = [*_arrays_of_packs(examples, rows), (dtype, count)]
-        if magic != _MAGIC or not count or size != sum(k.itemsize * n for k, n in kinds):
-            raise ValueError
-        whole = np.memmap(path, np.uint8, "r", offset=_HEAD.size, shape=(size,))
-        if zlib.crc32(whole) != checksum:
-            raise ValueError
-        arrays, at = [], 0
-        for kind, number in kinds:
-            arrays.append(whole[at : at + kind.itemsize * number].view(kind))
-            at += kind.itemsize * number
-        plan = _Plan(arrays[-1], packing.Packs(*arrays[:-1]) if rows else None)
-    except FileNotFoundError:
-        return None
-    except (ValueError, struct.error):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        return None
-    with contextlib.suppress(OSError):
-        os.utime(path)  # used now
-    return plan
-
-
-def _arrays_of_packs(examples: int, rows: int) -> list[tuple[np.dtype, int]]:
-    """Returns type and length of each array of `packing.Packs` in a file."""
-    return [(np.dtype(np.uint64), rows + 1), (np.dtype(np.uint32), examples)] if rows else []
-
-
-def _claimed(path: str) -> int | None:
-    """Returns the temporary file of a plan, locked for its maker; None if another one makes it."""
-    temporary = f"{path}.tmp"
-    file = no_link(temporary, os.O_RDWR | os.O_CREAT)
-    with contextlib.suppress(OSError):  # held by another, or no longer there
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file), os.stat(temporary)):
-            if not os.path.exists(path):
-                return file
-            os.unlink(temporary)
-    os.close(file)
-    return None
 
 
 def _make(task: dict[str, Any]) -> None:
     """Writes the plan that `Plans._begin` asked for."""
     stream = Stream.open(task["stream"], task["documents"])
     plan, order = _planned(stream, task)
-    packs, checksum = _packs(stream, task, plan, order), 0
-    path, temporary = task["path"], task["path"] + ".tmp"
-    try:
-        with named_errors(path), open(temporary, "wb") as file:
-            file.seek(_HEAD.size)
-            for array in () if packs is None else packs:
-                checksum = zlib.crc32(array.view(np.uint8), checksum)
-                file.write(array.view(np.uint8))
-            for start in range(0, len(plan), _WRITTEN):
-                chunks = plan[order[start : start + _WRITTEN]].tobytes()
-                checksum = zlib.crc32(chunks, checksum)
-                file.write(chunks)
-            counts = (0, 0) if packs is None else (len(packs.slots), len(packs))
-            file.seek(0)
-            file.write(_HEAD.pack(_MAGIC, len(plan), *counts, checksum))
-            file.flush()
-            os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _prune(os.path.dirname(path))
-
-
-def _prune(folder: str) -> None:
-    """Removes the plans that were not used for longest, and what makers left that were killed."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        used = {e.path: e.stat().st_mtime for e in entries if e.name.endswith(".plan")}
-        for path in sorted(used, key=used.__getitem__)[:-_KEPT]:
-            os.unlink(path)
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(".tmp"):
-                file = _claimed(entry.path.removesuffix(".tmp"))
-                if file is not None:
-                    os.unlink(entry.path)
-                    os.close(file)
+    packs = _packs(stream, task, plan, order)
+    write(task["path"], plan, order, packs)
 
 
 def _end_with_parent() -> None:

@@ -44,7 +44,7 @@ _LOOK = 0.05
 
 
 class Hook(NamedTuple):
-    """What is done after steps, and when: after a step that makes so many done."""
+    """Work after a step, and whether it is due once so many steps are done."""
 
     is_due: Callable[[int], bool]
     run: Callable[[], None]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from bert_jax.data import pairs, plans, stream
+from bert_jax.data import pairs, plan_files, plans, stream
 from bert_jax.errors import InputError, Unavailable
 
 LENGTH, SHORT = 32, 0.1
@@ -95,7 +95,7 @@ def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, monke
     finally:
         source.close()
     (name,) = files(cache)
-    assert (cache / name).stat().st_size == plans._HEAD.size + 10 * len(plan)
+    assert (cache / name).stat().st_size == plan_files._HEAD.size + 10 * len(plan)
     # Another process, and one that was given the source by pickle, map the same file.
     monkeypatch.setattr(plans.subprocess, "Popen", None)
     np.testing.assert_array_equal(of(on_disk).find(3), expected)
@@ -157,7 +157,7 @@ def test_a_damaged_plan_is_made_again(on_disk, cache):
     head[20] ^= 1
     for content in (whole[:-3], b"", whole + bytes(8), a_bit, head):
         path.write_bytes(content)
-        assert plans._read(str(path), expected.dtype) is None
+        assert plan_files.read(str(path), expected.dtype) is None
         assert not path.exists()
     path.write_bytes(a_bit)
     source = of(on_disk)
@@ -166,7 +166,7 @@ def test_a_damaged_plan_is_made_again(on_disk, cache):
 
 
 def test_the_plans_used_last_are_kept(on_disk, cache, monkeypatch):
-    monkeypatch.setattr(plans, "_KEPT", 8)
+    monkeypatch.setattr(plan_files, "_KEPT", 8)
     source = of(on_disk)
     cache.mkdir(parents=True)
     (cache / "killed.plan.tmp").write_bytes(b"half a plan")
