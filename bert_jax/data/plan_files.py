@@ -72,7 +72,7 @@ def _arrays_of_packs(examples: int, rows: int) -> list[tuple[np.dtype, int]]:
     return [(np.dtype(np.uint64), rows + 1), (np.dtype(np.uint32), examples)] if rows else []
 
 
-def claimed(path: str) -> int | None:
+def locked(path: str) -> int | None:
     """Returns the temporary file of a plan, locked for its maker; None if another one makes it."""
     temporary = f"{path}.tmp"
     file = no_link(temporary, os.O_RDWR | os.O_CREAT)
@@ -87,7 +87,7 @@ def claimed(path: str) -> int | None:
 
 
 def write(path: str, plan: np.ndarray, order: np.ndarray, packs: packing.Packs | None) -> None:
-    """Writes a plan, whose temporary file is claimed, in this order of its chunks."""
+    """Writes a plan, whose temporary file is locked, in this order of its chunks."""
     temporary, checksum = f"{path}.tmp", 0
     try:
         with named_errors(path), open(temporary, "wb") as file:
@@ -120,7 +120,7 @@ def _prune(folder: str) -> None:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(".tmp"):
-                file = claimed(entry.path.removesuffix(".tmp"))
+                file = locked(entry.path.removesuffix(".tmp"))
                 if file is not None:
                     os.unlink(entry.path)
                     os.close(file)

@@ -21,7 +21,7 @@ from etils import epath
 from bert_jax import errors
 from bert_jax.config import Data, Phase
 from bert_jax.data import draws, masking, packing, pairs, sentences
-from bert_jax.data.plan_files import Plan, claimed, read, write
+from bert_jax.data.plan_files import Plan, locked, read, write
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import mirror
@@ -267,7 +267,7 @@ class Plans:
     def _begin(self, path: str, epoch: int) -> None:
         """Starts a process that makes the plan, unless another one does by now."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        file = claimed(path)
+        file = locked(path)
         if file is None:
             return
         where = {"stream": self.stream.folder, "documents": self.stream.documents}
