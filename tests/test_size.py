@@ -17,7 +17,7 @@ LINES = {
     "compare": 909,
     "config": 2_228,
     "conformance": 1_235,
-    "data": 4_388,
+    "data": 4_419,
     "doctor": 1_132,
     "interop": 2_283,
     "model": 3_296,
