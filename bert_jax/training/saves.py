@@ -85,7 +85,7 @@ class Saves:
 
     @contextlib.contextmanager
     def unless_full(self, done: int) -> Iterator[None]:
-        """Lets the run go on without a checkpoint where the disk is full and it is told to."""
+        """Lets the run go on without a checkpoint on a full disk, where its settings say so."""
         try:
             yield
         except DiskFull as error:
