@@ -143,9 +143,11 @@ class Pretraining(torch.nn.Module):
             layer.bias.data = torch.from_numpy(above[f"{part}/bias"])
 
     def loss(self, batch: dict[str, np.ndarray]) -> torch.Tensor:
-        """Both losses' sum."""
+        """Both losses' sum, or the one of masked LM where there are no pairs."""
         read, wanted = inputs(self.masked_lm, batch), targets(batch)
         found = self.masked_lm(**read, labels=wanted["labels"], output_hidden_states=True)
+        if "next_sentence_labels" not in batch:
+            return found.loss
         pooled = torch.tanh(self.pooler(found.hidden_states[-1][:, 0]))
         logits = self.next_sentence(pooled)
         return found.loss + torch.nn.functional.cross_entropy(logits, wanted["next_sentence_label"])
@@ -187,8 +189,11 @@ def targets(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     labels = np.full(batch["input_ids"].shape, -100, np.int64)
     row, column = np.nonzero(batch["masked_lm_weights"])
     labels[row, batch["masked_lm_positions"][row, column]] = batch["masked_lm_ids"][row, column]
-    follows = torch.from_numpy(batch["next_sentence_labels"]).long()
-    return {"labels": torch.from_numpy(labels), "next_sentence_label": follows}
+    wanted = {"labels": torch.from_numpy(labels)}
+    if "next_sentence_labels" in batch:
+        follows = torch.from_numpy(batch["next_sentence_labels"]).long()
+        wanted["next_sentence_label"] = follows
+    return wanted
 
 
 if __name__ == "__main__":
