@@ -19,7 +19,7 @@ LINES = {
     "conformance": 1_235,
     "data": 4_419,
     "doctor": 1_132,
-    "interop": 2_283,
+    "interop": 2_295,
     "model": 3_296,
     "plan": 2_110,
     "report": 1_934,
@@ -32,7 +32,7 @@ LINES = {
     "benchmarks": 3_613,
     "experiments": 1_177,
     "tables": 445,
-    "tests": 34_412,
+    "tests": 34_411,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

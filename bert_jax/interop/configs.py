@@ -144,6 +144,16 @@ def _ours(path: epath.Path, table: list[_Field], fields: dict[str, Any]) -> dict
     return ours
 
 
+# What others train and we do not compute, by model_type.
+_TWO_WIDTHS = "its embeddings are of another width than its layers"
+_RELATIVE = "its attention looks at distances between places by a table of its own"
+_ELSE = {
+    "albert": f"{_TWO_WIDTHS}, and all layers share their weights",
+    "electra": f"{_TWO_WIDTHS} where it is small, and its head says which tokens were replaced",
+    **dict.fromkeys(("deberta", "deberta-v2", "mpnet"), _RELATIVE),
+}
+
+
 def read(path: epath.Path) -> Model:
     """Reads a config.json as a Model section. Fields it lacks have their classes' defaults."""
     fields = vocabularies.read_object(path)
@@ -154,6 +164,8 @@ def read(path: epath.Path) -> Model:
         "modernbert": _modern,
         _DECODER: _modern,
     }
+    if why := _ELSE.get(str(fields.get("model_type"))):
+        raise InputError(f"{path}: model_type={fields['model_type']!r}: not supported; {why}")
     model_type = require(path, "model_type", fields.get("model_type"), readers)
     for name in _architectures(fields):
         require(path, "architectures", name, [*PARTS, *HEADS])

@@ -259,7 +259,9 @@ REFUSED = {
     ),
     "an index of nothing": (lambda: index({"weight_map": {}}), ["index.json", "no tensors"]),
     "a pickle": (pickled, ["pytorch_model.bin", "weights_only=True", "model.safetensors"]),
-    "another model": (config(model_type="deberta-v2"), ["config.json", "deberta-v2"]),
+    "another model": (config(model_type="deberta-v2"), ["config.json", "deberta-v2", "distances"]),
+    "a model of shared layers": (config(model_type="albert"), ["albert", "share their weights"]),
+    "no name of a model": (config(model_type=["bert"]), ["model_type"]),
     "a class with another head": (
         config(architectures=["BertForNextSentencePrediction"]),
         ["BertForNextSentencePrediction"],
