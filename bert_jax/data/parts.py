@@ -291,7 +291,8 @@ class _IdWriter:
 
     def _encode(self, sentence: str) -> list[int]:
         parts = sentence.split(self._unknown_word) if self._unknown_word else [sentence]
-        ids = self._tokenizer.encode(parts[0])
+        # As it is cut behind other sentences, wherever a row puts it.
+        ids = self._tokenizer.encode_within(parts[0])
         for part in parts[1:]:
             ids += [self._tokenizer.unk_id, *self._tokenizer.encode(part)]
         return ids

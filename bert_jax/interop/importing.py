@@ -131,16 +131,15 @@ def fitted(base: Base, text: str, most: int, asked: Sequence[int], say: Say) -> 
       say: is given a line about what stays.
     """
 
-    def texts() -> Iterator[str]:
-        """Yields paragraphs and sentences: these are read with and without a blank before them."""
+    def rows(tokenizer: Tokenizer) -> Iterator[list[int]]:
+        """Yields the ids of paragraphs, and of sentences as a corpus has them."""
         for document in documents.read(Corpus(sources=(text,))):
-            paragraphs = document.paragraphs()
-            yield from paragraphs
-            yield from sentences.split(document, "en")
+            yield from map(tokenizer.encode, document.paragraphs())
+            yield from map(tokenizer.encode_within, sentences.split(document, "en"))
 
     old = base.tokenizer
-    tokenizer, begins = fitting.cut(old, fitting.counts(old, texts()), most, "--keep", asked)
-    differ, count = fitting.recut(old, tokenizer, begins, texts())
+    tokenizer, begins = fitting.cut(old, fitting.counts(old, rows(old)), most, "--keep", asked)
+    differ, count = fitting.recut(begins, rows(old), rows(tokenizer))
     say(
         f"{tokenizer.size} of {old.size} pieces stay; {differ} of {count} sentences and paragraphs "
         f"of {text} are cut another way now"

@@ -168,7 +168,7 @@ class Tags:
         rows: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
         for number, word in enumerate(words):
             # What has no piece (a lone control character) is a word nevertheless.
-            encode = self._tokenizer.encode_word if number else self._tokenizer.encode
+            encode = self._tokenizer.encode_within if number else self._tokenizer.encode
             pieces = (encode(word) or [self._tokenizer.unk_id])[:room]
             if len(rows[-1][0]) + len(pieces) > room:
                 rows.append(([], [], []))

@@ -30,11 +30,11 @@ _BETTER = 1e-3
 Begins = list[tuple[int, ...]]
 
 
-def counts(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:
-    """Returns how often each piece stands in texts, int64 [size]."""
+def counts(tokenizer: Tokenizer, rows: Iterable[list[int]]) -> np.ndarray:
+    """Returns how often each piece stands in rows of ids, int64 [size]."""
     total = np.zeros(tokenizer.size, np.int64)
-    for text in texts:
-        np.add.at(total, tokenizer.encode(text), 1)
+    for row in rows:
+        np.add.at(total, row, 1)
     return total
 
 
@@ -75,13 +75,16 @@ def cut(
     return form.of(kept), [(number,) for number in kept]
 
 
-def recut(old: Tokenizer, new: Tokenizer, begins: Begins, texts: Iterable[str]) -> tuple[int, int]:
-    """Returns how many of the texts a cut vocabulary cuts into other pieces, and of how many."""
+def recut(begins: Begins, old: Iterable[list[int]], new: Iterable[list[int]]) -> tuple[int, int]:
+    """Returns how many texts a cut vocabulary cuts into other pieces, and how many there are.
+
+    `old` and `new` are the ids of the same texts by the two.
+    """
     of_old = np.array([ids[0] for ids in begins])
     differ = count = 0
-    for text in texts:
+    for one, other in zip(old, new, strict=True):
         count += 1
-        differ += old.encode(text) != of_old[new.encode(text)].tolist()
+        differ += one != of_old[other].tolist()
     return differ, count
 
 
@@ -105,7 +108,7 @@ def with_words(tokenizer: Tokenizer, path: epath.Path) -> tuple[Tokenizer, Begin
                 f"{path}:{number}: {word!r} is not one word for this tokenizer; write a word a line"
             )
         if piece not in known:
-            new[piece] = tuple(tokenizer.encode_word(word))
+            new[piece] = tuple(tokenizer.encode_within(word))
     made, begins = form.extended(new)
     return made, begins, [i for i in range(made.size) if made.piece(i) in new]
 

@@ -85,17 +85,20 @@ class Library:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without specials around it."""
+        return self._cut(text, "")
+
+    def encode_within(self, text: str) -> list[int]:
+        """Returns the ids of a text that goes on another, behind a blank."""
+        return self._cut(text, " ")
+
+    def _cut(self, text: str, before: str) -> list[int]:
         if self._words is not None and " ".join(text.split()) == text:
             words = self._words
             first, *others = text.split(" ")
-            cut = [words[first], *(words[" " + word] for word in others)]
+            cut = [words[before + first], *(words[" " + word] for word in others)]
             if None not in cut:
                 return self._plain([i for ids in cut for i in ids])
-        return self._plain(self._library.encode(text, add_special_tokens=False).ids)
-
-    def encode_word(self, word: str) -> list[int]:
-        """Returns the ids of a word that stands behind a blank."""
-        return self._plain(self._library.encode(f" {word}", add_special_tokens=False).ids)
+        return self._plain(self._library.encode(before + text, add_special_tokens=False).ids)
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
         """Yields where each word of a text stands, and its ids; see `tokenizer.words`."""

@@ -55,8 +55,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without specials around it."""
 
-    def encode_word(self, word: str) -> list[int]:
-        """Returns the ids of a word that stands between others."""
+    def encode_within(self, text: str) -> list[int]:
+        """Returns the ids of a text that goes on another, behind a blank."""
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
         """Yields where each word of a text stands, and its ids, which are the text's together.
@@ -101,9 +101,9 @@ class _Apart:
         """[SEP]."""
         return (self.sep_id,)
 
-    def encode_word(self, word: str) -> list[int]:
-        """Returns the ids of a word that stands between others."""
-        return self.encode(word)
+    def encode_within(self, text: str) -> list[int]:
+        """Returns the ids of a text that goes on another, behind a blank."""
+        return self.encode(text)
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
         """Yields where each word of a text stands, and its ids."""

@@ -33,6 +33,12 @@ words |= st.text(st.sampled_from("abehlnopst' \n,\u00e9\u4e2d\U0001f600"), max_s
 texts = st.lists(st.lists(words, max_size=8).map(" ".join), min_size=1, max_size=4)
 
 
+def rows(tokenizer, texts):
+    for text in texts:
+        yield tokenizer.encode(text)
+        yield tokenizer.encode_within(text)
+
+
 def pieces(tokenizer, text):
     return [tokenizer.piece(i) for i in tokenizer.encode(text)]
 
@@ -41,12 +47,12 @@ def pieces(tokenizer, text):
 @given(texts=texts)
 def test_a_text_is_cut_as_before_by_what_it_uses(name, texts):
     old = FORMS[name]
-    new, begins = fitting.cut(old, fitting.counts(old, texts), 0, "--keep")
+    new, begins = fitting.cut(old, fitting.counts(old, rows(old, texts)), 0, "--keep")
     assert new.size < old.size
     assert [new.piece(i) for i in range(new.size)] == [old.piece(i) for (i,) in begins]
     for text in texts:
         assert pieces(new, text) == pieces(old, text)
-    assert fitting.recut(old, new, begins, texts) == (0, len(texts))
+    assert fitting.recut(begins, rows(old, texts), rows(new, texts)) == (0, 2 * len(texts))
     for role in ("cls_id", "sep_id", "pad_id", "unk_id", "mask_id"):
         assert new.piece(getattr(new, role)) == old.piece(getattr(old, role))
     assert [new.piece(i) for i in new.between_ids] == [old.piece(i) for i in old.between_ids]
@@ -56,7 +62,7 @@ def test_a_text_is_cut_as_before_by_what_it_uses(name, texts):
 def test_the_commonest_are_kept_with_what_makes_them(name):
     old = FORMS[name]
     text = "the people then let the people not be at the end of that nation on the hell"
-    counted = fitting.counts(old, [text])
+    counted = fitting.counts(old, rows(old, [text]))
     least = fitting.cut(old, 0 * counted, 0, "--keep")[0].size
     every = fitting.cut(old, counted, 0, "--keep")[0].size
     assert least + 10 < every
@@ -65,8 +71,9 @@ def test_the_commonest_are_kept_with_what_makes_them(name):
         assert new.size == most
         if name not in ("wordpiece", "xlmr"):  # these have all bytes
             assert new.unk_id not in new.encode(text)
-        differ, _ = fitting.recut(old, new, begins, [text, "the"])
-        assert differ in (1, 2)
+        texts = [text, "the"]
+        differ, count = fitting.recut(begins, rows(old, texts), rows(new, texts))
+        assert 2 <= differ <= count == 4
     with pytest.raises(InputError, match="--keep 4"):
         fitting.cut(old, counted, 4, "--keep")
 
@@ -81,14 +88,14 @@ def test_words_become_pieces_that_begin_as_what_stood_for_them(name, tmp_path):
         return
     new, begins, ids = fitting.with_words(old, epath.Path(file))
     count = len(ids)
-    is_known = len(old.encode_word("the")) == 1
+    is_known = len(old.encode_within("the")) == 1
     assert count == 2 + (not is_known)
     slots = sum(piece.startswith("[unused") for piece in map(old.piece, range(old.size)))
     assert new.size == old.size + max(count - slots, 0)
     for word in ("nonapostle", "hellenon"):
-        (made,) = new.encode_word(word)
+        (made,) = new.encode_within(word)
         assert made in ids
-        assert begins[made] == tuple(old.encode_word(word)) and len(begins[made]) > 1
+        assert begins[made] == tuple(old.encode_within(word)) and len(begins[made]) > 1
         before = new.encode(f"people {word}, let {word}s")
         assert before.count(made) >= 1
     for text in ("the people let then nation", "people non apostle's hello", "a  b\n\nc \u4e2d"):
@@ -106,7 +113,7 @@ def test_words_become_pieces_that_begin_as_what_stood_for_them(name, tmp_path):
 def test_the_library_reads_what_was_cut_with_the_same_ids(name, tmp_path):
     old = FORMS[name]
     text = "the people, let them\n\nnot be [MASK] <mask> at  the end of that nation's hell"
-    new, _ = fitting.cut(old, fitting.counts(old, [text]), 0, "--keep")
+    new, _ = fitting.cut(old, fitting.counts(old, rows(old, [text])), 0, "--keep")
     new.save(epath.Path(tmp_path))
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     plain.encode_special_tokens = True

@@ -69,12 +69,13 @@ texts = st.lists(words, max_size=9).map(" ".join) | st.text(max_size=20)
 @given(text=texts)
 def test_ids_are_those_of_the_library_and_never_special(name, text):
     text = text.encode("utf-8", "ignore").decode()
-    ours, plain = OURS[name], THEIRS[name].encode(text, add_special_tokens=False).ids
+    ours = OURS[name]
     special = {ours.cls_id, ours.sep_id, ours.mask_id, ours.pad_id}
-    found = ours.encode(text)
-    assert not special & set(found)
-    # Unigram has the names of specials among its pieces, and finds them in a text.
-    assert found == [ours.unk_id if i in special and name in UNIGRAMS else i for i in plain]
+    for found, whole in ((ours.encode(text), text), (ours.encode_within(text), f" {text}")):
+        assert not special & set(found)
+        plain = THEIRS[name].encode(whole, add_special_tokens=False).ids
+        # Unigram has the names of specials among its pieces, and finds them in a text.
+        assert found == [ours.unk_id if i in special and name in UNIGRAMS else i for i in plain]
 
 
 @each_form
@@ -170,7 +171,7 @@ def test_words_are_found(name):
     found = [text[start:end] for start, end, _ in OURS[name].words(text)]
     assert "".join(found).replace(" ", "").replace("\n", "") == "Wethepeople,oftheStates"
     assert {"We", "the", "States"} <= set(found) or name == "gemma"
-    ids = OURS[name].encode_word("people")
+    ids = OURS[name].encode_within("people")
     assert OURS[name].decode(ids).strip() == "people" and ids == OURS[name].encode(" people")
 
 
@@ -244,6 +245,8 @@ def test_text_is_prepared_with_it(name, tmp_path):
     manifest = corpus.prepare(of, OURS[name].size, folder, lambda line: None)
     assert manifest["tokenizer"]["sha256"] == OURS[name].sha256
     ids = np.fromfile(folder / "stream" / "train" / "ids.bin", np.uint16)
+    # Each sentence is cut as behind another.
+    assert np.isin(ids, OURS[name].encode(" Line")[0]).sum() >= 32
     assert THEIRS[name].decode(ids.tolist()).count("of the people [SEP] so.") == 32
 
 

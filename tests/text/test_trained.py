@@ -48,7 +48,7 @@ def test_merges_are_those_of_the_library_s_own_trainer():
 
 def test_text_comes_back_and_the_first_word_of_a_sentence_is_that_of_any_place(ours):
     assert ours.decode(ours.encode(TEXT)).strip() == TEXT.strip()
-    assert ours.encode("people of") == ours.encode_word("people") + ours.encode_word("of")
+    assert ours.encode("people of") == ours.encode_within("people") + ours.encode_within("of")
     assert not ours.continues[ours.encode("readers'")[0]]
 
 
