@@ -32,7 +32,7 @@ LINES = {
     "benchmarks": 3_613,
     "experiments": 1_177,
     "tables": 445,
-    "tests": 34_421,
+    "tests": 34_426,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
