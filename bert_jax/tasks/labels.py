@@ -32,7 +32,9 @@ class Sentences:
     def rows(self, examples: Sequence[Sentence]) -> Rows:
         """Returns one row for each text, pair or choice.
 
-        What is too long loses a piece at a time from the end of the longer text.
+        What is too long loses a piece at a time from the end of the longer text; of two as long
+        the second, as in google-research/bert, but with a tokenizer.json the one that was shorter
+        (the first if none was), as in `tokenizers`.
         """
         ids, first = [], []
         for example in examples:
@@ -96,9 +98,10 @@ class Sentences:
         room = self._task.max_sequence_length - around(self._tokenizer, 1 + (b is not None))
         if b is None:
             return a[:room], None
+        first_yields = self._tokenizer.kind == "library" and len(a) <= len(b)
         a, b = list(a), list(b)
         while len(a) + len(b) > room:
-            (a if len(a) > len(b) else b).pop()
+            (a if len(a) + first_yields > len(b) else b).pop()
         return a, b
 
 

@@ -1,18 +1,23 @@
 """Batches of examples: functions of seed and step, whichever rows are asked for."""
 
+import itertools
+import pathlib
 import pickle
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from kinds import TOKENIZER, ids, sentence, task
 
 from bert_jax.tasks.labels import Sentences
 from bert_jax.tasks.rows import Rows, TrainBatches, eval_batches
+from bert_jax.text.library import Library
 from bert_jax.text.tokenizer import joined
 
 LIMIT = 100
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 def rows_of(lengths, together=1):
@@ -167,6 +172,19 @@ def test_pairs_are_cut_as_the_reference_cuts_them(a, b, room, left):
     assert rows.ids[0].tolist() == ids(" ".join(expected))
     assert rows.first.tolist() == [left[0] + 2]
     assert rows.numbers["targets"].tolist() == [1]
+
+
+def test_pairs_are_cut_as_the_library_cuts_them():
+    content = (GOLDEN / "tokenizers" / "roberta.json").read_bytes()
+    named = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
+    ours, theirs = Library(content, named, "roberta"), tokenizers.Tokenizer.from_buffer(content)
+    for a, b, limit in itertools.product(range(1, 9), range(1, 9), (9, 10)):
+        first, second = " ".join("a" * a), " ".join("b" * b)
+        pair = task("pair", max_sequence_length=limit)
+        kind = Sentences(pair, ("0", "1"), ours)
+        theirs.enable_truncation(limit, strategy="longest_first")
+        (row,) = kind.rows([sentence(first, second, label="1")]).ids
+        assert row.tolist() == theirs.encode(first, second).ids
 
 
 def test_one_text_is_cut_at_its_end():
