@@ -8,11 +8,11 @@ import numpy as np
 from etils import epath
 
 from benchmarks import worker
-from bert_jax import embed
 from bert_jax.config import Parallelism
 from bert_jax.interop import importing
 from bert_jax.loaded import Loaded
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.vectors import embed
 
 
 class Ours:

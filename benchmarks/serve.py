@@ -29,13 +29,13 @@ from etils import epath
 from benchmarks import measure
 from benchmarks.embed import sample
 from bert_jax import base as base_lib
-from bert_jax import embed
 from bert_jax.config import Model, Parallelism
 from bert_jax.loaded import Loaded
 from bert_jax.model import heads
 from bert_jax.text import vocabulary
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.vectors import embed
 
 
 def main() -> None:

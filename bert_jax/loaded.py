@@ -16,11 +16,9 @@ from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax import config
-from bert_jax import embed as embed_lib
 from bert_jax.base import Base, Moments
 from bert_jax.config import Experiment, Parallelism
 from bert_jax.data.batches import Batch
-from bert_jax.embed import Embedder, Features
 from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
@@ -34,6 +32,8 @@ from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.checkpoint import Checkpoints, Restored
 from bert_jax.training.evaluators import Prediction, Predictor, logits_of
 from bert_jax.training.pretraining import Prepared
+from bert_jax.vectors import embed as embed_lib
+from bert_jax.vectors.embed import Embedder, Features
 
 What = Literal["params", "with_moments"]
 # Lengths are rounded up to a multiple, so that texts share compiled programs.
@@ -152,7 +152,7 @@ class Loaded(Base):
         layers: Sequence[int] = (-1,),
         length: Literal["as_is", "unit"] | None = None,
     ) -> np.ndarray:
-        """Returns a vector of each text, float32 [texts, W]; see `bert_jax.embed.Features`.
+        """Returns a vector of each text, float32 [texts, W]; see `bert_jax.vectors.embed.Features`.
 
         What is None is as the run or base says. Longer texts than are read are cut.
         """

@@ -38,10 +38,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from bert_jax.embed import Embedder
 from bert_jax.errors import InputError, of_error, quantity
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.predict import TaskModel
+from bert_jax.vectors.embed import Embedder
 
 # What is asked about, a text or an example, and how many rows it is as much work as: its own, and
 # one for so many characters that are cut into pieces.

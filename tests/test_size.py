@@ -12,8 +12,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 2_029,
-    "cli": 1_584,
+    ".": 1_703,
+    "cli": 1_651,
     "compare": 909,
     "config": 2_228,
     "conformance": 1_235,
@@ -23,16 +23,17 @@ LINES = {
     "model": 3_296,
     "plan": 2_110,
     "report": 1_934,
-    "storage": 1_651,
-    "tasks": 4_034,
+    "storage": 1_503,
+    "tasks": 4_037,
     "text": 3_099,
     "training": 6_337,
+    "vectors": 696,
     "verify": 1_159,
     "launch": 1_919,
     "benchmarks": 3_613,
-    "experiments": 1_177,
+    "experiments": 1_180,
     "tables": 445,
-    "tests": 34_426,
+    "tests": 34_586,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -55,7 +56,7 @@ TOO_LONG = {
     "tests/compare/test_compare.py": 713,
     "tests/data/test_batches.py": 494,
     "tests/data/test_corpus.py": 646,
-    "tests/tasks/test_serve.py": 576,
+    "tests/tasks/test_serve.py": 577,
     "tests/training/test_checkpoint.py": 506,
 }
 TOO_SHORT = {

@@ -31,6 +31,18 @@ class _Parser(argparse.ArgumentParser):
         """Leaves with exit code 2."""
         self.exit(errors.BAD_INPUT, f"bert-jax: {printable(message)}; see {self.prog} --help\n")
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Takes words behind a flag, too, where a command takes any number of words.
+
+        argparse itself gives such words none, where another stands before the flag.
+        """
+        known, unknown = super().parse_known_args(args, namespace)
+        words = [it.dest for it in self._actions if it.nargs == "*" and not it.option_strings]
+        if words and not any(word.startswith("-") for word in unknown):
+            setattr(known, words[0], [*getattr(known, words[0]), *unknown])
+            unknown = []
+        return known, unknown
+
     def format_help(self) -> str:
         """Returns the help; the fields are read from their source only where it is asked for."""
         text = super().format_help()

@@ -22,6 +22,7 @@ from bert_jax.errors import FINISHED, InputError, printable
 
 # Of a search: all are computed at once, and more than a few bring nothing.
 _MOST_BEAMS = 64
+_SHOWN = 200  # characters of a text that was searched for
 
 
 @command(
@@ -154,8 +155,8 @@ def embed(args: argparse.Namespace) -> int:
     require_run(args.workdir)
     from etils import epath
 
-    from bert_jax import embed
     from bert_jax.text import lines
+    from bert_jax.vectors import embed
 
     texts = lines.read(args.text_file) if args.text_file else input_lines()
     _, embedder = _embedder(args)
@@ -165,8 +166,8 @@ def embed(args: argparse.Namespace) -> int:
 
 def _embedder(args: argparse.Namespace):
     """The name of the run or base in --workdir, and what gives its vectors."""
-    from bert_jax import embed
     from bert_jax.training import mesh as mesh_lib
+    from bert_jax.vectors import embed
 
     features = embed.Features(
         pooling=args.pooling,
@@ -178,6 +179,60 @@ def _embedder(args: argparse.Namespace):
     mesh = mesh_lib.make_mesh(Parallelism())
     embedder = embed.Embedder(trained, features, mesh, args.max_length, args.batch_tokens)
     return trained.name, embedder
+
+
+@command(
+    CODE,
+    "--workdir W (required): a run or a base",
+    CACHE,
+    """
+    TEXTS: a file with a text on each line, also .gz and .zst; empty lines are no texts
+    [QUESTION...]: left out: lines of standard input
+    --queries FILE: ask each line of this file instead; needs --out
+    --out FILE: with --queries: file to write, a line of JSON for each query
+    --top K (int = 10): how many texts are shown
+    --vectors FOLDER: where the vectors of TEXTS are kept, so that they are made once
+        [TEXTS.vectors]
+    --pooling (mean | cls): a text's vector: mean of its tokens, or that of [CLS] [as the run or
+        base says, else mean]
+    --max-length N (int = 0): most tokens of a text, longer texts are cut; 0: as the run or base
+        says, else all positions of the model
+    --batch-tokens N (int = 0): tokens that a device works on at a time; 0: 512 on a CPU, 16384
+        elsewhere
+    """,
+    CHECKPOINT,
+)
+def search(args: argparse.Namespace) -> int:
+    """Find the texts of a file that are nearest to a question, by the cosine of their vectors."""
+    if args.top < 1:
+        raise InputError(f"--top {args.top}: must be at least 1")
+    if (args.queries is None) != (args.out is None):
+        raise InputError("--queries and --out: give both or neither")
+    if args.queries is not None and args.question:
+        raise InputError("QUESTION: --queries reads them elsewhere; leave it out")
+    if "://" in args.texts and args.vectors is None:
+        raise InputError(f"{args.texts}: name a folder of this machine for its --vectors")
+    trained = trained_of(args)
+    from etils import epath
+
+    from bert_jax.training import mesh as mesh_lib
+    from bert_jax.vectors import search as search_lib
+    from bert_jax.vectors.embed import Embedder, Features
+
+    features = Features(pooling=args.pooling, length="unit")
+    mesh = mesh_lib.make_mesh(Parallelism())
+    embedder = Embedder(trained, features, mesh, args.max_length, args.batch_tokens)
+    index = search_lib.Index(
+        args.texts, epath.Path(args.vectors or f"{args.texts}.vectors"), trained, embedder, say
+    )
+    if args.queries is not None:
+        index.answer_file(args.queries, epath.Path(args.out), args.top)
+        return FINISHED
+    for question in args.question or (line for _, line in input_lines()):
+        print(printable(question))
+        for answer in index.nearest([question], args.top)[0]:
+            print(f"  {answer.score:.3f}  line {answer.line}: {printable(answer.text[:_SHOWN])}")
+    return FINISHED
 
 
 @command(

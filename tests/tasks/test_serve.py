@@ -23,13 +23,14 @@ import tuned
 from broken import call
 from etils import epath
 
-from bert_jax import embed, serve
+from bert_jax import serve
 from bert_jax.config import Task
 from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
 from bert_jax.tasks import examples
 from bert_jax.tasks.predict import TaskModel
 from bert_jax.training import step
+from bert_jax.vectors import embed
 
 TEXTS = ["wa wb", "", "xa " * 90, "wc ? xd", "\u65e5\x00 wa"]
 

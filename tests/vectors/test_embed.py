@@ -13,11 +13,11 @@ import samples
 from broken import Case, call, refuses, remove, tree, write
 from etils import epath
 
-from bert_jax import embed
 from bert_jax.conformance import golden
 from bert_jax.errors import InputError
 from bert_jax.interop import importing
 from bert_jax.loaded import Loaded
+from bert_jax.vectors import embed
 
 LAYERS, HEADS, WIDTH = 3, 4, 64
 CLS, SEP = 2, 3

@@ -28,9 +28,9 @@ from bert_jax.model import heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
-from bert_jax.storage import vectors as vectors_lib
 from bert_jax.text import unknown
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.vectors import files
 
 # Texts that are sorted together, their characters, and the bytes of vectors that are held.
 _TEXTS, _CHARACTERS, _BYTES = 8_192, 2**24, 2**28
@@ -107,7 +107,7 @@ class Embedder:
         self.texts = self.cut = 0  # done so far, and those of them that were longer
         # Pieces of them that the vocabulary cannot read.
         self.unknown = unknown.Share(base.tokenizer)
-        self._features, self._mesh, self._tokenizer = features, mesh, base.tokenizer
+        self.features, self._mesh, self._tokenizer = features, mesh, base.tokenizer
         self._row_tokens = max(
             batch_tokens or (_CPU_TOKENS if on_cpu else _OTHER_TOKENS), self.max_length
         )
@@ -123,7 +123,7 @@ class Embedder:
     @property
     def longest_piece(self) -> int:
         """Characters of the vocabulary's longest piece; 0 unless vectors are of `tokens`."""
-        if self._features.pooling != "tokens":
+        if self.features.pooling != "tokens":
             return 0
         return max(len(self._tokenizer.piece(i)) for i in range(self._tokenizer.size))
 
@@ -159,7 +159,7 @@ class Embedder:
         most = self.max_length
         cut = [ids if len(ids) <= most else np.append(ids[: most - 1], ids[-1:]) for ids in texts]
         rows = np.array([len(ids) - 2 for ids in cut])
-        if self._features.pooling != "tokens":
+        if self.features.pooling != "tokens":
             rows = np.ones_like(rows)
         part = np.cumsum(rows) * self.width * 4 // _BYTES
         for start, end in _ranges(part):
@@ -174,7 +174,7 @@ class Embedder:
             self.texts += end - start
             self.cut += sum(len(ids) > self.max_length for ids in texts[start:end])
             pieces = None
-            if self._features.pooling == "tokens":
+            if self.features.pooling == "tokens":
                 piece = self._tokenizer.piece
                 pieces = [[piece(i) for i in ids[1:-1].tolist()] for ids in cut[start:end]]
             lengths = np.array([len(ids) for ids in cut[start:end]])
@@ -199,7 +199,7 @@ class Embedder:
             for row, output in zip(rows, outputs, strict=True):
                 start = 0
                 for slot, i in enumerate(row):
-                    if self._features.pooling == "tokens":
+                    if self.features.pooling == "tokens":
                         vectors[offsets[i] : offsets[i + 1]] = output[start + 1 :][: lengths[i] - 2]
                     else:
                         vectors[offsets[i]] = output[slot]
@@ -217,7 +217,7 @@ def write(
 ) -> None:
     """Writes the vectors of texts to a file (see `vectors`), a row or an object a text."""
     began = shown = time.monotonic()
-    with vectors_lib.writing(path, embedder.width, embedder.longest_piece) as add:
+    with files.writing(path, embedder.width, embedder.longest_piece) as add:
         for part in embedder.embed(texts):
             add(part.vectors, part.pieces)
             if time.monotonic() - shown > _SECONDS_BETWEEN_LINES:

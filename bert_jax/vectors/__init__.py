@@ -1,0 +1,1 @@
+"""Vectors of texts: made, written to files, and searched."""

@@ -1,0 +1,221 @@
+"""A search over one's own texts: the nearest to a question, by the cosine of all vectors.
+
+Vectors are kept in a folder, so that of texts that grow or change the new ones alone are embedded,
+and a search that was killed goes on:
+
+made.json  by which encoder, and how
+vectors    float32 [texts, W], of length 1, in the order in which they were embedded
+keys       16 bytes a text, of its SHA-256; written after its vector
+
+Shape letters: Q questions, N texts, W width of a vector, K answers.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+from etils import epath
+
+from bert_jax.base import Base, flat
+from bert_jax.errors import InputError, quantity
+from bert_jax.storage.workdir import absolute, lock, named_errors, new_file, read_json, write_atomic
+from bert_jax.text import lines as lines_lib
+from bert_jax.vectors.embed import Embedder
+
+_VERSION = 1
+_KEY = 16  # bytes
+_TEXTS, _QUESTIONS = 65_536, 256  # vectors that are multiplied at once
+_SAVED = 1_024  # texts that are embedded at a time: what a kill costs
+_SECONDS_BETWEEN_LINES = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A text that is near to a question."""
+
+    line: int  # where it stands, from 1
+    score: float  # the cosine
+    text: str
+
+
+class Index:
+    """The vectors of the texts of a file, made where they are missing.
+
+    Args:
+      path: a file with a text on each line; empty lines are no texts.
+      folder: where the vectors are kept.
+      model: whose encoder.
+      embedder: makes its vectors, of length 1.
+      say: takes a line of progress.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        folder: epath.Path,
+        model: Base,
+        embedder: Embedder,
+        say: Callable[[str], None],
+    ):
+        self._path, self._folder, self._embedder = path, folder, embedder
+        # The first line of each different text, by the text's key.
+        self._lines: dict[bytes, int] = {}
+        for line, text in self._texts():
+            self._lines.setdefault(_key(text), line)
+        if not self._lines:
+            raise InputError(f"{path}: no text in it; put one on each line")
+        with lock(folder):
+            self._require_same(_fingerprint(model, embedder))
+            row_of = self._embedded(say)
+        self._places = list(self._lines.values())
+        self._rows = np.array([row_of[key] for key in self._lines])
+
+    def nearest(self, questions: Sequence[str], top: int) -> list[list[Answer]]:
+        """Returns the `top` nearest texts to each question, best first; of equals the earlier."""
+        asked = np.concatenate([part.vectors for part in self._embedder.embed(questions)])
+        vectors = np.memmap(self._folder / "vectors", np.float32, "r")
+        vectors = vectors.reshape(-1, self._embedder.width)
+        places, scores = nearest(vectors, self._rows, asked, top)
+        lines = np.array(self._places)[places]
+        wanted = set(lines.flat)
+        text_of = {line: text for line, text in self._texts() if line in wanted}
+        if any(_key(text_of.get(line, "")) not in self._lines for line in wanted):
+            raise InputError(f"{self._path}: it changed while it was searched; run again")
+        return [
+            [
+                Answer(int(line), float(score), text_of[line])
+                for line, score in zip(*of_one, strict=True)
+            ]
+            for of_one in zip(lines, scores, strict=True)
+        ]
+
+    def answer_file(self, queries: str, out: epath.Path, top: int) -> None:
+        """Writes the nearest texts to each line of a file, as JSON lines.
+
+        Each is `{"query": "...", "nearest": [{"line": 3, "score": 0.71, "text": "..."}, ...]}`.
+        """
+        with new_file(absolute(out)) as unfinished, unfinished.open("w") as file:
+            asked = (text for _, text in lines_lib.read([queries]))
+            while some := list(itertools.islice(asked, _QUESTIONS)):
+                for query, answers in zip(some, self.nearest(some, top), strict=True):
+                    near = [dataclasses.asdict(answer) for answer in answers]
+                    file.write(json.dumps({"query": query, "nearest": near}) + "\n")
+
+    def _texts(self) -> Iterator[tuple[int, str]]:
+        for line, (_, text) in enumerate(lines_lib.read([self._path]), 1):
+            if text.strip():
+                yield line, text
+
+    def _require_same(self, encoder: str) -> None:
+        path = self._folder / "made.json"
+        now = {"format_version": _VERSION, "encoder": encoder, "width": self._embedder.width}
+        if not path.exists():
+            write_atomic(path, json.dumps(now) + "\n")
+        elif read_json(path, _VERSION) != now:
+            raise InputError(
+                f"{path}: these vectors were made by another encoder, or in another way; name "
+                "another folder with --vectors, or remove this one"
+            )
+
+    def _embedded(self, say: Callable[[str], None]) -> dict[bytes, int]:
+        """Returns in which row each text has its vector, after those without one have theirs."""
+        row = 4 * self._embedder.width
+        with (
+            named_errors(self._folder),
+            open(os.fspath(self._folder / "vectors"), "a+b") as vectors,
+            open(os.fspath(self._folder / "keys"), "a+b") as keys,
+        ):
+            # What was being written when a search was killed is cut off.
+            known = min(vectors.tell() // row, keys.tell() // _KEY)
+            vectors.truncate(known * row)
+            keys.truncate(known * _KEY)
+            keys.seek(0)
+            held = keys.read()
+            rows = {held[i * _KEY : (i + 1) * _KEY]: i for i in range(known)}
+            missing = self._lines.keys() - rows.keys()
+            if missing:
+                say(
+                    f"{self._folder}: embedding {len(missing):,} of "
+                    f"{quantity(len(self._lines), 'text')}, which have no vector yet"
+                )
+            shown = time.monotonic()
+            texts = self._once(missing)
+            while some := list(itertools.islice(texts, _SAVED)):
+                new = np.concatenate(
+                    [part.vectors for part in self._embedder.embed(text for _, text in some)]
+                )
+                for file, content in (
+                    (vectors, new.tobytes()),
+                    (keys, b"".join(key for key, _ in some)),
+                ):
+                    file.write(content)
+                    file.flush()
+                rows |= {key: len(rows) + i for i, (key, _) in enumerate(some)}
+                if time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
+                    shown = time.monotonic()
+                    say(f"{self._folder}: {len(rows) - known:,} are done")
+        if missing:
+            raise InputError(f"{self._path}: it changed while it was read; run again")
+        return rows
+
+    def _once(self, missing: set[bytes]) -> Iterator[tuple[bytes, str]]:
+        """Yields each missing key and its text, and takes it from what is missing."""
+        for _, text in self._texts():
+            if (key := _key(text)) in missing:
+                missing.remove(key)
+                yield key, text
+
+
+def nearest(
+    vectors: np.ndarray, rows: np.ndarray, asked: np.ndarray, top: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Finds the largest products exactly, a block of vectors at a time.
+
+    Args:
+      vectors: float32 [anything, W].
+      rows: int [N], of the vectors that are searched.
+      asked: float32 [Q, W].
+      top: how many are wanted, if there are as many.
+
+    Returns:
+      int64 [Q, K], places in `rows`, and float32 [Q, K], the products; the largest first, of
+      equals the one that stands first in `rows`.
+    """
+    best = np.empty((len(asked), 0), np.int64), np.empty((len(asked), 0), np.float32)
+    for start in range(0, len(rows), _TEXTS):
+        block = rows[start : start + _TEXTS]
+        products = asked @ vectors[block].T
+        places = np.broadcast_to(start + np.arange(len(block)), products.shape)
+        both = [np.concatenate(pair, axis=1) for pair in zip(best, (places, products), strict=True)]
+        kept = np.stack([_largest(of_one, top) for of_one in both[1]])
+        best = tuple(np.take_along_axis(one, kept, axis=1) for one in both)
+    return best
+
+
+def _largest(values: np.ndarray, top: int) -> np.ndarray:
+    """Returns where the largest values stand, the largest first, of equals the first."""
+    if top < len(values):
+        places = np.flatnonzero(values >= np.partition(values, -top)[-top])
+    else:
+        places = np.arange(len(values))
+    return places[np.argsort(-values[places], kind="stable")][:top]
+
+
+def _fingerprint(model: Base, embedder: Embedder) -> str:
+    """Returns a hash of an encoder's weights and tokenizer, and of how it makes vectors."""
+    how = f"{model.model}/{model.tokenizer.sha256}/{embedder.features}/{embedder.max_length}"
+    digest = hashlib.sha256(how.encode())
+    for name, values in sorted(flat(jax.device_get(model.params)).items()):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()
+
+
+def _key(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:_KEY]

@@ -1,0 +1,140 @@
+"""The nearest texts: exact, and each text is embedded once."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert_jax import cli
+from bert_jax.errors import InputError
+from bert_jax.vectors import search
+from bert_jax.vectors.embed import Embedded, Features
+
+MODEL = types.SimpleNamespace(
+    model="m", tokenizer=types.SimpleNamespace(sha256="t"), params={"a": np.ones(3, np.float32)}
+)
+
+
+class Letters:
+    """An embedder of letters counted, of length 1; remembers what it was given."""
+
+    width, max_length, features = 26, 9, Features(length="unit")
+
+    def __init__(self):
+        self.given = []
+
+    def embed(self, texts):
+        for text in texts:
+            self.given.append(text)
+            counts = np.array([text.count(chr(97 + i)) for i in range(26)], np.float32)
+            yield Embedded((counts / np.linalg.norm(counts))[None], None, np.ones(1))
+
+
+def index_of(tmp_path, embedder, model=MODEL):
+    path = tmp_path / "texts.txt"
+    return search.Index(str(path), tmp_path / "vectors", model, embedder, lambda line: None)
+
+
+def write(tmp_path, *lines):
+    (tmp_path / "texts.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+@given(data=st.data())
+def test_the_nearest_are_those_of_a_whole_sort_and_of_equals_the_first(data):
+    drawn = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    texts, questions, top = (data.draw(st.integers(1, most)) for most in (40, 3, 12))
+    vectors = drawn.integers(-2, 3, (50, 2)).astype(np.float32)  # many products are equal
+    rows, asked = drawn.permutation(50)[:texts], drawn.integers(-2, 3, (questions, 2))
+    before, search._TEXTS = search._TEXTS, data.draw(st.integers(1, 9))
+    try:
+        places, products = search.nearest(vectors, rows, asked.astype(np.float32), top)
+    finally:
+        search._TEXTS = before
+    every = asked.astype(np.float64) @ vectors[rows].astype(np.float64).T
+    for row, found, values in zip(every, places, products, strict=True):
+        expected = sorted(range(texts), key=lambda place: (-row[place], place))[:top]
+        assert found.tolist() == expected
+        assert values.tolist() == row[expected].tolist()
+
+
+def test_what_is_new_alone_is_embedded_and_a_text_that_went_is_not_found(tmp_path):
+    write(tmp_path, "abc", "", "xyz", "abc", "aab")
+    first, later = Letters(), Letters()
+    (answers,) = index_of(tmp_path, first).nearest(["ab"], 9)
+    assert first.given == ["abc", "xyz", "aab", "ab"]
+    assert [(answer.line, answer.text) for answer in answers] == [
+        (5, "aab"),
+        (1, "abc"),
+        (3, "xyz"),
+    ]
+    np.testing.assert_allclose([a.score for a in answers], [0.9486833, 0.8164966, 0], rtol=1e-6)
+    write(tmp_path, "zz", "aab", "xyz")
+    (answers,) = index_of(tmp_path, later).nearest(["ab"], 9)
+    assert later.given == ["zz", "ab"]
+    assert [answer.line for answer in answers] == [2, 1, 3]
+
+
+@pytest.mark.parametrize(("name", "left"), [("keys", 20), ("vectors", 26 * 4 + 3), ("keys", 0)])
+def test_what_a_kill_cut_off_is_embedded_again(name, left, tmp_path):
+    write(tmp_path, "abc", "xyz", "aab")
+    expected = index_of(tmp_path, Letters()).nearest(["ab"], 3)
+    with (tmp_path / "vectors" / name).open("r+b") as file:
+        file.truncate(left)
+    again = Letters()
+    assert index_of(tmp_path, again).nearest(["ab"], 3) == expected
+    assert again.given[:-1] == ["abc", "xyz", "aab"][bool(left) :]
+
+
+def test_vectors_of_another_encoder_are_not_mixed(tmp_path):
+    write(tmp_path, "abc")
+    index_of(tmp_path, Letters())
+    other = types.SimpleNamespace(**vars(MODEL) | {"params": {"a": np.zeros(3, np.float32)}})
+    with pytest.raises(InputError, match=r"made\.json"):
+        index_of(tmp_path, Letters(), other)
+
+
+def test_a_file_that_changes_meanwhile_is_named(tmp_path):
+    write(tmp_path, "abc", "xyz")
+    index = index_of(tmp_path, Letters())
+    write(tmp_path, "new", "also new")
+    with pytest.raises(InputError, match=r"texts\.txt"):
+        index.nearest(["ab"], 1)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_texts_is_named_and_leaves_nothing(content, tmp_path):
+    (tmp_path / "texts.txt").write_text(content)
+    with pytest.raises(InputError, match=r"texts\.txt"):
+        index_of(tmp_path, Letters())
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.txt"]
+
+
+def test_a_run_is_asked(copy_of_run, capsys):
+    (copy_of_run / "t.txt").write_text("We the people\nof the United States\n")
+    (copy_of_run / "q.txt").write_text("the people\nStates\n")
+    given = ["search", "--workdir", "run", "t.txt"]
+    assert cli.main([*given, "We the people", "--top", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "embedding 2 of 2 texts" in said and "1.000  line 1: We the people" in said
+    assert cli.main([*given, "--queries", "q.txt", "--out", "near.jsonl", "--top", "5"]) == 0
+    assert "embedding" not in capsys.readouterr().out
+    answers = [json.loads(line) for line in (copy_of_run / "near.jsonl").read_text().splitlines()]
+    assert [answer["query"] for answer in answers] == ["the people", "States"]
+    assert all({near["line"] for near in it["nearest"]} == {1, 2} for it in answers)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--top", "0", "a"],
+        ["--queries", "q.txt"],
+        ["--out", "o"],
+        ["a", "--queries", "q", "--out", "o"],
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(wrong, copy_of_run):
+    (copy_of_run / "t.txt").write_text("a\n")
+    assert cli.main(["search", "--workdir", "run", "t.txt", *wrong]) == 2
