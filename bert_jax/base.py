@@ -5,6 +5,7 @@ B/base.json             the Model section, where the weights come from, which ar
 B/params.safetensors    float32, by the paths of the tree: encoder/layers/query/kernel, ...
 B/moments.safetensors   Adam's means of gradients and of their squares, if they were asked for:
                         mean/encoder/layers/query/kernel, square/...
+B/head.safetensors      kernel and bias of the head of a task, if the source was fine-tuned for one
 B/tokenizer/            the tokenizer they belong to
 B/COMPLETE              written last
 """
@@ -38,7 +39,7 @@ from bert_jax.text import tokenizer as tokenizer_lib
 FORMAT_VERSION = 1
 
 _JSON, _WEIGHTS, _TOKENIZER = "base.json", "params.safetensors", "tokenizer"
-_MOMENTS = "moments.safetensors"
+_MOMENTS, _HEAD = "moments.safetensors", "head.safetensors"
 # What of a model its weights do not depend on; all else must be as it was.
 _FREE = ("compute_dtype", "dropout_rng", "initializer_range", "initialization")
 _FREE_ENDING = "dropout_prob"
@@ -69,6 +70,16 @@ class TextVectors:
     max_length: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The head of the task that a base was fine-tuned for."""
+
+    kinds: tuple[str, ...]  # of `task.kind`, those whose outputs these are
+    labels: tuple[str, ...]  # of the outputs; () where they have no names
+    kernel: np.ndarray  # float32 [D, outputs]
+    bias: np.ndarray  # float32 [outputs]
+
+
 @dataclasses.dataclass
 class Base:
     """Weights, and what they mean."""
@@ -84,6 +95,7 @@ class Base:
     sha256: str = ""
     # As its source makes them; None if the source says nothing of it.
     vectors: TextVectors | None = None
+    head: Head | None = None  # None: it was fine-tuned for no task
 
 
 def is_base(folder: epath.Path) -> bool:
@@ -110,6 +122,11 @@ def write(base: Base, folder: epath.Path) -> None:
             write_tensors(made / _MOMENTS, flat(trees), {"format": "bert_jax"})
             record["moments_step"] = base.moments.step
             record["moments_sha256"] = _file_sha256(made / _MOMENTS)
+        if base.head is not None:
+            tensors = {"kernel": base.head.kernel, "bias": base.head.bias}
+            write_tensors(made / _HEAD, tensors, {"format": "bert_jax"})
+            record["head"] = {"kinds": base.head.kinds, "labels": base.head.labels}
+            record["head_sha256"] = _file_sha256(made / _HEAD)
         write_atomic(made / _JSON, json.dumps(sealed(record), indent=2) + "\n")
         mark_complete(made)
 
@@ -127,7 +144,8 @@ def read(folder: epath.Path) -> Base:
     now = {
         "weights_sha256": _file_sha256(folder / _WEIGHTS),
         "tokenizer_sha256": tokenizer.sha256,
-        "moments_sha256": _moments_sha256(folder),
+        "moments_sha256": _sha256_of(folder / _MOMENTS),
+        "head_sha256": _sha256_of(folder / _HEAD),
     }
     for name, sha256 in now.items():
         if record.get(name, "") != sha256:
@@ -139,8 +157,12 @@ def read(folder: epath.Path) -> Base:
             trees = _tree(read_tensors(folder / _MOMENTS))
             moments = Moments(record["moments_step"], trees["mean"], trees["square"])
         params, fresh = _tree(read_tensors(folder / _WEIGHTS)), tuple(record["fresh"])
-        source, vectors = record["source"], vectors_of(record)
-    return Base(model, params, tokenizer, source, fresh, moments, begins_with(folder), vectors)
+        source, vectors, head = record["source"], vectors_of(record), None
+        if now["head_sha256"]:
+            names = tuple(map(tuple, (record["head"]["kinds"], record["head"]["labels"])))
+            head = Head(*names, **read_tensors(folder / _HEAD))
+    sha256 = begins_with(folder)
+    return Base(model, params, tokenizer, source, fresh, moments, sha256, vectors, head)
 
 
 def vectors_of(record: Mapping[str, Any]) -> TextVectors | None:
@@ -151,13 +173,13 @@ def vectors_of(record: Mapping[str, Any]) -> TextVectors | None:
 
 def begins_with(folder: epath.Path) -> str:
     """Returns a hash of the weights that lie here now, and of the moments."""
-    params, moments = _file_sha256(folder / _WEIGHTS), _moments_sha256(folder)
+    params, moments = _file_sha256(folder / _WEIGHTS), _sha256_of(folder / _MOMENTS)
     return hashlib.sha256(f"{params} {moments}".encode()).hexdigest() if moments else params
 
 
-def _moments_sha256(folder: epath.Path) -> str:
-    """Returns the hash of the moments; "" if there are none."""
-    return _file_sha256(folder / _MOMENTS) if (folder / _MOMENTS).exists() else ""
+def _sha256_of(path: epath.Path) -> str:
+    """Returns the SHA-256 of a file that may be missing; "" if it is."""
+    return _file_sha256(path) if path.exists() else ""
 
 
 def flat(params: dict[str, Any], above: str = "") -> dict[str, np.ndarray]:

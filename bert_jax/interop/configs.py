@@ -1,12 +1,14 @@
 """config.json as transformers writes it, of either kind of model, and our Model section."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from etils import epath
 
 from bert_jax import config
+from bert_jax.base import Head
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import vocabularies
@@ -14,6 +16,13 @@ from bert_jax.interop.names import HEADS, PARTS, family
 from bert_jax.interop.vocabularies import require
 from bert_jax.loaded import Loaded
 
+# How the names of their classes for tasks end, and our `task.kind` of the same outputs.
+_TASKS = {
+    "ForSequenceClassification": ("classify", "pair"),
+    "ForMultipleChoice": ("choice",),
+    "ForTokenClassification": ("tag",),
+    "ForQuestionAnswering": ("span",),
+}
 # Under the same name in both.
 _SIZES = (
     "vocab_size",
@@ -176,6 +185,30 @@ def task_class(path: epath.Path) -> str | None:
     """Returns which of their classes for tasks a config.json names; None: none of them."""
     named = _architectures(vocabularies.read_object(path))
     return next((name for name in named if name in HEADS), None)
+
+
+def head_of(path: epath.Path, architecture: str, tensors: Mapping[str, np.ndarray]) -> Head | None:
+    """Returns the head of one of their classes for tasks; None: we have no such kind of task.
+
+    Args:
+      path: of config.json.
+      architecture: the class, one of `names.HEADS`.
+      tensors: float32, by canonical names.
+    """
+    fields, name = vocabularies.read_object(path), HEADS[architecture][1]
+    if fields.get("problem_type") == "multi_label_classification":
+        return None
+    if f"{name}.weight" not in tensors or f"{name}.bias" not in tensors:
+        raise InputError(f"{path}: {architecture}, but weights have no {name}.weight or .bias")
+    kernel, bias = tensors[f"{name}.weight"].T, tensors[f"{name}.bias"]
+    (kinds,) = (_TASKS[ending] for ending in _TASKS if architecture.endswith(ending))
+    if "classify" in kinds and len(bias) == 1:
+        kinds = ("regress",)
+    labels: tuple[str, ...] = ()
+    if kinds[0] in ("classify", "tag"):
+        named = fields.get("id2label") or {}
+        labels = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(len(bias)))
+    return Head(kinds, labels, kernel, bias)
 
 
 def _architectures(fields: dict[str, Any]) -> list[Any]:

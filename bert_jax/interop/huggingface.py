@@ -62,13 +62,17 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     file = _weights_file(folder)
     held = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
     tensors = _without_copies(held, naming, str(file))
+    head = None
     if (architecture := configs.task_class(folder / "config.json")) is not None:
-        _, head = names.HEADS[architecture]
+        head = configs.head_of(folder / "config.json", architecture, tensors)
         tensors = names.without_head(tensors, stated, architecture)
-        say(f"{architecture}: its head ({head}) stays behind, what is below it is taken")
+        _, name = names.HEADS[architecture]
+        kept = "stays behind" if head is None else "is kept for a task of its kind and labels"
+        say(f"{architecture}: its head ({name}) {kept}")
     source = f"Hugging Face folder {folder.name}"
     base = names.fitted(tensors, naming, stated, tokenizer, file, source, say)
     base.vectors = sentence_transformers.read(folder, stated, tokenizer)
+    base.head = head
     return base
 
 

@@ -183,5 +183,10 @@ def with_rows(base: Base, tokenizer: Tokenizer, begins: Sequence[tuple[int, ...]
         trees = (resized(tree, "zero") for tree in (moments.mean, moments.square))
         moments = Moments(moments.step, *trees)
     changed = f"{base.source}, with another vocabulary"
-    kept = {"fresh": base.fresh, "moments": moments, "vectors": base.vectors}
+    kept = {
+        "fresh": base.fresh,
+        "moments": moments,
+        "vectors": base.vectors,
+        "head": base.head,
+    }
     return Base(cfg, resized(base.params, "mean"), tokenizer, changed, **kept)

@@ -45,6 +45,7 @@ class LoadedBase:
     fresh_parts: tuple[str, ...]  # of these, those that never learned
     tokenizer: Tokenizer  # of the base
     sha256: str  # of the weights and the tokenizer: what trained parameters belong to
+    head: base_lib.Head | None = None  # of the task that the base was fine-tuned for
 
     @classmethod
     def of(cls, experiment: Finetuning) -> "LoadedBase":
@@ -79,7 +80,7 @@ class LoadedBase:
             attention_probs_dropout_prob=0.0 if frozen else adapt.attention_probs_dropout_prob,
             compute_dtype=adapt.compute_dtype,
         )
-        return cls(model, params, fresh, trained.tokenizer, digest.hexdigest())
+        return cls(model, params, fresh, trained.tokenizer, digest.hexdigest(), trained.head)
 
     def objective(
         self,
@@ -99,6 +100,16 @@ class LoadedBase:
             return TaskObjective(*args)
         ends = {"first": self.tokenizer.cls_id, "last": self.tokenizer.sep_id}
         return GenerateObjective(*args, **ends, length=task.max_target_length)
+
+    def head_for(self, experiment: Finetuning, labels: Sequence[str]) -> dict[str, Any] | None:
+        """Returns the head that the base has for a task, its outputs in the order of the labels."""
+        if self.head is None or experiment.task.kind not in self.head.kinds:
+            return None
+        if experiment.adapt.features or sorted(self.head.labels or labels) != sorted(labels):
+            return None
+        order = [self.head.labels.index(label) for label in labels if self.head.labels]
+        order = order or list(range(len(self.head.bias)))
+        return {"kernel": self.head.kernel[:, order], "bias": self.head.bias[order]}
 
     def read_by(self, objective: TaskObjective) -> dict[str, Any]:
         """Returns the weights that a task's head reads, on the host.

@@ -215,6 +215,12 @@ class FinetuningSetup(Setup):
             by_label = zip(labels, weights, strict=False)
             shown = ", ".join(f"{name} {weight:.3g}" for name, weight in by_label)
             yield f"finetune: class weights {shown}{more}"
+        if (head := self._base.head) is not None:
+            if self._base.head_for(self.experiment, self.labels) is not None:
+                yield "finetune: begins with the head that the base was fine-tuned with"
+            else:
+                what = f"{' and '.join(head.kinds)} with labels {listed(head.labels)}"
+                yield f"finetune: begins with a fresh head; the base's is of {what}"
         if task.blank_cells == "skip":
             yield f"finetune: left out for blank cells: {examples_lib.in_words(self._blank)}"
         if isinstance(self._rows, TargetRows) and isinstance(self._eval_rows, TargetRows):
@@ -247,6 +253,8 @@ class FinetuningSetup(Setup):
             for name, tree in self._base.read_by(self.objective).items():
                 if name not in self._base.fresh_parts:
                     params[name] = _laid_over(params[name], tree)
+        if (head := self._base.head_for(self.experiment, self.labels)) is not None:
+            params["head"] = _laid_over(params["head"], head)
         return state | {"params": params}, self._base.sha256
 
     def _require_same(self, metadata: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax.config import Adapt, Model
+from bert_jax.errors import InputError
 from bert_jax.interop import configs, finetuned, huggingface, names, vocabularies
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective
@@ -118,7 +119,7 @@ def test_an_adapter_keeps_the_modules_that_peft_asks_for(of, kind, learned, save
 @pytest.mark.parametrize("kind", ["classify", "tag"])
 @every_model
 def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
-    """The encoder and what is below the head, bit for bit; the head stays behind, and says so."""
+    """The encoder, what is below the head, and the head for a task of its kind: bit for bit."""
     folder, said = epath.Path(tmp_path), []
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghi"]
     vocabularies.write(WordPiece(pieces, "uncased"), 64, huggingface.INPUTS[of], folder)
@@ -138,7 +139,44 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
     for name in expected.keys() - {"head/kernel", "head/bias"}:
         np.testing.assert_array_equal(found[name], expected[name], name)
     below = {name.split("/")[0] for name in expected} - {"head"}
-    assert not below & set(base.fresh) and "stays behind" in said[0]
+    assert not below & set(base.fresh) and "kept" in said[0]
+    base_lib.write(base, folder / "base")
+    head = base_lib.read(folder / "base").head
+    np.testing.assert_array_equal(head.kernel, expected["head/kernel"])
+    np.testing.assert_array_equal(head.bias, expected["head/bias"])
+    named = config.get("id2label", {str(i): f"LABEL_{i}" for i in range(head.bias.size)})
+    assert head.labels == tuple(named[str(i)] for i in range(head.bias.size))
+    assert kind in head.kinds
+
+
+@pytest.mark.parametrize(
+    ("ending", "outputs", "said", "kinds", "labels"),
+    [
+        ("SequenceClassification", 1, {}, ("regress",), ()),
+        (
+            "SequenceClassification",
+            2,
+            {"id2label": {"0": "no"}},
+            ("classify", "pair"),
+            ("no", "LABEL_1"),
+        ),
+        ("QuestionAnswering", 2, {}, ("span",), ()),
+        ("MultipleChoice", 1, {}, ("choice",), ()),
+        ("SequenceClassification", 3, {"problem_type": "multi_label_classification"}, None, None),
+    ],
+)
+def test_a_head_is_of_a_kind_of_task(ending, outputs, said, kinds, labels, tmp_path):
+    path = epath.Path(tmp_path) / "config.json"
+    vocabularies.write_json(path, said)
+    architecture = f"BertFor{ending}"
+    _, name = names.HEADS[architecture]
+    tensors = {f"{name}.weight": np.zeros((outputs, 4)), f"{name}.bias": np.zeros(outputs)}
+    head = configs.head_of(path, architecture, tensors)
+    assert (head and head.kinds, head and head.labels) == (kinds, labels)
+    del tensors[f"{name}.bias"]
+    if kinds:
+        with pytest.raises(InputError, match=r"config\.json"):
+            configs.head_of(path, architecture, tensors)
 
 
 @every_model

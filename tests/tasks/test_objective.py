@@ -15,11 +15,14 @@ from kinds import LABELS, MODEL, base_params, kind_of, objective, without_dropou
 from sklearn.metrics import log_loss
 from sklearn.utils.class_weight import compute_class_weight
 
-from bert_jax.config import Adapt, Parallelism
+from bert_jax import base as base_lib
+from bert_jax.config import Adapt, Finetuning, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective as objective_lib
 from bert_jax.tasks import rows
+from bert_jax.tasks.adapted import LoadedBase
+from bert_jax.tasks.job import FinetuningSetup
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding
 
@@ -308,3 +311,30 @@ def test_balanced_weights_are_those_of_scikit_learn_in_the_loss_alone(kind):
         sample_weight=np.array(weights)[truth],
     )  # fmt: skip
     np.testing.assert_allclose(found["loss"], [sum_, counted.sum()], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "order"),
+    [
+        ("classify", ("b", "a", "c"), [1, 0, 2]),
+        ("pair", ("a", "b", "c"), [0, 1, 2]),
+        ("classify", ("a", "b"), None),
+        ("classify", ("a", "b", "d"), None),
+        ("tag", ("a", "b", "c"), None),
+    ],
+)
+def test_a_task_of_the_same_kind_and_labels_begins_with_the_head_of_its_base(kind, labels, order):
+    held = base_lib.Head(
+        ("classify", "pair"), ("a", "b", "c"), np.arange(6.0).reshape(2, 3), np.arange(3.0)
+    )
+    base = LoadedBase(None, {}, (), None, "", held)
+    setup = FinetuningSetup.__new__(FinetuningSetup)
+    setup._base, setup.labels = base, labels
+    setup.experiment = Finetuning(name="x", task=kinds.task(kind), adapt=Adapt(how="frozen"))
+    fresh = {"kernel": jnp.full((2, 3), 9.0), "bias": jnp.full(3, 9.0)}
+    state, _ = setup.initial_state({"params": {"head": fresh}, "step": 0})
+    expected = (
+        fresh if order is None else {"kernel": held.kernel[:, order], "bias": held.bias[order]}
+    )
+    for name, value in expected.items():
+        np.testing.assert_array_equal(state["params"]["head"][name], value)
