@@ -33,7 +33,7 @@ LINES = {
     "benchmarks": 3_613,
     "experiments": 1_180,
     "tables": 445,
-    "tests": 34_654,
+    "tests": 34_661,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

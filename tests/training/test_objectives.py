@@ -22,7 +22,14 @@ WORDS = {
 }
 
 
-@pytest.fixture(scope="module", params=OBJECTIVES)
+# Their losses and batches are tested for themselves, in `make test`, too.
+WHEN = {"mlm_sop": [pytest.mark.long], "bidirectional_lm": [pytest.mark.nightly]}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=WHEN.get(name, [])) for name in OBJECTIVES],
+)
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     file = write_text(folder)

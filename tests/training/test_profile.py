@@ -47,6 +47,7 @@ def plain(tmp_path_factory):
     return folder, file
 
 
+@pytest.mark.nightly
 def test_a_profiled_run_is_the_run_without_bit_for_bit(plain):
     """The window ends in another phase than it begins in."""
     folder, file = plain
@@ -87,6 +88,7 @@ def test_a_stop_in_the_window_ends_the_trace_and_a_resume_begins_one(plain, monk
     assert_same_run(workdir, folder / "plain")
 
 
+@pytest.mark.long
 def test_a_run_that_may_not_write_its_profile_says_so_and_goes_on(plain):
     folder, file = plain
     (folder / "blocked").mkdir()
