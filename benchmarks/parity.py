@@ -45,6 +45,7 @@ MODELS = {
         *("model.type_vocab_size=1", "model.position_offset=1", "model.layer_norm_eps=1e-5"),
         *("data.objective=mlm", "data.short_seq_prob=0"),
     ),
+    "distilbert": ("model.type_vocab_size=0", "data.objective=mlm", "data.short_seq_prob=0"),
     "modern": (*_MODERN, "model.num_hidden_layers=4", "model.local_window=16"),
     "modern, stretched": (
         *(*_MODERN, "model.num_hidden_layers=3", "model.local_window=17"),
