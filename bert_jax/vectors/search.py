@@ -85,7 +85,7 @@ class Index:
         lines = np.array(self._places)[places]
         wanted = set(lines.flat)
         text_of = {line: text for line, text in self._texts() if line in wanted}
-        if any(_key(text_of.get(line, "")) not in self._lines for line in wanted):
+        if any(self._lines.get(_key(text_of.get(line, ""))) != line for line in wanted):
             raise InputError(f"{self._path}: it changed while it was searched; run again")
         return [
             [

@@ -96,10 +96,11 @@ def test_vectors_of_another_encoder_are_not_mixed(tmp_path):
         index_of(tmp_path, Letters(), other)
 
 
-def test_a_file_that_changes_meanwhile_is_named(tmp_path):
+@pytest.mark.parametrize("now", [("new", "also new"), ("xyz", "abc")])
+def test_a_file_that_changes_meanwhile_is_named(now, tmp_path):
     write(tmp_path, "abc", "xyz")
     index = index_of(tmp_path, Letters())
-    write(tmp_path, "new", "also new")
+    write(tmp_path, *now)
     with pytest.raises(InputError, match=r"texts\.txt"):
         index.nearest(["ab"], 1)
 
