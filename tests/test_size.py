@@ -33,7 +33,7 @@ LINES = {
     "benchmarks": 3_614,
     "experiments": 1_181,
     "tables": 445,
-    "tests": 34_662,
+    "tests": 34_661,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -154,11 +154,10 @@ def trained(devices, parallelism=Parallelism(), steps=3):  # noqa: B008
 @pytest.mark.parametrize(
     "parallelism",
     [
-        Parallelism(state="zero3", accumulation=2),
-        Parallelism(),
-        Parallelism(state="zero1", tensor=2),
+        pytest.param(Parallelism(state="zero3", accumulation=2), id="zero3"),
+        pytest.param(Parallelism(), id="replicated", marks=pytest.mark.nightly),
+        pytest.param(Parallelism(state="zero1", tensor=2), id="zero1", marks=pytest.mark.nightly),
     ],
-    ids=lambda p: p.state,
 )
 def test_it_is_learned_and_written_alike_on_four_devices(parallelism):
     params, window, outputs, loss = trained(4, parallelism)
