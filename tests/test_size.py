@@ -13,18 +13,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 1_725,
-    "cli": 1_651,
+    "cli": 1_643,
     "compare": 909,
     "config": 2_228,
     "conformance": 1_235,
     "data": 4_420,
     "doctor": 1_132,
-    "interop": 2_336,
+    "interop": 2_347,
     "model": 3_296,
     "plan": 2_110,
     "report": 1_934,
     "storage": 1_503,
-    "tasks": 4_056,
+    "tasks": 4_055,
     "text": 3_099,
     "training": 6_337,
     "vectors": 696,
@@ -33,7 +33,7 @@ LINES = {
     "benchmarks": 3_614,
     "experiments": 1_181,
     "tables": 445,
-    "tests": 34_661,
+    "tests": 34_674,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

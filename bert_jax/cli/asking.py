@@ -123,17 +123,17 @@ def _fill_masks(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-# Which vectors `embed` and `serve` give.
+# Which vectors `embed`, `serve` and `search` give.
 _FEATURES = """
 --layers N,N (numbers = -1): layers whose vectors are taken: 0 the embeddings, 1 the first, -1
     the last
 --combine (concat | mean = concat): how vectors of several layers become one
---normalize (yes or no): scale each vector to length 1 [as the run or base says]
 --max-length N (int = 0): most tokens of a text, longer texts are cut; 0: as the run or base says,
     else all positions of the model
 --batch-tokens N (int = 0): tokens that a device works on at a time; 0: 512 on a CPU, 16384
     elsewhere
 """
+_NORMALIZE = "--normalize (yes or no): scale each vector to length 1 [as the run or base says]"
 
 
 @command(
@@ -148,6 +148,7 @@ _FEATURES = """
         [CLS]; or a vector for each piece, without these two [as the run or base says, else mean]
     """,
     _FEATURES,
+    _NORMALIZE,
     CHECKPOINT,
 )
 def embed(args: argparse.Namespace) -> int:
@@ -159,13 +160,13 @@ def embed(args: argparse.Namespace) -> int:
     from bert_jax.vectors import embed
 
     texts = lines.read(args.text_file) if args.text_file else input_lines()
-    _, embedder = _embedder(args)
+    _, embedder = _embedder(args, args.normalize)
     embed.write(embedder, (line for _, line in texts), epath.Path(args.out), say)
     return FINISHED
 
 
-def _embedder(args: argparse.Namespace):
-    """The name of the run or base in --workdir, and what gives its vectors."""
+def _embedder(args: argparse.Namespace, normalize: bool | None):
+    """The run or base in --workdir, and what gives its vectors; None: scaled as that says."""
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.vectors import embed
 
@@ -173,12 +174,11 @@ def _embedder(args: argparse.Namespace):
         pooling=args.pooling,
         layers=args.layers,
         combine=args.combine,
-        length={None: None, True: "unit", False: "as_is"}[args.normalize],
+        length={None: None, True: "unit", False: "as_is"}[normalize],
     )
     trained = trained_of(args)
     mesh = mesh_lib.make_mesh(Parallelism())
-    embedder = embed.Embedder(trained, features, mesh, args.max_length, args.batch_tokens)
-    return trained.name, embedder
+    return trained, embed.Embedder(trained, features, mesh, args.max_length, args.batch_tokens)
 
 
 @command(
@@ -195,11 +195,8 @@ def _embedder(args: argparse.Namespace):
         [TEXTS.vectors]
     --pooling (mean | cls): a text's vector: mean of its tokens, or that of [CLS] [as the run or
         base says, else mean]
-    --max-length N (int = 0): most tokens of a text, longer texts are cut; 0: as the run or base
-        says, else all positions of the model
-    --batch-tokens N (int = 0): tokens that a device works on at a time; 0: 512 on a CPU, 16384
-        elsewhere
     """,
+    _FEATURES,
     CHECKPOINT,
 )
 def search(args: argparse.Namespace) -> int:
@@ -212,19 +209,12 @@ def search(args: argparse.Namespace) -> int:
         raise InputError("QUESTION: --queries reads them elsewhere; leave it out")
     if "://" in args.texts and args.vectors is None:
         raise InputError(f"{args.texts}: name a folder of this machine for its --vectors")
-    trained = trained_of(args)
     from etils import epath
 
-    from bert_jax.training import mesh as mesh_lib
     from bert_jax.vectors import search as search_lib
-    from bert_jax.vectors.embed import Embedder, Features
 
-    features = Features(pooling=args.pooling, length="unit")
-    mesh = mesh_lib.make_mesh(Parallelism())
-    embedder = Embedder(trained, features, mesh, args.max_length, args.batch_tokens)
-    index = search_lib.Index(
-        args.texts, epath.Path(args.vectors or f"{args.texts}.vectors"), trained, embedder, say
-    )
+    folder = epath.Path(args.vectors or f"{args.texts}.vectors")
+    index = search_lib.Index(args.texts, folder, *_embedder(args, True), say)
     if args.queries is not None:
         index.answer_file(args.queries, epath.Path(args.out), args.top)
         return FINISHED
@@ -246,6 +236,7 @@ def search(args: argparse.Namespace) -> int:
         base says, else mean]
     """,
     _FEATURES,
+    _NORMALIZE,
     CHECKPOINT,
     TUNED_BASE,
     """
@@ -278,7 +269,8 @@ def serve(args: argparse.Namespace) -> int:
             model = TaskModel(args.workdir, args.base, args.checkpoint)
             served: Any = serve_lib.Answers(model)
         else:
-            served = serve_lib.Vectors(*_embedder(args))
+            trained, embedder = _embedder(args, args.normalize)
+            served = serve_lib.Vectors(trained.name, embedder)
         serve_lib.serve(served, bound, limits, say)
     return FINISHED
 

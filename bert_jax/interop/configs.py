@@ -23,6 +23,8 @@ _TASKS = {
     "ForTokenClassification": ("tag",),
     "ForQuestionAnswering": ("span",),
 }
+# Outputs of the kinds that always have as many.
+_OUTPUTS = {"choice": 1, "span": 2}
 # Under the same name in both.
 _SIZES = (
     "vocab_size",
@@ -187,28 +189,36 @@ def task_class(path: epath.Path) -> str | None:
     return next((name for name in named if name in HEADS), None)
 
 
-def head_of(path: epath.Path, architecture: str, tensors: Mapping[str, np.ndarray]) -> Head | None:
+def head_of(
+    path: epath.Path, architecture: str, tensors: Mapping[str, np.ndarray], width: int
+) -> Head | None:
     """Returns the head of one of their classes for tasks; None: we have no such kind of task.
 
     Args:
       path: of config.json.
       architecture: the class, one of `names.HEADS`.
       tensors: float32, by canonical names.
+      width: of the encoder.
     """
     fields, name = vocabularies.read_object(path), HEADS[architecture][1]
-    if fields.get("problem_type") == "multi_label_classification":
-        return None
-    if f"{name}.weight" not in tensors or f"{name}.bias" not in tensors:
-        raise InputError(f"{path}: {architecture}, but weights have no {name}.weight or .bias")
-    kernel, bias = tensors[f"{name}.weight"].T, tensors[f"{name}.bias"]
+    weight, bias = (tensors.get(f"{name}.{part}", np.empty(0)) for part in ("weight", "bias"))
+    if bias.ndim != 1 or not len(bias) or weight.shape != (len(bias), width):
+        raise InputError(
+            f"{path}: {architecture}, but {name}.weight and .bias are of {list(weight.shape)} and "
+            f"{list(bias.shape)}, for an encoder {width} wide; put the whole folder back"
+        )
     (kinds,) = (_TASKS[ending] for ending in _TASKS if architecture.endswith(ending))
     if "classify" in kinds and len(bias) == 1:
         kinds = ("regress",)
-    labels: tuple[str, ...] = ()
-    if kinds[0] in ("classify", "tag"):
-        named = fields.get("id2label") or {}
-        labels = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(len(bias)))
-    return Head(kinds, labels, kernel, bias)
+    several_at_once = fields.get("problem_type") == "multi_label_classification"
+    if several_at_once or len(bias) != _OUTPUTS.get(kinds[0], len(bias)):
+        return None
+    if kinds[0] not in ("classify", "tag"):
+        return Head(kinds, (), weight.T, bias)
+    named = fields.get("id2label")
+    named = named if isinstance(named, dict) else {}
+    labels = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(len(bias)))
+    return Head(kinds, labels, weight.T, bias)
 
 
 def _architectures(fields: dict[str, Any]) -> list[Any]:

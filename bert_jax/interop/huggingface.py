@@ -64,7 +64,7 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     tensors = _without_copies(held, naming, str(file))
     head = None
     if (architecture := configs.task_class(folder / "config.json")) is not None:
-        head = configs.head_of(folder / "config.json", architecture, tensors)
+        head = configs.head_of(folder / "config.json", architecture, tensors, stated.hidden_size)
         tensors = names.without_head(tensors, stated, architecture)
         _, name = names.HEADS[architecture]
         kept = "stays behind" if head is None else "is kept for a task of its kind and labels"

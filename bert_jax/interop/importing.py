@@ -182,11 +182,12 @@ def with_rows(base: Base, tokenizer: Tokenizer, begins: Sequence[tuple[int, ...]
     if moments is not None:
         trees = (resized(tree, "zero") for tree in (moments.mean, moments.square))
         moments = Moments(moments.step, *trees)
-    changed = f"{base.source}, with another vocabulary"
-    kept = {
-        "fresh": base.fresh,
-        "moments": moments,
-        "vectors": base.vectors,
-        "head": base.head,
-    }
-    return Base(cfg, resized(base.params, "mean"), tokenizer, changed, **kept)
+    return dataclasses.replace(
+        base,
+        model=cfg,
+        params=resized(base.params, "mean"),
+        tokenizer=tokenizer,
+        source=f"{base.source}, with another vocabulary",
+        moments=moments,
+        sha256="",
+    )

@@ -215,12 +215,11 @@ class FinetuningSetup(Setup):
             by_label = zip(labels, weights, strict=False)
             shown = ", ".join(f"{name} {weight:.3g}" for name, weight in by_label)
             yield f"finetune: class weights {shown}{more}"
-        if (head := self._base.head) is not None:
-            if self._base.head_for(self.experiment, self.labels) is not None:
-                yield "finetune: begins with the head that the base was fine-tuned with"
-            else:
-                what = f"{' and '.join(head.kinds)} with labels {listed(head.labels)}"
-                yield f"finetune: begins with a fresh head; the base's is of {what}"
+        head = self._base.head
+        if self._base.head_for(experiment, self.labels) is not None:
+            yield "finetune: begins with the head that the base was fine-tuned with"
+        elif head is not None and task.kind in head.kinds and not experiment.adapt.features:
+            yield f"finetune: begins with a fresh head: the base's knows {listed(head.labels)}"
         if task.blank_cells == "skip":
             yield f"finetune: left out for blank cells: {examples_lib.in_words(self._blank)}"
         if isinstance(self._rows, TargetRows) and isinstance(self._eval_rows, TargetRows):

@@ -115,7 +115,7 @@ class Index:
     def _require_same(self, encoder: str) -> None:
         path = self._folder / "made.json"
         now = {"format_version": _VERSION, "encoder": encoder, "width": self._embedder.width}
-        if not path.exists():
+        if not path.exists() and not (self._folder / "vectors").exists():
             write_atomic(path, json.dumps(now) + "\n")
         elif read_json(path, _VERSION) != now:
             raise InputError(

@@ -16,7 +16,7 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax.config import Adapt, Model
 from bert_jax.errors import InputError
-from bert_jax.interop import configs, finetuned, huggingface, names, vocabularies
+from bert_jax.interop import configs, finetuned, huggingface, importing, names, vocabularies
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective
 from bert_jax.text.tokenizer import WordPiece
@@ -147,6 +147,8 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
     named = config.get("id2label", {str(i): f"LABEL_{i}" for i in range(head.bias.size)})
     assert head.labels == tuple(named[str(i)] for i in range(head.bias.size))
     assert kind in head.kinds
+    other, _ = importing.with_tokenizer(base, base.tokenizer)
+    assert other.head is base.head
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,9 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
         ),
         ("QuestionAnswering", 2, {}, ("span",), ()),
         ("MultipleChoice", 1, {}, ("choice",), ()),
+        ("TokenClassification", 2, {"id2label": ["x"]}, ("tag",), ("LABEL_0", "LABEL_1")),
         ("SequenceClassification", 3, {"problem_type": "multi_label_classification"}, None, None),
+        ("QuestionAnswering", 3, {}, None, None),
     ],
 )
 def test_a_head_is_of_a_kind_of_task(ending, outputs, said, kinds, labels, tmp_path):
@@ -171,12 +175,13 @@ def test_a_head_is_of_a_kind_of_task(ending, outputs, said, kinds, labels, tmp_p
     architecture = f"BertFor{ending}"
     _, name = names.HEADS[architecture]
     tensors = {f"{name}.weight": np.zeros((outputs, 4)), f"{name}.bias": np.zeros(outputs)}
-    head = configs.head_of(path, architecture, tensors)
+    head = configs.head_of(path, architecture, tensors, 4)
     assert (head and head.kinds, head and head.labels) == (kinds, labels)
-    del tensors[f"{name}.bias"]
-    if kinds:
+    for wrong in ({}, tensors | {f"{name}.bias": np.zeros(outputs + 1)}):
         with pytest.raises(InputError, match=r"config\.json"):
-            configs.head_of(path, architecture, tensors)
+            configs.head_of(path, architecture, wrong, 4)
+    with pytest.raises(InputError, match=r"config\.json"):
+        configs.head_of(path, architecture, tensors, 5)
 
 
 @every_model

@@ -88,10 +88,18 @@ def test_what_a_kill_cut_off_is_embedded_again(name, left, tmp_path):
     assert again.given[:-1] == ["abc", "xyz", "aab"][bool(left) :]
 
 
-def test_vectors_of_another_encoder_are_not_mixed(tmp_path):
+def test_vectors_of_another_encoder_or_way_are_not_mixed(tmp_path):
     write(tmp_path, "abc")
     index_of(tmp_path, Letters())
+    for name, value in (("features", Features(pooling="cls", length="unit")), ("max_length", 7)):
+        otherwise = Letters()
+        setattr(otherwise, name, value)
+        with pytest.raises(InputError, match=r"made\.json"):
+            index_of(tmp_path, otherwise)
     other = types.SimpleNamespace(**vars(MODEL) | {"params": {"a": np.zeros(3, np.float32)}})
+    with pytest.raises(InputError, match=r"made\.json"):
+        index_of(tmp_path, Letters(), other)
+    (tmp_path / "vectors" / "made.json").unlink()
     with pytest.raises(InputError, match=r"made\.json"):
         index_of(tmp_path, Letters(), other)
 
