@@ -25,7 +25,7 @@ LINES = {
     "report": 1_934,
     "storage": 1_503,
     "tasks": 4_055,
-    "text": 3_099,
+    "text": 3_114,
     "training": 6_337,
     "vectors": 696,
     "verify": 1_159,
@@ -33,7 +33,7 @@ LINES = {
     "benchmarks": 3_614,
     "experiments": 1_181,
     "tables": 445,
-    "tests": 34_674,
+    "tests": 34_697,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

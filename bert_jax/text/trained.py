@@ -17,6 +17,10 @@ from bert_jax.text import library, merges, vocabulary
 from bert_jax.text.tokenizer import SentencePiece, Tokenizer, WordPiece
 from bert_jax.text.vocabulary import CLS, MASK, PAD, SEP, UNK, Counted
 
+# SentencePiece writes every word as often as it occurs, and sorts what follows each byte of that:
+# 20 bytes of memory a byte. So counts are shares of so many bytes.
+_UNIGRAM_BYTES = 10_000_000
+
 _NAMED = {
     f"{role}_token": piece
     for role, piece in zip(("pad", "unk", "cls", "sep", "mask"), vocabulary.SPECIALS, strict=True)
@@ -70,8 +74,9 @@ def _unigram(counted: Counted, vocab_size: int, corpus: Corpus) -> tokenizers.To
     trained.normalizer = _normalizer([normalizers.Nmt(), normalizers.NFKC()], corpus)
     # SentencePiece puts its own mark before words.
     trained.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    counted = _of_bytes(_cut(trained, counted), _UNIGRAM_BYTES)
     model = vocabulary.train_sentencepiece(
-        _cut(trained, counted), vocab_size, "unigram", corpus.unused_pieces, "identity"
+        counted, vocab_size, "unigram", corpus.unused_pieces, "identity"
     )
     trained.model = models.Unigram([(UNK, 0.0), *vocabulary.scores(model)], unk_id=0)
     trained.pre_tokenizer = pre_tokenizers.Sequence(
@@ -79,6 +84,16 @@ def _unigram(counted: Counted, vocab_size: int, corpus: Corpus) -> tokenizers.To
     )
     trained.decoder = decoders.Metaspace()
     return trained
+
+
+def _of_bytes(counted: Counted, most: int) -> Counted:
+    """Returns words with counts in the same proportions, and at least 1, that are as many bytes."""
+    sizes = [len(word.encode()) for word in counted.words]
+    whole = sum(size * count for size, count in zip(sizes, counted.counts, strict=True))
+    if whole <= most:
+        return counted
+    shares = (max(1, count * most // whole) for count in counted.counts)
+    return Counted.of(dict(zip(counted.words, shares, strict=True)))
 
 
 def _normalizer(steps: list[normalizers.Normalizer], corpus: Corpus) -> normalizers.Normalizer:

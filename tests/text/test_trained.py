@@ -46,6 +46,29 @@ def test_merges_are_those_of_the_library_s_own_trainer():
     assert theirs.encode(TEXT).ids == ours.encode(TEXT)
 
 
+def test_unigram_is_trained_on_so_many_bytes_of_any_text(monkeypatch):
+    """Its trainer takes memory by the byte, each word as often as it occurs."""
+    given = []
+
+    def train(counted, *others):
+        given.append(dict(zip(counted.words, counted.counts, strict=True)))
+        return real(counted, *others)
+
+    real = trained.vocabulary.train_sentencepiece
+    monkeypatch.setattr(trained.vocabulary, "train_sentencepiece", train)
+    made("unigram")
+    counts = dict(zip(COUNTED.words, COUNTED.counts, strict=True))
+    assert given[0] == counts
+    size = sum(len(word.encode()) * count for word, count in counts.items())
+    monkeypatch.setattr(trained, "_UNIGRAM_BYTES", size)
+    often = {word: 1_000_000 * count for word, count in counts.items()} | {"seldom": 1}
+    monkeypatch.setitem(globals(), "COUNTED", Counted.of(often))
+    made("unigram")
+    assert given[1].pop("seldom") == 1
+    for word, count in counts.items():
+        assert max(1, count - 1) <= given[1][word] <= count
+
+
 def test_text_comes_back_and_the_first_word_of_a_sentence_is_that_of_any_place(ours):
     assert ours.decode(ours.encode(TEXT)).strip() == TEXT.strip()
     assert ours.encode("people of") == ours.encode_within("people") + ours.encode_within("of")
