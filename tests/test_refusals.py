@@ -204,7 +204,6 @@ finetune -> --kind
 tokenize --tokenizer nowhere -> nowhere
 doctor nowhere -> nowhere
 doctor experiments --set seed=1 -> --set
-plan tiny --topology v5e:8x8 --search --scaling -> --search
 pretrain tiny --stps 3 -> --stps
 show tiny --step x -> --step
 show tiny --rows 0 -> --rows

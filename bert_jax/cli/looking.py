@@ -218,7 +218,6 @@ def config_(args: argparse.Namespace) -> int:
     --topology SLICES (required): TPU slices to plan for, separated by commas: v5e:8x8,v3:4x4
     --out FILE: file to write the plan to, as JSON [W/plan.json if --workdir is given]
     --search: also try settings of sharding, remat and accumulation on each slice, and rank them
-    --scaling: instead compare slices with as many rows on each chip as on the first slice
     """,
     PRICE,
 )
@@ -226,8 +225,6 @@ def plan(args: argparse.Namespace) -> int:
     """Compile the steps for TPU pods nobody has booked: what fits, how fast, at what cost."""
     experiment, workdir = experiment_of(args, "write")
     price = _price(args)
-    if args.search and args.scaling:
-        raise InputError("--search: not with --scaling; name one of the two")
     if args.workdir and args.out:
         raise InputError("--out: the plan goes into --workdir; name one of the two")
     if args.workdir:
@@ -239,7 +236,7 @@ def plan(args: argparse.Namespace) -> int:
     report.plan_and_write(
         experiment,
         topology.parse_list(args.topology),
-        "search" if args.search else "scaling" if args.scaling else "plan",
+        "search" if args.search else "plan",
         price,
         workdir.named / "plan.json" if args.workdir else epath.Path(args.out) if args.out else None,
         say,

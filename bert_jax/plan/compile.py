@@ -11,7 +11,6 @@ custom kernels it starts itself again, since it is at its start that the compile
 down how it schedules them.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -26,7 +25,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -62,6 +60,7 @@ DUMP = (
 )
 # A compilation takes a core and a half, and a gigabyte or two.
 _AT_ONCE = 2
+_POLL_SECONDS = 0.05
 # What a compilation and its reading are made of.
 _SOURCES = (
     *("config", "hardware.py", "model", "training"),
@@ -147,93 +146,88 @@ def compile_all(
 ) -> list[Outcome]:
     """Compiles jobs, two at a time; those done before are looked up."""
     versions()
-    workers = _Workers()
     width = min(_AT_ONCE, system.cores())  # `taskset` holds it to one
-    with concurrent.futures.ThreadPoolExecutor(width) as pool:
-        futures = [pool.submit(_outcome, job, workers, log, refusals) for job in jobs]
+    outcomes = {number: outcome for number, job in enumerate(jobs) if (outcome := _kept(job))}
+    waiting = [number for number in range(len(jobs)) if number not in outcomes]
+    running: dict[int, subprocess.Popen] = {}
+    with tempfile.TemporaryDirectory(prefix="bert_jax_plan") as folder:
         try:
-            first_failure = concurrent.futures.FIRST_EXCEPTION
-            for future in concurrent.futures.wait(futures, return_when=first_failure).done:
-                future.result()
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            workers.kill()
-            raise
+            while waiting or running:
+                while waiting and len(running) < width:
+                    number = waiting.pop(0)
+                    running[number] = _begin(jobs[number], pathlib.Path(folder, f"{number}"), log)
+                for number in [n for n, process in running.items() if process.poll() is not None]:
+                    code = running.pop(number).returncode
+                    outcomes[number] = _end(jobs[number], pathlib.Path(folder, f"{number}"), code)
+                    if outcomes[number].kind == "refused" and refusals == "raise":
+                        message = outcomes[number].message
+                        raise InputError(f"{jobs[number].topology.name}: {message}")
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait()
+    return [outcomes[number] for number in range(len(jobs))]
 
 
-def _outcome(job: Job, workers: "_Workers", log: Callable[[str], None], refusals: str) -> Outcome:
-    kept = cache_folder() / "plans" / f"{key(job)}.json"
+def _kept(job: Job) -> Outcome | None:
+    """Returns what a compilation of before came to, if it is known."""
     with contextlib.suppress(FileNotFoundError, LookupError, TypeError, ValueError):
-        return Outcome.from_json(kept.read_text())
+        return Outcome.from_json(_place(job).read_text())
+    return None
+
+
+def _place(job: Job) -> epath.Path:
+    return cache_folder() / "plans" / f"{key(job)}.json"
+
+
+def _begin(job: Job, folder: pathlib.Path, log: Callable[[str], None]) -> subprocess.Popen:
+    """Starts the process that compiles a job, whose files lie in a folder of its own."""
     experiment = job.experiment
     log(
         f"compiling {experiment.name} for {job.topology.name}, phase {job.phase}: "
         f"{experiment.model.num_hidden_layers} layers, "
         f"{experiment.phases[job.phase].sequence_length} long, {layout_of(experiment, job.phase)}"
     )
-    text = _run(job, workers)
-    outcome = Outcome.from_json(text)
-    if outcome.kind == "refused" and refusals == "raise":
-        raise InputError(f"{job.topology.name}: {outcome.message}")
-    if outcome.kind in ("compiled", "too large"):  # else this machine may be at fault
-        _keep(kept, text)
-    return outcome
-
-
-def _run(job: Job, workers: "_Workers") -> str:
-    """Returns the outcome as JSON."""
-    with tempfile.TemporaryDirectory(prefix="bert_jax_plan") as folder:
-        job_file, outcome_file = pathlib.Path(folder, "job"), pathlib.Path(folder, "outcome")
-        fields = {
-            "experiment": json.loads(config.to_json(job.experiment)),
-            "phase": job.phase,
-            "topology": job.topology.name,
-        }
-        job_file.write_text(json.dumps(fields))
-        with open(os.path.join(folder, "output"), "w+b") as output:
-            code = workers.run([os.fspath(job_file), os.fspath(outcome_file)], output)
-            output.seek(0)
-            lines = output.read().decode("utf-8", "replace").strip().split("\n")
-        if outcome_file.exists():
-            return outcome_file.read_text()
-    if code < 0:
-        message = f"the compiler crashed ({signal.Signals(-code).name})"
-        return json.dumps({"kind": "crashed", "message": message})
-    raise RuntimeError(f"compiling for {job.topology.name}: {lines[-1]}")
-
-
-class _Workers:
-    """Processes that compile; `kill` ends them all, and those that are begun later at once."""
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen] = set()
-        self._killed = threading.Event()
-
-    def run(self, arguments: list[str], output: Any) -> int:
-        """Runs a process to its end; returns its exit code."""
-        path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": path}
-        environment.pop("XLA_FLAGS", None)  # a plan is of the compiler as it comes
-        process = subprocess.Popen(
-            [*_COMMAND, *arguments],
+    folder.mkdir()
+    fields = {
+        "experiment": json.loads(config.to_json(experiment)),
+        "phase": job.phase,
+        "topology": job.topology.name,
+    }
+    (folder / "job").write_text(json.dumps(fields))
+    path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": path}
+    environment.pop("XLA_FLAGS", None)  # a plan is of the compiler as it comes
+    with open(folder / "output", "wb") as output:
+        return subprocess.Popen(
+            [*_COMMAND, str(folder / "job"), str(folder / "outcome")],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
         )
-        self._running.add(process)
-        if self._killed.is_set():
-            process.kill()
-        try:
-            return process.wait()
-        finally:
-            self._running.discard(process)
 
-    def kill(self) -> None:
-        self._killed.set()
-        for process in list(self._running):
-            process.kill()
+
+def _end(job: Job, folder: pathlib.Path, code: int) -> Outcome:
+    """Returns what the process that has ended wrote, and keeps it for the next time."""
+    if not (folder / "outcome").exists():
+        if code < 0:
+            message = f"the compiler crashed ({signal.Signals(-code).name})"
+            return Outcome(kind="crashed", message=message)
+        last = (folder / "output").read_text("utf-8", "replace").strip().split("\n")[-1]
+        raise RuntimeError(f"compiling for {job.topology.name}: {last}")
+    text = (folder / "outcome").read_text()
+    outcome = Outcome.from_json(text)
+    if outcome.kind in ("compiled", "too large"):  # else this machine may be at fault
+        place = _place(job)
+        with made(place.parent), named_errors(place.parent):
+            write_atomic(place, text)
+            for other in pathlib.Path(place.parent).glob("*.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
+                        other.unlink()
+    return outcome
 
 
 def key(job: Job) -> str:
@@ -263,15 +257,6 @@ def _code_version() -> str:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def _keep(path: epath.Path, text: str) -> None:
-    with made(path.parent), named_errors(path.parent):
-        write_atomic(path, text)
-        for other in pathlib.Path(path.parent).glob("*.json"):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
-                    other.unlink()
 
 
 # --- the process that compiles ---

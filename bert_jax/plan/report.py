@@ -2,9 +2,11 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from etils import epath
@@ -14,18 +16,24 @@ from bert_jax.config import Experiment
 from bert_jax.errors import InputError, printable
 from bert_jax.model import flops
 from bert_jax.plan import compile as compile_lib
-from bert_jax.plan import estimate, variants
+from bert_jax.plan import estimate
 from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.schedule import Program
-from bert_jax.plan.topology import Layout, Topology, layout_of, shards_of
+from bert_jax.plan.topology import Layout, Topology, layout_of, shards_of, with_layout
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import require_plain, sealed
 from bert_jax.training.collectives import method_of
 
 FORMAT_VERSION = 2
 
-# Collectives whose arithmetic a table of scaling shows.
-_SHOWN = 3
+# From what keeps most on a device to what keeps least.
+STATES = ("replicated", "zero1", "zero3")
+REMATS = ("none", "dots", "full")
+# Of the layouts that a search compiled, how many are shown.
+BEST = 3
+# With fewer positions at once the matrix units are half empty; with so many, what a layer works on
+# stays in a chip's fast memory.
+_GOOD_TOKENS = 2048
 _GIB = 2**30
 
 Entry = dict[str, Any]
@@ -34,15 +42,14 @@ Entry = dict[str, Any]
 def plan_and_write(
     experiment: Experiment,
     topologies: Sequence[Topology],
-    mode: Literal["plan", "search", "scaling"],
+    mode: Literal["plan", "search"],
     price_per_chip_hour: float | None,
     path: epath.Path | None,
     log: Callable[[str], None],
 ) -> None:
     """Makes a plan, prints it, and writes it to `path`, unless that is None.
 
-    `search` ranks layouts on each slice, too; `scaling` instead gives each chip of every slice the
-    same work. Without a price, which is in any currency, costs are left out.
+    Without a price, which is in any currency, costs are left out.
     """
     if path is not None:
         require_plain(path)
@@ -51,11 +58,7 @@ def plan_and_write(
             "model.kind=bilstm: no plan is made of it; its loop over a row's places is of products "
             "too small for what is estimated"
         )
-    if mode == "scaling":
-        plan = _document(experiment, [], price_per_chip_hour)
-        plan["scaling"] = _scaling(variants.scale(experiment, topologies, _log_progress))
-    else:
-        plan = make_plan(experiment, topologies, mode, price_per_chip_hour)
+    plan = make_plan(experiment, topologies, mode, price_per_chip_hour)
     for line in lines(plan):
         log(line)
     if path is not None:
@@ -71,10 +74,7 @@ def make_plan(
 ) -> Entry:
     """Compiles every phase for every slice; where one does not fit, looks for what helps.
 
-    A search finds what fits: with it nothing else is looked for.
-
-    Returns:
-      The plan; with `search`, each slice holds what `variants.search` gives.
+    `search` ranks layouts on each slice instead, and so finds what fits.
     """
     numbers = range(len(experiment.phases))
     jobs = [Job(experiment, number, topology) for topology in topologies for number in numbers]
@@ -83,27 +83,13 @@ def make_plan(
     for topology in topologies:
         mine = [next(outcomes) for _ in numbers]
         entry = _slice_entry(experiment, topology, mine, price_per_chip_hour)
-        for phase in entry["phases"]:
-            if phase["outcome"] == "too large" and mode == "plan":
-                phase["remedies"] = variants.remedies(
-                    experiment, phase["phase"], topology, _log_progress
-                )
         if mode == "search":
-            entry["search"] = variants.search(experiment, topology, _log_progress)
+            entry["search"] = _search(experiment, topology)
+        else:
+            for phase in entry["phases"]:
+                if phase["outcome"] == "too large":
+                    phase["remedies"] = _remedies(experiment, phase["phase"], topology)
         slices.append(entry)
-    return _document(experiment, slices, price_per_chip_hour)
-
-
-def _log_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-# --- as JSON ---
-
-
-def _document(
-    experiment: Experiment, slices: list[Entry], price_per_chip_hour: float | None
-) -> Entry:
     return {
         "format_version": FORMAT_VERSION,
         "experiment": experiment.name,
@@ -116,6 +102,112 @@ def _document(
         "price_per_chip_hour": price_per_chip_hour,
         "slices": slices,
     }
+
+
+def _log_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# --- other layouts ---
+
+
+def _planned(
+    experiment: Experiment, number: int, topology: Topology, layouts: Iterable[Layout]
+) -> list[tuple[Layout, Entry]]:
+    """Compiles a phase in each layout that the experiment allows; returns the phase's entries."""
+    jobs = {}
+    for layout in dict.fromkeys(layouts):
+        try:
+            jobs[layout] = Job(with_layout(experiment, number, layout), number, topology)
+        except InputError:  # a recipe of reference replicas has no zero3
+            continue
+    outcomes = compile_lib.compile_all(list(jobs.values()), _log_progress, "return")
+    return [
+        (layout, phase_entry(job.experiment, number, topology, outcome))
+        for (layout, job), outcome in zip(jobs.items(), outcomes, strict=True)
+    ]
+
+
+def _search(experiment: Experiment, topology: Topology) -> Entry:
+    """Ranks ways to hold the state and the backward pass by the hours of the recipe.
+
+    Each phase is compiled with the experiment's micro-batches, and with those nearest to 2,048
+    positions on a device; the faster counts.
+
+    Returns:
+      `ranked`, settings, hours and peak bytes of a device, the best first; of the layouts of single
+      phases, how many were `compiled`, and of these `unfit`.
+    """
+    ways = list(itertools.product(STATES, REMATS))
+    outcomes, phases = [], []
+    for number, phase in enumerate(experiment.phases):
+        rows = max(phase.batch_size // shards_of(experiment, topology), 1)
+        powers = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
+        wanted = rows * phase.sequence_length / _GOOD_TOKENS
+        good = min(powers, key=lambda count, wanted=wanted: abs(math.log(count / wanted)))
+        own = experiment.parallelism.accumulation_of(number)
+        layouts = [Layout(*way, count) for way in ways for count in (own, good)]
+        layouts.append(Layout(*ways[-1], powers[-1]))  # what keeps least
+        fastest = {}
+        for layout, entry in _planned(experiment, number, topology, layouts):
+            outcomes.append(entry["outcome"])
+            if entry["outcome"] == "compiled":
+                one = entry["hours"], layout.accumulation, entry["memory"]["peak"]
+                fastest[layout[:2]] = min(one, fastest.get(layout[:2], one))
+        phases.append(fastest)
+    ranked = []
+    for way in ways:
+        if all(way in fastest for fastest in phases):
+            hours, counts, peaks = zip(*(fastest[way] for fastest in phases), strict=True)
+            words = zip(Layout._fields, (*way, ",".join(map(str, counts))), strict=True)
+            settings = [f"parallelism.{name}={word}" for name, word in words]
+            ranked.append({"settings": settings, "hours": sum(hours), "peak": max(peaks)})
+    return {
+        "compiled": len(outcomes),
+        "unfit": len(outcomes) - outcomes.count("compiled"),
+        "ranked": sorted(ranked, key=lambda one: one["hours"])[:BEST],
+    }
+
+
+def _remedies(experiment: Experiment, number: int, topology: Topology) -> list[str]:
+    """Compiles a phase with one setting changed, for each that saves memory; then with all.
+
+    Returns:
+      A line for each that fits, or one that says that none does.
+    """
+    now = layout_of(experiment, number)
+    rows = max(experiment.phases[number].batch_size // shards_of(experiment, topology), 1)
+    doubled = (now.accumulation << n for n in range(1, rows.bit_length()))
+    smaller = [
+        *(now._replace(remat=word) for word in REMATS[REMATS.index(now.remat) + 1 :]),
+        *(now._replace(state=word) for word in STATES[STATES.index(now.state) + 1 :]),
+        *(now._replace(accumulation=count) for count in doubled if rows % count == 0),
+    ]
+    for layouts in (smaller, [Layout(STATES[-1], REMATS[-1], rows)]):
+        tried = _planned(experiment, number, topology, layouts)
+        fitting = [(layout, entry) for layout, entry in tried if entry["outcome"] == "compiled"]
+        if fitting:
+            return [
+                f"fits with {_changed(experiment, number, layout)}: "
+                f"{entry['memory']['peak'] / _GIB:.2f} GiB"
+                for layout, entry in fitting
+            ]
+    return ["no remat, accumulation or sharding of the state makes it fit: take more chips"]
+
+
+def _changed(experiment: Experiment, number: int, layout: Layout) -> str:
+    """Returns the settings that a layout changes, as `--set` takes them."""
+    # Micro-batches of every phase: one number would be for all of them.
+    parts = with_layout(experiment, number, layout).parallelism.accumulation
+    words = layout._asdict() | {"accumulation": ",".join(map(str, parts))}
+    return ", ".join(
+        f"parallelism.{name}={words[name]}"
+        for name, now in layout_of(experiment, number)._asdict().items()
+        if now != getattr(layout, name)
+    )
+
+
+# --- as JSON ---
 
 
 def config_sha256(experiment: Experiment) -> str:
@@ -245,53 +337,6 @@ def _collectives_by_kind(program: Program) -> list[Entry]:
     return entries
 
 
-def _scaling(phases: list[list[tuple[Job, Outcome]]]) -> list[Entry]:
-    """Returns for each phase `rows_per_chip` and its slices.
-
-    A slice is a `phase_entry` with `efficiency`, the first slice's step over this one's, and
-    `arithmetic`, lines.
-    """
-    entries = []
-    for compiled in phases:
-        slices = []
-        for job, outcome in compiled:
-            entry = phase_entry(job.experiment, job.phase, job.topology, outcome)
-            entry |= {"topology": job.topology.name, "chips": job.topology.chips}
-            base = (slices[0] if slices else entry).get("seconds")
-            known = base and "seconds" in entry
-            entry["efficiency"] = base["total"] / entry["seconds"]["total"] if known else None
-            slices.append(entry | {"arithmetic": list(_arithmetic(job.topology, outcome))})
-        first = slices[0]
-        entries.append(
-            {
-                "phase": first["phase"],
-                "rows_per_chip": first["batch_size"] / first["chips"],
-                "slices": slices,
-            }
-        )
-    return entries
-
-
-def _arithmetic(topology: Topology, outcome: Outcome) -> Iterator[str]:
-    """Yields the collectives that take longest, as they were computed."""
-    if outcome.program is None:
-        return
-    program = outcome.program
-    waits = estimate.estimate(program, topology, outcome.places).waits
-    timed = sorted(zip(waits, program.collectives, strict=True), key=lambda pair: -pair[0])
-    for wait, one in timed[:_SHOWN]:
-        links = estimate.route(one, topology, outcome.places)
-        seconds = one.count * sum(estimate.collective_seconds(one, topology, outcome.places))
-        twice = "2 x " if one.kind == "all-reduce" else ""
-        share = "" if one.pairs else f"{links.size - 1}/{links.size} x "
-        yield (
-            f"{one.count} {one.kind} of {one.payload / 1e6:.2f} MB over {links.size}: "
-            f"{one.count} x {twice}({share}{one.payload / 1e6:.2f} MB / "
-            f"{links.bandwidth / 1e9:g} GB/s + {links.hops} us) = {1e3 * seconds:.2f} ms; "
-            f"the step waits {1e3 * wait:.2f} ms for them"
-        )
-
-
 # --- as lines ---
 
 
@@ -302,9 +347,6 @@ def lines(plan: Entry) -> Iterator[str]:
     for entry in plan["slices"]:
         yield ""
         yield from _slice_lines(entry)
-    for phase in plan.get("scaling", []):
-        yield ""
-        yield from _scaling_lines(phase)
 
 
 def _slice_lines(entry: Entry) -> Iterator[str]:
@@ -424,28 +466,3 @@ def _check_lines(checks: Entry) -> Iterator[str]:
             f"    check: {checks['endless_loops']} loops whose rounds are not in the text, counted "
             "once: the step takes longer than this says"
         )
-
-
-def _scaling_lines(phase: Entry) -> Iterator[str]:
-    yield (
-        f"scaling, phase {phase['phase']}, {phase['rows_per_chip']:g} rows of "
-        f"{phase['slices'][0]['sequence_length']} a chip (ms a step)"
-    )
-    yield (
-        f"  {'slice':<12}{'chips':>6}{'batch':>8}{'step':>9}{'compute':>9}{'links':>8}"
-        f"{'latency':>9}{'efficiency':>12}"
-    )
-    for entry in phase["slices"]:
-        head = f"  {entry['topology']:<12}{entry['chips']:>6,}{entry['batch_size']:>8,}"
-        if entry["outcome"] != "compiled":
-            yield f"{head}  {entry['outcome']}: {printable(entry['message'])}"
-            continue
-        s = entry["seconds"]
-        yield (
-            f"{head}{1e3 * s['total']:>9.1f}{1e3 * s['compute']:>9.1f}"
-            f"{1e3 * s['collectives']:>8.1f}{1e3 * s['latency']:>9.1f}"
-            f"{entry['efficiency'] or 0:>12.3f}"
-        )
-    for entry in phase["slices"]:
-        for line in entry["arithmetic"]:
-            yield f"  {entry['topology']}: {line}"

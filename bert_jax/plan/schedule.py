@@ -155,65 +155,78 @@ class _Walk:
         self.operations: collections.Counter[str] = collections.Counter()
         self.endless = 0
 
-    def run(self, name: str, times: int, where: str) -> list[Step]:
+    def run(self, name: str | None, times: int, where: str) -> list[Step]:
         """Walks through a computation that runs `times` times; returns the steps of one run."""
-        computation = self.module.computations[name]
+        computation = self.module.computations[name or ""]
         begun: dict[str, None] = {}
         steps: list[Step] = []
         for instruction in computation.instructions:
             self.operations[instruction.opcode] += times
-            start = self._begins(instruction, computation, where)
-            if start is not None:
+            fused = instruction.called("calls") if instruction.opcode == "fusion" else None
+            inside = self.module.computations[fused] if fused else None
+            begins, ends = _asynchronous(instruction, inside)
+            if begins is not None:
+                start = _collective(begins, inside or computation, where)
                 start = dataclasses.replace(start, asynchronous=True)
                 steps.append(("start", _count(self.collectives, start, times), instruction.name))
                 begun[instruction.name] = None
-            elif begun and self._ends(instruction):
-                began = _origin(instruction, computation, begun)
-                if began is not None:
-                    del begun[began]
-                    steps.append(("done", began))
-            steps += self._steps(instruction, computation, times, where)
+            elif ends and begun and (began := _origin(instruction, computation, begun)) is not None:
+                del begun[began]
+                steps.append(("done", began))
+            if inside is None:
+                steps += self._steps(instruction, computation, times, where)
+            else:
+                steps += self._work(instruction, inside, times, where)
         return _joined([*steps, *(("done", name) for name in begun)])
 
     def _steps(
         self, instruction: Instruction, computation: Computation, times: int, where: str
     ) -> list[Step]:
-        """Returns what an instruction does besides beginning or ending a collective."""
+        """Returns what an instruction does that is no fusion, besides beginning or ending."""
         match instruction.opcode:
             case "while":
                 rounds = _rounds(self.module, instruction, computation)
-                if rounds is None:
-                    self.endless += 1
-                    rounds = 1
-                body = self.run(instruction.called("body") or "", times * rounds, "loop")
+                self.endless += rounds is None
+                rounds = 1 if rounds is None else rounds
+                body = self.run(instruction.called("body"), times * rounds, "loop")
                 return [("loop", rounds, tuple(body))]
             case "call":
-                return self.run(instruction.called("to_apply") or "", times, where)
+                return self.run(instruction.called("to_apply"), times, where)
             case "async-start":
-                return self.run(instruction.called("calls") or "", times, where)
+                return self.run(instruction.called("calls"), times, where)
             case "conditional":
                 branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
                 names = [instruction.called(f"{word}_computation") for word in ("false", "true")]
                 names = re.findall(r"[\w.\-]+", branches[1]) if branches else names
-                if (held := _HELD.search(instruction.attributes)) and len(names) == 2:
-                    share = int(held[1]) / int(held[2])
-                    counts = times - round(times * share), round(times * share)
-                    second, first = (
-                        tuple(self.run(name or "", count, where))
-                        for name, count in zip(names, counts, strict=True)
-                    )
-                    return [("either", share, first, second)]
-                # Nothing says which; the longest is meant.
-                return max((self.run(name or "", times, where) for name in names), key=_work)
-            case "fusion":
-                inside = self.module.computations[instruction.called("calls") or ""]
-                held = inside.instructions
-                carried_on = _is_part_of_asynchronous(inside)
-            case _:
-                inside, held, carried_on = computation, [instruction], False
+                held = _HELD.search(instruction.attributes)
+                if not held or len(names) != 2:
+                    # Nothing says which; the longest is meant.
+                    return max((self.run(name, times, where) for name in names), key=_work)
+                share = int(held[1]) / int(held[2])
+                often = round(times * share)
+                second = tuple(self.run(names[0], times - often, where))
+                first = tuple(self.run(names[1], often, where))
+                return [("either", share, first, second)]
+        return self._work(instruction, computation, times, where)
+
+    def _work(
+        self, instruction: Instruction, inside: Computation, times: int, where: str
+    ) -> list[Step]:
+        """Returns what a fusion does, or an instruction by itself, which is `inside` its own."""
+        fused = instruction.opcode == "fusion"
+        root = inside.root
+        # A TPU writes some reduce-scatters as the sum of all, of which a slice alone is made.
+        scatters = fused and root is not None and root.opcode == "dynamic-slice"
+        summed = root.operands[0] if scatters else None
+        # It carries an asynchronous collective on inside the fusions that hide it. The text shows
+        # it whole in each of them, marked as a link of one chain.
+        carried_on = fused and any(
+            one.opcode in COLLECTIVES and "chain_id=" in one.attributes
+            for one in inside.instructions
+        )
         steps: list[Step] = []
         cycles, random_bytes = instruction.estimated_cycles, 0
-        for one in held:
+        for one in inside.instructions if fused else [instruction]:
             if one.opcode == "rng-bit-generator":
                 random_bytes += one.bytes
             elif one.target == KERNEL:
@@ -222,7 +235,7 @@ class _Walk:
                 cycles = 0  # some compilers' options give a kernel an estimate: it is the kernel's
             elif one.opcode in COLLECTIVES and not carried_on:
                 collective = _collective(one, inside, where)
-                if inside is not computation and _is_scatter(one, inside):
+                if one.name == summed and one.opcode == "all-reduce":
                     collective = dataclasses.replace(collective, kind="reduce-scatter")
                 number = _count(self.collectives, collective, times)
                 steps += [("start", number, one.name), ("done", one.name)]
@@ -239,26 +252,23 @@ class _Walk:
             bytes=min(size, int(stated[1])) if stated else size,
         )
 
-    def _begins(
-        self, instruction: Instruction, computation: Computation, where: str
-    ) -> Collective | None:
-        """Returns the collective that begins here and ends at another instruction."""
-        if instruction.opcode.removesuffix("-start") in COLLECTIVES:
-            if instruction.opcode.endswith("-start"):
-                return _collective(instruction, computation, where)
-        elif instruction.opcode == "fusion":
-            inside = self.module.computations[instruction.called("calls") or ""]
-            if _calls(inside, "AsyncCollectiveStart"):
-                for held in inside.instructions:
-                    if held.opcode in COLLECTIVES:
-                        return _collective(held, inside, where)
-        return None
 
-    def _ends(self, instruction: Instruction) -> bool:
-        if instruction.opcode == "fusion":
-            inside = self.module.computations[instruction.called("calls") or ""]
-            return _calls(inside, "AsyncCollectiveDone")
-        return instruction.opcode.removesuffix("-done") in COLLECTIVES
+def _asynchronous(
+    instruction: Instruction, inside: Computation | None
+) -> tuple[Instruction | None, bool]:
+    """Returns the collective that begins here and ends elsewhere; whether one may end here.
+
+    Either is an instruction of its own, or a fusion that calls what a TPU has for it.
+    """
+    if inside is None:
+        opcode = instruction.opcode
+        begins = opcode.endswith("-start") and opcode.removesuffix("-start") in COLLECTIVES
+        # A synchronous one that is computed from what has begun waits for it, too.
+        return instruction if begins else None, opcode.removesuffix("-done") in COLLECTIVES
+    targets = {one.target for one in inside.instructions}
+    held = (one for one in inside.instructions if one.opcode in COLLECTIVES)
+    begins = next(held, None) if "AsyncCollectiveStart" in targets else None
+    return begins, "AsyncCollectiveDone" in targets
 
 
 def _identity(kernel: Instruction, computation: Computation) -> tuple[str, ...]:
@@ -289,36 +299,8 @@ def _joined(steps: Sequence[Step]) -> list[Step]:
     return joined
 
 
-def _calls(computation: Computation, target: str) -> bool:
-    return any(instruction.target == target for instruction in computation.instructions)
-
-
-def _is_part_of_asynchronous(computation: Computation) -> bool:
-    """Returns whether a fused collective is a part of one that another fusion began.
-
-    A TPU carries an asynchronous collective on inside the fusions that hide it. The text shows it
-    whole in each of them, from its start to its end, marked as links of one chain.
-    """
-    return any(
-        instruction.opcode in COLLECTIVES and "chain_id=" in instruction.attributes
-        for instruction in computation.instructions
-    )
-
-
-def _is_scatter(instruction: Instruction, fused: Computation) -> bool:
-    """Returns whether an all-reduce makes a slice alone: so a TPU writes some reduce-scatters."""
-    return (
-        instruction.opcode == "all-reduce"
-        and fused.root is not None
-        and fused.root.opcode == "dynamic-slice"
-        and fused.root.operands[0] == instruction.name
-    )
-
-
 def _origin(
-    instruction: Instruction,
-    computation: Computation,
-    begun: Container[str],
+    instruction: Instruction, computation: Computation, begun: Container[str]
 ) -> str | None:
     """Returns the name of the start of an end, through what hands its first part on."""
     name = instruction.operands[0] if instruction.operands else None
@@ -334,23 +316,13 @@ def _collective(instruction: Instruction, computation: Computation, where: str) 
     group: tuple[int, ...] = ()
     pairs: tuple[tuple[int, int], ...] = ()
     if kind == "collective-permute":
-        pairs = _pairs(instruction)
+        listed = re.search(r"source_target_pairs=\{([\d,{}]*?)\}\}", instruction.attributes)
+        numbers = [int(n) for n in re.findall(r"\d+", listed[1])] if listed else []
+        pairs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
     else:
         group = _group(instruction)
-    return Collective(
-        kind=kind,
-        count=0,
-        payload=held * len(group) if kind == "all-gather" else held,
-        group=group,
-        pairs=pairs,
-        where=where,
-    )
-
-
-def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    listed = re.search(r"source_target_pairs=\{([\d,{}]*?)\}\}", instruction.attributes)
-    numbers = [int(n) for n in re.findall(r"\d+", listed[1])] if listed else []
-    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+    payload = held * len(group) if kind == "all-gather" else held
+    return Collective(kind=kind, count=0, payload=payload, group=group, pairs=pairs, where=where)
 
 
 def _group(instruction: Instruction) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ from bert_jax.plan import compile as compile_lib
 from bert_jax.plan import estimate, report, topology
 from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.schedule import Kernel
-from bert_jax.plan.topology import Layout, with_layout
 from bert_jax.training import collectives, step
 from bert_jax.training.objective import Pretraining, abstract_batch
 
@@ -61,15 +60,7 @@ def test_a_plan_shows_each_term_and_the_whole_recipe(answers, capsys, tmp_path):
     assert phase["places_per_second"] == pytest.approx(256 * 512 / total)
     assert entry["hours"] == pytest.approx(1e6 * total / 3600)
     assert entry["cost"] == pytest.approx(entry["hours"] * 64 * 1.5)
-    for words in (
-        "64 chips, 64 devices",
-        "step: 13.5 ms",
-        "if no place is padding",
-        "compute",
-        "collectives",
-        "recipe:",
-    ):
-        assert words in out
+    assert "64 chips, 64 devices" in out and "step: 13.5 ms" in out
     method = collectives.METHODS["TPU v5 lite"]
     assert entry["exchange"]["scatter"] == method.scatter
     assert entry["exchange"]["compiler_options"] == dict(method.compiler_options) != {}
@@ -94,12 +85,6 @@ def test_kernels_of_unknown_cycles_are_named(answers):
     assert plan["slices"][0]["phases"][0]["kernels"][0]["cycles"] is None
     (line,) = {line for line in report.lines(plan) if "BY THEIR BYTES ALONE" in line}
     assert line.endswith("2 x attention")
-
-
-def test_a_plan_says_memory_of_devices_and_of_chips(answers, capsys):
-    _, out, _ = call(capsys, "plan", POD, "--topology", "v3:8x8")
-    assert "64 chips, 128 devices (TPU v3)" in out
-    assert "at most 1.00 of 16 GiB a device, 2.00 GiB a chip" in out
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_helps(answers, capsys):
@@ -159,7 +144,6 @@ def test_a_run_s_page_shows_its_plan(answers, capsys, copy_of_run):
         (["--topology", "v5e:8x8", "--price-per-chip-hour", "-1"], ["--price-per-chip-hour"]),
         (["--topology", "v5e:8x8", "--price-per-chip-hour", "nan"], ["--price-per-chip-hour"]),
         (["--topology", "v5e:8x8", "--workdir", "w", "--out", "o"], ["--out", "--workdir"]),
-        (["--topology", "v5e:4x4,v5p:4x4x4", "--scaling"], ["--scaling", "one generation"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(args, words, answers, capsys, tmp_path, monkeypatch):
@@ -328,36 +312,6 @@ def test_the_abstract_batch_is_what_training_is_fed():
     assert {k: (v.shape, v.dtype) for k, v in real.items()} == {
         k: (v.shape, v.dtype) for k, v in abstract_batch(phase, experiment.data).items()
     }
-
-
-# --- scaling -----------------------------------------------------------------------------------
-
-
-def test_scaling_keeps_the_rows_of_a_chip(answers, capsys):
-    code, out, _ = call(capsys, "plan", POD, "--topology", "v5e:4x4,v5e:8x8,v5e:16x16", "--scaling")
-    assert code == 0
-    batches_seen = {job.topology.name: job.experiment.phases[0].batch_size for job in answers[1:]}
-    assert batches_seen == {"v5e:4x4": 256, "v5e:8x8": 1024, "v5e:16x16": 4096}
-    assert "efficiency" in out and "16 rows of 512 a chip" in out
-    assert (
-        "2 all-gather of 90.00 MB over 8: 2 x (7/8 x 90.00 MB / 45 GB/s + 7 us) = 3.51 ms; " in out
-    )
-    assert "the step waits 3.51 ms for them" in out
-
-
-def test_scaling_of_a_short_recipe_does_not_stumble_over_its_warm_up(answers, capsys):
-    short = ("--set", "phases.0.steps=100", "--set", "phases.1.steps=10")
-    warm = ("--set", "optimizer.warmup_steps=50")
-    slices = ("--topology", "v5e:4x4,v5e:16x16", "--scaling")
-    code, _, err = call(capsys, "plan", POD, *slices, *short, *warm)
-    assert code == 0, err
-    assert [job.experiment.total_steps for job in answers[1:3]] == [110, 7]
-
-
-def test_a_layout_is_of_one_phase():
-    experiment = with_layout(config.load(POD), 1, Layout("zero1", "full", 4))
-    assert experiment.parallelism.accumulation == (1, 4)
-    assert (experiment.parallelism.state, experiment.parallelism.remat) == ("zero1", "full")
 
 
 def test_hostile_names_are_shown_as_escapes(answers):
