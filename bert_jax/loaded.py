@@ -186,8 +186,6 @@ class Loaded(Base):
           float32 [B, P, V] of masked pieces, V rounded up to 1,024s, and [B, 2] of "B follows A"
           and "B is random". May be differentiated.
         """
-        if self.model.kind == "bilstm":
-            raise InputError("model.kind=bilstm: has neither head; ask hidden or embed")
         return logits_of(self.model)(params, batch)
 
     @functools.cached_property

@@ -25,35 +25,22 @@ _LEFT_TO_RIGHT = (
     "data.eval_max_predictions_per_seq=63",
     "run.watch=",
 )
-_ELMO = (
-    "data.objective=bidirectional_lm",
-    "model.kind=bilstm",
-    "model.hidden_size=256",
-    "model.intermediate_size=256",
-    "model.num_attention_heads=1",
-    "model.global_every=3",
-    "model.global_rotary_base=160000",
-    "model.initialization=reference",
-    "phases.0.max_predictions_per_seq=62",
-    "data.eval_max_predictions_per_seq=62",
-    "run.watch=",
-)
 _ROWS = {
-    "bert": (),
-    "no-nsp": ("data.objective=mlm",),
-    "ltr-no-nsp": _LEFT_TO_RIGHT,
-    "elmo": _ELMO,
+    "bert": ("tiny", ()),
+    "no-nsp": ("tiny", ("data.objective=mlm",)),
+    "ltr-no-nsp": ("tiny", _LEFT_TO_RIGHT),
+    "elmo": ("elmo", ()),
 }
 
 
 def table() -> Table:
     """Each objective at equal CPU time, over two seeds; the BiLSTM on top is a column."""
-    experiment = config.load("experiments/tiny.py")
+    parents = {name: config.load(f"experiments/{name}.py") for name in ("tiny", "elmo")}
     return Table(
         name="objectives",
         rows=tuple(
-            Row(name=name, experiment=config.override(experiment, settings))
-            for name, settings in _ROWS.items()
+            Row(name=name, experiment=config.override(parents[parent], settings))
+            for name, (parent, settings) in _ROWS.items()
         ),
         columns=(
             f"{_TASK} name=fine-tuned {_LEARN}",

@@ -24,19 +24,6 @@ _LEFT_TO_RIGHT = (
     "phases.0.max_predictions_per_seq=63",
     "data.eval_max_predictions_per_seq=63",
 )
-_ELMO = (
-    "data.objective=bidirectional_lm",
-    "model.kind=bilstm",
-    "model.hidden_size=512",
-    "model.intermediate_size=512",
-    "model.num_attention_heads=1",
-    "model.global_every=3",
-    "model.global_rotary_base=160000",
-    "model.initialization=reference",
-    "phases.0.batch_size=32",
-    "phases.0.max_predictions_per_seq=62",
-    "data.eval_max_predictions_per_seq=62",
-)
 
 
 def table() -> Table:
@@ -51,13 +38,25 @@ def table() -> Table:
         ],
     )
     paper = dataclasses.replace(paper, phases=paper.phases[:1])
+    elmo = config.load("experiments/elmo.py")
+    elmo = dataclasses.replace(
+        ours,
+        model=dataclasses.replace(
+            elmo.model,
+            vocab_size=ours.model.vocab_size,
+            num_hidden_layers=ours.model.num_hidden_layers,
+            max_position_embeddings=ours.model.max_position_embeddings,
+        ),
+        data=dataclasses.replace(ours.data, objective=elmo.data.objective, code=elmo.data.code),
+    )
+    of_elmo = ("model.hidden_size=512", "model.intermediate_size=512", "phases.0.batch_size=32")
     rows = {
         "bert": (ours, ()),
         "no-nsp": (ours, ("data.objective=mlm",)),
         "ltr-no-nsp": (ours, _LEFT_TO_RIGHT),
         "paper-bert": (paper, ()),
         "paper-ltr": (paper, _LEFT_TO_RIGHT),
-        "elmo": (ours, _ELMO),
+        "elmo": (elmo, of_elmo),
     }
     return Table(
         name="objectives_mini",

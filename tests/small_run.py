@@ -42,11 +42,6 @@ OBJECTIVES = {
         *("phases.0.max_predictions_per_seq=15", "phases.1.max_predictions_per_seq=23"),
         "data.eval_max_predictions_per_seq=15",
     ),
-    "bidirectional_lm": (
-        *("data.objective=bidirectional_lm", "model.kind=bilstm", "model.num_attention_heads=1"),
-        *("phases.0.max_predictions_per_seq=14", "phases.1.max_predictions_per_seq=22"),
-        "data.eval_max_predictions_per_seq=14",
-    ),
 }
 
 

@@ -1,11 +1,9 @@
 """What a notebook calls: a model is loaded from anywhere and asked; batches and runs by value."""
 
-import dataclasses
 import subprocess
 import sys
 
 import jax
-import kinds
 import numpy as np
 import pytest
 from etils import epath
@@ -120,14 +118,3 @@ def test_what_cannot_be_asked_is_named(run, tmp_path):
     ):
         with pytest.raises(InputError, match=words):
             call()
-
-
-def test_heads_that_a_bilstm_has_not_are_named():
-    settings = {"num_attention_heads": 1, "attention_probs_dropout_prob": 0.0}
-    cfg = dataclasses.replace(kinds.MODEL, kind="bilstm", **settings)
-    params = heads.init_params(cfg, jax.random.key(0))
-    ids = np.full((1, 4), 5, np.int32)
-    batch = {"input_ids": ids, "segment_ids": ids * 0, "input_mask": ids * 0 + 1}
-    model = Loaded(cfg, params, kinds.TOKENIZER, name="elmo")
-    with pytest.raises(InputError, match="bilstm"):
-        model.apply(params, batch | {"masked_lm_positions": ids[:, :1] * 0})

@@ -18,8 +18,6 @@ TASK = Task(kind="classify", train=("tsv:a",), validation=("tsv:b",))
 
 _CAUSAL = "data.objective=causal data.eval_max_predictions_per_seq=127"
 _LEFT = f"{_CAUSAL} model.direction=left_to_right"
-_ELMO = "data.objective=bidirectional_lm data.eval_max_predictions_per_seq=126"
-_BILSTM = f"{_ELMO} model.kind=bilstm model.num_attention_heads=1"
 _MODERN = "model.kind=modern model.num_hidden_layers=13"
 _CLIP = "optimizer.clip=per_replica optimizer.reference_replicas=32"
 _CHOICE = "task.kind=choice task.choice_columns=b,c"
@@ -76,18 +74,6 @@ data.objective=causal -> data.eval_max_predictions_per_seq=20
 model.direction=left_to_right
 {_LEFT} -> phases.0.max_predictions_per_seq=20
 {_LEFT} run.watch=a[MASK]
-{_ELMO} -> model.kind
-model.kind=bilstm -> model.num_attention_heads=12
-model.num_attention_heads=1 model.kind=bilstm
-{_BILSTM} -> phases.0.max_predictions_per_seq=20
-{_BILSTM} data.eval_max_predictions_per_seq=127
-{_BILSTM} parallelism.tensor=2
-{_BILSTM} data.attention=per_document
-{_BILSTM} data.packing=pairs
-{_BILSTM} run.watch=a[MASK]
-{_BILSTM} model.direction=left_to_right
-{_BILSTM} model.initialization=scaled
-{_BILSTM} model.hidden_size=767
 {_MODERN} model.local_window=1024
 {_MODERN} model.max_position_embeddings=1024 model.local_window=514
 {_MODERN} model.num_attention_heads=256

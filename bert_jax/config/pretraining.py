@@ -97,18 +97,15 @@ class _Objective(NamedTuple):
 
     units: Literal["pairs", "swapped_pairs", "sentences"]  # what a row is made of
     unpredicted: int  # places of a row that are never predicted; 0: a share of them is masked
-    kinds: tuple[str, ...]  # of encoders that learn it
     direction: Literal["both", "left_to_right"]  # what they attend to
     cuts: bool  # whether tokens may attend to their own documents alone
 
 
-_TRANSFORMERS = ("bert", "modern")
 _OBJECTIVES = {
-    "mlm_nsp": _Objective("pairs", 0, _TRANSFORMERS, "both", False),
-    "mlm_sop": _Objective("swapped_pairs", 0, _TRANSFORMERS, "both", False),
-    "mlm": _Objective("sentences", 0, _TRANSFORMERS, "both", True),
-    "causal": _Objective("sentences", 1, _TRANSFORMERS, "left_to_right", True),
-    "bidirectional_lm": _Objective("sentences", 2, ("bilstm",), "both", False),
+    "mlm_nsp": _Objective("pairs", 0, "both", False),
+    "mlm_sop": _Objective("swapped_pairs", 0, "both", False),
+    "mlm": _Objective("sentences", 0, "both", True),
+    "causal": _Objective("sentences", 1, "left_to_right", True),
 }
 
 
@@ -117,16 +114,14 @@ class Model(Section):
     """The encoder and its two heads (Devlin et al. 2018, section 3 and appendix A.2).
 
     `modern` is ModernBERT's encoder (Warner et al. 2024): rotary positions, layer norms before
-    each part and not after it, gated feed-forward parts, no biases, windows. `bilstm` is ELMo's
-    (Peters et al. 2018): LSTMs from left to right and from right to left, each half as wide.
+    each part and not after it, gated feed-forward parts, no biases, windows.
     """
 
     role = "identity"
     label = "model"
 
-    # bert: Devlin et al. 2018; modern: ModernBERT; bilstm: ELMo, of pieces
-    # (data.objective=bidirectional_lm).
-    kind: Literal["bert", "modern", "bilstm"] = "bert"
+    # bert: Devlin et al. 2018; modern: ModernBERT.
+    kind: Literal["bert", "modern"] = "bert"
 
     # An encoder of the experiment file's own instead of the kind's, FILE:FUNCTION:SHA256, which
     # bert_jax.config.own(FUNCTION) gives; empty: the kind's.
@@ -134,13 +129,13 @@ class Model(Section):
     # Pieces of the tokenizer, specials included; one that is trained on too little text has some
     # [unused]. The embedding table is padded to a multiple of 1,024 rows.
     vocab_size: Annotated[Side, at_least(6)] = 30_522
-    # Width of the encoder, a multiple of the heads; of kind=bilstm both directions' projections.
+    # Width of the encoder, a multiple of the heads.
     hidden_size: Side = 768
     # Layers of the encoder.
     num_hidden_layers: PositiveCount = 12
-    # Attention heads of each layer; 1 for kind=bilstm, which has none.
+    # Attention heads of each layer.
     num_attention_heads: PositiveCount = 12
-    # Width of each layer's feed-forward part; for kind=bilstm, cells of each LSTM.
+    # Width of each layer's feed-forward part.
     intermediate_size: Side = 3_072
     # What a token attends to: the text on both sides, or up to itself (data.objective=causal).
     direction: Literal["both", "left_to_right"] = "both"
@@ -200,10 +195,6 @@ class Model(Section):
         for name in _WITHOUT_MEANING[self.kind]:
             if not self._is_default(name):
                 yield name, f"has no meaning with model.kind={self.kind}; leave it out"
-        if self.kind == "bilstm" and self.num_attention_heads != 1:
-            yield "num_attention_heads", "model.kind=bilstm: set it to 1"
-        if self.kind == "bilstm" and self.hidden_size % 2:
-            yield "hidden_size", "must be even; each direction has half of it"
         if self.kind == "modern":
             yield from self._wrong_of_modern()
 
@@ -221,20 +212,12 @@ class Model(Section):
         elif window > most:
             yield "local_window", f"is over model.max_position_embeddings={most}"
 
-    @property
-    def one_sided(self) -> str:
-        """The setting by which no layer sees the text on both sides of a token; "" if all do."""
-        if self.kind == "bilstm":
-            return "model.kind=bilstm"
-        return "" if self.direction == "both" else f"model.direction={self.direction}"
-
 
 # What is left as it is, by `model.kind`.
 _OF_BERT = ("type_vocab_size", "position_offset", "layer_norm_eps")
 _WITHOUT_MEANING = {
     "bert": ("output_table",),
     "modern": _OF_BERT,
-    "bilstm": (*_OF_BERT, "output_table", "hidden_act", "initialization", "code"),
 }
 
 # What stands before a path that an experiment's file gave as relative to its own folder.
@@ -366,10 +349,8 @@ class Data(Section):
     # What is learned. mlm_nsp: masked pieces of pairs, and whether B follows A; mlm_sop: masked
     # pieces of pairs that follow each other, and whether they were swapped (ALBERT); mlm: masked
     # pieces alone, of rows of full sentences that go on from one document to the next (RoBERTa);
-    # causal: of such rows the next piece at every place, from what is left of it (GPT);
-    # bidirectional_lm: of such rows each piece twice, from what is left of it and from what is
-    # right of it (ELMo).
-    objective: Literal["mlm_nsp", "mlm_sop", "mlm", "causal", "bidirectional_lm"] = "mlm_nsp"
+    # causal: of such rows the next piece at every place, from what is left of it (GPT).
+    objective: Literal["mlm_nsp", "mlm_sop", "mlm", "causal"] = "mlm_nsp"
     # Something else that is learned of the same rows: an objective of the experiment file's own,
     # FILE:FUNCTION:SHA256, which bert_jax.config.own(FUNCTION) gives; empty: nothing else.
     code: Code = ""
@@ -709,11 +690,6 @@ class Experiment(Section):
     def _wrong_objective(self) -> Iterator[Wrong]:
         objective, model, run = self.data.objective, self.model, self.run
         wanted, given = _OBJECTIVES[objective], f"data.objective={objective}"
-        if model.kind not in wanted.kinds:
-            yield (
-                "model.kind",
-                f"{given} needs {' or '.join(wanted.kinds)} (and bilstm bidirectional_lm)",
-            )
         if model.direction != wanted.direction:
             yield "model.direction", f"{given}: set model.direction={wanted.direction}"
         if wanted.units != "sentences" and model.type_vocab_size < 2:

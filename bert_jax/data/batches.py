@@ -131,7 +131,7 @@ def execute_sentences(
     Args:
       chunks: of `sentences.plan`, [B].
       stream, array_draws, ids, policy, sequence_length, max_predictions: see `execute`; with
-        data.objective=causal and bidirectional_lm nothing is masked, and P is S - 1 and S - 2.
+        data.objective=causal nothing is masked, and P is S - 1.
       data: what is predicted, and whether documents see each other.
 
     Returns:
@@ -143,7 +143,7 @@ def execute_sentences(
     apart = {"example_numbers": rows.document, "positions": rows.positions}
     if data.unpredicted:
         _require_known(stream, rows.input_ids, ids)
-        batch = _next_pieces(rows, data) if data.objective == "causal" else _all_pieces(rows)
+        batch = _next_pieces(rows, data)
     else:
         which = stream, rows.input_ids, rows.text, rows.length
         batch = _masked(*which, array_draws, ids, policy, max_predictions)
@@ -170,18 +170,6 @@ def _next_pieces(rows: sentences.Rows, data: Data) -> Batch:
         "input_ids": rows.input_ids,
         "masked_lm_positions": places * predicted,
         "masked_lm_ids": rows.input_ids[:, 1:] * predicted,
-        "masked_lm_weights": predicted.astype(np.float32),
-    }
-
-
-def _all_pieces(rows: sentences.Rows) -> Batch:
-    """Returns rows as they are, and where text stands, all of which is predicted: see `_masked`."""
-    predicted = rows.text[:, 1:-1]
-    places = np.arange(1, predicted.shape[1] + 1, dtype=np.int32)
-    return {
-        "input_ids": rows.input_ids,
-        "masked_lm_positions": places * predicted,
-        "masked_lm_ids": rows.input_ids[:, 1:-1] * predicted,
         "masked_lm_weights": predicted.astype(np.float32),
     }
 

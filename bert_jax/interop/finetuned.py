@@ -99,7 +99,6 @@ def architecture_of(model: TaskModel) -> str:
     """Returns the class of theirs that holds a run."""
     task, features = model.experiment.task.kind, model.experiment.adapt.features
     reasons = {
-        "adapts a base of model.kind=bilstm": model.model.kind == "bilstm",
         f"has BiLSTM layers on its encoder (adapt.features={features})": features,
         "has learned task.kind=generate, an encoder and a decoder": task == "generate",
         "adapts a base of model.direction=left_to_right, of which the last [SEP] is read and not "

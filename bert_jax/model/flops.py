@@ -6,7 +6,7 @@ recomputation. Look-ups, normalisation and activations are left out, as is usual
 """
 
 from bert_jax.config import Data, Model, Phase
-from bert_jax.model.kinds import KINDS
+from bert_jax.model import transformer
 
 # The gradients of a product's two inputs are two more products of its size.
 _FORWARD_AND_BACKWARD = 3
@@ -43,12 +43,10 @@ def forward_flops(
         are counted as those of padding are.
     """
     width = model.hidden_size
-    # Each direction of kind=bilstm predicts with its own half, as it is.
-    transform = 0 if model.kind == "bilstm" else width * width
-    prediction = 2 * (transform + width * model.vocab_size)
+    prediction = 2 * (width * width + width * model.vocab_size)
     example = 2 * (width * width + 2 * width)
     return (
-        batch_size * sequence_length * KINDS[model.kind].token_flops(model, sequence_length)
+        batch_size * sequence_length * transformer.token_flops(model, sequence_length)
         + batch_size * predictions * prediction
         + batch_size * examples * example
     )

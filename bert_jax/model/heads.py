@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bert_jax.config import Model
-from bert_jax.model import layers
+from bert_jax.model import layers, transformer
 from bert_jax.model.attention import Shared
 from bert_jax.model.encoder import Loop, initializer
-from bert_jax.model.kinds import KINDS, encode, make_encoder
+from bert_jax.model.kinds import encode, encoder_of
 
 # Of rows of the vocabulary that stand for no piece.
 _NO_PIECE = -1e9
@@ -26,9 +26,9 @@ class Pretrainer(nnx.Module):
     """All parameters of pre-training. Their paths in the tree are their names everywhere."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
-        self.encoder = make_encoder(cfg, rngs=rngs)
+        self.encoder = encoder_of(cfg).encoder(cfg, rngs=rngs)
         self.pooler = layers.Dense(cfg.hidden_size, cfg.hidden_size, initializer(cfg), rngs=rngs)
-        self.masked_lm = KINDS[cfg.kind].masked_lm(cfg, rngs=rngs)
+        self.masked_lm = transformer.MaskedLM(cfg, rngs=rngs)
         self.next_sentence = layers.Dense(cfg.hidden_size, 2, initializer(cfg), rngs=rngs)
 
 
@@ -113,35 +113,6 @@ def next_sentence_logits(
         first = jnp.take_along_axis(hidden, starts[:, :, None], axis=1)
     pooled = jnp.tanh(model.pooler(first)).astype(hidden.dtype)
     return model.next_sentence(pooled)
-
-
-def bidirectional_logits(
-    cfg: Model,
-    params: Params,
-    batch: dict[str, jax.Array],
-    noise: layers.Noise | None,
-    loop: Loop,
-) -> jax.Array:
-    """Scores the pieces at the positions of `batch` by what is on one side of them.
-
-    The weights are the word embeddings, of both directions alike.
-
-    Returns:
-      float32 [2, B, P, V], of kind=bilstm: from what is to their left, and from what is to their
-      right.
-    """
-    model = merge(cfg, params)
-    names = "input_ids", "segment_ids", "input_mask"
-    hidden = encode(model.encoder, cfg, *(batch[name] for name in names), noise, loop)
-    site = None if noise is None else noise.at(cfg.num_hidden_layers)
-    hidden = layers.dropout(hidden, site, cfg.hidden_dropout_prob).astype(hidden.dtype)
-    positions = batch["masked_lm_positions"][:, :, None]
-    seen = [
-        jnp.take_along_axis(half, jnp.maximum(at, 0), axis=1)
-        for half, at in zip(jnp.split(hidden, 2, -1), (positions - 1, positions + 1), strict=True)
-    ]
-    table = model.encoder.embeddings.word.embedding[...]
-    return layers.linear(jnp.stack(seen), table, _output_bias(model, cfg), "outputs_inputs")
 
 
 def _output_bias(model: Pretrainer, cfg: Model) -> jax.Array:

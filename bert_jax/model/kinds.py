@@ -1,9 +1,6 @@
-"""What differs between kinds of encoders: `model.kind` is a key of one table.
+"""The encoder of a model: the transformer, or one that an experiment brings (`model.code`)."""
 
-An experiment may bring an encoder of its own (`model.code`), which is then used instead.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,27 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bert_jax.config import Model, code
-from bert_jax.model import bilstm, layers, transformer
+from bert_jax.errors import InputError
+from bert_jax.model import layers, transformer
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
-
-
-class Kind(NamedTuple):
-    """One kind of encoder."""
-
-    # A module with its parameters, `embeddings` and stacked `layers` among them; made from a
-    # `Model`.
-    encoder: Callable[..., nnx.Module]
-    encode: Callable[..., jax.Array]  # see the functions of these names
-    attention_probabilities: Callable[..., jax.Array]
-    # A module with `transform`, `layer_norm` and `output_bias`; of `bilstm`, whose states are those
-    # that predict, with the last alone.
-    masked_lm: Callable[..., nnx.Module]
-    # The part of pre-training that stands below a task's head, by what that head reads.
-    below: Mapping[str, Literal["pooler", "masked_lm"]]
-    # Operations of a forward pass through all layers, of a `Model` and the length of a row, a
-    # token.
-    token_flops: Callable[[Model, int], int]
 
 
 class OwnEncoder(NamedTuple):
@@ -46,48 +26,25 @@ class OwnEncoder(NamedTuple):
     encoder: Callable[..., nnx.Module]
     # See the function of this name; the layers are run by `model.encoder.run_layers`.
     encode: Callable[..., jax.Array]
-    attention_probabilities: Callable[..., jax.Array]  # see the function of this name
+    # See the function of this name; None: there is no attention.
+    attention_probabilities: Callable[..., jax.Array] | None
     # Where its parameters are cut (`training.sharding.Rule`), one for each path, which begins with
     # `encoder/`.
     rules: Sequence[Any]
+    # Takes hidden states and `input_mask` to the vector that has seen a whole text, [B, S, D] and
+    # [B, S] -> [B, D]; None: that of the first piece.
+    of_text: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
-KINDS = {
-    "bert": Kind(
-        transformer.Encoder,
-        transformer.encode,
-        transformer.attention_probabilities,
-        transformer.MaskedLM,
-        {"pooled": "pooler"},
-        transformer.token_flops,
-    ),
-    "modern": Kind(
-        transformer.Encoder,
-        transformer.encode,
-        transformer.attention_probabilities,
-        transformer.MaskedLM,
-        {"pooled": "masked_lm", "tokens": "masked_lm"},
-        transformer.token_flops,
-    ),
-    "bilstm": Kind(
-        bilstm.Encoder,
-        bilstm.encode,
-        bilstm.attention_probabilities,
-        bilstm.Softmax,
-        {"pooled": "pooler"},
-        bilstm.token_flops,
-    ),
-}
+# Its rules are a table by `model.kind`, in `training.sharding`.
+_TRANSFORMER = OwnEncoder(
+    transformer.Encoder, transformer.encode, transformer.attention_probabilities, ()
+)
 
 
-def encoder_of(cfg: Model) -> Kind | OwnEncoder:
-    """Returns the encoder's functions: the kind's, or those of the experiment's own code."""
-    return code.function(cfg.code)() if cfg.code else KINDS[cfg.kind]
-
-
-def make_encoder(cfg: Model, *, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns the parameters of an encoder, freshly drawn."""
-    return encoder_of(cfg).encoder(cfg, rngs=rngs)
+def encoder_of(cfg: Model) -> OwnEncoder:
+    """Returns the encoder's functions: the transformer's, or those of the experiment's own code."""
+    return code.function(cfg.code)() if cfg.code else _TRANSFORMER
 
 
 def encode(
@@ -103,7 +60,7 @@ def encode(
     """Runs an encoder.
 
     Args:
-      encoder: its parameters, of `make_encoder`; the upper layers may be left out.
+      encoder: its parameters; the upper layers may be left out.
       cfg: its shape.
       input_ids: int32 [B, S].
       segment_ids: int32 [B, S].
@@ -123,22 +80,19 @@ def encode(
 def of_text(cfg: Model, hidden: jax.Array, input_mask: jax.Array) -> jax.Array:
     """Returns the vector that has seen a whole text: [B, S, D] -> [B, D].
 
-    It is that of [CLS]; read from left to right, that of the last [SEP] (Radford et al. 2018). Of
-    `bilstm` each direction has its own end.
+    It is that of [CLS]; read from left to right, that of the last [SEP] (Radford et al. 2018).
 
     Args:
       cfg: of the encoder.
       hidden: what it gives.
       input_mask: int32 [B, S], 0 for padding, which comes last.
     """
-    if not cfg.one_sided:
+    if own := encoder_of(cfg).of_text:
+        return own(hidden, input_mask)
+    if cfg.direction == "both":
         return hidden[:, 0]
     last = jnp.maximum(input_mask.sum(axis=1) - 1, 0)
-    at_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    if cfg.kind != "bilstm":
-        return at_last
-    half = cfg.hidden_size // 2
-    return jnp.concatenate([at_last[:, :half], hidden[:, 0, half:]], axis=-1)
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
 def attention_probabilities(encoder: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
@@ -153,4 +107,7 @@ def attention_probabilities(encoder: nnx.Module, cfg: Model, hidden: jax.Array) 
     Returns:
       float32 [L, H, S, S], of each piece over all pieces; rows add up to 1.
     """
-    return encoder_of(cfg).attention_probabilities(encoder, cfg, hidden)
+    run = encoder_of(cfg).attention_probabilities
+    if run is None:
+        raise InputError(f"model.code={cfg.code}: has no attention to show; ask another encoder")
+    return run(encoder, cfg, hidden)

@@ -18,7 +18,6 @@ Metrics = dict[str, jax.Array]
 PIECES = {
     "masked_lm": "masked LM",
     "next_piece": "next piece",
-    "previous_piece": "previous piece",
 }
 PAIRS = {"next_sentence": "next sentence", "sentence_order": "sentence order"}
 # By `data.objective`.
@@ -27,7 +26,6 @@ LEARNED = {
     "mlm_sop": ("masked_lm", "sentence_order"),
     "mlm": ("masked_lm",),
     "causal": ("next_piece",),
-    "bidirectional_lm": ("next_piece", "previous_piece"),
 }
 
 # The reference's guard against a batch without predictions (run_pretraining.py).
@@ -69,10 +67,7 @@ def names(objective: str) -> tuple[str, ...]:
 
 
 def learned(line: Mapping[str, Any], tasks: Mapping[str, str]) -> str:
-    """Returns which of `PIECES` or `PAIRS` a line of metrics.jsonl has a loss of; "" if none.
-
-    Of two it is the first.
-    """
+    """Returns which of `PIECES` or `PAIRS` a line of metrics.jsonl has a loss of; "" if none."""
     return next((task for task in tasks if f"{task}_loss" in line), "")
 
 

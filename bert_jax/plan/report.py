@@ -13,7 +13,7 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.config import Experiment
-from bert_jax.errors import InputError, printable
+from bert_jax.errors import printable
 from bert_jax.model import flops
 from bert_jax.plan import compile as compile_lib
 from bert_jax.plan import estimate
@@ -53,11 +53,6 @@ def plan_and_write(
     """
     if path is not None:
         require_plain(path)
-    if experiment.model.kind == "bilstm":
-        raise InputError(
-            "model.kind=bilstm: no plan is made of it; its loop over a row's places is of products "
-            "too small for what is estimated"
-        )
     plan = make_plan(experiment, topologies, mode, price_per_chip_hour)
     for line in lines(plan):
         log(line)

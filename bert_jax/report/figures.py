@@ -271,8 +271,6 @@ def of_run(record: Record) -> list[Figure]:
     plots = [
         both(f"{of_pieces} loss, nat", f"{pieces}_loss", beyond, unigram),
         both(f"{of_pieces} accuracy", f"{pieces}_accuracy", **percent),
-        both("Previous piece loss, nat", "previous_piece_loss", levels=unigram),
-        both("Previous piece accuracy", "previous_piece_accuracy", **percent),
         both(
             *(f"{of_pairs} accuracy", f"{pairs}_accuracy", errors, majority, f"{pairs}_error"),
             **percent,

@@ -135,8 +135,8 @@ def require_decodable(model: Model, where: str) -> None:
 def require_adaptable(model: Model, experiment: Finetuning, where: str) -> None:
     """Raises InputError, which names `where`, unless a task can be learned over such a model.
 
-    It is refused where the model does not read such long rows, has no layers that a tagger reads,
-    or compares no texts as a span needs it.
+    It is refused where the model does not read such long rows, or has no layers that a tagger
+    reads.
     """
     task = experiment.task
     lengths = ["max_sequence_length"] + ["max_target_length"] * (task.kind == "generate")
@@ -146,11 +146,6 @@ def require_adaptable(model: Model, experiment: Finetuning, where: str) -> None:
                 f"task.{name}={getattr(task, name)}: longer than the position table of {where}, "
                 f"{model.max_position_embeddings}"
             )
-    if task.kind == "span" and model.kind == "bilstm":
-        raise InputError(
-            f"task.kind=span: {where} is of model.kind=bilstm, no layer of which compares a "
-            "question with its context; take a base of another kind"
-        )
     tagger.require_layers(model, experiment.adapt.features, where)
 
 

@@ -59,11 +59,6 @@ class MinimalPairs:
         size: int,
     ) -> int:
         """Makes ids of the texts; see `tasks.probes.Probes.open`."""
-        if model.kind == "bilstm":
-            raise InputError(
-                f"{self.name}: task.kind=minimal_pairs: model.kind=bilstm gives a text two "
-                "probabilities, one from each side; ask another kind"
-            )
         self._tokenizer, self._size, self._mesh = tokenizer, size, mesh
         self._limit = min(self.task.max_sequence_length, model.max_position_embeddings)
         # Equal texts are scored once, so that they are as likely to the last bit.

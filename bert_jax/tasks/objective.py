@@ -20,7 +20,7 @@ from bert_jax.errors import InputError
 from bert_jax.model import heads, layers, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, initializer
-from bert_jax.model.kinds import KINDS, encode, make_encoder, of_text
+from bert_jax.model.kinds import encode, encoder_of, of_text
 from bert_jax.tasks import tagger
 from bert_jax.tasks.rows import Reads
 from bert_jax.training import sharding
@@ -40,7 +40,11 @@ def below_head(cfg: Model, reads: Reads, features: Features = "") -> str:
     `pooler` as in BERT, or as in ModernBERT `masked_lm`, without its output; with `features` a
     tagger takes its place.
     """
-    return "" if features else KINDS[cfg.kind].below.get(reads, "")
+    if features:
+        return ""
+    if cfg.kind == "modern":
+        return "masked_lm" if reads in ("pooled", "tokens") else ""
+    return "pooler" if reads == "pooled" else ""
 
 
 class Tuned(nnx.Module):
@@ -49,7 +53,7 @@ class Tuned(nnx.Module):
     def __init__(
         self, cfg: Model, reads: Reads, outputs: int, features: Features = "", *, rngs: nnx.Rngs
     ):
-        self.encoder = make_encoder(cfg, rngs=rngs)
+        self.encoder = encoder_of(cfg).encoder(cfg, rngs=rngs)
         if features:
             self.tagger = tagger.Tagger(cfg, features, rngs=rngs)
         if below_head(cfg, reads, features) == "pooler":

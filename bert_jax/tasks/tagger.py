@@ -13,7 +13,7 @@ from flax import nnx
 
 from bert_jax.config import Features, Model
 from bert_jax.errors import InputError
-from bert_jax.model import bilstm, layers
+from bert_jax.model import layers, lstm
 from bert_jax.training.sharding import Rule
 
 _LAST = 4
@@ -51,8 +51,8 @@ class Tagger(nnx.Module):
         reads = width * (_LAST if features == "concat_last_four" else 1)
         if features == "mixed":
             self.mixture = Mixture(cfg.num_hidden_layers + 1)
-        self.lower = bilstm.both_directions(reads, width // 2, rngs=rngs)
-        self.upper = bilstm.both_directions(width, width // 2, rngs=rngs)
+        self.lower = lstm.both_directions(reads, width // 2, rngs=rngs)
+        self.upper = lstm.both_directions(width, width // 2, rngs=rngs)
 
 
 def read(tagger: Tagger, features: Features, every: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ def run(
     for number, layer in enumerate((tagger.lower, tagger.upper)):
         site = None if noise is None else noise.at(number)
         x = layers.dropout(x, site, rate).astype(every.dtype)
-        x = bilstm.run_both(layer, jnp.stack([x, x]), input_mask)
+        x = lstm.run_both(layer, jnp.stack([x, x]), input_mask)
     return x.astype(every.dtype)
 
 

@@ -129,14 +129,10 @@ def summary(line: dict[str, Any]) -> str:
         return f"held-out loss {line['loss']:.3f}; {others} ({line['rows']} rows)"
     (loss, right), unigram = losses.of_pieces(line), line["unigram_loss"]
     perplexity = f"; perplexity {line['perplexity']:.1f}" if "perplexity" in line else ""
-    backwards = ""
-    if pieces != "previous_piece" and "previous_piece_loss" in line:
-        loss_and_right = (line[f"previous_piece_{what}"] for what in ("loss", "accuracy"))
-        backwards = "; previous piece {:.3f} nat, accuracy {:.3f}".format(*loss_and_right)
     return (
         f"held-out {losses.PIECES[pieces]} {loss:.3f} nat, {abs(unigram - loss):.3f} "
         f"{'below' if unigram >= loss else 'above'} the unigram line {unigram:.3f}{perplexity}; "
-        f"accuracy {right:.3f}{backwards}{_of_pairs(line)}{f'; {others}' * bool(others)} "
+        f"accuracy {right:.3f}{_of_pairs(line)}{f'; {others}' * bool(others)} "
         f"({line['rows']} rows)"
     )
 
@@ -197,11 +193,11 @@ class Predictor:
           float32 [masks, vocabulary] for the [MASK]s of A and B in order; the probability that B
           follows A, None without B.
         """
-        if self._model.one_sided:
+        if self._model.direction != "both":
             raise InputError(
-                f"{self._model.one_sided}: a model of data.objective=causal or bidirectional_lm "
-                "sees no text to the right of a [MASK] together with that to its left, and never "
-                "met one; ask one trained with mlm_nsp, mlm_sop or mlm"
+                "model.direction=left_to_right: a model of data.objective=causal sees no text to "
+                "the right of a [MASK] together with that to its left, and never met one; ask one "
+                "trained with mlm_nsp, mlm_sop or mlm"
             )
         tok = self._tokenizer
         ids, before = joined(tok, a, b)
@@ -258,7 +254,7 @@ class Watched:
         self._predictor = Predictor(model, tokenizer)
         self._tokenizer = tokenizer
         self._sentences = [self._given(i, text, model) for i, text in enumerate(texts)]
-        if not texts and not model.one_sided:
+        if not texts and model.direction == "both":
             longest = model.max_position_embeddings - 2
             self._sentences = held_out_sentences(validation, tokenizer, longest)
 

@@ -32,7 +32,7 @@ class Objective(Protocol):
     def init_params(self, key: jax.Array) -> Any:
         """Returns fresh parameters, those that learn alone: nested dicts of float32 arrays.
 
-        In pre-training `encoder` is one of `model.kinds.make_encoder`. Those under `pooler`,
+        In pre-training `encoder` is as `model.heads.init_params` has it. Those under `pooler`,
         `masked_lm` and `next_sentence` are taken for the heads of `model.heads`; what has other
         names stays the objective's own.
         """
@@ -108,43 +108,10 @@ class Pretraining:
         return loss
 
 
-@dataclasses.dataclass(frozen=True)
-class BidirectionalLM(Pretraining):
-    """Each piece from what is left of it, and from what is right of it (Peters et al. 2018, 3.1).
-
-    The loss is the sum of both directions', over the same pieces.
-    """
-
-    learns: str = "bidirectional_lm"
-
-    def forward(
-        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
-    ) -> losses_lib.Metrics:
-        """Computes the metrics of some rows; nothing is fixed."""
-        del fixed
-        targets = batch["masked_lm_ids"], batch["masked_lm_weights"]
-        sums: tuple[jax.Array, ...] = ()
-        for logits in heads.bidirectional_logits(self.model, params, batch, noise, loop):
-            sums += losses_lib.classification(logits, *targets)
-        return dict(zip(self.metrics, sums, strict=True))
-
-    def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """Counts predicted pieces, by which both losses are divided."""
-        count = batch["masked_lm_weights"].sum()
-        return count, count
-
-    def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
-        """Returns the two losses' sums of some rows over the count of all."""
-        both = sum(metrics[name][0] for name in self.losses)
-        return both / (counts[0] + losses_lib.MASKED_LM_EPS)
-
-
 def of(model: Model, data: Data) -> Objective:
     """Returns what is learned in pre-training: what `data.objective` names, or own code."""
     if data.code:
         return code.function(data.code)(model, data)
-    if data.objective == "bidirectional_lm":
-        return BidirectionalLM(model)
     return Pretraining(model, data.objective)
 
 

@@ -89,6 +89,8 @@ def _trace_encoder(asking: _Asking, model: Model) -> None:
     for outputs, wanted in (("last", (b, s, d)), ("all", (count + 1, b, s, d))):
         given = jax.eval_shape(lambda p, x, of=outputs: hidden(p, x, of), params, ids)
         asking.require_array(given, wanted, model.compute_dtype, f"(outputs={outputs!r}) ")
+    if encoder_of(model).attention_probabilities is None:
+        return
     asking.part = ".attention_probabilities"
     given = jax.eval_shape(maps, params, jax.ShapeDtypeStruct((count, s, d), jnp.float32))
     asking.require_array(given, (count, model.num_attention_heads, s, s), "float32")

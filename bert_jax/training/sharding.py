@@ -59,12 +59,6 @@ _MODERN = (
     Rule(_LAYER + "(attention_output|output)/kernel", data=(1, 2), tensor=1),
     Rule(r"encoder/.*layer_norm/scale"),
 )
-# Of layers both directions are stacked, too.
-_BILSTM = (
-    Rule("encoder/embeddings/word/embedding", data=(0, 1)),
-    Rule(_LAYER + "(gates|projection)/kernel", data=(2,)),
-    Rule(_LAYER + "gates/bias"),
-)
 _DECODER = (
     Rule("decoder/layers/((cross_)?(query|key|value)|intermediate)/kernel", data=(1,), tensor=2),
     Rule("decoder/layers/((cross_)?(query|key|value)|intermediate)/bias", tensor=1),
@@ -73,7 +67,7 @@ _DECODER = (
     Rule(r"decoder/layers/.*layer_norm/(scale|bias)"),
 )
 # By `model.kind`.
-ENCODERS = {"bert": _BERT, "modern": _MODERN, "bilstm": _BILSTM}
+ENCODERS = {"bert": _BERT, "modern": _MODERN}
 POOLER = (Rule("pooler/kernel", data=(0,)), Rule("pooler/bias"))
 _MASKED_LM = {
     "bert": (
@@ -82,7 +76,6 @@ _MASKED_LM = {
         Rule("masked_lm/layer_norm/(scale|bias)"),
     ),
     "modern": (Rule("masked_lm/transform/kernel", data=(0,)), Rule("masked_lm/layer_norm/scale")),
-    "bilstm": (),
 }
 _OUTPUT_BIAS = Rule("masked_lm/output_bias", tensor=0)
 _OUTPUT_TABLE = Rule("masked_lm/output/embedding", data=(0, 1), tensor=0)

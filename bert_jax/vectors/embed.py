@@ -94,10 +94,10 @@ class Embedder:
             raise InputError(f"--max-length {max_length}: must be from 3 to the model's {most}")
         if not 0 <= batch_tokens <= _MOST_TOKENS:
             raise InputError(f"--batch-tokens {batch_tokens}: must be from 0 to {_MOST_TOKENS}")
-        if features.pooling == "cls" and model.one_sided:
+        if features.pooling == "cls" and model.direction != "both":
             raise InputError(
-                f"--pooling cls: with {model.one_sided} the vector of [CLS] knows nothing of the "
-                "text; take mean or tokens"
+                "--pooling cls: with model.direction=left_to_right the vector of [CLS] knows "
+                "nothing of the text; take mean or tokens"
             )
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         layers = layer_numbers(features.layers, model)

@@ -16,9 +16,6 @@ from bert_jax.tasks import objective
 from bert_jax.training import step
 
 LAYERS = samples.MODEL.num_hidden_layers
-ELMO = dataclasses.replace(
-    samples.MODEL, kind="bilstm", num_attention_heads=1, attention_probs_dropout_prob=0.0
-)
 
 
 def test_a_row_s_bits_are_the_words_of_its_key_whatever_is_left_of_the_last():
@@ -71,7 +68,6 @@ def forwards():
     for cfg, run, draws in (
         (samples.MODEL, heads.pretraining_logits, 1 + every_layer),
         (modern, heads.pretraining_logits, 1 + every_layer),
-        (ELMO, heads.bidirectional_logits, 1 + LAYERS),
     ):
         params = functools.partial(heads.init_params, cfg)
         yield cfg.kind, params, functools.partial(run, cfg), batch, draws

@@ -12,18 +12,16 @@ LEARNED = {
     "mlm": {"masked_lm"},
     "mlm_sop": {"masked_lm", "sentence_order"},
     "causal": {"next_piece"},
-    "bidirectional_lm": {"next_piece", "previous_piece"},
 }
 WORDS = {
     "masked_lm": "masked LM",
     "sentence_order": "sentence order",
     "next_piece": "next piece",
-    "previous_piece": "previous piece",
 }
 
 
 # Their losses and batches are tested for themselves, in `make test`, too.
-WHEN = {"mlm_sop": [pytest.mark.long], "bidirectional_lm": [pytest.mark.nightly]}
+WHEN = {"mlm_sop": [pytest.mark.long]}
 
 
 @pytest.fixture(
@@ -74,7 +72,7 @@ def test_a_run_is_exported_as_what_it_learned_alone(run):
     objective, folder, _, _ = run
     for form in ("causal_lm", "masked_lm"):
         code, line = call(f"export --workdir {folder / 'run'} --as {form} --out {folder / form}")
-        wanted = {"causal": "causal_lm", "bidirectional_lm": ""}.get(objective, "masked_lm")
+        wanted = {"causal": "causal_lm"}.get(objective, "masked_lm")
         assert (code == 0) == (form == wanted), line
         assert (folder / form / "config.json").exists() == (code == 0)
 
@@ -85,54 +83,3 @@ def test_what_reads_from_one_side_fills_no_mask(run):
     assert code == (2 if "next_piece" in LEARNED[objective] else 0), line
     if code:
         assert line.count("\n") == 1 and "sees no text to the right of a [MASK]" in line
-
-
-SPANS = """
-from bert_jax.config import Finetuning, Task
-
-
-def experiment():
-    return Finetuning(
-        name="spans",
-        task=Task(
-            kind="span", train=("squad:x",), validation=("squad:x",), max_sequence_length=24,
-            document_stride=4, max_query_length=8,
-        ),
-    )
-"""
-PAIRS = """
-from bert_jax.config import Finetuning, Task
-
-
-def experiment():
-    return Finetuning(
-        name="pairs",
-        task=Task(
-            kind="minimal_pairs", validation=("jsonl:{folder}/pairs.jsonl",), text_column="good",
-            second_column="bad", label_column="of",
-        ),
-    )
-"""
-
-
-def test_what_does_not_apply_to_elmo_is_refused_in_a_line(run):
-    objective, folder, file, _ = run
-    if objective != "bidirectional_lm":
-        return
-    place, sets = folder / "run", " ".join(f"--set {s}" for s in OBJECTIVES[objective])
-    text = folder / "text.txt"
-    text.write_text("wa wb .\n")
-    (folder / "spans.py").write_text(SPANS)
-    (folder / "pairs.py").write_text(PAIRS.replace("{folder}", str(folder)))
-    (folder / "pairs.jsonl").write_text('{"good": "wa wb", "bad": "wb wa", "of": "order"}\n')
-    for command, words in {
-        f"finetune {folder / 'spans.py'} --from {place} --workdir {folder / 'spans'}": "kind=span",
-        f"evaluate --workdir {place} --task {folder / 'pairs.py'}": "two probabilities",
-        f"embed --workdir {place} --pooling cls --out {folder / 'x.npz'} {text}": "--pooling cls",
-        f"plan {file} --topology v5e:2x4 {sets}": "no plan",
-    }.items():
-        code, line = call(command)
-        assert code == 2 and words in line and line.count("\n") == 1, (command, line)
-    assert not (folder / "spans").exists() and not (folder / "x.npz").exists()
-    code, line = call(f"embed --workdir {place} --out {folder / 'x.npz'} {text}")
-    assert code == 0, line

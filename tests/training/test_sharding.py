@@ -21,7 +21,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding, step
 from bert_jax.training.collectives import Method
-from bert_jax.training.objective import BidirectionalLM, Pretraining
+from bert_jax.training.objective import Pretraining
 
 STEPS = 10
 KERNEL = ("encoder", "layers", "query", "kernel")
@@ -94,23 +94,6 @@ def test_a_modern_encoder_sharded_equals_replicated(parallelism):
     )
     alone = samples.run(3, model=model)
     assert_same_run(samples.run(3, devices=4, model=model, parallelism=parallelism), alone)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "parallelism",
-    [
-        Parallelism(state="zero3"),
-        Parallelism(state="zero1", accumulation=2),
-        Parallelism(layer_loop="unroll", remat="full"),
-    ],
-    ids=lambda m: m.state,
-)
-def test_elmo_s_language_models_sharded_equal_replicated(parallelism):
-    model = dataclasses.replace(samples.MODEL, kind="bilstm", num_attention_heads=1)
-    more = {"model": model, "learns": BidirectionalLM}
-    alone = samples.run(3, **more)
-    assert_same_run(samples.run(3, devices=4, parallelism=parallelism, **more), alone)
 
 
 @pytest.mark.long
