@@ -25,8 +25,6 @@ from bert_jax.errors import InputError
 _NAMED = "BERT_JAX_CODE"
 # The copy that a run keeps of the file.
 COPY = "experiment_code.py"
-
-
 # The names of files that were run, and their texts, by their hashes.
 _loaded: dict[str, tuple[dict[str, Any], str]] = {}
 
@@ -36,15 +34,13 @@ def own(function: Callable[..., Any]) -> str:
 
     An experiment file calls it with an objective or an encoder of its own.
     """
-    path = pathlib.Path(getattr(getattr(function, "__code__", None), "co_filename", ""))
-    names = getattr(function, "__globals__", {})
-    name = getattr(function, "__name__", "")
+    names, name = getattr(function, "__globals__", {}), getattr(function, "__name__", "")
+    path = pathlib.Path(names.get("__file__", ""))
     if path.suffix != ".py" or names.get(name) is not function:
         raise InputError(f"own({name or function!r}): give it a function at the top of a .py file")
-    content = _content(path)
+    content, sha256 = _read(path)
     if not content.endswith(b"\n"):  # scripts that write the file elsewhere would add it
         raise InputError(f"{path}: must end with a newline")
-    sha256 = hashlib.sha256(content).hexdigest()
     reference = f"{path.name}:{name}:{sha256}"
     if not CODE.fullmatch(reference):
         raise InputError(f"{path}: rename it; only letters, digits, _ . and - may be in its name")
@@ -55,26 +51,26 @@ def own(function: Callable[..., Any]) -> str:
 
 def name_file(path: str) -> None:
     """Notes that a file may be run if a config asks for it by its hash: `--code`."""
-    _content(pathlib.Path(path))
-    named = _named()
-    if os.path.abspath(path) not in named:
-        os.environ[_NAMED] = os.pathsep.join([*named, os.path.abspath(path)])
+    _read(pathlib.Path(path))
+    os.environ[_NAMED] = os.pathsep.join(dict.fromkeys([*_named(), os.path.abspath(path)]))
 
 
 def was_used(path: str) -> bool:
     """Tells whether a config has asked for this file, as it is now."""
-    return hashlib.sha256(_content(pathlib.Path(path))).hexdigest() in _loaded
+    return _read(pathlib.Path(path))[1] in _loaded
 
 
 def _named() -> list[str]:
     return [path for path in os.environ.get(_NAMED, "").split(os.pathsep) if path]
 
 
-def _content(path: pathlib.Path) -> bytes:
+def _read(path: pathlib.Path) -> tuple[bytes, str]:
+    """Returns a file's content and the hash of it."""
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot be read as code ({error.strerror})") from error
+    return content, hashlib.sha256(content).hexdigest()
 
 
 def function(reference: str) -> Callable[..., Any]:
@@ -84,6 +80,11 @@ def function(reference: str) -> Callable[..., Any]:
     if not callable(names.get(name)):
         raise InputError(f"{file}: defines no function {name}")
     return names[name]
+
+
+def path_of(reference: str) -> pathlib.Path:
+    """Returns where the file of a reference lies."""
+    return pathlib.Path(_load(reference)[0]["__file__"])
 
 
 def files(section: Section) -> dict[str, str]:
@@ -104,19 +105,16 @@ def codes(section: Any) -> list[tuple[str, str]]:
 def _load(reference: str) -> tuple[dict[str, Any], str]:
     file, name, wanted = reference.split(":")
     if wanted not in _loaded:
-        others = ""
-        for path in map(pathlib.Path, _named()):
-            content = _content(path) if path.exists() else b""
-            sha256 = hashlib.sha256(content).hexdigest()
-            if sha256 == wanted:
-                break
-            others += f"; {path} has {sha256}" * path.exists()
-        else:
+        there = {path: _read(path) for path in map(pathlib.Path, _named()) if path.exists()}
+        path = next((path for path, (_, sha256) in there.items() if sha256 == wanted), None)
+        if path is None:
+            others = "".join(f"; {path} has {sha256}" for path, (_, sha256) in there.items())
             raise InputError(
                 f"{file}: {name}() is needed, of the file with sha256 {wanted}; name it with "
                 f"--code FILE (a run keeps a copy, {COPY}){others}"
             )
-        module = types.ModuleType(f"{path.stem}_{sha256[:8]}")
+        content = there[path][0]
+        module = types.ModuleType(f"{path.stem}_{wanted[:8]}")
         module.__file__ = str(path)
         sys.modules[module.__name__] = module  # where dataclasses look for what annotations mean
         with failures(path):  # runs the bytes that were compared, not the file, which may change
@@ -145,7 +143,13 @@ def run_file(path: pathlib.Path, function: str) -> tuple[Any, tuple[str, Section
                 f"{path}: a run keeps a copy of this file for its code, but not of "
                 f"{at_its_top[0].__name__}.py; import that within {function}()"
             )
-        return value, _varied(imported(), type(value))
+        # Other modules help an experiment file in ways of their own, and fail where it uses them.
+        for module in imported():
+            with contextlib.suppress(Exception):
+                parent = module.experiment()
+                if type(parent) is type(value):
+                    return value, (f"{module.__name__}.py", parent)
+        return value, None
 
 
 @contextlib.contextmanager
@@ -156,8 +160,7 @@ def failures(path: pathlib.Path) -> Iterator[None]:
         yield
     except InputError as error:
         text = str(error)
-        named = text.startswith(str(path))
-        raise InputError(text if named else f"{path}: {text}") from error
+        raise InputError(text if text.startswith(str(path)) else f"{path}: {text}") from error
     except (Exception, SystemExit) as error:
         places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
         if isinstance(error, SyntaxError) and error.filename:
@@ -165,20 +168,8 @@ def failures(path: pathlib.Path) -> Iterator[None]:
         ours = [p for p in places if pathlib.Path(p[0]).resolve().parent == folder]
         name, line = ours[-1] if ours else (str(path), None)
         where = str(path.parent / pathlib.Path(name).name) + (f":{line}" if line else "")
-        raise InputError(f"{where}: {type(error).__name__}: {error}") from error
-
-
-def _varied(modules: list[Any], kind: type) -> tuple[str, Section] | None:
-    """Returns the file and the experiment of the first module that gives one of this kind.
-
-    Other modules help an experiment file in ways of their own, and fail where it uses them.
-    """
-    for module in modules:
-        with contextlib.suppress(Exception):
-            experiment = module.experiment()
-            if type(experiment) is kind:
-                return f"{module.__name__}.py", experiment
-    return None
+        why = (str(error).splitlines() or [""])[0]
+        raise InputError(f"{where}: {type(error).__name__}: {why}") from error
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from etils import epath
 from lstm import lstm
 
 from bert_jax import base as base_lib
-from bert_jax.config import Adapt, Model, Parallelism
+from bert_jax.config import Adapt, Parallelism
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective as objective_lib
@@ -97,30 +97,21 @@ def test_a_tagger_learns_with_its_head_and_a_frozen_encoder_does_not(features, h
             assert np.abs(leaf).max() > 0
 
 
-ELMO = Model(
-    kind="bilstm",
-    vocab_size=len(tuned.PIECES),
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=1,
-    intermediate_size=16,
-    max_position_embeddings=64,
-    initializer_range=0.2,
-)
+TWO = dataclasses.replace(tuned.MODEL, num_hidden_layers=2)
 
 
 @pytest.fixture
-def elmo(tmp_path, monkeypatch):
+def base(tmp_path, monkeypatch):
     """The current folder, with a base of random weights."""
     monkeypatch.chdir(tmp_path)
-    params = jax.device_get(heads.init_params(ELMO, jax.random.key(0)))
+    params = jax.device_get(heads.init_params(TWO, jax.random.key(0)))
     base_lib.write(
-        base_lib.Base(ELMO, params, WordPiece(tuned.PIECES, "uncased"), "a test"),
+        base_lib.Base(TWO, params, WordPiece(tuned.PIECES, "uncased"), "a test"),
         epath.Path("base"),
     )
 
 
-def test_a_tagger_over_elmo_learns_and_answers(elmo, capsys):
+def test_a_tagger_learns_and_answers(base, capsys):
     """As ELMo is used: frozen, its layers mixed, below a BiLSTM."""
     tuned.write_task(epath.Path("."), "tag", how="frozen", epochs=6)
     assert tuned.finetune("--set", "adapt.features=mixed") == 0
@@ -133,15 +124,7 @@ def test_a_tagger_over_elmo_learns_and_answers(elmo, capsys):
     assert "nowhere" in error
 
 
-@pytest.mark.long
-def test_elmo_is_fine_tuned_as_any_other(elmo):
-    tuned.write_task(epath.Path("."), "classify", epochs=6)
-    assert tuned.finetune() == 0
-    scores = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
-    assert scores[-1]["accuracy"] > 0.9
-
-
-def test_layers_that_are_not_there_are_refused(elmo, capsys):
+def test_layers_that_are_not_there_are_refused(base, capsys):
     tuned.write_task(epath.Path("."), "tag", how="frozen")
     assert tuned.finetune("--set", "adapt.features=sum_last_four") == 2
     error = capsys.readouterr().err
