@@ -13,7 +13,7 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.config import Experiment
-from bert_jax.errors import printable
+from bert_jax.errors import InputError, printable
 from bert_jax.model import flops
 from bert_jax.plan import compile as compile_lib
 from bert_jax.plan import estimate
