@@ -15,8 +15,7 @@ from bert_jax.cli.command import (
     input_lines,
     say,
 )
-from bert_jax.conformance import command as conformance_command
-from bert_jax.errors import FAILED, FINISHED
+from bert_jax.errors import FAILED, FINISHED, printable
 
 
 @command(
@@ -70,12 +69,44 @@ def conformance(args: argparse.Namespace) -> int:
     """Check the rules of google-research/bert; list where an EXPERIMENT differs."""
     named = args.experiment or args.workdir or args.set
     experiment = experiment_of(args)[0] if named else None
-    return FINISHED if conformance_command.print_rules(experiment) else FAILED
+    from bert_jax.conformance import command
+
+    return FINISHED if command.print_rules(experiment) else FAILED
 
 
-command(conformance_command.add_instance_arguments, name="conformance instances")(
-    conformance_command.write_instances
+@command(
+    """
+    TEXT...: sentences by line, a blank line between documents
+    --vocab FILE (required): a vocab.txt
+    --out FILE (required): the JSON lines to write
+    --max-seq-length N (int = 128): pieces of an instance
+    --max-predictions N (int = 20): masked pieces of an instance
+    --dupe-factor N (int = 10): passes over the text
+    --short-seq-prob P (float = 0.1): share of documents with shorter instances
+    --masked-lm-prob P (float = 0.15): share of pieces that are masked
+    --random-seed N (int = 12345): of all draws
+    --whole-word: mask whole words
+    --cased: do not lower-case
+    """,
+    name="conformance instances",
 )
+def conformance_instances(args: argparse.Namespace) -> int:
+    """Write the instances that the reference would write."""
+    from bert_jax.conformance import instances
+
+    settings = instances.Settings(
+        max_seq_length=args.max_seq_length,
+        max_predictions_per_seq=args.max_predictions,
+        dupe_factor=args.dupe_factor,
+        whole_word_mask=args.whole_word,
+        short_seq_prob=args.short_seq_prob,
+        masked_lm_prob=args.masked_lm_prob,
+        random_seed=args.random_seed,
+        do_lower_case=not args.cased,
+    )
+    count = instances.write(args.text, args.vocab, settings, args.out)
+    print(f"{printable(args.out)}: {count} instances")
+    return FINISHED
 
 
 @command(

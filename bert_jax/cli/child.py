@@ -47,8 +47,7 @@ class _Child:
         number = int(os.environ.get("JAX_PROCESS_ID", "0"))
         mine = plan.fault is not None and plan.fault.process == number
         self._fault: Fault | None = plan.fault if mine else None
-        self._not_finite = frozenset(plan.not_finite)
-        self._nudged = plan.nudged
+        self._plan = plan
         self._who = {"start": plan.start, "process": number}
         flags = os.O_APPEND | os.O_CREAT | os.O_WRONLY
         self._journal = os.open(plan.journal, flags, 0o644) if plan.journal else None
@@ -58,125 +57,91 @@ class _Child:
         self._dying: threading.Thread | None = None
 
     def patch(self) -> None:
-        """Puts itself between the runner and what it calls."""
-        step.make_train_step = self._around_train_step(step.make_train_step)
-        step.make_eval_step = self._around_eval_step(step.make_eval_step)
-        evaluators.Watched.predict = self._before(evaluators.Watched.predict, self._evaluated)
-        Checkpoints.save = self._around_save(Checkpoints.save)
-        start._start = self._around_restore(start._start)
-        lines_lib.Lines.forget_after = self._before(lines_lib.Lines.forget_after, self._opened)
-        corpus.prepare = self._around_prepare(corpus.prepare)
+        """Puts itself between the runner and what it calls: each function is handed to a method."""
+        for owner, name, around in (
+            (step, "make_train_step", self._make_train_step),
+            (step, "make_eval_step", self._make_eval_step),
+            (evaluators.Watched, "predict", self._predict),
+            (Checkpoints, "save", self._save),
+            (start, "_start", self._restore),
+            (lines_lib.Lines, "forget_after", self._open),
+            (corpus, "prepare", self._prepare),
+        ):
+            setattr(owner, name, _between(around, getattr(owner, name)))
 
     def wait(self) -> None:
         """Returns unless a kill is under way: the command was faster than it."""
         if self._dying is not None:
             self._dying.join()
 
-    def _note(self, kind: str, values: Mapping[str, Any]) -> None:
+    def _note(self, kind: str, **values: Any) -> None:
         if self._journal is not None:
             line = json.dumps({"kind": kind, **self._who, **values}) + "\n"
             os.write(self._journal, line.encode())
 
     # --- the places -----------------------------------------------------------------------------
 
-    def _around_train_step(self, make: Callable[..., Callable]) -> Callable[..., Callable]:
-        def make_journaled(*args: Any) -> Callable:
-            train_step = make(*args)
+    def _make_train_step(self, make: Callable[..., Callable], *args: Any) -> Callable:
+        train_step = make(*args)
 
-            def journaled(state: Any, window: Any, batch: Any, key: Any, fixed: Any) -> Any:
-                if self._due("step") or self._due("start"):  # all files of lines are open
-                    self._die()
-                if self._due("roll_back") and self._redone == self._fault.part:
-                    self._die()
-                rows, hashes = zip(*rows_of(batch), strict=True)
-                self._note("step", {"step": self._done, "rows": rows, "hashes": hashes})
-                if self._nudged and not self._done:
-                    nudge = 1 + np.finfo(np.float32).eps
-                    state = state | {"params": jax.tree.map(lambda x: x * nudge, state["params"])}
-                if self._done in self._not_finite:
-                    weights = "masked_lm_weights"
-                    batch = batch | {weights: batch[weights] * float("nan")}
-                result = train_step(state, window, batch, key, fixed)
-                self._done, self._parts = self._done + 1, 0
-                self._redone = None if self._redone is None else self._redone + 1
-                return result
+        def journaled(state: Any, window: Any, batch: Any, key: Any, fixed: Any) -> Any:
+            self._at("start")  # all files of lines are open
+            self._at("step")
+            self._at("roll_back", self._redone)
+            rows, hashes = zip(*rows_of(batch), strict=True)
+            self._note("step", step=self._done, rows=rows, hashes=hashes)
+            if self._plan.nudged and not self._done:
+                nudge = 1 + np.finfo(np.float32).eps
+                state = state | {"params": jax.tree.map(lambda x: x * nudge, state["params"])}
+            if self._done in self._plan.not_finite:
+                weights = "masked_lm_weights"
+                batch = batch | {weights: batch[weights] * float("nan")}
+            result = train_step(state, window, batch, key, fixed)
+            self._done, self._parts = self._done + 1, 0
+            self._redone = None if self._redone is None else self._redone + 1
+            return result
 
-            return journaled
+        return journaled
 
-        return make_journaled
+    def _make_eval_step(self, make: Callable[..., Callable], *args: Any) -> Callable:
+        eval_step = make(*args)
 
-    def _around_eval_step(self, make: Callable[..., Callable]) -> Callable[..., Callable]:
-        def make_counted(*args: Any) -> Callable:
-            eval_step = make(*args)
+        def counted(*args: Any) -> Any:
+            self._at("evaluation", self._parts)
+            self._parts += 1
+            return eval_step(*args)
 
-            def counted(params: Any, sums: Any, batch: Any) -> Any:
-                if self._due("evaluation") and self._parts == self._fault.part:
-                    self._die()
-                self._parts += 1
-                return eval_step(params, sums, batch)
+        return counted
 
-            return counted
+    def _predict(self, predict: Callable, *args: Any) -> Any:
+        self._at("evaluation")  # after all batches, with the line of the evaluation written
+        return predict(*args)
 
-        return make_counted
-
-    def _evaluated(self) -> None:
-        """Dies after all batches, with the line of the evaluation written."""
-        if self._due("evaluation"):
-            self._die()
-
-    def _opened(self) -> None:
-        if self._due("start") and self._parts == self._fault.part:
-            self._die()
+    def _open(self, forget_after: Callable, *args: Any) -> Any:
+        self._at("start", self._parts)
         self._parts += 1
+        return forget_after(*args)
 
-    def _around_save(self, save: Callable) -> Callable:
-        def saving(checkpoints: Checkpoints, at: int, *args: Any) -> None:
-            if self._due("save"):
-                folder = pathlib.Path(checkpoints._folder)
-                self._in_a_thread(lambda: self._die_in_save(folder, at))
-            if self._due("roll_back"):
-                self._die()
-            save(checkpoints, at, *args)
+    def _save(self, save: Callable, checkpoints: Checkpoints, at: int, *args: Any) -> None:
+        if self._due("save"):
+            self._in_a_thread(self._die_in_save, pathlib.Path(checkpoints._folder), at)
+        self._at("roll_back")
+        save(checkpoints, at, *args)
 
-        return saving
+    def _restore(self, function: Callable[..., start.Start], *args: Any) -> start.Start:
+        restored = function(*args)
+        if args[-1] is not None:  # a roll-back
+            self._redone = 0
+            self._note("rolled_back", done=self._done, to=restored.done)
+        self._done = restored.done
+        return restored
 
-    def _die_in_save(self, folder: pathlib.Path, at: int) -> None:
-        """Dies once so many files of the save exist, or it is whole."""
-        whole, unfinished = folder / str(at), folder / f"{at}.orbax-checkpoint-tmp"
-        while not (whole.exists() or unfinished.exists()):
-            time.sleep(_POLL)
-        while unfinished.exists() and files_below(unfinished) < self._fault.part:
-            time.sleep(_POLL)
-        self._kill()
-
-    def _around_restore(self, function: Callable[..., start.Start]) -> Callable[..., start.Start]:
-        def restoring(*args: Any) -> start.Start:
-            restored = function(*args)
-            if args[-1] is not None:  # a roll-back
-                self._redone = 0
-                self._note("rolled_back", {"done": self._done, "to": restored.done})
-            self._done = restored.done
-            return restored
-
-        return restoring
-
-    def _around_prepare(self, prepare: Callable) -> Callable:
-        def preparing(*args: Any) -> Any:
-            if self._due("prepare"):
-                self._die()
-            begun = time.monotonic()
-            made = prepare(*args)
-            self._note("prepared", {"seconds": time.monotonic() - begun})
-            return made
-
-        return preparing
-
-    def _before(self, function: Callable, look: Callable[[], None]) -> Callable:
-        def looking(*args: Any) -> Any:
-            look()
-            return function(*args)
-
-        return looking
+    def _prepare(self, prepare: Callable, *args: Any) -> Any:
+        self._at("prepare")
+        begun = time.monotonic()
+        made = prepare(*args)
+        self._note("prepared", seconds=time.monotonic() - begun)
+        return made
 
     # --- the kill -------------------------------------------------------------------------------
 
@@ -188,25 +153,40 @@ class _Child:
             return self._redone is not None
         return place in ("start", "prepare") or self._done >= fault.step
 
-    def _die(self) -> None:
-        if not self._fault.after:
-            self._kill()
-            return
+    def _at(self, place: str, part: int | None = None) -> None:
+        """Dies, now or soon, if the fault is of this place, and of this part if one is given."""
+        if self._due(place) and part in (None, self._fault.part):
+            if self._fault.after:
+                self._in_a_thread(self._die_later)
+            else:
+                self._die()
 
-        def later() -> None:
-            time.sleep(self._fault.after)
-            self._kill()
-
-        self._in_a_thread(later)
-
-    def _in_a_thread(self, work: Callable[[], None]) -> None:
-        self._dying = threading.Thread(target=work, daemon=True)
+    def _in_a_thread(self, work: Callable[..., None], *args: Any) -> None:
+        self._dying = threading.Thread(target=work, args=args, daemon=True)
         self._dying.start()
 
-    def _kill(self) -> None:
+    def _die_later(self) -> None:
+        time.sleep(self._fault.after)
+        self._die()
+
+    def _die_in_save(self, folder: pathlib.Path, at: int) -> None:
+        """Dies once so many files of the save exist, or it is whole."""
+        whole, unfinished = folder / str(at), folder / f"{at}.orbax-checkpoint-tmp"
+        while not (whole.exists() or unfinished.exists()):
+            time.sleep(_POLL)
+        while unfinished.exists() and files_below(unfinished) < self._fault.part:
+            time.sleep(_POLL)
+        self._die()
+
+    def _die(self) -> None:
         fault, self._fault = self._fault, None
-        self._note("killed", {"done": self._done})
+        self._note("killed", done=self._done)
         os.kill(os.getpid(), fault.signal)
+
+
+def _between(around: Callable, inner: Callable) -> Callable:
+    """Returns a plain function, so that of a class it becomes a method."""
+    return lambda *args: around(inner, *args)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -215,14 +195,8 @@ def main(argv: Sequence[str]) -> int:
     plan = Plan.from_json(argv[0])
     if plan.processes > 1 and "JAX_PROCESS_ID" not in os.environ:
         command = [sys.executable, "-m", "bert_jax.cli.child", *argv]
-        ended = pod.run(
-            command,
-            processes=plan.processes,
-            devices=1,
-            arrive_within=_ARRIVE,
-            hang_after=_HANG,
-        )
-        return ended.code
+        times = {"arrive_within": _ARRIVE, "hang_after": _HANG}
+        return pod.run(command, processes=plan.processes, devices=1, **times).code
     child = _Child(plan)
     child.patch()
     code = cli.main(argv[1:])

@@ -66,14 +66,8 @@ def pytorch(name: str) -> dict[str, np.ndarray]:
     return dict(np.load(folder / f"{name}.npz"))
 
 
-def config() -> dict[str, Any]:
-    """Returns the config.json of PyTorch's model."""
-    return json.loads((FOLDER / "hf_bert_tiny" / "config.json").read_text("utf-8"))
-
-
-CONFIG = Model(
-    **{name: value for name, value in config().items() if name in Model.__dataclass_fields__}
-)
+_SAYS = json.loads((FOLDER / "hf_bert_tiny" / "config.json").read_text("utf-8"))
+CONFIG = Model(**{name: _SAYS[name] for name in _SAYS if name in Model.__dataclass_fields__})
 
 
 def params() -> dict:

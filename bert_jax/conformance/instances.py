@@ -9,12 +9,13 @@ import dataclasses
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from etils import epath
 
-from bert_jax.conformance.settings import Settings
+from bert_jax.config import Data
+from bert_jax.config.fields import PositiveCount, Section, Share, at_least
 from bert_jax.data import batches, draws, masking, pairs, stream
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, require_plain, write_atomic
@@ -22,6 +23,35 @@ from bert_jax.text.tokenizer import Tokenizer, WordPiece
 from bert_jax.text.vocabulary import read_vocab
 
 Documents = list[list[list[int]]]
+
+# [CLS] A [SEP] B [SEP] with a token in each.
+_SHORTEST = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Section):
+    """The reference's flags, under the names that its golden files carry."""
+
+    role = "identity"
+    label = "instances"
+
+    max_seq_length: Annotated[int, at_least(_SHORTEST)] = 128
+    max_predictions_per_seq: PositiveCount = 20
+    dupe_factor: PositiveCount = 10
+    whole_word_mask: bool = False
+    short_seq_prob: Share = 0.1
+    masked_lm_prob: Share = 0.15
+    random_seed: int = 12345
+    do_lower_case: bool = True
+
+    @property
+    def data(self) -> Data:
+        """Returns these settings as a section of an experiment."""
+        return Data(
+            short_seq_prob=self.short_seq_prob,
+            masked_lm_prob=self.masked_lm_prob,
+            masking="whole_word" if self.whole_word_mask else "piece",
+        )
 
 
 def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Documents:

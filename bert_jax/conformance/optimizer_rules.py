@@ -48,8 +48,7 @@ def check() -> Iterator[Rule]:
     yield from _schedule()
     yield _first_update()
     yield _decay()
-    yield _clip()
-    yield _mean()
+    yield from _cores()
 
 
 def _trajectory() -> Iterator[Rule]:
@@ -145,36 +144,30 @@ def _decay() -> Rule:
     )
 
 
-def _clip() -> Rule:
-    norm = 0.1
-    ours = _summed_gradient(norm)
-    clipped = []
-    for gradient in _gradients():
-        length = float(optax.global_norm(gradient))
-        if length <= norm:
-            raise ValueError(f"a core's gradient of norm {length} is not clipped at {norm}")
-        clipped.append(jax.tree.map(lambda g, n=length: g * (norm / n), gradient))
-    theirs = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), clipped)
-    return _rule(
+def _cores() -> Iterator[Rule]:
+    """Compares the gradient of a step over all cores with what each of them gives by itself."""
+    norm, compared = 0.1, f"a step of {_CORES} cores with each alone"
+    alone = list(_gradients())
+    lengths = [float(optax.global_norm(gradient)) for gradient in alone]
+    if min(lengths) <= norm:
+        raise ValueError(f"a core's gradient of norm {min(lengths)} is not clipped at {norm}")
+    clipped = [
+        jax.tree.map(lambda g, n=length: g * (norm / n), gradient)
+        for gradient, length in zip(alone, lengths, strict=True)
+    ]
+    yield _rule(
         "each core clips its own gradient, then they are summed",
-        f"a step of {_CORES} cores with each alone",
-        largest_difference(ours, theirs),
+        compared,
+        largest_difference(_summed_gradient(norm), jax.tree.map(lambda *g: sum(g), *clipped)),
         1e-5,
     )
-
-
-def _mean() -> Rule:
-    theirs = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), _gradients())
-    return Rule(
+    yield Rule(
         "loss",
         "each core divides by its own weights + 1e-5, and its own rows",
-        f"a step of {_CORES} cores with each alone",
-        largest_difference(_summed_gradient(1e9), theirs),
+        compared,
+        largest_difference(_summed_gradient(1e9), jax.tree.map(lambda *g: sum(g), *alone)),
         1e-5,
     )
-
-
-# --- cores ----------------------------------------------------------------------------------------
 
 
 @functools.cache

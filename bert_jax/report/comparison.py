@@ -127,7 +127,7 @@ def _no_scores(records: Sequence[Record]) -> str:
 
 def table(records: Sequence[Record]) -> Table:
     """Returns the newest figures of each run; columns that no run has are left out."""
-    texts = [(_come_to(record), _spent_by(record)) for record in records]
+    texts = [(said_by(r, r.evaluation[-1]) if r.evaluation else {}, _spent_by(r)) for r in records]
     columns = list(dict.fromkeys(n for part in zip(*texts, strict=True) for of in part for n in of))
     rows = [
         [record.label, *((newest | spent).get(name, "") for name in columns)]
@@ -141,42 +141,36 @@ def notes(records: Sequence[Record]) -> list[str]:
     return [note for note in (no_nats(records), _no_scores(records)) if note]
 
 
-def _come_to(record: Record) -> dict[str, str]:
-    newest = record.evaluation[-1] if record.evaluation else None
-    if newest is None:
-        return {}
-    if isinstance(record.experiment, Finetuning):
-        return _scores(record.experiment, newest, record.written("task"))
-    return _losses(newest)
-
-
 def _spent_by(record: Record) -> dict[str, str]:
     known = {axis: axis.of(record) for axis in AXES}
     return {axis.name: axis.text(of([record.done])[0]) for axis, of in known.items() if of}
 
 
-def _losses(newest: Line) -> dict[str, str]:
-    if not losses.learned(newest, losses.PIECES):  # of an objective of the experiment's own
-        return {"held-out loss": f"{newest['loss']:.3f}"}
-    nats, right = losses.of_pieces(newest)
+def said_by(record: Record, line: Line) -> dict[str, str]:
+    """Returns what an evaluation shows, by names for people."""
+    if isinstance(record.experiment, Finetuning):
+        guess = record.written("task").get("guess")
+        return {
+            record.experiment.task.main_score: f"{line['score']:.4f}",
+            **({"guessing": f"{guess[1]:.4f}"} if guess else {}),
+            "held-out loss": f"{line['loss']:.4f}",
+            "examples": f"{line['examples']:,}",
+        }
+    pieces, pairs = losses.learned(line, losses.PIECES), losses.learned(line, losses.PAIRS)
+    if not pieces:  # of an objective of the experiment's own
+        names = [name for name in line if name not in ("step", "kind")]
+        return {f"held-out {name.replace('_', ' ')}": f"{line[name]:,.4g}" for name in names}
+    nats, right = losses.of_pieces(line)
     texts = {
-        f"{losses.PIECES[losses.learned(newest, losses.PIECES)]}, nat": f"{nats:.3f}",
-        "below unigrams": f"{newest['unigram_loss'] - nats:.3f}",
+        f"{losses.PIECES[pieces]}, nat": f"{nats:.3f}",
+        "below unigrams": f"{line['unigram_loss'] - nats:.3f}",
         "pieces right": percent(right),
     }
-    pairs = losses.learned(newest, losses.PAIRS)
     if pairs:
-        accuracy, error = newest[f"{pairs}_accuracy"], newest[f"{pairs}_error"]
+        accuracy, error = line[f"{pairs}_accuracy"], line[f"{pairs}_error"]
         texts[losses.PAIRS[pairs]] = f"{100 * accuracy:.1f} ± {100 * error:.1f} %"
-        texts["majority"] = percent(newest[f"{pairs}_majority"])
+        texts["majority"] = percent(line[f"{pairs}_majority"])
     return texts
-
-
-def _scores(experiment: Finetuning, newest: Line, task: Line) -> dict[str, str]:
-    texts = {experiment.task.main_score: f"{newest['score']:.4f}"}
-    if task.get("guess"):
-        texts["guessing"] = f"{task['guess'][1]:.4f}"
-    return texts | {"held-out loss": f"{newest['loss']:.4f}", "examples": f"{newest['examples']:,}"}
 
 
 # --- curves -------------------------------------------------------------------------------------

@@ -14,19 +14,16 @@ from etils import epath
 from bert_jax import config
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import InputError, reading
-from bert_jax.model import losses
 from bert_jax.report import comparison, figures, times, tuned
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import CorpusStatistics, Line, Record
-from bert_jax.report.render import page, percent
+from bert_jax.report.render import Table, page, percent
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.lines import Lines
 from bert_jax.training.pretraining import Prepared
 
-# What an evaluation has of pairs.
-_OF_PAIRS = ("accuracy", "error", "majority")
 # Evaluations that stand in the tables, spread over the run.
 _ROWS = 8
 _PREDICTIONS = 5
@@ -175,8 +172,14 @@ def _summary(record: Record) -> dict[str, Any]:
 def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
     """Yields the newest figures of a run, and what they are."""
     if record.evaluation:
-        tuned_run = isinstance(record.experiment, Finetuning)
-        yield from (_scores if tuned_run else _losses)(record, record.evaluation[-1])
+        for name, text in comparison.said_by(record, record.evaluation[-1]).items():
+            yield text, name
+    if task := record.written("task"):
+        yield f"{task['examples']['train']:,}", "examples to learn from"
+        words = (
+            f"unknown pieces in training; {percent(task['unknown']['validation'])} in validation"
+        )
+        yield percent(task["unknown"]["train"]), words
     rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
     if rate is not None:
         more = "" if padding is None else f"; padding is {percent(padding)}"
@@ -191,61 +194,6 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
     cost = None if price is None else goodput.cost(price)
     if cost is not None:
         yield f"{cost:,.2f}", f"cost so far, of {goodput.chip_hours:,.2f} chip-hours"
-
-
-def _losses(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
-    if not losses.learned(newest, losses.PIECES):  # of an objective of the experiment's own
-        yield f"{newest['loss']:.3f}", "held-out loss"
-        return
-    (nats, right), below = losses.of_pieces(newest), _below(newest)
-    where = f"{abs(below):.3f} {'below' if below >= 0 else 'above'} unigrams"
-    words = losses.PIECES[losses.learned(newest, losses.PIECES)]
-    yield f"{nats:.3f} nat", f"held-out {words}; {where}"
-    yield percent(right), "of predicted pieces right, held out"
-    pairs = losses.learned(newest, losses.PAIRS)
-    if pairs:
-        accuracy, error, majority = (percent(newest[f"{pairs}_{x}"]) for x in _OF_PAIRS)
-        yield accuracy, f"{losses.PAIRS[pairs]} ± {error}; majority {majority}"
-
-
-def _below(line: Line) -> float:
-    """Returns how many nats a piece an evaluation is below the unigram line."""
-    return line["unigram_loss"] - losses.of_pieces(line)[0]
-
-
-def _evaluation(line: Line) -> dict[str, Any]:
-    """Returns an evaluation by names that are the same for all objectives, and in words.
-
-    Those of the experiment's own are as they are.
-    """
-    if not losses.learned(line, losses.PIECES):
-        return line
-    nats, right = losses.of_pieces(line)
-    pairs = losses.learned(line, losses.PAIRS)
-    return {
-        "step": line["step"],
-        "rows": line["rows"],
-        "pieces": losses.PIECES[losses.learned(line, losses.PIECES)],
-        "loss": nats,
-        "below": _below(line),
-        "accuracy": right,
-        "pairs": losses.PAIRS.get(pairs, ""),
-        "of_pairs": {name: line[f"{pairs}_{name}"] for name in _OF_PAIRS if pairs},
-    }
-
-
-def _scores(record: Record, newest: Line) -> Iterator[tuple[str, str]]:
-    task, guess = record.written("task"), ""
-    if task.get("guess"):
-        guess = f"; {task['guess'][0]}: {task['guess'][1]:.4f}"
-    names = tuned.score_names(record)
-    yield f"{newest['score']:.4f}", f"{names[0]} of {newest['examples']:,} examples{guess}"
-    yield f"{newest['loss']:.3f}", "held-out loss"
-    if task:
-        unknown = task["unknown"]
-        yield f"{task['examples']['train']:,}", "examples to learn from"
-        words = f"unknown pieces in training; {percent(unknown['validation'])} in validation"
-        yield percent(unknown["train"]), words
 
 
 def _detail(record: Record, price: float | None) -> dict[str, Any]:
@@ -263,58 +211,76 @@ def _detail(record: Record, price: float | None) -> dict[str, Any]:
         ],
         "starts": sum(line.get("kind") == "start" for line in record.timings),
         "goodput": goodput.line(price),
-        "evaluations": _spread(record.evaluation, _ROWS),
+        "evaluations": _evaluations(record),
         "origin": record.origin,
         "config": [(path, _text(value)) for path, value in config.flatten(record.experiment)],
         "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
     } | of_its_own
 
 
+def _evaluations(record: Record) -> Table | None:
+    """Returns a line for some of the evaluations; None before there is one."""
+    lines = _spread(record.evaluation, _ROWS)
+    if isinstance(record.experiment, Finetuning):
+        names = [*tuned.score_names(record), "loss"]
+        cells = [{name: f"{line[name]:.4f}" for name in names} for line in lines]
+    else:
+        cells = [comparison.said_by(record, line) for line in lines]
+    if not lines:
+        return None
+    columns = list(cells[-1])
+    rows = [
+        [f"{line['step']:,}", *(texts.get(name, "") for name in columns)]
+        for line, texts in zip(lines, cells, strict=True)
+    ]
+    return Table(["step", *columns], rows, 0)
+
+
 def _of_pretraining(record: Record, experiment: Experiment) -> dict[str, Any]:
     statistics, why = _statistics(record.workdir, experiment)
     return {
         "own": "pretraining.html",
-        "evaluations": [_evaluation(line) for line in _spread(record.evaluation, _ROWS)],
         "predictions": _predictions(record),
         "statistics": statistics,
         "no_statistics": why,
         "corpus_figures": figures.of_corpus(statistics) if statistics else [],
         "phases": experiment.phases,
         "plan": _plan(record.plan) if record.plan.get("slices") else None,
+        "libtpu": record.plan.get("versions", {}).get("libtpu"),
     }
 
 
 def _of_tuning(record: Record) -> dict[str, Any]:
     return {
         "own": "tuned.html",
-        "scores": tuned.score_names(record),
-        "task": {"guess": None} | record.written("task"),
+        "guess": record.written("task").get("guess"),
         "answers": tuned.answers(record),
     }
 
 
-def _plan(plan: dict[str, Any]) -> dict[str, Any]:
+def _plan(plan: dict[str, Any]) -> Table:
     """Returns a row for each phase on each slice of a plan (plan.report)."""
+    terms = ("total", "compute", "kernels", "random_bits", "links")
+    titles = ["step" if name == "total" else name.replace("_", " ") for name in terms]
+    columns = ["slice", "chips", "phase", "memory of a device", *titles, "utilisation", "hours"]
     rows = []
     for entry in plan["slices"]:
         for phase in entry["phases"]:
-            seconds = phase.get("seconds")
-            if seconds:
+            cells = [phase["outcome"], *[""] * (len(terms) + 2)]
+            if phase["outcome"] == "compiled":
+                peak, memory = (
+                    size / 2**30 for size in (phase["memory"]["peak"], entry["device_memory"])
+                )
+                seconds = phase["seconds"]
                 seconds = seconds | {"links": seconds["collectives"] + seconds["latency"]}
-            rows.append(
-                {
-                    "slice": entry["topology"],
-                    "chips": entry["chips"],
-                    "phase": phase["phase"],
-                    "outcome": phase["outcome"],
-                    "peak": phase["memory"].get("peak", 0) / 2**30,
-                    "memory": entry["device_memory"] / 2**30,
-                    "seconds": seconds,
-                    "utilisation": phase.get("utilisation"),
-                    "hours": phase["hours"],
-                }
-            )
-    return {"rows": rows, "libtpu": plan["versions"]["libtpu"]}
+                cells = [
+                    f"{peak:.2f} of {memory:g} GiB",
+                    *(f"{1000 * seconds[name]:.1f} ms" for name in terms),
+                    percent(phase["utilisation"]),
+                    f"{phase['hours']:,.1f}",
+                ]
+            rows.append([entry["topology"], f"{entry['chips']:,}", str(phase["phase"]), *cells])
+    return Table(columns, rows)
 
 
 @functools.lru_cache(maxsize=4)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import filecmp
+import itertools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -133,9 +134,11 @@ def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> 
         differences.append(
             f"{len(differing)} of {len(a)} arrays differ, the first is {first}, by {by:.3g} at most"
         )
-    for name in sorted((a_metadata.keys() | b_metadata.keys()) - {"checksums"}):  # of these arrays
-        if a_metadata.get(name) != b_metadata.get(name):
-            differences.append(f"the checkpoint's {name} differs")
+    differences += [
+        f"the checkpoint's {name} differs"
+        for name in sorted((a_metadata.keys() | b_metadata.keys()) - {"checksums"})  # of arrays
+        if a_metadata.get(name) != b_metadata.get(name)
+    ]
     total = sum(value.size for value in a.values())
     what = f"parameters, optimizer and counters: {len(a)} arrays, {total:,} numbers, bit for bit"
     return Comparison(ours.name, what, differences)
@@ -159,15 +162,13 @@ def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
     """
     files = [place / name for place in (ours, theirs)]
     a, b = (file.read_bytes().splitlines() if file.exists() else [] for file in files)
-    differences = []
-    if a != b:
-        pairs = enumerate(zip(a, b, strict=False))
-        at = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-        shown = (
-            printable(x[at][:120].decode(errors="replace")) if at < len(x) else "nothing"
-            for x in (a, b)
-        )
-        differences.append(f"{name}:{at + 1} differs: {' and undisturbed '.join(shown)}")
+    pairs = enumerate(itertools.zip_longest(a, b, fillvalue=b"nothing"), 1)
+    differences = [
+        f"{name}:{number} differs: {printable(x[:120].decode(errors='replace'))} and undisturbed "
+        + printable(y[:120].decode(errors="replace"))
+        for number, (x, y) in pairs
+        if x != y
+    ][:1]
     return Comparison(ours.name, f"{name}: {len(b)} lines, byte for byte", differences)
 
 
@@ -189,19 +190,19 @@ def corpora(made: pathlib.Path, undisturbed: pathlib.Path) -> list[str]:
 def losses(ours: pathlib.Path, theirs: pathlib.Path, last: int) -> tuple[float, str]:
     """Returns the largest relative difference of a loss in the lines of two runs, and its place.
 
-    Infinite where lines or losses are missing, or are no numbers.
-
-    Losses after the step `last` are not compared; their lines must only be there.
+    Infinite where lines or losses are missing, or are no numbers. Losses after the step `last` are
+    not compared; their lines must only be there.
     """
     a, b = _lines(ours), _lines(theirs)
     if [(x["kind"], x["step"]) for x in a] != [(y["kind"], y["step"]) for y in b]:
         return np.inf, "other lines"
-    worst, where = 0.0, "no line"
-    for x, y in zip(a, b, strict=True):
-        off, name = _farthest(x, y)
-        if x["step"] <= last and off > worst:
-            worst, where = off, f"{name} of {y['kind']}, step {y['step']}"
-    return worst, where
+    off = [
+        (*_farthest(x, y), f"{y['kind']}, step {y['step']}")
+        for x, y in zip(a, b, strict=True)
+        if x["step"] <= last
+    ]
+    worst, which, where = max(off, default=(0.0, "no loss", "no line"), key=lambda one: one[0])
+    return worst, f"{which} of {where}"
 
 
 def alike_until(ours: pathlib.Path, theirs: pathlib.Path, tolerance: float, last: int) -> int:
@@ -225,11 +226,10 @@ def _lines(place: pathlib.Path) -> list[dict[str, Any]]:
 
 def _farthest(x: Mapping[str, Any], y: Mapping[str, Any]) -> tuple[float, str]:
     """Returns how far the losses of two lines are apart at most, relative to y's, and which."""
-    worst, which = 0.0, "no loss"
+    off = {}
     for name in sorted(name for name in x.keys() | y.keys() if "loss" in name):
-        both = name in x and name in y
-        off = abs(x[name] - y[name]) / max(abs(y[name]), 1e-6) if both else np.inf
-        off = np.inf if np.isnan(off) else off
-        if off > worst:
-            worst, which = off, name
-    return worst, which
+        known = np.array([line.get(name, np.inf) for line in (x, y)])
+        apart = abs(known[0] - known[1]) / max(abs(known[1]), 1e-6)
+        off[name] = float(apart) if np.isfinite(known).all() else np.inf
+    which = max(off, key=off.__getitem__, default="no loss")
+    return off.get(which, 0.0), which

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from bert_jax import errors
@@ -29,15 +29,6 @@ HUNG = "hung"
 _TAIL = 5
 _DEVICES = "--xla_force_host_platform_device_count="
 
-Kind = Literal[
-    "in a step",
-    "SIGTERM",
-    "in a save",
-    "in an evaluation or a start",
-    "at a roll-back",
-    "in prepare",
-]
-
 # A start is killed before any of its files of lines, or before the first step.
 _START_PARTS = 4
 # A kill in prepare comes while it works, not when it is done.
@@ -48,7 +39,7 @@ _LATEST = 0.95
 class Round:
     """One kill."""
 
-    kind: Kind
+    kind: str  # one of KINDS
     fault: Fault
 
 
@@ -110,35 +101,50 @@ def steps_without_loss(experiment: Experiment, seed: int) -> range:
 def draw(undisturbed: Undisturbed, count: int, seed: int) -> list[Round]:
     """Draws kills, of each kind as often as of any other, in the order in which they come."""
     chance = random.Random(seed)
-    kinds = [k for k in Kind.__args__ if k != "at a roll-back" or undisturbed.rolled_back]
+    kinds = [kind for kind in KINDS if kind != "at a roll-back" or undisturbed.rolled_back]
     turns = itertools.islice(itertools.cycle(kinds), count)
-    drawn = [Round(kind, _fault(kind, undisturbed, chance)) for kind in turns]
+    drawn = [Round(kind, KINDS[kind](undisturbed, chance)) for kind in turns]
     return sorted(drawn, key=lambda one: (one.kind != "in prepare", one.fault.step))
 
 
-def _fault(kind: Kind, run: Undisturbed, chance: random.Random) -> Fault:
-    if kind == "in prepare":
-        return Fault("prepare", after=chance.random() * _LATEST * run.prepare_seconds)
-    if kind == "in a step":  # at any moment of it
-        after = chance.random() * run.step_seconds
-        return Fault("step", step=chance.randrange(run.total), after=after)
-    if kind == "in a save":
-        # Whole, the last save would end the run; one more than its files is a whole one.
-        at = chance.choice(run.saves)
-        parts = run.saved_files + 2 if at < run.total else 1
-        return Fault("save", step=at, part=chance.randrange(parts))
-    if kind == "in an evaluation or a start":
-        if chance.random() < 0.5:
-            part = chance.randrange(run.evaluation_batches + 1)
-            return Fault("evaluation", step=chance.choice(run.evaluations), part=part)
-        part = chance.randrange(_START_PARTS)
-        return Fault("start", step=chance.randrange(run.total), part=part)
-    if kind == "at a roll-back":
-        done, to = run.rolled_back
-        again = min(save for save in run.saves if save > to) - to
-        return Fault("roll_back", step=done, part=chance.randrange(again))
+def _in_a_step(run: Undisturbed, chance: random.Random) -> Fault:
+    after = chance.random() * run.step_seconds  # at any moment of it
+    return Fault("step", step=chance.randrange(run.total), after=after)
+
+
+def _in_a_save(run: Undisturbed, chance: random.Random) -> Fault:
+    # Whole, the last save would end the run; one more than its files is a whole one.
+    at = chance.choice(run.saves)
+    parts = run.saved_files + 2 if at < run.total else 1
+    return Fault("save", step=at, part=chance.randrange(parts))
+
+
+def _in_an_evaluation_or_a_start(run: Undisturbed, chance: random.Random) -> Fault:
+    if chance.random() < 0.5:
+        part = chance.randrange(run.evaluation_batches + 1)
+        return Fault("evaluation", step=chance.choice(run.evaluations), part=part)
+    part = chance.randrange(_START_PARTS)
+    return Fault("start", step=chance.randrange(run.total), part=part)
+
+
+def _at_a_roll_back(run: Undisturbed, chance: random.Random) -> Fault:
+    done, to = run.rolled_back
+    again = min(save for save in run.saves if save > to) - to
+    return Fault("roll_back", step=done, part=chance.randrange(again))
+
+
+# Each draws where a kill of its kind comes.
+KINDS: dict[str, Callable[[Undisturbed, random.Random], Fault]] = {
+    "in a step": _in_a_step,
     # Not in the last step, which a request to stop would find done.
-    return Fault("step", signal.SIGTERM, chance.randrange(run.total - 1))
+    "SIGTERM": lambda run, chance: Fault("step", signal.SIGTERM, chance.randrange(run.total - 1)),
+    "in a save": _in_a_save,
+    "in an evaluation or a start": _in_an_evaluation_or_a_start,
+    "at a roll-back": _at_a_roll_back,
+    "in prepare": lambda run, chance: Fault(
+        "prepare", after=chance.random() * _LATEST * run.prepare_seconds
+    ),
+}
 
 
 # --- starting children ----------------------------------------------------------------------------
@@ -234,39 +240,40 @@ class ResumedRun:
 
     def kill(self, one: Round) -> Killed:
         """Starts it, which ends as the round says."""
-        saved = newest_checkpoint(self.workdir)
-        ended, start = self._run(one.fault)
-        journal = Journal.read(self.journal)
-        done = journal.killed.get(start)
-        if done is not None:
-            done = max(done, saved)  # it may have died before its first step
-        killed = Killed(ended, saved, done, self._batches(journal.of_start(start), saved))
-        if done is None:
+        killed, went_back = self._start(one.fault)
+        ended = killed.ended
+        if killed.done is None:
             if ended.code != errors.FINISHED:
                 killed.differences.append(f"was to be killed and {ended}")
             return killed
-        self._least = self._least_saved(one.fault, done, journal.rolled_back.get(start))
-        expected = errors.STOPPED if one.fault.signal == signal.SIGTERM else -signal.SIGKILL
-        # A request to stop that comes in the last step finds the run finished.
-        at_end = expected == errors.STOPPED and done + 1 == self._undisturbed.total
-        if ended.code != expected and not (at_end and ended.code == errors.FINISHED):
-            killed.differences.append(f"was to end with exit code {expected} and {ended}")
+        self._least = self._least_saved(one.fault, killed.done, went_back)
+        expected = {errors.STOPPED if one.fault.signal == signal.SIGTERM else -signal.SIGKILL}
+        if errors.STOPPED in expected and killed.done + 1 == self._undisturbed.total:
+            expected.add(errors.FINISHED)  # a request that comes in the last step finds it done
+        if killed.ended.code not in expected:
+            killed.differences.append(
+                f"was to end with exit code {max(expected)} and {killed.ended}"
+            )
         return killed
 
     def finish(self) -> list[str]:
         """Starts it once more, to its end; returns what is not as it should be."""
-        saved = newest_checkpoint(self.workdir)
-        ended, start = self._run(None)
-        wrong = self._batches(Journal.read(self.journal).of_start(start), saved)
-        if ended.code != errors.FINISHED:
-            wrong.append(f"was to finish and {ended}")
-        return wrong
+        killed, _ = self._start(None)
+        if killed.ended.code != errors.FINISHED:
+            killed.differences.append(f"was to finish and {killed.ended}")
+        return killed.differences
 
-    def _run(self, fault: Fault | None) -> tuple[Ended, int]:
+    def _start(self, fault: Fault | None) -> tuple[Killed, tuple[int, int] | None]:
+        """Returns what came of a start, and over which steps it went back."""
         self._starts += 1
-        not_finite = tuple(self._undisturbed.not_finite)
+        saved, not_finite = newest_checkpoint(self.workdir), tuple(self._undisturbed.not_finite)
         plan = Plan(fault, str(self.journal), self._starts, not_finite=not_finite)
-        return self._children.run("pretrain", self.workdir, plan), self._starts
+        ended = self._children.run("pretrain", self.workdir, plan)
+        journal = Journal.read(self.journal)
+        done = journal.killed.get(self._starts)
+        done = None if done is None else max(done, saved)  # it may have died before its first step
+        wrong = self._batches(journal.of_start(self._starts), saved)
+        return Killed(ended, saved, done, wrong), journal.rolled_back.get(self._starts)
 
     def _batches(self, executions: list[Execution], saved: int) -> list[str]:
         """Returns where a start did not go on from the newest checkpoint, with planned batches."""

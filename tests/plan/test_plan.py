@@ -126,16 +126,6 @@ def test_a_plan_goes_into_the_workdir_and_a_run_may_start_there(answers, capsys,
     Workdir(workdir).require_ours()
 
 
-def test_a_run_s_page_shows_its_plan(answers, capsys, copy_of_run):
-    experiment, workdir = "small.py", "run"
-    answers[0] = lambda job: TOO_LARGE if job.phase else compiled(job.topology)
-    assert call(capsys, "plan", experiment, "--topology", "v5e:2x4", "--workdir", workdir)[0] == 0
-    assert call(capsys, "report", workdir)[0] == 0
-    page = (copy_of_run / workdir / "report.html").read_text()
-    assert "What was planned for TPUs" in page and "1.00 of 16 GiB" in page
-    assert "too large" in page and "libtpu 1.2" in page
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from small_run import settings, write_text
 
@@ -16,7 +17,6 @@ from bert_jax import cli
 from bert_jax.errors import InputError
 from bert_jax.report import figures, page
 from bert_jax.report.records import Record
-from bert_jax.storage.workdir import Workdir, in_use, lock
 
 # A document that would run a script, recolour the terminal, reverse text, and break a template.
 HOSTILE = (
@@ -41,165 +41,160 @@ class Tags(html.parser.HTMLParser):
         self.text += data
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A finished run on text of which every document is hostile."""
-    folder = tmp_path_factory.mktemp("report")
-    file = write_text(folder)
-    text = folder / "text" / "all.txt"
-    sentence = HOSTILE.replace("\n", " ")
-    text.write_text(text.read_text().replace(" .\n", f" . {sentence} .\n"))
-    vocab = folder / "vocab.txt"
-    # Pieces of a hostile vocabulary; an id each, so the table keeps its size.
-    pieces = vocab.read_text().split("\n")
-    pieces[-4:-1] = ["<script>alert(2)</script>", "\x1b[31m", "<"]
-    vocab.write_text("\n".join(pieces))
-    workdir = folder / "<img src=x>"
-    watched = 'run.watch=["<b>wa</b> [MASK] \\u001b[31m"]'
-    args = ["pretrain", str(file), "--workdir", str(workdir)]
-    args += ["--set", watched, "--set", "name=x&y<b>"]
-    assert cli.main(args) == 0
-    return workdir
-
-
-def test_a_page_of_hostile_text_shows_it_as_text(run):
-    assert cli.main(["report", str(run)]) == 0
-    text = (run / "report.html").read_text()
+def assert_inert(text):
     tags = Tags(text)
     assert not tags.tags & {"script", "img", "iframe", "link"}
     assert not any(name.startswith("on") for name in tags.attributes)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e]", text)
-    assert "<b>wa</b> [MASK] \\x1b[31m" in tags.text
-    assert "<img src=x>" in tags.text
+    assert "{{ 7*7 }}" in tags.text
+    return tags.text
 
 
-def test_a_hostile_piece_is_shown_as_text_in_every_place(run, monkeypatch):
-    """Whatever piece stands in the vocabulary, in batches, tables and predictions."""
-    piece = HOSTILE
-    monkeypatch.setattr("bert_jax.text.tokenizer.WordPiece.piece", lambda self, i: piece)
+@pytest.fixture
+def run(copy_of_run):
+    """A copy of a finished run."""
+    return copy_of_run / "run"
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures are not drawn: their titles are what these tests look at."""
+    for name in ("draw", "draw_histogram"):
+        monkeypatch.setattr(figures, name, lambda *_: "")
+
+
+def edited(file, change):
+    """Writes JSON lines, or one JSON object, again."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
+
+
+def named(folder, **values):
+    saved = json.loads((folder / "experiment.json").read_text())
+    for name, value in values.items():
+        saved[name] = saved[name] | value if isinstance(value, dict) else value
+    (folder / "experiment.json").write_text(json.dumps(saved))
+
+
+def test_hostile_text_is_shown_as_text_in_every_place(run, monkeypatch):
+    """Whatever stands in the vocabulary, rows, predictions, and names of run and settings."""
+    hostile = run.with_name("<img src=x>")
+    run.rename(hostile)
+    named(hostile, run={"watch": [HOSTILE]})
+    monkeypatch.setattr("bert_jax.text.tokenizer.WordPiece.piece", lambda self, i: HOSTILE)
     page._opened.cache_clear()
-    record = Record.read(str(run))
-    for line in record.predictions:
-        for sentence in line["sentences"]:
-            sentence["masks"] = [[(piece, 0.5)]]
-            sentence["text"] = sentence["truth"] = piece
+    record = Record.read(str(hostile))
+    sentence = {"text": HOSTILE, "truth": HOSTILE, "masks": [[(HOSTILE, 0.5)]]}
+    record.predictions = [line | {"sentences": [sentence]} for line in record.predictions]
     text = page.render([record])
     page._opened.cache_clear()
-    tags = Tags(text)
-    assert not tags.tags & {"script", "img"} and "onerror" not in tags.attributes
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e]", text)
-    shown = tags.text.count("<script>alert(1)</script> \\x1b[31mred")
+    shown = assert_inert(text)
+    assert "<img src=x>" in shown
     # Forty commonest pieces, examples of two phases, predictions.
-    assert shown > 60 and "{{ 7*7 }}" in tags.text
-
-
-def test_a_page_needs_nothing_else(run):
-    text = page.render([Record.read(str(run))])
+    assert shown.count("<script>alert(1)</script> \\x1b[31mred") > 60
+    # The page needs nothing else, and no id of a picture is there twice.
     assert "default-src 'none'" in text
     assert not re.search(r"""(src|href)=["']?(http|//)""", text)
     assert not re.search(r"url\((?!#)", text)
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert len(ids) == len(set(ids)) > 0
 
 
-def test_a_page_says_how_the_run_stands(run):
+def test_a_page_says_how_the_run_stands(run, undrawn):
     record = Record.read(str(run))
     assert record.state == "finished" and record.done == 22
     text = Tags(page.render([record])).text
     newest = record.evaluation[-1]
     for words in (
         "step 22 of 22",
-        f"{newest['masked_lm_loss']:.3f} nat",
+        f"{newest['masked_lm_loss']:.3f}masked LM, nat",
         f"{record.recent('real_tokens_per_second'):,.0f}tokens a second; padding is",
         f"{100 * record.recent('real_utilisation'):.1f} % without padding",
-        f"{100 * newest['next_sentence_accuracy']:.1f} %",
+        f"{100 * newest['next_sentence_accuracy']:.1f} ± ",
         "Masked LM loss",
-        "unigrams",
-        "majority",
         "Gradient norm",
-        "Where the time went",
         "compiling steps",
         "random next",
         "[MASK]",
         "model.hidden_size: 768 -> 16",
-        "jax",
     ):
         assert words in text, words
 
 
-def test_every_id_of_a_page_is_its_own(run):
-    ids = re.findall(r' id="([^"]+)"', page.render([Record.read(str(run))]))
-    assert len(ids) == len(set(ids)) > 0
+def test_a_planned_run_shows_its_plan(run, undrawn):
+    seconds = dict.fromkeys(("total", "compute", "kernels", "random_bits"), 0.002)
+    seconds |= {"collectives": 0.001, "latency": 0.0005}
+    fits = {"phase": 0, "outcome": "compiled", "memory": {"peak": 2**30}, "seconds": seconds}
+    fits |= {"utilisation": 0.4, "hours": 3.0}
+    other = {"phase": 1, "outcome": "too large", "memory": {}, "hours": None}
+    entry = {"topology": "v5e:2x4", "chips": 8, "device_memory": 2**34, "phases": [fits, other]}
+    record = Record.read(str(run))
+    record.plan = {"slices": [entry], "versions": {"libtpu": "1.2"}}
+    text = Tags(page.render([record])).text
+    for words in ("v5e:2x4", "1.00 of 16 GiB", "1.5 ms", "40.0 %", "too large", "libtpu 1.2"):
+        assert words in text, words
 
 
-def test_several_runs_are_compared_on_one_page(run, tmp_path, monkeypatch):
-    other = tmp_path / "other"
-    shutil.copytree(run, other)
-    saved = json.loads((other / "experiment.json").read_text())
-    saved["seed"] = 5
-    (other / "experiment.json").write_text(json.dumps(saved))
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["report", str(run), str(other)]) == 0
-    tags = Tags((tmp_path / "comparison.html").read_text())
-    assert "What differs" in tags.text and "seed" in tags.text
-    assert "Held-out masked LM loss" in tags.text
-    assert not tags.tags & {"script", "img"}
+def test_several_runs_are_compared_on_one_page(run, undrawn):
+    shutil.copytree(run, "other")
+    named(run.with_name("other"), seed=5)
+    assert cli.main(["report", str(run), "other"]) == 0
+    text = run.with_name("comparison.html").read_text()
+    assert "What differs" in text and "Held-out masked LM loss" in text
+    assert re.search(r">seed</td>\s*<td[^>]*>0</td>\s*<td[^>]*>5</td>", text)
 
 
-def test_goodput_and_cost_are_printed_and_shown(run, tmp_path, capsys):
+def test_goodput_and_cost_are_printed_and_shown(run, undrawn, capsys):
     """As if the run had had four chips, a price at which a second of one costs 1."""
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    timings = copy / "timings.jsonl"
-    lines = [json.loads(line) for line in timings.read_text().splitlines()]
-    assert lines[0]["environment"]["devices"] == ["cpu", 4]
-    assert cli.main(["report", str(copy), "--price-per-chip-hour", "3600"]) == 0
+    arguments = ["report", str(run), "--price-per-chip-hour", "3600"]
+    assert cli.main(arguments) == 0
     assert "; no cost, since cpu has no price\n" in capsys.readouterr().out
-    assert "cost so far" not in (copy / "report.html").read_text()
-
-    lines[0]["environment"]["devices"] = ["TPU v4", 4]
-    timings.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert cli.main(["report", str(copy), "--price-per-chip-hour", "3600"]) == 0
+    assert "cost so far" not in (run / "report.html").read_text()
+    timings = run / "timings.jsonl"
+    text = timings.read_text()
+    timings.write_text(text.replace('["cpu", 4]', '["TPU v4", 4]'))
+    assert timings.read_text() != text
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert cli.main(arguments) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     cost = f"{4 * sum(one['seconds'] for one in lines):,.2f}"
     assert line.startswith("goodput ") and line.endswith(f"chip-hours, cost {cost}")
-    text = Tags((copy / "report.html").read_text()).text
+    text = Tags((run / "report.html").read_text()).text
     assert line in text and f"{cost}cost so far" in text
 
 
-def test_a_run_before_its_first_line_has_a_page(run, tmp_path):
-    for name in ("experiment.json", "corpus"):
-        source = run / name
-        if source.is_dir():
-            shutil.copytree(source, tmp_path / name)
-        elif source.exists():
-            shutil.copy(source, tmp_path / name)
-    text = Tags(page.render([Record.read(str(tmp_path))])).text
+def test_a_run_before_its_first_line_and_without_its_corpus_has_a_page(run, undrawn, tmp_path):
+    (tmp_path / "new").mkdir()
+    shutil.copy(run / "experiment.json", tmp_path / "new")
+    named(tmp_path / "new", run={"corpus_dir": str(tmp_path / "gone")})
+    text = Tags(page.render([Record.read(str(tmp_path / "new"))])).text
     assert "not started" in text and "No line is written yet" in text
+    assert "no prepared corpus here" in text
 
 
-def test_a_report_without_the_corpus_says_so(run, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    saved = json.loads((copy / "experiment.json").read_text())
-    saved["run"]["corpus_dir"] = str(tmp_path / "gone")
-    (copy / "experiment.json").write_text(json.dumps(saved))
-    assert "no prepared corpus here" in Tags(page.render([Record.read(str(copy))])).text
+def test_how_a_run_stands_is_read_off_its_last_line_and_its_lock(run, monkeypatch):
+    timings = run / "timings.jsonl"
+    edited(timings, lambda lines: [*lines[:-1], lines[-1] | {"outcome": "failed"}])
+    assert Record.read(str(run)).state == "failed"
+    edited(timings, lambda lines: lines[:-1])
+    assert Record.read(str(run)).state == "killed"
+    monkeypatch.setattr("bert_jax.storage.mirror.is_going_on", lambda workdir: True)
+    assert Record.read(str(run)).state == "running"
 
 
-def test_a_killed_run_is_not_one_that_goes_on(run, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    lines = (copy / "timings.jsonl").read_text().splitlines(keepends=True)
-    (copy / "timings.jsonl").write_text("".join(lines[:-1]))
-    assert Record.read(str(copy)).state == "killed"
-    code = (
-        "import sys; from bert_jax.report.records import Record;"
-        "print(Record.read(sys.argv[1]).state)"
-    )
-    with lock(Workdir(copy).root):
-        # A lock is seen from another process alone.
-        command = [sys.executable, "-c", code, str(copy)]
-        assert subprocess.check_output(command, text=True) == "running\n"
-    assert not in_use(Workdir(copy).root)
+def test_a_run_that_ends_in_an_error_says_why_and_a_finished_one_keeps_its_times(run, monkeypatch):
+    before = (run / "timings.jsonl").read_bytes()
+    assert cli.main(["pretrain", "small.py", "--workdir", str(run)]) == 0
+    assert (run / "timings.jsonl").read_bytes() == before
+
+    def fails(*_):
+        raise InputError("the disk is full")
+
+    monkeypatch.setattr("bert_jax.training.runner.Trainer._evaluate", fails)
+    assert cli.main(["pretrain", "small.py", "--workdir", "w"]) == 2
+    record = Record.read("w")
+    assert record.state == "failed" and record.timings[-1]["why"] == "the disk is full"
+    assert record.done == 6
 
 
 @pytest.mark.long
@@ -208,27 +203,16 @@ def test_following_ends_with_the_run(tmp_path):
     file = write_text(tmp_path / "text")
     workdir = tmp_path / "w"
     environment = os.environ | settings(1)
-    steps = ["--set", "phases.0.steps=3000"]
-    command = [sys.executable, "-m", "bert_jax.cli", "pretrain", str(file), "--workdir"]
+    command = [sys.executable, "-m", "bert_jax.cli"]
+    train = ["pretrain", str(file), "--workdir", str(workdir), "--set", "phases.0.steps=3000"]
+    follow = ["report", str(workdir), "--follow", "--every", "1"]
     with subprocess.Popen(
-        [*command, str(workdir), *steps], env=environment, stdout=subprocess.DEVNULL
+        [*command, *train], env=environment, stdout=subprocess.DEVNULL
     ) as training:
         while not (workdir / "timings.jsonl").exists() and training.poll() is None:
             time.sleep(0.1)
         following = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "bert_jax.cli",
-                "report",
-                str(workdir),
-                "--follow",
-                "--every",
-                "1",
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
+            [*command, *follow], env=environment, stdout=subprocess.PIPE, text=True
         )
         report = workdir / "report.html"
         while not report.exists() and following.poll() is None:
@@ -245,62 +229,37 @@ def test_following_ends_with_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "name"),
     [
-        (["{empty}"], "no run here"),
-        (["{run}", "--out", "{empty}"], "is no file"),
-        (["{run}", "--out", "{empty}/no/page.html"], "no folder"),
-        (["{run}", "{run}/"], "the same run as"),
-        (["{run}", "--follow", "--every", "0"], "--every 0"),
-        (["{run}", "--price-per-chip-hour", "nan"], "--price-per-chip-hour nan"),
-        (["{run}", "--price-per-chip-hour", "-1"], "--price-per-chip-hour -1"),
+        (["empty"], "empty"),
+        (["run", "--out", "empty"], "--out empty"),
+        (["run", "--out", "empty/no/page.html"], "--out"),
+        (["run", "run/"], "run/"),
+        (["run", "--follow", "--every", "0"], "--every 0"),
+        (["run", "--price-per-chip-hour", "nan"], "--price-per-chip-hour nan"),
+        (["run", "--price-per-chip-hour", "-1"], "--price-per-chip-hour -1"),
     ],
 )
-def test_bad_input_is_named(args, words, run, tmp_path, capsys):
-    args = [arg.format(run=run, empty=tmp_path) for arg in args]
+def test_bad_input_is_named(args, name, run, capsys):
+    run.with_name("empty").mkdir()
     assert cli.main(["report", *args]) == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert name in capsys.readouterr().err
+    assert not list(run.with_name("empty").iterdir()) and not (run / "report.html").exists()
+
+
+# --- pictures ---
 
 
 def test_a_long_curve_is_thinned_without_losing_its_ends():
     x, y = figures.thin(list(range(100_001)), [1.0] * 100_001)
     assert len(x) <= 400 and x[-1] == 100_000 and set(y) == {1.0}
+    assert np.mean(figures.thin(range(1_000), range(1_000))[1]) == pytest.approx(499.5, rel=0.01)
     assert figures.thin([], []) == ([], [])
 
 
-def test_a_plot_of_nothing_but_text_that_looks_like_mathematics():
+def test_a_label_that_looks_like_mathematics_is_text_and_a_single_point_is_seen():
     svg = figures.draw(figures.Plot("t", [figures.Curve([1, 2], [1, 2], "_$x_1 <b>")]), "a")
     assert "_$x_1 &lt;b&gt;" in svg
-
-
-def test_a_line_of_one_point_shows_it():
-    one, two = (
-        figures.draw(figures.Plot("t", [figures.Curve(x, x, "", style="line")]), "a")
-        for x in ([1.0], [1.0, 2.0])
-    )
     marked = re.compile(r'<g clip-path="[^"]*">\s*<use')
-    assert marked.search(one) and not marked.search(two)
-
-
-def test_a_run_that_ends_in_an_error_is_not_called_killed(run, tmp_path, monkeypatch):
-    def fails(*_):
-        raise InputError("the disk is full")
-
-    monkeypatch.setattr("bert_jax.training.runner.Trainer._evaluate", fails)
-    file = run.parent / "small.py"
-    assert cli.main(["pretrain", str(file), "--workdir", str(tmp_path / "w")]) == 2
-    record = Record.read(str(tmp_path / "w"))
-    assert record.state == "failed" and record.timings[-1]["why"] == "the disk is full"
-    assert record.done == 6
-
-
-def test_starting_a_finished_run_again_leaves_its_times_alone(run):
-    before = (run / "timings.jsonl").read_bytes()
-    record = Record.read(str(run))
-    args = [f"run.watch={json.dumps(record.experiment.run.watch)}", "name=x&y<b>"]
-    settings = [word for arg in args for word in ("--set", arg)]
-    assert (
-        cli.main(["pretrain", str(run.parent / "small.py"), "--workdir", str(run), *settings]) == 0
-    )
-    assert (run / "timings.jsonl").read_bytes() == before
+    assert not marked.search(svg)
+    assert marked.search(figures.draw(figures.Plot("t", [figures.Curve([1.0], [1.0], "")]), "a"))

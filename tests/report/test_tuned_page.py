@@ -4,12 +4,18 @@ import json
 import shutil
 
 import pytest
-from test_page import HOSTILE, Tags
+from test_page import HOSTILE, Tags, assert_inert
 from tuned_lines import SCORES, Run
 
 from bert_jax import cli
-from bert_jax.report import comparison, page
+from bert_jax.report import comparison, figures, page
 from bert_jax.report.records import Record
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """Pictures are not drawn: their titles are what these tests look at."""
+    monkeypatch.setattr(figures, "draw", lambda *_: "")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +31,7 @@ def test_a_fine_tuning_shows_its_scores_and_its_mistakes(kind, words, tmp_path):
     record = Record.read(Run(kind).write(tmp_path / "run"))
     text = Tags(page.render([record])).text
     main, value = next(iter(SCORES[kind].items()))
-    newest = f"{record.evaluation[-1]['score']:.4f}{main} of 400 examples"
+    newest = f"{record.evaluation[-1]['score']:.4f}{main}"
     assert value - 0.03 < record.evaluation[-1]["score"] < value
     for word in (f"Validation score: {main}", newest, "step 400 of 400", *words):
         assert word in text, word
@@ -44,9 +50,7 @@ def test_hostile_examples_are_shown_as_text(tmp_path):
         if kind == "classify":
             run.mistakes["confusion"]["labels"][0] = run.task["guess"][0] = HOSTILE
         text = page.render([Record.read(run.write(tmp_path / kind))])
-        tags = Tags(text)
-        assert not tags.tags & {"script", "img"} and "onerror" not in tags.attributes
-        assert "<script>alert(1)</script> \\x1b[31mred" in tags.text and "{{ 7*7 }}" in tags.text
+        assert "<script>alert(1)</script> \\x1b[31mred" in assert_inert(text)
 
 
 def test_a_fine_tuning_that_has_only_begun_has_a_page(tmp_path):
@@ -156,4 +160,3 @@ def test_a_page_of_runs_of_both_kinds(several, tmp_path, monkeypatch):
     # What only one of them has is no axis, and no difference.
     assert "over FLOPs" not in tags.text and "model.hidden_size" not in tags.text
     assert "Scores are not of the same task (task.kind, task.score differ)" in (tags.text)
-    assert not tags.tags & {"script", "img"} and tags.text.count("ln 2") >= 1

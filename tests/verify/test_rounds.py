@@ -16,7 +16,7 @@ from bert_jax.verify.compare import Execution, Journal
 from bert_jax.verify.faults import Fault, Plan
 from bert_jax.verify.resume import Ended, ResumedRun, Round, Undisturbed
 
-KINDS = resume.Kind.__args__
+KINDS = tuple(resume.KINDS)
 
 
 def planned(steps=20, size=2):

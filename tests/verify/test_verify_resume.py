@@ -20,7 +20,7 @@ from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.verify import command, compare, resume
 
 HERE = pathlib.Path(__file__).parent
-KINDS = resume.Kind.__args__
+KINDS = tuple(resume.KINDS)
 
 
 @pytest.fixture(scope="module")
