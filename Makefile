@@ -77,7 +77,7 @@ fuzz: $(STAMP)
 
 # docs/settings.md, from the fields themselves.
 settings: $(STAMP)
-	$(BIN)/python -c 'from bert_jax.config import explain; print(explain.page(), end="")' > docs/settings.md
+	$(BIN)/python docs/settings.py > docs/settings.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check

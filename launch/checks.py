@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import subprocess
 from collections.abc import Callable
 
 from bert_jax import doctor as doctor_lib
@@ -11,15 +12,12 @@ from bert_jax.plan import report
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE
 
-from .commands import run, say
-from .spec import Spec
+from .spec import Spec, say
 
 # In the order in which they are done: the quick ones first.
 NAMES = ("commit", "workdir", "doctor", "plan")
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-
-_GIT_SECONDS = 60.0
 
 
 def forced(text: str) -> frozenset[str]:
@@ -63,26 +61,30 @@ def head() -> str:
             f"{ROOT}: no git checkout, and what is shipped is a commit of one; clone bert_jax, and "
             "use `python -m launch` there"
         )
-    done = run(["git", "-C", os.fspath(ROOT), "rev-parse", "HEAD"], _GIT_SECONDS)
-    if done.code:
-        raise InputError(
-            f"{ROOT}: no git checkout ({done.complaint}); what is shipped is a commit of one"
-        )
-    return done.out.strip()
+    return _git("rev-parse", "HEAD").strip()
 
 
 def commit_is_clean() -> None:
     """Raises InputError if the checkout holds changes that would not be shipped."""
     head()
-    done = run(["git", "-C", os.fspath(ROOT), "status", "--porcelain"], _GIT_SECONDS)
-    changed = done.out.splitlines()
-    if done.code:
-        raise InputError(f"{ROOT}: git cannot tell what changed ({done.complaint})")
-    if changed:
+    if changed := _git("status", "--porcelain").splitlines():
         raise InputError(
             f"{ROOT}: {len(changed)} files differ from the commit that is shipped, such as "
             f"{printable(changed[0][3:])}; commit them"
         )
+
+
+def _git(*words: str) -> str:
+    """Returns what git answers about the checkout."""
+    command = ["git", "-C", os.fspath(ROOT), *words]
+    try:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+        ).stdout
+    except OSError as error:
+        raise InputError(f"git: cannot be run ({error.strerror}); install it") from error
+    except subprocess.CalledProcessError as error:
+        raise InputError(f"{ROOT}: git cannot read it ({error.stderr.strip()})") from error
 
 
 def workdir_is_writable(spec: Spec) -> None:

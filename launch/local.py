@@ -19,8 +19,7 @@ from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, write_atomic
 from bert_jax.verify import pod
 
-from .commands import say
-from .spec import EXPERIMENT, Spec, ending, is_final, script_that_writes, specify, staging
+from .spec import EXPERIMENT, Spec, is_final, say, script_that_writes, specify, staging
 
 
 def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
         ended = _pod(spec.command(os.fspath(file)), args)
         if is_final(ended.code) or ended.asked or not left:
             break
-        say(f"{spec.name} {ending(ended.code)}; starting it again, {left - 1} retries left")
+        say(f"{spec.name}: exit code {ended.code}; starting it again, {left - 1} retries left")
     return ended.code
 
 

@@ -4,23 +4,21 @@ A launcher renders a `Spec`: its command, once a host, in a folder that holds it
 EXPERIMENT, with its environment. How the processes find each other is the place's own matter.
 """
 
+import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import pathlib
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
-
-from etils import epath
+from typing import TYPE_CHECKING
 
 from bert_jax import config, errors
 from bert_jax.config import Experiment, code
 from bert_jax.errors import InputError
-from bert_jax.storage import mirror
-from bert_jax.storage.workdir import cache_folder, parse_json, sealed
+from bert_jax.storage.workdir import cache_folder
 
 if TYPE_CHECKING:  # it imports jax, and `launch local` starts its processes sooner without
     from bert_jax.plan.topology import Topology
@@ -75,18 +73,13 @@ def specify(
     environment: Mapping[str, str] | None = None,
     retries: int = 0,
 ) -> Spec:
-    """Returns the spec of what a user names.
+    """Returns the spec of what a user names; what is not explained is as in `Spec`.
 
     Args:
       experiment: a file, .py or .json.
       settings: changes to it, as `--set` takes them.
-      workdir: see `Spec`.
-      topology: see `Spec`.
       hosts: processes; None: one a host of the topology.
       name: None: the experiment's name and the beginning of the config's hash.
-      extend: see `Spec`.
-      environment: see `Spec`; None: no variables.
-      retries: see `Spec`.
     """
     resolved = config.override(config.load(experiment), settings)
     text = config.to_json(resolved)
@@ -124,6 +117,12 @@ def staging(name: str) -> pathlib.Path:
     return pathlib.Path(cache_folder()) / "launch" / name
 
 
+def say(line: str) -> None:
+    """Prints a line of ours; a terminal that has gone away ends nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"launch: {errors.printable(line)}", file=sys.stderr, flush=True)
+
+
 def script_that_writes(path: pathlib.Path, text: str) -> Iterator[str]:
     """Returns lines of bash that write a text, which ends with a newline, to a file."""
     end = "END"
@@ -144,66 +143,6 @@ FINAL = (errors.FAILED, errors.BAD_INPUT, errors.INTERRUPTED)
 def is_final(code: int) -> bool:
     """Returns whether a run that ended so is not started again."""
     return code == errors.FINISHED or code in FINAL
-
-
-def ending(code: int) -> str:
-    """Returns what became of a run that ended so, in words."""
-    return {
-        errors.FINISHED: "finished",
-        errors.STOPPED: "stopped, with its state saved",
-        errors.UNAVAILABLE: "ended, since a machine or the network failed",
-        errors.LOST: "lost a host",
-    }.get(code, f"failed with exit code {code}" if code in FINAL else f"was killed ({code})")
-
-
-# --- The record of a launch ---------------------------------------------------------------------
-
-RECORD = "launch.json"
-_FORMAT_VERSION = 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
-    """Machines that may be rented for a workdir: W/launch.json, there from before until after."""
-
-    launcher: Literal["tpu_vm", "gke"]  # the command that launched it
-    place: dict[str, str]  # what else that command needs to find it: project, zone, namespace
-    name: str  # of what was rented
-    workdir: str  # of the run
-    topology: str  # the slice, v5e:8x8
-    hosts: int  # processes
-    config_sha256: str  # of the resolved experiment
-    time: float  # of the launch, seconds since 1970
-    price_per_chip_hour: float | None  # None: nothing was given
-
-    def write(self) -> None:
-        """Writes the record into the workdir."""
-        before = find_record(self.workdir)
-        mine = (self.launcher, self.place, self.name)
-        if before is not None and (before.launcher, before.place, before.name) != mine:
-            raise InputError(
-                f"{before.name}: was launched for this workdir, and may still be there; `python -m "
-                f"launch stop {self.workdir}` first"
-            )
-        text = json.dumps(
-            sealed({"format_version": _FORMAT_VERSION, **dataclasses.asdict(self)}), indent=2
-        )
-        mirror.write(epath.Path(self.workdir) / RECORD, text + "\n")
-
-    def remove(self) -> None:
-        """Removes the record: nothing is rented any more."""
-        mirror.remove([epath.Path(self.workdir) / RECORD])
-
-
-def find_record(workdir: str) -> Record | None:
-    """Returns the record of a workdir; None if nothing is rented for it."""
-    path = epath.Path(workdir) / RECORD
-    if not mirror.exists(path):
-        return None
-    remedy = "see that nothing is rented any more, remove it, and launch the run again"
-    values = parse_json(mirror.read(path), path, _FORMAT_VERSION, remedy, remedy)
-    with errors.reading(path, remedy):
-        return Record(**{field.name: values[field.name] for field in dataclasses.fields(Record)})
 
 
 # --- What a slice is called ---------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """`python -m launch tpu_vm EXPERIMENT ...`: a run on the hosts of a TPU slice, rented for it.
 
-All is one script of bash, which `--dry-run` prints and a launch runs: `launch/tpu_vm.sh`, after
-lines that say what is rented and write what hosts are given. It builds the wheel of this very
-commit, asks for the machines, starts the run on all hosts, shows the log of the first, begins again
-on new machines after a preemption, and deletes the machines at the end, whatever the end. On the
-hosts jax finds the others by what the machine says of itself (`bert_jax.training.peers`).
+The script is `launch/tpu_vm.sh`, after lines that say what is rented and write what hosts are
+given. It builds the wheel of this very commit, asks for the machines, starts the run on all hosts,
+shows the log of the first, begins again on new machines after a preemption, and deletes the
+machines at the end, whatever the end. On the hosts jax finds the others by what the machine says of
+itself (`bert_jax.training.peers`).
 """
 
 import argparse
@@ -12,30 +12,21 @@ import os
 import pathlib
 import re
 import shlex
-import shutil
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import bert_jax
-from bert_jax import errors
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import named_errors, write_atomic
 
 from . import checks
-from .commands import run, say, show
-from .spec import EXPERIMENT, FINAL, Record, Spec, script_that_writes, slice_names, staging
+from .spec import EXPERIMENT, FINAL, Spec, script_that_writes, slice_names, staging
 
 # What is the same in every launch: bash of this machine; and of each host, by name.
 _BODY = pathlib.Path(__file__).with_suffix(".sh")
-_SCRIPT = "launch.sh"
 # Seconds between looks at the request and the hosts, and between tries.
 POLL = 30
 # Beyond the time in which the service must have found machines: to make them.
 _MAKING_SECONDS = 1800
-_QUICK, _DELETE = 300.0, 3600.0
 
 _DURATION = re.compile(r"[1-9][0-9]{0,5}[smhd]")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -120,20 +111,20 @@ def host_files(spec: Spec) -> dict[str, str]:
     }
 
 
-def _folder(name: str) -> str:
-    """Returns where the files of a launch lie on a host, below the user's home."""
-    return f"bert-jax/{name}"
-
-
-def script(args: argparse.Namespace, spec: Spec, commit: str) -> Iterator[str]:
+def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
     """Yields the lines of the script that does all of a launch.
 
     Args:
       args: flags of `launch tpu_vm`.
       spec: what is launched.
-      commit: whose wheel is shipped, in hexadecimal.
     """
     assert spec.topology is not None
+    if not _DURATION.fullmatch(args.valid_until):
+        raise InputError(
+            f"--valid-until {args.valid_until}: write a whole number and one of s, m, h, d, like "
+            "24h"
+        )
+    commit = checks.head()
     known = slice_names(spec.topology)
     wait = int(args.valid_until[:-1]) * _SECONDS[args.valid_until[-1]] + _MAKING_SECONDS
     request = [
@@ -143,7 +134,9 @@ def script(args: argparse.Namespace, spec: Spec, commit: str) -> Iterator[str]:
         f"--valid-until-duration={args.valid_until}",
         *(f"--{tier}" for tier in ("spot", "reserved") if getattr(args, tier)),
     ]
-    folder, texts = staging(spec.name), host_files(spec)
+    where = [f"--zone={args.zone}", "--quiet"]
+    where[1:1] = [f"--project={args.project}"] if args.project else []
+    folder, there, texts = staging(spec.name), f"bert-jax/{spec.name}", host_files(spec)
     wheel = f"bert_jax-{bert_jax.__version__}-py3-none-any.whl"
     files = [os.fspath(folder / name) for name in sorted([*texts, wheel, "constraints.txt"])]
     values = {
@@ -155,20 +148,22 @@ def script(args: argparse.Namespace, spec: Spec, commit: str) -> Iterator[str]:
         "CHECKOUT": os.fspath(checks.ROOT),
         "PYTHON": sys.executable,
         "FOLDER": os.fspath(folder),
-        "THERE": _folder(spec.name),
+        "THERE": there,
         "POLL": str(POLL),
         "WAIT": str(wait),
     }
-    lists = {
-        "WHERE": _where({"zone": args.zone, "project": args.project}),
-        "REQUEST": request,
-        "FILES": files,
-        "FINAL": map(str, FINAL),
-    }
+    lists = {"WHERE": where, "REQUEST": request, "FILES": files, "FINAL": map(str, FINAL)}
+    ssh = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", spec.name, *where]
+    queued = ["gcloud", "compute", "tpus", "queued-resources"]
     yield "#!/usr/bin/env bash"
     yield f"# {spec.name}: {spec.topology.name}; chips: {spec.topology.chips}, hosts: {spec.hosts};"
     yield f"# commit {commit}, config sha256 {spec.sha256}."
     yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
+    yield "# From elsewhere: how hosts stand, the log of the first, saving and ending, deleting:"
+    yield f"#   {shlex.join([*ssh, '--worker=all', f'--command=bash {there}/code.sh'])}"
+    yield f"#   {shlex.join([*ssh, '--worker=0', f'--command=tail -F {there}/run.log'])}"
+    yield f"#   {shlex.join([*ssh, '--worker=all', f'--command=bash {there}/stop.sh'])}"
+    yield f"#   {shlex.join([*queued, 'delete', spec.name, '--force', *where])}"
     yield "set -euo pipefail"
     for name, value in values.items():
         yield f"{name}={shlex.quote(value)}"
@@ -180,117 +175,3 @@ def script(args: argparse.Namespace, spec: Spec, commit: str) -> Iterator[str]:
         yield from script_that_writes(folder / name, texts[name])
     yield ""
     yield _BODY.read_text().removesuffix("\n")
-
-
-def launch(args: argparse.Namespace, spec: Spec) -> int:
-    """Runs an experiment on rented machines, to its end.
-
-    Args:
-      args: flags of `launch tpu_vm`.
-      spec: what is launched.
-
-    Returns:
-      The exit code of the run, or of what ended the launch.
-    """
-    assert spec.topology is not None
-    if not _DURATION.fullmatch(args.valid_until):
-        raise InputError(
-            f"--valid-until {args.valid_until}: write a whole number and one of s, m, h, d, like "
-            "24h"
-        )
-    lines = "\n".join(script(args, spec, checks.head()))
-    if args.dry_run:
-        print(lines)
-        return errors.FINISHED
-    checks.check(spec, checks.forced(args.force), args.price_per_chip_hour)
-    record = Record(
-        launcher="tpu_vm",
-        place={"zone": args.zone, "project": args.project},
-        name=spec.name,
-        workdir=spec.workdir,
-        topology=spec.topology.name,
-        hosts=spec.hosts,
-        config_sha256=spec.sha256,
-        time=time.time(),
-        price_per_chip_hour=args.price_per_chip_hour,
-    )
-    if shutil.which("gcloud") is None:
-        run(["gcloud", "version"], _QUICK)  # says how to get it
-    record.write()
-    folder = staging(spec.name)
-    with named_errors(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        write_atomic(folder / _SCRIPT, lines + "\n")
-    code = _bash(folder / _SCRIPT)
-    if _is_gone(record):
-        record.remove()
-    return code
-
-
-def _bash(path: pathlib.Path) -> int:
-    """Runs the script; what should end us goes to it, which saves and deletes first."""
-    process = subprocess.Popen(["bash", os.fspath(path)], stdin=subprocess.DEVNULL)
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        before[number] = signal.getsignal(number)
-        if before[number] != signal.SIG_IGN:  # nohup hides one
-            signal.signal(number, lambda number, _: process.send_signal(number))
-    try:
-        return process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# --- What is asked about a launch ----------------------------------------------------------------
-
-
-def status(record: Record) -> int:
-    """Shows the state of the request, and how the run stands on each host."""
-    shown = show(_queued(record, "describe", "--format=value(state.state)"))
-    return shown or show(_ssh(record, "all", f"bash {_folder(record.name)}/code.sh"))
-
-
-def logs(record: Record, host: int, follow: bool) -> int:
-    """Shows the output of a host."""
-    more = "--follow=name " if follow else ""
-    path = f"{_folder(record.name)}/run.log"
-    return show(_ssh(record, str(host), f"tail {more}--lines=+1 {path}"))
-
-
-def stop(record: Record) -> int:
-    """Stops the run once it has saved, and deletes the machines."""
-    say(f"asking {record.name} to save and stop")
-    show(_ssh(record, "all", f"bash {_folder(record.name)}/stop.sh"))
-    delete = _queued(record, "delete", "--force")
-    done = run(delete, _DELETE)
-    if not _is_gone(record):
-        raise InputError(
-            f"{record.name}: may still be there and cost money ({done.complaint}); delete it with: "
-            f"{shlex.join(delete)}"
-        )
-    record.remove()
-    say(f"{record.name} is deleted; `bert-jax checkpoints {record.workdir}` lists what is saved")
-    return errors.FINISHED
-
-
-def _is_gone(record: Record) -> bool:
-    """Returns whether the service says that there is no such request: no answer is none."""
-    done = run(_queued(record, "describe", "--format=value(state.state)"), _QUICK)
-    return done.code != 0 and "NOT_FOUND" in done.err
-
-
-def _queued(record: Record, verb: str, *flags: str) -> list[str]:
-    words = ["gcloud", "compute", "tpus", "queued-resources", verb, record.name]
-    return [*words, *flags, *_where(record.place)]
-
-
-def _ssh(record: Record, worker: str, command: str) -> list[str]:
-    words = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", record.name, f"--worker={worker}"]
-    return [*words, f"--command={command}", *_where(record.place)]
-
-
-def _where(place: Mapping[str, str]) -> list[str]:
-    project = [f"--project={place['project']}"] if place["project"] else []
-    return [f"--zone={place['zone']}", *project, "--quiet"]

@@ -16,7 +16,7 @@ leave() {
   trap - EXIT
   kill $(jobs -p) 2> /dev/null || true
   if [ -n "$KEEP" ]; then
-    say "$NAME is kept and costs money; launch stop ends it"
+    say "$NAME is kept and costs money; the first lines of $0 end it"
     exit "$code"
   fi
   if [ -n "$started" ]; then
@@ -115,7 +115,7 @@ cp "$FOLDER/source/constraints.txt" "$FOLDER"
 # What another launch has rented is not ours to delete.
 if [ "$(state)" != GONE ]; then
   cat "$FOLDER/describe" >&2
-  say "$NAME is there already, or gcloud cannot tell: launch stop, or another --name"
+  say "$NAME is there already, or gcloud cannot tell: end it by the first lines of $0, or use another --name"
   exit 2
 fi
 started=

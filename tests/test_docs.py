@@ -84,9 +84,8 @@ def launches(*launchers: str) -> list[str]:
     return [line for block in scripts for line in block.splitlines() if line.startswith(starts)]
 
 
-def test_the_guide_launches_and_asks_in_every_way():
-    for name in ("tpu_vm", "gke", "status", "logs", "stop"):
-        assert launches(name)
+def test_the_guide_launches_in_every_way():
+    assert launches("tpu_vm") and launches("gke")
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(launches("tpu_vm", "gke")))

@@ -5,6 +5,8 @@ An experiment file returns an `Experiment` or a `Finetuning`; it is saved with t
 
 from bert_jax.config.code import own
 from bert_jax.config.comparison import Row, Table
+from bert_jax.config.corpus import Corpus, named
+from bert_jax.config.data import Data
 from bert_jax.config.fields import Section
 from bert_jax.config.files import (
     FORMAT_VERSION,
@@ -32,54 +34,12 @@ from bert_jax.config.finetuning import (
     Kind,
     Task,
 )
+from bert_jax.config.model import Model
 from bert_jax.config.pretraining import (
     SKIPPED_STEPS,
-    Corpus,
-    Data,
     Experiment,
-    Model,
     Optimizer,
     Parallelism,
     Phase,
     Run,
-    named,
 )
-
-__all__ = [
-    "FORMAT_VERSION",
-    "LORA_TARGETS",
-    "SCORES",
-    "SKIPPED_STEPS",
-    "SOURCES",
-    "Adapt",
-    "Corpus",
-    "Data",
-    "Experiment",
-    "Features",
-    "Finetuning",
-    "Kind",
-    "Model",
-    "Optimizer",
-    "Parallelism",
-    "Phase",
-    "Row",
-    "Run",
-    "Section",
-    "Table",
-    "Task",
-    "differences",
-    "finetuning_of",
-    "flatten",
-    "from_json",
-    "is_shipped",
-    "load",
-    "load_table",
-    "load_with_origin",
-    "named",
-    "notes",
-    "override",
-    "own",
-    "section",
-    "source_of",
-    "to_json",
-]

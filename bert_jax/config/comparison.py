@@ -28,11 +28,8 @@ TASKS = ("probe", "finetune")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Section):
+class Row(Section, role="identity", label="row"):
     """One experiment of a table."""
-
-    role = "identity"
-    label = "row"
 
     # Names the row, and folders of its runs.
     name: FolderName
@@ -41,11 +38,8 @@ class Row(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table(Section):
+class Table(Section, role="identity", label="table"):
     """Rows, what is measured of them, and how much each may take."""
-
-    role = "identity"
-    label = "table"
 
     # Names the table, and its folder runs/NAME.
     name: FolderName

@@ -78,6 +78,9 @@ class Section:
     role: ClassVar[Literal["identity", "placement"]]
     label: ClassVar[str]
 
+    def __init_subclass__(cls, role: Literal["identity", "placement"], label: str) -> None:
+        cls.role, cls.label = role, label
+
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             if get_origin(hint) is ClassVar:

@@ -11,11 +11,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from bert_jax.config.code import run_file
 from bert_jax.config.comparison import Table
+from bert_jax.config.corpus import Corpus, named
 from bert_jax.config.explain import settings as settings_of
 from bert_jax.config.explain import suggestion
 from bert_jax.config.fields import Section
 from bert_jax.config.finetuning import SOURCES, Finetuning, Task
-from bert_jax.config.pretraining import Corpus, Experiment, named
+from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError
 
 # 2: the section `parallelism` was `mesh`, and a task's `kind` its `shape`.

@@ -63,7 +63,7 @@ _ONLY_OF = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(Section):
+class Task(Section, role="identity", label="task"):
     """The question that is asked of a text, and where examples of it are.
 
     A source is `tsv:FILE`, `csv:FILE`, `jsonl:FILE`, `conll:FILE`, `squad:FILE` or
@@ -75,9 +75,6 @@ class Task(Section):
     Minimal pairs (Warstadt et al. 2020) are two texts of which one is acceptable: what pre-training
     has learned is asked which, and nothing is learned from them.
     """
-
-    role = "identity"
-    label = "task"
 
     # What is predicted: a label of a text, a label or number of a pair, one of several texts,
     # a label of each word, a span of a context, another text, or which of two texts is the
@@ -214,7 +211,7 @@ _Targets = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapt(Section):
+class Adapt(Section, role="identity", label="adapt"):
     """The parts of a base that learn a task.
 
     `full`: everything. `frozen`: the task's own head alone. `lora`: the head, and for each of
@@ -225,9 +222,6 @@ class Adapt(Section):
     the BiLSTM of their Table 5. `mixed` is ELMo's sum of all layers with weights that learn
     (Peters et al. 2018).
     """
-
-    role = "identity"
-    label = "adapt"
 
     # What learns: everything, the head alone, or the head and low-rank additions.
     how: Literal["full", "frozen", "lora"] = "full"
@@ -262,11 +256,8 @@ def _usual_run() -> Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finetuning(Section):
+class Finetuning(Section, role="identity", label="finetuning"):
     """One fine-tuning: all a run needs to know but the base, which the command names."""
-
-    role = "identity"
-    label = "finetuning"
 
     # Names the run, and its folder runs/NAME.
     name: FolderName

@@ -5,14 +5,13 @@ what is computed; they may not change when a run is resumed. *Placement*: `Paral
 say where and how; they may. Each module of the library is given its own section and sees no other.
 """
 
-import itertools
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
+from bert_jax.config.corpus import Corpus
+from bert_jax.config.data import OBJECTIVES, Data
 from bert_jax.config.fields import (
-    Code,
     Count,
     FolderName,
     Positive,
@@ -23,29 +22,11 @@ from bert_jax.config.fields import (
     Section,
     Seed,
     Share,
-    Side,
-    WholeShare,
     Wrong,
     at_least,
 )
+from bert_jax.config.model import Model
 
-# Words of sources whose text lies in files.
-TEXT_FILES = ("text", "jsonl", "csv", "tsv", "parquet")
-# Codes of `corpus.language`: ISO 639-1, and of languages that have none there those of ISO 639-3
-# that sentencex has rules for, or knows whose rules to take.
-_LANGUAGES = """
-aa ab ae af ak am an ar as av ay az ba be bg bh bi bm bn bo br bs ca ce ch co cr cs cu cv cy da
-de dv dz ee el en eo es et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht hu hy hz
-ia id ie ig ii ik io is it iu ja jv ka kg ki kj kk kl km kn ko kr ks ku kv kw ky la lb lg li ln
-lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd ne ng nl nn no nr nv ny oc oj om or os pa pi
-pl ps pt qu rm rn ro ru rw sa sc sd se sg si sk sl sm sn so sq sr ss st su sv sw ta te tg th ti
-tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu ace als arc arz ast awa
-bar bcl bjn bpy bug bxr cdo ceb ckb crh csb diq dsb dty eml ext fon frp frr fur gag gan gcr glk
-gom gor hak haw hif hsb hyw ilo inh jam kaa kab kbd kbp koi krc krl ksh lad lbe lez lij liv lld
-lmo lrc ltg lzh mad mag mai mdf mhr min mnw mrj mwl myv mzn nah nan nap nds new nia nso olo pag
-pam pap pcd pfl pms pnb pnt rmy rue rup sah sat scn sco sgs shi shn skr smn srn stq szl tay tcy
-tet tpi trv tum tyv udm vec vep vls vro war wuu xal xmf yue zea zgh
-"""
 # Words of `run.trackers`: modules, and extras of the same name.
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow")
 # How many steps of a run may be left out.
@@ -56,30 +37,11 @@ _PAPERS_SHARE = 0.15
 _TRACED_STEPS = 100
 
 
-def _works(function: Callable[[str], object], text: str) -> bool:
-    try:
-        function(text)
-    except (LookupError, ValueError, re.error):
-        return False
-    return True
-
-
 def _is_stretch(steps: tuple[int, ...]) -> bool:
     return len(steps) == 2 and 0 <= steps[0] < steps[1] <= steps[0] + _TRACED_STEPS
 
 
-_Base = Annotated[float, Rule(lambda base: base > 1, "must be over 1")]
 _OwnBase = Annotated[float, Rule(lambda base: base == 0 or base > 1, "must be over 1, or 0")]
-_Scaling = Annotated[
-    str,
-    Rule(
-        lambda text: re.fullmatch(r"((linear|yarn:[1-9]\d*):[1-9]\d*(\.\d+)?)?", text),
-        "must be linear:FACTOR or yarn:POSITIONS:FACTOR, or empty",
-    ),
-]
-_PartOf = Annotated[float, Rule(lambda share: 0 < share < 1, "must be in (0, 1)")]
-_Encoding = Annotated[str, Rule(lambda name: _works("".encode, name), "not known to Python")]
-_Starts = Annotated[str, Rule(lambda text: _works(re.compile, text), "no regular expression")]
 _Parts = Annotated[tuple[int, ...], Rule(lambda x: min(x, default=0) > 0, "must be at least 1")]
 _FewSteps = Annotated[PositiveCount, Rule(lambda n: n < SKIPPED_STEPS, f"below {SKIPPED_STEPS}")]
 _Stretch = Annotated[
@@ -92,337 +54,9 @@ _Trackers = Annotated[
 ]
 
 
-class _Objective(NamedTuple):
-    """What goes with a word of `data.objective`."""
-
-    units: Literal["pairs", "swapped_pairs", "sentences"]  # what a row is made of
-    unpredicted: int  # places of a row that are never predicted; 0: a share of them is masked
-    direction: Literal["both", "left_to_right"]  # what they attend to
-    cuts: bool  # whether tokens may attend to their own documents alone
-
-
-_OBJECTIVES = {
-    "mlm_nsp": _Objective("pairs", 0, "both", False),
-    "mlm_sop": _Objective("swapped_pairs", 0, "both", False),
-    "mlm": _Objective("sentences", 0, "both", True),
-    "causal": _Objective("sentences", 1, "left_to_right", True),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
-class Model(Section):
-    """The encoder and its two heads (Devlin et al. 2018, section 3 and appendix A.2).
-
-    `modern` is ModernBERT's encoder (Warner et al. 2024): rotary positions, layer norms before
-    each part and not after it, gated feed-forward parts, no biases, windows.
-    """
-
-    role = "identity"
-    label = "model"
-
-    # bert: Devlin et al. 2018; modern: ModernBERT.
-    kind: Literal["bert", "modern"] = "bert"
-
-    # An encoder of the experiment file's own instead of the kind's, FILE:FUNCTION:SHA256, which
-    # bert_jax.config.own(FUNCTION) gives; empty: the kind's.
-    code: Code = ""
-    # Pieces of the tokenizer, specials included; one that is trained on too little text has some
-    # [unused]. The embedding table is padded to a multiple of 1,024 rows.
-    vocab_size: Annotated[Side, at_least(6)] = 30_522
-    # Width of the encoder, a multiple of the heads.
-    hidden_size: Side = 768
-    # Layers of the encoder.
-    num_hidden_layers: PositiveCount = 12
-    # Attention heads of each layer.
-    num_attention_heads: PositiveCount = 12
-    # Width of each layer's feed-forward part.
-    intermediate_size: Side = 3_072
-    # What a token attends to: the text on both sides, or up to itself (data.objective=causal).
-    direction: Literal["both", "left_to_right"] = "both"
-    # Tokens in the longest row; kind=bert has a position embedding for each of them.
-    max_position_embeddings: Annotated[Side, at_least(8)] = 512
-    # Number of segments, A and B; RoBERTa's is 1, DistilBERT's 0, which has no segment embeddings,
-    # and so has none kind=modern.
-    type_vocab_size: Count = 2
-    # For kind=bert: rows of the position table before that of the first position; RoBERTa's is 2.
-    position_offset: Count = 0
-    # For kind=bert: what layer norms add to the variance; RoBERTa's is 1e-5.
-    layer_norm_eps: Positive = 1e-12
-    # For kind=modern: the first layer and then every so many attend to whole rows; the others to a
-    # window around each token.
-    global_every: PositiveCount = 3
-    # For kind=modern: width of that window in tokens, half on each side of the token (of an odd
-    # one the token itself is the rest).
-    local_window: int = 128
-    # Base of the rotary positions of layers that attend to whole rows.
-    global_rotary_base: _Base = 160_000.0
-    # Base of the rotary positions of layers with a window.
-    local_rotary_base: _Base = 10_000.0
-    # How the rotary positions of layers that attend to whole rows are stretched for rows longer
-    # than those they were learned on: linear:FACTOR, or yarn:POSITIONS:FACTOR, the first being the
-    # length of those (Peng et al. 2023); empty: not at all.
-    global_rotary_scaling: _Scaling = ""
-    # The same of layers with a window.
-    local_rotary_scaling: _Scaling = ""
-    # For kind=modern: whether the output's weights are the word embeddings, or a table of its own.
-    output_table: Literal["tied", "own"] = "tied"
-    # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
-    hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
-    # Dropout of embeddings and of what each layer adds.
-    hidden_dropout_prob: Share = 0.1
-    # Dropout of attention probabilities.
-    attention_probs_dropout_prob: Share = 0.1
-    # Standard deviation of fresh weights, a normal distribution cut off at twice it.
-    initializer_range: Positive = 0.02
-    # Fresh layers as the kind's reference draws them, or scaled: by 1/sqrt(hidden_size), and what a
-    # layer adds begins as zero.
-    initialization: Literal["reference", "scaled"] = "reference"
-    # Type of activations and matrix products; parameters, sums and losses stay float32.
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    # threefry8: noise is a function of the row alone, the same on any mesh; rbg16: fast on TPU,
-    # a function of the mesh; in_kernel: on TPUs within kernels, which is fastest there, a function
-    # of the mesh and of the kind of TPU; elsewhere it is rbg16.
-    dropout_rng: Literal["threefry8", "rbg16", "in_kernel"] = "threefry8"
-
-    def _wrong(self) -> Iterator[Wrong]:
-        if self.hidden_size % self.num_attention_heads:
-            yield "num_attention_heads", f"must divide model.hidden_size={self.hidden_size}"
-        steps = 256 if self.dropout_rng == "threefry8" else 65_536
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-            share = getattr(self, name)
-            if share > 0 and not 0 < round(share * steps) < steps:
-                yield name, f"model.dropout_rng={self.dropout_rng} draws in steps of 1/{steps}"
-        for name in _WITHOUT_MEANING[self.kind]:
-            if not self._is_default(name):
-                yield name, f"has no meaning with model.kind={self.kind}; leave it out"
-        if self.kind == "modern":
-            yield from self._wrong_of_modern()
-
-    def _wrong_of_modern(self) -> Iterator[Wrong]:
-        every, window, most = self.global_every, self.local_window, self.max_position_embeddings
-        width = self.hidden_size // self.num_attention_heads
-        if width % 2:
-            yield "num_attention_heads", f"heads are {width} wide, and must be even"
-        if every == 1:
-            for name in ("local_window", "local_rotary_base", "local_rotary_scaling"):
-                if not self._is_default(name):
-                    yield name, "has no meaning with model.global_every=1"
-        elif window < 2:
-            yield "local_window", "must be at least 2, half of it on each side"
-        elif window > most:
-            yield "local_window", f"is over model.max_position_embeddings={most}"
-
-
-# What is left as it is, by `model.kind`.
-_OF_BERT = ("type_vocab_size", "position_offset", "layer_norm_eps")
-_WITHOUT_MEANING = {
-    "bert": ("output_table",),
-    "modern": _OF_BERT,
-}
-
-# What stands before a path that an experiment's file gave as relative to its own folder.
-_FOLDER = re.compile(r"(?:(?<=\w:)|^)/(?!/).*/\./")
-
-
-def named(source: str) -> str:
-    """Returns what a source, or a file of one, is called wherever it lies.
-
-    `text:/home/me/experiments/./shelf`, which a file in that folder spells `text:./shelf`, is that
-    again.
-    """
-    return _FOLDER.sub("./", source, count=1)
-
-
-# Rows of which each source of a mixture has its share exactly.
-MIXED_ROWS = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus(Section):
-    """The text and how it becomes ids.
-
-    A source is WORD:PLACE: a word of `TEXT_FILES`, tfds or tfds_dir, and a file, folder, pattern or
-    dataset; see `named`. `tokenizer` is "train", or a `vocab.txt`, a `.model`, a `tokenizer.json`,
-    or a tokenizer folder of an earlier run.
-    """
-
-    role = "identity"
-    label = "corpus"
-
-    # text:, jsonl:, csv:, tsv: or parquet:FOLDER_OR_GLOB, relative to the current directory or at
-    # an address that fsspec knows (gs://, hf://); tfds:NAME or tfds_dir:PATH. What begins with ./
-    # or ../ in an experiment's .py file lies where that file does.
-    sources: tuple[str, ...]
-    # Weights of the sources, one each: the shares of rows that they have in training, whatever
-    # their sizes, 3,1 for three of four. Held-out rows are of all documents alike. None: every
-    # document is taken once an epoch.
-    mixture: tuple[float, ...] = ()
-    # How a file falls into documents and paragraphs; per_file decides by its longest line.
-    layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"
-    # Lines that begin a document of a file that holds several: a regular expression that such a
-    # line begins with, as CHAPTER; headings: those of wikis, of Markdown and of books.
-    document_starts: _Starts = ""
-    # A document of more sentences than this is cut into several of about so many; 0: none is cut.
-    cut_documents: Count = 0
-    # The field of a JSON line or of a TFDS example that holds its text, or a column of a table; of
-    # several sources that differ one each, in their order: text,body.
-    text_field: str = "text"
-    # Encoding of text files, by its name in Python, such as latin-1.
-    encoding: _Encoding = "utf-8"
-    # What is done at bytes that are not of this encoding; replace: they become U+FFFD, which
-    # tokenizers drop, and are counted.
-    encoding_errors: Literal["stop", "replace"] = "stop"
-    # What the text has in place of words that its makers left out, as <unk>: it becomes [UNK].
-    unknown_word: str = ""
-    # Language of the text, by whose rules it is split into sentences: an ISO 639 code such as en,
-    # de or pt-br.
-    language: str = "en"
-    # What is done with a document that was there before, word for word.
-    repeated_documents: Literal["keep", "drop"] = "keep"
-    # train, on the text; or a vocab.txt, a .model, a tokenizer.json with what names its specials
-    # next to it, or an earlier run's tokenizer folder.
-    tokenizer: str = "train"
-    # Which is trained: one as BERT's, as ModernBERT's, as XLM-R's; or SentencePiece's BPE.
-    tokenizer_kind: Literal["wordpiece", "byte_bpe", "unigram", "bpe"] = "wordpiece"
-    # Pieces of a trained vocabulary, its last, that are left [unused], for what is to come.
-    unused_pieces: Count = 0
-    # uncased: lower-cased, accents stripped.
-    case: Literal["uncased", "cased"] = "uncased"
-    # Share of all documents that is held out for evaluation; at least 8 documents.
-    validation_share: _PartOf = 0.005
-
-    def _wrong(self) -> Iterator[Wrong]:
-        # A path alone is a folder of text.
-        sources = (source if ":" in source else f"text:{source}" for source in self.sources)
-        object.__setattr__(self, "sources", tuple(sources))
-        if not self.sources:
-            yield "sources", "name at least one source of text"
-        for source in self.sources:
-            word, _, rest = source.partition(":")
-            if not rest or word not in (*TEXT_FILES, "tfds", "tfds_dir"):
-                words = " ".join(f"{word}:" for word in TEXT_FILES)
-                why = f"{words} go before FOLDER_OR_GLOB, tfds: before NAME, tfds_dir: before PATH"
-                yield "sources", f"{source!r} is no source; {why}"
-        yield from self._wrong_mixture()
-        fields, sources = len(self._fields()), len(self.sources)
-        if fields not in (1, sources):
-            why = f"{fields} fields for {sources} of corpus.sources; give one for all, or one each"
-            yield "text_field", why
-        codes, near = _LANGUAGES.split(), self.language[:2].lower()
-        if self.language.partition("-")[0] not in codes:
-            hint = f"did you mean {near}? T" if near in codes else "t"
-            yield "language", f"no code of a language; {hint}here are {' '.join(codes)}"
-        if self.document_starts and self.layout == "sentences_by_line":
-            why = "in corpus.layout=sentences_by_line a blank line ends a document; leave it out"
-            yield "document_starts", why
-
-    def _fields(self) -> list[str]:
-        # A column of a single source may be called anything.
-        return self.text_field.split(",") if len(self.sources) > 1 else [self.text_field]
-
-    def alone(self) -> "tuple[Corpus, ...]":
-        """Returns a corpus of each source by itself, with its field."""
-        fields = itertools.cycle(self._fields())
-        return tuple(
-            replace(self, sources=(source,), text_field=field, mixture=())
-            for source, field in zip(self.sources, fields, strict=False)
-        )
-
-    def _wrong_mixture(self) -> Iterator[Wrong]:
-        if len(self.mixture) not in (0, len(self.sources)):
-            yield "mixture", f"give {len(self.sources)} weights, one for each source"
-        largest = max(self.mixture, default=0)
-        whole = sum(weight / largest for weight in self.mixture if largest)
-        for weight, source in zip(self.mixture, self.sources, strict=False):
-            if weight <= 0.0 or weight / largest * MIXED_ROWS < whole:
-                why = f"{source} has less than one row in {MIXED_ROWS:,}; give it a larger weight"
-                yield "mixture", f"{why}, or leave it out of corpus.sources"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data(Section):
-    """The way from ids to examples (Devlin et al. 2018, section 3.1 and appendix A.1)."""
-
-    role = "identity"
-    label = "data"
-
-    # What is learned. mlm_nsp: masked pieces of pairs, and whether B follows A; mlm_sop: masked
-    # pieces of pairs that follow each other, and whether they were swapped (ALBERT); mlm: masked
-    # pieces alone, of rows of full sentences that go on from one document to the next (RoBERTa);
-    # causal: of such rows the next piece at every place, from what is left of it (GPT).
-    objective: Literal["mlm_nsp", "mlm_sop", "mlm", "causal"] = "mlm_nsp"
-    # Something else that is learned of the same rows: an objective of the experiment file's own,
-    # FILE:FUNCTION:SHA256, which bert_jax.config.own(FUNCTION) gives; empty: nothing else.
-    code: Code = ""
-    # Of rows of full sentences: whether a token attends to all documents of its row, or to its own
-    # alone, in which positions begin at 0 again, as they do for a text by itself.
-    attention: Literal["whole_row", "per_document"] = "whole_row"
-    # Share of examples that are made of a random, shorter length; only of objectives with pairs.
-    short_seq_prob: Share = 0.1
-    # Share of an example's tokens that are to be predicted.
-    masked_lm_prob: Share = 0.15
-    # data.masked_lm_prob moves in even steps to this share at the last step; 0: it stays. Held-out
-    # rows are masked alike whatever is set here: 15 % of the pieces, of which 80 % become [MASK].
-    final_masked_lm_prob: Share = 0.0
-    # Of the tokens to be predicted, the share that becomes [MASK].
-    mask_share: WholeShare = 0.8
-    # Of the tokens to be predicted, the share that becomes a random piece; the rest stays as it is.
-    random_share: WholeShare = 0.1
-    # What is masked at once: single pieces, all pieces of a word, or up to ten words (SpanBERT's
-    # spans: geometric with p 0.2, each replaced as a whole).
-    masking: Literal["piece", "whole_word", "span"] = "piece"
-    # 0: new pairs and masks in every epoch; n: those of the first n epochs again and again.
-    dupe_factor: Count = 0
-    # pairs: as many examples as fit share a row, without attending to each other; next to no
-    # padding.
-    packing: Literal["none", "pairs"] = "none"
-    # Length of the held-out rows.
-    eval_sequence_length: RowLength = 128
-    # The most masked tokens that a held-out row may have.
-    eval_max_predictions_per_seq: PositiveCount = 20
-    # Held-out rows that are scored, the same at every evaluation; fewer if there are fewer.
-    eval_rows: PositiveCount = 10_000
-    # Seed that draws held-out rows and their masks, whatever the run's own, so that runs of several
-    # seeds are scored on the same.
-    eval_seed: Count = 0
-
-    def _wrong(self) -> Iterator[Wrong]:
-        objective, whole = self.objective, self.eval_sequence_length - self.unpredicted
-        if self.mask_share + self.random_share > 1.0:
-            yield "random_share", f"is over 1 together with data.mask_share={self.mask_share}"
-        if self.units == "sentences" and self.packing != "none":
-            yield "packing", f"data.objective={objective} has no pairs, and fills its rows already"
-        if self.attention != "whole_row" and not _OBJECTIVES[objective].cuts:
-            yield "attention", f"rows of data.objective={objective} are read whole; leave it out"
-        if self.unpredicted and self.eval_max_predictions_per_seq != whole:
-            why = f"data.objective={objective} predicts all pieces; set it to {whole}"
-            yield "eval_max_predictions_per_seq", why
-        if self.dupe_factor and self.final_masked_lm_prob:
-            why = "cannot change masks that are repeated; set data.dupe_factor=0"
-            yield "final_masked_lm_prob", why
-
-    @property
-    def units(self) -> Literal["pairs", "swapped_pairs", "sentences"]:
-        """Returns what a row is made of."""
-        return _OBJECTIVES[self.objective].units
-
-    @property
-    def unpredicted(self) -> int:
-        """Returns how many places of a row are never predicted; 0: a share of them is masked."""
-        return _OBJECTIVES[self.objective].unpredicted
-
-    @property
-    def largest_masked_share(self) -> float:
-        """Returns the largest share of a row's tokens that any step predicts."""
-        return max(self.masked_lm_prob, self.final_masked_lm_prob)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase(Section):
+class Phase(Section, role="identity", label="phases"):
     """A stretch of training at one sequence length, with a data plan of its own."""
-
-    role = "identity"
-    label = "phases"
 
     # Updates in this phase.
     steps: PositiveCount
@@ -459,16 +93,13 @@ class Phase(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(Section):
+class Optimizer(Section, role="identity", label="optimizer"):
     """The update (Devlin et al. 2018, appendix A.2; You et al. 2019 for LAMB).
 
     `bert_adam` is the reference's Adam: no bias correction, decay added to the update.
     `clip="per_replica"` cuts the batch into `reference_replicas` groups, clips each group's own
     gradient and sums them, as the reference does on that many TPU cores.
     """
-
-    role = "identity"
-    label = "optimizer"
 
     # The rule of the update; bert_adam keeps its moments' bias (a first update 3.16 times adamw's);
     # stable_adamw lowers the rate of a tensor whose gradients outgrow what their means remember.
@@ -512,11 +143,8 @@ class Optimizer(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parallelism(Section):
+class Parallelism(Section, role="placement", label="parallelism"):
     """The layout of the step over devices. May change on resume."""
-
-    role = "placement"
-    label = "parallelism"
 
     # The state whole on every device, or cut over them: zero1 gathers the parameters once a step,
     # zero3 each layer's where it is used.
@@ -537,11 +165,8 @@ class Parallelism(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Section):
+class Run(Section, role="placement", label="run"):
     """Everything that happens next to the steps, every so many of them. May change on resume."""
-
-    role = "placement"
-    label = "run"
 
     # Steps between lines of metrics.jsonl.
     log_every: PositiveCount = 100
@@ -587,11 +212,8 @@ class Run(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment(Section):
+class Experiment(Section, role="identity", label="experiment"):
     """One pre-training: all a run needs to know."""
-
-    role = "identity"
-    label = "experiment"
 
     # Names the run, and its folder runs/NAME.
     name: FolderName
@@ -689,7 +311,7 @@ class Experiment(Section):
 
     def _wrong_objective(self) -> Iterator[Wrong]:
         objective, model, run = self.data.objective, self.model, self.run
-        wanted, given = _OBJECTIVES[objective], f"data.objective={objective}"
+        wanted, given = OBJECTIVES[objective], f"data.objective={objective}"
         if model.direction != wanted.direction:
             yield "model.direction", f"{given}: set model.direction={wanted.direction}"
         if wanted.units != "sentences" and model.type_vocab_size < 2:

@@ -29,11 +29,8 @@ _SHORTEST = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Section):
+class Settings(Section, role="identity", label="instances"):
     """The reference's flags, under the names that its golden files carry."""
-
-    role = "identity"
-    label = "instances"
 
     max_seq_length: Annotated[int, at_least(_SHORTEST)] = 128
     max_predictions_per_seq: PositiveCount = 20

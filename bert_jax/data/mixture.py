@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from bert_jax.config.pretraining import MIXED_ROWS as BLOCK
+from bert_jax.config.corpus import MIXED_ROWS as BLOCK
 from bert_jax.data import draws
 from bert_jax.data.batches import Batch, TrainBatches
 

@@ -17,7 +17,7 @@ bucket is written here, too: `mirror` sends it there.
     W/profile/              traces of some steps (see training.profile)
     W/plan.json             what it would take on TPUs (see plan.report)
     W/layers.json           what each layer knows (see tasks.layers), and a page of it
-    W/launch.json           what may be rented for the run (see launch.spec)
+    W/launch.json           what was rented for the run, by a version before this
 """
 
 import contextlib

@@ -1,28 +1,12 @@
-"""A bucket, a checkout, and what stands for kubectl: launches reach no cloud."""
+"""A checkout, programs that stand for a cloud's, and a launch: no cloud is reached."""
 
-import importlib.util
 import os
 import subprocess
-from collections.abc import Callable
+import sys
 
-import fake_gcs
-import fsspec
 import pytest
 
-from launch import __main__, checks, gke
-from launch.commands import Done
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    """Objects of a server in memory, by name."""
-    if importlib.util.find_spec("gcsfs") is None:  # its import reads the environment
-        pytest.skip("needs the [gcs] extra")
-    with fake_gcs.serve() as (objects, environment), pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        patch.setitem(fsspec.config.conf["gs"], "token", "anon")
-        yield objects
+from launch import __main__, checks
 
 
 @pytest.fixture
@@ -39,45 +23,44 @@ def checkout(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def workdir(request):
-    """Of a test's own, in the bucket."""
-    return f"gs://b/{request.node.name.partition('[')[0]}"
+def programs(tmp_path, monkeypatch):
+    """Writes programs that come first on the path; `FAKE_CLOUD` is their folder."""
+    folder, cloud = tmp_path / "bin", tmp_path / "cloud"
+    for path in (folder, cloud):
+        path.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setenv("FAKE_CLOUD", str(cloud))
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+
+    def write(name: str, text: str):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+        return cloud
+
+    return write
 
 
-class Answers:
-    """What stands for `commands.run`.
+@pytest.fixture
+def launch(monkeypatch, capfd):
+    """Launches an experiment; returns the exit code and what was printed.
 
-    Attributes:
-      calls: the commands, in order.
-      answer: gives each its `Done`.
+    Its `started` holds the processes of its scripts, which take a launch's place.
     """
 
-    def __init__(self):
-        self.calls: list[list[str]] = []
-        self.answer: Callable[[list[str]], Done] = lambda argv: Done(0, "", "")
+    def become(program: str, argv: list[str]):
+        run.started.append(subprocess.Popen(argv))
+        sys.exit(run.started[-1].wait())
 
-    def run(self, argv: list[str], seconds: float) -> Done:
-        self.calls.append(list(argv))
-        return self.answer(argv)
-
-
-@pytest.fixture
-def answers(tmp_path, monkeypatch):
-    """Has commands of others answered."""
-    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    fake = Answers()
-    monkeypatch.setattr(gke, "run", fake.run)
-    return fake
-
-
-@pytest.fixture
-def launch(bucket, workdir, capfd):
-    """Launches an experiment; returns the exit code and what was printed."""
+    monkeypatch.setattr(os, "execvp", become)
 
     def run(launcher: str, *flags: str) -> tuple[int, str]:
-        argv = [launcher, "experiments/mini.py", "--workdir", workdir, "--name", "mini"]
-        code = __main__.main([*argv, "--force", ",".join(checks.NAMES), *flags])
+        argv = [launcher, "experiments/mini.py", "--workdir", "gs://b/x", "--name", "mini"]
+        try:
+            code = __main__.main([*argv, "--force", ",".join(checks.NAMES), *flags])
+        except SystemExit as ended:
+            code = ended.code
         shown = capfd.readouterr()
         return code, shown.out + shown.err
 
+    run.started = []
     return run

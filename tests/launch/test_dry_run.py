@@ -20,7 +20,6 @@ def test_a_dry_run_starts_nothing_and_writes_nothing(monkeypatch, tmp_path, case
         (programs / name).write_text(f"#!/bin/sh\n: > {tmp_path}/started\n")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(programs))
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     script = golden.dry_run(case, str(cache))
     assert f"{cache}/launch/" in script, "what it would write"
     # jax goes on with the processor unless it must not.

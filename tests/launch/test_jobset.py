@@ -4,7 +4,6 @@ import dataclasses
 import os
 
 import cluster
-import jsonschema
 import pytest
 from jax._src.clusters import cloud_tpu_cluster
 from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
@@ -19,15 +18,12 @@ IMAGE = "registry.example/bert/bert-jax:1"
 PODS = jobset.Pods(
     image=IMAGE, namespace="default", service_account="", capacity={}, grace=300, privileged=False
 )
-SLICES = [f"{word}:{shape}" for word, tpu in hardware.TPUS.items() for shape in tpu.slices]
-OFFERED = [name for name in SLICES if not name.startswith("v2:")]
-BASE, LARGE = ("bert_base_pod", "v5e:4x4"), ("bert_large_pod", "v5e:8x8")
 
 
-def specified(experiment: str = "tiny", slice_name: str = "v5e:4x4", **more) -> spec.Spec:
+def specified(slice_name: str = "v5e:4x4", **more) -> spec.Spec:
     given = {"workdir": "gs://bucket/run", "retries": 10} | more
     return spec.specify(
-        f"experiments/{experiment}.py",
+        "experiments/tiny.py",
         given.pop("settings", ()),
         topology=topology.parse(slice_name),
         **given,
@@ -45,8 +41,9 @@ def made(what: spec.Spec, **pods) -> tuple[dict, dict]:
 # --- The APIs ---
 
 
-@pytest.mark.parametrize("slice_name", OFFERED)
-def test_every_slice_s_manifest_is_valid_and_asks_for_all_its_chips(slice_name):
+@pytest.mark.parametrize("word", [word for word in hardware.TPUS if word != "v2"])
+def test_a_slice_s_manifest_is_valid_and_asks_for_all_its_chips(word):
+    slice_name = f"{word}:{list(hardware.TPUS[word].slices)[-1]}"
     what = specified(slice_name=slice_name)
     _, manifest = made(what)
     chips = cluster.container(manifest)["resources"]
@@ -60,40 +57,6 @@ def test_every_slice_s_manifest_is_valid_and_asks_for_all_its_chips(slice_name):
     assert labels["cloud.google.com/gke-tpu-topology"] == slice_name.partition(":")[2]
 
 
-@pytest.mark.parametrize(("experiment", "slice_name"), [BASE, LARGE])
-def test_the_paper_s_models_are_valid(experiment, slice_name):
-    config, manifest = made(specified(experiment, slice_name), service_account="runner")
-    assert manifest["metadata"]["name"] == config["metadata"]["name"]
-    assert cluster.pod(manifest)["serviceAccountName"] == "runner"
-    assert sum(map(len, config["data"].values())) < 2**20, "what a ConfigMap may hold"
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "value"),
-    [
-        (("spec",), "retries", 3),
-        (("spec", "failurePolicy"), "restartStrategy", "Again"),
-        (("spec", "failurePolicy", "rules", 0), "onJobFailureReasons", ["ExitCode"]),
-        (("spec", "replicatedJobs", 0, "template", "spec"), "completionMode", "indexed"),
-        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec"), "nodes", {}),
-        ((), "apiVersion", "jobset.x-k8s.io/v1"),
-    ],
-)
-def test_a_planted_fault_is_not_valid(place, name, value):
-    _, manifest = made(specified())
-    part = manifest
-    for step in place:
-        part = part[step]
-    part[name] = value
-    with pytest.raises(jsonschema.ValidationError):
-        cluster.validate(manifest)
-
-
-def test_a_generation_that_gke_does_not_have_is_named():
-    with pytest.raises(InputError, match="v2:4x4: GKE has no v2; choose one of v3, v4, v5e, v5p"):
-        jobset.text(specified(slice_name="v2:4x4"), PODS)
-
-
 def test_an_experiment_that_no_configmap_holds_is_named():
     what = dataclasses.replace(specified(), config="x" * 1_000_001)
     with pytest.raises(InputError, match="tiny: as JSON it is larger than a ConfigMap may be"):
@@ -104,11 +67,8 @@ def test_an_experiment_that_no_configmap_holds_is_named():
 def test_an_image_that_may_change_under_the_run_is_refused(image):
     with pytest.raises(InputError, match=f"--image {image}: name one version of it"):
         jobset.checked_image(image)
-
-
-@pytest.mark.parametrize("image", [IMAGE, "host:5000/b:1", "b@sha256:" + 64 * "0"])
-def test_an_image_of_one_version_is_taken(image):
-    assert jobset.checked_image(image) == image
+    assert jobset.checked_image("host:5000/b:1") == "host:5000/b:1"
+    assert jobset.checked_image(digest := "b@sha256:" + 64 * "0") == digest
 
 
 # --- How it ends ---
@@ -221,24 +181,3 @@ def test_spot_machines_and_reservations_are_chosen_by_label(spot, reservation, l
     _, manifest = made(specified(), capacity=jobset.capacity(spot, reservation))
     assert labels.items() <= cluster.pod(manifest)["nodeSelector"].items()
     assert len(cluster.pod(manifest)["nodeSelector"]) == 2 + len(labels)
-
-
-# --- Names ---
-
-
-def test_names_of_gke_agree_with_those_of_xpk():
-    """xpk 1.16's table of TPUs: label, chips a machine and machines of a slice."""
-    for slice_name, label, chips, hosts in (
-        ("v4:2x2x1", "tpu-v4-podslice", 4, 1),
-        ("v4:4x4x8", "tpu-v4-podslice", 4, 32),
-        ("v5p:2x2x2", "tpu-v5p-slice", 4, 2),
-        ("v5p:8x8x16", "tpu-v5p-slice", 4, 256),
-        ("v5e:4x4", "tpu-v5-lite-podslice", 4, 4),
-        ("v5e:16x16", "tpu-v5-lite-podslice", 4, 64),
-        ("v6e:1x1", "tpu-v6e-slice", 1, 1),
-        ("v6e:8x16", "tpu-v6e-slice", 4, 32),
-    ):
-        known = topology.parse(slice_name)
-        assert spec.gke_names(known).gke_accelerator == label
-        manifest = spec.slice_names(known)
-        assert (manifest.chips_per_host, manifest.hosts) == (chips, hosts)

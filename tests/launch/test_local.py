@@ -83,8 +83,3 @@ def test_what_cannot_be_is_refused(words):
     with pytest.raises(SystemExit) as caught:
         __main__.main(["local", *words])
     assert caught.value.code == errors.BAD_INPUT
-
-
-def test_an_experiment_that_is_not_there_is_named(capfd):
-    assert __main__.main(["local", "nowhere.py"]) == errors.BAD_INPUT
-    assert "nowhere.py" in capfd.readouterr().err

@@ -2,6 +2,11 @@
 # bert-large-pod-SHA256: v5e:8x8; chips: 64, hosts: 16;
 # commit 0123456789abcdef0123456789abcdef01234567, config sha256 SHA256.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
+# From elsewhere: how hosts stand, the log of the first, saving and ending, deleting:
+#   gcloud compute tpus tpu-vm ssh bert-large-pod-SHA256 --zone=us-west4-a --quiet --worker=all '--command=bash bert-jax/bert-large-pod-SHA256/code.sh'
+#   gcloud compute tpus tpu-vm ssh bert-large-pod-SHA256 --zone=us-west4-a --quiet --worker=0 '--command=tail -F bert-jax/bert-large-pod-SHA256/run.log'
+#   gcloud compute tpus tpu-vm ssh bert-large-pod-SHA256 --zone=us-west4-a --quiet --worker=all '--command=bash bert-jax/bert-large-pod-SHA256/stop.sh'
+#   gcloud compute tpus queued-resources delete bert-large-pod-SHA256 --force --zone=us-west4-a --quiet
 set -euo pipefail
 NAME=bert-large-pod-SHA256
 HOSTS=16

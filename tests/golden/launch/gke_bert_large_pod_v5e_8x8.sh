@@ -2,10 +2,20 @@
 # bert-large-pod-SHA256: v5e:8x8, 64 chips on 16 hosts;
 # image registry.example/bert/bert-jax:1, config sha256 SHA256.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
+# A pod that ends with exit code 1, 2, 130 is the end. Any other end
+# but 0 (75 is a preemption) starts all pods again, 10 times at most.
+# Its pods, the log of its first host, and its end:
+#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default get pods --selector=jobset.sigs.k8s.io/jobset-name=bert-large-pod-SHA256 --output=wide
+#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default logs --selector=jobset.sigs.k8s.io/jobset-name=bert-large-pod-SHA256,batch.kubernetes.io/job-completion-index=0 --container=run --tail=-1 --follow
+#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s
 set -eu
-
-# One of this name that has not ended is left alone; one that has is deleted first.
-kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-SHA256 --ignore-not-found --output=json
+there=$(kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-SHA256 --ignore-not-found --output=name)
+ended=$(kubectl --context=gke_project_us-west4-a_tpus --namespace=default get jobset bert-large-pod-SHA256 --ignore-not-found '--output=jsonpath={.status.terminalState}')
+if [ -n "$ended" ]; then
+  echo "launch: bert-large-pod-SHA256 has ended before (JobSet $ended); deleting it" >&2
+  kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s
+  there=
+fi
 
 mkdir -p /cache/launch/bert-large-pod-SHA256
 cat > /cache/launch/bert-large-pod-SHA256/manifest.yaml <<'END'
@@ -140,11 +150,9 @@ spec:
             - name: cache
               emptyDir: {}
 END
-kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-SHA256/manifest.yaml
-
-# A pod that ends with exit code 1, 2, 130 is the end. Any other end but 0 (75 is a
-# preemption) starts all pods again, 10 times at most.
-# `python -m launch status`, `logs` and `stop` of the workdir do:
-#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default get pods --selector=jobset.sigs.k8s.io/jobset-name=bert-large-pod-SHA256 --output=wide
-#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default logs --selector=jobset.sigs.k8s.io/jobset-name=bert-large-pod-SHA256,batch.kubernetes.io/job-completion-index=0 --container=run --tail=-1 --follow
-#   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s
+# One that goes on is not changed by this: another experiment of its name is refused.
+if ! kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-SHA256/manifest.yaml; then
+  [ -n "$there" ] || kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s
+  exit 2
+fi
+echo "launch: bert-large-pod-SHA256 is launched; the first lines of $0 show and end it" >&2

@@ -2,6 +2,11 @@
 # quotes: v6e:2x2; chips: 4, hosts: 1;
 # commit 0123456789abcdef0123456789abcdef01234567, config sha256 SHA256.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
+# From elsewhere: how hosts stand, the log of the first, saving and ending, deleting:
+#   gcloud compute tpus tpu-vm ssh quotes --zone=us-east5-b --quiet --worker=all '--command=bash bert-jax/quotes/code.sh'
+#   gcloud compute tpus tpu-vm ssh quotes --zone=us-east5-b --quiet --worker=0 '--command=tail -F bert-jax/quotes/run.log'
+#   gcloud compute tpus tpu-vm ssh quotes --zone=us-east5-b --quiet --worker=all '--command=bash bert-jax/quotes/stop.sh'
+#   gcloud compute tpus queued-resources delete quotes --force --zone=us-east5-b --quiet
 set -euo pipefail
 NAME=quotes
 HOSTS=1
