@@ -1,7 +1,6 @@
 """How many steps a run of a table does: those it is given, or as many as seconds of CPU allow."""
 
 import dataclasses
-import itertools
 import shutil
 
 from etils import epath
@@ -22,23 +21,19 @@ def with_steps(experiment: Experiment, steps: int) -> Experiment:
     total, phases = experiment.total_steps, experiment.phases
     if steps < len(phases):
         raise InputError(f"{steps} steps are too few for its {len(phases)} phases")
-    ends = [0]
-    for number, end in enumerate(itertools.accumulate(phase.steps for phase in phases), 1):
+    made, done, end = [], 0, 0
+    for number, phase in enumerate(phases, 1):
+        end += phase.steps
         left = len(phases) - number  # each of them has a step
-        ends.append(min(max(round(steps * end / total), ends[-1] + 1), steps - left))
-    optimizer = experiment.optimizer
-    counts = {
-        "warmup_steps": min(round(optimizer.warmup_steps * steps / total), steps - 1),
-        "decay_steps": optimizer.decay_steps * steps // total,
-    }
-    return dataclasses.replace(
-        experiment,
-        phases=tuple(
-            dataclasses.replace(phase, steps=end - start)
-            for phase, (start, end) in zip(phases, itertools.pairwise(ends), strict=True)
-        ),
-        optimizer=dataclasses.replace(optimizer, **counts),
+        last = min(max(round(steps * end / total), done + 1), steps - left)
+        made.append(dataclasses.replace(phase, steps=last - done))
+        done = last
+    optimizer = dataclasses.replace(
+        experiment.optimizer,
+        warmup_steps=min(round(experiment.optimizer.warmup_steps * steps / total), steps - 1),
+        decay_steps=experiment.optimizer.decay_steps * steps // total,
     )
+    return dataclasses.replace(experiment, phases=tuple(made), optimizer=optimizer)
 
 
 def steps_within(experiment: Experiment, cpu_seconds: float, costs: list[float]) -> int:

@@ -57,36 +57,29 @@ class Column:
             settings.insert(0, setting)
         try:
             task = config.override(config.load(file, Finetuning), settings)
+            is_pairs = task.task.kind == "minimal_pairs"
+            if word == "probe" and settings:
+                raise InputError("a probe takes no settings; leave them out, or write finetune:")
             if word == "probe":
-                if settings:
-                    raise InputError(
-                        "a probe takes no settings; leave them out, or write finetune:"
-                    )
                 of_task = Probes([file], PAIRS, name).sha256
-            elif task.task.kind == "minimal_pairs":
+                title = f"{task.name}, minimal pairs" if is_pairs else task.name
+            elif is_pairs:
                 raise InputError("nothing is learned from minimal pairs; write probe:")
             else:
                 both = (task.task.train, task.task.validation)
                 read = (examples.each(task.task, sources, "labelled") for sources in both)
                 of_task = sha256([examples.sha256(of_split, ()) for of_split in read])
+                title = f"{task.name}, fine-tuned"
         except InputError as error:
             raise InputError(f"table.columns: {name}: {error}") from error
-        what = f"{task.name}, minimal pairs" if task.task.kind == "minimal_pairs" else task.name
-        title = f"{what}" if word == "probe" else f"{task.name}, fine-tuned"
         return cls(name, f"{title} ({task.task.main_score})", task, of_task[:16])
-
-    @property
-    def asked(self) -> Finetuning:
-        """The task; only of a column that has one."""
-        if self.task is None:
-            raise ValueError(f"{self.name} has no task")
-        return self.task
 
     @property
     def heading(self) -> str:
         """Returns what stands above it: the file's name, or the task's if it has settings."""
-        is_set = self.task is not None and "=" in self.name
-        return self.asked.name if is_set else self.name.rpartition("/")[2]
+        if self.task is not None and "=" in self.name:
+            return self.task.name
+        return self.name.rpartition("/")[2]
 
     def text(self, value: float) -> str:
         """Returns a value for people."""
@@ -133,14 +126,14 @@ class Results:
             _require_adaptable(table, column)
         with named_errors(folder):
             there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        record: dict[str, Any] = {"costs": {}, "values": {}}
         if "table.json" in there:
             record = read_json(folder / "table.json", FORMAT_VERSION, _OLDER, _MEND)
-            return cls(table, folder, columns, record["costs"], record["values"])
-        if there - {"lock"}:
+        elif there - {"lock"}:
             raise InputError(
                 f"{folder}: holds other files and no table; choose another folder with --workdir"
             )
-        return cls(table, folder, columns, {}, {})
+        return cls(table, folder, columns, record["costs"], record["values"])
 
     def write(self) -> None:
         """Writes `table.json`."""
@@ -222,9 +215,9 @@ def _require_adaptable(table: Table, column: Column) -> None:
     for row in table.rows if column.name.startswith("finetune:") else ():
         model, where = row.experiment.model, f"row {row.name}"
         try:
-            if column.asked.task.kind == "generate":
+            if column.task.task.kind == "generate":
                 adapted.require_decodable(model, where)
-            adapted.require_adaptable(model, column.asked, where)
+            adapted.require_adaptable(model, column.task, where)
         except InputError as error:
             raise InputError(f"table.columns: {column.name}: {error}") from error
 

@@ -183,7 +183,7 @@ class Comparison:
         return "finished"
 
     def _finetuned(self, column: Column, member: Member) -> tuple[session.Outcome, float | None]:
-        task = dataclasses.replace(column.asked, seed=member.seed)
+        task = dataclasses.replace(column.task, seed=member.seed)
         name = f"{task.name}-{sha256([sha256(task), column.examples])[:8]}"
         folder = self._root / "tasks" / member.folder.name / name
         base = os.fspath(member.folder)

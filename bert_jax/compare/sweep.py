@@ -44,11 +44,6 @@ class Member:
     last: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
 
-    @property
-    def group(self) -> dict[str, str]:
-        """The settings that it shares with those that differ by the seed alone."""
-        return {field: value for field, value in self.settings.items() if field != "seed"}
-
 
 def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Member]:
     """Returns the runs of a sweep: all products of the values.
@@ -136,22 +131,22 @@ def _score(of: list[Member]) -> str:
 
 
 def _groups(of: list[Member]) -> list[dict[str, Any]]:
-    """Returns means for each choice of values without the seed, over the finished runs."""
-    by_group: dict[str, list[Member]] = {}
+    """Returns means over the finished runs that differ by the seed alone."""
+    by_group: dict[tuple, list[float]] = {}
     for member in of:
-        by_group.setdefault(json.dumps(member.group), []).append(member)
-    groups = []
-    for alike in by_group.values():
-        scores = [m.last["score"] for m in alike if m.last and m.outcome == "finished"]
-        groups.append(
-            {
-                "settings": alike[0].group,
-                "runs": len(scores),
-                "mean": statistics.fmean(scores) if scores else None,
-                "deviation": statistics.stdev(scores) if len(scores) > 1 else None,
-            }
-        )
-    return groups
+        settings = tuple((f, value) for f, value in member.settings.items() if f != "seed")
+        scores = by_group.setdefault(settings, [])
+        if member.last and member.outcome == "finished":
+            scores.append(member.last["score"])
+    return [
+        {
+            "settings": dict(settings),
+            "runs": len(scores),
+            "mean": statistics.fmean(scores) if scores else None,
+            "deviation": statistics.stdev(scores) if len(scores) > 1 else None,
+        }
+        for settings, scores in by_group.items()
+    ]
 
 
 def table(of: list[Member]) -> Iterator[str]:
@@ -165,12 +160,13 @@ def table(of: list[Member]) -> Iterator[str]:
         rows.append([*member.settings.values(), *map(str, cells)])
     yield f"{_score(of)} on the validation examples, of the last evaluation and of the best:"
     yield from Table([*of[0].settings, "step", "last", "best", "of step"], rows, 0).lines()
-    rows = []
-    for group in _groups(of):
-        mean, deviation = _four(group["mean"]), _four(group["deviation"])
-        rows.append([*group["settings"].values(), str(group["runs"]), mean, deviation])
+    groups = _groups(of)
+    rows = [
+        [*one["settings"].values(), str(one["runs"]), _four(one["mean"]), _four(one["deviation"])]
+        for one in groups
+    ]
     yield "of the last evaluations, over seeds, the mean and the standard deviation (n - 1):"
-    yield from Table([*of[0].group, "runs", "mean", "deviation"], rows, 0).lines()
+    yield from Table([*groups[0]["settings"], "runs", "mean", "deviation"], rows, 0).lines()
 
 
 def _four(number: float | None) -> str:

@@ -4,7 +4,6 @@ What cannot be compared is not drawn as if it could: losses in nats are of the s
 alone, and where those differ each run is shown against its own unigram line.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -195,81 +194,72 @@ def plots_of_learning(
 ) -> list[tuple[Plot, str]]:
     """Returns what was learned over one axis, with a note each; some plots may be empty."""
 
+    lines = [_lines_by_kind(record) for record in records]
+
     def plot(
-        title: str,
-        lines: Callable[[Record], list[Line]],
-        name: str,
-        note: str = "",
-        style: str = "points",
-        **options: Any,
+        title: str, kind: str, name: str, note: str = "", style: str = "points", **options: Any
     ) -> tuple[Plot, str]:
         curves = [
-            curve(lines(record), name, record.label, i, style, x=x)
-            for i, (record, x) in enumerate(zip(records, spent, strict=True))
+            curve(of_run[kind], name, record.label, i, style, x=x)
+            for i, (record, of_run, x) in enumerate(zip(records, lines, spent, strict=True))
         ]
         there = [one for one in curves if len(one.x)]
         return Plot(title, there, x_label=x_label, **options), note
 
-    def held_out(record: Record) -> list[Line]:
-        return [] if isinstance(record.experiment, Finetuning) else record.evaluation
-
-    def scores(record: Record) -> list[Line]:
-        return record.evaluation if isinstance(record.experiment, Finetuning) else []
-
-    def below(record: Record) -> list[Line]:
-        return [
-            {"step": x["step"], "nats": x["unigram_loss"] - losses.of_pieces(x)[0]}
-            for x in held_out(record)
-            if "unigram_loss" in x
-        ]
-
-    def of_tuning(record: Record) -> list[Line]:
-        return record.train if isinstance(record.experiment, Finetuning) else []
-
-    def right(record: Record) -> list[Line]:
-        return [
-            {"step": x["step"], "right": losses.of_pieces(x)[1]}
-            for x in held_out(record)
-            if losses.learned(x, losses.PIECES)
-        ]
-
-    newest = [r.evaluation[-1] for r in records if held_out(r)]
+    newest = [of_run["held out"][-1] for of_run in lines if of_run["held out"]]
     task = losses.learned(newest[0], losses.PIECES) if newest else ""
     task = task or "masked_lm"
     words, nats = losses.PIECES[task], f"{task}_loss"
     pairs = [t for t in losses.PAIRS if any(losses.learned(x, losses.PAIRS) == t for x in newest)]
     why, percent = no_nats(records), {"scale": "percent"}
-    held_out_nats = plot(f"Held-out {words} loss, nat", held_out, nats)
+    held_out_nats = plot(f"Held-out {words} loss, nat", "held out", nats)
     title = f"{words[0].upper()}{words[1:]} loss in training, nat"
-    in_training = [plot(title, lambda r: r.train, nats, style="line")]
+    in_training = [plot(title, "training", nats, style="line")]
     if why:
         note = "Held-out rows differ, so that losses in nat do not compare: see above."
-        held_out_nats = plot("Nats below its own unigram line", below, "nats", note)
+        held_out_nats = plot("Nats below its own unigram line", "held out", "below", note)
     if why or _other_masks(records):
         in_training = []
     coin = {"levels": COIN}
     return [
         held_out_nats,
-        plot(f"Held-out {'piece' if why else words} accuracy", right, "right", **percent),
+        plot(f"Held-out {'piece' if why else words} accuracy", "held out", "right", **percent),
         *(
-            plot(f"Held-out {losses.PAIRS[name].replace(' ', '-')} {what}", held_out, *how, **more)
+            plot(
+                f"Held-out {losses.PAIRS[name].replace(' ', '-')} {what}", "held out", *how, **more
+            )
             for name in pairs
             for what, how, more in (
                 ("accuracy", (f"{name}_accuracy",), percent),
                 ("loss, nat", (f"{name}_loss", GUESSING), coin),
             )
         ),
-        plot("Score on validation examples", scores, "score", _no_scores(records)),
-        plot("Loss on validation examples", scores, "loss"),
+        plot("Score on validation examples", "scores", "score", _no_scores(records)),
+        plot("Loss on validation examples", "scores", "loss"),
         *(
-            plot(f"Probe {name}", functools.partial(figures.of_probe, name=name), "score")
+            plot(f"Probe {name}", "probes", name)
             for name in dict.fromkeys(
                 x for r in records for line in r.probes for x in line["scores"]
             )
         ),
         *in_training,
-        plot("Loss in training", of_tuning, "loss", style="line"),
+        plot("Loss in training", "tuning", "loss", style="line"),
     ]
+
+
+def _lines_by_kind(record: Record) -> dict[str, list[Line]]:
+    """Returns a run's lines by what they are of; those that it has none of are empty."""
+    kinds: dict[str, list[Line]] = {"held out": [], "training": [], "scores": [], "tuning": []}
+    kinds["probes"] = [{"step": line["step"]} | line["scores"] for line in record.probes]
+    if isinstance(record.experiment, Finetuning):
+        return kinds | {"scores": record.evaluation, "tuning": record.train}
+    for line in record.evaluation:
+        more = {}
+        if losses.learned(line, losses.PIECES):
+            nats, right = losses.of_pieces(line)
+            more = {"below": line["unigram_loss"] - nats, "right": right}
+        kinds["held out"].append(line | more)
+    return kinds | {"training": record.train}
 
 
 def _other_masks(records: Sequence[Record]) -> bool:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from bert_jax.model import losses
-from bert_jax.report.records import CorpusStatistics, Histogram, Line, Record
+from bert_jax.report.records import Histogram, Line, Record
 
 # --- drawing ---
 
@@ -322,11 +322,11 @@ def of_steps(record: Record) -> list[tuple[Plot, str]]:
     ]
 
 
-def of_corpus(statistics: CorpusStatistics) -> list[Figure]:
+def of_corpus(statistics: dict[str, Any]) -> list[Figure]:
     """Returns the pictures of a corpus: how long sentences and documents are."""
     pictures = []
     for what in ("sentence", "document"):
-        lengths: Histogram = getattr(statistics, f"{what}_lengths")
+        lengths: Histogram = statistics[f"{what}_lengths"]
         note = (
             f"Half have at most {lengths.median:,.0f} pieces; the longest has {lengths.largest:,}."
         )

@@ -16,7 +16,7 @@ from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import InputError, reading
 from bert_jax.report import comparison, figures, times, tuned
 from bert_jax.report.figures import Figure
-from bert_jax.report.records import CorpusStatistics, Line, Record
+from bert_jax.report.records import Line, Record, corpus_statistics
 from bert_jax.report.render import Table, page, percent
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
@@ -284,11 +284,11 @@ def _plan(plan: dict[str, Any]) -> Table:
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(folder: os.PathLike, experiment: str) -> CorpusStatistics:
-    return CorpusStatistics.of(config.from_json(experiment, "the run"), Prepared.open(folder))
+def _opened(folder: os.PathLike, experiment: str) -> dict[str, Any]:
+    return corpus_statistics(config.from_json(experiment, "the run"), Prepared.open(folder))
 
 
-def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[CorpusStatistics | None, str]:
+def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any] | None, str]:
     """Returns those of the corpus, made once a process; or why there are none."""
     try:
         return _opened(workdir.corpus, config.to_json(experiment)), ""

@@ -65,23 +65,28 @@ class Record:
         experiment = load_experiment(opened, Finetuning if tuned else Experiment)
         workdir = Workdir(opened.root, experiment.run.corpus_dir, opened.remote)
         going_on = mirror.is_going_on(workdir)  # before its lines: a run may end meanwhile
+
+        def of_file(path: Any, format_version: int, mend: str) -> dict[str, Any]:
+            return read_json(path, format_version, mend, mend) if path.exists() else {}
+
         lines = Lines(workdir.metrics).read()
         timings = Lines(workdir.timings).read()
         with reading(workdir.timings):
-            state = "running" if going_on else _state(timings)
+            last = timings[-1] if timings else {"kind": "end", "outcome": "not started"}
+            state = last["outcome"] if last.get("kind") == "end" else "killed"
         return cls(
             label=printable(pathlib.PurePath(root).name or str(root)),
             workdir=workdir,
             experiment=experiment,
-            origin=_json(workdir.origin, config.FORMAT_VERSION, _WRITTEN_AGAIN),
-            state=state,
+            origin=of_file(workdir.origin, config.FORMAT_VERSION, _WRITTEN_AGAIN),
+            state="running" if going_on else state,
             train=[line for line in lines if line.get("kind") == "train"],
             evaluation=[line for line in lines if line.get("kind") in EVALUATIONS],
             probes=[line for line in lines if line.get("kind") == "probes"],
             predictions=Lines(workdir.predictions).read(),
             timings=timings,
-            plan=_json(workdir.plan, plan_report.FORMAT_VERSION, _PLANNED_AGAIN),
-            layers=_json(workdir.layers, layers.FORMAT_VERSION, _ASKED_AGAIN),
+            plan=of_file(workdir.plan, plan_report.FORMAT_VERSION, _PLANNED_AGAIN),
+            layers=of_file(workdir.layers, layers.FORMAT_VERSION, _ASKED_AGAIN),
         )
 
     def written(self, kind: str) -> Line:
@@ -137,17 +142,6 @@ class Record:
         return max(pace * (total - newest["step"]) - behind, 0.0)
 
 
-def _json(path: Any, format_version: int, mend: str) -> dict[str, Any]:
-    """Reads a file of ours; empty if there is none."""
-    return read_json(path, format_version, mend, mend) if path.exists() else {}
-
-
-def _state(timings: list[Line]) -> State:
-    if not timings:
-        return "not started"
-    return timings[-1]["outcome"] if timings[-1].get("kind") == "end" else "killed"
-
-
 # --- the corpus ---
 
 # Enough for shares to a tenth of a percent, few enough for a corpus of any size.
@@ -170,85 +164,34 @@ class Histogram:
     largest: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """Shares that describe the pairs of a phase, from the first of its plan."""
-
-    sequence_length: int  # of the phase
-    random_next: float | None  # share of pairs whose B is random; None: none is
-    filled: float  # share of positions that are no padding
-    truncated: float  # share of the pairs' tokens that are cut off
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """A row as the model is given it, decoded; what B is to A, "" where the row is no pair."""
-
-    label: str
-    pieces: list[Piece]
-
-
-@dataclasses.dataclass(frozen=True)
-class MixedSource:
-    """A source of `corpus.mixture`."""
-
-    name: str  # as `corpus.sources` has it
-    documents: int  # to train on
-    tokens: int  # of these
-    share_of_rows: float  # of the training rows
-    # About how often all phases go through it: their filled positions over its tokens.
-    epochs: float
-
-
-@dataclasses.dataclass(frozen=True)
-class CorpusStatistics:
-    """A corpus in numbers."""
-
-    splits: dict[str, dict[str, int]]  # counts of each split, from the manifest
-    mixture: list[MixedSource]  # its sources; none where they are taken as they come
-    repeated: int  # documents whose whole text stood before
-    unknown: float  # share of [UNK] in the training split
-    sentence_lengths: Histogram  # in pieces
-    document_lengths: Histogram  # in pieces
-    top_pieces: list[tuple[str, float]]  # (piece, share), the commonest
-    unused: float  # share of the vocabulary, specials left out, that the part looked at never uses
-    looked_at: int  # pieces of the training split that were counted
-    planned: list[Planned]  # one a phase
-    examples: list[list[Example]]  # of each phase, a few pairs of its first plan, masked
-
-    @classmethod
-    def of(cls, experiment: Experiment, prepared: Prepared) -> "CorpusStatistics":
-        """Counts the training split; a large one in part."""
-        stream = corpus.open_stream(prepared.folder, "train")
-        train = prepared.manifest["splits"]["train"]
-        counts = np.bincount(stream.ids[:_PIECES], minlength=prepared.tokenizer.size)
-        phases = experiment.phases
-        rows = [_plan(stream, experiment, n, p.sequence_length) for n, p in enumerate(phases)]
-        shares = counts / counts.sum()
-        commonest = np.argsort(-counts, kind="stable")[:_TOP_PIECES]
-        starts = stream.sentence_offsets
-        planned = [
-            _planned(stream, r, experiment.data, p) for r, p in zip(rows, phases, strict=True)
-        ]
-        return cls(
-            splits=prepared.manifest["splits"],
-            mixture=_mixture(experiment, prepared, stream, planned),
-            repeated=prepared.manifest["documents_repeated"],
-            unknown=train["unknown_tokens"] / train["tokens"],
-            sentence_lengths=_histogram(np.diff(_first(starts, _SENTENCES))),
-            document_lengths=_histogram(
-                np.diff(starts[_first(stream.document_offsets, _SENTENCES)])
-            ),
-            top_pieces=[
-                (printable(prepared.tokenizer.piece(int(i))), float(shares[i])) for i in commonest
-            ],
-            unused=float((counts[_no_specials(prepared.tokenizer)] == 0).mean()),
-            looked_at=int(counts.sum()),
-            planned=planned,
-            examples=[
-                _examples(stream, r, experiment, prepared, number) for number, r in enumerate(rows)
-            ],
-        )
+def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, Any]:
+    """Counts the training split of a corpus; a large one in part."""
+    stream = corpus.open_stream(prepared.folder, "train")
+    train = prepared.manifest["splits"]["train"]
+    counts = np.bincount(stream.ids[:_PIECES], minlength=prepared.tokenizer.size)
+    phases = list(enumerate(experiment.phases))
+    rows = [_plan(stream, experiment, n, phase.sequence_length) for n, phase in phases]
+    planned = [_planned(stream, rows[n], experiment.data, phase) for n, phase in phases]
+    commonest = np.argsort(-counts, kind="stable")[:_TOP_PIECES]
+    starts = stream.sentence_offsets
+    documents = _first(stream.document_offsets, _SENTENCES)
+    return {
+        "splits": prepared.manifest["splits"],  # counts of each
+        "mixture": _mixture(experiment, prepared, stream, planned),
+        "repeated": prepared.manifest["documents_repeated"],  # whose whole text stood before
+        "unknown": train["unknown_tokens"] / train["tokens"],  # share of [UNK]
+        "sentence_lengths": _histogram(np.diff(_first(starts, _SENTENCES))),  # in pieces
+        "document_lengths": _histogram(np.diff(starts[documents])),
+        "top_pieces": [  # with their shares
+            (printable(prepared.tokenizer.piece(int(i))), float(counts[i] / counts.sum()))
+            for i in commonest
+        ],
+        # Share of the vocabulary, specials left out, that the part looked at never uses.
+        "unused": float((counts[_no_specials(prepared.tokenizer)] == 0).mean()),
+        "looked_at": int(counts.sum()),  # pieces that were counted
+        "planned": planned,
+        "examples": [_examples(stream, rows[n], experiment, prepared, n) for n, _ in phases],
+    }
 
 
 def _first(offsets: np.ndarray, most: int) -> np.ndarray:
@@ -273,26 +216,27 @@ def _histogram(lengths: np.ndarray) -> Histogram:
 
 
 def _mixture(
-    experiment: Experiment, prepared: Prepared, stream: Stream, planned: list[Planned]
-) -> list[MixedSource]:
+    experiment: Experiment, prepared: Prepared, stream: Stream, planned: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns what is trained on of each source of a mixture, none where there is no mixture.
+
+    `epochs` is about how often all phases go through it: their filled positions over its tokens.
+    """
     weights = experiment.corpus.mixture
-    if not weights:
-        return []
     filled = sum(
-        phase.steps * phase.batch_size * phase.sequence_length * plan.filled
+        phase.steps * phase.batch_size * phase.sequence_length * plan["filled"]
         for phase, plan in zip(experiment.phases, planned, strict=True)
     )
+    parts = prepared.sources(stream) if weights else []
     return [
-        MixedSource(
-            name=printable(name),
-            documents=len(part.document_offsets) - 1,
-            tokens=part.tokens,
-            share_of_rows=weight / sum(weights),
-            epochs=filled * weight / sum(weights) / part.tokens,
-        )
-        for name, part, weight in zip(
-            experiment.corpus.sources, prepared.sources(stream), weights, strict=True
-        )
+        {
+            "name": printable(name),
+            "documents": len(part.document_offsets) - 1,
+            "tokens": part.tokens,
+            "share_of_rows": weight / sum(weights),
+            "epochs": filled * weight / sum(weights) / part.tokens,
+        }
+        for name, part, weight in zip(experiment.corpus.sources, parts, weights, strict=False)
     ]
 
 
@@ -305,28 +249,40 @@ def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np
     return pairs.sample(stream, length, *how)
 
 
-def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> Planned:
+def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> dict[str, Any]:
+    """Returns shares that describe the rows of a phase, from the first of its plan.
+
+    Of pairs those whose B is random, None where there are none; of positions those that are no
+    padding; of the pairs' tokens those that are cut off.
+    """
     length, packed, rows = phase.sequence_length, Packed.of(data, phase), len(made)
+    is_random = None
     if data.units == "sentences":
         kept, wanted = sentences.sizes(stream, made, length)
-        filled = float((kept + sentences.SPECIAL_TOKENS).mean() / length)
-        return Planned(length, None, filled, float(1 - kept.sum() / wanted.sum()))
-    wanted = made["a_length"].astype(np.int64) + made["b_length"]
-    lengths = pairs.truncated_lengths(made, length)
-    if packed is not None:
-        rows = len(packed.pack(lengths.astype(np.uint32), length, (0, 0), 0))
-    return Planned(
-        length,
-        float(made["is_random_next"].mean()) if data.units == "pairs" else None,
-        float(lengths.sum() / (rows * length)),
-        float(1 - (lengths - pairs.SPECIAL_TOKENS).sum() / wanted.sum()),
-    )
+        lengths = kept + sentences.SPECIAL_TOKENS
+    else:
+        wanted = made["a_length"].astype(np.int64) + made["b_length"]
+        lengths = pairs.truncated_lengths(made, length)
+        kept = lengths - pairs.SPECIAL_TOKENS
+        if packed is not None:
+            rows = len(packed.pack(lengths.astype(np.uint32), length, (0, 0), 0))
+        if data.units == "pairs":
+            is_random = float(made["is_random_next"].mean())
+    return {
+        "sequence_length": length,
+        "random_next": is_random,
+        "filled": float(lengths.sum() / (rows * length)),
+        "truncated": float(1 - kept.sum() / wanted.sum()),
+    }
 
 
 def _examples(
     stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: Prepared, number: int
-) -> list[Example]:
-    """Returns a few pairs from all over the rows, masked as in training."""
+) -> list[tuple[str, list[Piece]]]:
+    """Returns a few rows from all over the plan as the model is given them, masked and decoded.
+
+    Before each stands what B is to A, "" where it is no pair.
+    """
     phase = experiment.phases[number]
     first = sum(before.steps for before in experiment.phases[:number])
     chosen = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
@@ -343,7 +299,7 @@ def _examples(
         phase.max_predictions_per_seq,
     )
     return [
-        Example(
+        (
             "" if words is None else words[int(row["is_random_next"])],
             row_pieces(batch, i, prepared.tokenizer, experiment.data),
         )

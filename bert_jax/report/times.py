@@ -1,7 +1,7 @@
 """Where a run's time went since its first start, over all restarts, and what it costs."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bert_jax import hardware
@@ -20,6 +20,8 @@ PARTS = {
     "repeated": "steps done again, after a kill or a roll-back",
     "away": "between a stop and the next start",
 }
+# Of a lap, what is no training.
+_WAITS = ("data", "compilation", "evaluation", "probes", "checkpoint", "profile")
 
 
 def account(timings: list[dict[str, Any]]) -> dict[str, float]:
@@ -43,8 +45,10 @@ def account(timings: list[dict[str, Any]]) -> dict[str, float]:
             parts["repeated"] += line["seconds"]
         elif line.get("kind") in ("train", "end"):
             kept = _share_kept(line, again[index])
-            for what, seconds in _lap(line):
-                parts[what] += kept * seconds
+            waits = {name: line.get(f"{name}_seconds", 0.0) for name in _WAITS}
+            waits["training"] = max(line["seconds"] - sum(waits.values()), 0.0)
+            for name, seconds in waits.items():
+                parts[name] += kept * seconds
             parts["repeated"] += (1 - kept) * line["seconds"]
     return parts
 
@@ -128,28 +132,14 @@ def goodput(timings: list[dict[str, Any]]) -> Goodput:
     other: dict[str, None] = {}
     for line in timings:
         if line.get("kind") == "start":
-            kind, devices = _devices(line)
+            unknown = ("an unknown device", 0)
+            kind, devices = line.get("environment", {}).get("devices", unknown)
             chips = hardware.chips(kind, devices)
             if chips is None:
                 other[kind] = None
         if chips is not None and line.get("kind") in ("start", "train", "roll_back", "end"):
             chip_seconds += chips * line["seconds"]
     return Goodput(account(timings), chip_seconds / 3600, tuple(other))
-
-
-def _devices(start: dict[str, Any]) -> tuple[str, int]:
-    """Returns kind and number of a start's devices, of all its processes."""
-    kind, count = start.get("environment", {}).get("devices", ("an unknown device", 0))
-    return kind, count
-
-
-def _lap(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    named = {
-        what: line.get(f"{what}_seconds", 0.0)
-        for what in ("data", "compilation", "evaluation", "probes", "checkpoint", "profile")
-    }
-    yield from named.items()
-    yield "training", max(line["seconds"] - sum(named.values()), 0.0)
 
 
 def _done_again_from(timings: list[dict[str, Any]]) -> list[float]:

@@ -707,7 +707,7 @@ def test_a_column_s_settings_change_its_task_alone(here):
     columns = ("finetune:task.py", "finetune:task.py name=small-batch batch_size=2")
     write_table(here, columns)
     found = Results.read(config.load_table("table.py"), "w").columns
-    assert [column.asked.batch_size for column in found] == [4, 2]
+    assert [column.task.batch_size for column in found] == [4, 2]
     assert [column.heading for column in found] == ["finetune:task.py", "small-batch"]
     experiment = small(here)
     assert len({results.hash_of(column, experiment) for column in found}) == 2

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import pickle
+import types
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from bert_jax import config
 from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, corpus, draws, mixture, plan_files, plans, stream
 from bert_jax.errors import InputError
-from bert_jax.report.records import CorpusStatistics
+from bert_jax.report.records import corpus_statistics
 from bert_jax.training.pretraining import Prepared
 
 WEIGHTS = (6.0, 3.0, 1.0)
@@ -241,7 +242,8 @@ def test_sources_of_equal_size_have_draws_of_their_own(mixed, monkeypatch):
 def test_the_report_has_each_source_with_its_share(mixed):
     settings, folder, manifest = mixed
     experiment, prepared = experiment_of(settings), Prepared.open(folder)
-    one, other = CorpusStatistics.of(experiment, prepared).mixture
+    mixture = corpus_statistics(experiment, prepared)["mixture"]
+    one, other = (types.SimpleNamespace(**source) for source in mixture)
     assert (one.name, other.name) == settings.sources
     assert [one.documents, other.documents] == manifest["documents_of_sources"]
     assert one.tokens + other.tokens == manifest["splits"]["train"]["tokens"]
@@ -252,7 +254,7 @@ def test_the_report_has_each_source_with_its_share(mixed):
     positions = phase.steps * phase.batch_size * phase.sequence_length
     assert 0.5 < (one.epochs * one.tokens + other.epochs * other.tokens) / positions <= 1
     plain = dataclasses.replace(experiment, corpus=dataclasses.replace(settings, mixture=()))
-    assert CorpusStatistics.of(plain, prepared).mixture == []
+    assert corpus_statistics(plain, prepared)["mixture"] == []
 
 
 def test_too_few_documents_of_a_source_are_refused(mixed, tmp_path):

@@ -50,7 +50,6 @@ def test_runs_are_all_products_named_by_their_values(here):
         (2e-3, 5),
     ]
     assert {member.experiment.batch_size for member in found} == {2}
-    assert found[1].group == {RATE: "1e-3"}
     # Where two fields end alike, they are named whole.
     assert names("name=a,b", "optimizer.name=adamw")[0] == "name-a_optimizer.name-adamw"
 
