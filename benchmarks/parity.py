@@ -176,7 +176,7 @@ def training(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dic
         window = jax.device_put(step.empty_window(objective), mesh_lib.replicated(mesh))
         placed = feed.place(batch, rows, len(rows), sharding)
         state, window = train_step(state, window, placed, key)
-        means = lines_lib.means(lines_lib.fetch(window))
+        means = lines_lib.means(jax.device_get(window))
         losses.append(means["masked_lm_loss"] + means.get("next_sentence_loss", 0.0))
         batches.append(batch)
     rates = [float(optimizer.schedule(cfg, total, jnp.int32(i))) for i in range(STEPS)]

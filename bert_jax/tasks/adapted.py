@@ -22,7 +22,6 @@ from bert_jax.tasks.rows import Batch, Rows, TaskKind
 from bert_jax.tasks.spans import Spans
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import feed, step
-from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 
 # By `task.kind`; of those that are not here, `Sentences`.
@@ -169,7 +168,7 @@ def run_rows(
     outputs: list[Any] = [None] * len(rows.ids)
     placed = feed.place_all([batch for _, batch in batches], mesh_lib.batch_sharding(mesh))
     for (which, _), batch in zip(batches, placed, strict=True):
-        for row, values in zip(which, lines_lib.fetch(run(batch)), strict=False):
+        for row, values in zip(which, jax.device_get(run(batch)), strict=False):
             outputs[row] = values if values.ndim == 1 else values[: rows.lengths[row]]
     return outputs
 
@@ -212,7 +211,7 @@ def forward_of(
             nonlocal sums
             outputs = ask(params, fixed, batch)
             if "targets" in batch or "starts" in batch:
-                sums = sums + lines_lib.fetch(measure(params, outputs, batch)["loss"])
+                sums = sums + jax.device_get(measure(params, outputs, batch)["loss"])
             return outputs
 
         outputs = run_rows(run, batches, rows, mesh)

@@ -60,19 +60,13 @@ def finetune(
     if base is not None:
         experiment = dataclasses.replace(experiment, init_from=base)
     workdir = mirror.opened(place, access="write")
-    return session.run(FinetuningSetup(experiment, workdir, progress.say), progress, origin=origin)
+    return session.run(FinetuningSetup(experiment, workdir, progress.say), progress, origin)
 
 
 class FinetuningSetup(Setup):
     """A task and the base that is adapted to it."""
 
     experiment: Finetuning
-    how_to_go_on = "choose another --workdir"
-
-    @property
-    def compute_dtype(self) -> str:
-        """Returns in which products are computed."""
-        return self.experiment.adapt.compute_dtype
 
     def read(self) -> None:
         """Reads the base and the examples."""

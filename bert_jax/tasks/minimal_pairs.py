@@ -29,7 +29,6 @@ from bert_jax.tasks.formats import quoted
 from bert_jax.tasks.rows import padded
 from bert_jax.text.tokenizer import Tokenizer, joined
 from bert_jax.training import feed, step
-from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
 
@@ -123,7 +122,7 @@ class MinimalPairs:
         sums = np.zeros(len(self._texts))
         for which, batch in self._batches():
             (placed,) = feed.place_all([batch], mesh_lib.batch_sharding(self._mesh))
-            logs = lines_lib.fetch(self._log_probabilities(params, None, placed))
+            logs = jax.device_get(self._log_probabilities(params, None, placed))
             np.add.at(sums, which, logs[: len(which)].astype(np.float64))
         return sums
 

@@ -65,33 +65,29 @@ class Branch(NamedTuple):
         changed = config.differences(saved, experiment, "identity")
         if self.flag == "--fork":
             if fixed := [line for line in changed if line.startswith(_FIXED)]:
-                raise InputError(f"--fork {self}: of another model ({'; '.join(fixed)})")
-            if self.step >= experiment.total_steps:
-                raise InputError(f"--fork {self}: phases have {experiment.total_steps} steps alone")
-            if experiment.corpus.tokenizer == "train" and _is_other_text(changed):
-                raise InputError(
-                    "corpus.tokenizer=train: makes another vocabulary of another text; add --set "
+                why = f"of another model ({'; '.join(fixed)})"
+            elif self.step >= experiment.total_steps:
+                why = f"phases have {experiment.total_steps} steps alone"
+            elif experiment.corpus.tokenizer == "train" and _is_other_text(changed):
+                why = (
+                    "corpus.tokenizer=train makes another vocabulary of another text; add --set "
                     f"corpus.tokenizer={self.corpus / 'tokenizer'}"
                 )
-            return
+            else:
+                return
+            raise InputError(f"--fork {self}: {why}")
         last = f"phases.{len(saved.phases) - 1}.steps:"
-        changed = [line for line in changed if not line.startswith((*_FREE, last))]
-        if changed:
-            raise InputError(
-                f"--decay-from {self}: of a run with other settings ({'; '.join(changed)}); only "
-                "the decay and the last phase's steps may differ"
-            )
-        stable = saved.total_steps - saved.optimizer.decay_steps
-        if not experiment.optimizer.warmup_steps <= self.step <= stable:
-            raise InputError(
-                f"--decay-from {self}: the rate is at its peak from step "
-                f"{experiment.optimizer.warmup_steps} to {stable}; name one of these"
-            )
-        if experiment.data.final_masked_lm_prob:
-            raise InputError(
-                f"data.final_masked_lm_prob={experiment.data.final_masked_lm_prob}: depends on "
-                "the number of steps, which --decay-from changes; set it to 0"
-            )
+        first, stable = experiment.optimizer.warmup_steps, saved.total_steps
+        stable -= saved.optimizer.decay_steps
+        if changed := [line for line in changed if not line.startswith((*_FREE, last))]:
+            why = f"its run has other settings ({'; '.join(changed)}) than the decay's"
+        elif not first <= self.step <= stable:
+            why = f"the rate is at its peak from step {first} to {stable}; name one of these"
+        elif experiment.data.final_masked_lm_prob:
+            why = "data.final_masked_lm_prob depends on the number of steps; set it to 0"
+        else:
+            return
+        raise InputError(f"--decay-from {self}: {why}")
 
     @property
     def corpus(self) -> epath.Path:
@@ -127,23 +123,20 @@ def decayed(
     """
     branch = _named("--decay-from", checkpoint)
     saved = load_experiment(branch.workdir)
-    if saved.optimizer.schedule != "wsd":
-        raise InputError(
-            f"--decay-from {checkpoint}: of a run with optimizer.schedule="
-            f"{saved.optimizer.schedule}, whose rate has no stable part; name one with wsd"
-        )
     experiment = config.override(saved if given is None else config.load(given), settings)
-    if experiment.optimizer.decay_steps == 0:
+    optimizer = experiment.optimizer
+    if saved.optimizer.schedule != "wsd" or optimizer.decay_steps == 0:
         raise InputError(
-            "optimizer.decay_steps=0: --decay-from needs optimizer.schedule=wsd and the steps of "
-            "the decay, --set optimizer.decay_steps=1000 say"
+            f"--decay-from {checkpoint}: needs a run with optimizer.schedule=wsd, not "
+            f"{saved.optimizer.schedule}, and the steps of the decay, --set "
+            "optimizer.decay_steps=1000 say"
         )
     before = sum(phase.steps for phase in experiment.phases[:-1])
-    last = branch.step + experiment.optimizer.decay_steps - before
     if branch.step < before:
         raise InputError(
             f"--decay-from {checkpoint}: lies before the last phase, which begins at step {before}"
         )
+    last = branch.step + optimizer.decay_steps - before
     changed = f"phases.{len(experiment.phases) - 1}.steps={last}"
     return config.override(experiment, [changed]), branch
 

@@ -35,7 +35,7 @@ from bert_jax.config import Experiment, Run
 from bert_jax.config.fields import Section
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import mirror, retry
-from bert_jax.storage.workdir import DiskFull, absolute, named_errors
+from bert_jax.storage.workdir import absolute, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums, path_of
 
@@ -43,16 +43,12 @@ T = TypeVar("T")
 Saved = TypeVar("Saved", bound=Section)
 FORMAT_VERSION = 2
 _UNSEALED_VERSION = 1  # had no checksums
-
-_CHUNK = 2**24  # bytes read at once
 # Prefix of the folders of damaged checkpoints, before their step.
 ASIDE = "damaged-"
-# Orbax's, in a whole checkpoint; where folders cannot be renamed, one without it is not whole.
+# Orbax's, in a whole checkpoint; in a bucket one without it is not whole.
 _COMMITTED = "commit_success.txt"
 # Orbax's, after the step of one that is not whole; it removes them before it saves.
 _UNFINISHED = ".orbax-checkpoint-tmp"
-
-_LONG = 30.0  # seconds of waiting for a save without a word
 
 # Orbax would ask for the bucket itself, which rights on objects do not allow. Where a bucket has
 # folders, those of removed checkpoints stay, empty.
@@ -81,7 +77,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: epath.Path, run: Run, access: Literal["read", "write"]):
-        quiet_orbax_logs()
+        _quiet_orbax_logs()
         self._folder, self._access = folder, access
         self.has_failed = False  # the save under way, in this process: `finish` will raise why
         self._kept = Kept(run)
@@ -130,16 +126,10 @@ class Checkpoints:
         Raises:
           Unavailable: it could not be written for now; the next save begins afresh.
         """
-        if self._opened is None:
-            return
         self.has_failed = False
-        word = threading.Timer(_LONG, retry.say, [f"{self._folder}: waiting for the last save"])
-        word.start()
-        try:
-            with self._writing():
+        with self._writing():
+            if self._opened is not None:
                 self._opened.wait()
-        finally:
-            word.cancel()
 
     def save(
         self, step: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
@@ -199,13 +189,12 @@ class Checkpoints:
           Damaged: it is not what was written.
           Unavailable: the storage has not answered for ten minutes.
         """
-        metadata, state = self._load(step, abstract_state)
-        changed = self._changed(step, metadata, state)
-        if changed:
+        restored = self._load(step, abstract_state)
+        if changed := self._changed(restored):
             raise Damaged(changed)
-        return Restored(step, state, metadata, {})
+        return restored
 
-    def _load(self, step: int, abstract_state: Any) -> tuple[dict[str, Any], Any]:
+    def _load(self, step: int, abstract_state: Any) -> Restored:
         """Reads the metadata and the state of a step; each process by itself."""
         metadata = self.metadata(step)
 
@@ -217,18 +206,18 @@ class Checkpoints:
                     raise ValueError(f"{path_of(path)} is not there")
             return state
 
-        return metadata, self._read(step, read)
+        return Restored(step, self._read(step, read), metadata, {})
 
-    def _changed(self, step: int, metadata: dict[str, Any], state: Any) -> str:
+    def _changed(self, restored: Restored) -> str:
         """Returns which array is not what was saved, in words; "" if all are.
 
         All processes that hold a part of the state compute its checksums together.
         """
-        saved = metadata["checksums"]
+        saved = restored.metadata["checksums"]
         with mesh_lib.named_memory():
-            restored = checksums(state)
-        names = [name for name, checksum in restored.items() if saved.get(name) != checksum]
-        return self._damage(step, f"{names[0]} is not what was saved") if names else ""
+            now = checksums(restored.state)
+        names = [name for name, checksum in now.items() if saved.get(name) != checksum]
+        return self._damage(restored.step, f"{names[0]} is not what was saved") if names else ""
 
     def abstract_state(self, step: int, place: jax.sharding.Sharding) -> Any:
         """Returns all that a checkpoint holds, to lie at `place`, as `restore` takes it."""
@@ -263,16 +252,16 @@ class Checkpoints:
         for step in self.steps:
             if at_most is not None and step > at_most:
                 continue
-            metadata, state, error = {}, None, ""
+            restored, error = None, ""
             try:
-                metadata, state = self._load(step, abstract_state)
+                restored = self._load(step, abstract_state)
             except Damaged as damage:
                 error = str(damage)
             error = agreed(f"{step} read", error)
             if not error:
-                error = agreed(f"{step} checked", self._changed(step, metadata, state))
+                error = agreed(f"{step} checked", self._changed(restored))
             if not error:
-                return Restored(step, state, metadata, damaged)
+                return dataclasses.replace(restored, damaged=damaged)
             damaged[step] = error
         if damaged:
             raise InputError(
@@ -284,10 +273,8 @@ class Checkpoints:
     def named(self, which: str) -> int:
         """Returns the step of a checkpoint: a step, or `best` for the lowest held-out loss."""
         if which == "best":
-            losses = {}
-            for step in self.steps:
-                with contextlib.suppress(Damaged):
-                    losses[step] = self.metadata(step)["held_out_loss"]
+            bad = self.unreadable()
+            losses = {s: self.metadata(s)["held_out_loss"] for s in self.steps if s not in bad}
             known = [(loss, step) for step, loss in losses.items() if loss is not None]
             if known:
                 return min(known)[1]
@@ -301,58 +288,40 @@ class Checkpoints:
 
     def newest_step(self) -> int | None:
         """Returns the step of the newest checkpoint with whole metadata; None if there is none."""
-        unreadable, steps = self.unreadable(), self.steps
-        if steps and unreadable.keys() == {*steps}:
+        unreadable = self.unreadable()
+        whole = max((step for step in self.steps if step not in unreadable), default=None)
+        if unreadable and whole is None:
             raise InputError(f"{'; '.join(unreadable.values())}: put the files back")
-        return max({*steps} - unreadable.keys(), default=None)
+        return whole
 
     def unreadable(self) -> dict[int, str]:
         """Returns the checkpoints whose metadata cannot be read: {step: why}."""
-        return {step: why for step, why in self._damages(self.metadata) if why}
-
-    def verified(self) -> Iterator[tuple[int, str]]:
-        """Reads all checkpoints, whole, on one device; yields (step, what is wrong or "")."""
-        place = mesh_lib.replicated(mesh_lib.one_device())
-        return self._damages(lambda step: self.restore(step, self.abstract_state(step, place)))
-
-    def _damages(self, read: Callable[[int], Any]) -> Iterator[tuple[int, str]]:
+        damaged = {}
         for step in self.steps:
             try:
-                read(step)
+                self.metadata(step)
             except Damaged as error:
-                yield step, str(error)
-            else:
-                yield step, ""
+                damaged[step] = str(error)
+        return damaged
 
-    def set_aside_if_lost(self, step: int) -> None:
-        """Puts the newest that was whole (0: none was) aside, and says so, if it is so no more."""
-        newest, folder = max(self.steps, default=0), self._folder / str(step)
-        if step <= newest:
-            return
-        lost = f"{folder}: damaged, was saved whole ({_COMMITTED} is missing, or all of it)"
-        if not newest:
-            raise InputError(
-                f"{lost}, and no other checkpoint is left to go on from; put the files back, or "
-                "choose another --workdir to start again"
-            )
-        if self._again(folder.exists):
-            lost += f"; now {self.set_aside(step).name}"
-        retry.say(f"{lost}, going on from step {newest}")
+    def set_aside(self, step: int) -> str:
+        """Renames a damaged checkpoint, so that it is no longer counted; by one process for all.
 
-    def set_aside(self, step: int) -> epath.Path:
-        """Renames a damaged checkpoint, so that it is no longer counted; by one process for all."""
+        Returns its new name; "" if nothing of it is there.
+        """
         folder = self._folder / str(step)
 
-        def rename() -> epath.Path:
+        def rename() -> str:
+            if not folder.exists():
+                return ""
             # In a bucket it may have been moved in part, before a fault: the rest goes next to it.
             ends = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
             places = (self._folder / f"{ASIDE}{step}{end}" for end in ends)
             aside = next(place for place in places if not place.exists())
-            if folder.exists():
-                folder.rename(aside)
-                if mirror.is_bucket(aside):  # where Orbax removes what has none as unfinished
-                    (aside / _COMMITTED).write_text("")
-            return aside
+            folder.rename(aside)
+            if mirror.is_bucket(aside):  # where Orbax removes what has none as unfinished
+                (aside / _COMMITTED).write_text("")
+            return aside.name
 
         return self._again(rename)
 
@@ -389,23 +358,17 @@ class Checkpoints:
         return done
 
     def _read(self, step: int, read: Callable[[], T]) -> T:
-        """Reads something of a checkpoint, again after each passing fault.
+        """Reads something of a checkpoint, again after each passing fault; else it is damaged."""
+        named = InputError | Unavailable | MemoryError | PermissionError
+        named |= jax.errors.JaxRuntimeError
 
-        It is damaged if that fails once more where all its files can be read.
-        """
-        named = InputError | Unavailable | MemoryError | jax.errors.JaxRuntimeError
-
-        def once(can_be_read: bool = False) -> T:
+        def once() -> T:
             try:
                 return read()
             except Exception as error:
                 if isinstance(error, named) or retry.passes(error):
                     raise
-                if can_be_read:
-                    reason = str(error).split("\n")[0][:200]
-                    raise Damaged(self._damage(step, reason)) from error
-            _read_plainly(self._folder / str(step))
-            return once(can_be_read=True)
+                raise Damaged(self._damage(step, str(error).split("\n")[0][:200])) from error
 
         return self._again(once)
 
@@ -414,24 +377,18 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Names errors of a save; one that failed leaves nothing."""
+        """Names errors of a save; one that failed leaves nothing, and the next begins afresh."""
         try:
             with named_errors(self._folder):
                 yield
-        except Exception as error:
-            if isinstance(error, DiskFull) or not retry.passes(error):
-                self._remove_unfinished()
-                raise
+        except Exception:
             # What Orbax remembers of its checkpoints may be wrong now.
             opened, self._opened = self._opened, None
             with contextlib.suppress(Exception):
                 if opened is not None:
                     opened.close()
             self._remove_unfinished()
-            reason = str(error).split("\n")[0][:200]
-            raise Unavailable(
-                f"{self._folder}: a checkpoint could not be written for now ({reason})"
-            ) from error
+            raise
 
     def close(self) -> None:
         """Finishes what is being saved; a save that failed leaves nothing."""
@@ -500,20 +457,6 @@ def _alone() -> ocp.Context:
     return _context(multiprocessing_options=alone)
 
 
-def _read_plainly(folder: epath.Path) -> None:
-    """Reads all files: raises what keeps one from being read that is there, if anything."""
-    for path in folder.iterdir() if folder.exists() else ():
-        if path.is_dir():
-            _read_plainly(path)
-            continue
-        try:
-            with path.open("rb") as file:
-                while file.read(_CHUNK):
-                    pass
-        except FileNotFoundError as error:
-            raise Unavailable(f"{path}: listed, but not found where it is read") from error
-
-
 def sha256_of(metadata: dict[str, Any]) -> str:
     """Returns the checksum of a checkpoint: of its metadata, and so of its arrays' checksums."""
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
@@ -541,15 +484,14 @@ class Kept:
         return [step in kept or (every > 0 and step % every == 0) for step in steps]
 
 
-def quiet_orbax_logs() -> None:
+def _quiet_orbax_logs() -> None:
     """Silences orbax's logs in this process, from here on."""
     absl_logging.set_verbosity(absl_logging.FATAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    sys.unraisablehook = _overhear_closed_loops
+    # What threads of a failed load say when Orbax has gone.
+    sys.unraisablehook = lambda unraisable: (
+        None
+        if str(unraisable.exc_value) == "Event loop is closed"
+        else sys.__unraisablehook__(unraisable)
+    )
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-
-
-def _overhear_closed_loops(unraisable: Any) -> None:
-    """Passes over what threads of a failed load say when Orbax has gone: their loop is closed."""
-    if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)

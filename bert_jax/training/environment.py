@@ -1,6 +1,5 @@
 """The code, machine and libraries that arithmetic depends on; compiled programs, kept for each."""
 
-import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -8,13 +7,10 @@ import json
 import os
 import pathlib
 import platform
-import re
 import sys
-import time
 from typing import Any
 
 import jax
-from etils import epath
 from jax._src import cache_key, compilation_cache  # jax has no public names for what is changed
 
 import bert_jax
@@ -104,31 +100,33 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
 
 
-# Of compiled programs kept for one environment; the ones not used for longest go first.
+# Of all compiled programs that are kept; the ones not used for longest go first.
 _COMPILED_BYTES = 2**30
-# An environment whose programs nobody used for a month.
-_COMPILED_SECONDS = 30 * 24 * 3600
-_ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
 
 
 class Programs(compilation_cache.LRUCache):
     """Keeps compiled programs as jax does, but behind checksums: jax runs a damaged one."""
 
+    environment = ""  # a hash of what programs depend on that jax's keys leave out
+
     def get(self, key: str) -> bytes | None:
         """Returns a program; None where there is none, and of a damaged one, which is removed."""
-        entry = super().get(f"{key}-sha256")
+        entry = super().get(self._name(key))
         if entry is None:
             return None
         if hashlib.sha256(entry[32:]).digest() == entry[:32]:
             return entry[32:]
-        path = self.path / f"{key}-sha256-cache"
+        path = self.path / f"{self._name(key)}-cache"
         path.unlink(missing_ok=True)
         print(f"{path}: damaged, and removed; compiling again", file=sys.stderr)
         return None
 
     def put(self, key: str, value: bytes) -> None:
         """Keeps a program."""
-        super().put(f"{key}-sha256", hashlib.sha256(value).digest() + value)
+        super().put(self._name(key), hashlib.sha256(value).digest() + value)
+
+    def _name(self, key: str) -> str:
+        return f"{key}-{self.environment}-sha256"
 
 
 def keep_compiled_programs() -> None:
@@ -145,24 +143,11 @@ def keep_compiled_programs() -> None:
     of = {name: value for name, value in environment().items() if name != "code"}
     if jax.default_backend() == "cpu":
         # jax's keys leave out what differs between processes on CPUs: which devices are their own.
-        # The folder's name says what of the machine matters.
+        # The environment says what of the machine matters.
         cache_key._hash_accelerator_config = cache_key._hash_devices
     else:
         # A CPU's programs use what that very CPU can do; hosts of other devices share theirs.
         of = {name: value for name, value in of.items() if name not in ("cpu", "threads")}
-    name = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
-    forget_old_environments(cache_folder(), name)
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / name))
+    Programs.environment = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     jax.config.update("jax_compilation_cache_max_size", _COMPILED_BYTES)
-
-
-def forget_old_environments(cache: epath.Path, ours: str) -> None:
-    """Removes the programs of environments that were not used for long: of old versions, mostly."""
-    with contextlib.suppress(OSError):  # another process may remove the same, or nothing is there
-        for folder in cache.iterdir():
-            if folder.name == ours or not _ENVIRONMENT.fullmatch(folder.name):
-                continue
-            # jax writes a file at each use of a program.
-            used = max((path.stat().mtime for path in folder.iterdir()), default=0)
-            if used < time.time() - _COMPILED_SECONDS:
-                folder.rmtree()

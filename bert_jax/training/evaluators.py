@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax.config import Data, Model, Run
+from bert_jax.config import Data, Model
 from bert_jax.data import batches as batches_lib
 from bert_jax.data import sentences
 from bert_jax.data.stream import Stream
@@ -26,7 +26,6 @@ from bert_jax.text.vocabulary import MASK
 from bert_jax.training import feed
 from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.job import Evaluator
 from bert_jax.training.objective import Objective
 
 
@@ -42,17 +41,9 @@ class HeldOut:
 
     @classmethod
     def of(
-        cls,
-        train: Stream,
-        validation: Stream,
-        ids: batches_lib.Ids,
-        data: Data,
-        run: Run,
-        mesh: jax.sharding.Mesh,
+        cls, train: Stream, validation: Stream, ids: batches_lib.Ids, data: Data, size: int
     ) -> "HeldOut":
-        """Makes the rows, in batches that can be cut over the mesh."""
-        shards = mesh_lib.data_shards(mesh)
-        size = -(-run.eval_batch_size // shards) * shards
+        """Makes the rows, in batches of a size."""
         batches, rows = batches_lib.eval_batches(validation, ids, data, size)
         counts = train.unigrams + 1
         if data.objective == "causal":  # predicts [SEP], too: where documents end, and rows
@@ -66,24 +57,7 @@ class HeldOut:
             ones = (b["next_sentence_labels"] * b["row_weights"] for b in batches)
             random = sum(float(each.sum()) for each in ones)
             majority = max(random / rows, 1 - random / rows)
-        unigram_loss = float((nats[labels] * weights).sum() / weights.sum())
-        return cls(batches, rows, unigram_loss, majority)
-
-
-def of_held_out(
-    held_out: HeldOut,
-    objective: Objective,
-    eval_step: Callable[..., losses.Metrics],
-    mesh: jax.sharding.Mesh,
-    is_due: Callable[[int], bool],
-) -> Evaluator:
-    """Returns the evaluator of the held-out rows."""
-    return Evaluator(
-        "evaluation",
-        is_due,
-        lambda params: evaluate(held_out, params, objective, eval_step, mesh),
-        summary,
-    )
+        return cls(batches, rows, float((nats[labels] * weights).sum() / weights.sum()), majority)
 
 
 def evaluate(
@@ -102,7 +76,7 @@ def evaluate(
     sums = feed.put(sums, mesh_lib.replicated(mesh))
     for batch in feed.place_all(held_out.batches, mesh_lib.batch_sharding(mesh)):
         sums = eval_step(params, sums, batch)
-    scores = lines_lib.means(lines_lib.fetch(sums))
+    scores = lines_lib.means(jax.device_get(sums))
     line = {**scores, "loss": sum(scores[name] for name in objective.losses)}
     if losses.learned(scores, losses.PIECES):
         line["unigram_loss"] = held_out.unigram_loss
@@ -112,37 +86,34 @@ def evaluate(
     if pairs and held_out.majority is not None:
         accuracy = scores[f"{pairs}_accuracy"]
         line[f"{pairs}_majority"] = held_out.majority
-        line[f"{pairs}_error"] = lines_lib.pairs_error(accuracy, held_out.rows)
+        line[f"{pairs}_error"] = math.sqrt(max(accuracy * (1 - accuracy), 0.0) / held_out.rows)
     return line | {"rows": held_out.rows}
 
 
 def summary(line: dict[str, Any]) -> str:
     """Returns an evaluation in words."""
+    words = []
+    if pieces := losses.learned(line, losses.PIECES):
+        (loss, right), unigram = losses.of_pieces(line), line["unigram_loss"]
+        where = "below" if unigram >= loss else "above"
+        words = [
+            f"held-out {losses.PIECES[pieces]} {loss:.3f} nat, {abs(unigram - loss):.3f} {where} "
+            f"the unigram line {unigram:.3f}"
+        ]
+        words += [f"perplexity {line['perplexity']:.1f}"] if "perplexity" in line else []
+        words.append(f"accuracy {right:.3f}")
+    else:
+        words.append(f"held-out loss {line['loss']:.3f}")
+    if of := losses.learned(line, losses.PAIRS):
+        right, error, majority = (line[f"{of}_{x}"] for x in ("accuracy", "error", "majority"))
+        words.append(f"{losses.PAIRS[of]} {right:.3f} +- {error:.3f}, majority {majority:.3f}")
     known = ("loss", "unigram_loss", "perplexity", "rows", "step", "kind")
-    others = "; ".join(
+    words += [
         f"{name.replace('_', ' ')} {value:.3f}"
         for name, value in line.items()
         if name not in known and not losses.is_known(name)
-    )
-    pieces = losses.learned(line, losses.PIECES)
-    if not pieces:
-        return f"held-out loss {line['loss']:.3f}; {others} ({line['rows']} rows)"
-    (loss, right), unigram = losses.of_pieces(line), line["unigram_loss"]
-    perplexity = f"; perplexity {line['perplexity']:.1f}" if "perplexity" in line else ""
-    return (
-        f"held-out {losses.PIECES[pieces]} {loss:.3f} nat, {abs(unigram - loss):.3f} "
-        f"{'below' if unigram >= loss else 'above'} the unigram line {unigram:.3f}{perplexity}; "
-        f"accuracy {right:.3f}{_of_pairs(line)}{f'; {others}' * bool(others)} "
-        f"({line['rows']} rows)"
-    )
-
-
-def _of_pairs(line: dict[str, Any]) -> str:
-    pairs = losses.learned(line, losses.PAIRS)
-    if not pairs:
-        return ""
-    accuracy, error, majority = (line[f"{pairs}_{x}"] for x in ("accuracy", "error", "majority"))
-    return f"; {losses.PAIRS[pairs]} {accuracy:.3f} +- {error:.3f}, majority {majority:.3f}"
+    ]
+    return f"{'; '.join(words)} ({line['rows']} rows)"
 
 
 # Of more nats the perplexity is no float.
@@ -236,8 +207,7 @@ _LENGTHS = range(8, 25)
 _TOP = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Sentence:
+class Sentence(NamedTuple):
     """A sentence with a [MASK]."""
 
     ids: list[int]  # without [CLS] and [SEP]
@@ -246,16 +216,22 @@ class Sentence:
 
 
 class Watched:
-    """The sentences, and a predictor to ask."""
+    """Sentences whose masked pieces a run predicts: given ones, or some of held-out documents."""
 
     def __init__(
         self, texts: tuple[str, ...], model: Model, tokenizer: Tokenizer, validation: Stream
     ):
-        self._predictor = Predictor(model, tokenizer)
-        self._tokenizer = tokenizer
-        self._sentences = [self._given(i, text, model) for i, text in enumerate(texts)]
+        self._predictor, self._tokenizer = Predictor(model, tokenizer), tokenizer
+        longest = model.max_position_embeddings - 2  # [CLS] and [SEP] stand around it
+        self._sentences = []
+        for number, text in enumerate(texts):
+            ids, where = self._predictor.encode(text), f"run.watch[{number}]"
+            if MASK not in text:
+                raise InputError(f"{where}={text!r}: write {MASK} where a word is asked")
+            if len(ids) > longest:
+                raise InputError(f"{where}: {len(ids)} pieces; the model reads {longest} at most")
+            self._sentences.append(Sentence(ids, text, None))
         if not texts and model.direction == "both":
-            longest = model.max_position_embeddings - 2
             self._sentences = held_out_sentences(validation, tokenizer, longest)
 
     def predict(self, params: Any) -> list[dict[str, Any]]:
@@ -268,42 +244,21 @@ class Watched:
         predicted = []
         for sentence in self._sentences:
             probs, _ = self._predictor.probabilities(params, sentence.ids, None)
-            line = {
-                "text": sentence.text,
-                "masks": [self._predictor.likeliest(p, _TOP) for p in probs],
-            }
+            masks = [self._predictor.likeliest(p, _TOP) for p in probs]
+            line: dict[str, Any] = {"text": sentence.text, "masks": masks}
             if sentence.truth is not None:
                 line["truth"] = self._tokenizer.piece(sentence.truth)
                 line["truth_probability"] = float(probs[0, sentence.truth])
             predicted.append(line)
         return predicted
 
-    def _given(self, number: int, text: str, model: Model) -> Sentence:
-        ids = self._predictor.encode(text)
-        if MASK not in text:
-            raise InputError(f"run.watch[{number}]={text!r}: write {MASK} where a word is asked")
-        # [CLS] and [SEP] stand around it.
-        if len(ids) + 2 > model.max_position_embeddings:
-            raise InputError(
-                f"run.watch[{number}]: {len(ids) + 2} pieces; the model reads "
-                f"{model.max_position_embeddings} at most"
-            )
-        return Sentence(ids, text, None)
-
-
-def of_watched(
-    watched: Watched, mesh: jax.sharding.Mesh, is_due: Callable[[int], bool]
-) -> Evaluator:
-    """Returns the evaluator of the watched sentences."""
-
-    def ask(params: Any) -> dict[str, Any]:
+    def ask(self, params: Any, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+        """Predicts with the parameters of a run, on process 0; returns what its line holds."""
         if "masked_lm" not in params:  # learned by code that has no use for it
             return {}
         params = on_one_device(params, mesh)
-        sentences = [] if params is None else watched.predict(params)
+        sentences = [] if params is None else self.predict(params)
         return {"sentences": sentences} if sentences else {}
-
-    return Evaluator("predictions", is_due, ask, lambda line: "", file="predictions")
 
 
 def on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -28,15 +28,8 @@ _DEATHS = 3
 class Feed:
     """Iterates over the global batches of steps [first, last), each cut over the devices.
 
-    Args:
-      make_batch: `(step, rows) -> batch` of those rows of that step, on the host.
-      first: the first step.
-      last: one past the last step.
-      batch_size: global rows a step.
-      sharding: how rows lie over devices.
-      prefetch: batches made ahead.
-      workers: processes that make them; 0 makes them in a thread.
-      say: shows a line about workers that died.
+    `make_batch` makes some rows of a step on the host. `prefetch` batches are made ahead, by so
+    many `workers`, which are processes, or for 0 in a thread; `say` shows that some have died.
     """
 
     def __init__(
@@ -123,13 +116,9 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
 def place(
     host: Batch, rows: np.ndarray, batch_size: int, sharding: NamedSharding
 ) -> dict[str, jax.Array]:
-    """Places this process's rows of a batch as parts of global arrays.
+    """Places this process's rows of a batch as parts of global arrays of `batch_size` rows.
 
-    Args:
-      host: arrays [len(rows), ...].
-      rows: which rows of the global batch they are.
-      batch_size: rows of the global batch.
-      sharding: how rows lie over devices.
+    `host` holds arrays [len(rows), ...]; `rows` says which of the global batch they are.
     """
     if sharding.num_devices == 1:
         return _on_one_device(sharding)(host)
@@ -164,9 +153,7 @@ def place_all(batches: Sequence[Batch], sharding: NamedSharding) -> Iterator[dic
 def put(tree: Any, shardings: Any) -> Any:
     """Places host arrays, the same on all processes, as global arrays.
 
-    Args:
-      tree: of NumPy arrays.
-      shardings: a tree of the same shape, or one sharding for all.
+    `shardings` is a tree like that of the arrays, or one sharding for all.
     """
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)

@@ -105,12 +105,8 @@ class Setup:
     workdir: Workdir  # of the run
     say: Callable[[str], None]  # shows a line
 
-    how_to_go_on = ""  # a finished run, in words
-
-    @property
-    def compute_dtype(self) -> str:
-        """Returns in which products are computed."""
-        raise NotImplementedError
+    how_to_go_on = "choose another --workdir"  # with a finished run, in words
+    length = "keep"  # `extend` allows more steps than the run was started with
 
     def read(self) -> None:
         """Reads what is there already, once jax knows how many processes it has."""
@@ -123,11 +119,9 @@ class Setup:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
 
     def differences(self, saved: Any, metadata: dict[str, Any]) -> list[str]:
-        """Returns how the experiment differs from a saved one that is to go on, in words.
+        """Returns how the experiment differs from that of a checkpoint that is to go on, in words.
 
-        Args:
-          saved: the experiment of a checkpoint.
-          metadata: of the checkpoint, its `notes` and its `init_sha256` among it.
+        `metadata` is the checkpoint's, its `notes` and its `init_sha256` among it.
         """
         raise NotImplementedError
 

@@ -7,14 +7,12 @@ other cores or devices round sums otherwise. What depends on the hour stands in 
 
 import hashlib
 import json
-import math
 import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from etils import epath
 
@@ -31,11 +29,6 @@ _WINDOW, _LEAST = 20, 5
 _TIMES, _SHARE = 8.0, 0.1
 # Standard deviations in the median distance of a normal distribution.
 _DEVIATION = 1.4826
-
-
-def fetch(arrays: Any) -> Any:
-    """Waits for the device and reads a tree of sums."""
-    return jax.device_get(arrays)
 
 
 def means(sums: Sums) -> dict[str, float]:
@@ -56,11 +49,6 @@ def train_line(
         line["loss"] = sum(terms)
         line |= {"worst_step": int(worst[1]), "worst_step_loss": float(worst[0])}
     return line
-
-
-def pairs_error(accuracy: float, count: float) -> float:
-    """Returns the standard error of an accuracy over `count` independent pairs."""
-    return math.sqrt(max(accuracy * (1 - accuracy), 0.0) / count)
 
 
 def in_vain(held_out: Sequence[tuple[int, float]], patience: int) -> bool:
@@ -109,16 +97,13 @@ class Lines:
 
     def read(self) -> list[dict[str, Any]]:
         """Returns all whole lines; a last one cut off by a kill is left out."""
-        if not self._path.exists():
-            return []
-        with named_errors(self._path):
-            raw = self._path.read_bytes().split(b"\n")
         lines = []
-        for number, text in enumerate(raw[:-1], 1):
-            with errors.reading(f"{self._path}:{number}", "mend or remove it"):
-                line = json.loads(text)
-                line["step"] = int(line["step"])
-                lines.append(line)
+        for number, text in enumerate(self._raw(), 1):
+            if text.endswith(b"\n"):
+                with errors.reading(f"{self._path}:{number}", "mend or remove it"):
+                    line = json.loads(text)
+                    line["step"] = int(line["step"])
+                    lines.append(line)
         return lines
 
     def forget_after(self, step: int, written: dict[str, Any] | None = None) -> int:
@@ -141,51 +126,28 @@ class Lines:
 
     def written(self) -> dict[str, Any]:
         """Returns how many lines there are, and their SHA-256; see `damage`."""
-        with named_errors(self._path):
-            data = self._path.read_bytes() if self._path.exists() else b""
-        return _tally(data.splitlines(keepends=True))
+        return _tally(self._raw())
 
     def damage(self, step: int, written: dict[str, Any]) -> str:
         """Returns what is wrong with the lines `written` up to a checkpoint; "" if nothing is."""
         if not self._path.exists():
             return ""
-        with named_errors(self._path):
-            data = self._path.read_bytes().splitlines(keepends=True)
-        tally = _tally(data[: sum(line["step"] <= step for line in self.read())])
+        tally = _tally(self._raw()[: sum(line["step"] <= step for line in self.read())])
         if tally == written:
             return ""
-        if tally["lines"] < written["lines"]:
-            return (
-                f"{written['lines'] - tally['lines']} of the {written['lines']} lines up to step "
-                f"{step} are missing"
-            )
+        if missing := max(written["lines"] - tally["lines"], 0):
+            return f"{missing} of the {written['lines']} lines up to step {step} are missing"
         return f"the lines up to step {step} are not those that were written"
+
+    def _raw(self) -> list[bytes]:
+        if not self._path.exists():
+            return []
+        with named_errors(self._path):
+            return self._path.read_bytes().splitlines(keepends=True)
 
 
 def _tally(lines: list[bytes]) -> dict[str, Any]:
     return {"lines": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
-
-
-class NoLines(Lines):
-    """Takes lines and keeps none: one process of several writes.
-
-    The file may be that process's, or left from another start.
-    """
-
-    def append(self, line: dict[str, Any]) -> None:
-        """Does nothing."""
-
-    def read(self) -> list[dict[str, Any]]:
-        """Returns none."""
-        return []
-
-    def forget_after(self, step: int, written: dict[str, Any] | None = None) -> int:
-        """Does nothing."""
-        return 0
-
-    def written(self) -> dict[str, Any]:
-        """Returns an empty record."""
-        return {}
 
 
 class Spikes:
@@ -214,36 +176,42 @@ class Spikes:
 
 
 class RunLines:
-    """The files of lines of a run."""
+    """The files of lines of a run; of several processes one `writes`, and the others keep none."""
 
     def __init__(self, workdir: Workdir, when_full: Literal["stop", "go_on"], writes: bool):
-        kind = Lines if writes else NoLines
-        self.metrics = kind(workdir.metrics, when_full)
-        self.predictions = kind(workdir.predictions, when_full)
-        self.timings = kind(workdir.timings, when_full)
+        self._writes = writes
+        self.metrics = Lines(workdir.metrics, when_full)
+        self.timings = Lines(workdir.timings, when_full)
         # Whose lines up to a checkpoint never change again.
-        self._lasting = {"metrics.jsonl": self.metrics, "predictions.jsonl": self.predictions}
+        self._lasting = {
+            "metrics.jsonl": self.metrics,
+            "predictions.jsonl": Lines(workdir.predictions, when_full),
+        }
         self.spikes = Spikes()
 
-    def of(self, file: Literal["metrics", "predictions"]) -> Lines:
-        """Returns the file in which an evaluator's lines stand."""
-        return self.metrics if file == "metrics" else self.predictions
+    def append(self, line: dict[str, Any], file: Literal["metrics", "predictions"]) -> None:
+        """Adds a line to a file."""
+        if self._writes:
+            self._lasting[f"{file}.jsonl"].append(line)
 
     def time(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Adds a line to the timings."""
-        self.timings.append({"step": step, "kind": kind, "time": time.time(), **values})
+        if self._writes:
+            self.timings.append({"step": step, "kind": kind, "time": time.time(), **values})
 
     def flush(self) -> None:
         """Writes what is not written yet."""
-        for lines in (self.metrics, self.predictions, self.timings):
+        for lines in (*self._lasting.values(), self.timings):
             lines.flush()
 
     def written(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps about its lines; see `Lines.written`."""
-        return {name: lines.written() for name, lines in self._lasting.items()}
+        return {name: lines.written() for name, lines in self._lasting.items() if self._writes}
 
     def go_on_from(self, step: int, written: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         """Drops lines of later steps; yields each file that is not there, and its lines."""
+        if not self._writes:
+            return
         for name, lines in self._lasting.items():
             if gone := lines.forget_after(step or -1, written.get(name)):
                 yield name, gone

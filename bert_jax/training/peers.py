@@ -78,10 +78,8 @@ class Peers:
     def first_error(self, what: str, error: str, patience: float = 0.0) -> str:
         """Returns the error of the first process that has one, on all, once all have come here.
 
-        Args:
-          what: names the place; all processes come to places in the same order.
-          error: of this process, in words; "" for none.
-          patience: seconds that one may take longer than another, beyond the usual.
+        `what` names the place, to which one may come `patience` seconds later than another, beyond
+        the usual; all come to places in the same order. `error` is this process's, "" for none.
 
         Raises:
           Unavailable: one has not come in time.
@@ -126,13 +124,7 @@ class Peers:
         self.agree(f"{what}, compared", self.difference(what, facts, remedy))
 
     def difference(self, what: str, facts: Mapping[str, str], remedy: str) -> str:
-        """Returns how facts differ from process 0's, the same on all processes; "" if none do.
-
-        Args:
-          what: names the place.
-          facts: of this process, by name.
-          remedy: what to do about a difference.
-        """
+        """Returns how facts, by name, differ from process 0's, on all processes; "" if none do."""
 
         def compared(brought: list[str]) -> str:
             (leader, there), *others = map(json.loads, brought)

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 import jax
@@ -29,7 +29,6 @@ from bert_jax.training import objective as objective_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import step as step_lib
 from bert_jax.training.branch import Branch
-from bert_jax.training.evaluators import Watched
 from bert_jax.training.job import Evaluator, Job, PhaseBatches, Setup, every
 from bert_jax.training.objective import Batch, Objective
 from bert_jax.training.peers import Peers
@@ -141,14 +140,10 @@ class Prepared:
 
     def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluators.HeldOut:
         """Returns the evaluation rows of an experiment."""
-        return evaluators.HeldOut.of(
-            corpus.open_stream(self.folder, "train"),
-            corpus.open_stream(self.folder, "validation"),
-            self.ids,
-            experiment.data,
-            experiment.run,
-            mesh,
-        )
+        train, validation = (corpus.open_stream(self.folder, split) for split in SPLITS)
+        shards = mesh_lib.data_shards(mesh)
+        size = -(-experiment.run.eval_batch_size // shards) * shards
+        return evaluators.HeldOut.of(train, validation, self.ids, experiment.data, size)
 
 
 def _stamp(path: epath.PathLike) -> tuple[int, int]:
@@ -182,7 +177,7 @@ def pretrain(
     For what it takes see `PretrainingSetup` and `session.run`.
     """
     setup = PretrainingSetup(experiment, workdir, progress.say, length, probes, branch)
-    return session.run(setup, progress, length, origin)
+    return session.run(setup, progress, origin)
 
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
@@ -232,11 +227,6 @@ class PretrainingSetup(Setup):
     _notes: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
     how_to_go_on = "choose another --workdir, to go on raise the last phase's steps with --extend"
-
-    @property
-    def compute_dtype(self) -> str:
-        """Returns in which products are computed."""
-        return self.experiment.model.compute_dtype
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
@@ -302,14 +292,7 @@ class PretrainingSetup(Setup):
             {"corpus.manifest": prepared.sha256[:16]},
             "give all of them the corpus that one of them prepared",
         )
-        held_out = prepared.held_out(experiment, mesh)
-        # The model of a phase has a base of rotary positions of its own, and is asked with it.
-        models = [*dict.fromkeys(map(experiment.model_of, range(len(experiment.phases))))]
-        asked: list[Evaluator] = []
-        for one in models:
-            asked += self._evaluators(one, prepared, held_out, mesh)
-        if self.probes is not None:
-            asked += self._open_probes(self.probes, models, prepared, mesh, peers)
+        asked = tuple(self._evaluators(prepared, mesh, peers))
         self.say(_summary(experiment, objective, mesh))
 
         def require_same(metadata: dict[str, Any]) -> None:
@@ -340,7 +323,7 @@ class PretrainingSetup(Setup):
             total_steps=experiment.total_steps,
             batches=batches,
             initial_state=lambda fresh: self._initial_state(fresh, prepared, peers),
-            evaluators=tuple(asked),
+            evaluators=asked,
             data_sha256=prepared.sha256,
             require_same=require_same,
             operations=operations,
@@ -376,44 +359,67 @@ class PretrainingSetup(Setup):
         return state, base.sha256
 
     def _evaluators(
-        self,
-        model: Model,
-        prepared: Prepared,
-        held_out: evaluators.HeldOut,
-        mesh: jax.sharding.Mesh,
+        self, prepared: Prepared, mesh: jax.sharding.Mesh, peers: Peers
     ) -> Iterator[Evaluator]:
-        """Yields those that are asked while the model is this one."""
-        experiment = self.experiment
-        often = every(experiment.run.eval_every, experiment.total_steps)
-
-        def is_due(done: int) -> bool:
-            return often(done) and experiment.model_after(done) == model
-
-        objective = objective_lib.of(model, experiment.data)
-        eval_step = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
-        yield evaluators.of_held_out(held_out, objective, eval_step, mesh, is_due)
-        stream = corpus.open_stream(prepared.folder, "validation")
-        watched = Watched(experiment.run.watch, model, prepared.tokenizer, stream)
-        yield evaluators.of_watched(watched, mesh, is_due)
-
-    def _open_probes(
-        self,
-        probes: Probes,
-        models: Sequence[Model],
-        prepared: Prepared,
-        mesh: jax.sharding.Mesh,
-        peers: Peers,
-    ) -> list[Evaluator]:
-        """Probes are due before the first step, after the last, and as `run.probe_share` allows."""
+        """Yields what is asked of each model: that of a phase may have rotary bases of its own."""
         experiment, run = self.experiment, self.experiment.run
-        peers.require_same(
-            "probes",
-            {"examples": probes.sha256[:16]},
-            "give all of them the same files of run.probes",
-        )
+        often = every(run.eval_every, experiment.total_steps)
+        held_out = prepared.held_out(experiment, mesh)
+        stream = corpus.open_stream(prepared.folder, "validation")
         more = prepared.tokenizer, experiment.parallelism, mesh, run.eval_batch_size
-        opened, operations = [models[0]], probes.open(models[0], *more)
-        self.say(f"probes: {probes.describe()}")
+        opened: list[Model] = []  # the last one, whose programs the probes have
+
+        def open_probes(model: Model) -> int:
+            opened[:] = [model]
+            return self.probes.open(model, *more)
+
+        models = [*dict.fromkeys(map(experiment.model_of, range(len(experiment.phases))))]
+        if self.probes is not None:
+            peers.require_same(
+                "probes",
+                {"examples": self.probes.sha256[:16]},
+                "give all of them the same files of run.probes",
+            )
+            seldom = self._when_probed(open_probes(models[0]))
+            self.say(f"probes: {self.probes.describe()}")
+
+        def evaluators_of(model: Model) -> Iterator[Evaluator]:
+            objective = objective_lib.of(model, experiment.data)
+            eval_step = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
+            watched = evaluators.Watched(run.watch, model, prepared.tokenizer, stream)
+
+            def due(when: Callable[[int], bool]) -> Callable[[int], bool]:
+                return lambda done: when(done) and experiment.model_after(done) == model
+
+            def score(params: Any) -> dict[str, float]:
+                return evaluators.evaluate(held_out, params, objective, eval_step, mesh)
+
+            def watch(params: Any) -> dict[str, Any]:
+                return watched.ask(params, mesh)
+
+            def probe(params: Any) -> dict[str, Any]:
+                if opened != [model]:
+                    open_probes(model)
+                return self.probes.ask(params)
+
+            def describe(line: dict[str, Any]) -> str:
+                scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
+                return f"probes: {', '.join(scores)}"
+
+            yield Evaluator("evaluation", due(often), score, evaluators.summary)
+            yield Evaluator("predictions", due(often), watch, lambda line: "", file="predictions")
+            if self.probes is not None:
+                yield Evaluator("probes", due(seldom), probe, describe, wait="probes")
+
+        for model in models:
+            yield from evaluators_of(model)
+
+    def _when_probed(self, operations: int) -> Callable[[int], bool]:
+        """Returns when probes that take so many operations are due.
+
+        Before the first step, after the last, and as `run.probe_share` allows.
+        """
+        experiment, run = self.experiment, self.experiment.run
 
         def allowed(done: int) -> int:
             """How often probes may be asked in so many steps."""
@@ -431,20 +437,4 @@ class PretrainingSetup(Setup):
             before = (done - 1) // run.eval_every * run.eval_every
             return done % run.eval_every == 0 and allowed(done) > allowed(before)
 
-        def describe(line: dict[str, Any]) -> str:
-            scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
-            return f"probes: {', '.join(scores)}"
-
-        def evaluator(model: Model) -> Evaluator:
-            def ask(params: Any) -> dict[str, dict[str, Any]]:
-                if opened[0] != model:
-                    probes.open(model, *more)
-                    opened[0] = model
-                return probes.ask(params)
-
-            def is_its(done: int) -> bool:
-                return is_due(done) and experiment.model_after(done) == model
-
-            return Evaluator("probes", is_its, ask, describe, wait="probes")
-
-        return [evaluator(model) for model in models]
+        return is_due

@@ -127,7 +127,7 @@ class Clock:
     step is handed over, and its time when that step is known to be done.
     """
 
-    def __init__(self, peak_flops: float | None):
+    def __init__(self, peak_flops: float | None = None):
         # Operations a second that the devices can do at most; None, unknown: no utilisation.
         self.peak_flops = peak_flops
         self._counts = Counts()

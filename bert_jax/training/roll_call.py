@@ -41,16 +41,14 @@ def own_place() -> Place | None:
         return None
     if not given:
         return _in_slurm()
-    if len(given) < len(names):
-        missing = ", ".join(name for name in names if name not in given)
-        raise InputError(f"{', '.join(given)}: set without {missing}; set all three or none")
-    for name in names[1:]:
-        if not given[name].isdecimal():
-            raise InputError(f"{name}={given[name]}: must be a whole number")
-    number, count = int(given[names[1]]), int(given[names[2]])
-    if number >= count:
-        raise InputError(f"JAX_PROCESS_ID={number}: must be below JAX_NUM_PROCESSES={count}")
-    return Place(given[names[0]], number, count)
+    with contextlib.suppress(KeyError, ValueError):
+        place = Place(given[names[0]], int(given[names[1]]), int(given[names[2]]))
+        if 0 <= place.number < place.count:
+            return place
+    shown = ", ".join(f"{name}={given.get(name, '')}" for name in names)
+    raise InputError(
+        f"{shown}: set all three, JAX_PROCESS_ID to a whole number below JAX_NUM_PROCESSES, or none"
+    )
 
 
 def _in_slurm() -> Place | None:
@@ -72,55 +70,46 @@ def wait_for_all(place: Place, limit: float) -> None:
     host, _, port = place.address.rpartition(":")
     if not host or ".." in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(f"JAX_COORDINATOR_ADDRESS={place.address}: write it as host:port")
-    if place.number == 0:
-        error, late = _hear_all(place, int(port), limit)
-    else:
-        error, late = _report(place, host.strip("[]"), int(port), limit)
+    call = _hear_all if place.number == 0 else _report
+    error, late = call(place, host.strip("[]"), int(port), limit)
     if error:
         raise Unavailable(error) if late else InputError(error)
 
 
-def _hear_all(place: Place, port: int, limit: float) -> tuple[str, bool]:
+def _hear_all(place: Place, host: str, port: int, limit: float) -> tuple[str, bool]:
     """Returns the error that all processes get, "" for none, and whether some are late."""
-    deadline, error, late = time.monotonic() + limit, "", False
-    here = {0: socket.gethostname()}
+    deadline, here, error = time.monotonic() + limit, {0: socket.gethostname()}, ""
     numbers: dict[Connection, int] = {}  # -1: unknown yet
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listen(place, port))
-        while not error and (missing := sorted(set(range(place.count)) - here.keys())):
-            left = deadline - time.monotonic()
-            if left < 0:
-                late = True
-                few = ", ".join(map(str, missing[:8]))
-                more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-                error = (
-                    f"process {few}{more} of {place.count} did not arrive within {limit:g} seconds "
-                    f"at {place.address}; see why in its own output, and start all of them again"
-                )
-                break
+        while not error and len(here) < place.count and time.monotonic() < deadline:
+            left = max(deadline - time.monotonic(), 0.0)
             for ready in multiprocessing.connection.wait([server, *numbers], left):
                 if ready is server:
-                    caller = stack.enter_context(_connection(server.accept()[0]))
-                    numbers[caller] = -1
+                    numbers[stack.enter_context(_connection(server.accept()[0]))] = -1
                     continue
                 try:
-                    number, count, host = json.loads(ready.recv_bytes(_LONGEST))
+                    number, count, name = json.loads(ready.recv_bytes(_LONGEST))
                     number = int(number)
                 except (OSError, EOFError, ValueError, TypeError):  # a stranger, or it has left
                     here.pop(numbers.pop(ready), None)
                     ready.close()
                     continue
-                if number in here:
+                if number in here or count != place.count:
                     error = (
-                        f"two processes are number {number} of {place.count} (on {here[number]} "
-                        f"and {host}); give each its own JAX_PROCESS_ID"
+                        f"process {number} of {count} ({name}) called while {sorted(here)} of "
+                        f"{place.count} were here; give each its own JAX_PROCESS_ID, and all the "
+                        "same JAX_NUM_PROCESSES"
                     )
-                elif count != place.count:
-                    error = (
-                        f"process {number} ({host}) has JAX_NUM_PROCESSES={count}, process 0 "
-                        f"({here[0]}) has {place.count}; give all the same"
-                    )
-                here[number], numbers[ready] = host, number
+                here[number], numbers[ready] = name, number
+        late = not error and len(here) < place.count
+        if late:
+            missing = [number for number in range(place.count) if number not in here]
+            error = (
+                f"process {', '.join(map(str, missing[:8]))}{' and more' * (len(missing) > 8)} of "
+                f"{place.count} did not arrive within {limit:g} seconds at {place.address}; see "
+                "why in its own output, and start all of them again"
+            )
         for caller in numbers:
             with contextlib.suppress(OSError):  # one that has left is missed by jax
                 caller.send_bytes(json.dumps([error, late]).encode())

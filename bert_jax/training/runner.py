@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +41,6 @@ _copied = jax.jit(jnp.copy)
 
 # Seconds between two looks at whether an epoch is planned.
 _LOOK = 0.05
-
-
-class Hook(NamedTuple):
-    """Work after a step, and whether it is due once so many steps are done."""
-
-    is_due: Callable[[int], bool]
-    run: Callable[[], None]
 
 
 class Trainer:
@@ -96,7 +89,8 @@ class Trainer:
             stack.enter_context(self.context.peers.abort_together(forget))
             stack.enter_context(mesh_lib.named_memory())
             # Times of lost steps are kept; a line cut off by a kill is not.
-            self.lines.timings.forget_after(total)
+            if self.context.peers.is_primary:
+                self.lines.timings.forget_after(total)
             with self.clock.waiting("restore"):
                 begun = start.begin(self.job, self.context, self.saves.checkpoints)
             self._go_on_from(begun)
@@ -164,7 +158,6 @@ class Trainer:
         key = step.phase_key(self.job.objective.model, self.experiment.seed, phase.number)
         run, last = self.experiment.run, phase.first + phase.steps
         called: set[Any] = set()
-        hooks = self._hooks()
         self.watchdog.reset(times=2)
         feed = Feed(
             phase.batch,
@@ -201,31 +194,29 @@ class Trainer:
                 self.done += 1
                 self.watchdog.reset()
                 self.clock.count(batch["input_ids"].size, self.job.operations(batch))
-                for hook in hooks:
-                    if hook.is_due(self.done):
-                        hook.run()
+                self._after_step()
                 stop.after_step(self.done)
         self._write_pending()
 
-    def _hooks(self) -> list[Hook]:
-        """Returns what is done after a step, in this order."""
-        run, last = self.experiment.run, self.job.total_steps
-
-        def every(steps: int) -> Callable[[int], bool]:
-            return lambda done: done % steps == 0 or done == last
-
-        return [
-            Hook(every(1), self._look),
-            Hook(every(1), self._write_pending),
-            Hook(every(run.log_every), self._close_window),
-            Hook(lambda done: bool(self._due_evaluators(done)), self._evaluate_waiting),
-            Hook(every(run.checkpoint_every), self._save_waiting),
-        ]
-
-    def _look(self) -> None:
-        """Notices what happened behind the steps."""
+    def _after_step(self) -> None:
+        """Does what is due, in this order; to evaluate and to save waits for the devices."""
+        run, is_last = self.experiment.run, self.done == self.job.total_steps
         self.context.mirror.check()
         self.saves.look(self.done)
+        self._write_pending()
+        if self.done % run.log_every == 0 or is_last:
+            self._close_window()
+        due = self._due_evaluators(self.done)
+        saves = self.done % run.checkpoint_every == 0 or is_last
+        if due or saves:
+            jax.block_until_ready(self.state["step"])  # which is time of the steps
+        if due:
+            self._evaluate_due(due)
+            self.watchdog.reset()
+        if saves:
+            with self.clock.waiting("checkpoint"):
+                self._save()
+            self.watchdog.reset()
 
     def _roll_back(self, diverged: Diverged) -> None:
         """Goes on from the state before the bad steps, and leaves these out.
@@ -309,7 +300,7 @@ class Trainer:
         if self.pending is None:
             return
         (done, window, counters, counts), self.pending = self.pending, None
-        sums, counters = lines_lib.fetch((window, counters))
+        sums, counters = jax.device_get((window, counters))
         worst = sums.pop(step.WORST_STEP)
         means = lines_lib.means(sums)
         # Here, when the device has done these steps: handing them over takes no time.
@@ -319,7 +310,7 @@ class Trainer:
         if bad is not None:
             self._diverged(bad)
         line = lines_lib.train_line(done, means, self.job.objective.losses, worst)
-        self.lines.metrics.append(line)
+        self.lines.append(line, "metrics")
         self.lines.time(done, "train", seconds)
         self.context.progress.train(line, seconds)
         if spike := self.lines.spikes.of_line(line):
@@ -363,16 +354,14 @@ class Trainer:
     def _due_evaluators(self, done: int) -> list[Evaluator]:
         return [evaluator for evaluator in self.job.evaluators if evaluator.is_due(done)]
 
-    def _evaluate_waiting(self) -> None:
+    def _evaluate_due(self, due: list[Evaluator]) -> None:
         """Evaluates what is due, and at an early stop what is asked after the last step alone."""
-        jax.block_until_ready(self.state["step"])  # which is time of the steps
-        due, total = self._due_evaluators(self.done), self.job.total_steps
         self._evaluate(due)
+        total = self.job.total_steps
         if self._is_in_vain and self.done < total:
             if self.done % self.experiment.run.log_every:  # no later line has these steps
                 self._close_window()
             self._evaluate([e for e in self._due_evaluators(total) if e not in due])
-        self.watchdog.reset()
 
     def _evaluate(self, evaluators: list[Evaluator]) -> None:
         """Asks each, and writes what it answers; parameters that ran away are asked no more."""
@@ -381,7 +370,7 @@ class Trainer:
             with self.clock.waiting(evaluator.wait):
                 values = evaluator.ask(self.state["params"])
             if not math.isfinite(values.get("loss", 0.0)):
-                if lines_lib.fetch(self.state["bad_in_a_row"]):  # the steps will show it
+                if jax.device_get(self.state["bad_in_a_row"]):  # the steps will show it
                     return
                 raise Failed(
                     f"the held-out loss of step {self.done} is not finite: the parameters have run "
@@ -392,11 +381,11 @@ class Trainer:
             line = {"step": self.done, "kind": evaluator.name, **values}
             if "loss" in values:
                 self.evaluation = line
-            self.lines.of(evaluator.file).append(line)
+            self.lines.append(line, evaluator.file)
             if words := evaluator.describe(line):
                 self.say(f"step {self.done}: {words}")
             # A state that bad steps left standing is scored as before: a roll-back follows, no end.
-            moves = self.job.patience and not lines_lib.fetch(self.state["bad_in_a_row"])
+            moves = self.job.patience and not jax.device_get(self.state["bad_in_a_row"])
             if "loss" in values and moves:
                 self.held_out.append((self.done, values["loss"]))
                 if self._is_in_vain and self.done < self.job.total_steps:
@@ -408,16 +397,10 @@ class Trainer:
 
     # --- save -----------------------------------------------------------------------------------
 
-    def _save_waiting(self) -> None:
-        jax.block_until_ready(self.state["step"])  # which is time of the steps
-        with self.clock.waiting("checkpoint"):
-            self._save()
-        self.watchdog.reset()
-
     def _save(self) -> None:
         self._write_pending()
         self.job.require_unchanged()
-        sums, bad = lines_lib.fetch((self.window, self.state["bad_in_a_row"]))
+        sums, bad = jax.device_get((self.window, self.state["bad_in_a_row"]))
         if bad and not self._is_whole:
             # A roll-back needs one from before, and those that are kept are few.
             self.saves.skip(f"{int(bad)} steps up to it have no finite loss or gradient")

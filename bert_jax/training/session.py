@@ -29,18 +29,12 @@ from bert_jax.training.watchdog import StopRequest, Watchdog
 Outcome = Literal["finished", "stopped", "failed"]
 
 
-def run(
-    setup: Setup,
-    progress: Progress,
-    length: Literal["keep", "extend"] = "keep",
-    origin: dict[str, Any] | None = None,
-) -> Outcome:
+def run(setup: Setup, progress: Progress, origin: dict[str, Any] | None = None) -> Outcome:
     """Runs an experiment in its workdir to its end, or until asked to stop.
 
     Args:
       setup: what is to be done; a run that is there already must be of the same.
       progress: shows what happens.
-      length: `extend` allows more steps than the run was started with.
       origin: where the experiment comes from, by config.load_with_origin; kept for the report.
     """
     experiment, workdir = setup.experiment, setup.workdir
@@ -51,7 +45,9 @@ def run(
         stack.callback(setattr, retry, "say", retry.say)
         retry.say = progress.say if peers.is_primary else peers.say
         setup.read()
-        facts = _facts(experiment, length)
+        facts = {name: repr(value) for name, value in config.flatten(experiment)} | versions()
+        facts |= {"python": platform.python_version(), "code of bert_jax": code()}
+        facts |= {"length": setup.length}
         peers.require_same("settings", facts, "start all of them with the same command")
         watchdog = Watchdog(
             experiment.run.hang_after_seconds, coordinates=peers.is_primary and peers.count > 1
@@ -65,7 +61,7 @@ def run(
         system.keep_freed_memory()
         keep_compiled_programs()
         peers.connect(mesh)
-        clock = Clock(hardware.peak_flops(setup.compute_dtype))
+        clock = Clock()
         with _held(setup, peers) as (mirror, forget):
             _require_one_place(workdir, mirror, peers)
             _require_going_on(setup)
@@ -78,6 +74,7 @@ def run(
             watchdog.reset(times=2)
             with StopRequest.of(peers) as stop:
                 job = setup.open(mesh, peers)
+                clock.peak_flops = hardware.peak_flops(job.objective.model.compute_dtype)
                 context = Context(workdir, mesh, peers, watchdog, mirror, progress, clock)
                 trainer = Trainer(job, context, origin)
                 names = experiment.run.trackers if peers.is_primary else ()
@@ -113,17 +110,6 @@ def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
             f"run.check_every={run.check_every}: only TPUs can check themselves, not a {platform}; "
             "set run.check_every=0"
         )
-
-
-def _facts(experiment: Any, length: str) -> dict[str, str]:
-    """Returns what all processes must have alike, by name."""
-    return {
-        **{name: repr(value) for name, value in config.flatten(experiment)},
-        **versions(),
-        "python": platform.python_version(),
-        "code of bert_jax": code(),
-        "length": length,
-    }
 
 
 @contextlib.contextmanager

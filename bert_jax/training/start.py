@@ -76,12 +76,8 @@ def begin(job: Job, context: Context, saved: Checkpoints) -> Start:
       Unavailable: the storage does not answer, or the processes see different checkpoints.
     """
 
-    def set_aside_if_lost() -> None:
-        path, mend = context.workdir.saved, "remove it to go on"
-        saved.set_aside_if_lost(read_json(path, 1, mend, mend)["step"] if path.exists() else 0)
-
     _agree_on_steps(context.peers, saved)
-    context.peers.on_primary("lost", set_aside_if_lost)
+    context.peers.on_primary("lost", lambda: _set_aside_if_lost(context, saved))
     return _start(job, context, saved, None)
 
 
@@ -211,10 +207,29 @@ def _put_aside(context: Context, saved: Checkpoints, restored: Restored) -> None
     def rename() -> None:
         for number, why in (saved.unreadable() | restored.damaged).items():
             aside = saved.set_aside(number)
-            context.progress.say(f"{why}; now {aside.name}, going on from step {restored.step}")
+            context.progress.say(f"{why}; now {aside}, going on from step {restored.step}")
 
     context.peers.on_primary("damaged", rename)
     saved.look_again()
+
+
+def _set_aside_if_lost(context: Context, saved: Checkpoints) -> None:
+    """Puts the newest that was seen whole aside, and says so, if it is whole no more."""
+    path, mend = context.workdir.saved, "remove it to go on"
+    step = read_json(path, 1, mend, mend)["step"] if path.exists() else 0
+    newest = max(saved.steps, default=0)
+    if step <= newest:
+        return
+    lost = (
+        f"{context.workdir.checkpoints / str(step)}: damaged, was saved whole (it is cut or gone)"
+    )
+    if not newest:
+        raise InputError(
+            f"{lost}, and no other checkpoint is left to go on from; put the files back, or "
+            "choose another --workdir to start again"
+        )
+    aside = saved.set_aside(step)
+    context.progress.say(f"{lost}{f'; now {aside}' * bool(aside)}, going on from step {newest}")
 
 
 # --- steps that are left out --------------------------------------------------------------------
@@ -244,20 +259,12 @@ def left_out(skipped: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:
 
 
 def can_go_back(checkpoints: Iterable[int], first: int, every: int) -> bool:
-    """Returns whether the newest state before a step is near enough for a roll-back.
+    """Returns whether the newest state before step `first` is near enough for a roll-back.
 
-    A run that rolls back again and again needs older and older checkpoints, while only the newest
-    are kept. What is older still, one kept for good or for its loss, or the state before step 0,
-    may be thousands of steps away: to do them again is not for the run to decide.
-
-    Args:
-      checkpoints: steps of those that are there.
-      first: the step from which all is done again.
-      every: steps from one checkpoint to the next.
-
-    Returns:
-      True where no checkpoint is newer than `first` (a run that is killed goes on from the newest
-      as well), or where at most two intervals are done again.
+    So it is where no checkpoint is newer (a run that is killed goes on from the newest as well), or
+    where at most two intervals, of `every` so many steps, are done again. A run that rolls back
+    again and again needs older and older checkpoints, while only the newest are kept. What is older
+    still may be thousands of steps away: to do them again is not for the run to decide.
     """
     steps = list(checkpoints)
     before = max((step for step in steps if step <= first), default=0)

@@ -131,12 +131,11 @@ def self_checks(device_kind: str) -> CompilerOptions:
 class StepSpec(NamedTuple):
     """The specification of a training step."""
 
-    objective: Objective  # what is learned
-    optimizer: Optimizer  # the update
-    parallelism: Parallelism  # how the step is laid over devices
+    objective: Objective
+    optimizer: Optimizer
+    parallelism: Parallelism
     accumulation: int  # micro-batches, `parallelism.accumulation_of` the phase
-    total_steps: int  # of all phases; the schedule's length
-    mesh: jax.sharding.Mesh  # the devices
+    mesh: jax.sharding.Mesh
 
 
 # Those made before are kept: a run that goes on or back, or the next of a sweep, need not trace the
@@ -155,13 +154,10 @@ def make_train_step(
 
     The state and the window are donated. The window is the running sum of the metrics since it
     was last emptied. What is fixed does not learn, and lies whole on all devices; it may
-    be left out.
-
-    Args:
-      objective, optimizer, parallelism, accumulation, total_steps, mesh: see `StepSpec`.
-      compiler_options: beyond those of the devices' `collectives.Method`; see `self_checks`.
+    be left out. `total_steps`, of all phases, are the schedule's length; `compiler_options` come on
+    top of those of the devices' `collectives.Method`, see `self_checks`.
     """
-    spec = StepSpec(objective, optimizer, parallelism, accumulation, total_steps, mesh)
+    spec = StepSpec(objective, optimizer, parallelism, accumulation, mesh)
     tx = optimizer_lib.make(optimizer)
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)

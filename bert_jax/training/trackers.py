@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 from bert_jax import config
 from bert_jax.errors import InputError, printable
 from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
+from bert_jax.training.lines import Lines
 
 _FORMAT_VERSION = 1
 # Seconds between two looks at the files, and for what is under way when the run ends.
-_SECONDS, _LAST = 2.0, 60.0
+_SECONDS, _LAST = 10.0, 60.0
 # What a project is called where runs of several kinds lie together.
 _PROJECT = "bert_jax"
-# Takes (group, step, numbers of a line); a group is train, evaluation, probes or timings, say.
-Log = Callable[[str, int, Mapping[str, float]], Any]
-# A tracked run: the id by which it is found again after a resume, what takes lines, what ends it.
-Tracker = tuple[str, Log, Callable[[], Any]]
+# A tracked run: the id by which it is found again after a resume; what takes (group, step, numbers
+# of a line), a group being train, evaluation, probes or timings, say; what ends it.
+Tracker = tuple[str, Callable[[str, int, Mapping[str, float]], Any], Callable[[], Any]]
 
 
 class Place(NamedTuple):
@@ -75,10 +75,8 @@ def _wandb(place: Place, known: str) -> Tracker:
 
     name = known or uuid.uuid4().hex
     words = {"config": place.settings, "resume": "allow", "dir": place.folder}
-    quiet = wandb.Settings(console="off", silent=True)
-    return _of_run(
-        name, wandb.init(project=_PROJECT, name=place.name, id=name, settings=quiet, **words)
-    )
+    words["settings"] = wandb.Settings(console="off", silent=True)
+    return _of_run(name, wandb.init(project=_PROJECT, name=place.name, id=name, **words))
 
 
 def _of_run(name: str, run: Any) -> Tracker:
@@ -101,10 +99,11 @@ def _mlflow(place: Place, known: str) -> Tracker:
         client.update_run(run, status="RUNNING")
     else:
         project = client.get_experiment_by_name(_PROJECT)
-        if project is None:
-            number = client.create_experiment(_PROJECT, f"file://{folder}/artifacts")
-        else:
-            number = project.experiment_id
+        number = (
+            client.create_experiment(_PROJECT, f"file://{folder}/artifacts")
+            if project is None
+            else project.experiment_id
+        )
         run = client.create_run(number, run_name=place.name).info.run_id
         for name, value in place.settings.items():
             client.log_param(run, name, value)
@@ -142,100 +141,83 @@ def following(
     if not names:
         yield
         return
-    follower = _Follower(workdir, experiment, say)
-    thread = threading.Thread(target=follower.run, args=(names,), name="trackers", daemon=True)
+    ends = threading.Event()
+    args = (names, workdir, experiment, say, ends)
+    thread = threading.Thread(target=_follow, args=args, name="trackers", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        follower.ends.set()
+        ends.set()
         thread.join(_LAST)
         if thread.is_alive():
             say(f"trackers: not done after {_LAST:.0f} s more; lines not sent yet are left out")
 
 
-class _Follower:
-    """Reads the run's files, and sends each tracker what it has not been sent."""
+def _follow(
+    names: tuple[str, ...],
+    workdir: Workdir,
+    experiment: Any,
+    say: Callable[[str], None],
+    ends: threading.Event,
+) -> None:
+    """Opens the trackers, sends each what it was not sent until the run ends, and closes them."""
+    state = workdir.root / "trackers.json"
+    known: dict[str, dict[str, Any]] = {}
+    opened: dict[str, Tracker] = {}
 
-    def __init__(self, workdir: Workdir, experiment: Any, say: Callable[[str], None]):
-        self.ends, self._say = threading.Event(), say
-        settings = {
-            path: value if isinstance(value, int | float | str) else str(value)
-            for path, value in config.flatten(experiment)
-        }
-        self._place = Place(os.fspath(workdir.root), experiment.name, settings)
-        self._state = workdir.root / "trackers.json"
-        # First the timings: no metrics of a later step are read before those of an earlier one.
-        self._files = [_Tail(os.fspath(path)) for path in (workdir.timings, workdir.metrics)]
-        self._known: dict[str, dict[str, Any]] = {}
-        self._trackers: dict[str, Tracker] = {}
+    @contextlib.contextmanager
+    def without_on_failure(name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            opened.pop(name, None)
+            why = f"{type(error).__name__}: {printable((str(error).splitlines() or [''])[0])}"
+            say(f"trackers: {name}: {why}; the run goes on without it")
 
-    def run(self, names: tuple[str, ...]) -> None:
-        """Opens the trackers, sends until the run ends, and closes them."""
-        with self._without_on_failure("trackers.json"):
-            if self._state.exists():
-                self._known = read_json(self._state, _FORMAT_VERSION)["trackers"]
-        for name in names:
-            with self._without_on_failure(name):
-                known = self._known.setdefault(name, {"id": "", "sent": {}})
-                self._trackers[name] = _OPENED[name](self._place, known["id"])
-                known["id"] = self._trackers[name][0]
-        with self._without_on_failure("lines"):
-            while self._trackers and not self.ends.wait(_SECONDS):
-                self._send()
-            self._send()
-        for name, (_, _, close) in list(self._trackers.items()):
-            with self._without_on_failure(name):
-                close()
-
-    def _send(self) -> None:
-        lines = sorted((line for file in self._files for line in file.new()), key=lambda x: x[1])
-        if not lines:
-            return
-        for name, (_, log, _) in list(self._trackers.items()):
-            with self._without_on_failure(name):
-                sent = self._known[name]["sent"]
+    def send() -> None:
+        lines = _lines(workdir)
+        before = json.dumps(known)
+        for name, (_, log, _) in list(opened.items()):
+            with without_on_failure(name):
+                sent = known[name]["sent"]
                 for group, step, values in lines:
                     if step > sent.get(group, -1):
                         log(group, step, values)
                         sent[group] = step
-        with self._without_on_failure("trackers.json"):
-            record = {"format_version": _FORMAT_VERSION, "trackers": self._known}
-            write_atomic(self._state, json.dumps(sealed(record), indent=2) + "\n")
+        if json.dumps(known) != before:
+            record = {"format_version": _FORMAT_VERSION, "trackers": known}
+            write_atomic(state, json.dumps(sealed(record), indent=2) + "\n")
 
-    @contextlib.contextmanager
-    def _without_on_failure(self, name: str) -> Iterator[None]:
-        """Goes on without a tracker that fails, and says so in a line."""
-        try:
-            yield
-        except Exception as error:
-            self._trackers.pop(name, None)
-            why = f"{type(error).__name__}: {printable((str(error).splitlines() or [''])[0])}"
-            self._say(f"trackers: {name}: {why}; the run goes on without it")
+    with without_on_failure("trackers.json"):
+        if state.exists():
+            known |= read_json(state, _FORMAT_VERSION)["trackers"]
+    settings = {
+        path: value if isinstance(value, int | float | str) else str(value)
+        for path, value in config.flatten(experiment)
+    }
+    place = Place(os.fspath(workdir.root), experiment.name, settings)
+    for name in names:
+        with without_on_failure(name):
+            of = known.setdefault(name, {"id": "", "sent": {}})
+            opened[name] = _OPENED[name](place, of["id"])
+            of["id"] = opened[name][0]
+    with without_on_failure("lines"):
+        while opened and not ends.wait(_SECONDS):
+            send()
+        send()
+    for name, (_, _, close) in list(opened.items()):
+        with without_on_failure(name):
+            close()
 
 
-class _Tail:
-    """What is added to a file of lines; all of it again once it was written again."""
-
-    def __init__(self, path: str):
-        self._path, self._inode, self._read = path, -1, 0
-
-    def new(self) -> list[tuple[str, int, dict[str, float]]]:
-        """Returns (group, step, numbers) of whole lines that were not read yet."""
-        if not os.path.exists(self._path):
-            return []
-        with open(self._path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._read:
-                self._inode, self._read = status.st_ino, 0
-            file.seek(self._read)
-            data = file.read()
-        data = data[: data.rfind(b"\n") + 1]
-        self._read += len(data)
-        lines = [json.loads(line) for line in data.splitlines()]
-        if os.path.basename(self._path) == "timings.jsonl":
-            lines = [line | {"kind": "timings"} for line in lines if line["kind"] == "train"]
-        return [(line.pop("kind"), line.pop("step"), dict(_numbers(line))) for line in lines]
+def _lines(workdir: Workdir) -> list[tuple[str, int, dict[str, float]]]:
+    """Returns (group, step, numbers) of all lines of a run, in the order of their steps."""
+    # First the timings: no metrics of a later step are read before those of an earlier one.
+    lines = [x | {"kind": "timings"} for x in Lines(workdir.timings).read() if x["kind"] == "train"]
+    lines += Lines(workdir.metrics).read()
+    parts = [(line.pop("kind"), line.pop("step"), dict(_numbers(line))) for line in lines]
+    return sorted(parts, key=lambda line: line[1])
 
 
 def _numbers(line: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:

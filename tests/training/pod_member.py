@@ -1,9 +1,8 @@
 """`pod_member.py FOLDER WHO STEP WHAT ARGS...`: `bert-jax ARGS` that notes down its rows.
 
-Before step STEP process WHO does WHAT: `hang`, `fail`, or gets the signal of that name; `late`
-comes to it 40 seconds after the others; `none` is nothing; `absent` never comes at all; `blind`
-fails to read checkpoints three times, `blinded` always; `poison` makes three steps from STEP on
-have no finite loss, on all processes. Each process writes a line (step, row, hash of all that the
+Before step STEP process WHO does WHAT: `hang`, `fail`, or gets the signal of that name; `none` is
+nothing; `blinded` fails to read checkpoints; `poison` makes three steps from STEP on have no finite
+loss, on all processes. Each process writes a line (step, row, hash of all that the
 row holds) for each row of its devices to FOLDER. In ARGS $JAX_PROCESS_ID is the process's number,
 and `@chdir F` leads the command to run in F/NUMBER: as hosts have disks of their own.
 """
@@ -36,16 +35,14 @@ def make_noting(*args):
         now = int(state["step"])
         if WHAT == "poison" and STEP <= now < STEP + 3:
             batch = batch | {"masked_lm_weights": batch["masked_lm_weights"] * float("nan")}
-        elif WHAT not in ("none", "poison", "blind", "blinded") and now == STEP and ME == WHO:
+        elif WHAT not in ("none", "poison", "blinded") and now == STEP and ME == WHO:
             if WHAT == "hang":
                 time.sleep(1000)
-            if WHAT == "late":
-                time.sleep(40)
             elif WHAT == "fail":
                 raise InputError("no such row")
             else:
                 os.kill(os.getpid(), getattr(signal, WHAT))
-        if WHAT not in ("none", "late", "blind") and now >= STEP:
+        if WHAT != "none" and now >= STEP:
             time.sleep(0.2)  # jax takes a second to hear a signal
         with open(FOLDER / f"rows-{jax.process_count()}-{ME}.jsonl", "a") as file:
             for row, sha in rows_of(batch):
@@ -57,20 +54,13 @@ def make_noting(*args):
 
 FOLDER.mkdir(exist_ok=True, parents=True)
 step.make_train_step = make_noting
-if WHAT == "absent" and ME == WHO:
-    print("on my way", flush=True)
-    time.sleep(1000)
-if WHAT.startswith("blind"):
+if WHAT == "blinded":
     retry.FIRST_WAIT = 0.1
     retry.again.__kwdefaults__["seconds"] = 3.0
     if ME == WHO:
-        load, faults = checkpoint.ocp.load, []
 
         def away(*args, **kwargs):
-            faults.append(1)
-            if WHAT == "blinded" or len(faults) < 4:
-                raise OSError(errno.ESTALE, "Stale file handle")
-            return load(*args, **kwargs)
+            raise OSError(errno.ESTALE, "Stale file handle")
 
         checkpoint.ocp.load = away
 args = [os.path.expandvars(arg) for arg in sys.argv[5:]]

@@ -53,43 +53,27 @@ def test_all_go_on_once_all_have_come(address):
 
 
 def test_the_missing_are_named_to_all_the_others(address):
-    told = call(*(Place(address, number, 6) for number in (0, 2, 5)), limit=1.0)
-    assert len(set(told)) == 1
-    assert told[0].startswith("process 1, 3, 4 of 6 did not arrive within 1 seconds")
+    """One that came and left again is missing, too."""
+    me = json.dumps([1, 6, "gone"]).encode()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        left = pool.submit(knock, address, len(me).to_bytes(4) + me)
+        told = call(*(Place(address, number, 6) for number in (0, 2, 5)), limit=2.0)
+        left.result()
+    assert len(set(told)) == 1 and told[0].startswith("process 1, 3, 4 of 6 did not arrive within")
     assert kinds == {Unavailable}
 
 
-def test_a_number_given_twice_is_named_to_all(address):
-    told = call(Place(address, 0, 4), Place(address, 1, 4), Place(address, 1, 4))
-    assert len(set(told)) == 1
-    assert told[0].startswith("two processes are number 1 of 4 (on ")
-    assert kinds == {InputError}
-
-
-def test_two_first_processes_are_told_apart(address):
-    told = call(Place(address, 0, 2), Place(address, 0, 2), limit=1.0)
-    assert any("cannot listen there" in line for line in told)
-
-
-def test_another_count_is_named_to_all(address):
-    told = call(Place(address, 0, 3), Place(address, 1, 2))
-    assert len(set(told)) == 1 and "(" in told[0] and "JAX_NUM_PROCESSES=2, process 0 (" in told[0]
+@pytest.mark.parametrize("places", [((0, 4), (1, 4), (1, 4)), ((0, 3), (1, 2))])
+def test_a_number_given_twice_and_another_count_are_named_to_all(places, address):
+    told = call(*(Place(address, *place) for place in places))
+    assert len(set(told)) == 1 and told[0].startswith("process 1 of ")
+    assert "JAX_PROCESS_ID" in told[0] and kinds == {InputError}
 
 
 def test_a_process_alone_says_where_it_looked(address):
     told = call(Place(address, 1, 2), limit=0.5)
     assert f"JAX_COORDINATOR_ADDRESS={address}: process 0 did not answer there" in told[0]
     assert kinds == {Unavailable}
-
-
-def test_a_process_that_left_again_is_missing(address):
-    me = json.dumps([1, 3, "gone"]).encode()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        zero = pool.submit(call, Place(address, 0, 3), limit=2.0)
-        knock(address, len(me).to_bytes(4) + me)
-        time.sleep(0.5)
-        two = call(Place(address, 2, 3), limit=2.0)
-        assert two == zero.result() and "process 1 of 3 did not arrive" in two[0]
 
 
 def knock(address: str, said: bytes) -> None:
@@ -104,28 +88,16 @@ def knock(address: str, said: bytes) -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b"\0\0\0\x0b[[1], 2, 3]"]
-)
-def test_strangers_who_knock_are_sent_away(said, address):
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        both = pool.submit(call, Place(address, 0, 2), limit=20.0)
-        knock(address, said)
-        assert call(Place(address, 1, 2)) == [""]
-        assert both.result() == [""]
-
-
-def test_silent_strangers_keep_nobody_waiting(address):
+def test_strangers_who_knock_are_sent_away_and_silent_ones_keep_nobody_waiting(address):
     host, port = address.split(":")
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         both = pool.submit(call, Place(address, 0, 2), limit=20.0)
-        knock(address, b"")  # until it listens
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b"\0\0\0\x0b[[1], 2, 3]"):
+            knock(address, said)
         for _ in range(3):
             line = stack.enter_context(socket.create_connection((host, int(port)), timeout=1))
             line.sendall(b"{")
-        began = time.monotonic()
         assert call(Place(address, 1, 2)) == [""] == both.result()
-        assert time.monotonic() - began < 4  # each was waited for 5 seconds
 
 
 # --- what processes tell each other -------------------------------------------------------------
@@ -259,10 +231,9 @@ def test_a_broken_device_is_tried_again_and_a_program_that_is_refused_is_not(err
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, "set without JAX_PROCESS_ID, JAX_NUM_PROCESSES"),
-        ({"JAX_NUM_PROCESSES": "2"}, "set without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID"),
+        ({"ADDRESS": "h:1"}, "JAX_COORDINATOR_ADDRESS=h:1, JAX_PROCESS_ID=, JAX_NUM_PROCESSES=:"),
         ({"ADDRESS": "h:1", "JAX_PROCESS_ID": "x", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID=x"),
-        ({"ADDRESS": "h:1", "JAX_PROCESS_ID": "2", "JAX_NUM_PROCESSES": "2"}, "must be below"),
+        ({"ADDRESS": "h:1", "JAX_PROCESS_ID": "2", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID=2"),
         ({"ADDRESS": "h", "JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"}, "as host:port"),
         ({"ADDRESS": "a..b:1", "JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"}, "as host:port"),
         ({"BERT_JAX_ARRIVE_WITHIN": "soon"}, "BERT_JAX_ARRIVE_WITHIN=soon"),

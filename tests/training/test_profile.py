@@ -12,7 +12,7 @@ import pytest
 from broken import tree
 from compare import assert_identical
 from etils import epath
-from small_run import final_state, pretrain, write_text
+from small_run import final_state, pretrain
 
 from bert_jax.training import step as step_lib
 from bert_jax.training.profile import Profile
@@ -32,36 +32,12 @@ def traced(profile: pathlib.Path) -> dict[str, list[int]]:
     return found
 
 
-def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
-    for name in ("metrics.jsonl", "predictions.jsonl"):
-        assert (a / name).read_bytes() == (b / name).read_bytes()
-    assert_identical(final_state(a)[1], final_state(b)[1])
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """A folder with text and a finished run, without a profile; and the experiment file."""
-    folder = tmp_path_factory.mktemp("profile")
-    file = write_text(folder)
-    assert pretrain(file, folder / "plain")[0] == "finished"
-    return folder, file
-
-
-@pytest.mark.nightly
-def test_a_profiled_run_is_the_run_without_bit_for_bit(plain):
-    """The window ends in another phase than it begins in."""
-    folder, file = plain
-    outcome, said = pretrain(file, folder / "profiled", "run.profile_steps=11,16")
-    assert outcome == "finished" and "profile of steps 12 to 16: " in said
-    assert traced(folder / "profiled" / "profile") == {"steps_12_to_16": [12, 13, 14, 15, 16]}
-    assert_same_run(folder / "profiled", folder / "plain")
-    lines = (folder / "profiled" / "timings.jsonl").read_text().splitlines()
-    assert sum(json.loads(line).get("profile_seconds", 0.0) for line in lines) > 0
-
-
 @pytest.mark.long
-def test_a_stop_in_the_window_ends_the_trace_and_a_resume_begins_one(plain, monkeypatch):
-    folder, file = plain
+def test_a_profiled_run_that_stops_in_the_window_is_the_run_without_bit_for_bit(
+    finished_run, copy_of_run, monkeypatch
+):
+    """The stop ends the trace, and a resume begins one; the window goes over the end of a phase."""
+    file, workdir, window = pathlib.Path("small.py"), copy_of_run / "w", "run.profile_steps=11,16"
     make = step_lib.make_train_step
 
     def make_stopping(*args):
@@ -75,28 +51,18 @@ def test_a_stop_in_the_window_ends_the_trace_and_a_resume_begins_one(plain, monk
 
         return stopping
 
-    workdir, window = folder / "stopped", "run.profile_steps=11,16"
     with monkeypatch.context() as patch:
         patch.setattr(step_lib, "make_train_step", make_stopping)
         assert pretrain(file, workdir, window)[0] == "stopped"
     assert traced(workdir / "profile") == {"steps_12_to_13": [12, 13]}
-    assert pretrain(file, workdir, window)[0] == "finished"
-    assert traced(workdir / "profile") == {
-        "steps_12_to_13": [12, 13],
-        "steps_14_to_16": [14, 15, 16],
-    }
-    assert_same_run(workdir, folder / "plain")
-
-
-@pytest.mark.long
-def test_a_run_that_may_not_write_its_profile_says_so_and_goes_on(plain):
-    folder, file = plain
-    (folder / "blocked").mkdir()
-    (folder / "blocked" / "profile").write_text("a file")
-    outcome, said = pretrain(file, folder / "blocked", "run.profile_steps=20,22")
-    assert outcome == "finished"
-    assert "no profile of steps 21 to 22: " in said and "is a file where a folder" in said
-    assert_same_run(folder / "blocked", folder / "plain")
+    outcome, said = pretrain(file, workdir, window)
+    assert outcome == "finished" and "profile of steps 14 to 16: " in said
+    assert traced(workdir / "profile")["steps_14_to_16"] == [14, 15, 16]
+    for name in ("metrics.jsonl", "predictions.jsonl"):
+        assert (workdir / name).read_bytes() == (finished_run / "run" / name).read_bytes()
+    assert_identical(final_state(workdir)[1], final_state(finished_run / "run")[1])
+    lines = (workdir / "timings.jsonl").read_text().splitlines()
+    assert sum(json.loads(line).get("profile_seconds", 0.0) for line in lines) > 0
 
 
 # --- the window alone ---
@@ -110,7 +76,7 @@ class Told(list):
 
 def profile(folder, window=(2, 5), process=0):
     told = Told()
-    return Profile(window, epath.Path(folder), process, told, Clock(None)), told
+    return Profile(window, epath.Path(folder), process, told, Clock()), told
 
 
 def take(profile, steps) -> None:
@@ -155,10 +121,9 @@ def test_processes_write_side_by_side(tmp_path):
     assert len(list(run.glob("*.xplane.pb"))) == 2
 
 
-@pytest.mark.parametrize(("window", "steps"), [((), range(6)), ((2, 5), range(5, 9))])
-def test_no_window_and_one_that_a_resume_has_passed_are_no_trace(window, steps, tmp_path):
-    one, told = profile(tmp_path / "profile", window)
-    take(one, steps)
+def test_a_window_that_a_resume_has_passed_is_no_trace(tmp_path):
+    one, told = profile(tmp_path / "profile")
+    take(one, range(5, 9))
     assert not told and not tree(tmp_path)
 
 

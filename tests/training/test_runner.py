@@ -1,14 +1,13 @@
 """What the loop does beside the steps."""
 
-import itertools
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 
 import jax
@@ -16,45 +15,37 @@ import numpy as np
 import pytest
 from etils import epath
 from rich.console import Console
-from small_run import pretrain, write_text
+from small_run import pretrain
 
-from bert_jax import config, loaded
 from bert_jax.config import Run
 from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
-from bert_jax.storage.workdir import Workdir, sealed
+from bert_jax.storage.workdir import sealed
 from bert_jax.text import tokenizer
-from bert_jax.training import environment as environment_lib
 from bert_jax.training import evaluators, session, step
 from bert_jax.training import lines as lines_lib
-from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.job import Evaluator, PhaseBatches
-from bert_jax.training.pretraining import Prepared
 from bert_jax.training.progress import Clock, Progress
 from bert_jax.training.runner import Trainer
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runner")
-    return folder, write_text(folder)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(text):
-    """A finished run."""
-    folder, file = text
-    assert pretrain(file, folder / "undisturbed")[0] == "finished"
-    return folder / "undisturbed"
+@pytest.fixture
+def text(copy_of_run):
+    """A folder with text and its experiment file."""
+    return copy_of_run, pathlib.Path("small.py")
 
 
 @pytest.fixture
-def finished(undisturbed, tmp_path):
-    """A copy of it."""
-    shutil.copytree(undisturbed, tmp_path / "w")
-    return tmp_path / "w"
+def undisturbed(finished_run):
+    return finished_run / "run"
+
+
+@pytest.fixture
+def finished(copy_of_run):
+    """A finished run that may be changed."""
+    return copy_of_run / "run"
 
 
 def test_the_host_reads_the_device_once_a_log_interval(text, tmp_path, monkeypatch):
@@ -90,46 +81,18 @@ def test_the_host_reads_the_device_once_a_log_interval(text, tmp_path, monkeypat
     assert all(in_phase[i] - in_phase[i - 1] == window for i in steps_with_reads)
 
 
-def test_saved_steps_are_the_newest_the_best_and_every_so_many(text, tmp_path, monkeypatch):
-    """The best one by masked LM as measured when it was saved, also after another start."""
-    _, file = text
-    found = evaluators.evaluate
-    calls, noise = iter([9.0, 3.0, 4.0, 5.0, 6.0]), itertools.count()
-
-    def scripted(*args):
-        return found(*args) | {"masked_lm_loss": next(calls), "loss": 9.0 - next(noise)}
-
-    monkeypatch.setattr(evaluators, "evaluate", scripted)
-    often = ("run.checkpoint_every=3", "run.eval_every=6", "run.keep_checkpoints=2")
-    pretrain(file, tmp_path / "w", *often, "run.keep_every=9")
-    kept = {path.name for path in (tmp_path / "w" / "checkpoints").iterdir()}
-    assert kept == {"9", "12", "18", "21", "22"}
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluators, "evaluate", lambda *args: found(*args) | {"masked_lm_loss": 4.0})
-        pretrain(file, tmp_path / "w", *often, "phases.1.steps=12", length="extend")
-    kept = {path.name for path in (tmp_path / "w" / "checkpoints").iterdir()}
-    assert kept == {"12", "24", "26"}
-
-
-def test_reading_a_run_leaves_a_save_under_way_alone(text, finished):
-    _, file = text
-    under_way = finished / "checkpoints" / "99.orbax-checkpoint-tmp"
-    under_way.mkdir()
-    (under_way / "half").write_text("x")
-    experiment = config.load(str(file))
-    place = Workdir(finished, experiment.run.corpus_dir)
-    mesh = mesh_lib.make_mesh(experiment.parallelism)
-    assert loaded.load_params(experiment, place, Prepared.open(place.corpus), mesh)[1] == 22
-    # Orbax clears up in the background: what a writer would have removed is gone by then.
-    time.sleep(1.5)
-    assert (under_way / "half").exists()
-    with Checkpoints(place.checkpoints, Run(), "write"):
-        time.sleep(1.5)
-    assert not under_way.exists()
+def test_a_checkpoint_s_loss_is_that_of_masked_lm(text, undisturbed):
+    """Of pairs it would decide by the noise of a few documents."""
+    lines = [json.loads(line) for line in (undisturbed / "metrics.jsonl").open()]
+    (scored,) = (x for x in lines if x["kind"] == "evaluation" and x["step"] == 22)
+    with Checkpoints(epath.Path(undisturbed / "checkpoints"), Run(), "read") as saved:
+        losses = {step: saved.metadata(step)["held_out_loss"] for step in saved.steps}
+    assert losses == {22: scored["masked_lm_loss"], 20: None, 16: None}
 
 
 def test_another_corpus_under_a_run_is_refused(text, finished):
     _, file = text
+    before = (finished / "experiment.json").read_bytes()
     manifest = finished / "other" / "manifest.json"
     shutil.copytree(text[0] / "corpus", manifest.parent)
     changed = json.loads(manifest.read_text())
@@ -137,52 +100,44 @@ def test_another_corpus_under_a_run_is_refused(text, finished):
     manifest.write_text(json.dumps(sealed(changed)))
     with pytest.raises(InputError, match="not the corpus this run was trained on"):
         pretrain(file, finished, f"run.corpus_dir={manifest.parent}")
+    assert (finished / "experiment.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        "manifest",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("stream", "touch", "removed")),
-    ],
+    "change", ["manifest", *(pytest.param(name, marks=pytest.mark.long) for name in ("stream",))]
 )
-def test_a_corpus_that_changes_under_a_running_run_is_named(
-    change, text, undisturbed, tmp_path, monkeypatch
-):
-    """At the next save, which is not made; a file that was only written anew is no change."""
+def test_a_corpus_that_changes_under_a_running_run_is_named(change, text, undisturbed, monkeypatch):
+    """At the next save, which is not made; what was only written again is no change."""
     folder, file = text
-    shutil.copytree(folder / "corpus", tmp_path / "corpus")
-    ids = tmp_path / "corpus" / "stream" / "train" / "ids.bin"
+    shutil.copytree(folder / "corpus", folder / "kept")
+    ids = folder / "corpus" / "stream" / "train" / "ids.bin"
     good = batches.TrainBatches.batch
 
     def batch(self, number, rows):
+        if number == 3 and self.rows_per_epoch:
+            os.utime(ids)
         if number == 10 and self.rows_per_epoch:  # some steps ahead
-            monkeypatch.undo()
+            patch.undo()
             if change == "manifest":
-                path = tmp_path / "corpus" / "manifest.json"
+                path = folder / "corpus" / "manifest.json"
                 path.write_text(path.read_text().replace('"keep"', '"drop"'))
-            elif change == "stream":
+            else:
                 content = bytearray(ids.read_bytes())
                 content[7] ^= 1
                 ids.write_bytes(content)
-            elif change == "touch":
-                os.utime(ids)
-            else:
-                shutil.rmtree(tmp_path / "corpus")
         return good(self, number, rows)
 
-    monkeypatch.setattr(batches.TrainBatches, "batch", batch)
-    run = (file, tmp_path / "w", f"run.corpus_dir={tmp_path / 'corpus'}")
-    if change == "touch":
-        assert pretrain(*run)[0] == "finished"
-        return
-    with pytest.raises(InputError, match=r"corpus.*(changed|damaged|no prepared corpus)"):
-        pretrain(*run)
-    assert {p.name for p in (tmp_path / "w" / "checkpoints").iterdir()} <= {"4", "8"}
-    shutil.rmtree(tmp_path / "corpus", ignore_errors=True)
-    shutil.copytree(folder / "corpus", tmp_path / "corpus")
-    assert pretrain(*run)[0] == "finished"
-    ours, theirs = (workdir / "metrics.jsonl" for workdir in (tmp_path / "w", undisturbed))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(InputError, match=r"corpus.*(changed|damaged)"),
+    ):
+        patch.setattr(batches.TrainBatches, "batch", batch)
+        pretrain(file, folder / "w")
+    assert {p.name for p in (folder / "w" / "checkpoints").iterdir()} <= {"4", "8"}
+    shutil.rmtree(folder / "corpus")
+    (folder / "kept").rename(folder / "corpus")
+    assert pretrain(file, folder / "w")[0] == "finished"
+    ours, theirs = (workdir / "metrics.jsonl" for workdir in (folder / "w", undisturbed))
     assert ours.read_bytes() == theirs.read_bytes()
 
 
@@ -202,50 +157,7 @@ def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path):
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "x": 0.1}\n{"step": 2, "x": 0.1}\n'
 
 
-def test_phase_of_a_step(text):
-    experiment = config.load(str(text[1]))
-    assert [experiment.phase_at(n) for n in (0, 13, 14, 21)] == [
-        (0, 0),
-        (0, 0),
-        (1, 14),
-        (1, 14),
-    ]
-    with pytest.raises(ValueError):
-        experiment.phase_at(22)
-
-
-def test_one_bad_step_is_skipped_whatever_the_log_interval(text, tmp_path, monkeypatch):
-    """Its line says so and has no loss; the run goes on."""
-    _, file = text
-    good = batches.TrainBatches.batch
-
-    def poisoned(self, number, rows):
-        batch = good(self, number, rows)
-        if number == 4 and self.rows_per_epoch and batch["input_ids"].shape[1] == 16:
-            batch["masked_lm_weights"][:] = np.nan
-        return batch
-
-    monkeypatch.setattr(batches.TrainBatches, "batch", poisoned)
-    outcome, shown = pretrain(file, tmp_path / "w", "run.log_every=1")
-    assert outcome == "finished" and "100% of steps skipped" in shown
-    lines = lines_lib.Lines(Workdir(tmp_path / "w").metrics).read()
-    bad = [line for line in lines if line.get("bad_steps")]
-    assert [line["step"] for line in bad] == [5] and "loss" not in bad[0]
-
-
-def test_a_refused_resume_leaves_the_run_s_config(text, finished, tmp_path):
-    _, file = text
-    before = (finished / "experiment.json").read_bytes()
-    other = tmp_path / "other"
-    shutil.copytree(text[0] / "corpus", other)
-    manifest = json.loads((other / "manifest.json").read_text())
-    (other / "manifest.json").write_text(json.dumps(sealed(manifest | {"documents_repeated": 9})))
-    with pytest.raises(InputError):
-        pretrain(file, finished, f"run.corpus_dir={other}")
-    assert (finished / "experiment.json").read_bytes() == before
-
-
-def test_the_checkpoint_knows_its_claim(text, finished):
+def test_the_checkpoint_knows_its_experiment(text, finished):
     """Without experiment.json too: another seed must not go on from it."""
     _, file = text
     (finished / "experiment.json").unlink()
@@ -309,18 +221,6 @@ def test_watched_sentences_fit_the_model():
     assert lengths[7] == set()
     assert lengths[9] == {9} or lengths[9] <= {8, 9}
     assert max(lengths[100]) > 9
-
-
-def test_programs_of_environments_unused_for_a_month_go(tmp_path):
-    now, day = time.time(), 24 * 3600
-    ages = {"0" * 16: [40, 31], "1" * 16: [40, 29], "2" * 16: [40], "corpora": [40]}
-    for name, days in ages.items():
-        (tmp_path / name).mkdir()
-        for number, age in enumerate(days):
-            (tmp_path / name / str(number)).touch()
-            os.utime(tmp_path / name / str(number), (now - age * day,) * 2)
-    environment_lib.forget_old_environments(epath.Path(tmp_path), ours="2" * 16)
-    assert {path.name for path in tmp_path.iterdir()} == {"1" * 16, "2" * 16, "corpora"}
 
 
 def test_every_so_many_steps_one_is_checked(text, tmp_path, monkeypatch):
@@ -404,8 +304,8 @@ def test_a_state_that_stands_still_over_bad_steps_is_no_reason_to_end(bad, in_va
     trainer = Trainer.__new__(Trainer)  # as far as an evaluation needs it
     trainer.job = types.SimpleNamespace(patience=2, total_steps=99, evaluators=[])
     trainer.state = {"params": {}, "bad_in_a_row": np.int32(bad)}
-    trainer.clock, metrics = Clock(None), []
-    trainer.lines = types.SimpleNamespace(of=lambda file: metrics)
+    trainer.clock, metrics = Clock(), []
+    trainer.lines = types.SimpleNamespace(append=lambda line, file: metrics.append(line))
     trainer.pending = None
     trainer.held_out, said = [(10, 1.0)], []
     trainer.say = said.append

@@ -97,18 +97,6 @@ def test_a_modern_encoder_sharded_equals_replicated(parallelism):
 
 
 @pytest.mark.long
-def test_zero1_clips_each_replica_s_own_gradient():
-    optimizer = dataclasses.replace(
-        samples.OPTIMIZER, clip="per_replica", reference_replicas=4, clip_norm=0.5
-    )
-    alone = samples.run(STEPS, optimizer=optimizer)
-    parallelism = Parallelism(state="zero1")
-    assert_same_run(
-        samples.run(STEPS, devices=2, optimizer=optimizer, parallelism=parallelism), alone
-    )
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["lamb", "stable_adamw"])
 def test_norms_of_tensors_are_those_of_whole_ones(name):
     optimizer = dataclasses.replace(samples.OPTIMIZER, name=name)

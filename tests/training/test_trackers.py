@@ -1,6 +1,7 @@
 """What trackers are sent: by a thread, once, on and on over resumes, and in nobody's way."""
 
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -144,9 +145,7 @@ def test_each_is_sent_every_line_once_and_goes_on_as_the_same_run(name, calls, r
         assert began["config"]["model.hidden_size"] == 16
 
 
-def test_what_they_keep_stays_on_this_machine(calls, run, monkeypatch):
-    import os
-
+def test_what_they_keep_stays_on_this_machine(calls, run):
     follow(("wandb", "trackio"), run, train(1))
     assert os.environ["WANDB_MODE"] == "offline"
     assert os.environ["TRACKIO_DIR"] == os.fspath(run[0].root / "trackio")
@@ -175,26 +174,21 @@ def test_one_that_hangs_holds_up_nobody(calls, run, tmp_path, monkeypatch):
     assert time.monotonic() - begun < 2 and said.startswith("trackers: not done")
 
 
-def test_a_tracker_that_is_not_known_is_refused(run):
-    with pytest.raises(InputError, match=r"run\.trackers=.*aim.*tensorboard, trackio, wandb"):
-        config.override(run[1], ["run.trackers=wandb,aim"])
-    assert run[1].run.trackers == ()
+def test_each_tracker_is_an_extra_of_its_name():
     extras = (pathlib.Path(__file__).parents[2] / "setup.cfg").read_text()
     assert all(f"\n{name} = {name}" in extras for name in TRACKERS)
 
 
-def test_a_run_writes_tensorboard_s_event_files_as_it_goes(tmp_path):
+def test_a_run_writes_tensorboard_s_event_files_as_it_goes(copy_of_run):
+    """Also of lines that were there before; over a resume nothing twice."""
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     ).EventAccumulator
-    file = small_run.write_text(tmp_path / "text")
-    workdir = tmp_path / "run"
-    words = f"pretrain {file} --workdir {workdir} --set run.trackers=tensorboard"
-    assert call(words) == (0, "")
-    shutil.rmtree(workdir / "checkpoints" / "22")
-    (workdir / "metrics.jsonl").rename(workdir / "before")
-    shutil.copy(workdir / "before", workdir / "metrics.jsonl")
-    assert call(words) == (0, "")  # resumed: nothing twice
+    workdir = copy_of_run / "run"
+    for _ in range(2):
+        shutil.rmtree(workdir / "checkpoints" / "22")
+        words = "pretrain small.py --workdir run --set run.trackers=tensorboard"
+        assert call(words) == (0, "")
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     for kind in ("train", "evaluation"):
         events = accumulator(str(workdir / "tensorboard" / kind))
