@@ -220,20 +220,17 @@ def plots_of_learning(
         held_out_nats = plot("Nats below its own unigram line", "held out", "below", note)
     if why or _other_masks(records):
         in_training = []
-    coin = {"levels": COIN}
+    of_pairs = []
+    for name in pairs:
+        title = f"Held-out {losses.PAIRS[name].replace(' ', '-')}"
+        of_pairs += [
+            plot(f"{title} accuracy", "held out", f"{name}_accuracy", **percent),
+            plot(f"{title} loss, nat", "held out", f"{name}_loss", GUESSING, levels=COIN),
+        ]
     return [
         held_out_nats,
         plot(f"Held-out {'piece' if why else words} accuracy", "held out", "right", **percent),
-        *(
-            plot(
-                f"Held-out {losses.PAIRS[name].replace(' ', '-')} {what}", "held out", *how, **more
-            )
-            for name in pairs
-            for what, how, more in (
-                ("accuracy", (f"{name}_accuracy",), percent),
-                ("loss, nat", (f"{name}_loss", GUESSING), coin),
-            )
-        ),
+        *of_pairs,
         plot("Score on validation examples", "scores", "score", _no_scores(records)),
         plot("Loss on validation examples", "scores", "loss"),
         *(

@@ -385,9 +385,9 @@ def _own(line: Line) -> list[str]:
 def _probes(record: Record) -> Plot:
     """Returns a plot of the scores of all probes of a run."""
     newest = record.probes[-1] if record.probes else {"scores": {}, "majority": {}}
+    lines = [{"step": line["step"]} | line["scores"] for line in record.probes]
     curves = [
-        curve(of_probe(record, name), "score", name, number, "points")
-        for number, name in enumerate(newest["scores"])
+        curve(lines, name, name, number, "points") for number, name in enumerate(newest["scores"])
     ]
     levels = [(value, f"{name}: commonest") for name, value in newest["majority"].items()]
     return Plot("Probes", curves, levels)
@@ -446,15 +446,6 @@ def draw_maps(maps: np.ndarray, name: str) -> str:
         axes.set_xlabel("head")
         axes.set_ylabel("layer")
         return _svg(axes, name)
-
-
-def of_probe(record: Record, name: str) -> list[Line]:
-    """Returns the `score` of a probe by step."""
-    return [
-        {"step": line["step"], "score": line["scores"][name]}
-        for line in record.probes
-        if name in line["scores"]
-    ]
 
 
 def _level(line: Line, name: str, label: str) -> list[tuple[float, str]]:
