@@ -26,14 +26,14 @@ from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.interop import huggingface
 from bert_jax.loaded import Loaded
+from bert_jax.running import lines as lines_lib
+from bert_jax.running import peers as peers_lib
+from bert_jax.running.job import Job
+from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.job import FinetuningSetup, finetune
-from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer, step
-from bert_jax.training import peers as peers_lib
-from bert_jax.training.job import Job
-from bert_jax.training.progress import LineConsole, Progress
 
 # Of losses, and of final scores without dropout.
 FIRST, LOSSES, SCORES = 100, 1e-3, 5e-3

@@ -21,12 +21,13 @@ from bert_jax import config
 from bert_jax.config import Data, Experiment, Phase
 from bert_jax.data import batches
 from bert_jax.loaded import load_params
+from bert_jax.running import evaluators, pretraining
+from bert_jax.running.pretraining import Prepared
+from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import evaluators, pretraining, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
-from bert_jax.training.pretraining import Prepared
-from bert_jax.training.progress import Progress
+from bert_jax.training import step
 
 # Tokens around, and those in the middle of a row whose masked pieces are scored.
 SHORTEST, MIDDLE = 64, 48

@@ -22,13 +22,14 @@ from rich.console import Console
 
 from benchmarks import measure, ours, shapes
 from bert_jax.config import Corpus, Data, Experiment, Model, Phase, Run
+from bert_jax.running import pretraining
+from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.pretraining import Prepared
+from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import feed, pretraining, step
+from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
-from bert_jax.training.pretraining import Prepared
-from bert_jax.training.progress import Progress
 
 SAMPLE = measure.ROOT / "experiments" / "sample_text" / "speeches.jsonl.gz"
 LAP = 50

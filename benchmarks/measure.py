@@ -26,7 +26,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "tokenizers", "orbax-checkpoint")
 Memory = Literal["kept", "shipped"]
 Device = Literal["cpu", "cuda"]
 
-# Freed memory is kept, as `training.session` asks of the C library.
+# Freed memory is kept, as `running.session` asks of the C library.
 _KEPT = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),

@@ -29,12 +29,12 @@ from bert_jax.loaded import Loaded
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
+from bert_jax.running import lines as lines_lib
+from bert_jax.running.pretraining import Prepared
 from bert_jax.text import tokenizer
 from bert_jax.training import feed, optimizer, step
-from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
-from bert_jax.training.pretraining import Prepared
 
 STEPS = 50
 _MODERN = ("model.kind=modern", "model.intermediate_size=344")

@@ -26,12 +26,12 @@ from bert_jax import base
 from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Model, Optimizer, Run, Task
 from bert_jax.interop import finetuned
 from bert_jax.model import heads
+from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.job import finetune
 from bert_jax.tasks.predict import TaskModel
 from bert_jax.text.library import Library
 from bert_jax.text.tokenizer import WordPiece
-from bert_jax.training.progress import LineConsole, Progress
 
 EXAMPLES = 24
 # Room for all pieces: pipelines cut nothing.

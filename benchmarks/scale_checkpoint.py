@@ -26,9 +26,10 @@ from etils import epath
 from benchmarks import measure
 from bert_jax import config
 from bert_jax.config import Run
+from bert_jax.running import peers
+from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import peers, step
-from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.training import step
 from bert_jax.training.checksums import checksums
 from bert_jax.training.objective import Pretraining
 

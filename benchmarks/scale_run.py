@@ -31,9 +31,9 @@ from bert_jax import config
 from bert_jax.config import Experiment, Parallelism
 from bert_jax.data import build, corpus, stream
 from bert_jax.data.batches import TrainBatches
+from bert_jax.running.pretraining import Prepared
 from bert_jax.storage.workdir import COMPLETE, Workdir, sealed
 from bert_jax.text import documents
-from bert_jax.training.pretraining import Prepared
 
 VOCABULARY = measure.ROOT / "bert_jax" / "conformance" / "files" / "bert_base_uncased_vocab.txt.gz"
 # Of Wikipedia: sentences of 25 pieces, articles of 25 sentences, a few of them of thousands.
@@ -219,9 +219,9 @@ def starts(folder: pathlib.Path) -> dict[str, float]:
 
 def start(folder: pathlib.Path) -> dict[str, float]:
     """All that `pretrain` does with a corpus before its first step."""
+    from bert_jax.running import peers as peers_lib
+    from bert_jax.running.pretraining import PretrainingSetup
     from bert_jax.training import mesh as mesh_lib
-    from bert_jax.training import peers as peers_lib
-    from bert_jax.training.pretraining import PretrainingSetup
 
     scaled = experiment(folder)
     workdir = Workdir(folder / "run", scaled.run.corpus_dir)

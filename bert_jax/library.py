@@ -24,11 +24,11 @@ from bert_jax.data.mixture import MixedBatches
 from bert_jax.errors import InputError, printable
 from bert_jax.interop import huggingface
 from bert_jax.loaded import Loaded
+from bert_jax.running import pretraining
+from bert_jax.running.pretraining import Prepared
+from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage import mirror
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training import pretraining
-from bert_jax.training.pretraining import Prepared
-from bert_jax.training.progress import LineConsole, Progress
 
 Path = str | os.PathLike[str]
 

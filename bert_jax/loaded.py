@@ -23,15 +23,15 @@ from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode
+from bert_jax.running import lines as lines_lib
+from bert_jax.running.checkpoint import Checkpoints, Restored
+from bert_jax.running.evaluators import Prediction, Predictor, logits_of
+from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
-from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective, step
 from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training.checkpoint import Checkpoints, Restored
-from bert_jax.training.evaluators import Prediction, Predictor, logits_of
-from bert_jax.training.pretraining import Prepared
 from bert_jax.vectors import embed as embed_lib
 from bert_jax.vectors.embed import Embedder, Features
 

@@ -39,10 +39,10 @@ from bert_jax.cli import child
 from bert_jax.data import corpus
 from bert_jax.plan import compile as compile_lib
 from bert_jax.plan import hlo, schedule
+from bert_jax.running.pretraining import Prepared
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 from bert_jax.training import step as step_lib
-from bert_jax.training.pretraining import Prepared
 
 ROOT = pathlib.Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "behaviour.json"

@@ -17,7 +17,7 @@ import small_run  # noqa: E402
 # Before jax starts. Four devices on a CPU: what shards here shards on a pod.
 os.environ.update(small_run.settings(devices=4))
 
-from bert_jax.training.environment import keep_compiled_programs  # noqa: E402
+from bert_jax.running.environment import keep_compiled_programs  # noqa: E402
 
 # What this process compiles is found by the commands that it starts.
 keep_compiled_programs()

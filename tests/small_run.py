@@ -121,10 +121,10 @@ def pretrain(
     from rich.console import Console
 
     from bert_jax import config
+    from bert_jax.running import pretraining
+    from bert_jax.running.progress import Progress
     from bert_jax.storage.workdir import Workdir
     from bert_jax.tasks.probes import Probes
-    from bert_jax.training import pretraining
-    from bert_jax.training.progress import Progress
 
     experiment = config.override(config.load(str(file)), settings)
     console = Console(record=True, width=200, file=io.StringIO())
@@ -140,8 +140,8 @@ def final_state(workdir: pathlib.Path, step: int | None = None) -> tuple[int, di
     from etils import epath
 
     from bert_jax import config
+    from bert_jax.running.checkpoint import Checkpoints
     from bert_jax.training import mesh as mesh_lib
-    from bert_jax.training.checkpoint import Checkpoints
     from bert_jax.training.objective import Pretraining
     from bert_jax.training.step import abstract_state
 

@@ -16,10 +16,10 @@ from small_run import bert_jax, killed, write_text
 
 from bert_jax import config
 from bert_jax.data import corpus, plans
+from bert_jax.running import runner
+from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import mirror, retry
 from bert_jax.storage.workdir import Holder
-from bert_jax.training import runner
-from bert_jax.training.pretraining import Prepared
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"

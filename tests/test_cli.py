@@ -9,11 +9,11 @@ import pytest
 from small_run import write_text
 
 from bert_jax import cli, config, loaded
+from bert_jax.running import environment, evaluators
+from bert_jax.running.pretraining import Prepared
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer
-from bert_jax.training import environment, evaluators
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.pretraining import Prepared
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +376,7 @@ def test_what_is_to_be_done_is_shown_before_the_first_step(run, capsys, tmp_path
 
 
 def test_a_setting_without_effect_is_said(copy_of_run, monkeypatch, capsys):
-    monkeypatch.setattr("bert_jax.training.pretraining.pretrain", lambda *_: "finished")
+    monkeypatch.setattr("bert_jax.running.pretraining.pretrain", lambda *_: "finished")
     for command in ("pretrain", "show"):
         words = [command, "small.py", "--workdir", "new", "--set", "optimizer.decay_steps=5"]
         assert cli.main(words) == 0

@@ -14,12 +14,12 @@ from etils import epath
 from small_run import pretrain
 
 from bert_jax.errors import DiskFull
+from bert_jax.running import lines as lines_lib
+from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.profile import Profile
+from bert_jax.running.progress import Clock
+from bert_jax.running.runner import Trainer
 from bert_jax.storage import copies
-from bert_jax.training import lines as lines_lib
-from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.profile import Profile
-from bert_jax.training.progress import Clock
-from bert_jax.training.runner import Trainer
 
 
 class Disk:

@@ -10,11 +10,11 @@ import samples
 
 from bert_jax import config
 from bert_jax.data import batches
+from bert_jax.running.pretraining import require_runnable
 from bert_jax.training import feed, sharding, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 from bert_jax.training.objective import Pretraining
-from bert_jax.training.pretraining import require_runnable
 
 EXPERIMENTS = sorted((pathlib.Path(__file__).parents[1] / "experiments").glob("*.py"))
 GOLDEN = pathlib.Path(__file__).parent / "golden"

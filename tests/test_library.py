@@ -15,7 +15,7 @@ from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
 from bert_jax.loaded import Loaded
 from bert_jax.model import heads, layers
-from bert_jax.training.pretraining import Prepared
+from bert_jax.running.pretraining import Prepared
 
 
 @pytest.fixture(scope="module")

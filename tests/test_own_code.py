@@ -20,8 +20,9 @@ from bert_jax import config
 from bert_jax.config import code as code_lib
 from bert_jax.errors import InputError
 from bert_jax.model import heads, layers
-from bert_jax.training import evaluators, own, step
+from bert_jax.running import evaluators
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import own, step
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = ["--set", "phases.0.steps=30", "--set", "phases.1.steps=20", "--set", "run.eval_every=25"]

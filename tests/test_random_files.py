@@ -21,8 +21,8 @@ from bert_jax.config import Corpus
 from bert_jax.data import corpus as corpus_lib
 from bert_jax.interop import huggingface, tf1
 from bert_jax.loaded import Loaded
+from bert_jax.running.pretraining import Prepared
 from bert_jax.text import documents, tokenizer, vocabulary
-from bert_jax.training.pretraining import Prepared
 
 TEXT = "wa w7 Straße [MASK] 東京 \u0301 ##b"
 

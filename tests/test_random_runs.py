@@ -17,10 +17,10 @@ from bert_jax.config import Parallelism
 from bert_jax.plan import report as plan_report
 from bert_jax.report import figures, page
 from bert_jax.report.records import Record
+from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.storage import workdir
 from bert_jax.storage.workdir import load_experiment, sealed
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state
 

@@ -18,8 +18,8 @@ from etils import epath
 
 from bert_jax.data import build
 from bert_jax.errors import InputError
+from bert_jax.running import lines as lines_lib
 from bert_jax.storage.workdir import lock, sealed
-from bert_jax.training import lines as lines_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "bert_jax").rglob("*.py"))
@@ -70,7 +70,7 @@ def test_experiment_files_are_the_one_thing_that_runs_as_code():
         # Of what the processes of one `prepare` send each other through pipes.
         "bert_jax/data/workers.py": {"multiprocessing.connection"},
         # Bytes alone, read as JSON.
-        "bert_jax/training/roll_call.py": {"multiprocessing.connection"},
+        "bert_jax/running/roll_call.py": {"multiprocessing.connection"},
         # One module of ours, where one of its names is asked for.
         "bert_jax/__init__.py": {"importlib", "import_module"},
     }
@@ -78,7 +78,7 @@ def test_experiment_files_are_the_one_thing_that_runs_as_code():
 
 
 def test_what_hosts_tell_each_other_is_no_pickle():
-    source = (ROOT / "bert_jax" / "training" / "roll_call.py").read_text()
+    source = (ROOT / "bert_jax" / "running" / "roll_call.py").read_text()
     assert "recv_bytes(" in source and ".recv()" not in source
 
 

@@ -26,7 +26,8 @@ LINES = {
     "storage": 1_503,
     "tasks": 4_055,
     "text": 3_114,
-    "training": 6_337,
+    "training": 1_748,
+    "running": 4_266,
     "vectors": 696,
     "verify": 1_159,
     "launch": 1_919,
@@ -52,7 +53,7 @@ TOO_LONG = {
     "bert_jax/storage/workdir.py": 467,
     "bert_jax/text/documents.py": 571,
     "bert_jax/text/tokenizer.py": 475,
-    "bert_jax/training/checkpoint.py": 555,
+    "bert_jax/running/checkpoint.py": 497,
     "tests/compare/test_compare.py": 713,
     "tests/data/test_batches.py": 494,
     "tests/data/test_corpus.py": 646,
@@ -71,8 +72,7 @@ TOO_SHORT = {
 # A folder holds 17 modules, the package 22 names; where there are more, how many at most.
 MODULES, NAMES = 17, 22
 TOO_MANY = {
-    ".": 24,
-    "training": 26,
+    ".": 25,
 }
 
 

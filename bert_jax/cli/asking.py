@@ -55,8 +55,8 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def _do_task(args: argparse.Namespace) -> int:
+    from bert_jax.running.environment import keep_compiled_programs
     from bert_jax.tasks import predict as predict_lib
-    from bert_jax.training.environment import keep_compiled_programs
 
     if args.beam is not None and not 1 <= args.beam <= _MOST_BEAMS:
         raise InputError(f"--beam {args.beam}: must be from 1 to {_MOST_BEAMS}")
@@ -92,8 +92,8 @@ def _fill_masks(args: argparse.Namespace) -> int:
     if top < 1:
         raise InputError(f"--top {top}: must be at least 1")
     trained = trained_of(args)
+    from bert_jax.running.evaluators import Predictor
     from bert_jax.text.unknown import Share
-    from bert_jax.training.evaluators import Predictor
 
     if trained.experiment is not None and "masked_lm" in trained.fresh:
         raise InputError(
@@ -250,8 +250,8 @@ def search(args: argparse.Namespace) -> int:
 def serve(args: argparse.Namespace) -> int:
     """Answer over HTTP: vectors as OpenAI's clients ask for them, or a fine-tuned run's task."""
     tuned = is_finetuned(args)
+    from bert_jax.running.environment import keep_compiled_programs
     from bert_jax.tasks.predict import TaskModel
-    from bert_jax.training.environment import keep_compiled_programs
 
     try:
         from bert_jax import serve as serve_lib

@@ -19,9 +19,10 @@ import numpy as np
 
 from bert_jax import cli, system
 from bert_jax.data import corpus
-from bert_jax.training import evaluators, start, step
-from bert_jax.training import lines as lines_lib
-from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.running import evaluators, start
+from bert_jax.running import lines as lines_lib
+from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.training import step
 from bert_jax.verify import pod
 from bert_jax.verify.faults import Fault, Plan, files_below
 

@@ -197,7 +197,7 @@ def trained_of(args: argparse.Namespace):
     from etils import epath
 
     from bert_jax.loaded import Loaded
-    from bert_jax.training.environment import keep_compiled_programs
+    from bert_jax.running.environment import keep_compiled_programs
 
     keep_compiled_programs()
     return Loaded.of(epath.Path(args.workdir), which=args.checkpoint)

@@ -83,9 +83,9 @@ def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
     system.use_one_memory_pool()
     experiment, origin, branch = _pretraining(args)
+    from bert_jax.running import pretraining
+    from bert_jax.running.progress import LineConsole, Progress
     from bert_jax.tasks.probes import Probes
-    from bert_jax.training import pretraining
-    from bert_jax.training.progress import LineConsole, Progress
 
     workdir = workdir_of(args, experiment, "write")
     progress = Progress(LineConsole())
@@ -108,8 +108,8 @@ def _pretraining(args: argparse.Namespace):
     if args.experiment is not None and not others:
         return *config.load_with_origin(args.experiment, args.set), None
     experiment = None if others else saved_experiment(args, Experiment)
+    from bert_jax.running import branch
     from bert_jax.storage import mirror
-    from bert_jax.training import branch
 
     if args.decay_from is not None:
         experiment, begins = branch.decayed(args.decay_from, args.experiment, args.set)
@@ -133,8 +133,8 @@ def compare(args: argparse.Namespace) -> int:
     table = config.load_table(args.table)
     from bert_jax.compare.results import Results
     from bert_jax.compare.runs import Comparison
+    from bert_jax.running.progress import LineConsole, Progress
     from bert_jax.storage.workdir import lock
-    from bert_jax.training.progress import LineConsole, Progress
 
     progress = Progress(LineConsole())
     results = Results.read(table, args.workdir or f"runs/{table.name}")
@@ -176,8 +176,8 @@ def finetune(args: argparse.Namespace) -> int:
         raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
     experiment, origin = (None, None) if args.sweep else _finetuning(args)
     from bert_jax.compare import sweep
+    from bert_jax.running.progress import LineConsole, Progress
     from bert_jax.tasks import job
-    from bert_jax.training.progress import LineConsole, Progress
 
     progress = Progress(LineConsole())
     if experiment is None:

@@ -46,11 +46,12 @@ def evaluate(args: argparse.Namespace) -> int:
         return _evaluate_tasks(args)
     experiment, workdir = experiment_of(args)
     from bert_jax.loaded import load_params
-    from bert_jax.training import evaluators, step
+    from bert_jax.running import evaluators
+    from bert_jax.running.environment import keep_compiled_programs
+    from bert_jax.running.pretraining import Prepared
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training import objective as objective_lib
-    from bert_jax.training.environment import keep_compiled_programs
-    from bert_jax.training.pretraining import Prepared
+    from bert_jax.training import step
 
     keep_compiled_programs()
     prepared = Prepared.open(workdir.corpus)
@@ -172,8 +173,8 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
             return itertools.chain(config.notes(tuned), lines)
     experiment, workdir = experiment_of(args)
     from bert_jax import library
+    from bert_jax.running.pretraining import Prepared
     from bert_jax.storage.workdir import fork_of, load_experiment
-    from bert_jax.training.pretraining import Prepared
 
     saved = load_experiment(workdir) if workdir.experiment.exists() else experiment
     if changed := config.differences(saved, experiment, "identity"):
@@ -292,9 +293,9 @@ def checkpoints(args: argparse.Namespace) -> int:
     require_run(args.run)
     from etils import epath
 
+    from bert_jax.running import checkpoint
     from bert_jax.storage import mirror
     from bert_jax.storage.workdir import fork_of, holds_finetuning, load_experiment
-    from bert_jax.training import checkpoint
     from bert_jax.training import mesh as mesh_lib
 
     workdir = mirror.opened(epath.Path(args.run))
@@ -339,7 +340,7 @@ def checkpoints(args: argparse.Namespace) -> int:
 
 def _is_finished(experiment: Experiment | Finetuning, newest: dict[str, Any] | None) -> bool:
     """Tells from the metadata of its newest checkpoint whether a run has done all it was to do."""
-    from bert_jax.training.lines import in_vain
+    from bert_jax.running.lines import in_vain
 
     if newest is None:
         return False

@@ -7,10 +7,10 @@ from etils import epath
 
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError
+from bert_jax.running import pretraining
+from bert_jax.running.lines import Lines
+from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import pretraining
-from bert_jax.training.lines import Lines
-from bert_jax.training.progress import Progress
 
 # Steps of each phase whose time is taken, after as many that warm caches.
 _TIMED = 25

@@ -10,8 +10,8 @@ from bert_jax.model import losses
 from bert_jax.report import figures, times
 from bert_jax.report.figures import Curve, Figure, Plot
 from bert_jax.report.render import Table, page
+from bert_jax.running.lines import Lines
 from bert_jax.storage.workdir import Workdir, write_atomic
-from bert_jax.training.lines import Lines
 
 
 def write(results: Results) -> None:

@@ -27,12 +27,12 @@ from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
 from bert_jax.model import losses
 from bert_jax.report import times
+from bert_jax.running import pretraining, session
+from bert_jax.running.lines import Lines
+from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import job
 from bert_jax.tasks.probes import Probes, of_trained
-from bert_jax.training import pretraining, session
-from bert_jax.training.lines import Lines
-from bert_jax.training.progress import Progress
 
 # Rounds in which rows take turns in having their steps timed; the fastest counts.
 _ROUNDS = 2

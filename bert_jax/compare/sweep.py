@@ -19,11 +19,11 @@ from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.errors import InputError
 from bert_jax.report.render import Table
+from bert_jax.running import lines as lines_lib
+from bert_jax.running import session
+from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.tasks import job
-from bert_jax.training import lines as lines_lib
-from bert_jax.training import session
-from bert_jax.training.progress import Progress
 
 FORMAT_VERSION = 1
 # Characters of a value that a folder's name may not hold everywhere.

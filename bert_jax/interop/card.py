@@ -11,7 +11,7 @@ from bert_jax.config import Finetuning, Section
 from bert_jax.errors import printable
 from bert_jax.interop.names import PARTS, family
 from bert_jax.loaded import Loaded
-from bert_jax.training import evaluators
+from bert_jax.running import evaluators
 
 
 class _Class(NamedTuple):

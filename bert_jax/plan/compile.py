@@ -39,12 +39,12 @@ from bert_jax.errors import InputError
 from bert_jax.plan import hlo, schedule
 from bert_jax.plan import topology as topology_lib
 from bert_jax.plan.topology import Topology, layout_of
+from bert_jax.running.pretraining import require_runnable
 from bert_jax.storage.workdir import cache_folder, made, named_errors, write_atomic
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 from bert_jax.training import step
 from bert_jax.training.collectives import CompilerOptions
-from bert_jax.training.pretraining import require_runnable
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _COMMAND = (sys.executable, "-m", "bert_jax.plan.compile")

@@ -18,11 +18,11 @@ from bert_jax.report import comparison, figures, times, tuned
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import Line, Record, corpus_statistics
 from bert_jax.report.render import Table, page, percent
+from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.lines import Lines
+from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.lines import Lines
-from bert_jax.training.pretraining import Prepared
 
 # Evaluations that stand in the tables, spread over the run.
 _ROWS = 8

@@ -19,12 +19,12 @@ from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
 from bert_jax.library import LABELS, Piece, row_pieces
 from bert_jax.plan import report as plan_report
+from bert_jax.running.lines import EVALUATIONS, Lines
+from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, read_json
 from bert_jax.tasks import layers
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training.lines import EVALUATIONS, Lines
-from bert_jax.training.pretraining import Prepared
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
 

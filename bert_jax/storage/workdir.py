@@ -7,14 +7,14 @@ bucket is written here, too: `mirror` sends it there.
     W/experiment.json       the resolved experiment
     W/experiment_code.py    the file of its objective or encoder, if it has one of its own
     W/corpus/               the prepared corpus (see data.corpus)
-    W/checkpoints/          one folder a step (see training.checkpoint)
+    W/checkpoints/          one folder a step (see running.checkpoint)
     W/metrics.jsonl         what was computed: a function of experiment, corpus and step alone
     W/predictions.jsonl     what the model predicted in a few fixed texts, as exact as the metrics
     W/timings.jsonl         how long it took
     W/saved.json            the step of the newest checkpoint that was seen whole
     W/origin.json           which experiment file and --set strings the last start was given, and
                             which checkpoint a fork began with
-    W/profile/              traces of some steps (see training.profile)
+    W/profile/              traces of some steps (see running.profile)
     W/plan.json             what it would take on TPUs (see plan.report)
     W/layers.json           what each layer knows (see tasks.layers), and a page of it
     W/launch.json           what was rented for the run, by a version before this

@@ -12,6 +12,10 @@ from bert_jax import config
 from bert_jax.config import SCORES, Finetuning
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
+from bert_jax.running import session
+from bert_jax.running.job import Evaluator, Job, PhaseBatches, Setup, every
+from bert_jax.running.peers import Peers
+from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment
 from bert_jax.tasks import examples as examples_lib
@@ -21,11 +25,8 @@ from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.objective import require_parallelism
 from bert_jax.text import unknown
-from bert_jax.training import feed, session, step
+from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.job import Evaluator, Job, PhaseBatches, Setup, every
-from bert_jax.training.peers import Peers
-from bert_jax.training.progress import Progress
 
 # Labels whose counts are shown.
 _LABELS = 10
@@ -259,7 +260,7 @@ class FinetuningSetup(Setup):
             )
 
     def _notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Returns what tasks.predict and training.checkpoint read.
+        """Returns what tasks.predict and running.checkpoint read.
 
         The threshold is that of this very step: a resumed run keeps the same.
         """

@@ -16,6 +16,8 @@ from etils import epath
 from bert_jax import config
 from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError
+from bert_jax.running import lines as lines_lib
+from bert_jax.running.checkpoint import Checkpoints, Restored
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment, write_atomic
 from bert_jax.tasks import examples as examples_lib
@@ -26,9 +28,7 @@ from bert_jax.tasks.examples import Example, Question, Sentence
 from bert_jax.text import records as text_records
 from bert_jax.text import unknown
 from bert_jax.training import feed, step
-from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.checkpoint import Checkpoints, Restored
 
 # Examples whose rows are in memory at once.
 WINDOW = 2048

@@ -1,1 +1,1 @@
-"""Losses to checkpoints: the step, the loop, the state."""
+"""The mathematics of training: the step, its state and batches on devices."""

@@ -27,8 +27,8 @@ from etils import epath
 from bert_jax import config, errors
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError, printable, quantity
+from bert_jax.running.lines import Lines
 from bert_jax.storage.workdir import Workdir, lock, named_errors, require_local, write_atomic
-from bert_jax.training.lines import Lines
 from bert_jax.verify import compare, resume
 from bert_jax.verify.compare import Comparison, Journal
 from bert_jax.verify.faults import Fault, Plan

@@ -14,12 +14,12 @@ from etils import epath
 
 from bert_jax.config import Experiment, Parallelism
 from bert_jax.errors import printable
+from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.lines import Lines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective, step
-from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.checksums import path_of
-from bert_jax.training.lines import Lines
 
 
 @dataclasses.dataclass

@@ -16,8 +16,8 @@ from typing import Literal
 
 from bert_jax import errors
 from bert_jax.config import Experiment
+from bert_jax.running.lines import Lines
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training.lines import Lines
 from bert_jax.verify import compare
 from bert_jax.verify.compare import Execution, Journal
 from bert_jax.verify.faults import Fault, Plan, files_below

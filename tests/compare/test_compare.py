@@ -21,8 +21,8 @@ from bert_jax.compare.results import Results, sha256
 from bert_jax.compare.runs import Comparison
 from bert_jax.errors import InputError
 from bert_jax.report import figures
+from bert_jax.running.lines import Lines
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training.lines import Lines
 
 SHIPPED = pathlib.Path(__file__).parents[2] / "tables"
 

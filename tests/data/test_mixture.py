@@ -17,7 +17,7 @@ from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, corpus, draws, mixture, plan_files, plans, stream
 from bert_jax.errors import InputError
 from bert_jax.report.records import corpus_statistics
-from bert_jax.training.pretraining import Prepared
+from bert_jax.running.pretraining import Prepared
 
 WEIGHTS = (6.0, 3.0, 1.0)
 NAMES = (5, "train", 0)

@@ -13,8 +13,8 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax import cli, config
 from bert_jax.loaded import Loaded
+from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.checkpoint import Checkpoints
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state
 

@@ -193,7 +193,7 @@ def differences(of: Rehearsal, name: str, other: str) -> list[str]:
         "import sys; from etils import epath; import jax\n"
         "from bert_jax import config\n"
         "from bert_jax.training import mesh\n"
-        "from bert_jax.training.checkpoint import Checkpoints\n"
+        "from bert_jax.running.checkpoint import Checkpoints\n"
         "e = config.load(sys.argv[1])\n"
         "with Checkpoints(epath.Path(sys.argv[2]), e.run, 'read') as saved:\n"
         "    step = max(saved.steps)\n"

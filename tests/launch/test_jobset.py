@@ -11,7 +11,7 @@ from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
 from bert_jax import hardware
 from bert_jax.errors import InputError
 from bert_jax.plan import topology
-from bert_jax.training import peers, roll_call
+from bert_jax.running import peers, roll_call
 from launch import jobset, spec
 
 IMAGE = "registry.example/bert/bert-jax:1"

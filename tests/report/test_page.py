@@ -190,7 +190,7 @@ def test_a_run_that_ends_in_an_error_says_why_and_a_finished_one_keeps_its_times
     def fails(*_):
         raise InputError("the disk is full")
 
-    monkeypatch.setattr("bert_jax.training.runner.Trainer._evaluate", fails)
+    monkeypatch.setattr("bert_jax.running.runner.Trainer._evaluate", fails)
     assert cli.main(["pretrain", "small.py", "--workdir", "w"]) == 2
     record = Record.read("w")
     assert record.state == "failed" and record.timings[-1]["why"] == "the disk is full"

@@ -16,13 +16,13 @@ from bert_jax.config import Parallelism, Task
 from bert_jax.conformance import golden
 from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
+from bert_jax.running import evaluators
+from bert_jax.running.lines import Lines
 from bert_jax.tasks import minimal_pairs, probes
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.minimal_pairs import MinimalPairs
 from bert_jax.text.tokenizer import WordPiece
-from bert_jax.training import evaluators
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.lines import Lines
 
 FILE = """
 from bert_jax.config import Finetuning, Task

@@ -7,10 +7,10 @@ import pytest
 from small_run import bert_jax, final_state, pretrain, write_text
 
 from bert_jax.errors import InputError
+from bert_jax.running import evaluators
+from bert_jax.running.lines import Lines
+from bert_jax.running.runner import Trainer
 from bert_jax.tasks import probes
-from bert_jax.training import evaluators
-from bert_jax.training.lines import Lines
-from bert_jax.training.runner import Trainer
 
 TASK = """
 from bert_jax.config import Finetuning, Task

@@ -21,13 +21,13 @@ from etils import epath
 
 from bert_jax import cli
 from bert_jax.config import Finetuning
+from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.lines import in_vain
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks.job import FinetuningSetup
 from bert_jax.tasks.rows import TrainBatches
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
-from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.lines import in_vain
 
 TASKFILE = """
 from bert_jax.config import Finetuning, Optimizer, Run, Task

@@ -11,8 +11,8 @@ import tuned
 from bert_jax import cli, errors
 from bert_jax.compare import sweep
 from bert_jax.errors import InputError
+from bert_jax.running.runner import Trainer
 from bert_jax.tasks import job
-from bert_jax.training.runner import Trainer
 
 RATE = "optimizer.peak_learning_rate"
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, draws, masking
 from bert_jax.errors import InputError
+from bert_jax.running.evaluators import Predictor
 from bert_jax.text import library, tokenizer
 from bert_jax.text.vocabulary import SPECIALS
-from bert_jax.training.evaluators import Predictor
 
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
 SQUARE = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}

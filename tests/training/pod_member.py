@@ -20,8 +20,9 @@ import jax
 from bert_jax import cli
 from bert_jax.cli.child import rows_of
 from bert_jax.errors import InputError
+from bert_jax.running import checkpoint
 from bert_jax.storage import retry
-from bert_jax.training import checkpoint, step
+from bert_jax.training import step
 
 FOLDER, WHO, STEP, WHAT = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 ME = int(os.environ.get("JAX_PROCESS_ID", "0"))

@@ -17,9 +17,9 @@ from etils import epath
 from small_run import command, final_state, killed, pretrain, write_text
 
 from bert_jax import config
+from bert_jax.running import branch as branch_lib
+from bert_jax.running.pretraining import Prepared
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import branch as branch_lib
-from bert_jax.training.pretraining import Prepared
 from bert_jax.verify.faults import Fault, Plan
 
 # Phases of 14 and 8 steps, a checkpoint every 4, of which all are kept.

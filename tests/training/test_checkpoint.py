@@ -25,11 +25,11 @@ from small_run import final_state, pretrain
 from bert_jax import cli, loaded
 from bert_jax.config import Run
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.running import checkpoint
+from bert_jax.running.checkpoint import Checkpoints, Damaged
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import Workdir, load_experiment
-from bert_jax.training import checkpoint
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.checkpoint import Checkpoints, Damaged
 from bert_jax.training.checksums import checksums
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 
 from bert_jax.config import Model, Parallelism, Run
 from bert_jax.model import heads
-from bert_jax.training import checkpoint, collectives, sharding, step
+from bert_jax.running import checkpoint
+from bert_jax.training import collectives, sharding, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.collectives import Collectives, Method
 from bert_jax.training.objective import Pretraining

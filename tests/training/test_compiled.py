@@ -11,14 +11,14 @@ import pytest
 from jax._src import cache_key, compilation_cache
 from small_run import settings
 
-from bert_jax.training import environment as environment_lib
+from bert_jax.running import environment as environment_lib
 
 # Compiles two programs, one of which adds up over both processes; prints [asked for, found].
 PROGRAM = """
 import collections, json
 import jax, jax.numpy as jnp, numpy as np
 from bert_jax.config import Parallelism
-from bert_jax.training import environment as environment_lib, peers
+from bert_jax.running import environment as environment_lib, peers
 from bert_jax.training import mesh as mesh_lib
 
 counts = collections.Counter()

@@ -14,10 +14,11 @@ from compare import assert_identical
 from small_run import final_state, pretrain, write_text
 
 from bert_jax.data import batches
+from bert_jax.running import evaluators, start
+from bert_jax.running import lines as lines_lib
+from bert_jax.running.runner import Trainer
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import evaluators, start, step
-from bert_jax.training import lines as lines_lib
-from bert_jax.training.runner import Trainer
+from bert_jax.training import step
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bert_jax import config
-from bert_jax.training import evaluators
-from bert_jax.training.pretraining import Prepared
+from bert_jax.running import evaluators
+from bert_jax.running.pretraining import Prepared
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from etils import epath
 
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.training import peers, roll_call
-from bert_jax.training.roll_call import Place
+from bert_jax.running import peers, roll_call
+from bert_jax.running.roll_call import Place
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from bert_jax.training.progress import Clock, Counts, Progress
+from bert_jax.running.progress import Clock, Counts, Progress
 
 
 def test_the_rate_that_is_shown_counts_no_padding():

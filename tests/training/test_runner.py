@@ -21,14 +21,15 @@ from bert_jax.config import Run
 from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
+from bert_jax.running import evaluators, session
+from bert_jax.running import lines as lines_lib
+from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.job import Evaluator, PhaseBatches
+from bert_jax.running.progress import Clock, Progress
+from bert_jax.running.runner import Trainer
 from bert_jax.storage.workdir import sealed
 from bert_jax.text import tokenizer
-from bert_jax.training import evaluators, session, step
-from bert_jax.training import lines as lines_lib
-from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.job import Evaluator, PhaseBatches
-from bert_jax.training.progress import Clock, Progress
-from bert_jax.training.runner import Trainer
+from bert_jax.training import step
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from bert_jax.errors import Unavailable
-from bert_jax.training import start
+from bert_jax.running import start
 
 
 class Peers:

@@ -15,8 +15,8 @@ from etils import epath
 from bert_jax import config
 from bert_jax.config.pretraining import TRACKERS
 from bert_jax.errors import InputError
+from bert_jax.running import trackers
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import trackers
 
 # Stand-ins, each with as much of the interface as is used; they write calls to the file CALLS.
 _NOTE = """

@@ -31,7 +31,7 @@ def test_a_run_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
 def test_a_hang_is_tried_again_also_where_no_thread_can_run(hang, code):
     program = (
         "import ctypes, time\n"
-        "from bert_jax.training import watchdog\n"
+        "from bert_jax.running import watchdog\n"
         "watchdog._STUCK = 1.0\n"
         "watchdog.Watchdog(1.0).reset()\n" + hang
     )

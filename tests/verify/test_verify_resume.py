@@ -16,7 +16,7 @@ from etils import epath
 from small_run import OBJECTIVES, bert_jax, pretrain, settings, write_text
 
 from bert_jax import cli, config
-from bert_jax.training.checkpoint import Checkpoints
+from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.verify import command, compare, resume
 
 HERE = pathlib.Path(__file__).parent

@@ -20,6 +20,7 @@ from bert_jax import config
 from bert_jax.config import Experiment, Run
 from bert_jax.data import corpus
 from bert_jax.errors import InputError
+from bert_jax.running.checkpoint import Checkpoints, sha256_of
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import (
     Workdir,
@@ -29,7 +30,6 @@ from bert_jax.storage.workdir import (
     named_errors,
     write_atomic,
 )
-from bert_jax.training.checkpoint import Checkpoints, sha256_of
 
 # Fields in which a decay may differ from the stable run, next to the last phase's steps.
 _FREE = ("name:", "optimizer.decay_steps:", "optimizer.decay_shape:")

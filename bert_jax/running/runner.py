@@ -19,18 +19,19 @@ import jax.numpy as jnp
 from bert_jax import config
 from bert_jax.config import SKIPPED_STEPS
 from bert_jax.model import losses
-from bert_jax.training import lines as lines_lib
+from bert_jax.running import lines as lines_lib
+from bert_jax.running import start
+from bert_jax.running.environment import environment
+from bert_jax.running.job import Context, Evaluator, Job, PhaseBatches, Result
+from bert_jax.running.lines import RunLines
+from bert_jax.running.profile import Profile
+from bert_jax.running.progress import Counts
+from bert_jax.running.saves import Saves
+from bert_jax.running.start import Diverged, Failed
+from bert_jax.running.watchdog import StopRequest
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import start, step
-from bert_jax.training.environment import environment
+from bert_jax.training import step
 from bert_jax.training.feed import Feed
-from bert_jax.training.job import Context, Evaluator, Job, PhaseBatches, Result
-from bert_jax.training.lines import RunLines
-from bert_jax.training.profile import Profile
-from bert_jax.training.progress import Counts
-from bert_jax.training.saves import Saves
-from bert_jax.training.start import Diverged, Failed
-from bert_jax.training.watchdog import StopRequest
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or the watchdog, for
 # them.

@@ -25,9 +25,9 @@ from etils import epath
 
 from bert_jax import errors
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.running import roll_call
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import write_atomic
-from bert_jax.training import roll_call
 
 # Seconds to wait for the others at the start, unless BERT_JAX_ARRIVE_WITHIN says otherwise.
 _ARRIVE = 300.0

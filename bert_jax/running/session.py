@@ -10,21 +10,21 @@ import jax
 from bert_jax import config, hardware, system
 from bert_jax.config import Run
 from bert_jax.errors import InputError
+from bert_jax.running import peers as peers_lib
+from bert_jax.running import trackers
+from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.environment import code, keep_compiled_programs, versions
+from bert_jax.running.job import Context, Job, Result, Setup
+from bert_jax.running.lines import EVALUATIONS
+from bert_jax.running.peers import Peers
+from bert_jax.running.progress import Clock, Progress
+from bert_jax.running.runner import Trainer
+from bert_jax.running.watchdog import StopRequest, Watchdog
 from bert_jax.storage import mirror as mirror_lib
 from bert_jax.storage import retry
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import peers as peers_lib
-from bert_jax.training import trackers
-from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.environment import code, keep_compiled_programs, versions
-from bert_jax.training.job import Context, Job, Result, Setup
-from bert_jax.training.lines import EVALUATIONS
-from bert_jax.training.peers import Peers
-from bert_jax.training.progress import Clock, Progress
-from bert_jax.training.runner import Trainer
-from bert_jax.training.watchdog import StopRequest, Watchdog
 
 Outcome = Literal["finished", "stopped", "failed"]
 

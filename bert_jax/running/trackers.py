@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from bert_jax import config
 from bert_jax.errors import InputError, printable
+from bert_jax.running.lines import Lines
 from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
-from bert_jax.training.lines import Lines
 
 _FORMAT_VERSION = 1
 # Seconds between two looks at the files, and for what is under way when the run ends.

@@ -21,10 +21,10 @@ from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 from bert_jax.model import heads, losses
 from bert_jax.model.encoder import Loop
+from bert_jax.running import lines as lines_lib
 from bert_jax.text.tokenizer import Tokenizer, joined, of_first_segment
 from bert_jax.text.vocabulary import MASK
 from bert_jax.training import feed
-from bert_jax.training import lines as lines_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Objective
 

@@ -11,9 +11,9 @@ from types import FrameType
 from jax.experimental import multihost_utils
 
 from bert_jax.errors import INTERRUPTED, UNAVAILABLE
+from bert_jax.running import peers as peers_lib
+from bert_jax.running.peers import Peers
 from bert_jax.storage import retry
-from bert_jax.training import peers as peers_lib
-from bert_jax.training.peers import Peers
 
 _STDERR = 2
 # Seconds in which faulthandler shows the stacks; until a process whose interpreter's lock is held

@@ -7,15 +7,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from bert_jax.config import Optimizer
+from bert_jax.running.branch import Branch
+from bert_jax.running.peers import Peers
+from bert_jax.running.progress import Clock, Progress
+from bert_jax.running.watchdog import Watchdog
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training.branch import Branch
 from bert_jax.training.feed import MakeBatch
 from bert_jax.training.objective import Batch, Objective
-from bert_jax.training.peers import Peers
-from bert_jax.training.progress import Clock, Progress
 from bert_jax.training.step import State
-from bert_jax.training.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,18 +21,19 @@ from bert_jax.data.plans import Packed, Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
+from bert_jax.running import evaluators, session
+from bert_jax.running.branch import Branch
+from bert_jax.running.job import Evaluator, Job, PhaseBatches, Setup, every
+from bert_jax.running.peers import Peers
+from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training import evaluators, feed, own, session
+from bert_jax.training import feed, own
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import step as step_lib
-from bert_jax.training.branch import Branch
-from bert_jax.training.job import Evaluator, Job, PhaseBatches, Setup, every
 from bert_jax.training.objective import Batch, Objective
-from bert_jax.training.peers import Peers
-from bert_jax.training.progress import Progress
 
 
 @dataclasses.dataclass

@@ -1,6 +1,6 @@
 """What a run does about its checkpoints: which one is whole, full disks and faults that pass.
 
-`training.checkpoint` reads and writes them. A save that is lost to a passing fault costs a run of
+`running.checkpoint` reads and writes them. A save that is lost to a passing fault costs a run of
 one process nothing but time; of several, all end and start again.
 """
 
@@ -15,10 +15,10 @@ import jax
 
 from bert_jax.config import Run
 from bert_jax.errors import DiskFull, Unavailable
+from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.job import Context
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import sealed, write_atomic
-from bert_jax.training.checkpoint import Checkpoints
-from bert_jax.training.job import Context
 
 
 class Saves:

@@ -1,7 +1,7 @@
 """Where a run starts. It goes on with the first of these that there is:
 
 1. its own newest checkpoint that is not damaged;
-2. the checkpoint of another run that it branches off (see training.branch);
+2. the checkpoint of another run that it branches off (see running.branch);
 3. a fresh state with the weights of a base;
 4. a fresh state.
 
@@ -23,16 +23,16 @@ import numpy as np
 from bert_jax import config
 from bert_jax.config import SKIPPED_STEPS, code
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.running.branch import Branch
+from bert_jax.running.checkpoint import Checkpoints, Restored
+from bert_jax.running.environment import changes
+from bert_jax.running.job import Context, Job
+from bert_jax.running.peers import Peers
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import read_json, sealed, write_atomic
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training.branch import Branch
-from bert_jax.training.checkpoint import Checkpoints, Restored
-from bert_jax.training.environment import changes
-from bert_jax.training.job import Context, Job
-from bert_jax.training.peers import Peers
 
 # Seconds between looks at a disk that processes share: its clients may show old listings a while.
 _LOOKS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)

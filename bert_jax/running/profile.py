@@ -19,8 +19,8 @@ import jax
 from etils import epath
 
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.running.progress import Clock, Progress
 from bert_jax.storage.workdir import made, named_errors, new_file
-from bert_jax.training.progress import Clock, Progress
 
 # Of the annotation around each step; XProf looks for a number of this kind.
 _STEP = "train"
