@@ -1,5 +1,6 @@
 """`bert-jax plan`: a plan as JSON, what was compiled, what it takes and costs; and as lines."""
 
+import collections
 import dataclasses
 import hashlib
 import itertools
@@ -220,15 +221,11 @@ def _slice_entry(
 ) -> Entry:
     """Returns the entry of one slice, of the outcomes of all phases there."""
     method = method_of(topology.tpu.kind)
-    phases = [
-        phase_entry(experiment, number, topology, outcome)
-        for number, outcome in enumerate(outcomes)
-    ]
+    phases = [phase_entry(experiment, n, topology, outcome) for n, outcome in enumerate(outcomes)]
     hours = [entry["hours"] for entry in phases]
     total = None if None in hours else sum(hours)
-    cost = None
-    if total is not None and price_per_chip_hour is not None:
-        cost = total * topology.chips * price_per_chip_hour
+    chip_hours = None if total is None else total * topology.chips
+    known = None not in (chip_hours, price_per_chip_hour)
     return {
         "topology": topology.name,
         "device_kind": topology.tpu.kind,
@@ -238,8 +235,8 @@ def _slice_entry(
         "exchange": {**method._asdict(), "compiler_options": dict(method.compiler_options)},
         "phases": phases,
         "hours": total,
-        "chip_hours": None if total is None else total * topology.chips,
-        "cost": cost,
+        "chip_hours": chip_hours,
+        "cost": chip_hours * price_per_chip_hour if known else None,
     }
 
 
@@ -271,6 +268,9 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
     tpu = dataclasses.replace(topology.tpu, link_bandwidth=published_rate)
     faster = dataclasses.replace(topology, tpu=tpu)
     at_published = estimate.estimate(program, faster, outcome.places)
+    waits: dict[str, float] = collections.defaultdict(float)  # by kind
+    for wait, one in zip(seconds.waits, program.collectives, strict=True):
+        waits[one.kind] += wait
     model_flops = flops.train_step_flops(experiment.model, *flops.shape_of(phase, experiment.data))
     peak = topology.peak_flops(experiment.model.compute_dtype)
     return entry | {
@@ -284,14 +284,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
                 "within chips" if axis == estimate.WITHIN_CHIPS else f"axis {axis}": busy
                 for axis, busy in seconds.busy.items()
             },
-            "waits": {
-                kind: sum(
-                    wait
-                    for wait, one in zip(seconds.waits, program.collectives, strict=True)
-                    if one.kind == kind
-                )
-                for kind in dict.fromkeys(one.kind for one in program.collectives)
-            },
+            "waits": waits,
         },
         "cycles": program.cycles,
         "clock_hz": topology.tpu.clock_hz,
@@ -360,20 +353,14 @@ def _slice_lines(entry: Entry) -> Iterator[str]:
     else:
         cost = "" if entry["cost"] is None else f", cost {entry['cost']:,.0f}"
         yield f"  recipe: {entry['hours']:,.1f} hours, {entry['chip_hours']:,.0f} chip-hours{cost}"
-    if "search" in entry:
-        yield from _search_lines(entry["search"])
-
-
-def _search_lines(search: Entry) -> Iterator[str]:
-    yield (
-        f"  search: {search['compiled']} layouts of a phase were compiled, {search['unfit']} of "
-        "which do not fit; the best:"
-    )
-    for one in search["ranked"]:
-        settings = " ".join(f"--set {setting}" for setting in one["settings"])
-        yield f"    {one['hours']:8,.1f} hours, {one['peak'] / _GIB:.2f} GiB: {settings}"
-    if not search["ranked"]:
-        yield "    none fits"
+    if search := entry.get("search"):
+        yield (
+            f"  search: of {search['compiled']} layouts of a phase {search['unfit']} do not fit; "
+            f"the best:{'' if search['ranked'] else ' none'}"
+        )
+        for one in search["ranked"]:
+            settings = " ".join(f"--set {setting}" for setting in one["settings"])
+            yield f"    {one['hours']:8,.1f} hours, {one['peak'] / _GIB:.2f} GiB: {settings}"
 
 
 def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
@@ -391,7 +378,13 @@ def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
         for remedy in phase.get("remedies", []):
             yield f"    {remedy}"
         return
-    yield f"    fits: {_memory(phase['memory'], entry)}"
+    memory, per_chip = phase["memory"], entry["devices"] // entry["chips"]
+    peak, names = memory["peak"] / _GIB, {"state and batch": "arguments"}
+    names |= {name: name for name in ("temporaries", "code")}
+    parts = ", ".join(f"{name} {memory[key] / _GIB:.2f}" for name, key in names.items())
+    chip = f", {per_chip * peak:.2f} GiB a chip" if per_chip > 1 else ""
+    most = f"{peak:.2f} of {entry['device_memory'] / _GIB:g} GiB a device{chip}"
+    yield f"    fits: at most {most}: {parts}"
     yield from _time_lines(phase)
     for one in phase["collectives"]:
         yield (
@@ -399,14 +392,6 @@ def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
             f"{100 * one['asynchronous_share']:.0f} % of it during other work"
         )
     yield from _check_lines(phase["checks"])
-
-
-def _memory(memory: dict[str, int], entry: Entry) -> str:
-    peak, per_chip = memory["peak"] / _GIB, entry["devices"] // entry["chips"]
-    names = {"state and batch": "arguments", "temporaries": "temporaries", "code": "code"}
-    parts = ", ".join(f"{name} {memory[key] / _GIB:.2f}" for name, key in names.items())
-    chip = f", {per_chip * peak:.2f} GiB a chip" if per_chip > 1 else ""
-    return f"at most {peak:.2f} of {entry['device_memory'] / _GIB:g} GiB a device{chip}: {parts}"
 
 
 def _time_lines(phase: Entry) -> Iterator[str]:

@@ -170,37 +170,24 @@ def test_waits_are_not_the_time_that_links_are_busy():
 # --- how long a transfer takes ---
 
 
-def test_an_all_reduce_of_a_mesh_without_rings_uses_one_link_of_each_axis():
-    transfer, latency = seconds("v5e:8x8", collective("all-reduce", range(64)))
-    assert transfer == pytest.approx(2 * 63 / 64 * 90e6 / (2 * 45e9))
-    assert latency == pytest.approx(2 * 14 * 1e-6)
-
-
-def test_a_gather_along_a_ring_uses_both_directions_of_one_axis():
-    column = range(0, 256, 16)
-    transfer, latency = seconds("v5e:16x16", collective("all-gather", column))
-    assert transfer == pytest.approx(15 / 16 * 90e6 / (2 * 45e9))
-    assert latency == pytest.approx(8 * 1e-6)
-
-
-def test_a_scatter_along_a_line_uses_one_direction():
-    transfer, _ = seconds("v5e:8x8", collective("reduce-scatter", range(8)))
-    assert transfer == pytest.approx(7 / 8 * 90e6 / 45e9)
-
-
-def test_cubes_have_rings_on_all_three_axes():
-    transfer, latency = seconds("v5p:4x4x4", collective("all-reduce", range(64)))
-    assert transfer == pytest.approx(2 * 63 / 64 * 90e6 / (6 * 90e9))
-    assert latency == pytest.approx(2 * 6 * 1e-6)
-
-
-def test_groups_of_one_core_of_each_chip_share_the_links():
-    both = range(16)  # a line of eight chips of v3:8x8, both cores
-    transfer, _ = seconds("v3:8x8", collective("all-gather", both))
-    assert transfer == pytest.approx(15 / 16 * 90e6 / 82e9)
-    one_core = range(0, 128, 16)  # the other axis: the same core of eight chips
-    transfer, _ = seconds("v3:8x8", collective("all-gather", one_core))
-    assert transfer == pytest.approx(7 / 8 * 90e6 / (82e9 / 2))
+@pytest.mark.parametrize(
+    ("name", "kind", "group", "rate", "hops"),
+    [
+        # A line: one direction of it. Back over the whole line, as an all-reduce goes twice.
+        ("v5e:8x8", "reduce-scatter", range(8), 45e9, 7),
+        ("v5e:8x8", "all-reduce", range(64), 2 * 45e9, 14),  # of both axes
+        ("v5e:16x16", "all-gather", range(0, 256, 16), 2 * 45e9, 8),  # a ring: both directions
+        ("v5p:4x4x4", "all-reduce", range(64), 6 * 90e9, 6),  # cubes have three rings
+        # Both cores of eight chips; one core of each, whose other group has the links, too.
+        ("v3:8x8", "all-gather", range(16), 82e9, 7),
+        ("v3:8x8", "all-gather", range(0, 128, 16), 82e9 / 2, 7),
+    ],
+)
+def test_a_collective_goes_over_the_links_of_its_axes(name, kind, group, rate, hops):
+    transfer, latency = seconds(name, collective(kind, group))
+    rounds, share = 1 + (kind == "all-reduce"), (len(group) - 1) / len(group)
+    assert transfer == pytest.approx(rounds * share * 90e6 / rate)
+    assert latency == pytest.approx(rounds * hops * 1e-6)
 
 
 def test_a_group_of_one_moves_nothing():

@@ -1,12 +1,10 @@
 """`bert-jax plan`: what a user types and reads. All compilations but one are a stand-in's."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -201,48 +199,6 @@ def test_a_second_program_with_checks_is_another_compilation(job):
     assert compile_lib.key(dataclasses.replace(job, experiment=checked)) != compile_lib.key(job)
     other = config.override(job.experiment, ["run.log_every=7"])
     assert compile_lib.key(dataclasses.replace(job, experiment=other)) == compile_lib.key(job)
-
-
-@pytest.mark.long
-def test_a_worker_dies_with_the_command(tmp_path):
-    """It waits here for a job that is never written."""
-    os.mkfifo(tmp_path / "job")
-    start = "subprocess.Popen([sys.executable, '-m', 'bert_jax.plan.compile', sys.argv[1], 'none'])"
-    code = f"import subprocess, sys, time; print({start}.pid, flush=True); time.sleep(600)"
-    command = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "job")],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    worker_id = int(command.stdout.readline())
-    pipe = within_a_minute(lambda: os.open(tmp_path / "job", os.O_WRONLY | os.O_NONBLOCK))
-    command.kill()
-    command.communicate()
-
-    def gone() -> None:
-        with open(f"/proc/{worker_id}/stat") as stat:
-            if stat.read().split()[2] != "Z":
-                raise OSError("still there")
-
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            within_a_minute(gone)
-    finally:
-        os.close(pipe)
-
-
-def within_a_minute(wanted):
-    """What the function gives, once it raises no OSError but that its file is not there."""
-    last = time.monotonic() + 60
-    while True:
-        try:
-            return wanted()
-        except FileNotFoundError:
-            raise
-        except OSError:
-            if time.monotonic() > last:
-                raise
-            time.sleep(0.05)
 
 
 def test_a_layout_that_is_refused_is_bad_input(job, monkeypatch):
