@@ -25,9 +25,6 @@ import math
 import time
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
-
 _TERA = 1e12
 
 # device_kind as jax reports it: peak by compute dtype.
@@ -170,6 +167,8 @@ def peak_flops(compute_dtype: str) -> float | None:
     Returns:
       None for a device that is not in the table: nothing is guessed.
     """
+    import jax  # not above: the names of slices are read without a device
+
     device = jax.devices()[0]
     if device.platform == "cpu":
         return jax.process_count() * measured_matmul_flops()
@@ -187,6 +186,9 @@ def measured_matmul_flops(width: int = _WIDTH, dtype: str = "float32") -> float:
       width: of the two matrices.
       dtype: of the two matrices; sums are float32.
     """
+    import jax
+    import jax.numpy as jnp
+
     device = jax.local_devices()[0]
     x = jax.device_put(jnp.ones((width, width), dtype), device)
     product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))

@@ -5,10 +5,7 @@ import pathlib
 import subprocess
 from collections.abc import Callable
 
-from bert_jax import doctor as doctor_lib
-from bert_jax.doctor import corpus as corpus_lib
 from bert_jax.errors import InputError, printable
-from bert_jax.plan import report
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE
 
@@ -109,6 +106,9 @@ def workdir_is_writable(spec: Spec) -> None:
 
 def corpus_is_healthy(spec: Spec) -> None:
     """Raises InputError if there is no prepared corpus, or `doctor` has found a problem in it."""
+    from bert_jax import doctor
+    from bert_jax.doctor import corpus as corpus_lib
+
     corpus = mirror.opened(spec.workdir, spec.experiment.run.corpus_dir, "write").corpus
     if not mirror.exists(corpus / COMPLETE):
         raise InputError(
@@ -116,14 +116,15 @@ def corpus_is_healthy(spec: Spec) -> None:
             f"run `bert-jax prepare` with --workdir {spec.workdir} on another machine"
         )
     lengths = tuple(sorted({phase.sequence_length for phase in spec.experiment.phases}))
-    if doctor_lib.print_findings(corpus_lib.examine(corpus, lengths)):
+    if doctor.print_findings(corpus_lib.examine(corpus, lengths)):
         raise InputError(f"{corpus}: `doctor` finds problems, see above")
 
 
 def slice_is_large_enough(spec: Spec, price_per_chip_hour: float | None) -> None:
     """Raises InputError if not every phase compiles and fits; prints the plan."""
-    if spec.topology is None:
-        return
+    from bert_jax.plan import report
+
+    assert spec.topology is not None
     plan = report.make_plan(spec.experiment, [spec.topology], "plan", price_per_chip_hour)
     for line in report.lines(plan):
         say(line)

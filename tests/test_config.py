@@ -1,6 +1,5 @@
 """Experiments as values: validation, --set, JSON, files."""
 
-import contextlib
 import json
 import shutil
 import sys
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax import config
-from bert_jax.config import Corpus, Experiment, Model, Optimizer, Phase
+from bert_jax.config import Corpus, Experiment, Phase
 from bert_jax.errors import InputError
 
 EXPERIMENT = Experiment(
@@ -96,12 +95,6 @@ def test_a_run_saved_without_a_seed_of_held_out_rows_goes_on_with_its_own():
     assert config.from_json(config.to_json(saved), "saved") == saved
 
 
-def test_a_section_refuses_wrong_types_when_it_is_built():
-    with pytest.raises(InputError, match=r"model.hidden_size='768'"):
-        Model(hidden_size="768")
-    assert Optimizer(eps=1).eps == 1.0
-
-
 def test_differences_tell_identity_from_placement():
     changed = config.override(EXPERIMENT, ["seed=2", "run.log_every=7", "phases.0.steps=80000"])
     assert config.differences(EXPERIMENT, changed, "identity") == [
@@ -112,56 +105,40 @@ def test_differences_tell_identity_from_placement():
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "word"),
     [
-        ("def experiment(): return 3", ["returned int"]),
-        ("x = 1", ["defines no experiment()"]),
-        ("def experiment():\n    return 1 / 0", [":2: ZeroDivisionError"]),
-        ("def experiment(:", ["SyntaxError"]),
-        ("import no_such_module", ["no_such_module"]),
-        (
-            "from bert_jax.config import Model\ndef experiment(): return Model(hidden_size=5)",
-            ["num_attention_heads"],
-        ),
-        (
-            "import none_such\ndef experiment(): return none_such.experiment()",
-            [":1: ModuleNotFoundError", "none_such"],
-        ),
-        ("import sys\nsys.exit(3)", ["SystemExit"]),
+        ("def experiment(): return 3", "returned int"),
+        ("x = 1", "defines no experiment()"),
+        ("def experiment():\n    return 1 / 0", ":2: ZeroDivisionError"),
+        ("def experiment(:", "SyntaxError"),
+        ("import none_such", ":1: ModuleNotFoundError"),
+        ("import bert_jax.config as c\ndef experiment(): c.Model(hidden_size=5)", "_heads"),
+        ("import sys\nsys.exit(3)", "SystemExit"),
     ],
 )
-def test_bad_experiment_files_are_named(code, words, tmp_path):
+def test_bad_experiment_files_are_named(code, word, tmp_path):
     file = tmp_path / "bad.py"
     file.write_text(code)
     with pytest.raises(InputError) as caught:
         config.load(str(file))
-    assert str(file) in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
+    assert str(file) in str(caught.value) and word in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "word"),
     [
-        ("{", ["not JSON"]),
-        ("[]", ["object"]),
-        ("{}", ["format_version"]),
-        ('{"format_version": 1}', ["format_version 1, this version reads 2"]),
-        ('{"format_version": 2}', ["name: missing"]),
-        ('{"format_version": 2, "nam": "x"}', ["nam", "did you mean name"]),
+        ("{", "not JSON"),
+        ("[]", "object"),
+        ("{}", "format_version"),
+        ('{"format_version": 1}', "format_version 1"),
+        ('{"format_version": 2}', "name: missing"),
+        ('{"format_version": 2, "nam": "x"}', "did you mean name"),
     ],
 )
-def test_bad_json_is_named(text, words):
-    with pytest.raises(InputError) as caught:
+def test_bad_json_is_named(text, word):
+    with pytest.raises(InputError, match=r"some\.json") as caught:
         config.from_json(text, "some.json")
-    for word in ["some.json", *words]:
-        assert word in str(caught.value)
-
-
-@given(st.text(max_size=40))
-def test_any_set_string_is_taken_or_refused_by_name(text):
-    with contextlib.suppress(InputError):
-        config.override(EXPERIMENT, [text])
+    assert word in str(caught.value)
 
 
 PATHS = [path for path, _ in config.flatten(EXPERIMENT)]
@@ -209,27 +186,14 @@ def test_an_experiment_file_imports_what_lies_next_to_it_and_leaves_no_trace(tmp
     assert sys.path == path and not {"base", "child"} & set(sys.modules) - modules
 
 
-def test_the_origin_names_the_file_that_is_varied(tmp_path):
-    (tmp_path / "base.py").write_text(BASE.format(seed=1))
-    (tmp_path / "child.py").write_text(CHILD)
-    _, origin = config.load_with_origin(str(tmp_path / "child.py"), ["seed=5"])
-    assert origin["parent"] == "base.py"
-    assert origin["differences"] == ["name: 'base' -> 'child'", "seed: 1 -> 5"]
-
-
-def test_an_error_in_an_imported_file_is_named_where_it_is(tmp_path):
-    (tmp_path / "base.py").write_text("def experiment():\n    return 1 / 0\n")
-    (tmp_path / "child.py").write_text(CHILD)
-    with pytest.raises(InputError, match=r"base\.py:2: ZeroDivisionError"):
-        config.load(str(tmp_path / "child.py"))
-
-
 @pytest.mark.parametrize("helper", ["experiment = 3", "def experiment(seed): return {}", "x = 1"])
 def test_a_module_next_to_an_experiment_that_is_none_is_no_parent(helper, tmp_path):
     (tmp_path / "helper.py").write_text(helper)
     (tmp_path / "base.py").write_text(BASE.format(seed=1))
     (tmp_path / "child.py").write_text("import helper\n" + CHILD)
-    assert config.load_with_origin(str(tmp_path / "child.py"), [])[1]["parent"] == "base.py"
+    _, origin = config.load_with_origin(str(tmp_path / "child.py"), ["seed=5"])
+    assert origin["parent"] == "base.py"
+    assert origin["differences"] == ["name: 'base' -> 'child'", "seed: 1 -> 5"]
 
 
 SOURCE = """

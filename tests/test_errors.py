@@ -11,7 +11,7 @@ import sys
 import pytest
 from broken import call, tree
 
-from bert_jax import cli, config, errors
+from bert_jax import cli, config
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import lock
 
@@ -30,13 +30,12 @@ def test_an_error_of_ours_is_one_line_and_exit_1(copy_of_run, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("command", ["--debug config small.py", "config small.py --debug"])
-def test_debug_before_or_after_the_command_shows_tracebacks(command, copy_of_run, monkeypatch):
+def test_debug_before_or_after_the_command_shows_tracebacks(copy_of_run, monkeypatch):
     with pytest.raises(InputError):
-        call(f"{command} --set seed=x")
+        call("--debug config small.py --set seed=x")
     monkeypatch.setattr(config, "load", bug)
     with pytest.raises(RuntimeError):
-        call(command)
+        call("config small.py --debug")
 
 
 def process(*args: object, stdout=subprocess.PIPE, **env: str) -> subprocess.CompletedProcess:
@@ -63,17 +62,12 @@ def test_nothing_but_the_line_reaches_standard_error(copy_of_run):
     assert tree(copy_of_run) == before
 
 
-@pytest.mark.parametrize("kind", ["tpu", "cuda", "none"])
-def test_a_device_that_is_not_there_is_named(kind, copy_of_run):
-    import jax
-
-    if kind in {device.platform for device in jax.devices()}:
-        pytest.skip(f"this machine has {kind}")
+def test_a_device_that_is_not_there_is_named(copy_of_run):
     before = tree(copy_of_run)
     new = ("--workdir", "new", "--set", "run.corpus_dir=")
-    done = process("pretrain", "small.py", *new, JAX_PLATFORMS=kind)
+    done = process("pretrain", "small.py", *new, JAX_PLATFORMS="none")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert f"JAX_PLATFORMS={kind}: " in done.stderr and "JAX_PLATFORMS=cpu" in done.stderr
+    assert "JAX_PLATFORMS=none: " in done.stderr and "JAX_PLATFORMS=cpu" in done.stderr
     assert tree(copy_of_run) == before
 
 
@@ -91,16 +85,11 @@ def test_a_terminal_without_unicode_shows_escapes(copy_of_run):
         file.write_text(file.read_text().replace("w", "é"), encoding="utf-8")
     new = ("--workdir", "new", "--set", "run.corpus_dir=", "--set", "corpus.case=cased")
     assert call(f"prepare {shlex.join(new)} small.py")[0] == 0
-    for command, warned in (
-        (("show", "small.py", *new, "--rows", "8"), ""),
-        (("predict", "--workdir", "run", "éa"), "warning: 100% of the text is [UNK]"),
-    ):
-        done = process(*command, PYTHONIOENCODING="ascii")
-        assert done.returncode == 0 and done.stderr.startswith(warned)
-        assert bool(done.stderr) == bool(warned) and "\\xe9" in done.stdout
+    done = process("show", "small.py", *new, "--rows", "8", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "") and "\\xe9" in done.stdout
 
 
-@pytest.mark.parametrize("folder", ["run", "new", "new/corpus"])
+@pytest.mark.parametrize("folder", ["run", "new/corpus"])
 def test_a_folder_that_another_process_holds_is_named(folder, copy_of_run):
     """And keeps its lock: what another process made is not ours to remove."""
     from etils import epath
@@ -129,20 +118,10 @@ def test_a_refused_start_leaves_an_existing_run_to_go_on(copy_of_run):
     assert pathlib.Path("run/metrics.jsonl").read_bytes() == lines
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_fit_into_memory_is_named(copy_of_run):
     before = tree(copy_of_run)
-    code, err = call("pretrain small.py --workdir new --set model.intermediate_size=4000000000")
-    assert (code, err.count("\n")) == (2, 1) and "model.intermediate_size=4000000000" in err
     code, err = call("pretrain small.py --workdir new --set model.intermediate_size=2000000000")
     assert (code, err.count("\n")) == (2, 1), err
     assert "memory" in err and "batch_size" in err
     assert tree(copy_of_run) == before
-
-
-@pytest.mark.parametrize(
-    "parse", [lambda: {}["a"], lambda: [][0], lambda: int("x"), lambda: None.x]
-)
-def test_a_damaged_file_of_ours_is_one_line(parse):
-    one_line = pytest.raises(InputError, match=r"^W/plans\.json: damaged \(.*\); remove it$")
-    with one_line, errors.reading("W/plans.json", "remove it"):
-        parse()

@@ -77,11 +77,6 @@ def test_experiment_files_are_the_one_thing_that_runs_as_code():
     assert "treat one like a script" in (ROOT / "README.md").read_text()
 
 
-def test_what_hosts_tell_each_other_is_no_pickle():
-    source = (ROOT / "bert_jax" / "running" / "roll_call.py").read_text()
-    assert "recv_bytes(" in source and ".recv()" not in source
-
-
 # --- a folder of others ---
 
 

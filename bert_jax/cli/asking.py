@@ -1,6 +1,8 @@
 """The commands that ask trained models, and those that bring and take them."""
 
 import argparse
+import os
+import re
 import sys
 from typing import Any
 
@@ -209,6 +211,7 @@ def search(args: argparse.Namespace) -> int:
         raise InputError("QUESTION: --queries reads them elsewhere; leave it out")
     if "://" in args.texts and args.vectors is None:
         raise InputError(f"{args.texts}: name a folder of this machine for its --vectors")
+    require_run(args.workdir)
     from etils import epath
 
     from bert_jax.vectors import search as search_lib
@@ -293,21 +296,35 @@ def serve(args: argparse.Namespace) -> int:
 )
 def import_(args: argparse.Namespace) -> int:
     """Make a base, to start from, of another library's checkpoint or of a run."""
-    from etils import epath
-
-    from bert_jax.interop import importing
-
-    source, target = epath.Path(args.source), epath.Path(args.workdir)
     what = "with_moments" if args.with_optimizer else "params"
     text = args.vocabulary or ""
     if args.keep and not text:
         raise InputError("--keep: says how many pieces of --vocabulary TEXT stay; name a TEXT")
     if args.tokenizer and (text or args.add):
         raise InputError("--tokenizer: brings pieces of its own; leave out --vocabulary and --add")
+    _require_source(args.source)
+    from etils import epath
+
+    from bert_jax.interop import importing
+
+    source, target = epath.Path(args.source), epath.Path(args.workdir)
     importing.import_weights(
         source, target, args.tokenizer, say, what, text, args.keep, args.add or ""
     )
     return FINISHED
+
+
+def _require_source(source: str) -> None:
+    """Raises InputError if nothing is there to import, before jax is loaded to read it."""
+    name = source.removesuffix(".index")  # the files of a TensorFlow checkpoint begin with it
+    if "://" in source or os.path.isdir(source) or os.path.isfile(f"{name}.index"):
+        return
+    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source)
+    fetched = f"; a hub's model, where there is a network: `hf download {source} --local-dir D`"
+    raise InputError(
+        f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "
+        f"a vocabulary, a TensorFlow checkpoint, or a run{fetched if on_hub else ''}"
+    )
 
 
 @command(

@@ -1,6 +1,7 @@
 """The commands that check text, code and runs, and what else there is."""
 
 import argparse
+import os
 
 from bert_jax import config
 from bert_jax.cli.command import (
@@ -15,7 +16,7 @@ from bert_jax.cli.command import (
     input_lines,
     say,
 )
-from bert_jax.errors import FAILED, FINISHED, printable
+from bert_jax.errors import FAILED, FINISHED, InputError, printable
 
 
 @command(
@@ -29,6 +30,9 @@ from bert_jax.errors import FAILED, FINISHED, printable
 )
 def doctor(args: argparse.Namespace) -> int:
     """Look for what is wrong with text or a prepared corpus."""
+    there = "://" in args.path or os.path.exists(args.path)
+    if not there and not config.is_shipped(args.path):
+        raise InputError(f"{args.path}: no such file, folder or experiment")
     from bert_jax import doctor
 
     problems = doctor.print_findings(doctor.examine(args.path, args.set))

@@ -18,6 +18,9 @@ from bert_jax.errors import FAILED, FINISHED, STOPPED, InputError
 # Exit codes of runs, by how they ended.
 CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 
+if typing.TYPE_CHECKING:
+    from bert_jax.storage.workdir import Workdir
+
 T = typing.TypeVar("T", bound=Section)
 # What adds arguments to a command's parser, or declares them; see `add_arguments`.
 Argument = str | Callable[[argparse.ArgumentParser], None]
@@ -167,6 +170,15 @@ def require_run(place: str) -> None:
         run = mirror.opened(place)
         if not (run.root / "base.json").exists() and not holds_finetuning(run):
             load_experiment(run)
+
+
+def require_corpus(workdir: "Workdir") -> None:
+    """Raises InputError if a run has no prepared corpus, before jax is loaded to read its rows."""
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import COMPLETE
+
+    if not mirror.exists(workdir.corpus / COMPLETE):
+        raise InputError(f"{workdir.corpus}: no prepared corpus here; run `bert-jax prepare` first")
 
 
 def is_finetuned(args: argparse.Namespace, *others: str, tuned: tuple[str, ...] = ("base",)):

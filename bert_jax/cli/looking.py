@@ -19,6 +19,7 @@ from bert_jax.cli.command import (
     WORKDIR,
     command,
     experiment_of,
+    require_corpus,
     require_run,
     saved_experiment,
     say,
@@ -45,6 +46,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.task:
         return _evaluate_tasks(args)
     experiment, workdir = experiment_of(args)
+    require_corpus(workdir)
     from bert_jax.loaded import load_params
     from bert_jax.running import evaluators
     from bert_jax.running.environment import keep_compiled_programs
@@ -172,6 +174,7 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
             lines = shown.show(tuned, args.step, args.rows)
             return itertools.chain(config.notes(tuned), lines)
     experiment, workdir = experiment_of(args)
+    require_corpus(workdir)
     from bert_jax import library
     from bert_jax.running.pretraining import Prepared
     from bert_jax.storage.workdir import fork_of, load_experiment
@@ -230,13 +233,16 @@ def plan(args: argparse.Namespace) -> int:
         raise InputError("--out: the plan goes into --workdir; name one of the two")
     if args.workdir:
         workdir.require_ours()
+    from bert_jax.plan import topology
+
+    slices = topology.parse_list(args.topology)
     from etils import epath
 
-    from bert_jax.plan import report, topology
+    from bert_jax.plan import report
 
     report.plan_and_write(
         experiment,
-        topology.parse_list(args.topology),
+        slices,
         "search" if args.search else "plan",
         price,
         workdir.named / "plan.json" if args.workdir else epath.Path(args.out) if args.out else None,

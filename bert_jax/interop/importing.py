@@ -1,8 +1,6 @@
 """`bert-jax import`: a checkpoint of others, or a run, to a base."""
 
 import dataclasses
-import os
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -83,13 +81,6 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
     if run.remote is not None:
         raise InputError(f"{source}: no run there; copy others' checkpoints to this machine first")
     prefix = tf1.find(source)
-    if prefix is None and not source.is_dir():
-        on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", os.fspath(source))
-        fetched = f"; a hub's model, where there is a network: `hf download {source} --local-dir D`"
-        raise InputError(
-            f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "
-            f"a vocabulary, a TensorFlow checkpoint, or a run{fetched if on_hub else ''}"
-        )
     if what == "with_moments":
         raise InputError(
             f"{source}: --with-optimizer: only those of a run are imported, of others' checkpoints "

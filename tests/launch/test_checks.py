@@ -7,9 +7,10 @@ import fsspec
 import pytest
 from etils import epath
 
+from bert_jax.doctor import corpus as corpus_lib
 from bert_jax.doctor.finding import Rule
 from bert_jax.errors import InputError
-from bert_jax.plan import topology
+from bert_jax.plan import report, topology
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import mark_complete
 from launch import checks, spec
@@ -86,7 +87,7 @@ def test_a_corpus_with_problems_is_refused(tmp_path, monkeypatch, capsys):
         asked.append((folder, lengths))
         return [Rule("all documents are alike", 0, 0, "", "").finding("problem")]
 
-    monkeypatch.setattr(checks.corpus_lib, "examine", examine)
+    monkeypatch.setattr(corpus_lib, "examine", examine)
     (tmp_path / "corpus").mkdir()
     mark_complete(epath.Path(tmp_path / "corpus"))
     with pytest.raises(
@@ -96,7 +97,7 @@ def test_a_corpus_with_problems_is_refused(tmp_path, monkeypatch, capsys):
     lengths = {phase.sequence_length for phase in specified(tmp_path).experiment.phases}
     assert asked == [(epath.Path(tmp_path / "corpus"), tuple(sorted(lengths)))]
     assert "problem: all documents are alike" in capsys.readouterr().out
-    monkeypatch.setattr(checks.corpus_lib, "examine", lambda *_: [])
+    monkeypatch.setattr(corpus_lib, "examine", lambda *_: [])
     assert check(tmp_path, "doctor")
 
 
@@ -111,9 +112,9 @@ def plan_with(outcome: str):
 
 
 def test_a_run_that_does_not_fit_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks.report, "lines", lambda plan: ["recipe: 7 hours, cost 84"])
-    monkeypatch.setattr(checks.report, "make_plan", plan_with("compiled"))
+    monkeypatch.setattr(report, "lines", lambda plan: ["recipe: 7 hours, cost 84"])
+    monkeypatch.setattr(report, "make_plan", plan_with("compiled"))
     assert "recipe: 7 hours, cost 84" in check(tmp_path, "plan")
-    monkeypatch.setattr(checks.report, "make_plan", plan_with("too large"))
+    monkeypatch.setattr(report, "make_plan", plan_with("too large"))
     with pytest.raises(InputError, match=r"phase 0 does not run on v3:4x4 \(too large.*force plan"):
         check(tmp_path, "plan")
