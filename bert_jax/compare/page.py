@@ -2,15 +2,12 @@
 
 import math
 
-import numpy as np
-
 from bert_jax import config
-from bert_jax.compare.results import Column, Member, Results
-from bert_jax.model import losses
-from bert_jax.report import figures, times
-from bert_jax.report.figures import Curve, Figure, Plot
+from bert_jax.compare.results import Column, Results
+from bert_jax.report import comparison, figures
+from bert_jax.report.figures import Figure
+from bert_jax.report.records import Record
 from bert_jax.report.render import Table, page
-from bert_jax.running.lines import Lines
 from bert_jax.storage.workdir import Workdir, write_atomic
 
 
@@ -91,36 +88,14 @@ def _seeds(column: Column, results: Results) -> str:
 
 def _curves(results: Results) -> list[Figure]:
     """Returns held-out losses over steps and over seconds of CPU, a colour a row."""
-    over_steps: list[Curve] = []
-    over_seconds: list[Curve] = []
-    named: dict[str, int] = {}
+    records = []
     for member in results.members:
-        label = "" if member.row in named else member.row
-        colour = named.setdefault(member.row, len(named))
-        steps, seconds, nats = _held_out(member)
-        style = "points" if colour < len(figures.COLOURS) else "dashes"
-        over_steps.append(Curve(steps, nats, label, colour, style))
-        over_seconds.append(Curve(seconds, nats, label, colour, style))
-    plots = [
-        Plot("Held-out loss, nat a piece", over_steps),
-        Plot("Held-out loss, nat a piece", over_seconds, x_label="seconds of CPU in steps"),
-    ]
-    return [
-        Figure(plot.title, "", figures.draw(plot, f"curve-{number}"))
-        for number, plot in enumerate(plots)
-        if not plot.empty
-    ]
-
-
-def _held_out(member: Member) -> tuple[list[float], list[float], list[float]]:
-    """Returns of each evaluation the step, the seconds of CPU up to it, and the loss."""
-    workdir = Workdir(member.folder)
-    lines = [line for line in Lines(workdir.metrics).read() if line["kind"] == "evaluation"]
-    laps = {x["step"]: x for x in Lines(workdir.timings).read() if x["kind"] == "train"}
-    at, seconds = times.totals(
-        [laps[step] for step in sorted(laps)],
-        lambda lap: lap.get("cpu_seconds", 0.0) / max(lap["steps"], 1),
-    )
-    steps = [line["step"] for line in lines]
-    nats = [line[f"{losses.learned(line, losses.PIECES)}_loss"] for line in lines]
-    return steps, np.interp(steps, at, seconds).tolist(), nats
+        if Workdir(member.folder).metrics.exists():
+            records.append(Record.read(str(member.folder)))
+            records[-1].label = member.row
+    plots = []
+    for axis in comparison.AXES:
+        spent = [axis.of(record) for record in records]
+        if axis.name in ("steps", "CPU seconds") and None not in spent:
+            plots += comparison.plots_of_learning(records, spent, axis.name)[:1]
+    return figures.drawn(plots, (), "curve")

@@ -21,6 +21,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from bert_jax import hardware
 from bert_jax.plan.schedule import Collective, Kernel, Program, Step
@@ -65,15 +66,12 @@ class Seconds:
 _TERMS = ("compute", "kernels", "random_bits", "collectives", "latency")
 
 
-@dataclasses.dataclass(frozen=True)
-class Route:
-    """The links that a collective has for itself."""
+class Cost(NamedTuple):
+    """One run of a collective: seconds, and whose links it has for itself meanwhile."""
 
-    size: int  # devices of a group; of a permutation, pairs
-    bandwidth: float  # into each device, bytes a second; of a permutation, of the slowest pair
-    hops: int  # chips on the longest way
-    # Whose links are used; WITHIN_CHIPS among them where cores of one chip take part.
-    axes: frozenset[int]
+    transfer: float
+    latency: float
+    axes: frozenset[int]  # WITHIN_CHIPS among them where cores of one chip take part
 
 
 def estimate(program: Program, topology: Topology, places: Sequence[Place]) -> Seconds:
@@ -98,8 +96,7 @@ class _Timeline:
         self.clock_hz = tpu.clock_hz
         self.drawn = RANDOM_BYTES_PER_CYCLE * tpu.cores_per_device * tpu.clock_hz
         self.kernels = [kernel_seconds(kernel, tpu) for kernel in program.kernels]
-        self.axes = [route(one, topology, places).axes for one in program.collectives]
-        self.costs = [collective_seconds(one, topology, places) for one in program.collectives]
+        self.costs = [cost(one, topology, places) for one in program.collectives]
         self.now = 0.0  # seconds since the step began
         self.free: dict[int, float] = {}  # when the links of an axis will be
         # By name of the start, the collective's place and when it arrives.
@@ -123,7 +120,7 @@ class _Timeline:
                 case "done", name:
                     number, arrival = self.under_way.pop(name)
                     wait = max(0.0, arrival - self.now)
-                    latency = min(wait, self.costs[number][1])
+                    latency = min(wait, self.costs[number].latency)
                     self.waits[number] += times * wait
                     self._spend("collectives", wait - latency, times)
                     self._spend("latency", latency, times)
@@ -141,9 +138,9 @@ class _Timeline:
         self.terms[term] += times * seconds
 
     def _start(self, number: int, name: str, times: float) -> None:
-        transfer, latency = self.costs[number]
-        begin = max([self.now, *(self.free.get(axis, 0.0) for axis in self.axes[number])])
-        for axis in self.axes[number]:
+        transfer, latency, axes = self.costs[number]
+        begin = max([self.now, *(self.free.get(axis, 0.0) for axis in axes)])
+        for axis in axes:
             self.free[axis] = begin + transfer
             self.busy[axis] += times * transfer
         self.under_way[name] = number, begin + transfer + latency
@@ -167,30 +164,20 @@ def kernel_seconds(kernel: Kernel, tpu: hardware.Tpu) -> float:
     return max((kernel.cycles or 0) / tpu.clock_hz, kernel.bytes / bandwidth)
 
 
-def collective_seconds(
-    collective: Collective, topology: Topology, places: Sequence[Place]
-) -> tuple[float, float]:
-    """Returns (transfer, latency) of one run of a collective, in seconds."""
-    links = route(collective, topology, places)
-    if links.size <= 1 and not collective.pairs:
-        return 0.0, 0.0
-    rounds = 2 if collective.kind == "all-reduce" else 1  # a scatter, then a gather
-    share = 1.0 if collective.pairs else (links.size - 1) / links.size
-    transfer = rounds * share * collective.payload / links.bandwidth
-    return transfer, rounds * links.hops * HOP_SECONDS
-
-
-def route(collective: Collective, topology: Topology, places: Sequence[Place]) -> Route:
-    """Returns the links that carry a collective.
+def cost(collective: Collective, topology: Topology, places: Sequence[Place]) -> Cost:
+    """Returns what one run of a collective takes.
 
     Groups of the same kind work at the same time. Where they are made of one core of each chip,
     the groups of the other cores share the links. Between the cores of one chip all links' rate
     is assumed.
     """
-    if collective.pairs:
-        return _permutation(collective.pairs, topology, places)
-    members = [places[device] for device in collective.group]
     link = topology.tpu.link_bandwidth
+    if collective.pairs:
+        bandwidth, hops, axes = _permutation(collective.pairs, topology, places)
+        return Cost(collective.payload / bandwidth, hops * HOP_SECONDS, axes)
+    members = [places[device] for device in collective.group]
+    if len(members) <= 1:
+        return Cost(0.0, 0.0, frozenset())
     directions = hops = 0
     axes = set()
     for axis, length in enumerate(topology.shape):
@@ -207,13 +194,16 @@ def route(collective: Collective, topology: Topology, places: Sequence[Place]) -
     bandwidth = directions * link * cores / topology.tpu.devices_per_chip
     if directions == 0:
         bandwidth = 2 * len(topology.shape) * link
-    return Route(len(members), bandwidth, hops, frozenset(axes))
+    rounds = 2 if collective.kind == "all-reduce" else 1  # a scatter, then a gather
+    share = (len(members) - 1) / len(members)
+    transfer = rounds * share * collective.payload / bandwidth
+    return Cost(transfer, rounds * hops * HOP_SECONDS, frozenset(axes))
 
 
 def _permutation(
     pairs: Sequence[tuple[int, int]], topology: Topology, places: Sequence[Place]
-) -> Route:
-    """Returns the links of the slowest pair.
+) -> tuple[float, int, frozenset[int]]:
+    """Returns bytes a second and hops of the slowest pair, and all axes.
 
     A pair's data go along one axis after the other, round a ring the shorter way. All pairs send
     at the same time, and one direction of a link serves all that go through it.
@@ -234,4 +224,4 @@ def _permutation(
         hops = max(hops, way)
     link = topology.tpu.link_bandwidth
     bandwidth = link / max(load.values()) if load else 2 * len(topology.shape) * link
-    return Route(len(pairs), bandwidth, hops, frozenset(key[0] for key in load) or {WITHIN_CHIPS})
+    return bandwidth, hops, frozenset(key[0] for key in load) or frozenset({WITHIN_CHIPS})

@@ -195,16 +195,24 @@ def plots_of_learning(
     """Returns what was learned over one axis, with a note each; some plots may be empty."""
 
     lines = [_lines_by_kind(record) for record in records]
+    # Runs of one label are of one colour.
+    labels = dict.fromkeys(record.label for record in records)
+    colours = {label: number for number, label in enumerate(labels)}
 
     def plot(
         title: str, kind: str, name: str, note: str = "", style: str = "points", **options: Any
     ) -> tuple[Plot, str]:
-        curves = [
-            curve(of_run[kind], name, record.label, i, style, x=x)
-            for i, (record, of_run, x) in enumerate(zip(records, lines, spent, strict=True))
-        ]
-        there = [one for one in curves if len(one.x)]
-        return Plot(title, there, x_label=x_label, **options), note
+        curves: list[Curve] = []
+        named: set[str] = set()
+        for record, of_run, x in zip(records, lines, spent, strict=True):
+            colour = colours[record.label]
+            look = style if colour < len(figures.COLOURS) else "dashes"
+            label = "" if record.label in named else record.label
+            one = curve(of_run[kind], name, label, colour, look, x=x)
+            if len(one.x):
+                curves.append(one)
+                named.add(record.label)
+        return Plot(title, curves, x_label=x_label, **options), note
 
     newest = [of_run["held out"][-1] for of_run in lines if of_run["held out"]]
     task = losses.learned(newest[0], losses.PIECES) if newest else ""

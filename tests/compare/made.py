@@ -64,6 +64,7 @@ def fake_runs(monkeypatch, ends=None):
         outcome = "finished" if ends is None else ends(experiment)
         done.append((experiment.name, experiment.seed, outcome))
         workdir.root.mkdir(parents=True, exist_ok=True)
+        (workdir.root / "experiment.json").write_text(config.to_json(experiment))
         steps = experiment.total_steps
         loss = 4.0 + (experiment.name == "wide") + 0.01 * experiment.seed
         evaluation = {"masked_lm_loss": loss, "masked_lm_accuracy": 0.25, "unigram_loss": 6.5}

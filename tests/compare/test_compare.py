@@ -368,7 +368,7 @@ def test_the_page_needs_nothing_else_and_says_what_each_row_changes(here, monkey
     text = pathlib.Path("w/table.html").read_text()
     assert "default-src 'none'" in text and not re.search("<(script|img|link|b)[ >]", text)
     assert "&lt;b&gt;wide&amp;" in text and "model.intermediate_size: 32 -&gt; 40" in text
-    assert "seconds of CPU in steps" in text and "3 steps a run" in text
+    assert "CPU seconds" in text and "3 steps a run" in text
     assert "4.035 +- 0.035" in text
 
 

@@ -30,7 +30,7 @@ def collective(kind: str, group, payload: int = 90 * MB) -> Collective:
 
 
 def seconds(name: str, one: Collective) -> tuple[float, float]:
-    return estimate.collective_seconds(one, topology.parse(name), places(name))
+    return estimate.cost(one, topology.parse(name), places(name))[:2]
 
 
 def step(*schedule, collectives=(), kernels=(), name: str = "v5e:8x8") -> estimate.Seconds:
