@@ -5,7 +5,6 @@ Shape letters: B rows, S pieces of a text with [CLS] and [SEP], D width, H heads
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -254,14 +253,9 @@ def _restored(
 
     They are whole on each device of the mesh: a run's own sharding is for the devices it had.
     """
-    if not mirror.names(workdir.checkpoints):
-        raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
-        newest = saved.newest_step()
-        if newest is None:
-            raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-        changed = config.differences(saved.experiment(newest), experiment, "identity")
-        if changed:
+        of_newest = saved.experiment(saved.named("newest"))
+        if changed := config.differences(of_newest, experiment, "identity"):
             raise InputError(
                 f"{workdir.named}: was trained with other settings ({'; '.join(changed)})"
             )
@@ -272,12 +266,6 @@ def _restored(
             mesh,
         )
         wanted = ("params",) if what == "params" else ("params", "optimizer")
-        part = {name: abstract[name] for name in wanted}
-        if which == "newest":
-            restored = saved.newest(part)
-        else:
-            restored = saved.restore(saved.named(which), part)
+        restored = saved.read(which, {name: abstract[name] for name in wanted})
         prepared.require_same(restored.metadata)
-        for why in restored.damaged.values():
-            print(f"{why}; step {restored.step} is used instead", file=sys.stderr)
         return restored

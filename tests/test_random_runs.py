@@ -121,7 +121,7 @@ def test_a_checkpoint_is_what_was_saved_or_the_one_before_is_used(run, checkpoin
         Checkpoints(epath.Path(folder.parent), experiment.run, "read") as opened,
     ):
         found = result(lambda: opened.newest(whole), folder)
-        claim = result(lambda: opened.experiment(opened.newest_step()), folder)
+        claim = result(lambda: opened.experiment(opened.named("newest")), folder)
     if found is not REFUSED:
         assert (str(folder) in found.damaged.get(max(saved), "")) == (found.step != max(saved))
         assert_identical(found.state, saved[found.step].state)

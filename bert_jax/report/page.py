@@ -67,8 +67,7 @@ def _require_whole(record: Record) -> None:
     with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
         if mirror.names(workdir.checkpoints):
             with Checkpoints(workdir.checkpoints, record.experiment.run, "read") as saved:
-                newest = saved.newest_step()
-                metadata = {} if newest is None else saved.metadata(newest)
+                metadata = saved.metadata(saved.named("newest"))
     for name, written in metadata.get("lines", {}).items():
         if damage := Lines(workdir.root / name).damage(metadata["step"], written):
             raise InputError(

@@ -271,28 +271,33 @@ class Checkpoints:
         return None
 
     def named(self, which: str) -> int:
-        """Returns the step of a checkpoint: a step, or `best` for the lowest held-out loss."""
-        if which == "best":
-            bad = self.unreadable()
-            losses = {s: self.metadata(s)["held_out_loss"] for s in self.steps if s not in bad}
-            known = [(loss, step) for step, loss in losses.items() if loss is not None]
-            if known:
-                return min(known)[1]
-        elif which.isdecimal() and int(which) in self.steps:
+        """Returns the step of a checkpoint: `newest`, `best` by its held-out loss, or a step."""
+        steps, unreadable = self.steps, self.unreadable()
+        whole = [step for step in steps if step not in unreadable]
+        if not whole:
+            words = (f"{why}; put the files back" for why in unreadable.values())
+            raise InputError("; ".join(words) or f"{self._folder}: no checkpoint yet")
+        if which == "newest":
+            return whole[0]
+        losses = {step: self.metadata(step)["held_out_loss"] for step in whole}
+        known = [(loss, step) for step, loss in losses.items() if loss is not None]
+        if which == "best" and known:
+            return min(known)[1]
+        if which.isdecimal() and int(which) in steps:
             return int(which)
-        there = ", ".join(map(str, self.steps))
         raise InputError(
-            f"--checkpoint {which}: {self._folder} has none of this step or name; there are {there}"
-            + ("; none of them was evaluated" if which == "best" else "")
+            f"--checkpoint {which}: {self._folder} has none of this step or name; there are "
+            f"{', '.join(map(str, steps))}, of which {len(known)} were evaluated"
         )
 
-    def newest_step(self) -> int | None:
-        """Returns the step of the newest checkpoint with whole metadata; None if there is none."""
-        unreadable = self.unreadable()
-        whole = max((step for step in self.steps if step not in unreadable), default=None)
-        if unreadable and whole is None:
-            raise InputError(f"{'; '.join(unreadable.values())}: put the files back")
-        return whole
+    def read(self, which: str, abstract_state: Any) -> Restored:
+        """Reads the checkpoint of that name; of damaged ones the newest is the one before."""
+        restored = self.newest(abstract_state) if which == "newest" else None
+        if restored is None:
+            return self.restore(self.named(which), abstract_state)
+        for why in restored.damaged.values():
+            print(f"{why}; step {restored.step} is used instead", file=sys.stderr)
+        return restored
 
     def unreadable(self) -> dict[int, str]:
         """Returns the checkpoints whose metadata cannot be read: {step: why}."""

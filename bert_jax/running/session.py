@@ -170,9 +170,9 @@ def _require_going_on(setup: Setup) -> None:
     if not mirror_lib.names(workdir.checkpoints):
         return
     with Checkpoints(workdir.checkpoints, experiment.run, "read") as checkpoints:
-        newest = checkpoints.newest_step()
-        if newest is None:
+        if not checkpoints.steps:
             return
+        newest = checkpoints.named("newest")
         saved = checkpoints.experiment(newest, type(experiment))
         metadata = checkpoints.metadata(newest)
     if changed := setup.differences(saved, metadata):

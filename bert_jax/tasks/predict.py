@@ -55,12 +55,8 @@ class TaskModel:
         parallelism = Parallelism()  # the run's own is for the devices it had
         mesh = mesh_lib.make_mesh(parallelism)
         newest = load_experiment(workdir, Finetuning)
-        if not mirror.names(workdir.checkpoints):
-            raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
         with Checkpoints(workdir.checkpoints, newest.run, "read") as saved:
-            number = saved.newest_step() if which == "newest" else saved.named(which)
-            if number is None:
-                raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
+            number = saved.named(which)
             metadata = saved.metadata(number)
             # Of the run.
             self.experiment = dataclasses.replace(
@@ -79,7 +75,7 @@ class TaskModel:
             weights = metadata["notes"].get("class_weights", ())
             objective = loaded.objective(self.experiment, self._kind, self.labels, weights)
             abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
-            restored = _restored(saved, which, {"params": abstract["params"]})
+            restored = saved.read(which, {"params": abstract["params"]})
         # Those that learned, on the devices.
         self.step, self.params = restored.step, restored.state["params"]  # of the checkpoint
         # Of the base, with the dropout and the type of the run.
@@ -191,16 +187,6 @@ def _base_of(experiment: Finetuning, workdir: Workdir, sha256: str) -> LoadedBas
             f"{workdir.named} adapts ({sha256[:12]}); name with --from the folder they are in now"
         )
     return loaded
-
-
-def _restored(saved: Checkpoints, which: str, abstract: Any) -> Restored:
-    if which != "newest":
-        return saved.restore(saved.named(which), abstract)
-    restored = saved.newest(abstract)
-    assert restored is not None  # its metadata were read
-    for why in restored.damaged.values():
-        print(f"{why}; step {restored.step} is used instead", file=sys.stderr)
-    return restored
 
 
 def _threshold(restored: Restored) -> float:

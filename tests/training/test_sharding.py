@@ -248,32 +248,37 @@ def test_parameters_that_only_some_models_have_find_their_rules(fields):
         _cuts(Parallelism(state=state), sharding.pretraining_rules(model), model)
 
 
-def test_a_parameter_without_a_rule_is_named():
-    rules = [rule for rule in RULES if "pooler" not in rule.path]
-    with pytest.raises(ValueError, match=r"masked_lm/transform/bias.*none|pooler/bias.*none"):
-        _cuts(Parallelism(state="zero1"), rules)
+def _word(rule):
+    return rule.path.startswith("encoder/embeddings/w")
 
 
-def test_a_rule_without_a_parameter_is_named():
-    with pytest.raises(ValueError, match="adapter/kernel"):
-        _cuts(Parallelism(state="zero1"), [*RULES, sharding.Rule("adapter/kernel")])
+@pytest.mark.parametrize(
+    ("rules", "parallelism", "words"),
+    [
+        ([r for r in RULES if "pooler" not in r.path], {}, r"pooler/bias.*none"),
+        ([*RULES, sharding.Rule("adapter/kernel")], {}, "adapter/kernel"),
+        (
+            [sharding.Rule(r.path, (0,), 0) if _word(r) else r for r in RULES],
+            {"tensor": 2},
+            r"encoder/embeddings/word/embedding.*dimension 0",
+        ),
+    ],
+    ids=["no rule", "no parameter", "two axes in one dimension"],
+)
+def test_a_table_that_does_not_fit_is_named(rules, parallelism, words):
+    with pytest.raises(ValueError, match=words):
+        _cuts(Parallelism(state="zero1", **parallelism), rules)
 
 
-def test_two_axes_in_one_dimension_are_named():
-    rules = [
-        sharding.Rule(rule.path, (0,), 0) if rule.path.startswith("encoder/embeddings/w") else rule
-        for rule in RULES
-    ]
-    with pytest.raises(ValueError, match=r"encoder/embeddings/word/embedding.*dimension 0"):
-        _cuts(Parallelism(state="zero1", tensor=2), rules)
-
-
-def test_a_dimension_that_the_devices_do_not_divide_is_named():
+def test_what_devices_do_not_divide_is_named():
     model = dataclasses.replace(
         samples.MODEL, hidden_size=36, num_attention_heads=3, intermediate_size=42
     )
     with pytest.raises(InputError, match=r"parallelism.state=zero3: encoder/layers/output/kernel"):
         _cuts(Parallelism(state="zero3"), model=model)
+    for tensor in (3, 4):
+        with pytest.raises(InputError, match=f"parallelism.tensor={tensor}"):
+            samples.mesh_of(4, Parallelism(tensor=tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,11 +305,3 @@ def test_axes_are_the_dimensions_of_the_torus(sizes, cores, tensor, expected):
     mesh = mesh_lib.make_mesh(Parallelism(tensor=tensor), devices)
     assert dict(mesh.shape) == expected
     assert [device.id for device in mesh.devices.flat] == list(range(len(places)))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "devices", "said"), [(3, 4, "parallelism.tensor=3"), (4, 4, "parallelism.tensor=4")]
-)
-def test_a_tensor_axis_that_does_not_fit_is_named(tensor, devices, said):
-    with pytest.raises(InputError, match=said):
-        samples.mesh_of(devices, Parallelism(tensor=tensor))

@@ -41,11 +41,15 @@ def assert_same_run(run, reference, tolerance=1e-5):
     ("devices", "parallelism"),
     [
         (4, Parallelism()),
-        (2, Parallelism(accumulation=4)),
-        (1, Parallelism(remat="full")),
+        # Of what is cut over devices accumulation and remat are asked in `make test`, too.
         *(
-            pytest.param(1, parallelism, marks=pytest.mark.long)
-            for parallelism in (Parallelism(remat="dots"), Parallelism(layer_loop="unroll"))
+            pytest.param(devices, parallelism, marks=pytest.mark.long)
+            for devices, parallelism in (
+                (2, Parallelism(accumulation=4)),
+                (1, Parallelism(remat="full")),
+                (1, Parallelism(remat="dots")),
+                (1, Parallelism(layer_loop="unroll")),
+            )
         ),
     ],
     ids=["devices", "accumulation", "remat", "dots", "unrolled"],
