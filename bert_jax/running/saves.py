@@ -125,7 +125,7 @@ class Saves:
         """One process goes on without a checkpoint that could not be written for now."""
         if self._peers.count > 1:  # the others wait for it, inside Orbax
             raise error
-        self._say(f"step {done}: {error}")
+        self._say(f"step {done}: no checkpoint was written ({error})")
 
     def _outlast(self, work: Callable[[], None]) -> None:
         """Does the work, again after each passing fault; once in several processes, see `_lost`."""
