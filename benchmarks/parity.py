@@ -24,7 +24,7 @@ from etils import epath
 from bert_jax import base, config
 from bert_jax.config import Experiment, Optimizer, Phase
 from bert_jax.data import corpus
-from bert_jax.interop import huggingface, importing, names
+from bert_jax.interop import huggingface, importing, names, weights
 from bert_jax.loaded import Loaded
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
@@ -194,7 +194,7 @@ def returned(trained: Loaded, architectures: dict[str, str], folder: pathlib.Pat
         found = base.read(target)
         same = found.tokenizer.sha256 == trained.tokenizer.sha256
         came, went = (
-            names.to_theirs(params, trained.model, architecture)
+            weights.to_theirs(params, trained.model, architecture)
             for params in (found.params, trained.params)
         )
         same = same and all(np.array_equal(came[name], value) for name, value in went.items())

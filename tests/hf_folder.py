@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 from bert_jax import conformance
 from bert_jax.base import Base
-from bert_jax.interop import names
+from bert_jax.interop import weights
 
 GOLDEN = pathlib.Path(conformance.__file__).parent / "files" / "hf_bert_tiny"
 PIECES = 1000
@@ -72,4 +72,4 @@ def cut_in_shards(folder: pathlib.Path, listed: dict[str, str] | None = None) ->
 
 def names_of(base: Base) -> dict[str, np.ndarray]:
     """The tensors of a base by the names of this folder's."""
-    return names.to_theirs(base.params, base.model, "BertForPreTraining")
+    return weights.to_theirs(base.params, base.model, "BertForPreTraining")

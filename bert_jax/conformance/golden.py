@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from bert_jax.config import Model
-from bert_jax.interop import names
+from bert_jax.interop import weights
 from bert_jax.text.tokenizer import Case, WordPiece
 
 FOLDER = pathlib.Path(__file__).parent / "files"
@@ -77,7 +77,7 @@ def params() -> dict:
 
 def convert(tensors: dict[str, np.ndarray]) -> dict:
     """Returns PyTorch's tensors in our tree."""
-    return names.to_ours(tensors, CONFIG, "hf_bert_tiny")[0]
+    return weights.to_ours(tensors, CONFIG, "hf_bert_tiny")[0]
 
 
 def batch() -> dict[str, jax.Array]:

@@ -12,17 +12,10 @@ from bert_jax.base import Head
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import vocabularies
-from bert_jax.interop.names import HEADS, PARTS, family
+from bert_jax.interop.names import HEADS, PARTS, TASKS, family
 from bert_jax.interop.vocabularies import require
 from bert_jax.loaded import Loaded
 
-# How the names of their classes for tasks end, and our `task.kind` of the same outputs.
-_TASKS = {
-    "ForSequenceClassification": ("classify", "pair"),
-    "ForMultipleChoice": ("choice",),
-    "ForTokenClassification": ("tag",),
-    "ForQuestionAnswering": ("span",),
-}
 # Outputs of the kinds that always have as many.
 _OUTPUTS = {"choice": 1, "span": 2}
 # Under the same name in both.
@@ -207,9 +200,9 @@ def head_of(
             f"{path}: {architecture}, but {name}.weight and .bias are of {list(weight.shape)} and "
             f"{list(bias.shape)}, for an encoder {width} wide; put the whole folder back"
         )
-    (kinds,) = (_TASKS[ending] for ending in _TASKS if architecture.endswith(ending))
-    if "classify" in kinds and len(bias) == 1:
-        kinds = ("regress",)
+    (kinds,) = (TASKS[ending] for ending in TASKS if architecture.endswith(ending))
+    if "regress" in kinds:
+        kinds = ("regress",) if len(bias) == 1 else ("classify", "pair")
     several_at_once = fields.get("problem_type") == "multi_label_classification"
     if several_at_once or len(bias) != _OUTPUTS.get(kinds[0], len(bias)):
         return None

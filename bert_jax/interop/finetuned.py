@@ -14,7 +14,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.errors import InputError
-from bert_jax.interop import card, configs, names, vocabularies
+from bert_jax.interop import card, configs, names, vocabularies, weights
 from bert_jax.interop.huggingface import INPUTS, write_tensors
 from bert_jax.loaded import Loaded
 from bert_jax.storage.workdir import new_folder
@@ -23,20 +23,8 @@ from bert_jax.tasks.predict import TaskModel
 
 # By `names.family`, and by the task's.
 ARCHITECTURES = {
-    kind: {
-        "classify": f"{family}ForSequenceClassification",
-        "pair": f"{family}ForSequenceClassification",
-        "regress": f"{family}ForSequenceClassification",
-        "choice": f"{family}ForMultipleChoice",
-        "tag": f"{family}ForTokenClassification",
-        "span": f"{family}ForQuestionAnswering",
-    }
-    for kind, family in (
-        ("bert", "Bert"),
-        ("roberta", "Roberta"),
-        ("distilbert", "DistilBert"),
-        ("modern", "ModernBert"),
-    )
+    family: {kind: of.classes + ending for ending, kinds in names.TASKS.items() for kind in kinds}
+    for family, of in names.FAMILIES.items()
 }
 # What PEFT calls tasks. It has no word for a choice, and its class for questions drops
 # token_type_ids (0.21): such adapters name their base's class instead.
@@ -46,14 +34,6 @@ _TASK_TYPES = {
     "regress": "SEQ_CLS",
     "tag": "TOKEN_CLS",
 }
-# Their name of what stands below a head, by `names.family`.
-_BELOW = {
-    "bert": {"pooler": "pooler"},
-    "roberta": {"pooler": "pooler"},
-    "distilbert": {"pooler": "pre_classifier"},
-    "modern": {"masked_lm": "head"},
-}
-
 Form = Literal["task", "adapter"]
 
 
@@ -83,13 +63,11 @@ def export(
             _write_model(model, params, architecture, dtype, folder / "base")
             _write_adapter(model, architecture, dtype, target, folder)
         _write_tokenizer(model, folder)
-        text = card.write_task(
-            _as_trained(model, {}),
-            model.experiment,
-            model.labels,
-            architecture,
-            dtype,
-            list(_how_to(architecture, form, target.name)),
+        text = card.write(
+            *(_as_trained(model, {}), architecture, dtype, target.name),
+            form="adapter" if form == "adapter" else "model",
+            tuned=model.experiment,
+            labels=model.labels,
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
     return architecture
@@ -136,7 +114,7 @@ def _write_model(
     if names.family(model.model) == "distilbert":
         fields |= dict.fromkeys(("seq_classif_dropout", "qa_dropout"), adapt.head_dropout_prob)
     vocabularies.write_json(folder / "config.json", fields)
-    tensors = names.to_theirs(jax.device_get(params), model.model, architecture)
+    tensors = weights.to_theirs(jax.device_get(params), model.model, architecture)
     write_tensors(folder / "model.safetensors", tensors, dtype)
 
 
@@ -157,12 +135,10 @@ def saved_modules(architecture: str, family: str, learned: Collection[str]) -> l
     parts, head = names.HEADS[architecture]
     if "." in head:  # RoBERTa's, of which the pooler is a part
         return [head.partition(".")[0]]
-    saved = [head]
-    for ours, theirs in _BELOW[family].items():
-        # PEFT takes a module whose name ends like the head's, pre_classifier, for saved, too.
-        if ours in learned or (ours in parts and theirs.endswith(head)):
-            saved.append(theirs)
-    return saved
+    below = names.FAMILIES[family]
+    # PEFT takes a module whose name ends like the head's, pre_classifier, for saved, too.
+    also = below.below in learned or (below.below in parts and below.module.endswith(head))
+    return [head, below.module] if also else [head]
 
 
 def _write_adapter(
@@ -175,8 +151,8 @@ def _write_adapter(
     """
     task, adapt = model.experiment.task, model.experiment.adapt
     learned = jax.device_get(model.params)
-    thin = names.thin_to_theirs(learned["lora"], model.model)
-    whole = names.to_theirs(
+    thin = weights.thin_to_theirs(learned["lora"], model.model)
+    whole = weights.to_theirs(
         jax.device_get(merged_params(adapt, model.params, model.fixed)), model.model, architecture
     )
     saved = saved_modules(architecture, names.family(model.model), set(learned))
@@ -217,14 +193,3 @@ def _write_adapter(
     )
     prefixed = {f"base_model.model.{name}": value for name, value in tensors.items()}
     write_tensors(folder / "adapter_model.safetensors", prefixed, dtype)
-
-
-def _how_to(architecture: str, form: Form, folder: str) -> list[str]:
-    """Returns Python that loads the folder."""
-    load = f"{architecture}.from_pretrained({card.quoted(folder + '/base' * (form == 'adapter'))})"
-    lines = [f"from transformers import AutoTokenizer, {architecture}"]
-    if form == "adapter":
-        lines.insert(0, "from peft import PeftModel")
-        load = f"PeftModel.from_pretrained({load}, {card.quoted(folder)})"
-    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({card.quoted(folder)})"
-    return [*lines, "", tokenizer, f"model = {load}"]

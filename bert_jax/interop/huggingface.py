@@ -12,7 +12,7 @@ from bert_jax import base as base_lib
 from bert_jax.base import Base, TextVectors
 from bert_jax.config import Model
 from bert_jax.errors import InputError
-from bert_jax.interop import card, configs, names, sentence_transformers, vocabularies
+from bert_jax.interop import card, configs, names, sentence_transformers, vocabularies, weights
 from bert_jax.interop.names import Naming, Say
 from bert_jax.interop.vocabularies import read_object
 from bert_jax.loaded import Loaded
@@ -65,12 +65,12 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     head = None
     if (architecture := configs.task_class(folder / "config.json")) is not None:
         head = configs.head_of(folder / "config.json", architecture, tensors, stated.hidden_size)
-        tensors = names.without_head(tensors, stated, architecture)
+        tensors = weights.without_head(tensors, stated, architecture)
         _, name = names.HEADS[architecture]
         kept = "stays behind" if head is None else "is kept for a task of its kind and labels"
         say(f"{architecture}: its head ({name}) {kept}")
     source = f"Hugging Face folder {folder.name}"
-    base = names.fitted(tensors, naming, stated, tokenizer, file, source, say)
+    base = weights.fitted(tensors, naming, stated, tokenizer, file, source, say)
     base.vectors = sentence_transformers.read(folder, stated, tokenizer)
     base.head = head
     return base
@@ -193,7 +193,7 @@ def export_weights(
         )
         if kind == "encoder":
             sentence_transformers.write(trained.vectors or TextVectors(), cfg, folder)
-        tensors = names.to_theirs(trained.params, cfg, architecture)
+        tensors = weights.to_theirs(trained.params, cfg, architecture)
         write_tensors(folder / "model.safetensors", tensors, dtype)
 
 

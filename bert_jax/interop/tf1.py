@@ -23,7 +23,7 @@ from etils import epath
 from bert_jax.base import Base
 from bert_jax.config import Model
 from bert_jax.errors import InputError, reading
-from bert_jax.interop import configs, names, vocabularies
+from bert_jax.interop import configs, names, vocabularies, weights
 from bert_jax.interop.names import Naming, Say, Tensor
 from bert_jax.storage.workdir import named_errors
 
@@ -69,7 +69,7 @@ def read(prefix: epath.Path, say: Say) -> Base:
         if value.dtype != np.float32:
             raise InputError(f"{prefix}: variable {name!r} is {value.dtype}; only float32 is read")
     source = f"TensorFlow checkpoint {prefix.name} of {folder.absolute().name}"
-    return names.fitted(params, NAMING, stated, tokenizer, prefix, source, say)
+    return weights.fitted(params, NAMING, stated, tokenizer, prefix, source, say)
 
 
 def read_config(path: epath.Path, say: Say) -> Model:

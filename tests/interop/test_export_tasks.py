@@ -16,7 +16,15 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax.config import Adapt, Model
 from bert_jax.errors import InputError
-from bert_jax.interop import configs, finetuned, huggingface, importing, names, vocabularies
+from bert_jax.interop import (
+    configs,
+    finetuned,
+    huggingface,
+    importing,
+    names,
+    vocabularies,
+    weights,
+)
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective
 from bert_jax.text.tokenizer import WordPiece
@@ -54,8 +62,8 @@ def ours(of: str, kind: str) -> dict:
     architecture = finetuned.ARCHITECTURES[of][kind]
     _, head = names.HEADS[architecture]
     held = theirs(of, kind)
-    below = names.without_head(held, MODELS[of], architecture)
-    params, _ = names.to_ours(below, MODELS[of], "a test")
+    below = weights.without_head(held, MODELS[of], architecture)
+    params, _ = weights.to_ours(below, MODELS[of], "a test")
     params.get("masked_lm", {}).pop("output_bias", None)
     kernel, bias = held[f"{head}.weight"].T, held[f"{head}.bias"]
     return params | {"head": {"kernel": kernel, "bias": bias}}
@@ -93,7 +101,7 @@ def test_logits_are_those_of_the_class(of, kind):
 def test_tensors_are_those_of_the_class_bit_for_bit(of, kind):
     architecture = finetuned.ARCHITECTURES[of][kind]
     assert [architecture] == SAYS[f"{of} {kind}"]["config"]["architectures"]
-    found, expected = names.to_theirs(ours(of, kind), MODELS[of], architecture), theirs(of, kind)
+    found, expected = weights.to_theirs(ours(of, kind), MODELS[of], architecture), theirs(of, kind)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, name)
@@ -209,8 +217,8 @@ def test_thin_matrices_of_several_kernels_in_one_tensor_add_the_same(of):
     fixed = {name: tree for name, tree in base.items() if name != "head"}
     whole = objective.merged_params(adapt, {"lora": thin, "head": base["head"]}, fixed)
     architecture = finetuned.ARCHITECTURES[of]["classify"]
-    expected = names.to_theirs(jax.device_get(whole), cfg, architecture)
-    found, apart = dict(theirs(of, "classify")), names.thin_to_theirs(thin, cfg)
+    expected = weights.to_theirs(jax.device_get(whole), cfg, architecture)
+    found, apart = dict(theirs(of, "classify")), weights.thin_to_theirs(thin, cfg)
     for name in {name.rsplit(".", 2)[0] for name in apart}:
         down, up = (apart[f"{name}.lora_{letter}.weight"].astype(float) for letter in "AB")
         kernels = len(down) // 3

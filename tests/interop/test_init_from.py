@@ -162,26 +162,6 @@ def test_weights_of_another_vocabulary_are_refused(copy_of_run):
     assert not pathlib.Path("new").exists() or not pathlib.Path("new/checkpoints").exists()
 
 
-@pytest.mark.long
-def test_a_run_begins_with_a_base_of_another_vocabulary(copy_of_run):
-    lines = pathlib.Path("vocab.txt").read_text().split("\n")
-    pathlib.Path("vocab2.txt").write_text("\n".join([*lines[:-1], "new", ""]))
-    for command in (
-        "import run --workdir base --tokenizer vocab2.txt",
-        f"{NEW} --set corpus.tokenizer=base/tokenizer --set model.vocab_size=46"
-        " --set run.corpus_dir=corpus2",
-    ):
-        code, err = broken.call(command)
-        assert code == 0, err
-    state, _ = restored("new", 1)
-    base = base_lib.read(epath.Path("base"))
-    table = base.params["encoder"]["embeddings"]["word"]["embedding"]
-    np.testing.assert_array_equal(
-        state["params"]["encoder"]["embeddings"]["word"]["embedding"], table
-    )
-    assert table[45].any()
-
-
 def test_a_base_is_scored_and_asked_as_its_run(copy_of_run, capsys):
     base_of_run()
 
@@ -197,10 +177,3 @@ def test_a_base_is_scored_and_asked_as_its_run(copy_of_run, capsys):
     assert mine | {"step": 0} == theirs
     case = broken.Case("no text", "evaluate --workdir base", ("base", "EXPERIMENT"))
     broken.refuses(case)
-    broken.refuses(
-        broken.Case(
-            "another",
-            "evaluate small.py --workdir base --set model.hidden_act=gelu_tanh",
-            ("gelu",),
-        )
-    )

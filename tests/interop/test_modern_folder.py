@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from bert_jax import base as base_lib
 from bert_jax.config import Model
@@ -116,21 +116,14 @@ def test_a_scaling_of_both_and_layers_of_one_kind_are_read(tmp_path):
     ("changes", "words"),
     [
         ({"norm_bias": True}, ["norm_bias=True", "False"]),
-        ({"norm_eps": 1e-12}, ["norm_eps"]),
         ({"classifier_activation": "silu"}, ["classifier_activation", "silu"]),
-        ({"classifier_activation": "gelu"}, ["classifier_activation"]),
-        ({"layer_types": ["full_attention"] * 4}, ["layer_types", "5"]),
         ({"layer_types": ["sliding_attention"] * 5}, ["layer_types", "first"]),
         ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling", "yarn", "rope_type"]),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, ["rope_type", "dynamic"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["global_rotary_scaling", "FACTOR"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 16}}, ["beta_fast=16"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "llama3"}}}, ["rope_type='llama3'"]),
-        ({"rope_parameters": [1]}, ["rope_parameters"]),
-        ({"local_attention": 1}, ["local_window=1"]),
         ({"global_rope_theta": "x", "rope_parameters": None}, ["global_rope_theta='x'"]),
         ({"tie_word_embeddings": False}, ["decoder.weight"]),
-        ({"tie_word_embeddings": "no"}, ["tie_word_embeddings='no'"]),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(changes, words, tmp_path):
@@ -142,16 +135,6 @@ def test_what_would_be_computed_otherwise_is_refused(changes, words, tmp_path):
     for word in words:
         assert word in str(caught.value)
     assert not (tmp_path / "base").exists()
-
-
-def test_a_tensor_too_many_is_named(tmp_path):
-    folder = write(tmp_path / "hf")
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        tensors | {"classifier.weight": np.zeros(3, np.float32)}, folder / "model.safetensors"
-    )
-    with pytest.raises(InputError, match=r"classifier\.weight.*ModernBERT"):
-        huggingface.read_folder(epath.Path(folder), lambda line: None)
 
 
 def test_they_have_no_class_with_a_next_sentence_head(tmp_path):

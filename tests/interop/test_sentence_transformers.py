@@ -98,19 +98,15 @@ def test_vectors_are_made_as_the_folder_says_unless_a_flag_says_otherwise(tmp_pa
 
 REFUSED = {
     "max": ({"pooling": {"pooling_mode_max_tokens": True}}, "1_Pooling/config.json"),
-    "two": ({"pooling": CLS | {"pooling_mode_mean_tokens": True}}, "1_Pooling/config.json"),
     "last": ({"pooling": {"pooling_mode": "lasttoken"}}, "lasttoken"),
-    "weighted": ({"pooling": {"pooling_mode": ["weightedmean", "mean"]}}, "weightedmean"),
     "dense": ({"modules": (*WHOLE[:2], "Dense")}, "Dense"),
     "no pooling": ({"modules": WHOLE[:1]}, "modules.json"),
-    "no list": ({"modules": {}}, "modules.json"),
     "a prompt": ({"config_sentence_transformers": {"default_prompt_name": "query"}}, "query"),
     "lower case": (
         {"sentence_bert_config": {"do_lower_case": True},
          "tokenizer_config": {"do_lower_case": False}},
         "do_lower_case",
     ),
-    "no length": ({"sentence_bert_config": {"max_seq_length": "long"}}, "sentence_bert_config"),
 }  # fmt: skip
 
 

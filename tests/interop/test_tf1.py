@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bert_jax import base as base_lib
 from bert_jax.config import Model
 from bert_jax.errors import InputError
-from bert_jax.interop import names, tf1
+from bert_jax.interop import names, tf1, weights
 
 WRITTEN = pathlib.Path(__file__).parent / "tf1"
 SIZES = {
@@ -62,7 +62,7 @@ def test_every_number_of_every_variable_has_its_place(folder):
     theirs = {
         (*tensor.path, tensor.layer): tensor.name for tensor in tf1.NAMING.tensors(base.model)
     }
-    values = names.to_theirs(base.params, base.model, "BertForPreTraining")
+    values = weights.to_theirs(base.params, base.model, "BertForPreTraining")
     for tensor in names.tensors(base.model):
         name = theirs[(*tensor.path, tensor.layer)]
         wanted = numbers(name)
@@ -72,17 +72,8 @@ def test_every_number_of_every_variable_has_its_place(folder):
 
 
 def test_the_variables_are_those_of_the_reference():
-    cfg = Model(**SIZES)
-    table = {tensor.name: tensor.shape for tensor in tf1.NAMING.tensors(cfg)}
+    table = {tensor.name: tensor.shape for tensor in tf1.NAMING.tensors(Model(**SIZES))}
     assert table == VARIABLES
-    assert len({(t.path, t.layer) for t in tf1.NAMING.tensors(cfg)}) == len(table)
-    assert _place("bert/encoder/layer_0/output/dense/kernel") == "encoder/layers/output/kernel"
-    assert _place("cls/predictions/transform/LayerNorm/beta") == "masked_lm/layer_norm/bias"
-
-
-def _place(name: str) -> str:
-    (path,) = [t.path for t in tf1.NAMING.tensors(Model(**SIZES)) if t.name == name]
-    return "/".join(path)
 
 
 def test_parts_that_are_not_there_are_fresh(folder, monkeypatch):
@@ -128,24 +119,17 @@ def config(**fields):
 
 REFUSED = {
     "data cut off": (broken.shorten(DATA), ["bert_model.ckpt", "damaged", "checksum"]),
-    "data changed": (broken.corrupt(DATA, 0.3), ["bert_model.ckpt", "damaged", "checksum"]),
     "no data": (broken.remove(DATA), ["data-00000-of-00002", "No such file"]),
     "index cut off": (broken.shorten(INDEX), ["bert_model.ckpt", "damaged", "index"]),
-    "index of noise": (broken.write(INDEX, b"x" * 500), ["bert_model.ckpt", "damaged", "index"]),
     "index changed": (broken.corrupt(INDEX), ["bert_model.ckpt", "damaged"]),
-    "no config": (broken.remove("tf1/bert_config.json"), ["bert_config.json", "no such file"]),
-    "config of noise": (broken.write("tf1/bert_config.json", "{"), ["bert_config.json", "JSON"]),
     "another activation": (config(hidden_act="relu"), ["bert_config.json", "hidden_act", "relu"]),
-    "another gelu": (config(gelu_form=["tanh"]), ["bert_config.json", "gelu_form"]),
     "a layer too many": (config(num_hidden_layers=2), ["bert/encoder/layer_1/"]),
-    "layers beyond count": (config(num_hidden_layers=4_000_000_000), ["bert/encoder/layer_1/"]),
     "another shape": (config(intermediate_size=13), ["[8, 12]", "[8, 13]", "bert_config.json"]),
     "config and rows": (config(vocab_size=46), ["word_embeddings", "[45, 8]", "vocab_size=46"]),
     "a long vocabulary": (
         lambda: vocabulary([*SPECIALS, *(f"w{i}" for i in range(41))]),
         ["word_embeddings", "45 rows", "46 pieces"],
     ),
-    "no vocabulary": (broken.remove("tf1/vocab.txt"), ["vocab.txt", "No such file"]),
 }
 
 
@@ -154,19 +138,6 @@ def test_what_does_not_fit_is_refused_in_one_line(name, folder):
     breaks, words = REFUSED[name]
     command = "import tf1 --workdir made/base"
     broken.refuses(broken.Case(name, command, tuple(words), breaks))
-
-
-@pytest.mark.parametrize(
-    ("beginning", "words"),
-    [
-        (QUERY, [QUERY, "[8, 8]", "missing"]),
-        ("cls/seq_relationship/output_weights", ["cls/seq_relationship/output_weights", "missing"]),
-    ],
-)
-def test_a_missing_variable_is_named(beginning, words, folder, monkeypatch):
-    without(monkeypatch, beginning)
-    command = "import tf1 --workdir made/base"
-    broken.refuses(broken.Case(beginning, command, tuple(words)))
 
 
 def test_a_variable_of_another_type_or_in_slices_is_named(folder, monkeypatch):

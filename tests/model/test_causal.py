@@ -12,7 +12,7 @@ from compare import assert_close
 from scipy.special import erf
 
 from bert_jax.config import Model
-from bert_jax.interop import names
+from bert_jax.interop import names, weights
 from bert_jax.model import heads, layers, losses
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
@@ -55,7 +55,7 @@ def names_of(kind):
 @pytest.fixture(scope="module", params=make_causal.CONFIGS)
 def model(request):
     cfg = config_of(request.param)
-    params = names.to_ours(theirs(request.param), cfg, "golden")[0]
+    params = weights.to_ours(theirs(request.param), cfg, "golden")[0]
     fresh = heads.init_params(cfg, jax.random.key(0))
     return cfg, fresh | jax.tree.map(jnp.asarray, params)
 
@@ -138,7 +138,7 @@ def test_the_loss_is_that_of_numpy_in_float64(batch):
         x = norm(gelu(linear(x, f"{head}.dense")), f"{head}.LayerNorm")
         probabilities = softmax(x @ table.T + w["cls.predictions.bias"])
         nats += [-math.log(probabilities[at, ids[at + 1]]) for at in range(len(ids) - 1)]
-    params = heads.init_params(cfg, jax.random.key(0)) | names.to_ours(theirs("bert"), cfg, "")[0]
+    params = heads.init_params(cfg, jax.random.key(0)) | weights.to_ours(theirs("bert"), cfg, "")[0]
     np.testing.assert_allclose(loss(params, cfg, batch)[0], np.mean(nats), rtol=1e-5)
 
 

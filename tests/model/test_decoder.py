@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bert_jax.config import Model
-from bert_jax.interop import names
+from bert_jax.interop import names, weights
 from bert_jax.model import decoder, losses
 from bert_jax.model.encoder import Loop
 
@@ -50,7 +50,7 @@ def theirs_as_ours():
             ours_prefix + name.removeprefix(prefix).replace(attention, ".attention."): drawn[name]
             for name in there
         }
-        return names.to_ours(renamed, CFG, "golden")[0]
+        return weights.to_ours(renamed, CFG, "golden")[0]
 
     encoder = ours("encoder.", "bert.", ".pooler.", ".attention.")
     decoder_ = ours("decoder.", "", ".crossattention.", ".attention.")

@@ -11,7 +11,7 @@ import pytest
 from compare import assert_close
 
 from bert_jax.config import Model
-from bert_jax.interop import names
+from bert_jax.interop import names, weights
 from bert_jax.model import flops, heads, layers, losses
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
@@ -40,7 +40,7 @@ def golden():
 
 def converted(tensors, cfg=CFG):
     """Theirs in our tree; what they do not have is drawn."""
-    params = names.to_ours(tensors, cfg, "golden")[0]
+    params = weights.to_ours(tensors, cfg, "golden")[0]
     return heads.init_params(cfg, jax.random.key(0)) | jax.tree.map(jnp.asarray, params)
 
 
@@ -124,7 +124,7 @@ def test_logits_loss_and_gradients_are_as_pytorchs(params, batch, loop):
         for name, value in golden().items()
         if name.startswith("grad.")
     }
-    theirs = names.to_ours(theirs, CFG, "gradients")[0]
+    theirs = weights.to_ours(theirs, CFG, "gradients")[0]
     theirs["encoder"]["layers"]["attention_layer_norm"]["scale"][0] = 0  # they have none
     assert_close({part: gradients[part] for part in theirs}, theirs, 1e-5)
 
