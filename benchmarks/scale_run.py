@@ -241,12 +241,12 @@ def plan(folder: pathlib.Path, phase: int) -> dict[str, float]:
     """An epoch that nobody planned yet; memory is that of the process that does."""
     source = batches_of(folder, phase).plans
     before, held = cpu_seconds(), 0.0
-    while (chunks := source.find(99)) is None:
+    while (found := source.find(99)) is None:
         with contextlib.suppress(AttributeError, FileNotFoundError, KeyError):  # not yet, no more
-            held = max(held, memory(source._maker.pid)["held_gb"])
+            held = max(held, memory(source._maker.process.pid)["held_gb"])
         time.sleep(0.02)
     source.close()
-    path = source._path(99)
+    path, chunks = found.chunks.filename, found.chunks
     size = os.path.getsize(path)
     os.unlink(path)
     seconds = cpu_seconds() - before
@@ -278,7 +278,7 @@ def batches(folder: pathlib.Path) -> dict[str, float]:
                 if maker is None or maker.poll() is not None:
                     epoch += 1
                     other.plans.find(epoch)
-                    maker = other.plans._maker
+                    maker = other.plans._maker.process
                     time.sleep(2)  # until it is past its imports
                 for kind, number in (("alone", signal.SIGSTOP), ("planning", signal.SIGCONT)):
                     maker.send_signal(number)

@@ -14,7 +14,8 @@ from small_run import write_text
 from bert_jax import config
 from bert_jax.config import Data, Experiment, Model, Optimizer, Parallelism
 from bert_jax.data import batches, corpus, stream
-from bert_jax.data.plans import Packed, Plans
+from bert_jax.data.packing import Packed
+from bert_jax.data.plans import Plans
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining

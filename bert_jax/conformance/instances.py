@@ -80,11 +80,12 @@ def create(documents: Documents, ids: batches.Ids, settings: Settings) -> Iterat
     policy, length = masking.Policy.of(settings.data, 0, 1), settings.max_seq_length
     # No row has more: the table is as narrow as it can be.
     predictions = min(settings.max_predictions_per_seq, length)
+    examples = batches.Examples(flat, ids, settings.data, length, predictions)
     made = []
     for _ in range(settings.dupe_factor):
         # One row is planned, executed, and only then the next: they share one generator.
         for row in pairs.one_by_one(flat, length, settings.short_seq_prob, draw):
-            batch = batches.execute(flat, row, draw, ids, policy, length, predictions)
+            batch = examples.make(row, draw, policy)
             made.append(json.dumps(_as_written(batch)))
     for number in draw.instance_order(len(made)):
         yield made[number]

@@ -21,7 +21,8 @@ import numpy as np
 
 from bert_jax.config import Data
 from bert_jax.data import draws, masking, packing, pairs, sentences
-from bert_jax.data.plans import Packed, Plans
+from bert_jax.data.packing import Packed
+from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 from bert_jax.text.tokenizer import Tokenizer
@@ -67,172 +68,115 @@ class Shape:
         return np.int64(step) * self.batch_size + self.row_offset + np.asarray(indices, np.int64)
 
 
-def execute(
-    stream: Stream,
-    rows: np.ndarray,
-    array_draws: draws.ArrayDraws,
-    ids: Ids,
-    policy: masking.Policy,
-    sequence_length: int,
-    max_predictions: int,
-) -> Batch:
-    """Turns planned pairs into examples.
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Makes what is planned of a split into examples."""
 
-    Args:
-      stream: the split.
-      rows: pairs.ROW_DTYPE [B].
-      array_draws: truncation and masks.
-      ids: specials and vocabulary.
-      policy: of the masks.
-      sequence_length: S.
-      max_predictions: P.
+    stream: Stream
+    ids: Ids
+    data: Data  # what is predicted, and whether documents see each other
+    sequence_length: int  # S
+    max_predictions: int  # P; of data.objective=causal, where nothing is masked, S - 1
 
-    Returns:
-      input_ids, segment_ids, input_mask int32 [B, S]; masked_lm_positions, masked_lm_ids int32
-      [B, P]; masked_lm_weights float32 [B, P]; next_sentence_labels int32 [B], 1 for a random
-      next, or of swapped pairs for those that were swapped.
-    """
-    pair = pairs.truncate(rows, sequence_length, array_draws)
-    a_end = 1 + pair.a_length[:, None]  # where the first [SEP] stands
-    b_end = a_end + 1 + pair.b_length[:, None]  # and the last
-    column = np.arange(sequence_length)
-    real = column <= b_end
-    in_b = (column > a_end) & real
-    a_shift, b_shift = pair.a_start[:, None] - 1, pair.b_start[:, None] - a_end - 1
-    source = column + np.where(in_b, b_shift, a_shift)
-    # Clipped: specials and padding, which are put over what is read there, may lie outside.
-    input_ids = np.take(np.asarray(stream.ids), source, mode="clip").astype(np.int32)
-    np.copyto(input_ids, ids.pad, where=~real)
-    input_ids[:, 0] = ids.cls
-    np.put_along_axis(input_ids, a_end, ids.sep, 1)
-    np.put_along_axis(input_ids, b_end, ids.sep, 1)
-    text = real & (column > 0) & (column != a_end) & (column != b_end)
-    lengths = pair.a_length + pair.b_length + pairs.SPECIAL_TOKENS
-    return {
-        **_masked(stream, input_ids, text, lengths, array_draws, ids, policy, max_predictions),
-        "segment_ids": in_b.astype(np.int32),
-        "input_mask": real.astype(np.int32),
-        "next_sentence_labels": rows["is_random_next"].astype(np.int32),
-    }
+    def make(self, planned: np.ndarray, array_draws: draws.Draws, policy: masking.Policy) -> Batch:
+        """Returns the examples of pairs, pairs.ROW_DTYPE [B], or of rows of `sentences.plan`, [B].
 
+        Args:
+          planned: as above.
+          array_draws: truncation and masks.
+          policy: of the masks.
 
-def execute_sentences(
-    stream: Stream,
-    chunks: np.ndarray,
-    array_draws: draws.ArrayDraws,
-    ids: Ids,
-    policy: masking.Policy,
-    sequence_length: int,
-    max_predictions: int,
-    data: Data,
-) -> Batch:
-    """Turns planned rows of full sentences into examples.
+        Returns:
+          input_ids, segment_ids, input_mask int32 [B, S]; masked_lm_positions, masked_lm_ids int32
+          [B, P]; masked_lm_weights float32 [B, P]. Of pairs next_sentence_labels int32 [B], 1 for a
+          random next, or of swapped pairs for those that were swapped. Of full sentences with
+          data.attention=per_document example_numbers, of the document that each token is of, from
+          1, and positions within it, int32 [B, S], 0 for padding.
+        """
+        if self.data.units == "sentences":
+            return self._of_sentences(planned, array_draws, policy)
+        pair = pairs.truncate(planned, self.sequence_length, array_draws)
+        a_end = 1 + pair.a_length[:, None]  # where the first [SEP] stands
+        b_end = a_end + 1 + pair.b_length[:, None]  # and the last
+        column = np.arange(self.sequence_length)
+        real = column <= b_end
+        in_b = (column > a_end) & real
+        a_shift, b_shift = pair.a_start[:, None] - 1, pair.b_start[:, None] - a_end - 1
+        source = column + np.where(in_b, b_shift, a_shift)
+        # Clipped: specials and padding, which are put over what is read there, may lie outside.
+        input_ids = np.take(np.asarray(self.stream.ids), source, mode="clip").astype(np.int32)
+        np.copyto(input_ids, self.ids.pad, where=~real)
+        input_ids[:, 0] = self.ids.cls
+        np.put_along_axis(input_ids, a_end, self.ids.sep, 1)
+        np.put_along_axis(input_ids, b_end, self.ids.sep, 1)
+        text = real & (column > 0) & (column != a_end) & (column != b_end)
+        lengths = pair.a_length + pair.b_length + pairs.SPECIAL_TOKENS
+        return {
+            **self._masked(input_ids, text, lengths, array_draws, policy),
+            "segment_ids": in_b.astype(np.int32),
+            "input_mask": real.astype(np.int32),
+            "next_sentence_labels": planned["is_random_next"].astype(np.int32),
+        }
 
-    Args:
-      chunks: of `sentences.plan`, [B].
-      stream, array_draws, ids, policy, sequence_length, max_predictions: see `execute`; with
-        data.objective=causal nothing is masked, and P is S - 1.
-      data: what is predicted, and whether documents see each other.
+    def _of_sentences(
+        self, chunks: np.ndarray, array_draws: draws.Draws, policy: masking.Policy
+    ) -> Batch:
+        specials = self.ids.pad, self.ids.cls, self.ids.sep
+        rows = sentences.rows(self.stream, chunks, self.sequence_length, *specials)
+        apart = self.data.attention == "per_document"
+        if self.data.objective == "causal":
+            self._require_known(rows.input_ids)
+            # What comes after every token; but the first piece of a document that is not seen.
+            predicted = rows.document[:, 1:] > 0
+            if apart:
+                predicted &= rows.document[:, 1:] == rows.document[:, :-1]
+            batch = {
+                "input_ids": rows.input_ids,
+                "masked_lm_positions": np.arange(predicted.shape[1], dtype=np.int32) * predicted,
+                "masked_lm_ids": rows.input_ids[:, 1:] * predicted,
+                "masked_lm_weights": predicted.astype(np.float32),
+            }
+        else:
+            batch = self._masked(rows.input_ids, rows.text, rows.length, array_draws, policy)
+        return {
+            **batch,
+            "segment_ids": np.zeros_like(rows.input_ids),
+            "input_mask": (rows.document > 0).astype(np.int32),
+            **({"example_numbers": rows.document, "positions": rows.positions} if apart else {}),
+        }
 
-    Returns:
-      What `execute` gives, without labels of next sentences; segment_ids are 0. With
-      data.attention=per_document `example_numbers`, of the document that each token is of, from 1,
-      and `positions` within it, int32 [B, S], 0 for padding.
-    """
-    rows = sentences.rows(stream, chunks, sequence_length, ids.pad, ids.cls, ids.sep)
-    apart = {"example_numbers": rows.document, "positions": rows.positions}
-    if data.unpredicted:
-        _require_known(stream, rows.input_ids, ids)
-        batch = _next_pieces(rows, data)
-    else:
-        which = stream, rows.input_ids, rows.text, rows.length
-        batch = _masked(*which, array_draws, ids, policy, max_predictions)
-    return {
-        **batch,
-        "segment_ids": np.zeros_like(rows.input_ids),
-        "input_mask": (rows.document > 0).astype(np.int32),
-        **(apart if data.attention == "per_document" else {}),
-    }
+    def _masked(
+        self,
+        input_ids: np.ndarray,
+        text: np.ndarray,
+        lengths: np.ndarray,
+        array_draws: draws.Draws,
+        policy: masking.Policy,
+    ) -> Batch:
+        """Masks rows, int32 [B, S] of these lengths; `text`, bool [B, S], may be masked."""
+        self._require_known(input_ids)
+        masked = masking.mask(
+            input_ids,
+            text,
+            lengths,
+            array_draws,
+            policy,
+            max_predictions=self.max_predictions,
+            mask_id=self.ids.mask,
+            vocab_size=self.ids.vocab_size,
+            continues=self.ids.continues,
+        )
+        return {
+            "input_ids": masked.input_ids,
+            "masked_lm_positions": masked.positions,
+            "masked_lm_ids": masked.ids,
+            "masked_lm_weights": masked.weights,
+        }
 
-
-def _next_pieces(rows: sentences.Rows, data: Data) -> Batch:
-    """Returns rows as they are, and after every token the one to predict: see `_masked`.
-
-    Of documents that do not see each other the first piece of the next is not predicted.
-    """
-    batch, length = rows.input_ids.shape
-    document = rows.document
-    predicted = document[:, 1:] > 0
-    if data.attention == "per_document":
-        predicted &= document[:, 1:] == document[:, :-1]
-    places = np.broadcast_to(np.arange(length - 1, dtype=np.int32), (batch, length - 1))
-    return {
-        "input_ids": rows.input_ids,
-        "masked_lm_positions": places * predicted,
-        "masked_lm_ids": rows.input_ids[:, 1:] * predicted,
-        "masked_lm_weights": predicted.astype(np.float32),
-    }
-
-
-def execute_planned(
-    data: Data,
-    stream: Stream,
-    planned: np.ndarray,
-    array_draws: draws.ArrayDraws,
-    ids: Ids,
-    policy: masking.Policy,
-    sequence_length: int,
-    max_predictions: int,
-) -> Batch:
-    """Turns what is planned for an objective into examples: see `execute`, `execute_sentences`."""
-    how = array_draws, ids, policy, sequence_length, max_predictions
-    if data.units == "sentences":
-        return execute_sentences(stream, planned, *how, data)
-    return execute(stream, planned, *how)
-
-
-def _masked(
-    stream: Stream,
-    input_ids: np.ndarray,
-    text: np.ndarray,
-    lengths: np.ndarray,
-    array_draws: draws.ArrayDraws,
-    ids: Ids,
-    policy: masking.Policy,
-    max_predictions: int,
-) -> Batch:
-    """Masks rows; returns `input_ids` and `masked_lm_*`, see `execute`.
-
-    Args:
-      input_ids: int32 [B, S].
-      text: bool [B, S], False for specials and padding.
-      lengths: int64 [B], of the rows without padding.
-      stream, array_draws, ids, policy, max_predictions: see `execute`.
-    """
-    _require_known(stream, input_ids, ids)
-    masked = masking.mask(
-        input_ids,
-        text,
-        lengths,
-        array_draws,
-        policy,
-        max_predictions=max_predictions,
-        mask_id=ids.mask,
-        vocab_size=ids.vocab_size,
-        continues=ids.continues,
-    )
-    return {
-        "input_ids": masked.input_ids,
-        "masked_lm_positions": masked.positions,
-        "masked_lm_ids": masked.ids,
-        "masked_lm_weights": masked.weights,
-    }
-
-
-def _require_known(stream: Stream, input_ids: np.ndarray, ids: Ids) -> None:
-    """Raises InputError if the stream holds ids that the vocabulary has not."""
-    if input_ids.size and input_ids.max() >= ids.vocab_size:
-        raise stream.damaged("ids")  # a device would take another id without a word
+    def _require_known(self, input_ids: np.ndarray) -> None:
+        """Raises InputError if the stream holds ids that the vocabulary has not."""
+        if input_ids.size and input_ids.max() >= self.ids.vocab_size:
+            raise self.stream.damaged("ids")  # a device would take another id without a word
 
 
 class TrainBatches:
@@ -258,7 +202,9 @@ class TrainBatches:
         first_step: int = 0,
         total_steps: int = 1,
     ):
-        self.plans, self._ids, self._data, self.shape = plans, ids, data, shape
+        self.plans, self._data, self.shape = plans, data, shape
+        widths = shape.sequence_length, shape.max_predictions
+        self._made = Examples(plans.stream, ids, data, *widths)
         self._first_step, self._total_steps = first_step, total_steps
         self._rows = rows_per_epoch
         self._key = draws.key_of(*plans.names)
@@ -272,7 +218,8 @@ class TrainBatches:
 
     def _rows_if_known(self) -> int | None:
         if self._rows is None:
-            self._rows = self.plans.rows_per_epoch()
+            counted = self.plans.counted()
+            self._rows = None if counted is None else counted.rows
         return self._rows
 
     def ready(self, step: int) -> bool:
@@ -307,9 +254,9 @@ class TrainBatches:
     def batch(self, step: int, indices: np.ndarray) -> Batch:
         """Returns rows `indices`, any of [0, batch_size) in any order, of a step of this phase.
 
-        Next to what `execute` gives, of packed rows `packing.share`: `rows` uint32 [B], numbered
-        through the phase, and `row_weights` float32 [B], all 1; of packed rows `examples` uint32
-        [B, E], numbered through the phase, 0 where there is none, and `row_weights` [B, E].
+        Next to what `Examples.make` gives, of packed rows `packing.share`: `rows` uint32 [B],
+        numbered through the phase, and `row_weights` float32 [B], all 1; of packed rows `examples`
+        uint32 [B, E], numbered so, 0 where there is none, and `row_weights` [B, E].
         """
         while not self.ready(step):
             self.plans.pause()
@@ -337,18 +284,14 @@ class TrainBatches:
         planned = np.empty(len(epochs), kind)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            of_epoch = self._pairs if of_pairs else self._chunks
-            planned[here] = of_epoch(epoch, slots[here])
-        return execute_planned(
-            self._data,
-            self.plans.stream,
-            planned,
-            draws.Counter(self._key, self._epoch_drawn(epochs) * per_epoch + slots),
-            self._ids,
-            policy,
-            self.shape.sequence_length,
-            self.shape.max_predictions,
-        )
+            chunks = self.plans.wait(self._epoch_drawn(epoch)).chunks
+            some = chunks[slots[here] % len(chunks)]
+            if of_pairs:
+                counter = draws.Counter(self.plans.key(self._epoch_drawn(epoch)), some["sentence"])
+                some = pairs.rows(self.plans.stream, some, counter, self._data.units)
+            planned[here] = some
+        number = self._epoch_drawn(epochs) * per_epoch + slots
+        return self._made.make(planned, draws.Counter(self._key, number), policy)
 
     def _packed(
         self, epochs: np.ndarray, places: np.ndarray, policy: masking.Policy, packed: Packed
@@ -357,26 +300,23 @@ class TrainBatches:
         slots = np.empty((len(epochs), packed.examples), np.int64)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            packs = self.plans.packs(self._epoch_drawn(epoch))
+            packs = self._packs(epoch)
             slots[here] = packs.of(places[here] % len(packs), packed.examples)
         there = slots >= 0
-        per_epoch = self.plans.examples_per_epoch() or 0  # known, since rows are
+        counted = self.plans.counted()
+        assert counted is not None, "its rows are"
+        per_epoch = counted.examples
         its_epochs = np.repeat(epochs, there.sum(axis=1))
         numbers = np.zeros(slots.shape, np.uint32)
         numbers[there] = (its_epochs * per_epoch + slots[there]).astype(np.uint32)
         examples = self._examples(its_epochs, slots[there], per_epoch, policy)
         return {"examples": numbers, **packing.share(examples, there, packed.predictions)}
 
-    def _chunks(self, epoch: int, slots: np.ndarray) -> np.ndarray:
-        """Returns the chunks in some slots of an epoch."""
-        plan = self.plans.wait(self._epoch_drawn(epoch))
-        return plan[slots % len(plan)]
-
-    def _pairs(self, epoch: int, slots: np.ndarray) -> np.ndarray:
-        """Returns the pairs in some slots of an epoch, ROW_DTYPE."""
-        chunks = self._chunks(epoch, slots)
-        counter = draws.Counter(self.plans.key(self._epoch_drawn(epoch)), chunks["sentence"])
-        return pairs.rows(self.plans.stream, chunks, counter, self._data.units)
+    def _packs(self, epoch: int) -> packing.Packs:
+        """Returns the packed rows of an epoch."""
+        packs = self.plans.wait(self._epoch_drawn(epoch)).packs
+        assert packs is not None, "the plan is not packed"
+        return packs
 
     def _epoch_drawn(self, epoch: Any) -> Any:
         """Returns the epoch whose plan serves: itself, or with static masks one of the first."""
@@ -384,8 +324,9 @@ class TrainBatches:
 
     def rows_planned(self, epoch: int) -> int:
         """Counts the rows of the epoch's plan; those beyond R go, missing ones are repeated."""
-        drawn = self._epoch_drawn(epoch)
-        return len(self.plans.wait(drawn) if self.plans.packed is None else self.plans.packs(drawn))
+        if self.plans.packed is not None:
+            return len(self._packs(epoch))
+        return len(self.plans.wait(self._epoch_drawn(epoch)).chunks)
 
 
 def eval_batches(stream: Stream, ids: Ids, data: Data, batch_size: int) -> tuple[list[Batch], int]:
@@ -410,20 +351,13 @@ def eval_batches(stream: Stream, ids: Ids, data: Data, batch_size: int) -> tuple
     if not len(plan):
         raise InputError("data.eval_rows: the validation split gives no row")
     key = draws.key_of(*names)
+    made = Examples(stream, ids, data, length, data.eval_max_predictions_per_seq)
     batches = []
     for start in range(0, len(plan), batch_size):
         row = np.arange(start, start + batch_size)
         real = row < len(plan)
-        batch = execute_planned(
-            data,
-            stream,
-            plan[np.where(real, row, 0)],
-            draws.Counter(key, row),
-            ids,
-            masking.HELD_OUT,
-            data.eval_sequence_length,
-            data.eval_max_predictions_per_seq,
-        )
+        planned = plan[np.where(real, row, 0)]
+        batch = made.make(planned, draws.Counter(key, row), masking.HELD_OUT)
         batch["masked_lm_weights"] *= real[:, None]
         weights = real.astype(np.float32)
         batches.append({"rows": row.astype(np.uint32), "row_weights": weights, **batch})

@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from typing import Any, Literal
@@ -26,7 +25,6 @@ from etils import epath
 
 from bert_jax.config import Corpus, Experiment, named
 from bert_jax.data import build, dataset, pairs, plans, sentences, stream
-from bert_jax.data.dataset import SPLITS
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import (
@@ -87,13 +85,12 @@ def prepare(
     if mirror.is_bucket(folder):
         return _prepare_there(corpus, vocab_size, folder, run, say)
     with named_errors(folder):
-        _require_ours(folder)
+        _require_ours(folder, mirror.names(folder))
         if is_complete(folder):  # without its lock: runs may share a folder they cannot write
             return _found(corpus, vocab_size, folder, say)
         with lock(folder):
             if is_complete(folder):  # by now
                 return _found(corpus, vocab_size, folder, say)
-            _refuse_strangers(folder)
             _remove_leftovers(folder)
             try:
                 return _build(corpus, vocab_size, folder, run, say)
@@ -198,7 +195,9 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
     if not is_complete(target):
         with lock(folder):
             if not is_complete(target):
-                _require_no_link(target.parent, target)
+                for place in (target.parent, target):
+                    if os.path.islink(place):  # what lies where it leads would be removed
+                        raise InputError(f"{place}: is a link; remove it, it is made again")
                 depth = "full"
                 _require(folder, manifest["files"], "dataset/", depth, mends["dataset/"])
                 vocab_size = manifest["settings"]["vocab_size"]
@@ -251,13 +250,6 @@ def _damage(path: epath.PathLike, entry: list[Any], depth: Literal["cheap", "ful
     return ""
 
 
-def _require_no_link(*folders: epath.Path) -> None:
-    """Raises InputError for a link: what lies where it leads would be removed."""
-    for folder in folders:
-        if os.path.islink(folder):
-            raise InputError(f"{folder}: is a link; remove it and run again, it is made again")
-
-
 def _mends(folder: epath.Path) -> dict[str, str]:
     """Returns what to do where files are damaged, by how their paths begin."""
     if copies.is_copy(folder):
@@ -286,30 +278,27 @@ def _require_same(
             continue  # whatever the weights are, the manifest says whose documents are whose
         if old != value and not (name == "sources" and elsewhere):
             raise InputError(f"{folder}: prepared with {name}={old!r}, now {value!r}; {mend}")
-    if corpus.tokenizer != "train" and not epath.Path(corpus.tokenizer).exists():
-        # A corpus may be carried to a machine that has neither its text nor its vocabulary file.
-        say(f"corpus: used as prepared; there is no {corpus.tokenizer} to compare with")
-    elif corpus.tokenizer != "train":
-        now = tokenizer.load(corpus.tokenizer, corpus.case).sha256
-        if now != manifest["tokenizer"].get("sha256"):
-            raise Changed(f"{folder}: {corpus.tokenizer} has changed since; {mend}")
+    # A corpus may be carried to a machine that has neither its text nor its vocabulary file.
+    given = corpus.tokenizer
+    if given != "train" and not epath.Path(given).exists():
+        say(f"corpus: used as prepared; there is no {given} to compare with")
+    elif given != "train" and (
+        tokenizer.load(given, corpus.case).sha256 != manifest["tokenizer"].get("sha256")
+    ):
+        raise Changed(f"{folder}: {given} has changed since; {mend}")
     if elsewhere:
         return
     try:
         sources = documents.fingerprint(corpus)
     except InputError as error:
-        # A corpus may be carried to a machine that has no text.
         say(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
     old_files = {row["file"]: row for row in manifest["sources"]}
     new_files = {named(row["file"]): row for row in sources}
     for file in sorted(old_files.keys() | new_files.keys()):
         if not _is_same_file(old_files.get(file), new_files.get(file)):
-            change = "has changed"
-            if file not in old_files:
-                change = "is new"
-            elif file not in new_files:
-                change = "is gone"
+            change = "is new" if file not in old_files else "is gone"
+            change = "has changed" if file in old_files.keys() & new_files.keys() else change
             raise Changed(f"{folder}: {file} {change} since this corpus was prepared; {mend}")
 
 
@@ -338,45 +327,42 @@ def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> boo
     )
 
 
-# What `prepare` writes, or wrote once (croissant.json); `write_atomic` adds temporary files.
-_OURS = {"manifest.json", "tokenizer", "dataset", "stream", COUNTS, "lock", build.PARTS}
-_OURS |= {"croissant.json"}
-_BESIDE = re.compile(r"\.((manifest|croissant)\.json|plans\.json|COMPLETE)\.\d+\.tmp")
+# What `prepare` writes, or wrote once.
+_OURS = {"manifest.json", "tokenizer", "dataset", "stream", COUNTS, build.PARTS, "lock"}
+_OURS |= {COMPLETE, "croissant.json"}
 
 
-def _require_ours(folder: epath.Path) -> None:
-    """Raises InputError if `prepare` never was here and something else lies here.
+def _is_ours(name: str) -> bool:
+    """Returns whether `prepare` makes files of this name; a kill leaves `.NAME.PID.tmp`."""
+    return name in _OURS or (
+        name[0] == "." and name.split(".")[1] in ("manifest", "plans", COMPLETE)
+    )
+
+
+def _require_ours(folder: epath.Path, names: set[str]) -> None:
+    """Raises InputError if something lies in a folder that `prepare` did not make.
 
     Every `prepare` leaves its lock, so without one even a `dataset` is somebody else's.
     """
-    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if names and not names & {"lock", COMPLETE}:
-        _refuse_strange(folder, min(names))
-
-
-def _refuse_strangers(folder: epath.Path) -> None:
-    """Raises InputError for what lies here and is not ours to remove."""
-    for name in sorted(path.name for path in folder.iterdir()):
-        if name not in _OURS and not _BESIDE.fullmatch(name):
-            _refuse_strange(folder, name)
+    began = bool(names & {"lock", COMPLETE})
+    strange = {name for name in names if not (began and _is_ours(name))}
+    if strange and COMPLETE not in names:
+        raise InputError(
+            f"{folder}: holds {min(strange)}, which `prepare` did not make; move it away"
+        )
 
 
 def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
     """Clears what a `prepare` left that was killed or failed; `least` whole parts or more stay."""
-    kept = {"lock"}
-    if (folder / build.PARTS).exists():
-        for path in (folder / build.PARTS).iterdir():
-            if path.name.startswith("."):
-                path.rmtree()
-        if len(list((folder / build.PARTS).iterdir())) >= least:
-            kept.add(build.PARTS)
+    parts, kept = folder / build.PARTS, {"lock"}
+    if parts.exists():
+        for path in parts.glob(".*"):
+            path.rmtree()
+        if len(list(parts.iterdir())) >= least:
+            kept.add(parts.name)
     for path in folder.iterdir():
-        if path.name not in kept and (path.name in _OURS or _BESIDE.fullmatch(path.name)):
+        if path.name not in kept and _is_ours(path.name):
             path.rmtree() if path.is_dir() else path.unlink()
-
-
-def _refuse_strange(folder: epath.Path, name: str) -> None:
-    raise InputError(f"{folder}: holds {name}, which `prepare` did not make; move it away")
 
 
 def _build(
@@ -389,13 +375,11 @@ def _build(
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
     (folder / build.PARTS).rmtree()
-    for split in SPLITS:
-        numbers = ", ".join(
-            f"{manifest['splits'][split][name]} {name}"
-            for name in ("documents", "sentences", "tokens")
-        )
-        counts = manifest["splits"][split]
+    for split, counts in manifest["splits"].items():
         share = counts["unknown_tokens"] / counts["tokens"]
+        numbers = ", ".join(
+            f"{counts[name]} {name}" for name in ("documents", "sentences", "tokens")
+        )
         say(f"prepare: {split}: {numbers}, {share:.1%} of them unknown")
         if share > unknown.MOST and not corpus.unknown_word:
             say(
@@ -414,8 +398,8 @@ def _prepare_there(
     What was made or sent before a break is neither made nor sent again.
     """
     there = mirror.names(folder)
-    if there and not there & {mirror.OWNER, COMPLETE, "lock"}:
-        _refuse_strange(folder, min(there))
+    if mirror.OWNER not in there:
+        _require_ours(folder, there)
     if COMPLETE in there:
         return _found(corpus, vocab_size, folder, say)
     mirror.require_writable(folder)  # before the text is read, which may take hours

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import random
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -60,54 +59,11 @@ class Removals:
         return np.where(self.a_leads, 0, self.lead) + (self.rest + 1) // 2
 
 
-class ArrayDraws(Protocol):
-    """Draws for B rows at once."""
-
-    def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
-        """Returns how many of the tokens lost by A and by B go from the front; int64 [B] each."""
-
-    def candidate_order(self, counts: np.ndarray) -> np.ndarray:
-        """Returns a random order of each row's candidates, uint32 or int64 [B, max(counts)].
-
-        Entries of row r from counts[r] on have no meaning.
-        """
-
-    def span_lengths(self, counts: np.ndarray) -> np.ndarray:
-        """Returns how many words a span has that begins with each word, int64 [B, max(counts)].
-
-        From 1 to LONGEST_SPAN, geometric; 3.8 on average.
-        """
-
-    def replacements(
-        self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what each row's chosen tokens become: kind uint8 [B, P], a random id [B, P]."""
-
-
-class PairDraws(Protocol):
-    """Draws for B chunks of a plan (`create_instances_from_document`).
-
-    `asked` bool [B] says which answers are used; the others have no meaning.
-    """
-
-    def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
-        """Draws tokens to aim at: the most, or with `short_seq_prob` anything from 2; int64 [B]."""
-
-    def split_point(self, sentences: np.ndarray) -> np.ndarray:
-        """Returns how many sentences of a chunk make A, from 1; int64 [B]."""
-
-    def is_random(self, asked: np.ndarray) -> np.ndarray:
-        """Returns whether B comes from another document; bool [B]."""
-
-    def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Draws another document than `this`, or after ten vain draws this one; int64 [B]."""
-
-    def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Returns the sentence at which a random B starts; int64 [B]."""
-
-
 class Sequential:
-    """All draws from one generator in the reference's order, for one row at a time (B = 1)."""
+    """All draws from one generator in the reference's order, for one row at a time (B = 1).
+
+    What is drawn is said at `Counter`.
+    """
 
     def __init__(self, rng: random.Random):
         self._rng = rng
@@ -191,6 +147,9 @@ class Sequential:
 class Counter:
     """Draws as a function of (key, row, column, purpose), for any rows in any order.
 
+    Of a plan B are its chunks (`create_instances_from_document`), and `asked`, bool [B], says which
+    answers are used; the others have no meaning.
+
     Args:
       key: as made by `key_of`.
       rows: int64 or uint64 [B]: of a batch, the rows' numbers in their phase; of a plan, the
@@ -202,22 +161,25 @@ class Counter:
         self._rows = np.asarray(rows, np.uint64)
 
     def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
-        """Draws a word for whether, a word for how short."""
+        """Draws tokens to aim at: the most, or with `short_seq_prob` anything from 2; int64 [B].
+
+        A word for whether, a word for how short.
+        """
         words = self._words(_TARGET, 2)
         short = words[:, 0] < short_seq_prob * 2**32
         return np.where(short, 2 + _below(words[:, 1], max_num_tokens - 1), max_num_tokens)
 
     def split_point(self, sentences: np.ndarray) -> np.ndarray:
-        """Draws the upper 31 bits of a word."""
+        """Returns how many sentences of a chunk make A, from 1, int64 [B]: of 31 bits of a word."""
         return 1 + ((self._chunk_words >> 1) * (sentences - 1) >> 31)
 
     def is_random(self, asked: np.ndarray) -> np.ndarray:
-        """Draws the lowest bit of the word of `split_point`."""
+        """Returns whether B comes from another document, bool [B]: the word's other bit."""
         del asked
         return (self._chunk_words & 1).astype(bool)
 
     def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Draws a word a try."""
+        """Draws another document than `this`, or after ten vain draws this one; int64 [B]."""
         del asked
         other = _below(self._next_words[:, 1], documents)
         again = np.flatnonzero(other == this)
@@ -229,7 +191,7 @@ class Counter:
         return other
 
     def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Draws a word."""
+        """Returns the sentence at which a random B starts; int64 [B]."""
         del asked
         return _below(self._next_words[:, 0], sentences)
 
@@ -259,13 +221,19 @@ class Counter:
         return self._words(_RANDOM_NEXT, 4)
 
     def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
-        """Draws a random bit a token, and counts them; exactly binomial."""
+        """Returns how many of the tokens lost by A and by B go from the front; int64 [B] each.
+
+        The set bits among one a token: exactly binomial.
+        """
         purposes = np.array([[_FRONT_CUTS_A], [_FRONT_CUTS_B]])
         front_a, front_b = self._binomial(purposes, np.stack([removals.from_a, removals.from_b]))
         return front_a, front_b
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
-        """Draws one random word a candidate, whose order is theirs."""
+        """Returns a random order of each row's candidates, uint32 [B, max(counts)].
+
+        That of a random word each. Entries of row r from counts[r] on have no meaning.
+        """
         columns = int(counts.max())
         keys = self._words(_CANDIDATES, columns).astype(np.uint64) << np.uint64(32)
         column = np.arange(columns, dtype=np.uint64)
@@ -277,14 +245,17 @@ class Counter:
         return keys.astype(np.uint32)  # the lower half
 
     def span_lengths(self, counts: np.ndarray) -> np.ndarray:
-        """Draws one random word a word."""
+        """Returns how many words a span has that begins with each word, int64 [B, max(counts)].
+
+        From 1 to LONGEST_SPAN, geometric; 3.8 on average.
+        """
         words = self._words(_SPANS, int(counts.max()))
         return 1 + np.searchsorted(np.cumsum(_SPAN_LAW)[:-1] * 2**32, words, "right")
 
     def replacements(
         self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws two words a token, one for its kind and one for a random id."""
+        """Returns what each row's chosen tokens become: kind uint8 [B, P], a random id [B, P]."""
         columns = int(counts.max())
         words = self._words(_REPLACEMENTS, 2 * columns)
         # In turn: a word's place must not depend on how many tokens other rows have.
@@ -326,6 +297,9 @@ class Counter:
         bits = bits.astype(np.uint64) & ((np.uint64(1) << wanted) - np.uint64(1))
         counts = np.bitwise_count(bits).sum(axis=1, dtype=np.int64)
         return np.bincount(entry, counts, len(flat)).astype(np.int64).reshape(trials.shape)
+
+
+Draws = Counter | Sequential
 
 
 def _below(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:

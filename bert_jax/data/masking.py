@@ -16,7 +16,7 @@ import numpy as np
 
 from bert_jax.config import Data
 from bert_jax.data import draws as draws_lib
-from bert_jax.data.draws import ArrayDraws
+from bert_jax.data.draws import Draws
 
 
 class Policy(NamedTuple):
@@ -63,7 +63,7 @@ def mask(
     input_ids: np.ndarray,
     text: np.ndarray,
     length: np.ndarray,
-    draws: ArrayDraws,
+    draws: Draws,
     policy: Policy,
     *,
     max_predictions: int,
@@ -157,9 +157,7 @@ def _words(
     return _Words(groups, first, number)
 
 
-def _whole_words(
-    words: _Words, wanted: np.ndarray, draws: ArrayDraws
-) -> tuple[np.ndarray, np.ndarray]:
+def _whole_words(words: _Words, wanted: np.ndarray, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
     """Returns (row, candidate) of the chosen pieces, in the order in which words were accepted.
 
     A word that would exceed the number to predict is passed over, and a later one may still fit.
@@ -185,7 +183,7 @@ def _whole_words(
 
 
 def _spans(
-    words: _Words, wanted: np.ndarray, draws: ArrayDraws
+    words: _Words, wanted: np.ndarray, draws: Draws
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns (row, candidate, slot of its span's first) of the chosen pieces, span after span.
 

@@ -1,32 +1,19 @@
-"""Packing: texts, or examples, of any length in rows of the same number of tokens.
+"""Packing: examples of any length in rows of the same number of tokens.
 
-Two ways, since what is known beforehand differs. Of an epoch's examples all lengths are: their
-histogram is packed, and examples of one length take its places in turn (Krell et al. 2021,
-"Efficient sequence packing without cross-contamination", longest-pack-first histogram packing).
-Texts whose vectors are wanted come some thousands at a time: sorted by length they are put one
-behind the other, and attention, which takes each by itself (`model.attention.Packing`), gets room
-for K tokens a text. K is one of a few numbers, so that texts of all lengths share a handful of
-compiled programs.
+Of an epoch's examples all lengths are known: their histogram is packed, and examples of one length
+take its places in turn (Krell et al. 2021, "Efficient sequence packing without
+cross-contamination", longest-pack-first histogram packing).
 
-Shape letters: S tokens of a row, N texts of a row, K places for the tokens of a text; B rows, E
-examples of a row at most, M examples of a batch, P predictions of an example, Q of a row.
+Shape letters: S tokens of a row; B rows, E examples of a row at most, M examples of a batch, P
+predictions of an example, Q of a row.
 """
 
-import bisect
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from bert_jax.data import draws
-
-# K; beyond, a multiple of the last.
-_PLACES = (16, 32, 64, 128)
-
-Row = list[int]
-
-
-# --- examples of an epoch -------------------------------------------------------------------------
+from bert_jax.config import Data, Phase
+from bert_jax.data import draws, masking
 
 
 class Limits(NamedTuple):
@@ -35,6 +22,32 @@ class Limits(NamedTuple):
     tokens: int
     examples: int
     predictions: int
+
+
+class Packed(NamedTuple):
+    """How examples of a phase share rows."""
+
+    examples: int  # of a row, at most
+    predictions: int  # of a row, at most
+    masked_share: float  # of an example's tokens that are predicted, the largest of any step
+    max_predictions: int  # of an example
+
+    @classmethod
+    def of(cls, data: Data, phase: Phase) -> "Packed | None":
+        """Returns that of a phase; None if each example has a row of its own."""
+        if data.packing == "none":
+            return None
+        limits = phase.examples_per_row, phase.row_predictions
+        return cls(*limits, data.largest_masked_share, phase.max_predictions_per_seq)
+
+    def pack(
+        self, lengths: np.ndarray, sequence_length: int, key: tuple[int, int], epoch: int
+    ) -> "Packs":
+        """Packs examples of these lengths, unsigned [examples]: see `pack_epoch`."""
+        length = np.arange(sequence_length + 1)
+        predictions = masking.number_to_predict(length, self.masked_share, self.max_predictions)
+        limits = Limits(sequence_length, self.examples, self.predictions)
+        return pack_epoch(lengths, predictions, limits, key, epoch)
 
 
 class Packs(NamedTuple):
@@ -159,7 +172,7 @@ def share(
     """Puts examples that stand by themselves in rows, one behind the other.
 
     Args:
-      examples: M rows of `batches.execute`, S tokens and P predictions each.
+      examples: M rows of `batches.Examples`, S tokens and P predictions each.
       slots: bool [B, E], M of them True: the examples of each row, in turn.
       predictions: Q.
 
@@ -167,7 +180,7 @@ def share(
       `row_weights` float32 [B, E], 1 for an example; `next_sentence_labels` int32 [B, E];
       `example_starts` int32 [B, E], where each begins; `input_ids`, `segment_ids`, `input_mask`,
       `example_numbers` from 1 on and `positions` within each, int32 [B, S]; and what
-      `batches.execute` gives of masked pieces, [B, Q]. What is of no example is 0.
+      `batches.Examples` gives of masked pieces, [B, Q]. What is of no example is 0.
     """
     row, place = np.nonzero(slots)
     real, predicted = (examples[n].astype(bool) for n in ("input_mask", "masked_lm_weights"))
@@ -207,85 +220,3 @@ def share(
             result[name] = np.zeros((len(slots), width), values.dtype)
             result[name].ravel()[to[there]] = values[there]
     return result
-
-
-# --- texts as they come ---------------------------------------------------------------------------
-
-
-def batches(
-    lengths: Sequence[int], row_tokens: int, longest: int, shards: int
-) -> Iterator[tuple[int, int, list[Row]]]:
-    """Yields texts from the longest on, as many as go into a row, a row a shard.
-
-    Args:
-      lengths: tokens of each text.
-      row_tokens: S.
-      longest: that a text may be; at most S.
-      shards: rows of a batch.
-
-    Yields:
-      K and N, which depend on each other alone, and which texts are in each row.
-    """
-    waiting: dict[int, list[int]] = {}
-    for i, length in enumerate(lengths):
-        waiting.setdefault(length, []).append(i)
-    present = sorted(waiting)  # each a length of texts that wait
-    while present:
-        places, shorter = room(present[-1], longest)
-        # So many as fill a row if all are just too long for the next shorter program.
-        slots = max(row_tokens // (shorter + 1), 1)
-        rows: list[Row] = []
-        for _ in range(shards):
-            row: Row = []
-            left = row_tokens
-            # The longest that fits: what longer ones leave of a row is filled with shorter ones.
-            while len(row) < slots and (fitting := bisect.bisect_right(present, left)):
-                length = present[fitting - 1]
-                left -= length
-                row.append(waiting[length].pop())
-                if not waiting[length]:
-                    del present[fitting - 1]
-            rows.append(row)
-        yield places, slots, rows
-
-
-def pack(
-    texts: Sequence[np.ndarray], row_tokens: int, slots: int, places: int
-) -> dict[str, np.ndarray]:
-    """Returns one row: `input_ids` int32 [S], and the parts of a `Packing`, [S], [N, K] and [S].
-
-    Args:
-      texts: ids of each, N at most, of K tokens at most, S together at most.
-      row_tokens: S.
-      slots: N.
-      places: K.
-    """
-    lengths = np.array([len(ids) for ids in texts], int)
-    starts = np.cumsum(lengths) - lengths
-    column = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-
-    def padded(values: np.ndarray) -> np.ndarray:
-        return np.pad(values, (0, row_tokens - len(values))).astype(np.int32)
-
-    tokens = np.full((slots, places), row_tokens, np.int32)
-    numbers = np.repeat(np.arange(len(texts)), lengths)
-    tokens[numbers, column] = np.arange(len(column))
-    return {
-        "input_ids": padded(np.concatenate([np.empty(0, int), *texts])),
-        "positions": padded(column),
-        "tokens": tokens,
-        "places": padded(numbers * places + column),
-    }
-
-
-def lengths_of_programs(longest: int) -> list[int]:
-    """Returns every K of texts of up to `longest` tokens: the longest text of each program."""
-    return sorted({room(length, longest)[0] for length in range(1, longest + 1)})
-
-
-def room(length: int, longest: int) -> tuple[int, int]:
-    """Returns K for texts of this length, and the next smaller one."""
-    step = _PLACES[-1]
-    steps = [_PLACES[0] // 2, *_PLACES, *range(2 * step, longest + step, step)]
-    i = next(i for i, most in enumerate(steps) if i and most >= length)
-    return min(steps[i], longest), steps[i - 1]

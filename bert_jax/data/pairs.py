@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from bert_jax.data.draws import ArrayDraws, Counter, PairDraws, Removals, Sequential, permutation
+from bert_jax.data.draws import Counter, Draws, Removals, Sequential, permutation
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 
@@ -197,7 +197,7 @@ def _cut(
     first: np.ndarray,
     document_end: np.ndarray,
     target: np.ndarray,
-    draws: PairDraws,
+    draws: Draws,
     units: Units = "pairs",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns how many sentences of each chunk make A and B.
@@ -225,9 +225,7 @@ def _cut(
     return of_a, np.where(alone | draws.is_random(~alone), 0, sentences - of_a)
 
 
-def rows(
-    stream: Stream, chunks: np.ndarray, draws: PairDraws, units: Units = "pairs"
-) -> np.ndarray:
+def rows(stream: Stream, chunks: np.ndarray, draws: Draws, units: Units = "pairs") -> np.ndarray:
     """Returns the pairs of chunks, before truncation: two runs of ids in the stream each.
 
     Args:
@@ -264,7 +262,7 @@ def rows(
 
 
 def _random_runs(
-    stream: Stream, sentence: np.ndarray, wanted: np.ndarray, asked: np.ndarray, draws: PairDraws
+    stream: Stream, sentence: np.ndarray, wanted: np.ndarray, asked: np.ndarray, draws: Draws
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws whole sentences of other documents from a random start: the first, one past the last.
 
@@ -318,7 +316,7 @@ def truncated_lengths(rows: np.ndarray, sequence_length: int) -> np.ndarray:
     return np.minimum(length, sequence_length)
 
 
-def truncate(rows: np.ndarray, sequence_length: int, draws: ArrayDraws) -> Pairs:
+def truncate(rows: np.ndarray, sequence_length: int, draws: Draws) -> Pairs:
     """Cuts pairs down to the sequence length, token by token from the longer side (a tie: B).
 
     Args:

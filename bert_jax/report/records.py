@@ -14,7 +14,7 @@ import numpy as np
 from bert_jax import config
 from bert_jax.config import Data, Experiment, Finetuning, Phase
 from bert_jax.data import batches, corpus, draws, masking, pairs, sentences
-from bert_jax.data.plans import Packed
+from bert_jax.data.packing import Packed
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
 from bert_jax.library import LABELS, Piece, row_pieces
@@ -288,15 +288,11 @@ def _examples(
     chosen = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
     key = draws.key_of(experiment.seed, "train", number)
     words = LABELS.get(experiment.data.units)
-    batch = batches.execute_planned(
-        experiment.data,
-        stream,
+    widths = phase.sequence_length, phase.max_predictions_per_seq
+    batch = batches.Examples(stream, prepared.ids, experiment.data, *widths).make(
         chosen,
         draws.Counter(key, np.arange(len(chosen))),
-        prepared.ids,
         masking.Policy.of(experiment.data, first, experiment.total_steps),
-        phase.sequence_length,
-        phase.max_predictions_per_seq,
     )
     return [
         (

@@ -17,7 +17,8 @@ from bert_jax import config
 from bert_jax.config import Experiment, Model, Parallelism
 from bert_jax.data import batches, corpus, mixture
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.plans import Packed, Plans
+from bert_jax.data.packing import Packed
+from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops

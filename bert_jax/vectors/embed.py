@@ -1,7 +1,7 @@
 """Vectors of texts from the encoder of a run or a base.
 
 [CLS] and [SEP] stand around each text, as the encoder knows it, and an empty text is one, too.
-Texts are read some thousands at a time and put into rows by length (`data.packing`).
+Texts are read some thousands at a time and put into rows by length (`vectors.packing`).
 
 Shape letters: S tokens of a row, N texts of a row, W width of a vector.
 """
@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec
 from bert_jax import system
 from bert_jax.base import Base, TextVectors
 from bert_jax.config import Model
-from bert_jax.data import packing
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import heads
 from bert_jax.model.attention import Packing
@@ -30,7 +29,7 @@ from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.text import unknown
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.vectors import files
+from bert_jax.vectors import files, packing
 
 # Texts that are sorted together, their characters, and the bytes of vectors that are held.
 _TEXTS, _CHARACTERS, _BYTES = 8_192, 2**24, 2**28

@@ -268,7 +268,7 @@ def test_a_sentence_of_70000_tokens_survives(place):
     assert lengths.max() == 70_001
     # And a batch can be made of it.
     source = plans.Plans(opened, (0, "train", 0), 32, 0.1)
-    rows, ids = source.rows_per_epoch(), batches.Ids.of(tokenizer.load(place.vocab))
+    rows, ids = source.counted().rows, batches.Ids.of(tokenizer.load(place.vocab))
     train = batches.TrainBatches(source, ids, Data(), batches.Shape(32, 5, rows))
     batch = train.batch(0, np.arange(rows))
     assert batch["input_mask"].sum(axis=1).max() == 32

@@ -1,11 +1,11 @@
 """Plans as files: made once a host, by a process of its own, and made again where they are bad."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from etils import epath
 
-from bert_jax.data import pairs, plan_files, plans, stream
+from bert_jax.data import packing, plan_files, plans, stream
 from bert_jax.errors import InputError, Unavailable
 
-LENGTH, SHORT = 32, 0.1
+PACKED = packing.Packed(4, 9, 0.15, 5)
 
 
 def write_stream(folder, documents=200):
@@ -53,17 +53,29 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "plans"
 
 
-def of(split, corpus="a", counts=None, seed=0):
-    return plans.Plans(split, (seed, "train", 0), LENGTH, SHORT, corpus, counts)
+def of(split, corpus="a", counts=None, seed=0, packed=None):
+    return plans.Plans(split, (seed, "train", 0), 32, 0.1, corpus, counts, packed=packed)
 
 
-def in_memory(split, epoch=0, seed=0):
-    """The plan of a split that is small."""
-    return of(split, seed=seed)._in_memory(epoch).chunks
+def in_memory(split, *epochs, **how):
+    """The plans of a split that is small, and what they count."""
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(plans, "_IN_MEMORY", 1 << 20)
+        source = of(split, **how)
+        return [source.wait(epoch) for epoch in epochs], source.counted()
 
 
-def files(cache):
-    return sorted(path.name for path in cache.iterdir())
+@pytest.fixture(scope="module")
+def expected(on_disk):
+    """The plans of two epochs."""
+    return in_memory(on_disk, 0, 3)[0]
+
+
+def same(one, other):
+    np.testing.assert_array_equal(one.chunks, other.chunks)
+    for a, b in zip(one.packs or (), other.packs or (), strict=True):
+        np.testing.assert_array_equal(a, b)
+    return True
 
 
 def wait_until(holds):
@@ -73,172 +85,132 @@ def wait_until(holds):
         time.sleep(0.01)
 
 
-def hold_up(monkeypatch, seconds=100.0):
-    """Makers wait before they work, as if the split were large."""
-    script = f"import sys, time; time.sleep({seconds}); from bert_jax.data import plans; "
-    monkeypatch.setattr(
-        plans.subprocess,
-        "Popen",
-        lambda command, popen=subprocess.Popen, **named: popen(
-            [sys.executable, "-c", script + "sys.exit(plans.main())", *command[3:]], **named
-        ),
-    )
+def names(cache, suffix=".plan"):
+    return sorted(path.name for path in cache.iterdir() if path.name.endswith(suffix))
 
 
-def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, monkeypatch):
-    expected = in_memory(on_disk, 3)
-    source = of(on_disk)
-    try:
-        plan = source.wait(3)
-        assert plan.dtype.itemsize == 10
-        np.testing.assert_array_equal(plan, expected)
-    finally:
-        source.close()
-    (name,) = files(cache)
-    assert (cache / name).stat().st_size == plan_files._HEAD.size + 10 * len(plan)
+def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, expected, monkeypatch):
+    source, second = of(on_disk), of(on_disk)
+    with contextlib.closing(source):
+        assert source.find(3) is second.find(3) is None
+        assert source._maker is not None and second._maker is None
+        assert same(source.wait(3), expected[1])
+    (name,) = names(cache)
+    size = 10 * len(expected[1].chunks)
+    assert size < (cache / name).stat().st_size < size + 1000
     # Another process, and one that was given the source by pickle, map the same file.
-    monkeypatch.setattr(plans.subprocess, "Popen", None)
-    np.testing.assert_array_equal(of(on_disk).find(3), expected)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(source)).find(3), expected)
+    monkeypatch.setattr(plan_files.subprocess, "Popen", None)
+    assert same(second.find(3), expected[1])
+    assert same(pickle.loads(pickle.dumps(source)).find(3), expected[1])
+    # One that was cut off goes.
+    path = cache / name
+    for content in (path.read_bytes()[:-3], b"", b"\0" * 100):
+        path.write_bytes(content)
+        assert plan_files.read(str(path)) is None and not path.exists()
 
 
-PACKED = plans.Packed(4, 9, 0.15, 5)
-
-
-def packed_of(split, counts=None):
-    return plans.Plans(split, (0, "train", 0), LENGTH, SHORT, "a", counts, packed=PACKED)
-
-
-def test_packed_rows_on_disk_are_those_in_memory(on_disk, cache, tmp_path, monkeypatch):
+def test_packed_rows_on_disk_are_those_in_memory(on_disk, cache, tmp_path):
     """Of any epoch, which holds as many examples as the first; the counts are kept."""
-    with monkeypatch.context() as small:
-        small.setattr(plans, "_IN_MEMORY", 1 << 20)
-        here = packed_of(on_disk)
-        expected = [here.packs(epoch) for epoch in (0, 2)]
-        counted = here.examples_per_epoch(), here.rows_per_epoch()
+    made, counted = in_memory(on_disk, 0, 2, packed=PACKED)
+    assert [len(plan.packs.slots) for plan in made] == [counted.examples] * 2
+    assert counted.examples > counted.rows == len(made[0].packs)
     counts = epath.Path(tmp_path) / "plans.json"
-    source = packed_of(on_disk, counts)
-    try:
-        for epoch, packs in zip((2, 0), reversed(expected), strict=True):
-            found = source.packs(epoch)
-            np.testing.assert_array_equal(found.starts, packs.starts)
-            np.testing.assert_array_equal(found.slots, packs.slots)
-            assert len(found.slots) == counted[0] > len(found)
-    finally:
-        source.close()
-    assert len(files(cache)) == 2
-    later = packed_of(on_disk, counts)
-    monkeypatch.setattr(later, "_find", None)
-    assert (later.examples_per_epoch(), later.rows_per_epoch()) == counted
-    # The rows of those that share none are the examples of those that do.
-    assert of(on_disk, counts=counts).rows_per_epoch() == counted[0]
+    with contextlib.closing(of(on_disk, counts=counts, packed=PACKED)) as source:
+        assert same(source.wait(2), made[1]) and same(source.wait(0), made[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_files.subprocess, "Popen", None)
+        for path in cache.iterdir():
+            path.unlink()
+        assert of(on_disk, counts=counts, packed=PACKED).counted() == counted
+        # The rows of those that share none are the examples of those that do.
+        assert of(on_disk, counts=counts).counted() == (counted.examples,) * 2
+    whole = counts.read_text()
+    for text in ("{}", "", whole.replace("checksum", "check"), whole.replace("examples", "s")):
+        counts.write_text(text)
+        assert plans.read_counts(counts) == {} or text == whole
 
 
-def test_what_a_plan_hangs_on_has_a_file_of_its_own(on_disk, cache):
+def test_what_a_plan_hangs_on_has_a_file_of_its_own(on_disk):
+    recipe = plan_files.Recipe((0, "train", 0), 0, 32, 0.1, "pairs", None, None)
+    others = {"names": (1, "train", 0), "epoch": 1, "sequence_length": 33, "short_seq_prob": 0.2}
+    others |= {"units": "sentences", "packed": PACKED, "examples": 7}
+    recipes = [recipe, *(recipe._replace(**{name: value}) for name, value in others.items())]
     sources = [
         of(on_disk),
         of(on_disk, corpus="b"),
-        of(on_disk, seed=1),
-        plans.Plans(on_disk, (0, "train", 0), LENGTH + 1, SHORT, "a"),
-        plans.Plans(on_disk, (0, "train", 0), LENGTH, 0.2, "a"),
-        packed_of(on_disk),
+        of(on_disk.part(0, 9)),
+        of(on_disk.part(9, 18)),
     ]
-    paths = {source._path(epoch) for source in sources for epoch in (0, 1)}
-    assert len(paths) == 12
+    assert len({one._path(two) for one in sources for two in recipes}) == 4 * (1 + len(others))
 
 
-def test_a_damaged_plan_is_made_again(on_disk, cache):
-    source = of(on_disk)
-    expected = source.wait(0).copy()
-    path = pathlib.Path(source._path(0))
-    whole = path.read_bytes()
-    a_bit, head = bytearray(whole), bytearray(whole)
-    a_bit[len(whole) // 2] ^= 4
-    head[20] ^= 1
-    for content in (whole[:-3], b"", whole + bytes(8), a_bit, head):
-        path.write_bytes(content)
-        assert plan_files.read(str(path), expected.dtype) is None
-        assert not path.exists()
-    path.write_bytes(a_bit)
-    source = of(on_disk)
-    np.testing.assert_array_equal(source.wait(0), expected)
-    source.close()
-
-
-def test_the_plans_used_last_are_kept(on_disk, cache, monkeypatch):
-    monkeypatch.setattr(plan_files, "_KEPT", 8)
-    source = of(on_disk)
+def test_the_plans_used_last_are_kept(on_disk, cache):
     cache.mkdir(parents=True)
-    (cache / "killed.plan.tmp").write_bytes(b"half a plan")
+    (cache / ".killed.plan.1.tmp").write_bytes(b"half a plan")
+    os.utime(cache / ".killed.plan.1.tmp", (0, 0))
     for number in range(9):
         path = cache / f"{number}.plan"
         path.write_bytes(b"")
         os.utime(path, (number, number))
-    source.wait(0)
-    wait_until(lambda: source._maker is None or source._maker.poll() is not None)
-    source.close()
-    names = {os.path.basename(source._path(0)), *(f"{number}.plan" for number in range(2, 9))}
-    assert set(files(cache)) == names
+    with contextlib.closing(of(on_disk)) as source:
+        source.wait(0)
+        wait_until(lambda: not (cache / "1.plan").exists())
+    assert set(names(cache)) > {f"{number}.plan" for number in range(2, 9)}
+    assert len(names(cache)) == 8 and not names(cache, ".tmp")
 
 
-def test_one_process_makes_a_plan_and_the_others_wait_for_it(on_disk, cache, monkeypatch):
-    first, second = of(on_disk), of(on_disk)
-    assert first.find(0) is None
-    assert second.find(0) is None
-    assert first._maker is not None
-    assert second._maker is None
-    np.testing.assert_array_equal(second.wait(0), first.wait(0))
-    first.close()
+def hold_up(monkeypatch):
+    """Makers wait before they work, as if the split were large."""
+    script = "import sys, time; time.sleep(100)"
+    monkeypatch.setattr(
+        plan_files.subprocess,
+        "Popen",
+        lambda command, popen=subprocess.Popen, **named: popen(
+            [sys.executable, "-c", script], **named
+        ),
+    )
 
 
-def test_a_maker_that_is_killed_is_followed_by_another(on_disk, cache):
-    source = of(on_disk)
-    assert source.find(0) is None
-    source._maker.kill()
-    wait_until(lambda: source._maker.poll() is not None)
-    np.testing.assert_array_equal(source.wait(0), in_memory(on_disk))
-    source.close()
-    assert files(cache) == [os.path.basename(source._path(0))]
-
-
-def test_makers_that_are_killed_again_and_again_end_the_wait(on_disk, cache, monkeypatch):
-    hold_up(monkeypatch)
-    source = of(on_disk)
-    with pytest.raises(Unavailable, match=r"killed 3 times, by signal 9; .*memory"):
-        while source.find(0) is None:
-            source._maker.kill()
-            wait_until(lambda: source._maker.poll() is not None)
-
-
-def test_closing_ends_the_maker_and_whoever_waits(on_disk, cache, monkeypatch):
-    hold_up(monkeypatch)
-    source = of(on_disk)
-    assert source.find(0) is None
-    maker = source._maker
-    source.close()
-    assert maker.returncode == -signal.SIGKILL
-    with pytest.raises(RuntimeError, match="closed"):
+def test_a_maker_that_is_killed_is_followed_by_another(on_disk, cache, monkeypatch):
+    with monkeypatch.context() as patch:
+        hold_up(patch)
+        source = of(on_disk)
+        with pytest.raises(Unavailable, match=r"killed 3 times, by signal 9"):
+            while source.find(0) is None:
+                source._maker.process.kill()
+                source._maker.process.wait()
+        # Closing ends one, and whoever waits for it.
+        source = of(on_disk)
+        assert source.find(0) is None
+        maker = source._maker.process
+        source.close()
+        assert maker.returncode == -9
+        with pytest.raises(RuntimeError):
+            source.wait(0)
+    with contextlib.closing(of(on_disk)) as source:
+        assert source.find(0) is None
+        source._maker.process.kill()
+        source._maker.process.wait()
         source.wait(0)
 
 
 WAITING = """
 import sys, time
-from bert_jax.data import plans, stream
+from bert_jax.data import plan_files, plans, stream
 plans._IN_MEMORY = 0
 source = plans.Plans(stream.Stream.open(sys.argv[1]), (0, "train", 0), 32, 0.1, "a")
-popen = plans.subprocess.Popen
-def slow(command, **named):
-    return popen([sys.executable, "-c", "import sys, threading, time; from bert_jax.data import "
-        "plans; threading.Thread(target=plans._end_with_parent).start(); time.sleep(100)"], **named)
-plans.subprocess.Popen = slow
+popen = plan_files.subprocess.Popen
+plan_files.subprocess.Popen = lambda command, **named: popen([sys.executable, "-c",
+    "import pickle, sys, time; from bert_jax.data import plan_files; "
+    "plan_files.write = lambda *_: time.sleep(100); plan_files.main()"], **named)
 source.find(0)
-print(source._maker.pid, flush=True)
+print(source._maker.process.pid, flush=True)
 if sys.argv[2] == "wait":
     time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("end", ["wait", "leave"])
+@pytest.mark.parametrize("end", ["wait", pytest.param("leave", marks=pytest.mark.long)])
 def test_a_maker_ends_with_the_process_that_began_it(end, on_disk, cache):
     """Killed, or at its end while the next epoch is planned: nothing holds it up."""
     process = subprocess.Popen(
@@ -257,61 +229,18 @@ def test_a_maker_ends_with_the_process_that_began_it(end, on_disk, cache):
 
     wait_until(ended)
     # Its lock is free: whoever needs the plan makes it.
-    source = of(on_disk)
-    np.testing.assert_array_equal(source.wait(0), in_memory(on_disk))
-    source.close()
+    with contextlib.closing(of(on_disk)) as source:
+        assert source.find(0) is None and source._maker is not None
 
 
-def test_a_plan_that_cannot_be_written_is_named(on_disk, cache):
-    cache.parent.mkdir()
-    cache.write_text("")
-    with pytest.raises(InputError, match="is a file where a folder is needed"):
-        of(on_disk).find(0)
-
-
-def test_an_error_of_the_maker_is_told_in_its_line(on_disk, cache, monkeypatch, tmp_path):
-    moved = stream.Stream(
-        on_disk.ids,
-        on_disk.sentence_offsets,
-        on_disk.document_offsets,
-        on_disk.unigrams,
-        str(tmp_path / "gone"),
-    )
-    with pytest.raises(InputError, match=r"gone/stream\.json: no such file"):
+def test_an_error_of_the_maker_is_told_in_its_line(on_disk, cache, tmp_path):
+    moved = dataclasses.replace(on_disk, folder=str(tmp_path / "gone"))
+    with pytest.raises(InputError, match=r"gone/stream\.json"):
         of(moved).wait(0)
-
-
-def test_the_rows_of_a_first_plan_are_remembered(on_disk, cache, tmp_path, monkeypatch):
-    counts = epath.Path(tmp_path / "plans.json")
-    sources = [of(on_disk, counts=counts), of(on_disk, counts=counts, seed=1)]
-    found = []
-    for source in sources:
-        while (rows := source.rows_per_epoch()) is None:
-            source.pause()
-        found.append(rows)
-        source.close()
-    assert found == [len(in_memory(on_disk, seed=seed)) for seed in (0, 1)]
+    assert not names(cache)
     for path in cache.iterdir():
         path.unlink()
-    monkeypatch.setattr(plans.subprocess, "Popen", None)
-    assert [of(on_disk, counts=counts, seed=seed).rows_per_epoch() for seed in (0, 1)] == found
-    monkeypatch.undo()
-    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    whole = counts.read_text()
-    for text in ("{}", "", whole.replace("checksum", "check"), whole.replace(str(found[0]), "7")):
-        counts.write_text(text)
-        source = of(on_disk, counts=counts)
-        while (rows := source.rows_per_epoch()) is None:
-            source.pause()
-        source.close()
-        assert rows == found[0] and plans.read_counts(counts)
-
-
-def test_a_small_split_is_planned_in_memory(on_disk, tmp_path, monkeypatch):
-    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    source = of(on_disk)
-    plan = pairs.plan(on_disk, LENGTH, SHORT, source.key(0))
-    found = source.find(0)
-    assert sorted(found.tolist()) == sorted(plan.tolist())
-    assert found.tolist() != plan.tolist()
-    assert not (tmp_path / "cache").exists()
+    cache.rmdir()
+    cache.write_text("")
+    with pytest.raises(InputError, match=str(cache)):
+        of(on_disk).find(0)

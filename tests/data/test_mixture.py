@@ -118,7 +118,7 @@ def test_a_part_is_planned_as_the_same_documents_by_themselves():
     for units in ("pairs", "swapped_pairs", "sentences"):
         for epoch in range(2):
             made = [
-                plans.Plans(one, NAMES, alone.LENGTH, 0.1, units=units).wait(epoch)
+                plans.Plans(one, NAMES, alone.LENGTH, 0.1, units=units).wait(epoch).chunks
                 for one in (part, own)
             ]
             np.testing.assert_array_equal(*made)

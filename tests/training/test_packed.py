@@ -12,7 +12,7 @@ from compare import assert_close
 
 from bert_jax.config import Parallelism
 from bert_jax.data import batches, packing
-from bert_jax.data.plans import Packed
+from bert_jax.data.packing import Packed
 from bert_jax.model import heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.training import step

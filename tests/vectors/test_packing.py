@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax.data import packing
+from bert_jax.vectors import packing
 
 LENGTHS = st.lists(st.integers(2, 300), max_size=60)
 
