@@ -211,10 +211,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.url.startswith("/session/"):
             session = self.bucket.sessions.get(self.url.rsplit("/", 1)[1])
             return "write", session[0] if session else ""
-        for word in ("/rewriteTo/", "/moveTo/", "/compose"):
+        for word in ("/rewriteTo/", "/moveTo/"):
             if word in self.url:
-                target = self.url.removesuffix("/compose").rpartition("/o/")[2]
-                return "copy", urllib.parse.unquote(target)
+                return "copy", urllib.parse.unquote(self.url.rpartition("/o/")[2])
         if self.query.get("uploadType") == "multipart":
             return "write", json.loads(self._parts()[0])["name"]
         return "write", self.query.get("name") or json.loads(self.body)["name"]
@@ -288,8 +287,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._rewrite()
         if "/moveTo/" in self.url:
             return self._move()
-        if self.url.endswith("/compose"):
-            return self._compose()
         if self.url.startswith("/session/"):
             return self._put()
         kind = self.query.get("uploadType")
@@ -345,16 +342,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         stored = self.bucket.put(target, there.data, self.query)
         self.bucket.delete(source, {})
         return self._json(self._resource(target, stored))
-
-    def _compose(self) -> None:
-        target = urllib.parse.unquote(self.url.removesuffix("/compose").partition("/o/")[2])
-        sources = [source["name"] for source in json.loads(self.body)["sourceObjects"]]
-        if len(sources) > 32:
-            return self._send(400, b'{"error": {"code": 400, "message": "too many sources"}}')
-        files = self.bucket.files()
-        if not files.keys() >= set(sources):
-            return self._send(404, b"No such object")
-        return self._store(target, b"".join(files[name] for name in sources), self.query)
 
     def _delete(self) -> None:
         self._send(self.bucket.delete(self.name, self.query), b"")

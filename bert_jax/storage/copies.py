@@ -6,8 +6,6 @@ arrive.
 
     CACHE/corpora/NAME/          a copy of a corpus in a bucket: as the corpus, without its dataset
     CACHE/corpora/NAME.lock      held while it is made; other processes of this host wait
-    .FILE.part                   a file that is being copied
-    gs://.../.parts/FILE/N       pieces of one that is being sent, before they are made one object
 """
 
 import contextlib
@@ -19,20 +17,18 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 from etils import epath
 
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, duration
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import cache_folder, named_errors
+from bert_jax.storage.workdir import cache_folder, named_errors, new_file
 
 Say = Callable[[str], None]
-Task = tuple[int, Callable[[], None]]  # bytes, and what moves them
 
-# Streams at once, and bytes that each moves at a time.
+# Streams at once, and bytes that each fetches at a time.
 STREAMS, PIECE = 8, 32 * 2**20
-_PARTS = ".parts"
 # Seconds between two lines about a copy.
 _TELL = 10.0
 
@@ -134,7 +130,7 @@ def fetch_all(
     mend: str,
     say: Say | None = None,
 ) -> None:
-    """Copies objects to local files, in several streams, each whole and checked or not at all.
+    """Copies objects to local files, each in several streams, whole and checked or not at all.
 
     Args:
       source: a folder of a bucket.
@@ -147,49 +143,38 @@ def fetch_all(
     Raises:
       Unavailable: no answer for ten minutes, or a full disk; the files that are whole stay.
     """
-    parts = {name: (target / name).parent / f".{(target / name).name}.part" for name in sizes}
 
-    def fetch_piece(name: str, first: int) -> None:
+    def fetch_piece(name: str, file: epath.Path, first: int) -> int:
         length = min(PIECE, sizes[name] - first)
         try:
             data = mirror.read(source / name, first, first + length)
         except FileNotFoundError as error:
             raise InputError(f"{source / name}: is missing; {mend}") from error
         if len(data) != length:
-            wrong = f"is shorter than {sizes[name]} bytes"
-            raise InputError(f"{source / name}: damaged ({wrong}); {mend}")
-        with named_errors(target / name), open(parts[name], "r+b") as file:
-            file.seek(first)
-            file.write(data)
+            raise InputError(f"{source / name}: damaged (cut short); {mend}")
+        with named_errors(target / name), open(file, "r+b") as opened:
+            opened.seek(first)
+            opened.write(data)
+        return length
 
-    def finish(name: str) -> None:
-        with named_errors(target / name):
-            if wrong := damage(name, parts[name]):
-                raise InputError(f"{source / name}: damaged ({wrong}); {mend}")
-            parts[name].replace(target / name)
-
-    tasks: dict[str, list[Task]] = {}
-    try:
-        with named_errors(target):
-            for name, size in sizes.items():
-                parts[name].parent.mkdir(parents=True, exist_ok=True)
-                parts[name].write_bytes(b"")
-                firsts = range(0, max(size, 1), PIECE)
-                tasks[name] = [
-                    (min(PIECE, size - first), functools.partial(fetch_piece, name, first))
-                    for first in firsts
-                ]
-        _in_streams(tasks, finish, f"copy of {source}", say)
-    finally:
-        for part in parts.values():
-            with contextlib.suppress(OSError):
-                part.unlink()
+    progress = _Progress(f"copy of {source}", sum(sizes.values()), say)
+    with ThreadPoolExecutor(STREAMS) as pool:
+        for name, size in sizes.items():
+            with named_errors(target):
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+            with new_file(target / name) as file:
+                file.write_bytes(b"")
+                piece = functools.partial(fetch_piece, name, file)
+                for count in pool.map(piece, range(0, max(size, 1), PIECE)):
+                    progress.add(count)
+                if wrong := damage(name, file):
+                    raise InputError(f"{source / name}: damaged ({wrong}); {mend}")
 
 
 def send_all(
     source: epath.Path, target: epath.Path, files: Iterable[str], say: Say | None = None
 ) -> None:
-    """Copies local files to objects, in several streams; what is there already is not sent again.
+    """Copies local files to objects, several at once; what is there already is not sent again.
 
     Args:
       source: a local folder.
@@ -197,72 +182,42 @@ def send_all(
       files: paths in both.
       say: is given a line now and then.
     """
-    there = mirror.listing(target)
-    tasks: dict[str, list[Task]] = {}
-    parts: dict[str, list[str]] = {}  # of each file, the objects that it is sent as
 
-    def send_piece(name: str, part: str, first: int) -> None:
-        with named_errors(source / name), open(source / name, "rb") as file:
-            file.seek(first)
-            data = file.read(PIECE)
-        mirror.put(target / part, data)
+    def wanted() -> list[str]:
+        there = mirror.listing(target)
+        return [f for f in files if f not in there or not mirror.is_same(source / f, there[f])]
 
-    def finish(name: str) -> None:
-        if parts[name] != [name]:
-            mirror.compose([target / part for part in parts[name]], target / name)
-            sent = mirror.about(target / name)
-            if sent is None or not mirror.is_same(source / name, sent):
-                raise InputError(f"{target / name}: is not as it was sent; run again")
+    def send(name: str) -> int:
+        with named_errors(source / name):
+            mirror.send(source / name, target / name)
+            return os.stat(source / name).st_size
 
-    for name in files:
-        if name in there and mirror.is_same(source / name, there[name]):
-            continue
-        size = os.stat(source / name).st_size
-        firsts = range(0, max(size, 1), PIECE)
-        large = len(firsts) > 1
-        parts[name] = [f"{_PARTS}/{name}/{i:015}" if large else name for i in firsts]
-        tasks[name] = [
-            (end - first, functools.partial(send_piece, name, part, first))
-            for part, first in zip(parts[name], firsts, strict=True)
-            for end in [min(first + PIECE, size)]
-            if part not in there or not mirror.is_same(source / name, there[part], first, end)
-        ]
-    _in_streams(tasks, finish, f"sending to {target}", say)
-    mirror.remove(target / part for part in mirror.listing(target) if part.startswith(_PARTS))
-
-
-def _in_streams(
-    tasks: Mapping[str, list[Task]], finish: Callable[[str], None], what: str, say: Say | None
-) -> None:
-    """Does the tasks of each file in several threads, then finishes it; a failure ends all."""
-    total, done = sum(size for of_file in tasks.values() for size, _ in of_file), 0
-    left = {name: len(of_file) for name, of_file in tasks.items()}
-    for name in [name for name, count in left.items() if not count]:
-        finish(name)
-    began = shown = time.monotonic()
+    files = list(files)
+    left = wanted()
+    progress = _Progress(
+        f"sending to {target}", sum(os.stat(source / name).st_size for name in left), say
+    )
     with ThreadPoolExecutor(STREAMS) as pool:
-        under_way = {
-            pool.submit(work): (name, size)
-            for name, of_file in tasks.items()
-            for size, work in of_file
-        }
-        try:
-            while under_way:
-                for future in wait(under_way, _TELL, FIRST_COMPLETED).done:
-                    future.result()
-                    name, size = under_way.pop(future)
-                    done += size
-                    left[name] -= 1
-                    if not left[name]:
-                        finish(name)
-                now = time.monotonic()
-                if say is not None and under_way and now - shown >= _TELL:
-                    shown, rate = now, done / (now - began)
-                    seconds = f", {(total - done) / rate:,.0f} s left" if done else ""
-                    say(
-                        f"{what}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB, "
-                        f"{rate / 1e6:,.0f} MB/s{seconds}"
-                    )
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for size in pool.map(send, left):
+            progress.add(size)
+    if left and (wrong := wanted()):
+        raise InputError(f"{target / wrong[0]}: is not as it was sent; run again")
+
+
+class _Progress:
+    """Says how far a copy is, now and then."""
+
+    def __init__(self, what: str, total: int, say: Say | None):
+        self._what, self._total, self._say, self._done = what, total, say, 0
+        self._began = self._shown = time.monotonic()
+
+    def add(self, size: int) -> None:
+        """Counts bytes that were copied."""
+        self._done += size
+        now = time.monotonic()
+        if self._say is not None and 0 < self._done < self._total and now > self._shown + _TELL:
+            self._shown, rate = now, self._done / (now - self._began)
+            self._say(
+                f"{self._what}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, "
+                f"{rate / 1e6:,.0f} MB/s, {duration((self._total - self._done) / rate)} left"
+            )

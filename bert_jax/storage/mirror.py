@@ -66,8 +66,8 @@ _VIEW_FILES = (*RUN_FILES, "plan.json", "launch.json", OWNER)
 
 # Seconds between two pushes of what a run has written, and which share of the time they may take.
 _SECONDS, _SHARE = 30.0, 0.05
-# Bytes read from a disk at a time; objects that can be composed at once.
-_BLOCK, _COMPOSED = 2**20, 32
+# Bytes read from a disk at a time.
+_BLOCK = 2**20
 # Seconds without a line after which a run in a bucket counts as killed.
 _LATELY = 900.0
 # Seconds for an answer to a request, for a connection, and between two of its bytes.
@@ -216,30 +216,22 @@ def put(
     _tried(right, path, lambda: _files().pipe_file(os.fspath(path), data), seconds)
 
 
-def compose(parts: list[epath.Path], path: epath.Path) -> None:
-    """Makes one object of others, which is whole only at the end."""
-    parts, left = parts[:_COMPOSED], parts[_COMPOSED:]
-    while parts:
-        sources = [os.fspath(part) for part in parts]
-        _tried("write", path, functools.partial(_files().merge, os.fspath(path), sources))
-        parts = [path, *left[: _COMPOSED - 1]] if left else []
-        left = left[_COMPOSED - 1 :]
+def send(file: epath.PathLike, path: epath.PathLike) -> None:
+    """Writes an object, or replaces it, with the content of a local file of any size."""
+    _tried("write", path, lambda: _files().put_file(os.fspath(file), os.fspath(path)))
 
 
-def is_same(file: epath.PathLike, listed: Listed, first: int = 0, end: int | None = None) -> bool:
-    """Returns whether a local file, or its bytes from `first` to `end`, are an object's."""
+def is_same(file: epath.PathLike, listed: Listed) -> bool:
+    """Returns whether a local file is an object's content."""
     import google_crc32c
 
     try:
+        if os.stat(file).st_size != listed.size:
+            return False
         with open(file, "rb") as opened_file:
-            end = os.fstat(opened_file.fileno()).st_size if end is None else end
-            if end - first != listed.size:
-                return False
-            opened_file.seek(first)
             checksum = google_crc32c.Checksum()
-            while first < end and (block := opened_file.read(min(_BLOCK, end - first))):
-                checksum.update(block)
-                first += len(block)
+            for _ in checksum.consume(opened_file, _BLOCK):
+                pass
     except FileNotFoundError:
         return False
     return base64.b64encode(checksum.digest()).decode() == listed.crc32c

@@ -1,10 +1,6 @@
 """Batches as a function of (step, rows): the same in any order, batch size, process."""
 
-import concurrent.futures
 import dataclasses
-import json
-import multiprocessing
-import pickle
 
 import numpy as np
 import pytest
@@ -43,12 +39,13 @@ SMALL = make_stream()
 EVAL = Data(eval_sequence_length=LENGTH, eval_max_predictions_per_seq=PREDICTIONS)
 
 
-def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, length=LENGTH):
+def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, length=LENGTH, **how):
     data = data or Data()
     names = (seed, "train", phase)
     source = plans.Plans(small, names, length, data.short_seq_prob, units=data.units)
-    shape = batches.Shape(length, PREDICTIONS, batch_size)
-    return batches.TrainBatches(source, IDS, data, shape, rows)
+    most = length - data.unpredicted if data.unpredicted else PREDICTIONS
+    shape = batches.Shape(length, most, batch_size)
+    return batches.TrainBatches(source, IDS, data, shape, rows, **how)
 
 
 def plan_rows(small=SMALL, names=(0, "train", 0, 0), data=None):
@@ -105,56 +102,44 @@ def test_a_row_reads_cls_a_sep_b_sep():
             assert any(text[i : i + len(part)] == part for i in range(len(text)))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [Data(), Data(masking="whole_word"), Data(masking="span"), Data(objective="mlm_sop")],
-    ids=["piece", "whole_word", "span", "order"],
+MLM = Data(objective="mlm")
+CAUSAL = Data(
+    objective="causal", eval_sequence_length=LENGTH, eval_max_predictions_per_seq=LENGTH - 1
 )
-def test_batch_is_the_same_for_any_host_count(data):
-    train = make(64, data=data)
-    rng = np.random.default_rng(0)
-    for step in (0, 1, 7):
+APART = dataclasses.replace(CAUSAL, attention="per_document")
+KINDS = {
+    "piece": Data(),
+    "whole word": Data(masking="whole_word"),
+    "span": Data(masking="span"),
+    "order": Data(objective="mlm_sop"),
+    "sentences": MLM,
+    "span apart": Data(objective="mlm", masking="span", attention="per_document"),
+    "causal": CAUSAL,
+    "causal apart": APART,
+}
+
+
+@pytest.mark.parametrize("data", KINDS.values(), ids=KINDS)
+def test_a_row_depends_on_its_number_alone(data):
+    """Not on which rows are asked for with it, on the batch size, or on what was asked before."""
+    train, small, rng = make(64, data=data), make(32, data=data), np.random.default_rng(0)
+    for step in (7, 0, 1):
         full = whole(train, step, 64)
-        for hosts in (2, 4, 64):
-            for part in np.split(np.arange(64), hosts):
-                assert_equal(train.batch(step, part), take(full, part))
         # A TPU host's rows need not be one range, nor in order.
-        for size in (1, 5, 64):
-            part = rng.permutation(64)[:size]
-            assert_equal(train.batch(step, part), take(full, part))
-
-
-@pytest.mark.parametrize("masking", ["piece", "whole_word", "span"])
-def test_a_row_depends_on_its_number_and_not_on_the_batch_size(masking):
-    data = Data(masking=masking)
-    large, small = make(8, data=data), make(4, data=data)
-    for step in (0, 5):
-        full = whole(large, step)
+        parts = [*np.split(np.arange(64), 4), [5], rng.permutation(64)[:5], rng.permutation(64)]
+        for part in parts:
+            assert_equal(train.batch(step, np.asarray(part)), take(full, part))
         for half in (0, 1):
-            part = take(full, np.arange(4 * half, 4 * half + 4))
-            assert_equal(whole(small, 2 * step + half, 4), part)
-
-
-def test_steps_may_be_asked_for_in_any_order():
-    forward, backward = make(), make()
-    steps = [0, 3, 40, 41, 200, 1]
-    first = [whole(forward, step) for step in steps]
-    second = [whole(backward, step) for step in reversed(steps)]
-    for a, b in zip(first, reversed(second), strict=True):
-        assert_equal(a, b)
+            part = take(full, np.arange(32 * half, 32 * half + 32))
+            assert_equal(whole(small, 2 * step + half, 32), part)
 
 
 def planned_rows(train, epoch):
     """The epoch's rows as they are planned, in their order."""
-    return train._pairs(epoch, np.arange(train.rows_per_epoch))
-
-
-def test_the_first_epoch_takes_every_planned_pair_once():
-    train = make()
-    plan = plan_rows()
-    assert train.rows_per_epoch == train.rows_planned(0) == len(plan)
-    assert sorted(planned_rows(train, 0).tolist()) == sorted(plan.tolist())
-    assert planned_rows(train, 0).tolist() != plan.tolist()
+    chunks = train.plans.wait(epoch).chunks
+    counter = draws.Counter(train.plans.key(epoch), chunks["sentence"])
+    slots = np.arange(train.rows_per_epoch) % len(chunks)
+    return pairs.rows(train.plans.stream, chunks, counter)[slots]
 
 
 def test_each_epoch_takes_as_many_rows_as_the_first():
@@ -162,20 +147,21 @@ def test_each_epoch_takes_as_many_rows_as_the_first():
     seen = {train.rows_planned(epoch) for epoch in range(12)}
     # Plans are longer and shorter than the first: both ways are tried here.
     assert min(seen) < train.rows_per_epoch < max(seen)
+    assert train.rows_per_epoch == train.rows_planned(0) == len(plan_rows())
     for epoch in range(12):
-        rows = planned_rows(train, epoch)
-        assert len(rows) == train.rows_per_epoch
-        plan = plan_rows(names=(0, "train", 0, epoch)).tolist()
-        assert set(rows.tolist()) <= set(plan)
+        rows, plan = planned_rows(train, epoch).tolist(), plan_rows(names=(0, "train", 0, epoch))
+        assert set(rows) <= set(plan.tolist())
+        assert rows[:9] != plan[:9].tolist()
+        ids = whole(make(len(rows)), epoch, len(rows))["next_sentence_labels"]
+        assert ids.tolist() == [row[-1] for row in rows]
         if len(plan) < len(rows):  # wraps to its own start
-            assert rows[len(plan) :].tolist() == rows[: len(rows) - len(plan)].tolist()
+            assert rows[len(plan) :] == rows[: len(rows) - len(plan)]
 
 
-def test_epochs_differ():
-    train = make(rows=50, batch_size=50)
-    epochs = [whole(train, epoch, 50) for epoch in range(4)]
-    assert len({batch["input_ids"].tobytes() for batch in epochs}) == 4
-    assert len({planned_rows(train, epoch).tobytes() for epoch in range(4)}) == 4
+def test_phases_seeds_and_epochs_differ():
+    sources = [make(50, rows=50), make(50, rows=50, phase=1), make(50, rows=50, seed=1)]
+    made = [whole(source, epoch, 50) for source in sources for epoch in range(4)]
+    assert len({batch["input_ids"].tobytes() for batch in made}) == 12
 
 
 def assert_same_examples(a, b):
@@ -186,55 +172,21 @@ def assert_same_examples(a, b):
 @pytest.mark.parametrize("masking", ["piece", "whole_word", "span"])
 def test_static_masks_come_back_after_dupe_factor_epochs(masking):
     train = make(50, rows=50, data=Data(dupe_factor=3, masking=masking))
+    dynamic = make(50, rows=50, data=Data(masking=masking))
     epochs = [whole(train, epoch, 50) for epoch in range(8)]
     for epoch in range(5):
         assert_same_examples(epochs[epoch], epochs[epoch + 3])
-    assert len({batch["input_ids"].tobytes() for batch in epochs}) == 3
+    for epoch in range(4):  # the first passes are those of dynamic ones
+        is_same = (epochs[epoch]["input_ids"] == whole(dynamic, epoch, 50)["input_ids"]).all()
+        assert is_same == (epoch < 3)
     assert len({batch["rows"].tobytes() for batch in epochs}) == 8
     assert [train.rows_planned(e) for e in range(3)] == [train.rows_planned(e) for e in (3, 4, 5)]
 
 
-def test_the_first_passes_of_static_masks_are_those_of_dynamic_ones():
-    static, dynamic = make(50, rows=50, data=Data(dupe_factor=3)), make(50, rows=50)
-    for epoch in range(3):
-        assert_equal(whole(static, epoch, 50), whole(dynamic, epoch, 50))
-    assert (
-        whole(static, 3, 50)["input_ids"].tobytes() != whole(dynamic, 3, 50)["input_ids"].tobytes()
-    )
-
-
-def test_static_masks_do_not_remember_where_a_run_began():
-    data = Data(dupe_factor=2)
-    steps = [0, 12, 13, 25, 100, 6]  # epochs end within some of these batches
-    through = make(8, rows=50, data=data)
-    batches_seen = {step: whole(through, step) for step in range(101)}
-    for step in steps:
-        assert_equal(whole(make(8, rows=50, data=data), step), batches_seen[step])
-    for step in (0, 3, 12):  # 25 batches are 200 rows, both epochs twice
-        assert_same_examples(batches_seen[step], batches_seen[step + 25])
-
-
-def test_a_batch_over_the_end_of_an_epoch_takes_rows_of_both():
-    train = make(8, rows=50)
-    other = make(1, rows=50)
-    batch = whole(train, 6)  # rows 48 to 55
-    for i in range(8):
-        assert_equal(other.batch(48 + i, np.array([0])), take(batch, [i]))
-
-
-def test_a_batch_may_be_larger_than_an_epoch():
-    train = make(64, rows=20)
-    batch = whole(train, 1, 64)
-    part = make(8, rows=20)
-    for i in range(8):
-        assert_equal(whole(part, 8 + i), take(batch, np.arange(8 * i, 8 * i + 8)))
-
-
-@pytest.mark.parametrize("change", [{"phase": 1}, {"seed": 1}])
-def test_phases_and_seeds_differ(change):
-    a, b = whole(make(rows=50), 0), whole(make(rows=50, **change), 0)
-    assert a["input_ids"].tobytes() != b["input_ids"].tobytes()
-    assert_equal(b, whole(make(rows=50, **change), 0))
+def test_a_batch_may_go_over_the_end_of_an_epoch_and_be_larger_than_one():
+    batch, one = whole(make(64, rows=20), 1, 64), make(1, rows=20)
+    for i in range(64):
+        assert_equal(one.batch(64 + i, np.array([0])), take(batch, [i]))
 
 
 def test_whole_word_masks_keep_words_together():
@@ -251,49 +203,11 @@ def test_whole_word_masks_keep_words_together():
     assert batch["masked_lm_weights"].any()
 
 
-def compute(pickled, step):
-    return whole(pickle.loads(pickled), step)
-
-
-def test_a_pickled_source_gives_the_same_batch_in_another_process(tmp_path):
-    # A stream on disk travels as its folder, one in memory as its arrays.
-    on_disk = tmp_path / "stream"
-    on_disk.mkdir()
-    arrays = {}
-    for field in ("ids", "sentence_offsets", "document_offsets", "unigrams"):
-        array = getattr(SMALL, field)
-        (on_disk / f"{field}.bin").write_bytes(array.tobytes())
-        arrays[field] = [array.dtype.name, len(array)]
-    meta = {"format_version": stream.FORMAT_VERSION, "arrays": arrays}
-    (on_disk / "stream.json").write_text(json.dumps(meta))
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
-        for small in (SMALL, stream.Stream.open(on_disk)):
-            train = make(small=small)
-            expected = whole(train, 20)  # the plan is there when it is pickled
-            pickled = pickle.dumps(train)
-            assert_equal(pool.submit(compute, pickled, 20).result(timeout=100), expected)
-    assert len(pickle.dumps(make(small=stream.Stream.open(on_disk)))) < 10_000
-
-
 # --- Rows of full sentences ---
 
 
-MLM = Data(objective="mlm")
-CAUSAL = Data(
-    objective="causal", eval_sequence_length=LENGTH, eval_max_predictions_per_seq=LENGTH - 1
-)
-APART = dataclasses.replace(CAUSAL, attention="per_document")
-
-
-def sentence_batches(batch_size=16, seed=0, small=SMALL, data=MLM):
-    source = plans.Plans(small, (seed, "train", 0), LENGTH, 0.0, units="sentences")
-    most = LENGTH - data.unpredicted if data.unpredicted else PREDICTIONS
-    return batches.TrainBatches(source, IDS, data, batches.Shape(LENGTH, most, batch_size))
-
-
 def test_rows_of_sentences_hold_every_sentence_once_an_epoch():
-    train = sentence_batches()
+    train = make(16, data=MLM)
     rows = train.rows_per_epoch
     parts = [whole(train, step, 16) for step in range(-(-rows // 16))]
     epoch = {n: np.concatenate([part[n] for part in parts])[:rows] for n in parts[0]}
@@ -310,23 +224,10 @@ def test_rows_of_sentences_hold_every_sentence_once_an_epoch():
     assert epoch["masked_lm_weights"].sum(axis=1).tolist() == expected
 
 
-@pytest.mark.parametrize(
-    "data",
-    [MLM, Data(objective="mlm", masking="span", attention="per_document"), CAUSAL, APART],
-    ids=["piece", "span apart", "causal", "causal apart"],
-)
-def test_rows_of_sentences_are_the_same_for_any_host_count(data):
-    train = sentence_batches(64, data=data)
-    for step in (0, 3):
-        full = whole(train, step, 64)
-        for part in ([5], np.arange(32, 64), np.random.default_rng(0).permutation(64)[:9]):
-            assert_equal(train.batch(step, np.asarray(part)), take(full, part))
-
-
 def test_documents_of_a_row_are_numbered_where_they_are_apart():
     """The rest of the batch is the same; a document ends with its [SEP]."""
-    whole_row = whole(sentence_batches(data=MLM), 2, 16)
-    apart = whole(sentence_batches(data=Data(objective="mlm", attention="per_document")), 2, 16)
+    whole_row = whole(make(16, data=MLM), 2, 16)
+    apart = whole(make(16, data=Data(objective="mlm", attention="per_document")), 2, 16)
     numbers, positions = apart.pop("example_numbers"), apart.pop("positions")
     assert_equal(apart, whole_row)
     np.testing.assert_array_equal(numbers > 0, apart["input_mask"] > 0)
@@ -342,9 +243,9 @@ def test_documents_of_a_row_are_numbered_where_they_are_apart():
 @pytest.mark.parametrize("data", [CAUSAL, APART], ids=["whole row", "apart"])
 def test_every_next_piece_is_predicted_and_nothing_is_masked(data):
     """Where documents are apart, all but the first piece of each."""
-    train = sentence_batches(data=data)
+    train = make(16, data=data)
     batch = whole(train, 1, 16)
-    masked = whole(sentence_batches(), 1, 16)
+    masked = whole(make(16, data=MLM), 1, 16)
     plain = masked["input_ids"].copy()
     row, place = np.nonzero(masked["masked_lm_weights"])
     plain[row, masked["masked_lm_positions"][row, place]] = masked["masked_lm_ids"][row, place]
@@ -365,47 +266,37 @@ def test_every_next_piece_is_predicted_and_nothing_is_masked(data):
     )
 
 
-@pytest.mark.parametrize(
-    "of_sentences",
-    [dataclasses.replace(EVAL, objective="mlm"), CAUSAL],
-    ids=lambda data: data.objective,
-)
-def test_held_out_rows_of_sentences_are_the_same_at_every_batch_size(of_sentences):
-
-    def made(size, data=of_sentences):
-        found, count = batches.eval_batches(SMALL, IDS, data, size)
-        real = [b["row_weights"] == 1 for b in found]
-        rows = list(zip(found, real, strict=True))
-        names = found[0].keys() - {"rows"}
-        return count, {n: np.concatenate([b[n][r] for b, r in rows]) for n in names}
-
-    count, expected = made(1)
-    for size in (7, 1000):
-        assert made(size)[0] == count
-        assert_equal(made(size)[1], expected)
-    few = dataclasses.replace(of_sentences, eval_rows=5)
-    assert made(4, few)[0] == 5
-    assert_equal(made(4, few)[1], take(expected, np.arange(5)))
-
-
 # --- Held-out rows ---
 
 
 def real_rows(found):
     """All rows of weight 1, one after another."""
     return {
-        name: np.concatenate([b[name][b["row_weights"] == 1] for b in found]) for name in DTYPES
+        name: np.concatenate([b[name][b["row_weights"] == 1] for b in found]) for name in found[0]
     }
 
 
-def test_evaluation_rows_are_the_same_at_every_batch_size():
-    reference, count = batches.eval_batches(SMALL, IDS, EVAL, 1)
-    expected = real_rows(reference)
-    for size in (3, 8, 1000):
-        found, real = batches.eval_batches(SMALL, IDS, EVAL, size)
-        assert real == count
-        assert all(len(batch["rows"]) == size for batch in found)
+@pytest.mark.parametrize(
+    "data",
+    [EVAL, dataclasses.replace(EVAL, objective="mlm"), CAUSAL],
+    ids=lambda data: data.objective,
+)
+def test_held_out_rows_are_the_same_at_every_batch_size(data):
+    found, count = batches.eval_batches(SMALL, IDS, data, 1)
+    expected = real_rows(found)
+    for size in (7, 1000):
+        found, real = batches.eval_batches(SMALL, IDS, data, size)
+        assert real == count and all(len(batch["rows"]) == size for batch in found)
         assert_equal(real_rows(found), expected)
+        # What fills up the last batch weighs nothing.
+        last, filled = found[-1], (count - 1) % size + 1
+        assert not last["row_weights"][filled:].any()
+        assert not last["masked_lm_weights"][filled:].any()
+    assert filled == count
+    few = dataclasses.replace(data, eval_rows=5)
+    found, count = batches.eval_batches(SMALL, IDS, few, 4)
+    assert count == 5
+    assert_equal(real_rows(found), take(expected, np.arange(5)))
 
 
 def test_evaluation_rows_are_a_plan_in_a_random_order_of_documents():
@@ -425,23 +316,6 @@ def test_evaluation_rows_are_a_plan_in_a_random_order_of_documents():
     assert rows["input_mask"].sum(axis=1).tolist() == lengths.tolist()
 
 
-def test_rows_that_fill_up_the_last_batch_weigh_nothing():
-    found, count = batches.eval_batches(SMALL, IDS, EVAL, 64)
-    assert count % 64
-    last = found[-1]
-    assert last["row_weights"].tolist() == [1.0] * (count % 64) + [0.0] * (64 - count % 64)
-    assert not last["masked_lm_weights"][count % 64 :].any()
-    assert sum(batch["row_weights"].sum() for batch in found) == count
-
-
-def test_at_most_eval_rows_are_evaluated():
-    all_rows = real_rows(batches.eval_batches(SMALL, IDS, EVAL, 8)[0])
-    few = dataclasses.replace(EVAL, eval_rows=11)
-    found, count = batches.eval_batches(SMALL, IDS, few, 8)
-    assert (count, len(found)) == (11, 2)
-    assert_equal(real_rows(found), take(all_rows, np.arange(11)))
-
-
 def test_evaluation_rows_are_masked_alike_whatever_is_trained_with():
     other = dataclasses.replace(
         EVAL,
@@ -458,16 +332,13 @@ def test_evaluation_rows_are_masked_alike_whatever_is_trained_with():
 
 def test_a_step_masks_the_share_of_its_place_in_the_run():
     data = Data(masked_lm_prob=0.151, final_masked_lm_prob=0.052)
-    source = plans.Plans(SMALL, (0, "train", 1), LENGTH, data.short_seq_prob)
-    shape = batches.Shape(LENGTH, PREDICTIONS, 64)
     # The second phase of a run of 11 steps, from its sixth on.
-    train = batches.TrainBatches(source, IDS, data, shape, first_step=5, total_steps=11)
+    train = make(64, phase=1, data=data, first_step=5, total_steps=11)
     for step in (0, 3, 5):
         found, share = whole(train, step, 64), 0.151 - 0.0099 * (5 + step)
         length = found["input_mask"].sum(axis=1)
         expected = np.maximum(1, np.rint(length * share))
         assert found["masked_lm_weights"].sum(axis=1).tolist() == expected.tolist()
-        assert_equal(train.batch(step, np.arange(9)), take(found, np.arange(9)))
 
 
 def test_masks_of_evaluation_are_not_those_of_training():

@@ -145,7 +145,7 @@ def test_the_ids_are_those_of_the_tokenizer(text, small_parts, tmp_path):
         for document in documents.read(settings(text))
     ]
     found = []
-    for split in corpus.SPLITS:
+    for split in dataset.SPLITS:
         opened = corpus.open_stream(folder, split)
         bounds = opened.sentence_offsets.astype(int)
         pieces = [opened.ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
@@ -158,7 +158,7 @@ def test_tfds_opens_the_dataset(text, small_parts, tmp_path):
     prepare(settings(text), tmp_path / "made")
     folder = epath.Path(tmp_path / "made")
     builder = tfds.builder_from_directory(dataset.folder_of(folder))
-    for split in corpus.SPLITS:
+    for split in dataset.SPLITS:
         source = builder.as_data_source(split)
         stream = corpus.open_stream(folder, split)
         assert len(source) == len(stream.document_offsets) - 1

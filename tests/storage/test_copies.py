@@ -18,6 +18,7 @@ FILES = {"first": LARGE, "a/large": LARGE, "small": b"small", "a/empty": b""}
 @pytest.fixture(autouse=True)
 def pieces(monkeypatch):
     monkeypatch.setattr(copies, "PIECE", 1000)
+    monkeypatch.setattr(copies, "_TELL", 0.0)
 
 
 def filled(folder):
@@ -27,14 +28,14 @@ def filled(folder):
     return epath.Path(folder)
 
 
-def fetch(target):
+def fetch(target, say=None):
     """What is not there, as a corpus is fetched."""
     wanted = {n: len(data) for n, data in FILES.items() if not (target / n).exists()}
 
     def damage(name, file):
         return "" if file.read_bytes() == FILES[name] else "other bytes"
 
-    copies.fetch_all(THERE, epath.Path(target), wanted, damage, "put it back")
+    copies.fetch_all(THERE, epath.Path(target), wanted, damage, "put it back", say)
 
 
 def files(folder):
@@ -53,54 +54,47 @@ def sent(objects):
     return objects
 
 
-def test_files_are_copied_both_ways_in_pieces(objects, tmp_path):
+def test_files_are_copied_both_ways_and_fetched_in_pieces(objects, tmp_path):
     copies.send_all(filled(tmp_path / "from"), THERE, FILES)
     assert objects.files() == {f"corpus/{name}": data for name, data in FILES.items()}
-    assert max(size for name, size in objects.writes if ".parts/" in name) == 1000
-    fetch(tmp_path / "to")
+    told = []
+    fetch(tmp_path / "to", told.append)
     assert files(tmp_path / "to") == FILES
     reads = [name for name, kind in objects.requests if (name, kind) == ("corpus/a/large", "read")]
     assert len(reads) > len(LARGE) // 1000
+    assert len(told) > 5 and "gs://bucket/corpus: 0 of 0 MB, " in told[0]
 
 
-def broken_after(objects, kind, count):
-    """Requests of a kind for the second large file fail once there were so many of it."""
-    left = iter(range(count))
-    objects.fault = lambda method, name, what: (
-        Fault(503) if what == kind and "a/large" in name and next(left, None) is None else None
-    )
-
-
+@pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_copy_goes_on_after_a_break_with_the_files_that_are_not_there(
-    sent, tmp_path, monkeypatch
+    kind, objects, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(retry, "GIVE_UP", 0.1)
-    broken_after(sent, "read", 5)
-    with pytest.raises(Unavailable):
-        fetch(tmp_path)
-    whole = files(tmp_path)
-    assert "a/large" not in whole and whole.items() <= FILES.items()  # nothing half
-    sent.reset_faults()
-    fetch(tmp_path)
-    assert files(tmp_path) == FILES
-    read = {name.removeprefix("corpus/") for name, _ in sent.requests}
-    assert read == FILES.keys() - whole.keys() - {"a/empty"}
+    def copy():
+        if kind == "read":
+            fetch(tmp_path / "to")
+            return files(tmp_path / "to")
+        copies.send_all(here, THERE, FILES)
+        return {n.removeprefix("corpus/"): data for n, data in objects.files().items()}
 
-
-def test_sending_goes_on_after_a_break(objects, tmp_path, monkeypatch):
+    here = filled(tmp_path / "from")
+    if kind == "read":
+        copies.send_all(here, THERE, FILES)
     monkeypatch.setattr(retry, "GIVE_UP", 0.1)
-    folder = filled(tmp_path)
-    broken_after(objects, "write", 5)
+    objects.reset_faults()
+    objects.fault = lambda method, name, what: (
+        Fault(503) if what == kind and name == "corpus/a/large" else None
+    )
     with pytest.raises(Unavailable):
-        copies.send_all(folder, THERE, FILES)
-    assert "corpus/a/large" not in objects.files()
+        copy()
+    there = files(tmp_path / "to") if kind == "read" else objects.files()
+    assert "a/large" not in there and "corpus/a/large" not in there and there  # nothing half
     objects.reset_faults()
-    copies.send_all(folder, THERE, FILES)
-    assert objects.files() == {f"corpus/{name}": data for name, data in FILES.items()}
-    assert 0 < len([name for name, kind in objects.requests if kind == "write"]) < 20
+    assert copy() == FILES
+    asked = {name.removeprefix("corpus/") for name, what in objects.requests if what == kind}
+    assert "a/large" in asked and "first" not in asked
     objects.reset_faults()
-    copies.send_all(folder, THERE, FILES)
-    assert not [name for name, kind in objects.requests if kind == "write"]
+    assert copy() == FILES
+    assert kind not in {what for _, what in objects.requests}
 
 
 @pytest.mark.parametrize("damage", ["changed", "shorter", "gone"])
@@ -121,14 +115,6 @@ def test_one_object_is_fetched_and_checked(sent, tmp_path):
     assert files(tmp_path) == {"large": LARGE}
     with pytest.raises(InputError, match="gs://bucket/corpus/none: is missing"):
         copies.fetch(THERE / "none", epath.Path(tmp_path))
-
-
-def test_a_long_copy_tells_how_far_it_is(sent, tmp_path, monkeypatch):
-    monkeypatch.setattr(copies, "_TELL", 0.0)
-    told = []
-    wanted = {"a/large": len(LARGE)}
-    copies.fetch_all(THERE, epath.Path(tmp_path), wanted, lambda *_: "", "", told.append)
-    assert len(told) > 5 and "copy of gs://bucket/corpus: 0 of 0 MB, " in told[0]
 
 
 def test_processes_of_a_host_make_one_copy(objects):
