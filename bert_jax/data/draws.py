@@ -62,7 +62,7 @@ class Removals:
 class Sequential:
     """All draws from one generator in the reference's order, for one row at a time (B = 1).
 
-    What is drawn is said at `Counter`.
+    `Counter` says what is drawn.
     """
 
     def __init__(self, rng: random.Random):

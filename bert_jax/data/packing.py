@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """How examples of a phase share rows."""
+    """The limits within which examples of a phase share rows."""
 
     examples: int  # of a row, at most
     predictions: int  # of a row, at most

@@ -28,7 +28,8 @@ from bert_jax.data import dataset
 from bert_jax.data.workers import Tick
 from bert_jax.errors import InputError
 from bert_jax.storage import copies, mirror
-from bert_jax.text import documents, encodings, sentences, tokenizer, words
+from bert_jax.text import documents, sentences, tokenizer, words
+from bert_jax.text import lines as text_lines
 from bert_jax.text.documents import Document, Extent
 
 # Bytes of text in a part, roughly: seconds of work, and a shard of some 30 MB at most.
@@ -173,7 +174,7 @@ class Read:
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Writes the documents of the part as words or ids; returns its record."""
-        encodings.require_not_utf8(
+        text_lines.require_not_utf8(
             (e.path for e in self.part.extents if e.kind in _ENCODED and e.start == 0),
             self.corpus.encoding,
         )

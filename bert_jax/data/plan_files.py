@@ -180,7 +180,7 @@ class Maker:
         return True
 
     def close(self) -> bytes:
-        """Ends it; returns what it has said."""
+        """Ends it; returns its output."""
         self.process.kill()
         output, _ = self.process.communicate()
         self._lock.close()

@@ -23,7 +23,8 @@ from bert_jax.doctor import finding
 from bert_jax.doctor.characters import Characters
 from bert_jax.doctor.finding import Finding, Rule, example, share
 from bert_jax.errors import InputError, printable, quantity
-from bert_jax.text import documents, encodings, sentences
+from bert_jax.text import documents, sentences
+from bert_jax.text import lines as text_lines
 from bert_jax.text.documents import Document
 
 # Characters read as documents at most: a minute. Of one file less, if there are several.
@@ -322,7 +323,7 @@ class _Survey:
             return
         try:
             if is_text:
-                encodings.require_not_utf8([name], one.encoding)
+                text_lines.require_not_utf8([name], one.encoding)
             for document in documents.read(one):
                 if self._read > _MOST or self._read - before > most:
                     self._is_sample = True

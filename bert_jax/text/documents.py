@@ -29,7 +29,7 @@ from bert_jax.config import Corpus
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror
 from bert_jax.text import lines as text_lines
-from bert_jax.text import records, tables, tfds_files
+from bert_jax.text import records, tfds_files
 
 # Longest line of a text that somebody wrapped by hand or by program.
 _WRAPPED_LINE = 200
@@ -160,7 +160,7 @@ def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterato
         if word == "parquet" and corpus:
             yield from (
                 Extent(word, path, "", start, stop, 0, 0, text)
-                for start, stop, text in tables.parts(path, corpus.text_field, most)
+                for start, stop, text in records.parts(path, corpus.text_field, most)
             )
             continue
         cuts = _cuts(path, word, corpus, most) if corpus and size > most else []
@@ -495,9 +495,11 @@ def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _
 
 def _table_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Text]]:
     if extent.kind == "parquet":
-        rows = tables.parquet(extent.path, corpus.text_field, extent.start, extent.stop)
+        rows = records.parquet(extent.path, corpus.text_field, extent.start, extent.stop)
     else:
-        rows = tables.read(extent.path, _lines(extent, corpus), extent.kind, corpus.text_field)
+        rows = records.column_of(
+            extent.path, _lines(extent, corpus), extent.kind, corpus.text_field
+        )
     for name, text in rows:
         yield name, 0, _record(text)
 

@@ -1,26 +1,26 @@
 """Bytes of files, compressed or not, and lines of text from files or other sources of bytes.
 
-Files may lie at an address with `://`, which fsspec opens. Compressed ones are read here: its
-reader of .zst takes a file cut short for a whole one, and ends after the first of several frames.
+Files may lie at an address with `://`, which fsspec opens. Compressed ones are read by Arrow: the
+readers of fsspec take a .zst cut short for a whole one, and end after the first of several frames.
 """
 
+import codecs
 import contextlib
-import gzip
 import io
 import itertools
 import os
-import typing
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, Any
+from typing import IO
 
 import fsspec
-import zstandard
+import pyarrow
 
 from bert_jax.errors import InputError
 
-# Raised by reading a compressed file that is damaged.
-DAMAGED = (gzip.BadGzipFile, zlib.error, EOFError, zstandard.ZstdError)
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+# Bytes above 127 that all make UTF-8 characters do so by chance once in thousands, if this many.
+_SURELY_UTF8 = 6
+_HIGH = bytes(range(128, 256))
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -58,25 +58,23 @@ def named_damage(path: str) -> Iterator[None]:
     """Raises InputError, which names the file, where it is damaged or cannot be read."""
     try:
         yield
-    except DAMAGED as error:
-        raise InputError(
-            f"{path}: damaged compressed file ({error}); put the whole file back"
-        ) from error
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise InputError(
+            f"{path}: damaged, or cannot be read ({error.strerror or error})"
+        ) from error
 
 
 def open_bytes(path: str) -> IO[bytes]:
     """Returns the bytes of a file, uncompressed if its name ends in .gz or .zst.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: it cannot be read; later, it is damaged.
     """
-    if path.endswith(".gz"):
-        return typing.cast(IO[bytes], _Gzip(packed(path)))
-    if path.endswith(".zst"):
-        return io.BufferedReader(_Zstd(path), 1 << 17)
-    return packed(path)
+    file, kind = packed(path), _COMPRESSED.get(os.path.splitext(path)[1])
+    if kind is None:
+        return file
+    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), kind)
+    return io.BufferedReader(stream, 1 << 17)
 
 
 def packed(path: str) -> IO[bytes]:
@@ -95,53 +93,29 @@ def system_of(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
         raise InputError(f"{path}: {error}") from error
 
 
-class _Gzip(gzip.GzipFile):
-    """Bytes of a gz file, which is closed with it."""
-
-    def __init__(self, file: IO[bytes]):
-        super().__init__(fileobj=file, mode="rb")
-        self._packed = file
-
-    def close(self) -> None:
-        super().close()
-        self._packed.close()
-
-
-class _Zstd(io.RawIOBase):
-    """Bytes of a zst file. The library's own reader takes a file cut short for a whole one."""
-
-    def __init__(self, path: str):
-        self._chunks = _zstd_chunks(path)
-        self._rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = memoryview(chunk)
-        count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
-
-    def close(self) -> None:
-        self._chunks.close()
-        super().close()
+def require_not_utf8(paths: Iterable[str], encoding: str) -> None:
+    """Refuses files that are UTF-8 where another encoding is named, which garbles them silently."""
+    if codecs.lookup(encoding).name in ("utf-8", "utf-8-sig"):
+        return
+    for path in paths:
+        high = _high_of_utf8(path)
+        if high >= _SURELY_UTF8:
+            raise InputError(
+                f"{path}: is UTF-8 ({high:,} bytes beyond ASCII), and corpus.encoding={encoding} "
+                "would make strange characters of them; `bert-jax doctor` names all such files: "
+                "convert the others to UTF-8, and leave corpus.encoding at utf-8"
+            )
 
 
-def _zstd_chunks(path: str) -> Iterator[bytes]:
-    frame = None
-    with packed(path) as file:
-        # Small reads: a few bytes may unpack to much.
-        while data := file.read(1 << 13):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(data)
-                data = frame.unused_data
-                if frame.eof:
-                    frame = None
-    if frame:
-        raise zstandard.ZstdError("it ends in the middle")
+def _high_of_utf8(path: str) -> int:
+    """Returns how many bytes of a file are above 127; 0 if it is not UTF-8."""
+    decoder, high = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        with open_bytes(path) as file:
+            while block := file.read(1 << 20):
+                decoder.decode(block)
+                high += 0 if block.isascii() else len(block) - len(block.translate(None, _HIGH))
+        decoder.decode(b"", final=True)
+    except (UnicodeDecodeError, OSError):  # what is damaged, reading refuses
+        return 0
+    return high

@@ -17,7 +17,8 @@ from bert_jax.config import Corpus
 from bert_jax.data import corpus, parts
 from bert_jax.doctor import text as doctor_text
 from bert_jax.errors import InputError
-from bert_jax.text import documents, sentences, tables
+from bert_jax.text import documents, records, sentences
+from bert_jax.text.vocabulary import SPECIALS
 
 
 def read(source, **settings):
@@ -96,11 +97,6 @@ def test_the_layout_is_that_of_the_file_and_not_of_its_parts(tmp_path):
     assert [d.layout for d in found] == ["paragraphs_by_line"] * 2
 
 
-def test_languages_are_codes_and_a_path_alone_is_of_text():
-    for language in ("en", "fr", "pt-br", "zh-hans", "ceb"):
-        assert Corpus(sources=("shelf",), language=language).sources == ("text:shelf",)
-
-
 def test_each_source_has_a_field_which_is_missed_before_any_work(tmp_path):
     number = itertools.count()
     with open(tmp_path / "a.jsonl", "w") as file:
@@ -139,16 +135,7 @@ def test_one_long_text_is_refused_by_the_settings_that_help_and_then_taken(tmp_p
     text = " ".join(f"{words(i).capitalize()}." for i in range(200))
     (tmp_path / "book.txt").write_text(text)
     vocab = tmp_path / "vocab.txt"
-    pieces = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        ".",
-        *"abcdefgh",
-        *(f"##{c}" for c in "abcdefgh"),
-    ]
+    pieces = [*SPECIALS, *".abcdefgh", *(f"##{c}" for c in "abcdefgh")]
     vocab.write_text("\n".join(pieces) + "\n")
     settings = {"sources": (f"text:{tmp_path}/book.txt",), "tokenizer": str(vocab)}
     with pytest.raises(InputError) as caught:
@@ -211,25 +198,19 @@ def test_a_column_of_a_table_is_text(tmp_path, kind):
     assert [d.text for d in found] == [first, "Größe."]
     places = {"csv": (2, 4), "tsv": (2, 3), "parquet": (0, 1)}[word]
     assert [d.place(0) for d in found] == [f"{path}:{place}" for place in places]
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=rf"{path}: .*'body'.*corpus\.text_field="):
         read(f"{word}:{path}")
-    assert str(caught.value) == (
-        f"{path}: no column 'text'; it has 'id', 'body': name one with --set corpus.text_field=..."
-    )
 
 
-@pytest.mark.parametrize(
-    ("word", "content", "what"),
-    [
-        ("csv", 'text,b\n"open,1\n', r"a\.csv:2: not CSV"),
-        ("csv", "text,b\none\n", r"a\.csv:2: 1 columns, but the first line names 2"),
-        ("parquet", "text", r"a\.parquet: cannot be read as Parquet"),
-    ],
-)
-def test_a_damaged_table_is_named(tmp_path, word, content, what):
-    (tmp_path / f"a.{word}").write_text(content)
-    with pytest.raises(InputError, match=what):
-        read(f"{word}:{tmp_path}")
+def test_a_damaged_table_is_named(tmp_path):
+    for word, content, place in (
+        ("csv", 'text,b\n"open,1\n', r"a\.csv:2: "),
+        ("csv", "text,b\none\n", r"a\.csv:2: 1 columns"),
+        ("parquet", "text", r"a\.parquet: "),
+    ):
+        (tmp_path / f"a.{word}").write_text(content)
+        with pytest.raises(InputError, match=place):
+            read(f"{word}:{tmp_path}")
 
 
 def test_a_column_of_numbers_and_one_within_another(tmp_path):
@@ -249,7 +230,7 @@ def test_a_large_parquet_file_is_read_in_parts(tmp_path):
     )
     settings = Corpus(sources=(f"parquet:{tmp_path}",))
     extents = list(documents.extents(settings.sources[0], settings, 9_000))
-    assert len(extents) == len(tables.parts(extents[0].path, "text", 9_000)) > 2
+    assert len(extents) == len(records.parts(extents[0].path, "text", 9_000)) > 2
     found = [d for extent in extents for d in documents.read_extent(extent, settings)]
     assert [d.text for d in found] == [text.strip() for text in texts]
     assert [d.name.rpartition(":")[2] for d in found] == [str(i) for i in range(100)]
@@ -301,7 +282,7 @@ def test_parts_made_before_a_setting_came_keep_their_names():
     assert parts._reading(changed) != parts._reading(plain)
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
+@pytest.mark.parametrize("kind", ["wordpiece", pytest.param("unigram", marks=pytest.mark.long)])
 def test_a_text_too_small_for_the_vocabulary_leaves_pieces_unused(tmp_path, kind):
     """As in the vocabularies of BERT itself; what is there is what the exact size gives."""
     (tmp_path / "text").mkdir()
@@ -314,9 +295,7 @@ def test_a_text_too_small_for_the_vocabulary_leaves_pieces_unused(tmp_path, kind
     exact = int(line.rpartition("=")[2].split()[0])
     opened = corpus.open_tokenizer(epath.Path(tmp_path / "c"), made)
     assert opened.size == 900 and exact < 900
-    assert opened.encode("[unused0]") == [
-        i for i in opened.encode("[unused0]") if "unused" not in opened.piece(i)
-    ]
+    assert not any("unused" in opened.piece(i) for i in opened.encode("[unused0]"))
     small = corpus.prepare(settings, exact, epath.Path(tmp_path / "d"), said.append)
     assert len([line for line in said if "[unused]" in line]) == 1
     pieces = corpus.open_tokenizer(epath.Path(tmp_path / "d"), small)
@@ -327,23 +306,16 @@ def test_a_text_too_small_for_the_vocabulary_leaves_pieces_unused(tmp_path, kind
         )
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
-def test_utf8_under_another_name_is_refused_by_prepare(tmp_path, kind):
+def test_utf8_under_another_name_is_refused_by_prepare(tmp_path):
     """Windows-1252 reads any bytes: the files that are UTF-8 would be garbled without a word."""
-    (tmp_path / "text").mkdir()
     for number in range(20):
         encoding = "utf-8" if number == 7 else "windows-1252"
         text = f"Größe über Öfen, {words(number)} — täglich."
-        (tmp_path / "text" / f"{number:02}.txt").write_bytes(text.encode(encoding))
-    settings = Corpus(
-        sources=(f"text:{tmp_path}/text",),
-        encoding="windows-1252",
-        tokenizer_kind=kind,
-        validation_share=0.4,
-    )
-    with pytest.raises(InputError, match=r"07\.txt: is UTF-8 \(\d+ bytes.*bert-jax doctor"):
-        corpus.prepare(settings, 40, epath.Path(tmp_path / "c"), lambda line: None)
-    (tmp_path / "text" / "07.txt").unlink()
+        (tmp_path / f"{number:02}.txt").write_bytes(text.encode(encoding))
+    settings = Corpus(sources=(f"text:{tmp_path}",), encoding="windows-1252", validation_share=0.4)
+    with pytest.raises(InputError, match=r"07\.txt: is UTF-8.*corpus\.encoding="):
+        corpus.prepare(settings, 60, epath.Path(tmp_path / "c"), lambda line: None)
+    (tmp_path / "07.txt").unlink()
     corpus.prepare(settings, 60, epath.Path(tmp_path / "c"), lambda line: None)
 
 
@@ -373,30 +345,19 @@ def test_words_too_long_for_pieces_train_no_vocabulary_and_are_counted(tmp_path)
         (tmp_path / "text" / f"{number}.txt").write_text(
             f"{words(number)} <unk> {words(99 - number)}."
         )
-    prepared = {}
-    for name, more in (("plain", ""), ("long", f" {'ab' * 200_000} {'c' * 201} {'d' * 200}")):
-        (tmp_path / "text" / "x.txt").write_text(f"{words(77)}.{more}")
-        settings = Corpus(
-            sources=(f"text:{tmp_path}/text",), unknown_word="<unk>", validation_share=0.4
-        )
-        said = []
-        made = corpus.prepare(settings, 26, epath.Path(tmp_path / name), said.append)
-        prepared[name] = [line for line in said if "characters" in line]
-        opened = corpus.open_tokenizer(epath.Path(tmp_path / name), made)
-        assert "##ab" not in {opened.piece(i) for i in range(opened.size)}
-    assert prepared == {
-        "plain": [],
-        "long": [
-            "prepare: 2 words of over 200 characters: [UNK] and train no vocabulary; "
-            "`bert-jax doctor EXPERIMENT` looks at the text"
-        ],
-    }
-    assert said[0] == "prepare: reading 21 files, in 1 part"
+    (tmp_path / "text" / "x.txt").write_text(f"{'ab' * 200_000} {'c' * 201} {'d' * 200}")
+    settings = Corpus(
+        sources=(f"text:{tmp_path}/text",), unknown_word="<unk>", validation_share=0.4
+    )
+    said = []
+    made = corpus.prepare(settings, 26, epath.Path(tmp_path / "c"), said.append)
+    assert any("2 words of over 200 characters" in line for line in said)
+    opened = corpus.open_tokenizer(epath.Path(tmp_path / "c"), made)
+    assert "##ab" not in {opened.piece(i) for i in range(opened.size)}
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv.gz", "a.parquet"])
-def test_what_is_no_prose_by_its_name_is_not_read_as_prose(tmp_path, name):
-    (tmp_path / name).write_bytes(b"{}")
-    form = name.split(".")[1]
-    with pytest.raises(InputError, match=rf"{name} is not plain text .* write {form}:"):
-        read(f"text:{tmp_path}/*")
+def test_what_is_no_prose_by_its_name_is_not_read_as_prose(tmp_path):
+    for name in ("a.jsonl", "b.csv.gz", "c.parquet"):
+        (tmp_path / name).write_bytes(b"{}")
+        with pytest.raises(InputError, match=rf"{name} .* {name.split('.')[1]}:"):
+            read(f"text:{tmp_path}/{name[0]}*")

@@ -115,18 +115,17 @@ def test_versions_are_compared_as_numbers(tmp_path, monkeypatch):
     assert tfds_files.find("x").name == "10.0.0"
 
 
-@pytest.mark.parametrize("kind", ["array_record", "tfrecord"])
-def test_reading_imports_no_tensorflow(kind, request):
-    folder = request.getfixturevalue(kind)
+def test_reading_imports_no_tensorflow(array_record, tfrecord):
     code = """
 import sys
 from bert_jax.config import Corpus
 from bert_jax.text import documents
-found = list(documents.read(Corpus(sources=(f"tfds_dir:{sys.argv[1]}",))))
-assert len(found) == 300, len(found)
+for folder in sys.argv[1:]:
+    assert len(list(documents.read(Corpus(sources=(f"tfds_dir:{folder}",))))) == 300
 assert "tensorflow" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=100)
+    command = [sys.executable, "-c", code, str(array_record), str(tfrecord)]
+    subprocess.run(command, check=True, timeout=100)
 
 
 PLANTED = [
@@ -164,56 +163,39 @@ def test_a_feature_class_of_another_module_is_refused_and_not_imported(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_folder_without_a_dataset_is_named(tmp_path):
-    with pytest.raises(InputError, match="no TFDS dataset here"):
-        list(tfds_files.records(tmp_path))
+def test_what_cannot_be_read_is_named(array_record, tmp_path):
+    def refused(folder, named, split="train"):
+        with pytest.raises(InputError, match=named):
+            list(tfds_files.records(folder, split))
+
+    refused(tmp_path, str(tmp_path))
     with pytest.raises(InputError, match=r"dataset_info\.json"):
         documents.fingerprint(Corpus(sources=(f"tfds_dir:{tmp_path}",)))
-
-
-def test_damaged_metadata_is_named(array_record, tmp_path):
-    for name in ("features.json", "dataset_info.json"):
-        (tmp_path / name).write_text((array_record / name).read_text())
-    (tmp_path / "dataset_info.json").write_text("{")
-    with pytest.raises(InputError, match="damaged TFDS metadata"):
-        list(tfds_files.records(tmp_path))
-    (tmp_path / "dataset_info.json").write_text("{}")
-    with pytest.raises(InputError, match="TFDS cannot read it"):
-        list(tfds_files.records(tmp_path))
-
-
-def test_a_split_or_field_that_is_not_there_is_named(array_record):
-    with pytest.raises(InputError, match="no split 'test'; it has train"):
-        list(tfds_files.records(array_record, "test"))
+    refused(array_record, "'test'.*train", "test")
     corpus = Corpus(sources=(f"tfds_dir:{array_record}",), text_field="body")
-    with pytest.raises(InputError, match="no text in field 'body'; it has"):
+    with pytest.raises(InputError, match=r"'body'.*title"):
         list(documents.read(corpus))
+    info = (array_record / "dataset_info.json").read_text()
+    (tmp_path / "features.json").write_text((array_record / "features.json").read_text())
+    for content in ("{", "{}", info.replace("array_record", "riegeli")):
+        (tmp_path / "dataset_info.json").write_text(content)
+        refused(tmp_path, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord"])
-@pytest.mark.parametrize("damage", ["other bytes", "cut short", "cut at a block", "gone"])
-def test_damaged_records_are_named_by_their_file(kind, damage, request, tmp_path):
+def test_damaged_records_are_named_by_their_file(kind, request, tmp_path):
     """A file cut at ArrayRecord's 64 KiB gives records without fields, and no error of its own."""
     folder = tmp_path / "1.0.0"
     shutil.copytree(request.getfixturevalue(kind), folder)
     (file,) = (path for path in folder.iterdir() if "-train." in path.name)
-    content = bytearray(file.read_bytes())
-    if damage == "other bytes":
-        content[900:940] = bytes(byte ^ 0xA5 for byte in content[900:940])
-    elif damage == "cut short":
-        del content[len(content) // 2 + 100 :]
-    else:
-        del content[1 << 16 if kind == "array_record" else len(content) // 3 :]
-    file.write_bytes(content)
-    if damage == "gone":
+    whole = file.read_bytes()
+    block = 1 << 16 if kind == "array_record" else len(whole) // 3
+    changed = bytes(byte ^ 0xA5 for byte in whole[900:940])
+    changed = whole[:900] + changed + whole[940:]
+    for content in (changed, whole[: len(whole) // 2 + 100], whole[:block], None):
         file.unlink()
-    with pytest.raises(InputError, match=rf"{file}: missing or damaged \(.+\); put the whole"):
-        list(tfds_files.records(folder))
-
-
-def test_a_format_that_cannot_be_read_is_named(array_record, tmp_path):
-    shutil.copytree(array_record, tmp_path / "1.0.0")
-    file = tmp_path / "1.0.0" / "dataset_info.json"
-    file.write_text(file.read_text().replace("array_record", "riegeli"))
-    with pytest.raises(InputError, match="only array_record and tfrecord can be read"):
-        list(tfds_files.records(tmp_path / "1.0.0"))
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(InputError, match=rf"{file}: missing or damaged"):
+            list(tfds_files.records(folder))
+        file.touch()

@@ -41,14 +41,6 @@ def too_new(char):
     return unicodedata.category(char) == "Cn"
 
 
-# --- The reference ---
-
-
-def test_no_golden_row_has_characters_newer_than_the_tables():
-    # Were there one, another Python would tokenize it in another way: it would be listed here.
-    assert [row["text"] for row in golden.tokens() if any(map(too_new, row["text"]))] == []
-
-
 # --- A second implementation, one character at a time, from the description of BasicTokenizer ---
 
 
@@ -100,18 +92,12 @@ def is_mark(char):
 
 
 @pytest.mark.parametrize("case", CASES)
-@given(text=st.text(st.characters(max_codepoint=127)))
-def test_the_short_way_of_ascii_gives_the_words_of_the_long_one(case, text):
+@given(text=st.text(st.characters(max_codepoint=127)) | st.text())
+def test_words_of_any_text_are_those_of_the_slow_implementation(case, text):
     words = tokenizer.basic_tokens(text, case)
     assert words == slow_tokens(text, case)
-    # An ideograph at the end sends the text the general way.
+    # An ideograph at the end sends ASCII, which has a shorter way, the general one.
     assert tokenizer.basic_tokens(text + " \u4e00", case) == [*words, "\u4e00"]
-
-
-@pytest.mark.parametrize("case", CASES)
-@given(text=st.text())
-def test_words_of_any_text_are_those_of_the_slow_implementation(case, text):
-    assert tokenizer.basic_tokens(text, case) == slow_tokens(text, case)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -147,24 +133,13 @@ def test_ids_equal_those_of_the_tokenizers_library(bert, other, text):
     assert bert["uncased"].encode(text) == other.encode(text, add_special_tokens=False).ids
 
 
-def test_ids_of_prose_equal_those_of_the_tokenizers_library(bert, other):
-    for line in SAMPLE.read_text().splitlines():
-        assert bert["uncased"].encode(line) == other.encode(line, add_special_tokens=False).ids
-
-
 # --- WordPiece ---
 
 
 def test_a_literal_separator_is_three_pieces(bert):
     small = tokenizer.WordPiece([*vocabulary.SPECIALS, "[", "]", "sep", "mask"], "uncased")
-    assert [small.piece(i) for i in small.encode("[SEP][MASK]")] == [
-        "[",
-        "sep",
-        "]",
-        "[",
-        "mask",
-        "]",
-    ]
+    pieces = [small.piece(i) for i in small.encode("[SEP][MASK]")]
+    assert pieces == ["[", "sep", "]", "[", "mask", "]"]
     assert bert["uncased"].encode("[SEP]")[0] == bert["uncased"].vocab.index("[")
 
 
@@ -202,21 +177,14 @@ from bert_jax.text import vocabulary
 words = collections.Counter(" ".join(json.load(sys.stdin)).split())
 print(json.dumps(vocabulary.train_wordpiece(vocabulary.Counted.of(words), 200)))
 """
-    seeds = ("0", "1", "2")
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        )
-        for seed in seeds
-    ]
-    texts = json.dumps(prose()).encode()
-    vocabs = [json.loads(process.communicate(texts, timeout=100)[0]) for process in running]
-    here = vocabulary.train_wordpiece(counted(prose()), 200)
-    assert vocabs == [here] * len(seeds)
-    assert vocabulary.train_wordpiece(counted(prose()), 200) == here
+    trained = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(prose()).encode(),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        timeout=100,
+    )
+    assert json.loads(trained.stdout) == vocabulary.train_wordpiece(counted(prose()), 200)
 
 
 def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():
@@ -230,9 +198,7 @@ def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():
 
 
 def test_a_vocabulary_too_small_for_the_characters_is_refused_by_name():
-    with pytest.raises(
-        InputError, match=r"model\.vocab_size=9: .* alone are \d+ pieces; set it to"
-    ):
+    with pytest.raises(InputError, match=r"model\.vocab_size=9: "):
         vocabulary.train_wordpiece(counted(prose()), 9)
     for kind in ("unigram", "bpe"):
         with pytest.raises(InputError, match=r"model\.vocab_size=9: "):
@@ -338,16 +304,11 @@ def test_a_special_that_is_a_user_defined_symbol_is_not_given_by_text():
 # --- Folders and files ---
 
 
-@pytest.fixture(params=["wordpiece", "unigram", "foreign"])
+@pytest.fixture(params=["wordpiece", "foreign"])
 def any_tokenizer(request):
     if request.param == "wordpiece":
         return tokenizer.WordPiece(vocabulary.train_wordpiece(counted(prose()), 200), "cased")
-    model = (
-        foreign_model()
-        if request.param == "foreign"
-        else vocabulary.train_sentencepiece(counted(prose()), 100, "unigram")
-    )
-    return tokenizer.SentencePiece(model, "cased")
+    return tokenizer.SentencePiece(foreign_model(), "cased")
 
 
 def test_a_saved_tokenizer_loads_as_it_was(any_tokenizer, tmp_path):
@@ -360,10 +321,6 @@ def test_a_saved_tokenizer_loads_as_it_was(any_tokenizer, tmp_path):
         assert loaded.encode(line) == any_tokenizer.encode(line)
 
 
-def test_case_decides_the_digest(bert):
-    assert bert["cased"].sha256 != bert["uncased"].sha256
-
-
 def test_an_edited_vocabulary_is_refused(any_tokenizer, tmp_path):
     any_tokenizer.save(tmp_path)
     if any_tokenizer.kind == "wordpiece":
@@ -373,32 +330,32 @@ def test_an_edited_vocabulary_is_refused(any_tokenizer, tmp_path):
     else:
         model = vocabulary.train_sentencepiece(counted(prose()), 101, "unigram")
         (tmp_path / "sentencepiece.model").write_bytes(model)
-    with pytest.raises(InputError, match=r"is not the one tokenizer\.json was written for"):
+    with pytest.raises(InputError, match=str(tmp_path)):
         tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"kind": "other"}, "kind 'other' is unknown"),
-        ({"case": None}, "case None is unknown"),
-        ({"format_version": 2}, "format_version 2, this version reads 1"),
-    ],
-)
-def test_a_record_that_is_not_understood_is_refused(tmp_path, change, why):
-    tokenizer.WordPiece([*vocabulary.SPECIALS, "a"], "cased").save(tmp_path)
-    record = json.loads((tmp_path / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps({**record, **change}))
-    with pytest.raises(InputError, match=why):
-        tokenizer.load(tmp_path)
-
-
-@pytest.mark.parametrize("name", vocabulary.SPECIALS)
-def test_a_vocabulary_without_a_special_is_refused_by_name(tmp_path, name):
-    path = tmp_path / "vocab.txt"
-    path.write_text("\n".join([*(s for s in vocabulary.SPECIALS if s != name), "a"]))
-    with pytest.raises(InputError, match=rf"vocab\.txt: no \[{name[1:-1]}\] among its 5 lines"):
-        tokenizer.load(path)
+def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, bert):
+    assert bert["cased"].sha256 != bert["uncased"].sha256
+    tokenizer.WordPiece([*vocabulary.SPECIALS, "a"], "cased").save(tmp_path / "a")
+    record = json.loads((tmp_path / "a" / "tokenizer.json").read_text())
+    for change, named in (({"kind": "x"}, "kind"), ({"case": None}, "case")):
+        (tmp_path / "a" / "tokenizer.json").write_text(json.dumps({**record, **change}))
+        with pytest.raises(InputError, match=rf"tokenizer\.json: {named}"):
+            tokenizer.load(tmp_path / "a")
+    model, file = foreign_model(), tmp_path / "x.model"
+    for content in (b"", model[: len(model) // 2], b"text", bytes(99)):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=r"x\.model: "):
+            tokenizer.load(file)
+    file = tmp_path / "vocab.txt"
+    for name in vocabulary.SPECIALS:
+        file.write_text("\n".join([*(s for s in vocabulary.SPECIALS if s != name), "a"]))
+        with pytest.raises(InputError, match=rf"vocab\.txt: .*\[{name[1:-1]}\]"):
+            tokenizer.load(file)
+    file.write_bytes(b"[PAD]\n\xff")
+    for path in (file, tmp_path / "none.txt", tmp_path):
+        with pytest.raises(InputError, match=str(path)):
+            tokenizer.load(path)
 
 
 def test_a_vocabulary_may_end_its_lines_in_either_way(tmp_path):
@@ -406,22 +363,3 @@ def test_a_vocabulary_may_end_its_lines_in_either_way(tmp_path):
     for end in ("\n", "\r\n"):
         (tmp_path / "vocab.txt").write_bytes(end.join(pieces).encode())
         assert vocabulary.read_vocab(tmp_path / "vocab.txt") == pieces
-
-
-def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path):
-    with pytest.raises(InputError, match=r"none\.txt: no such tokenizer"):
-        tokenizer.load(tmp_path / "none.txt")
-    with pytest.raises(InputError, match=r"no tokenizer\.json; name a vocab\.txt"):
-        tokenizer.load(tmp_path)
-    (tmp_path / "vocab.txt").write_bytes(b"[PAD]\n\xff")
-    with pytest.raises(InputError, match="byte 6 is not UTF-8"):
-        tokenizer.load(tmp_path / "vocab.txt")
-
-
-@pytest.mark.parametrize("damage", ["empty", "half", "text", "zeros"])
-def test_a_damaged_model_is_refused_by_name(tmp_path, damage):
-    model = foreign_model()
-    content = {"empty": b"", "half": model[: len(model) // 2], "text": b"text", "zeros": bytes(99)}
-    (tmp_path / "x.model").write_bytes(content[damage])
-    with pytest.raises(InputError, match=r"x\.model: not a SentencePiece model, or damaged"):
-        tokenizer.load(tmp_path / "x.model")
