@@ -19,12 +19,10 @@ from bert_jax import base as base_lib
 from bert_jax.base import Base, Moments
 from bert_jax.config import Corpus
 from bert_jax.data import corpus as corpus_lib
-from bert_jax.interop import huggingface, tf1
+from bert_jax.interop import huggingface
 from bert_jax.loaded import Loaded
 from bert_jax.running.pretraining import Prepared
 from bert_jax.text import documents, tokenizer, vocabulary
-
-TEXT = "wa w7 Straße [MASK] 東京 \u0301 ##b"
 
 
 def silent(line: str) -> None:
@@ -40,31 +38,6 @@ def same_trees(ours: dict, theirs: dict) -> None:
 
 
 # --- vocabularies ---
-
-
-@given(st.data())
-def test_a_vocabulary_is_its_lines(vocab_txt, data):
-    with damage(vocab_txt, data) as content:
-        found = result(lambda: tokenizer.load(vocab_txt), vocab_txt)
-    if found is not REFUSED:
-        lines = content.decode().removesuffix("\n").split("\n")
-        assert found.vocab == [line.strip() for line in lines]
-        assert len(set(found.vocab)) == found.size == len(found.continues)
-        assert [found.vocab[i] for i in (found.pad_id, found.mask_id)] == ["[PAD]", "[MASK]"]
-        assert all(0 <= i < found.size for i in found.encode(TEXT))
-
-
-@given(st.data())
-def test_a_sentencepiece_model_works_or_is_none(model_file, data):
-    with damage(model_file, data, ".model"):
-        found = result(lambda: tokenizer.load(model_file), model_file)
-    if found is not REFUSED:
-        assert len({found.pad_id, found.cls_id, found.sep_id, found.mask_id}) == 4
-        ids = found.encode(TEXT)
-        assert all(0 <= i < found.size for i in ids)
-        assert not {found.pad_id, found.cls_id, found.sep_id, found.mask_id} & set(ids)
-        assert isinstance(found.decode(ids), str)
-        assert len(found.continues) == found.size
 
 
 @given(data=st.data())
@@ -115,9 +88,6 @@ def imported(tmp_path_factory):
     huggingface.export_weights(trained, "pretraining", "float32", epath.Path(root / "whole"))
     shutil.copytree(root / "whole", root / "shards")
     hf_folder.cut_in_shards(root / "shards")
-    (root / "tf1").mkdir()
-    fields = hf_folder.CONFIG | {"hidden_act": "gelu", "gelu_form": "erf"}
-    (root / "tf1" / "bert_config.json").write_text(json.dumps(fields, indent=2))
     return root, base
 
 
@@ -188,18 +158,6 @@ def reference_tensors(content: bytes) -> dict[str, np.ndarray]:
         values = np.frombuffer(body[start:end], kinds[entry["dtype"]])
         found[name] = values.reshape(entry["shape"]).astype(np.float32)
     return found
-
-
-@given(st.data())
-def test_a_bert_config_gives_what_it_says(imported, data):
-    file = imported[0] / "tf1" / "bert_config.json"
-    with damage(file, data) as content:
-        found = result(lambda: tf1.read_config(epath.Path(file), silent), file)
-    if found is not REFUSED:
-        fields = json.loads(content)
-        assert found.num_hidden_layers == fields.get("num_hidden_layers", 12)
-        assert found.num_attention_heads == fields.get("num_attention_heads", 12)
-        assert found.type_vocab_size == fields.get("type_vocab_size", 16)
 
 
 # --- what we wrote: it carries checksums, so damage is always seen ---

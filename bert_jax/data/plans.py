@@ -36,7 +36,7 @@ _SECONDS = 10.0
 
 
 class Counts(NamedTuple):
-    """How much is in a first plan."""
+    """The contents of a first plan in numbers."""
 
     examples: int
     rows: int  # as many, unless examples share them
