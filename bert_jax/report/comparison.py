@@ -276,21 +276,3 @@ def _other_masks(records: Sequence[Record]) -> bool:
         if isinstance(record.experiment, Experiment)
     }
     return len(of_runs) > 1
-
-
-def of_steps(records: Sequence[Record]) -> list[Figure]:
-    """Returns pictures of how each run's steps went."""
-
-    def each(lines: Callable[[Record], list[Line]], name: str) -> list[Curve]:
-        return [curve(lines(record), name, record.label, i) for i, record in enumerate(records)]
-
-    plots = [
-        (Plot("Learning rate", each(lambda r: r.train, "learning_rate")), ""),
-        (Plot("Gradient norm", each(lambda r: r.train, "gradient_norm"), scale="log"), ""),
-        (Plot("Tokens a second", each(lambda r: r.laps, "real_tokens_per_second")), ""),
-        (
-            Plot("Utilisation", each(lambda r: r.laps, "utilisation"), scale="percent"),
-            "With padding; " + figures.ON_A_CPU,
-        ),
-    ]
-    return figures.drawn(plots, ())

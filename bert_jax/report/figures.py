@@ -288,35 +288,36 @@ def of_run(record: Record) -> list[Figure]:
     return drawn(plots, _phase_starts(record))
 
 
-def of_steps(record: Record) -> list[tuple[Plot, str]]:
-    """Returns plots of how steps went, with a note each: of what is learned nothing."""
-    clip = record.experiment.optimizer
-    clipped = [] if clip.clip != "global" else [(clip.clip_norm, "clip")]
+def of_steps(*records: Record) -> list[tuple[Plot, str]]:
+    """Returns plots of how steps went, with a note each: of what is learned nothing.
+
+    A run by itself shows how much of it is padding, too.
+    """
+    alone = len(records) == 1
+    clip = records[0].experiment.optimizer
+    clipped = [(clip.clip_norm, "clip")] if alone and clip.clip == "global" else []
+
+    def each(lines: Literal["train", "laps"], name: str, padded: str = "") -> list[Curve]:
+        curves = [
+            curve(getattr(record, lines), name, "" if alone else record.label, number)
+            for number, record in enumerate(records)
+        ]
+        if not (alone and padded):
+            return curves
+        both = ((name, "without padding"), (padded, "with padding"))
+        return [curve(getattr(records[0], lines), *one, i) for i, one in enumerate(both)]
+
+    tokens = each("laps", "real_tokens_per_second", "tokens_per_second")
+    used = each("laps", "real_utilisation", "utilisation")
     return [
-        (Plot("Learning rate", [curve(record.train, "learning_rate", "")]), ""),
+        (Plot("Learning rate", each("train", "learning_rate")), ""),
         (
-            Plot("Gradient norm", [curve(record.train, "gradient_norm", "")], clipped, scale="log"),
+            Plot("Gradient norm", each("train", "gradient_norm"), clipped, scale="log"),
             "Mean of the steps' norms before the clip.",
         ),
+        (Plot("Tokens a second", tokens), "Over training steps and their waits for data."),
         (
-            Plot(
-                "Tokens a second",
-                [
-                    curve(record.laps, "real_tokens_per_second", "without padding"),
-                    curve(record.laps, "tokens_per_second", "with padding", 1),
-                ],
-            ),
-            "Over training steps and their waits for data.",
-        ),
-        (
-            Plot(
-                "Utilisation",
-                [
-                    curve(record.laps, "real_utilisation", "without padding"),
-                    curve(record.laps, "utilisation", "with padding", 1),
-                ],
-                scale="percent",
-            ),
+            Plot("Utilisation", used, scale="percent"),
             "Useful matrix operations, of what the devices can do; " + ON_A_CPU,
         ),
     ]

@@ -140,7 +140,7 @@ def render(
                 table=comparison.table(records) if several else None,
                 notes=comparison.notes(records) if several else [],
                 learning=comparison.of_learning(records) if several else _curves(records[0]),
-                steps=comparison.of_steps(records) if several else [],
+                steps=figures.drawn(figures.of_steps(*records), ()) if several else [],
                 differing=_differing(records) if several else [],
                 detail=None if several else _detail(records[0], price_per_chip_hour),
             )

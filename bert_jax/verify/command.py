@@ -11,7 +11,6 @@ W/elsewhere/           the run over other devices and processes
 W/NAME.log, .journal   what the starts of each printed, and journaled (see cli.child)
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -162,23 +161,20 @@ def _kill(
     say(_HEADER)
     outcomes: list[Outcome] = []
     runs: list[ResumedRun] = []
-
-    def another() -> None:
-        name = f"killed-{len(runs) + 1}" if runs else "killed"
-        runs.append(ResumedRun(children, folder / name, run))
-
     for number, one in enumerate(resume.draw(run, count, seed), 1):
         if one.kind == "in prepare":
             killed = _kill_prepare(folder, number, one, children)
         else:
-            if not runs:
-                another()
-            killed = runs[-1].kill(one)
-            if killed.done is None and not killed.differences:  # it was at its end: from the start
-                another()
+            # A run that came to its end without being killed is left; another is, from the start.
+            for _ in range(2):
+                if not runs or runs[-1].is_at_its_end:
+                    name = f"killed-{len(runs) + 1}" if runs else "killed"
+                    runs.append(ResumedRun(children, folder / name, run))
                 killed = runs[-1].kill(one)
-                if killed.done is None:
-                    killed.differences.append("came to its end twice without being killed")
+                if not runs[-1].is_at_its_end:
+                    break
+            else:
+                killed.differences.append("came to its end twice without being killed")
         outcomes.append((one, killed))
         steps = ("-" if at is None else str(at) for at in (killed.began, killed.done))
         where = " ".join(f"{at:>9}" for at in steps)
@@ -195,18 +191,15 @@ def _kill_prepare(folder: pathlib.Path, number: int, one: Round, children: Child
     place.parent.mkdir(exist_ok=True)
     ended = children.run("prepare", place, Plan(one.fault), within)
     again = children.run("prepare", place, Plan(), within)
-    killed = Killed(ended, None, None, [])
-    if ended.code != -signal.SIGKILL:
-        killed.differences.append(f"was to be killed and {ended}")
+    differences = [] if ended.code == -signal.SIGKILL else [f"was to be killed and {ended}"]
     if again.code != errors.FINISHED:
-        killed.differences.append(f"afterwards {again}")
+        differences.append(f"afterwards {again}")
     else:
-        killed.differences += compare.corpora(place / "corpus", folder / "corpus")
-    if not killed.differences:
+        differences += compare.corpora(place / "corpus", folder / "corpus")
+    if not differences:
         shutil.rmtree(place)
-        with contextlib.suppress(OSError):
-            place.with_name(place.name + ".log").unlink()
-    return killed
+        place.with_name(place.name + ".log").unlink(missing_ok=True)
+    return Killed(ended, None, None, differences)
 
 
 def _finished(experiment: Experiment, folder: pathlib.Path, run: ResumedRun) -> list[Comparison]:

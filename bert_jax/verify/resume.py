@@ -237,6 +237,7 @@ class ResumedRun:
         self._children, self._undisturbed = children, undisturbed
         self._starts = 0
         self._least = 0  # the step from which the next start must go on at least
+        self.is_at_its_end = False  # without having been killed, and as it should be
 
     def kill(self, one: Round) -> Killed:
         """Starts it, which ends as the round says."""
@@ -245,6 +246,7 @@ class ResumedRun:
         if killed.done is None:
             if ended.code != errors.FINISHED:
                 killed.differences.append(f"was to be killed and {ended}")
+            self.is_at_its_end = not killed.differences
             return killed
         self._least = self._least_saved(one.fault, killed.done, went_back)
         expected = {errors.STOPPED if one.fault.signal == signal.SIGTERM else -signal.SIGKILL}
