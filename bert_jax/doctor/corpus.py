@@ -20,7 +20,7 @@ from bert_jax.text.tokenizer import Tokenizer
 
 TextAt = Callable[[int], str]  # the text from a piece of the stream on
 
-# Sentences or documents looked at at once.
+# Sentences looked at at once.
 _BLOCK = 1 << 20
 # Pieces decoded for an example.
 _SHOWN = 30
@@ -52,7 +52,9 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
         settings["repeated_documents"],
         "",
     )
-    findings += _dominating(train, text_at) + _few_held_out(validation)
+    held_out = len(validation.document_offsets) - 1
+    findings += _dominating(train, text_at)
+    findings += FEW_HELD_OUT.check(_HELD_OUT_DOCUMENTS - held_out, documents=held_out)
     words = _vocabulary(train, tokenizer)
     findings += words
     # Sentences of [UNK] or of letters are alike, and no duplicates.
@@ -89,18 +91,13 @@ FEW_HELD_OUT = Rule(
 
 
 def _one_sentence(layout: str, train: Stream, text_at: TextAt) -> list[Finding]:
-    ones, first, documents = 0, None, len(train.document_offsets) - 1
-    for start in range(0, documents, _BLOCK):
-        offsets = train.document_offsets[start : start + _BLOCK + 1]
-        single = np.flatnonzero(np.diff(offsets) == 1)
-        ones += len(single)
-        if first is None and len(single):
-            first = start + int(single[0])
-    if first is None:
+    single = np.flatnonzero(np.diff(train.document_offsets) == 1)
+    if not len(single):
         return []
-    at = int(train.sentence_offsets[train.document_offsets[first]])
-    where = example(f"train document {first}", text_at(at))
-    return finding.one_sentence(ones, documents, layout, where)
+    at = int(train.sentence_offsets[train.document_offsets[single[0]]])
+    where = example(f"train document {single[0]}", text_at(at))
+    documents = len(train.document_offsets) - 1
+    return finding.one_sentence(len(single), documents, layout, where)
 
 
 def _long_sentences(train: Stream, text_at: TextAt) -> list[Finding]:
@@ -125,11 +122,6 @@ def _dominating(train: Stream, text_at: TextAt) -> list[Finding]:
     longest = int(lengths.argmax())
     where = example(f"train document {longest}", text_at(int(starts[longest])))
     return finding.dominating(lengths, "pieces", where)
-
-
-def _few_held_out(validation: Stream) -> list[Finding]:
-    documents = len(validation.document_offsets) - 1
-    return FEW_HELD_OUT.check(_HELD_OUT_DOCUMENTS - documents, documents=documents)
 
 
 # --- whether the vocabulary fits the text ---
@@ -226,7 +218,7 @@ def _case(words: list[str], case: str, unknown: float) -> list[Finding]:
         rule, other = TOO_HIGH, "cased"
     else:
         return []
-    return [rule.finding("problem", case=case, other=other, capitals=share(capitals))]
+    return rule.check(1.0, case=case, other=other, capitals=share(capitals))
 
 
 def _without_blanks(word: str) -> bool:
@@ -254,7 +246,7 @@ _DUPLICATE, _SENTENCES = 0.5, 3
 # Formulas and boilerplate are shared by every collection. Held-out text that was trained on is
 # recited: a tenth of it shifts the score by more than any change of recipe.
 LEAKED = Rule(
-    "{share} of held-out sentences of 12 pieces or more are trained on too; {duplicates:,} of "
+    "{value} of held-out sentences of 12 pieces or more are trained on too; {duplicates:,} of "
     "{documents:,} held-out documents are near duplicates",
     0.02, 0.1,
     "the held-out score flatters the model: it has seen the answers",
@@ -282,20 +274,16 @@ def near_duplicates(train: Stream, validation: Stream, text_at: TextAt) -> list[
     shared = np.bincount(documents, leaked, minlength=count)
     duplicates = np.flatnonzero((long >= _SENTENCES) & (shared > _DUPLICATE * long))
     value = float(leaked.mean())
-    if value <= LEAKED.note_over and not len(duplicates):
-        return []
     # The first sentence of a duplicate, or of what is shared.
-    shown = leaked & np.isin(documents, duplicates) if len(duplicates) else leaked
-    text = text_at(int(validation.sentence_offsets[int(places[shown.argmax()])]))
-    return [
-        LEAKED.finding(
-            "problem" if value > LEAKED.problem_over else "note",
-            example(f"validation document {documents[shown.argmax()]}", text),
-            share=share(value),
-            duplicates=len(duplicates),
-            documents=count,
-        )
-    ]
+    first = int((leaked & np.isin(documents, duplicates) if len(duplicates) else leaked).argmax())
+    text = text_at(int(validation.sentence_offsets[int(places[first])]))
+    return LEAKED.check(
+        value,
+        example(f"validation document {documents[first]}", text),
+        named=len(duplicates) > 0,
+        duplicates=len(duplicates),
+        documents=count,
+    )
 
 
 def _hashes(stream: Stream) -> Iterator[tuple[np.ndarray, np.ndarray]]:

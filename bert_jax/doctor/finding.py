@@ -1,7 +1,6 @@
 """What `doctor` finds: one finding, the rule that it breaks, and how both are put into words."""
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 import numpy as np
@@ -27,17 +26,19 @@ class Rule:
     effect: str  # what it is likely to do to training
     remedy: str  # the setting or action that mends it
 
-    def check(self, value: float, example: str = "", **fields: Any) -> list["Finding"]:
-        """Returns the finding, or nothing if the value is within the limits."""
-        if not value > self.note_over:
+    def check(
+        self, value: float, example: str = "", named: bool = False, **fields: Any
+    ) -> list["Finding"]:
+        """Returns the finding, or nothing if the value is within the limits, unless it is `named`.
+
+        `fields` are those of the templates.
+        """
+        if not value > self.note_over and not named:
             return []
         severity = "problem" if value > self.problem_over else "note"
-        return [self.finding(severity, example, value=share(value), **fields)]
-
-    def finding(self, severity: Severity, example: str = "", **fields: Any) -> "Finding":
-        """Returns a finding in this rule's words, whatever the limits are."""
-        what, remedy = self.what.format(**fields), self.remedy.format(**fields)
-        return Finding(self, severity, what, example, self.effect, remedy)
+        words = {"value": share(value)} | fields
+        what, remedy = self.what.format(**words), self.remedy.format(**words)
+        return [Finding(self, severity, what, example, self.effect, remedy)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,7 @@ def dominating(lengths: np.ndarray, unit: str, example: str) -> list[Finding]:
     """Reports a document longer than all others together, or nearly; `lengths` [documents]."""
     value = float(lengths.max() / lengths.sum())
     if len(lengths) * value < 4:  # of five documents one is easily a fifth
-        value = -math.inf
+        return []
     return DOMINATES.check(
         value,
         example,

@@ -405,17 +405,14 @@ class _Survey:
             commonest.documents > _HEADER * len(self._lengths)
             and commonest.documents >= LEAST_VALIDATION_DOCUMENTS
         )
-        if not is_header and value <= BOILERPLATE.note_over:
-            return []
-        one_in = f", one in {self._repeats.sampled} counted" if self._repeats.sampled > 1 else ""
-        one = BOILERPLATE.finding(
-            "problem" if value > BOILERPLATE.problem_over else "note",
+        sampled = self._repeats.sampled
+        return BOILERPLATE.check(
+            value,
             example(f"{commonest.count:,} times, first in {commonest.place}", commonest.excerpt),
+            named=is_header,
             repeats=share(repeats / texts),
             scope=self._scope,
-            sampled=one_in,
+            sampled=f", one in {sampled} counted" if sampled > 1 else "",
             documents=commonest.documents,
             all=len(self._lengths),
-            value=share(value),
         )
-        return [one]
