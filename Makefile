@@ -22,7 +22,7 @@ PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
 .PHONY: all pretrain test test-long test-nightly fuzz lint settings bench scale-run scale-text bench-torch bench-embed bench-serve parity plans \
-  image-lint image-steps clean another-interpreter
+  image-lint clean another-interpreter
 
 all: $(STAMP)
 	@echo "bert-jax is in $(BIN): source $(BIN)/activate puts it on the path of this shell"
@@ -147,11 +147,6 @@ $(TORCH)/installed:
 
 image-lint: $(IMAGE)/installed
 	$(IMAGE)/bin/hadolint Dockerfile
-
-# What the Dockerfile does, in a folder: no engine needed; it installs two gigabytes, three minutes.
-image-steps: image-lint
-	rm -rf build/image
-	$(PYTHON) tests/launch/dockerfile.py build/image
 
 $(IMAGE)/installed:
 	rm -rf $(IMAGE)

@@ -2,11 +2,32 @@
 
 import pathlib
 import re
-
-import dockerfile
-from dockerfile import Step, steps
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
+FILE = ROOT / "Dockerfile"
+
+
+class Step(NamedTuple):
+    """An instruction."""
+
+    word: str  # RUN, COPY and so on
+    text: str  # what stands behind it, on one line
+
+
+def steps(text: str) -> list[Step]:
+    """The instructions of a Dockerfile, without comments."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n", " ", "\n".join(lines))
+    split = [line.strip().split(None, 1) for line in joined.splitlines() if line.strip()]
+    return [Step(word.upper(), re.sub(r"\s+", " ", rest)) for word, rest in split]
+
+
+def sent(name: str, ignored: str) -> bool:
+    """Whether a file of the context reaches the engine: all is ignored but what is named."""
+    rules = [line for line in ignored.splitlines() if line and not line.startswith("#")]
+    assert rules[0] == "*", "everything is ignored first"
+    return f"!{pathlib.PurePosixPath(name).parts[0]}" in rules
 
 
 def faults(text: str) -> list[str]:
@@ -42,11 +63,11 @@ def faults(text: str) -> list[str]:
 
 
 def test_the_image_is_pinned_small_and_not_root_s():
-    assert faults(dockerfile.FILE.read_text()) == []
+    assert faults(FILE.read_text()) == []
 
 
 def test_the_command_is_bert_jax_and_has_what_it_needs():
-    instructions = steps(dockerfile.FILE.read_text())
+    instructions = steps(FILE.read_text())
     assert Step("ENTRYPOINT", '["bert-jax"]') in instructions
     assert Step("ARG", "EXTRAS=tpu,gcs") in instructions
     copied = " ".join(step.text for step in instructions if step.word == "COPY")
@@ -56,7 +77,7 @@ def test_the_command_is_bert_jax_and_has_what_it_needs():
 
 def test_all_that_is_copied_is_sent_and_nothing_else():
     ignored = (ROOT / ".dockerignore").read_text()
-    copies = [s.text for s in steps(dockerfile.FILE.read_text()) if s.word == "COPY"]
+    copies = [s.text for s in steps(FILE.read_text()) if s.word == "COPY"]
     names = {
         name
         for text in copies
@@ -67,4 +88,4 @@ def test_all_that_is_copied_is_sent_and_nothing_else():
     allowed = {line[1:] for line in ignored.splitlines() if line.startswith("!")}
     assert names == allowed
     assert all((ROOT / name).exists() for name in names)
-    assert not dockerfile.sent(".git", ignored) and not dockerfile.sent("runs", ignored)
+    assert not sent(".git", ignored) and not sent("runs", ignored)
